@@ -1,0 +1,1 @@
+"""autoshard: one line shards a PyTorch model."""

@@ -1,0 +1,43 @@
+"""A strategy: the states in which one operator may consume and produce its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autoshard.runtime.placement import State
+
+
+class Strategy(NamedTuple):
+    """One way to run an operator on one mesh axis.
+
+    inputs: the state of each operand, in the order of `operands(node)`.
+    output: the state of the result; a tuple (one state an element) where the node's value is a
+        tuple or list of tensors.
+    impl: what runs instead of the operator, where running the operator itself on the shards is
+        not enough (a vocab-parallel embedding). Called as impl(*args, **kwargs, axis=Axis), with
+        the node's own arguments, tensors in their local form.
+    """
+
+    inputs: tuple[State, ...]
+    output: State | tuple[State, ...]
+    impl: Callable[..., Any] | None = None
+
+
+def value(node: fx.Node) -> Any:
+    """The fake value (a tensor, a tuple of tensors, a SymInt) the node produces."""
+    return node.meta.get("val")
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """Tensor-valued arguments, every appearance, in the order of args then kwargs."""
+    leaves = pytree.arg_tree_leaves(*node.args, **node.kwargs)
+    return [
+        leaf
+        for leaf in leaves
+        if isinstance(leaf, fx.Node) and isinstance(value(leaf), torch.Tensor)
+    ]
