@@ -1,0 +1,165 @@
+"""Bucket elimination: an order for the variables, and the pass over them.
+
+Source: R. Dechter, "Bucket elimination: a unifying framework for reasoning", Artificial
+Intelligence 113, 1999. Take one variable, add up every table it appears in, minimise over it, and
+put what is left back as a new table over its neighbours.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Table = NDArray[np.float64]
+
+# Sizes as logarithms in fixed point: sums of integers do not depend on the order of additions.
+_LOG_UNIT = 1 << 20
+# Largest piece of a table held at once; a bigger one is minimised in slices of its variable.
+_BLOCK = 1 << 18
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A table of costs over the variables of `scope`, ascending, one axis each."""
+
+    scope: tuple[int, ...]
+    table: Table
+
+
+def elimination_order(
+    sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], without: tuple[int, ...] = ()
+) -> tuple[list[int], list[tuple[int, ...]]]:
+    """A greedy order in which to eliminate, and the variables of each table it makes.
+
+    The next variable is the one whose elimination makes the smallest table (product of the
+    domains of it and its neighbours; the lower index of equals). Variables of one value and
+    those in `without` take no part. The weights are kept up to date edge by edge, so that a
+    variable with thousands of neighbours costs no more than another.
+    """
+    bits = [round(math.log2(size) * _LOG_UNIT) for size in sizes]
+    dropped = set(without)
+    neighbours: list[dict[int, None]] = [{} for _ in sizes]
+    active = [v for v, size in enumerate(sizes) if size > 1 and v not in dropped]
+    weight = list(bits)
+
+    def join(group: Sequence[int]) -> None:
+        for a, b in itertools.combinations(group, 2):
+            if b not in neighbours[a]:
+                neighbours[a][b] = neighbours[b][a] = None
+                weight[a] += bits[b]
+                weight[b] += bits[a]
+
+    for scope in scopes:
+        join([v for v in scope if v not in dropped])
+    heap = [(weight[v], v) for v in active]
+    heapq.heapify(heap)
+    order: list[int] = []
+    tables: list[tuple[int, ...]] = []
+    done = [False] * len(sizes)
+    while heap:
+        known, variable = heapq.heappop(heap)
+        if done[variable] or known != weight[variable]:
+            continue
+        done[variable] = True
+        group = list(neighbours[variable])
+        order.append(variable)
+        tables.append((variable, *group))
+        for other in group:
+            del neighbours[other][variable]
+            weight[other] -= bits[variable]
+        join(group)
+        for other in group:
+            heapq.heappush(heap, (weight[other], other))
+    return order, tables
+
+
+class Elimination:
+    """One pass of bucket elimination; `assignment` walks the buckets backwards."""
+
+    def __init__(self, factors: list[Factor], order: list[int]) -> None:
+        self.width = self.work = 0
+        self.cost = 0.0
+        self.conflict: tuple[int, ...] = ()
+        self._buckets: list[tuple[int, list[Factor]]] = []
+        position = {variable: i for i, variable in enumerate(order)}
+        waiting: list[list[Factor]] = [[] for _ in order]
+
+        def place(factor: Factor) -> None:
+            if factor.scope:
+                waiting[min(position[v] for v in factor.scope)].append(factor)
+            else:
+                self.cost += float(factor.table)
+
+        for factor in factors:
+            place(factor)
+        for variable, bucket in zip(order, waiting, strict=True):
+            if not bucket:
+                continue
+            message, entries = _minimise(variable, bucket)
+            self._buckets.append((variable, bucket))
+            self.width = max(self.width, len(message.scope) + 1)
+            self.work += entries
+            if not self.conflict and np.isinf(message.table).all():
+                self.conflict = (variable, *message.scope)
+                self.cost = math.inf
+                return
+            place(message)
+
+    def assignment(self) -> dict[int, int]:
+        """The best value of every variable, last eliminated first."""
+        chosen: dict[int, int] = {}
+        for variable, bucket in reversed(self._buckets):
+            cost = sum(
+                f.table[tuple(slice(None) if v == variable else chosen.get(v, 0) for v in f.scope)]
+                for f in bucket
+            )
+            chosen[variable] = int(np.argmin(cost))
+        return chosen
+
+
+def _minimise(variable: int, bucket: list[Factor]) -> tuple[Factor, int]:
+    """The sum of the bucket's tables minimised over `variable`, and the entries of that sum."""
+    scope = tuple(sorted({v for f in bucket for v in f.scope} - {variable}))
+    axes = (variable, *scope)
+    # Small tables first: broadcasting then works on full-size arrays as few times as possible.
+    tables = [_aligned(f, axes) for f in sorted(bucket, key=lambda f: (f.table.size, f.scope))]
+    sizes = np.broadcast_shapes(*(t.shape for t in tables))
+    entries = math.prod(sizes)
+    step = max(1, _BLOCK * sizes[0] // entries)
+    least: Table | None = None
+    for start in range(0, sizes[0], step):
+        total = tables[0][start : start + step]
+        for table in tables[1:]:
+            total = total + table[start : start + step]
+        part = np.minimum.reduce(total, axis=0)
+        least = part if least is None else np.minimum(least, part, out=least)
+    assert least is not None
+    return Factor(scope, least), entries
+
+
+def _aligned(factor: Factor, axes: tuple[int, ...]) -> Table:
+    """The factor's table with one axis for each of `axes`, of size 1 where it has no such one."""
+    lead = factor.scope.index(axes[0])
+    table = np.moveaxis(factor.table, lead, 0)
+    present = set(factor.scope)
+    sizes = iter(table.shape)
+    return table.reshape([next(sizes) if v in present else 1 for v in axes])
+
+
+def condition(factors: list[Factor], fixed: dict[int, int]) -> list[Factor]:
+    """The factors that remain when some variables are given values."""
+    if not fixed:
+        return factors
+    return [
+        Factor(
+            tuple(v for v in f.scope if v not in fixed),
+            f.table[tuple(fixed.get(v, slice(None)) for v in f.scope)],
+        )
+        for f in factors
+    ]
