@@ -1,0 +1,133 @@
+"""From Dynamo's graph to a Program: capture, passes, plan, rewrite. Starts no process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.tensor import DTensor
+
+from autoshard.capture import capture
+from autoshard.config import Config
+from autoshard.passes.localize import Localize
+from autoshard.passes.pipeline import prepare
+from autoshard.planning.hardware import HARDWARE, Hardware
+from autoshard.planning.plan import Plan
+from autoshard.planning.planner import Request, fingerprint, merged, plan_graph
+from autoshard.planning.strategy import value
+from autoshard.program import Program
+from autoshard.runtime import compat
+from autoshard.runtime.axis import Axis
+from autoshard.runtime.parameters import stored_states
+from autoshard.runtime.placement import State, shard_dim
+
+
+def build_program(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    inputs: list[compat.GraphInput],
+    axis: Axis,
+    config: Config,
+) -> Program:
+    """Plan and rewrite one Dynamo graph for one rank of `axis`.
+
+    Raises CaptureError where the graph cannot be captured and PlanError where a loaded plan or
+    the memory budget cannot be met.
+    """
+    serial = prepare(capture(gm, example_inputs), axis)
+    placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
+    parameters: dict[fx.Node, str] = {}
+    stored: dict[fx.Node, State] = {}
+    for node, item in zip(placeholders, inputs, strict=True):
+        if isinstance(item.real, nn.Parameter):
+            parameters[node] = parameter_name(item.source)
+            if isinstance(item.real, DTensor):
+                stored[node] = stored_states(item.real)[axis.name]
+        elif isinstance(item.real, torch.Tensor) and item.source.startswith("L['self']"):
+            node.meta["buffer"] = True
+    plan = load_plan(config.plan, axis)
+    request = Request(
+        parameters,
+        stored,
+        sequence_parallel=config.sequence_parallel,
+        lazy_outputs=config.outputs == "lazy",
+        memory_budget=config.memory_budget,
+        plan=plan,
+    )
+    hardware = hardware_of(device_type(inputs))
+    decisions = plan_graph(serial, axis.size, hardware, request)
+    guard_divisible(serial, decisions.strategies, decisions.state, axis.size)
+    local = Localize(serial, decisions, axis).run()
+    full = merged(plan, decisions, request, serial, axis.size)
+    return Program(local, serial, full, decisions, axis, parameters)
+
+
+def load_plan(plan: Any, axis: Axis) -> Plan | None:
+    """The plan an option gives, by object or by path, checked against the axis."""
+    if plan is None:
+        return None
+    loaded = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
+    if (loaded.axis, loaded.size) != (axis.name, axis.size):
+        raise ValueError(
+            f"the plan is for {loaded.axis}={loaded.size}, this mesh has {axis.name}={axis.size}: "
+            "make a plan for this mesh, or change options['mesh']"
+        )
+    return loaded
+
+
+def plan_lines(program: Program) -> list[str]:
+    """What ranks compare: where each parameter lives, then each node's strategy."""
+    lines = [f"parameter {name}: {state}" for name, state in program.plan.parameters.items()]
+    return lines + program.plan.graphs[fingerprint(program.serial)].lines()
+
+
+def unsharded_parameters(
+    inputs: list[compat.GraphInput], program: Program
+) -> list[tuple[nn.Parameter, State]]:
+    """Parameters of the graph that are not stored as DTensors yet, with their planned state."""
+    placeholders = [n for n in program.serial.graph.nodes if n.op == "placeholder"]
+    return [
+        (item.real, program.decisions.stored[node])
+        for node, item in zip(placeholders, inputs, strict=True)
+        if isinstance(item.real, nn.Parameter) and not isinstance(item.real, DTensor)
+    ]
+
+
+def guard_divisible(
+    serial: fx.GraphModule, strategies: dict[fx.Node, Any], state: Any, n: int
+) -> None:
+    """Make Dynamo guard that the axis divides every symbolic size the plan shards.
+
+    Evaluating `size % n == 0` on the traced symbol records the guard; a length that n does not
+    divide then compiles its own variant instead of getting a wrong answer.
+    """
+    for node in serial.graph.nodes:
+        val = value(node)
+        if node not in strategies or not isinstance(val, torch.Tensor):
+            continue
+        dim = shard_dim(state(node))
+        if dim is not None and not isinstance(val.shape[dim], int):
+            if not bool(val.shape[dim] % n == 0):
+                raise AssertionError(f"{node.name}: planned S({dim}) of {val.shape[dim]} on {n}")
+
+
+def parameter_name(source: str) -> str:
+    """`L['self']._modules['a']._parameters['weight']` or `L['self'].a.weight` -> `a.weight`."""
+    name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", source)
+    name = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", name)
+    return re.sub(r"^L\.(self|fn)\.", "", name)
+
+
+def device_type(inputs: list[compat.GraphInput]) -> str:
+    """The device the model lives on; a model on "meta" is planned for the default device."""
+    devices = {i.real.device.type for i in inputs if isinstance(i.real, torch.Tensor)} - {"meta"}
+    return "cuda" if "cuda" in devices else "cpu"
+
+
+def hardware_of(device: str) -> Hardware:
+    """The built-in description nearest to the machine."""
+    return HARDWARE["h100" if device == "cuda" else "cpu"]

@@ -1,0 +1,273 @@
+"""Plan one captured graph on one mesh axis: build the problem, solve it exactly, read it back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import fx
+
+from autoshard.planning.hardware import Hardware
+from autoshard.planning.plan import GraphPlan, Plan, strategy_text
+from autoshard.planning.problem import (
+    TRAINED_BYTES,
+    Builder,
+    Prices,
+    Problem,
+    global_bytes,
+    output_state,
+    producer,
+    shardable,
+)
+from autoshard.planning.strategy import Strategy, value
+from autoshard.runtime.placement import R, State, shard_dim
+
+
+class PlanError(ValueError):
+    """A plan that cannot be obeyed: says which entry, what it asks and what is possible."""
+
+
+@dataclass
+class Request:
+    """What the planner is asked.
+
+    parameters: name of each parameter placeholder.
+    stored: the state in which a parameter is stored already; one without an entry is free.
+    arriving: the state of inputs that come sharded (values that cross a graph break).
+    """
+
+    parameters: Mapping[fx.Node, str]
+    stored: Mapping[fx.Node, State] = field(default_factory=dict)
+    arriving: Mapping[fx.Node, State] = field(default_factory=dict)
+    sequence_parallel: bool = True
+    lazy_outputs: bool = True
+    memory_budget: int | None = None
+    plan: Plan | None = None
+
+
+@dataclass
+class Decisions:
+    """The solution for one graph, in terms of its nodes."""
+
+    strategies: dict[fx.Node, Strategy]
+    copies: dict[fx.Node, State]
+    stored: dict[fx.Node, State]
+    outputs: list[State]
+    declined: dict[fx.Node, list[str]]
+    seconds: float
+    width: int
+    builder: Builder
+
+    def state(self, node: fx.Node) -> State:
+        """The state in which `node`'s own value is produced."""
+        owner, index = producer(node)
+        return output_state(self.strategies[owner], index)
+
+    def route(self, source: fx.Node, want: State) -> tuple[State, ...]:
+        """The states a consumer that wants `want` passes through: directly, or by the copy."""
+        have, copy = self.state(source), self.copies.get(source)
+        if copy is None or copy in (have, want):
+            return (want,)
+        price = self.builder.change_cost(source)
+        return (copy, want) if price(copy, want) < price(have, want) else (want,)
+
+    def graph_plan(self) -> GraphPlan:
+        """The decisions as text, without the nodes that had no choice."""
+        nodes = {
+            node.name: strategy_text(strategy)
+            for node, strategy in self.strategies.items()
+            if node.op == "call_function" and len(self.builder.problem.domains[node]) > 1
+        }
+        return GraphPlan(nodes, {node.name: state for node, state in self.copies.items()})
+
+
+def fingerprint(gm: fx.GraphModule) -> str:
+    """Names, operators and shapes of a graph: equal on every rank that captured the same one."""
+    text = hashlib.sha256()
+    for node in gm.graph.nodes:
+        val = value(node)
+        shape = tuple(str(e) for e in val.shape) if isinstance(val, torch.Tensor) else ()
+        text.update(f"{node.op} {node.name} {node.target} {shape}\n".encode())
+    return text.hexdigest()[:16]
+
+
+def plan_graph(
+    gm: fx.GraphModule, n: int, hardware: Hardware, request: Request
+) -> Decisions:
+    """The cheapest plan of `gm` on an axis of `n` ranks.
+
+    Raises PlanError where a loaded plan asks for what the graph does not offer, and where no
+    plan fits `memory_budget` bytes a rank.
+    """
+    if request.memory_budget is None:
+        return _solve(gm, n, hardware, request, Prices())
+    budget = request.memory_budget
+    low, high = 0.0, 1e-6  # a gigabyte that costs a thousand seconds is a gigabyte not stored
+    best = None
+    for price in (low, high):
+        found = _solve(gm, n, hardware, request, _prices(price, hardware))
+        if stored_bytes(found, n) <= budget:
+            best = found
+            break
+    if best is None:
+        raise PlanError(
+            f"no plan fits memory_budget={budget:,} bytes a rank: the smallest found stores "
+            f"{stored_bytes(found, n):,} bytes of parameters, gradients, optimizer state and "
+            f"activations on {n} ranks. Raise the budget, or use more ranks."
+        )
+    if price == high:
+        for _ in range(8):
+            middle = (low * high) ** 0.5 if low else high * 1e-3
+            found = _solve(gm, n, hardware, request, _prices(middle, hardware))
+            if stored_bytes(found, n) <= budget:
+                best, high = found, middle
+            else:
+                low = middle
+    return best
+
+
+def _prices(price: float, hardware: Hardware) -> Prices:
+    return Prices(price, max(price, 2.0 / hardware.memory_bandwidth))
+
+
+def stored_bytes(decisions: Decisions, n: int) -> int:
+    """Bytes a rank of parameters, gradients, Adam's moments and values kept for the backward."""
+    total = 0.0
+    for node in decisions.strategies:
+        if node.op == "placeholder":
+            kept = TRAINED_BYTES if node in decisions.stored and node.meta.get("diff") else 1.0
+        else:
+            kept = 1.0
+        if not node.meta.get("diff") and node not in decisions.stored:
+            continue
+        if isinstance(value(node), torch.Tensor):
+            sharded = shard_dim(decisions.state(node)) is not None
+            total += kept * global_bytes(node) / (n if sharded else 1)
+    return int(total)
+
+
+def _solve(
+    gm: fx.GraphModule, n: int, hardware: Hardware, request: Request, prices: Prices
+) -> Decisions:
+    stored: dict[fx.Node, State | None] = {}
+    wanted = request.plan.parameters if request.plan else {}
+    for node, name in request.parameters.items():
+        stored[node] = request.stored.get(node) or _checked(node, name, wanted.get(name))
+    results = list(_output(gm).args[0])  # type: ignore[arg-type]
+    domains = _output_domains(gm, results, n, request.lazy_outputs)
+    builder = Builder(
+        gm,
+        n,
+        hardware,
+        stored=stored,
+        arriving=request.arriving,
+        output_domains=domains,
+        outputs_read=not any(_is_loss(r) for r in results[: gm.meta["n_outputs"]]),
+        sequence_parallel=request.sequence_parallel,
+        prices=prices,
+    )
+    problem = builder.build()
+    if request.plan:
+        _constrain(gm, problem, request.plan)
+    solution = problem.graph.solve()
+    strategies, copies = problem.read(solution)
+    decisions = Decisions(
+        strategies,
+        copies,
+        {},
+        problem.output_states(solution),
+        problem.declined,
+        solution.cost,
+        solution.width,
+        builder,
+    )
+    decisions.stored = {node: decisions.state(node) for node in request.parameters}
+    return decisions
+
+
+def _checked(node: fx.Node, name: str, state: State | None) -> State | None:
+    shape = tuple(value(node).shape)
+    dim = shard_dim(state) if state else None
+    if dim is not None and dim >= len(shape):
+        raise PlanError(
+            f"the plan stores parameter {name!r} as {state}, but its shape is {shape}: "
+            f"use R or S(0) to S({len(shape) - 1})"
+        )
+    return state
+
+
+def _output(gm: fx.GraphModule) -> fx.Node:
+    return next(iter(reversed(gm.graph.nodes)))
+
+
+def _is_tensor(result: object) -> bool:
+    return isinstance(result, fx.Node) and isinstance(value(result), torch.Tensor)
+
+
+def _is_loss(result: object) -> bool:
+    """A differentiable scalar: beside it, other outputs are probably not read."""
+    return (
+        isinstance(result, fx.Node)
+        and _is_tensor(result)
+        and value(result).dim() == 0
+        and bool(result.meta.get("diff"))
+    )
+
+
+def _output_domains(
+    gm: fx.GraphModule, results: list[object], n: int, lazy: bool
+) -> list[list[State]]:
+    domains = []
+    for i, result in enumerate(results):
+        free = lazy and i < gm.meta["n_outputs"] and _is_tensor(result)
+        assert not free or isinstance(result, fx.Node)
+        if free and isinstance(result, fx.Node) and value(result).is_floating_point():
+            domains.append([R, *shardable(value(result), n)])
+        else:
+            domains.append([R])
+    return domains
+
+
+def _constrain(gm: fx.GraphModule, problem: Problem, plan: Plan) -> None:
+    """Leave only what a loaded plan names for this graph."""
+    graph = plan.graphs.get(fingerprint(gm))
+    if graph is None:
+        return
+    by_name = {node.name: node for node in gm.graph.nodes}
+    for name, text in graph.nodes.items():
+        node = by_name.get(name)
+        domain = problem.domains.get(node, []) if node else []
+        texts = [strategy_text(s) for s in domain]
+        if text not in texts:
+            raise PlanError(
+                f"the plan runs node {name!r} as {text!r}, which is not possible there. "
+                f"Possible: {texts or 'nothing (no such node)'}. Correct the line, or delete it."
+            )
+        assert node is not None
+        _keep(problem, problem.variables[node], [t == text for t in texts])
+    for name, state in graph.copies.items():
+        node = by_name.get(name)
+        states = problem.copy_domains.get(node, []) if node else []
+        if state not in states:
+            raise PlanError(
+                f"the plan keeps the shared copy of {name!r} in {state!r}; possible: {states}"
+            )
+        assert node is not None
+        _keep(problem, problem.copies[node], [s == state for s in states])
+
+
+def _keep(problem: Problem, variable: int, allowed: list[bool]) -> None:
+    problem.graph.add((variable,), np.where(np.array(allowed), 0.0, np.inf))
+
+
+def merged(plan: Plan | None, decisions: Decisions, request: Request, gm: fx.GraphModule, n: int) -> Plan:
+    """`plan` with this graph's decisions added."""
+    base = plan or Plan("tp", n)
+    parameters = dict(base.parameters)
+    parameters.update({name: decisions.stored[node] for node, name in request.parameters.items()})
+    graphs = {**base.graphs, fingerprint(gm): decisions.graph_plan()}
+    return replace(base, parameters=parameters, graphs=graphs)
+

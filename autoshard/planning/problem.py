@@ -1,0 +1,363 @@
+"""From a captured graph to a factor graph: what is decided, and what each decision costs.
+
+One variable a node chooses its strategy; one variable a shared value chooses the state of its
+*copy*, so that q, k and v pay for one gather and one summed gradient. A factor on
+(producer, copy, consumer) charges a consumer the cheaper of two routes: from the producer, or
+from the copy. Everything is ordered by the position of the node in the graph, so that every
+rank builds the same problem.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autoshard.planning import cost, registry
+from autoshard.planning.hardware import Hardware
+from autoshard.planning.solver import FactorGraph, Solution
+from autoshard.planning.strategy import Strategy, operands, value
+from autoshard.runtime.axis import chunk_size
+from autoshard.runtime.placement import P, R, S, State, V, shard_dim
+
+# Bytes the training state keeps for each byte of a parameter: itself, its gradient, and two
+# moments of Adam.
+TRAINED_BYTES = 4.0
+
+# A consumer of a value: its variable, and the input state of each of its strategies.
+Use = tuple[int, list[State]]
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a stored byte costs, in seconds a step.
+
+    The default for parameters says "whoever asks for a tp axis wants the weights split": a
+    megabyte that every rank keeps whole must save a millisecond a step to be worth it.
+    Activations cost two more passes over memory, which is what a saved tensor causes.
+    """
+
+    parameter_byte: float = 1e-9
+    activation_byte: float | None = None
+
+
+@dataclass
+class Problem:
+    """The variables of one graph and how to read a solution."""
+
+    graph: FactorGraph = field(default_factory=FactorGraph)
+    domains: dict[fx.Node, list[Strategy]] = field(default_factory=dict)
+    variables: dict[fx.Node, int] = field(default_factory=dict)
+    copy_domains: dict[fx.Node, list[State]] = field(default_factory=dict)
+    copies: dict[fx.Node, int] = field(default_factory=dict)
+    outputs: list[tuple[int, list[State]] | None] = field(default_factory=list)
+    declined: dict[fx.Node, list[str]] = field(default_factory=dict)
+
+    def read(self, solution: Solution) -> tuple[dict[fx.Node, Strategy], dict[fx.Node, State]]:
+        """(strategy of each node, state of each shared copy)."""
+        chosen = {n: self.domains[n][solution.assignment[i]] for n, i in self.variables.items()}
+        copies = {
+            n: self.copy_domains[n][solution.assignment[i]] for n, i in self.copies.items()
+        }
+        return chosen, copies
+
+    def output_states(self, solution: Solution) -> list[State]:
+        """The state in which each output leaves the graph; R for what is no tensor."""
+        return [
+            R if entry is None else entry[1][solution.assignment[entry[0]]]
+            for entry in self.outputs
+        ]
+
+
+def producer(node: fx.Node) -> tuple[fx.Node, int | None]:
+    """The node that decides `node`'s state, and which element of its tuple `node` is."""
+    if node.target is operator.getitem:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        if isinstance(value(source), (tuple, list)):
+            index = node.args[1]
+            assert isinstance(index, int)
+            return source, index
+    return node, None
+
+
+def output_state(strategy: Strategy, index: int | None) -> State:
+    """The state of a strategy's result, or of one element of a tuple result."""
+    if index is None:
+        assert isinstance(strategy.output, str)
+        return strategy.output
+    return strategy.output[index]
+
+
+def global_bytes(node: fx.Node) -> int:
+    """Bytes of the whole (unsharded) value; symbolic sizes count with their hints."""
+    tensor = value(node)
+    size: int = tensor.element_size()
+    for extent in tensor.shape:
+        size *= cost.hint(extent)
+    return size
+
+
+def stored_domain(node: fx.Node, n: int) -> list[State]:
+    """Where a parameter may be stored: whole, or split along a dim by the chunk rule."""
+    shape = value(node).shape
+    return [R] + [S(d) for d, extent in enumerate(shape) if extent >= n]
+
+
+def shardable(tensor: torch.Tensor, n: int) -> list[State]:
+    """The S states of a value that leave no rank empty; symbolic sizes must divide."""
+    states = []
+    for dim, extent in enumerate(tensor.shape):
+        size = cost.hint(extent)
+        if not isinstance(extent, int):
+            if size % n == 0:
+                states.append(S(dim))
+        elif size >= n and (n - 1) * chunk_size(size, n) < size:
+            states.append(S(dim))
+    return states
+
+
+class Builder:
+    """Builds the Problem of one graph on one mesh axis."""
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        n: int,
+        hardware: Hardware,
+        *,
+        stored: Mapping[fx.Node, State | None],
+        arriving: Mapping[fx.Node, State],
+        output_domains: list[list[State]],
+        outputs_read: bool,
+        sequence_parallel: bool,
+        prices: Prices,
+    ) -> None:
+        self.gm, self.n, self.hardware = gm, n, hardware
+        self.link = hardware.links["tp"]
+        self.stored, self.arriving = stored, arriving
+        self.output_domains, self.outputs_read = output_domains, outputs_read
+        self.sequence_parallel = sequence_parallel
+        self.prices = prices
+        self.activation_price = prices.activation_byte
+        if self.activation_price is None:
+            self.activation_price = 2.0 / hardware.memory_bandwidth
+        self.problem = Problem()
+        self._changes: dict[tuple[Any, ...], float] = {}
+        self._tables: dict[tuple[Any, ...], np.ndarray] = {}
+        self._units: dict[tuple[Any, ...], np.ndarray] = {}
+        self._strategies: dict[tuple[Any, ...], tuple[list[Strategy], list[str]]] = {}
+        self._weighted: dict[fx.Node, bool] = {}
+
+    def build(self) -> Problem:
+        """All variables first, then the factors along every edge."""
+        for node in self.gm.graph.nodes:
+            self._variable(node)
+        self._copies_and_edges()
+        return self.problem
+
+    # Variables
+
+    def _variable(self, node: fx.Node) -> None:
+        if node.op == "output" or producer(node)[0] is not node:
+            self._weighted[node] = self._from_weights(node)
+            return
+        tensors = operands(node)
+        is_value = isinstance(value(node), (torch.Tensor, tuple, list))
+        if not tensors and not is_value:
+            return
+        self._weighted[node] = self._from_weights(node)
+        if node.op == "placeholder":
+            fixed = self.stored[node] if node in self.stored else self.arriving.get(node, R)
+            states = [fixed] if fixed is not None else stored_domain(node, self.n)
+            domain = [Strategy((), state) for state in states]
+            costs = np.array([self._storage_cost(node, state) for state in states])
+        elif node.op == "get_attr":
+            domain, costs = [Strategy((), R)], np.zeros(1)
+        else:
+            domain, declined = self._enumerate(node, tensors)
+            if declined:
+                self.problem.declined[node] = declined
+            costs = self._node_costs(node, tensors, domain)
+        self.problem.domains[node] = domain
+        self.problem.variables[node] = self.problem.graph.variable(len(domain), costs)
+
+    def _from_weights(self, node: fx.Node) -> bool:
+        """Whether a parameter flows into the node: masks and positions are not worth sharding."""
+        if node.op == "placeholder":
+            return node in self.stored or _differentiable(node)
+        return any(self._weighted.get(source, False) for source in node.all_input_nodes)
+
+    def _signature(self, node: fx.Node) -> tuple[Any, ...]:
+        """Equal for nodes that have the same strategies and costs: repeated layers share both."""
+        leaves, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
+        described = tuple(
+            self._describe_value(leaf) if isinstance(leaf, fx.Node) else repr(leaf)
+            for leaf in leaves
+        )
+        return (node.target, str(spec), described, _differentiable(node), self._weighted[node])
+
+    def _describe_value(self, node: fx.Node) -> Any:
+        val = value(node)
+        if isinstance(val, torch.Tensor):
+            shape = tuple((str(e), cost.hint(e)) for e in val.shape)
+            return (shape, val.dtype, bool(node.meta.get("diff")), self._weighted.get(node))
+        return (type(val).__name__, str(val))
+
+    def _enumerate(
+        self, node: fx.Node, tensors: list[fx.Node]
+    ) -> tuple[list[Strategy], list[str]]:
+        key = self._signature(node)
+        if key not in self._strategies:
+            found, declined = registry.strategies(node, self.n)
+            if not self._weighted[node] and not _differentiable(node):
+                found = found[:1]  # masks and positions: never worth a collective
+            self._strategies[key] = (found, declined)
+        return self._strategies[key]
+
+    # Unary costs
+
+    def _storage_cost(self, node: fx.Node, state: State) -> float:
+        if node not in self.stored:
+            return 0.0
+        trained = TRAINED_BYTES if node.meta.get("diff") else 1.0
+        share = 1.0 if shard_dim(state) is None else 1.0 / self.n
+        return global_bytes(node) * share * trained * self.prices.parameter_byte
+
+    def _node_costs(
+        self, node: fx.Node, tensors: list[fx.Node], domain: list[Strategy]
+    ) -> np.ndarray:
+        key = self._signature(node)
+        if key in self._units:
+            return self._units[key]
+        if not self._weighted[node]:
+            self._units[key] = np.zeros(len(domain))
+            return self._units[key]
+        flops = float(cost.node_flops(node))
+        diff = _differentiable(node)
+        results = value(node) if isinstance(value(node), (tuple, list)) else [value(node)]
+        dtype = next((r.dtype for r in results if isinstance(r, torch.Tensor)), torch.float32)
+        sizes_in = [global_bytes(t) for t in tensors]
+        sizes_out = [_bytes(r) for r in results]
+        costs = []
+        for strategy in domain:
+            outs = strategy.output if isinstance(strategy.output, tuple) else (strategy.output,)
+            sharded = any(s[0] == "S" for s in (*strategy.inputs, *outs))
+            moved = sum(b / self._split(s) for b, s in zip(sizes_in, strategy.inputs))
+            written = sum(b / self._split(s) for b, s in zip(sizes_out, outs))
+            seconds = cost.node_seconds(
+                flops / (self.n if sharded else 1), moved + written, dtype, self.hardware
+            )
+            if diff:
+                seconds = 3 * seconds + written * float(self.activation_price or 0.0)
+            costs.append(seconds)
+        self._units[key] = np.array(costs)
+        return self._units[key]
+
+    def _split(self, state: State) -> int:
+        return self.n if state[0] == "S" else 1
+
+    # Edges
+
+    def change_cost(self, source: fx.Node) -> Callable[[State, State], float]:
+        """Seconds to move `source`'s value between two states, as the factors charge it."""
+        nbytes, diff = global_bytes(source), _differentiable(source)
+        activation = source not in self.stored
+        return lambda src, dst: self._change(src, dst, nbytes, diff, activation)
+
+    def _change(self, src: State, dst: State, nbytes: int, diff: bool, activation: bool) -> float:
+        key = (src, dst, nbytes, diff, activation)
+        if key not in self._changes:
+            if src == dst:
+                seconds = 0.0
+            elif activation and not self.sequence_parallel and src == P and dst[0] == "S":
+                seconds = np.inf
+            else:
+                seconds = cost.change_seconds(src, dst, nbytes, self.n, self.link, diff)
+                if activation and diff and src[0] == "S" and shard_dim(dst) is None:
+                    # the gathered value is saved for the backward pass
+                    seconds += nbytes * float(self.activation_price or 0.0)
+            self._changes[key] = seconds
+        return self._changes[key]
+
+    def _copies_and_edges(self) -> None:
+        problem = self.problem
+        uses: dict[fx.Node, list[Use]] = {}
+        order = [n for n in self.gm.graph.nodes if n in problem.variables]
+        for node in order:
+            for position, source in enumerate(operands(node)):
+                wanted = [s.inputs[position] for s in problem.domains[node]]
+                uses.setdefault(source, []).append((problem.variables[node], wanted))
+        self._output_uses(uses)
+        for source in self.gm.graph.nodes:
+            if source in uses:
+                self._edges(source, uses[source])
+
+    def _output_uses(self, uses: dict[fx.Node, list[Use]]) -> None:
+        (results,) = next(iter(reversed(self.gm.graph.nodes))).args
+        for result, domain in zip(results, self.output_domains):
+            if isinstance(result, fx.Node) and isinstance(value(result), torch.Tensor):
+                costs = np.zeros(len(domain))
+                if self.outputs_read:
+                    costs = np.array(
+                        [self._change(s, R, global_bytes(result), True, True) for s in domain]
+                    )
+                variable = self.problem.graph.variable(len(domain), costs)
+                self.problem.outputs.append((variable, domain))
+                uses.setdefault(result, []).append((variable, domain))
+            else:
+                self.problem.outputs.append(None)
+
+    def _edges(self, source: fx.Node, uses: list[Use]) -> None:
+        problem = self.problem
+        owner, index = producer(source)
+        have = [output_state(s, index) for s in problem.domains[owner]]
+        x = problem.variables[owner]
+        nbytes, diff = global_bytes(source), bool(source.meta.get("diff"))
+        activation = source not in self.stored
+
+        def matrix(src: list[State], dst: list[State]) -> np.ndarray:
+            key = ("m", tuple(src), tuple(dst), nbytes, diff, activation)
+            if key not in self._tables:
+                self._tables[key] = np.array(
+                    [[self._change(a, b, nbytes, diff, activation) for b in dst] for a in src]
+                )
+            return self._tables[key]
+
+        wanted = sorted({state for _, states in uses for state in states})
+        share = len(uses) > 1 and diff and not (len(have) == 1 and have == [R] and wanted == [R])
+        if not share:
+            for variable, states in uses:
+                if len(have) > 1 or len(states) > 1 or have != states:
+                    problem.graph.add((x, variable), matrix(have, states))
+            return
+        # an unused copy costs nothing: it may stay in any state of its producer
+        domain = sorted({R, V, *have, *(s for s in shardable(value(source), self.n) if s in wanted)})
+        c = problem.graph.variable(len(domain))
+        problem.copies[source], problem.copy_domains[source] = c, domain
+        problem.graph.add((x, c), matrix(have, domain))
+        for variable, states in uses:
+            key = ("t", tuple(have), tuple(domain), tuple(states), nbytes, diff, activation)
+            if key not in self._tables:
+                direct, shared = matrix(have, states), matrix(domain, states)
+                self._tables[key] = np.minimum(direct[:, None, :], shared[None, :, :])
+            problem.graph.add((x, c, variable), self._tables[key])
+
+
+def _differentiable(node: fx.Node) -> bool:
+    return bool(node.meta.get("diff"))
+
+
+def _bytes(result: Any) -> int:
+    if not isinstance(result, torch.Tensor):
+        return 0
+    size: int = result.element_size()
+    for extent in result.shape:
+        size *= cost.hint(extent)
+    return size

@@ -1,0 +1,150 @@
+"""Program: one model, planned and rewritten for one rank, with everything one may ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.passes.localize import local_value
+from autoshard.planning import cost
+from autoshard.planning.plan import Plan
+from autoshard.planning.planner import Decisions
+from autoshard.runtime import compat
+from autoshard.runtime.axis import Axis
+from autoshard.runtime.placement import State
+
+_c10d = torch.ops._c10d_functional
+_LOGICAL_SIZE = {  # which tensor's bytes are the size of the collective: megatron's ledger
+    _c10d.all_reduce.default: ("all_reduce", "input"),
+    _c10d.all_gather_into_tensor.default: ("all_gather", "output"),
+    _c10d.reduce_scatter_tensor.default: ("reduce_scatter", "input"),
+    _c10d.all_to_all_single.default: ("all_to_all", "input"),
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a rank's step.
+
+    bytes is the logical size: the tensor of an all-reduce or all-to-all, the output of an
+    all-gather, the input of a reduce-scatter. phase is "forward" or "backward". module is the
+    path of the module it serves, change the state change that causes it, stack the user's line.
+    """
+
+    op: str
+    axis: str
+    bytes: int
+    phase: str
+    module: str
+    change: str
+    stack: str
+    node: fx.Node = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes one rank holds, by kind. `optimizer` assumes the two moments of Adam in the
+    parameter's dtype; `activations` are what the forward saves for the backward."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        """The sum of all kinds."""
+        return (
+            self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+        )
+
+
+@dataclass
+class Program:
+    """What `autoshard.trace` returns and the backend builds, for one graph on one rank.
+
+    graph_module: the local forward graph, state changes explicit (`autoshard.render` prints it).
+    serial: the captured serial graph that was planned. plan: the plan, ready to `save`.
+    parameters: name of each parameter by its placeholder in `serial`.
+    """
+
+    graph_module: fx.GraphModule
+    serial: fx.GraphModule
+    plan: Plan
+    decisions: Decisions
+    axis: Axis
+    parameters: Mapping[fx.Node, str]
+
+    @cached_property
+    def joint(self) -> compat.ForwardBackward:
+        """The forward and backward ATen graphs AOTAutograd makes of `graph_module`."""
+        fakes = [n.meta["val"] for n in self.graph_module.graph.nodes if n.op == "placeholder"]
+        return compat.forward_backward(self.graph_module, fakes)
+
+    def collectives(self) -> list[Collective]:
+        """One entry a collective, forward then backward, in the order of issue."""
+        found = []
+        for phase, gm in (("forward", self.joint.forward), ("backward", self.joint.backward)):
+            for node in gm.graph.nodes if gm is not None else ():
+                if node.target in _LOGICAL_SIZE:
+                    found.append(self._collective(node, phase))
+        return found
+
+    def memory(self) -> Memory:
+        """Bytes a rank; exact for parameters, gradients and buffers."""
+        parameters = gradients = buffers = 0
+        for node in self.serial.graph.nodes:
+            if node.op != "placeholder" or not isinstance(node.meta.get("val"), torch.Tensor):
+                continue
+            if node in self.parameters:
+                local = _bytes(self._local(node))
+                parameters += local
+                gradients += local if node.meta["val"].requires_grad else 0
+            elif node.meta.get("buffer"):
+                buffers += _bytes(node.meta["val"])
+        saved = sum(_bytes(n.meta["val"]) for n in self.joint.saved)
+        return Memory(parameters, gradients, 2 * gradients, saved, buffers)
+
+    def stored(self) -> dict[str, State]:
+        """The stored state of each parameter on the axis."""
+        return {name: self.decisions.stored[node] for node, name in self.parameters.items()}
+
+    def explain(self) -> str:
+        """The plan as text: parameters with reasons, collectives, bytes a rank."""
+        from autoshard.explain import explain
+
+        return explain(self)
+
+    def _local(self, node: fx.Node) -> torch.Tensor:
+        return local_value(node.meta["val"], self.decisions.stored[node], self.axis)
+
+    def _collective(self, node: fx.Node, phase: str) -> Collective:
+        op, side = _LOGICAL_SIZE[node.target]
+        source = node.args[0] if side == "input" else node
+        assert isinstance(source, fx.Node)
+        custom: dict[str, Any] = node.meta.get("custom") or {}
+        return Collective(
+            op,
+            self.axis.name,
+            _bytes(source.meta["val"]),
+            phase,
+            custom.get("autoshard_module", ""),
+            custom.get("autoshard_change", ""),
+            custom.get("autoshard_line", ""),
+            node,
+        )
+
+
+def _bytes(tensor: Any) -> int:
+    if not isinstance(tensor, torch.Tensor):
+        return 0
+    size: int = tensor.element_size()
+    for extent in tensor.shape:
+        size *= cost.hint(extent)
+    return size

@@ -1,0 +1,65 @@
+"""`autoshard.trace`: plan and rewrite a model for one rank of any mesh, starting no process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autoshard.build import build_program
+from autoshard.config import Config
+from autoshard.program import Program
+from autoshard.runtime import compat
+from autoshard.runtime.mesh import offline_mesh
+
+
+class _Traced(Exception):
+    """Carries the program out of Dynamo: nothing is compiled and nothing runs."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+
+def trace(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    mesh: Mapping[str, int],
+    rank: int = 0,
+    dynamic: bool | None = None,
+    **config: Any,
+) -> Program:
+    """The program that rank `rank` of `mesh` would run for `model(*args, **kwargs)`.
+
+    model: any unsharded module; on the meta device it costs no memory, whatever its size. It is
+        neither changed nor run. args, kwargs: an example batch, on the model's device.
+    mesh: sizes by axis name, such as {"tp": 8}. dynamic: as in torch.compile.
+    config: any other field of `autoshard.Config`.
+
+    Needs no process group. Raises what torch.compile(fullgraph=True) raises where the model
+    breaks the graph, and ValueError for a rank outside the mesh.
+    """
+    settings = Config.from_options({"mesh": dict(mesh), **config})
+    axis = offline_mesh(dict(mesh), rank).axis("tp")
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        inputs = compat.graph_inputs(gm)
+        raise _Traced(build_program(gm, example_inputs, inputs, axis, settings))
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
+    try:
+        compiled(*args, **(kwargs or {}))
+    except Exception as error:
+        traced = compat.backend_error(error)
+        if isinstance(traced, _Traced):
+            return traced.program
+        if traced is not None:
+            raise traced from None
+        raise
+    raise ValueError(
+        f"torch.compile did not call the backend for {type(model).__name__}: the model runs no "
+        "tensor operation, or TORCHDYNAMO_DISABLE is set, or a dispatch mode is active"
+    )
