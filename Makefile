@@ -1,0 +1,57 @@
+# Needs make and Python with its venv module; everything else is installed into $(VENV).
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+# One thread a process: two ranks share few cores.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/demo.stamp ## train a Llama on two processes beside the serial model (ARGS="--help")
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_llama.py $(ARGS)
+
+test: $(VENV)/dev.stamp ## run the tests (ARGS="-k llama" selects)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/dev.stamp ## lint and type-check
+	$(BIN)/ruff check .
+	@rm -rf build/types && mkdir -p build/types/autoshard
+	@ln -s $(CURDIR)/autoshard/* $(CURDIR)/passes $(CURDIR)/runtime build/types/autoshard/
+	MYPYPATH=build/types $(BIN)/mypy -p autoshard
+
+bench: $(VENV)/demo.stamp ## time capture, planning and rewriting of a 7B-shape Llama
+	$(BIN)/python benchmarks/planning.py $(ARGS)
+
+clean: ## remove everything make created
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# A machine that has torch (a GPU machine with its own CUDA build) lends it to the environment;
+# elsewhere the pinned version is installed, first, so that nothing else chooses another one.
+$(VENV)/torch.stamp: constraints.txt
+	@if $(PYTHON) -c 'import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)' 2>/dev/null; then \
+		echo "Creating $(VENV) around the torch that $(PYTHON) has."; \
+		$(PYTHON) -m venv --system-site-packages $(VENV); \
+	else \
+		echo "Creating $(VENV) and installing $$(grep '^torch==' constraints.txt) (the long step)."; \
+		$(PYTHON) -m venv $(VENV) && $(PIP) "$$(grep '^torch==' constraints.txt)"; \
+	fi
+	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	@touch $@
+
+$(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
+	@echo "Installing autoshard and what the demo needs."
+	@$(PIP) -c $(VENV)/constraints.txt -e '.[demo]'
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/demo.stamp
+	@echo "Installing what the tests need."
+	@$(PIP) -c $(VENV)/constraints.txt -e '.[demo,dev]'
+	@touch $@

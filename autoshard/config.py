@@ -1,0 +1,226 @@
+"""The options of the backend, validated: nothing a user asks for is silently ignored."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.errors import ConfigError, message
+from autoshard.planning.plan import Plan
+
+AXES = ("dp_replicate", "dp_shard", "tp")
+
+#: Option -> does the value ask for something this version cannot do? The one place to shrink as
+#: the version grows; a value found here is an error, never a quiet fallback.
+UNAVAILABLE: dict[str, Callable[[Any], bool]] = {
+    "mesh": lambda mesh: any(size > 1 for axis, size in axis_sizes(mesh).items() if axis != "tp"),
+    "zero": lambda zero: zero != 3,
+    "precision": lambda precision: precision is not None,
+    "bucket_bytes": lambda bucket_bytes: bucket_bytes is not None,
+    "rng": lambda rng: rng != "invariant",
+    "broadcast_inputs": lambda broadcast_inputs: broadcast_inputs,
+}
+
+
+def axis_sizes(mesh: DeviceMesh | Mapping[str, int] | None) -> dict[str, int]:
+    """Sizes by axis name, in the mesh's order; empty where the mesh is left to be chosen."""
+    if isinstance(mesh, DeviceMesh):
+        return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    return dict(mesh or {})
+
+
+def _is_positive_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_mesh(value: object) -> bool:
+    if isinstance(value, DeviceMesh):
+        names = value.mesh_dim_names or ()
+        return bool(names) and set(names) <= set(AXES)
+    if isinstance(value, Mapping):
+        return set(value) <= set(AXES) and all(map(_is_positive_int, value.values()))
+    return value is None
+
+
+def _option(default: Any, values: str, check: Callable[[Any], bool], doc: str) -> Any:
+    return dataclasses.field(
+        default=default, metadata={"values": values, "check": check, "doc": doc}
+    )
+
+
+def _flag(default: bool, doc: str) -> Any:
+    return _option(default, "True or False", lambda value: isinstance(value, bool), doc)
+
+
+def _choice(default: Any, choices: tuple[Any, ...], doc: str) -> Any:
+    values = " or ".join((", ".join(map(repr, choices[:-1])), repr(choices[-1])))
+    # `True in (1, 2, 3)` holds, so the type is compared too.
+    return _option(
+        default, values, lambda v: any(type(v) is type(c) and v == c for c in choices), doc
+    )
+
+
+def _bytes(doc: str) -> Any:
+    return _option(
+        None,
+        "a positive number of bytes (int), or None",
+        lambda value: value is None or _is_positive_int(value),
+        doc,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What `torch.compile(model, backend="autoshard", options={...})` accepts.
+
+    Every field is an option; its meaning stands beside it (and in `Config.table()`). Raises
+    `ConfigError` for a value that is not allowed, or that this version cannot obey.
+    """
+
+    mesh: DeviceMesh | Mapping[str, int] | None = _option(
+        None,
+        f"a dict of axis name ({', '.join(AXES)}) to positive int, a DeviceMesh with dimensions "
+        "of those names, or None",
+        _is_mesh,
+        "The device mesh, or its sizes by axis name. None: one `tp` axis over the whole world.",
+    )
+    zero: int = _choice(
+        3, (1, 2, 3), "What `dp_shard` shards: optimizer state, gradients too, parameters too."
+    )
+    sequence_parallel: bool = _flag(
+        True, "Let the planner shard activations over the sequence; False forbids it."
+    )
+    inner: str = _choice(
+        "inductor",
+        ("inductor", "aot_eager", "eager"),
+        "What compiles the rank's program after sharding.",
+    )
+    plan: Plan | str | os.PathLike[str] | None = _option(
+        None,
+        "a Plan, the path of a saved one, or None",
+        lambda value: value is None or isinstance(value, (Plan, str, os.PathLike)),
+        "A plan to follow instead of searching for one.",
+    )
+    precision: Mapping[str, Any] | None = _option(
+        None,
+        "a dict with any of the keys param, compute, reduce, or None",
+        lambda value: (
+            value is None
+            or (isinstance(value, Mapping) and set(value) <= {"param", "compute", "reduce"})
+        ),
+        "Dtypes of stored parameters, of computation and of gradient reductions.",
+    )
+    memory_budget: int | None = _bytes("Bytes a rank may use; the planner shards until it fits.")
+    bucket_bytes: int | None = _bytes("Upper size of one merged collective.")
+    outputs: str = _choice(
+        "lazy",
+        ("lazy", "replicate", "dtensor"),
+        "What a sharded output becomes: gathered at its first use, at once, or a DTensor.",
+    )
+    rng: str = _choice(
+        "invariant",
+        ("invariant", "tracker"),
+        "Dropout that does not depend on the mesh, or one random stream an axis.",
+    )
+    broadcast_inputs: bool = _flag(False, "Send rank 0's batch to its tp group at each call.")
+    initial_weights: str = _choice(
+        "broadcast",
+        ("broadcast", "trust"),
+        "Take rank 0's initial weights, or trust that all ranks hold the same.",
+    )
+    strict: bool = _flag(
+        False, "Make it an error that an operator or a parameter could not be sharded."
+    )
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not field.metadata["check"](value):
+                raise ConfigError(
+                    message(
+                        f"autoshard option {field.name}={_show(value)} is not allowed",
+                        remedy=f"It takes {field.metadata['values']}.",
+                    )
+                )
+            if field.name in UNAVAILABLE and UNAVAILABLE[field.name](value):
+                raise ConfigError(
+                    message(
+                        f"autoshard option {field.name}={_show(value)} is not available in this "
+                        "version",
+                        remedy=f"Only {_available(field)} is.",
+                    )
+                )
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any] | None) -> Config:
+        """The Config of an options dict; an unknown option is an error naming the closest one."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in options or {}:
+            if name not in names:
+                closest = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+                raise ConfigError(
+                    message(
+                        f"unknown autoshard option {name!r}",
+                        remedy=f"Did you mean {closest[0]!r}?"
+                        if closest
+                        else f"The options are {', '.join(names)}.",
+                    )
+                )
+        return cls(**dict(options or {}))
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes by axis name as given; empty where `mesh` is None. See `check_world`."""
+        return axis_sizes(self.mesh)
+
+    def check_world(self, world_size: int) -> dict[str, int]:
+        """The mesh's sizes by axis name, for `world_size` processes.
+
+        Raises ConfigError where an axis does not divide the world, or where the axes multiply to
+        another number of processes.
+        """
+        sizes = self.axes or {"tp": world_size}
+        for axis, size in sizes.items():
+            if world_size % size:
+                raise ConfigError(
+                    message(
+                        f"mesh axis {axis} has size {size}, which does not divide the world of "
+                        f"{world_size} processes",
+                        remedy=f"Start a multiple of {size} processes (torchrun "
+                        f"--nproc-per-node), or choose a size that divides {world_size}.",
+                    )
+                )
+        total = math.prod(sizes.values())
+        if total != world_size:
+            raise ConfigError(
+                message(
+                    f"the mesh {sizes} is for {total} processes, the world has {world_size}",
+                    remedy=f"Start {total} processes, or give axis sizes whose product is "
+                    f"{world_size}.",
+                )
+            )
+        return sizes
+
+    @classmethod
+    def table(cls) -> str:
+        """The options as a Markdown table: name, default, allowed values, meaning."""
+        rows = ["| option | default | takes | meaning |", "|---|---|---|---|"]
+        for field in dataclasses.fields(cls):
+            values, doc = field.metadata["values"], field.metadata["doc"]
+            only = f" Now only {_available(field)}." if field.name in UNAVAILABLE else ""
+            rows.append(f"| `{field.name}` | `{field.default!r}` | {values} | {doc}{only} |")
+        return "\n".join(rows)
+
+
+def _available(field: dataclasses.Field[Any]) -> str:
+    return "the axis tp with a size above 1" if field.name == "mesh" else repr(field.default)
+
+
+def _show(value: Any) -> str:
+    return str(axis_sizes(value)) if isinstance(value, DeviceMesh) else repr(value)

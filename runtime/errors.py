@@ -1,0 +1,52 @@
+"""The errors autoshard raises, and the one sentence structure they share.
+
+They live here because `runtime` imports torch only; users import them from `autoshard.errors`.
+"""
+
+from __future__ import annotations
+
+
+class AutoshardError(RuntimeError):
+    """Base of every error autoshard raises on purpose."""
+
+
+class ConfigError(AutoshardError, ValueError):
+    """An option, or a combination of options, that cannot be obeyed."""
+
+
+class CaptureError(AutoshardError):
+    """The model's graph could not be captured as one functional ATen graph."""
+
+
+class PlanError(AutoshardError, ValueError):
+    """A plan that does not fit the graph, or a file that is not a plan."""
+
+
+class PlanMismatchError(AutoshardError):
+    """Ranks made different plans; running them would be silently wrong, so none runs."""
+
+
+class ShardingRuleError(AutoshardError, ValueError):
+    """A sharding rule that cannot be read, or that contradicts its operator."""
+
+
+def message(what: str, *, where: str | None = None, remedy: str | None = None) -> str:
+    """Return "what (where). remedy": the form of every error text.
+
+    what: the failure with its numbers, without a final full stop.
+    where: `file:line` of the user's code, or the module's name; see `source_line`.
+    remedy: a full sentence saying what the user can do.
+    """
+    text = f"{what} ({where})." if where else f"{what}."
+    return f"{text} {remedy}" if remedy else text
+
+
+def source_line(stack_trace: str | None) -> str | None:
+    """The innermost `file:line` of a node's `stack_trace`, or None where there is none."""
+    lines = [line.strip() for line in (stack_trace or "").splitlines()]
+    frames = [line for line in lines if line.startswith('File "')]
+    if not frames:
+        return None
+    # Each frame reads: File "model.py", line 41, in forward
+    path, _, rest = frames[-1].removeprefix('File "').partition('", line ')
+    return f"{path}:{rest.partition(',')[0]}"

@@ -1,0 +1,44 @@
+"""Fixtures shared by all tests: deterministic seeds, and worlds of gloo processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from gloo_pool import GlooPool
+
+# Before anything imports torch: the suite runs several processes on few cores, and never
+# reaches for a network.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_torch() -> None:
+    """Each test starts from seed 0 and an empty compile cache."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch"].compiler.reset()
+
+
+def _pool(size: int) -> Iterator[GlooPool]:
+    pool = GlooPool(size)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def gloo2() -> Iterator[GlooPool]:
+    """Two processes; `gloo2(fn, *args)` runs fn in both and returns the results by rank."""
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="session")
+def gloo4() -> Iterator[GlooPool]:
+    """Four processes; see `gloo2`."""
+    yield from _pool(4)
