@@ -1,0 +1,140 @@
+"""What the cost model needs to know of a machine, and the machines it knows.
+
+Figures are the manufacturers' data sheets: dense rates (without structured sparsity), memory as
+sold, and links in one direction. They are used to compare plans, not to predict a step's time.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Link:
+    """The connection between the ranks of one mesh axis.
+
+    latency: seconds of one step of a ring (a message to the neighbour), including its launch.
+    bandwidth: bytes a second that one rank sends.
+    copy_bandwidth: bytes a second that a rank reads plus writes in its own memory; paid by what
+        a collective has to rearrange before or after it, and by slices and pads.
+    """
+
+    latency: float
+    bandwidth: float
+    copy_bandwidth: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One rank's device and its links.
+
+    flops: peak operations a second of a matrix product, by `dtype_class`.
+    memory_bandwidth: bytes a second, read plus written.
+    memory_bytes: bytes of device memory.
+    links: by mesh axis name ("tp", "dp_shard", "dp_replicate").
+    """
+
+    name: str
+    flops: Mapping[str, float] = field(hash=False)
+    memory_bandwidth: float
+    memory_bytes: int
+    links: Mapping[str, Link] = field(hash=False)
+
+    def peak(self, dtype: torch.dtype) -> float:
+        """Operations a second on `dtype`."""
+        return self.flops[dtype_class(dtype)]
+
+
+def dtype_class(dtype: torch.dtype) -> str:
+    """Which of the rates "float8", "half", "float32" and "float64" a dtype runs at.
+
+    Integers and bools count as float32: they are never the cost of a model.
+    """
+    if dtype.is_complex:
+        return "float64" if dtype == torch.complex128 else "float32"
+    if dtype.is_floating_point:
+        return {1: "float8", 2: "half", 4: "float32", 8: "float64"}[dtype.itemsize]
+    return "float32"
+
+
+def hardware(name: str) -> Hardware:
+    """The built-in machine of that name; ValueError names the closest."""
+    if name in HARDWARE:
+        return HARDWARE[name]
+    near = difflib.get_close_matches(name, HARDWARE, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"unknown hardware {name!r}; known: {', '.join(HARDWARE)}.{hint}")
+
+
+def _machine(
+    name: str,
+    *,
+    tera_flops: tuple[float, float, float, float],
+    memory: tuple[float, float],
+    inside: tuple[float, float],
+    between: tuple[float, float],
+) -> Hardware:
+    """memory: (GB, GB/s); inside a node and between nodes: (microseconds, GB/s a rank)."""
+    rates = dict(zip(("float8", "half", "float32", "float64"), tera_flops, strict=True))
+    size, bandwidth = memory
+
+    def link(figures: tuple[float, float]) -> Link:
+        return Link(figures[0] * 1e-6, figures[1] * 1e9, bandwidth * 1e9)
+
+    return Hardware(
+        name,
+        {kind: rate * 1e12 for kind, rate in rates.items()},
+        bandwidth * 1e9,
+        int(size * 1e9),
+        # Tensor parallelism stays inside the node; data parallelism is planned for the network.
+        {"tp": link(inside), "dp_shard": link(between), "dp_replicate": link(between)},
+    )
+
+
+# float32 is the rate torch uses unless told otherwise (no TF32). Latencies are no data-sheet
+# figures: about what one step of a small collective takes on NVLink and on InfiniBand.
+HARDWARE: Mapping[str, Hardware] = {
+    machine.name: machine
+    for machine in (
+        _machine(
+            "a100",
+            tera_flops=(312, 312, 19.5, 19.5),  # no float8: it runs as half
+            memory=(80, 2039),
+            inside=(1.5, 300),
+            between=(5, 25),
+        ),
+        _machine(
+            "h100",
+            tera_flops=(1979, 989, 67, 67),
+            memory=(80, 3350),
+            inside=(1.5, 450),
+            between=(5, 50),
+        ),
+        _machine(
+            "h200",
+            tera_flops=(1979, 989, 67, 67),
+            memory=(141, 4800),
+            inside=(1.5, 450),
+            between=(5, 50),
+        ),
+        _machine(
+            "b200",
+            tera_flops=(4500, 2250, 75, 37),
+            memory=(180, 7700),
+            inside=(1.5, 900),
+            between=(5, 50),
+        ),
+        # A few cores of a server, and gloo between processes of one machine: typical, not sold.
+        _machine(
+            "cpu",
+            tera_flops=(0.05, 0.05, 0.1, 0.05),
+            memory=(16, 20),
+            inside=(20, 2),
+            between=(50, 1),
+        ),
+    )
+}
