@@ -1,0 +1,167 @@
+"""Hand-written modules: what no library's model contains, or contains among much else."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from model_case import (
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    SEQ,
+    VOCAB,
+    Batch,
+    Case,
+    floats,
+    images,
+    returned_loss,
+    seq2seq,
+    tokens,
+)
+from models_hf import llama
+
+
+class MLP(nn.Module):
+    """Two linears and a GELU."""
+
+    def __init__(self, width: int = HIDDEN, inner: int = 4 * HIDDEN) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(F.gelu(self.up(x)))
+        return y
+
+
+class Regression(nn.Module):
+    """A body and the squared error of its output."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.body(x), y)
+
+
+class Branch(nn.Module):
+    """Takes one of two branches by the value of its input: a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(HIDDEN, HIDDEN)
+        self.left, self.right = MLP(), MLP()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.head(x)
+        chosen = self.left if x.sum().item() > 0 else self.right
+        y: torch.Tensor = chosen(h)
+        return y
+
+
+class Twice(nn.Module):
+    """Calls one block twice, with a norm between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.norm = MLP(), nn.LayerNorm(HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.block(self.norm(x + self.block(x)))
+
+
+class Recurrent(nn.Module):
+    """Embedding, a two-layer LSTM and a head, with the cross entropy of the next token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.lstm = nn.LSTM(HIDDEN, HIDDEN, num_layers=2, batch_first=True)
+        self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        h, _ = self.lstm(self.embed(input_ids))
+        logits = self.head(h)[:, :-1]
+        return F.cross_entropy(logits.reshape(-1, VOCAB), labels[:, 1:].reshape(-1))
+
+
+class Translation(nn.Module):
+    """torch's own nn.Transformer between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.transformer = nn.Transformer(
+            HIDDEN, HEADS, LAYERS, LAYERS, 4 * HIDDEN, dropout=0.0, batch_first=True
+        )
+        self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        n = labels.shape[1]
+        causal = torch.full((n, n), float("-inf"), device=labels.device).triu(1)
+        h = self.transformer(self.embed(input_ids), self.embed(labels), tgt_mask=causal)
+        logits = self.head(h)[:, :-1]
+        return F.cross_entropy(logits.reshape(-1, VOCAB), labels[:, 1:].reshape(-1))
+
+
+class Convolutions(nn.Module):
+    """Two convolutions with BatchNorm, pooled into a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, stride=2, padding=1),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+        )
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.layers(pixel_values).mean((2, 3))), labels)
+
+
+class Adapter(nn.Module):
+    """A frozen linear plus a trained low-rank product."""
+
+    def __init__(self, base: nn.Linear, rank: int = 8) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return y
+
+
+def lora() -> nn.Module:
+    """A Llama whose attention projections carry adapters and whose own weights are frozen."""
+    model = llama()().requires_grad_(False)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                setattr(module, name, Adapter(child))
+    return model
+
+
+def vectors(step: int) -> Batch:
+    """Inputs and targets [BATCH, SEQ, HIDDEN]; the sum's sign alternates with the step."""
+    x = floats(step, SEQ, HIDDEN)
+    return {"x": x + (1 if step % 2 else -1), "y": floats(step + 100, SEQ, HIDDEN)}
+
+
+HAND_WRITTEN = [
+    Case("mlp", lambda: Regression(MLP()), vectors, returned_loss),
+    Case("branch", lambda: Regression(Branch()), vectors, returned_loss),
+    Case("twice", lambda: Regression(Twice()), vectors, returned_loss),
+    Case("lstm", Recurrent, tokens, returned_loss),
+    Case("transformer", Translation, seq2seq, returned_loss),
+    Case("convnet", Convolutions, images, returned_loss),
+    Case("lora", lora, tokens),
+]
