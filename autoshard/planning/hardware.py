@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from autoshard.runtime.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Link:
@@ -62,12 +64,12 @@ def dtype_class(dtype: torch.dtype) -> str:
 
 
 def hardware(name: str) -> Hardware:
-    """The built-in machine of that name; ValueError names the closest."""
+    """The built-in machine of that name; ConfigError names the closest."""
     if name in HARDWARE:
         return HARDWARE[name]
     near = difflib.get_close_matches(name, HARDWARE, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"unknown hardware {name!r}; known: {', '.join(HARDWARE)}.{hint}")
+    meant = f" Did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"unknown hardware {name!r}; known: {', '.join(HARDWARE)}.{meant}")
 
 
 def _machine(

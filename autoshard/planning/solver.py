@@ -30,13 +30,14 @@ from autoshard.planning.elimination import (
     condition,
     elimination_order,
 )
+from autoshard.runtime.errors import PlanError
 
 
-class Infeasible(ValueError):
+class Infeasible(PlanError):
     """Every assignment costs infinity."""
 
 
-class TooWide(ValueError):
+class TooWide(PlanError):
     """The exact minimum would take more work than allowed."""
 
 
