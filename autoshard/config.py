@@ -31,7 +31,8 @@ UNAVAILABLE: dict[str, Callable[[Any], bool]] = {
 def axis_sizes(mesh: DeviceMesh | Mapping[str, int] | None) -> dict[str, int]:
     """Sizes by axis name, in the mesh's order; empty where the mesh is left to be chosen."""
     if isinstance(mesh, DeviceMesh):
-        return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        names = mesh.mesh_dim_names or [f"unnamed {i}" for i in range(mesh.ndim)]
+        return dict(zip(names, mesh.shape))
     return dict(mesh or {})
 
 
