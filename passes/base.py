@@ -1,0 +1,136 @@
+"""What every pass is made of: a frozen dataclass, a context, a report, and one way to make nodes.
+
+A pass rewrites a graph in place and reports; it never lints, recompiles or logs, which is the
+runner's part (pipeline.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autoshard.runtime.axis import Axis
+from autoshard.runtime.errors import source_line
+
+CARRIED = ("stack_trace", "nn_module_stack", "custom", "recompute", "ac_graph_id")
+"""Metadata a new node takes over from the node it is made for."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a pass may know besides the graph: the mesh axis, and the caller's configuration."""
+
+    axis: Axis
+    config: Any = None
+
+
+class Skip(NamedTuple):
+    """A place where a pass declined: the node's name and why, with the numbers."""
+
+    node: str
+    reason: str
+
+
+@dataclass
+class Report:
+    """What a pass did: `hits` rewrites, and the places where it declined."""
+
+    name: str
+    hits: int = 0
+    skips: list[Skip] = field(default_factory=list)
+
+    def skip(self, node: fx.Node, reason: str) -> None:
+        """Record that the pass declined at `node`."""
+        self.skips.append(Skip(node.name, reason))
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.hits} rewritten, {len(self.skips)} declined"]
+        return "\n".join(lines + [f"  {skip.node}: {skip.reason}" for skip in self.skips])
+
+
+class Pass(Protocol):
+    """One graph rewrite. Implementations are frozen dataclasses; their fields are the options."""
+
+    name: ClassVar[str]
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+        """Rewrite `gm.graph` in place."""
+        ...
+
+
+def emit(
+    graph: fx.Graph,
+    like: fx.Node,
+    target: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    provenance: str,
+) -> fx.Node:
+    """A new call_function node at the graph's insertion point, made on behalf of `like`.
+
+    The value is computed from the operands' fakes, the metadata is that of `like`, and
+    `meta["custom"]["autoshard_pass"]` says which pass made it: AOTAutograd carries `custom` into
+    the forward and the backward graph.
+    """
+    kwargs = dict(kwargs or {})
+    node = graph.call_function(target, tuple(args), kwargs)
+    node.meta = {key: like.meta[key] for key in CARRIED if key in like.meta}
+    node.meta["custom"] = {**like.meta.get("custom", {}), "autoshard_pass": provenance}
+    set_value(node)
+    return node
+
+
+def set_value(node: fx.Node) -> None:
+    """Compute `meta["val"]` and `meta["diff"]` of a node from those of its operands."""
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    target: Any = node.target
+    with torch.no_grad():
+        mode = _fake_mode(args, kwargs)
+        if mode is None:
+            val = target(*args, **kwargs)
+        else:
+            with mode:
+                val = target(*args, **kwargs)
+    node.meta["val"] = val
+    tensors = [t for t in pytree.tree_leaves(val) if isinstance(t, torch.Tensor)]
+    if tensors:
+        node.meta["diff"] = any(n.meta.get("diff") for n in node.all_input_nodes) and any(
+            t.dtype.is_floating_point or t.dtype.is_complex for t in tensors
+        )
+
+
+def _fake_mode(args: Any, kwargs: Any) -> Any:
+    for leaf in pytree.arg_tree_leaves(*args, **kwargs):
+        if isinstance(leaf, torch.Tensor):
+            return getattr(leaf, "fake_mode", None)
+    return None
+
+
+def user_line(node: fx.Node) -> str:
+    """`file:line` of the user's code that made the node; "" where it is not known."""
+    return source_line(node.meta.get("stack_trace")) or ""
+
+
+def module_path(node: fx.Node) -> str:
+    """Dotted path of the innermost module that made the node; "" outside of any.
+
+    Dynamo names modules by how they are reached (`L['self']._modules['layers']...`); the path is
+    that of `named_modules()`.
+    """
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = list(stack.values())[-1][0]
+    for spelling in ("._modules[", "["):
+        path = path.replace(spelling, ".")
+    path = path.replace("]", "").replace("'", "").replace('"', "")
+    parts = [part for part in path.split(".") if part]
+    while parts and parts[0] in ("L", "G", "self", "fn", "_orig_mod"):
+        parts = parts[1:]
+    return ".".join(parts)
