@@ -1,0 +1,46 @@
+"""When a dim of a given size may be split over n ranks, and why not otherwise."""
+
+from __future__ import annotations
+
+import torch
+
+from autoshard.runtime.axis import chunk_size
+
+Size = int | torch.SymInt
+
+
+def hint(size: Size) -> int | None:
+    """The size as seen while tracing; None where it is only known at run time."""
+    if isinstance(size, torch.SymInt):
+        found = size.node.hint
+        return int(found) if isinstance(found, int) else None
+    return int(size)
+
+
+def why_not(size: Size, n: int, *, even: bool) -> str | None:
+    """Why a dim of `size` rows cannot be split over `n` ranks; None where it can.
+
+    even: whether every rank must hold the same number of rows. A symbolic size always must (its
+    remainder is guarded); other sizes follow torch.chunk's rule, and no rank may be empty,
+    because a maximum over no rows is an error.
+    """
+    rows = hint(size)
+    if rows is None:
+        return "its size is only known at run time"
+    if rows < n:
+        return f"{rows} < {n}"
+    if rows % n == 0:
+        return None
+    if even or isinstance(size, torch.SymInt):
+        return f"{rows} % {n} != 0"
+    chunk = chunk_size(rows, n)
+    if (n - 1) * chunk >= rows:
+        return f"{rows} rows in chunks of {chunk} leave a rank of {n} empty"
+    return None
+
+
+def same(a: Size, b: Size) -> bool:
+    """Whether two sizes are equal for every value of their symbols."""
+    if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt):
+        return str(a) == str(b)
+    return a == b

@@ -1,0 +1,55 @@
+"""Operators that reduce a dim: over a sharded one they give a partial result, or communicate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from autoshard.planning.call import Call, differentiable
+from autoshard.planning.strategy import Strategy
+from autoshard.planning.views import along, except_dims, reducing
+from autoshard.runtime import sharded_softmax
+from autoshard.runtime.bound import Bound
+from autoshard.runtime.placement import P, S
+from autoshard.runtime.reductions import share_of_mean
+
+
+def _reduced(call: Call) -> tuple[list[int], list[int]]:
+    tensor = call.tensor("self")
+    assert tensor is not None
+    every = list(range(tensor.dim()))
+    return (call.dims("dim", tensor.dim()) if "dim" in call else every), list(tensor.shape)
+
+
+def summed(call: Call) -> Iterator[Strategy]:
+    """sum: S(d) of a summed dim gives P; other dims stay; linear."""
+    yield from along(reducing("dim" if "dim" in call else None))(call)
+    dims, shape = _reduced(call)
+    for d in dims:
+        if differentiable(call.result) and differentiable(call.tensor("self")):
+            if call.fits(shape[d], f"{call.op}: dim {d}"):
+                yield call.strategy({"self": S(d)}, P)
+
+
+def averaged(call: Call) -> Iterator[Strategy]:
+    """mean: as sum, each rank's mean weighted by its share of the rows."""
+    yield from along(reducing("dim" if "dim" in call else None))(call)
+    dims, shape = _reduced(call)
+    for d in dims:
+        if call.fits(shape[d], f"{call.op}: dim {d}"):
+            extent = shape[d] if isinstance(shape[d], int) else None
+            impl = Bound.of(share_of_mean, op=call.node.target, dim=d, extent=extent)
+            yield call.strategy({"self": S(d)}, P, impl)
+
+
+def normalized_over(dim_impl: str) -> Callable[[Call], Iterator[Strategy]]:
+    """softmax and log_softmax: other dims stay; over the sharded dim, two small all-reduces."""
+    implementation = getattr(sharded_softmax, dim_impl)
+
+    def rule(call: Call) -> Iterator[Strategy]:
+        yield from along(except_dims(), linear=False)(call)
+        dims, shape = _reduced(call)
+        for d in dims:
+            if shape and call.fits(shape[d], f"{call.op}: dim {d}"):
+                yield call.strategy({"self": S(d)}, S(d), implementation)
+
+    return rule

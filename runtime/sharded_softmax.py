@@ -1,0 +1,53 @@
+"""softmax and log_softmax over a sharded dim: a maximum and a sum cross the axis, nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autoshard.runtime.axis import Axis
+from autoshard.runtime.collectives import all_reduce
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, log: bool, axis: Axis) -> torch.Tensor:  # type: ignore[override]
+        top = all_reduce(x.amax(dim, keepdim=True), "max", axis)
+        shifted = x - top
+        total = all_reduce(shifted.exp().sum(dim, keepdim=True), "sum", axis)
+        out = shifted - total.log() if log else shifted.exp() / total
+        ctx.save_for_backward(out)
+        ctx.of = (dim, log, axis)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        (out,) = ctx.saved_tensors
+        dim, log, axis = ctx.of
+        summed = grad if log else grad * out
+        total = all_reduce(summed.sum(dim, keepdim=True), "sum", axis)
+        return (grad - out.exp() * total if log else summed - out * total), None, None, None
+
+
+def _run(
+    x: torch.Tensor, dim: int, dtype: torch.dtype | None, log: bool, axis: Axis
+) -> torch.Tensor:
+    wanted = x.dtype if dtype is None else dtype
+    wide = torch.float32 if wanted in (torch.float16, torch.bfloat16) else wanted
+    out: torch.Tensor = _Softmax.apply(x.to(wide), dim, log, axis)
+    return out.to(wanted)
+
+
+def softmax(
+    x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, axis: Axis
+) -> torch.Tensor:
+    """aten.softmax.int where `x` is this rank's shard along `dim`."""
+    return _run(x, dim, dtype, False, axis)
+
+
+def log_softmax(
+    x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, axis: Axis
+) -> torch.Tensor:
+    """aten.log_softmax.int where `x` is this rank's shard along `dim`."""
+    return _run(x, dim, dtype, True, axis)
