@@ -33,15 +33,21 @@ bench: $(VENV)/demo.stamp ## time capture, planning and rewriting of a 7B-shape 
 clean: ## remove everything make created
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# A machine that has torch (a GPU machine with its own CUDA build) lends it to the environment;
-# elsewhere the pinned version is installed, first, so that nothing else chooses another one.
+# A machine that has torch (a GPU machine with its own CUDA build) lends it to the environment, by
+# a .pth file, which unlike --system-site-packages also works where $(PYTHON) is in a venv itself.
+# Elsewhere the pinned version is installed, first, so that nothing else chooses another one.
+TORCH_FOLDER := import pathlib, torch; \
+	assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11); \
+	print(pathlib.Path(torch.__file__).parents[1])
+
 $(VENV)/torch.stamp: constraints.txt
-	@if $(PYTHON) -c 'import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)' 2>/dev/null; then \
-		echo "Creating $(VENV) around the torch that $(PYTHON) has."; \
-		$(PYTHON) -m venv --system-site-packages $(VENV); \
+	@$(PYTHON) -m venv $(VENV)
+	@if folder=$$($(PYTHON) -c '$(TORCH_FOLDER)' 2>/dev/null); then \
+		echo "Using the torch in $$folder"; \
+		echo "$$folder" > "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/torch.pth"; \
 	else \
-		echo "Creating $(VENV) and installing $$(grep '^torch==' constraints.txt) (the long step)."; \
-		$(PYTHON) -m venv $(VENV) && $(PIP) "$$(grep '^torch==' constraints.txt)"; \
+		echo "Installing $$(grep '^torch==' constraints.txt) (the long step)"; \
+		$(PIP) "$$(grep '^torch==' constraints.txt)"; \
 	fi
 	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	@touch $@

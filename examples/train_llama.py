@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import sysconfig
 import time
@@ -166,12 +167,22 @@ def train(
 
 
 def plan_summary(model: torch.nn.Module, whole: bool) -> str:
-    """How the planner laid out the model: the report, or its first lines."""
+    """How the planner laid out the model: the whole report, or repeated layers in one line."""
     programs = autoshard.programs(model)
     if not programs:
         return "  one process: nothing to shard"
-    report: str = programs[-1].explain() if whole else programs[-1].summary()
-    return "\n" + "\n".join(f"  {line}" for line in report.strip().splitlines()) + "\n"
+    report = programs[-1].explain()
+    if not whole:
+        sections = report.strip().split("\n\n")
+        groups: dict[tuple[str, str], int] = {}
+        for name, state in programs[-1].stored().items():
+            key = re.sub(r"\.\d+\.", ".*.", name), state
+            groups[key] = groups.get(key, 0) + 1
+        width = max(len(name) for name, _ in groups)
+        layout = [f"{n:>3} x {name:<{width}} {state}" for (name, state), n in groups.items()]
+        collectives = next(text for text in sections if "collective" in text)
+        report = "\n".join([sections[0], *layout, collectives.splitlines()[-1]])
+    return "\n" + "\n".join(f"  {line}".rstrip() for line in report.splitlines()) + "\n"
 
 
 def local_bytes(model: torch.nn.Module) -> int:
