@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.models import CASES
+from models import CASES
 
 SHARDED = ["llama", "gpt2", "bert", "t5", "vit", "mixtral"]
 
