@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import ConfigError, message
 from autoshard.planning.plan import Plan
-
-AXES = ("dp_replicate", "dp_shard", "tp")
+from autoshard.runtime.mesh import AXIS_ORDER
 
 #: Option -> does the value ask for something this version cannot do? The one place to shrink as
 #: the version grows; a value found here is an error, never a quiet fallback.
@@ -43,9 +42,9 @@ def _is_positive_int(value: object) -> bool:
 def _is_mesh(value: object) -> bool:
     if isinstance(value, DeviceMesh):
         names = value.mesh_dim_names or ()
-        return bool(names) and set(names) <= set(AXES)
+        return bool(names) and set(names) <= set(AXIS_ORDER)
     if isinstance(value, Mapping):
-        return set(value) <= set(AXES) and all(map(_is_positive_int, value.values()))
+        return set(value) <= set(AXIS_ORDER) and all(map(_is_positive_int, value.values()))
     return value is None
 
 
@@ -86,8 +85,8 @@ class Config:
 
     mesh: DeviceMesh | Mapping[str, int] | None = _option(
         None,
-        f"a dict of axis name ({', '.join(AXES)}) to positive int, a DeviceMesh with dimensions "
-        "of those names, or None",
+        f"a dict of axis name ({', '.join(AXIS_ORDER)}) to positive int, a DeviceMesh with "
+        "dimensions of those names, or None",
         _is_mesh,
         "The device mesh, or its sizes by axis name. None: one `tp` axis over the whole world.",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,3 +141,8 @@ def test_device_mesh_without_names(world_of_four: None) -> None:
 def test_table_documents_every_option() -> None:
     rows = Config.table().splitlines()[2:]
     assert [row.split("`")[1] for row in rows] == [f.name for f in dataclasses.fields(Config)]
+
+
+def test_documented_table_is_the_current_one() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "options.md").read_text()
+    assert text.endswith("\n" + Config.table() + "\n")
