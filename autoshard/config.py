@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -80,7 +79,8 @@ class Config:
     """What `torch.compile(model, backend="autoshard", options={...})` accepts.
 
     Every field is an option; its meaning stands beside it (and in `Config.table()`). Raises
-    `ConfigError` for a value that is not allowed, or that this version cannot obey.
+    `ConfigError` for a value that is not allowed, or that this version cannot obey. Whether the
+    mesh fits the world is checked where the mesh is made (`runtime.mesh.init_mesh`).
     """
 
     mesh: DeviceMesh | Mapping[str, int] | None = _option(
@@ -173,39 +173,6 @@ class Config:
                     )
                 )
         return cls(**dict(options or {}))
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """Sizes by axis name as given; empty where `mesh` is None. See `check_world`."""
-        return axis_sizes(self.mesh)
-
-    def check_world(self, world_size: int) -> dict[str, int]:
-        """The mesh's sizes by axis name, for `world_size` processes.
-
-        Raises ConfigError where an axis does not divide the world, or where the axes multiply to
-        another number of processes.
-        """
-        sizes = self.axes or {"tp": world_size}
-        for axis, size in sizes.items():
-            if world_size % size:
-                raise ConfigError(
-                    message(
-                        f"mesh axis {axis} has size {size}, which does not divide the world of "
-                        f"{world_size} processes",
-                        remedy=f"Start a multiple of {size} processes (torchrun "
-                        f"--nproc-per-node), or choose a size that divides {world_size}.",
-                    )
-                )
-        total = math.prod(sizes.values())
-        if total != world_size:
-            raise ConfigError(
-                message(
-                    f"the mesh {sizes} is for {total} processes, the world has {world_size}",
-                    remedy=f"Start {total} processes, or give axis sizes whose product is "
-                    f"{world_size}.",
-                )
-            )
-        return sizes
 
     @classmethod
     def table(cls) -> str:

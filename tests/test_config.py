@@ -18,13 +18,12 @@ from autoshard.errors import AutoshardError, ConfigError
 def test_defaults_need_no_options() -> None:
     config = Config.from_options(None)
     assert config == Config()
-    assert config.axes == {}
     assert (config.inner, config.outputs, config.strict) == ("inductor", "lazy", False)
 
 
 def test_options_become_fields() -> None:
     config = Config.from_options({"mesh": {"tp": 4}, "inner": "eager", "memory_budget": 1 << 30})
-    assert config.axes == {"tp": 4}
+    assert config.mesh == {"tp": 4}
     assert (config.inner, config.memory_budget) == ("eager", 1 << 30)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.inner = "inductor"  # type: ignore[misc]
@@ -94,23 +93,7 @@ def test_unavailable_value_is_an_error_and_the_default_is_not(option: str) -> No
 
 
 def test_data_parallel_axes_of_size_one_are_fine() -> None:
-    sizes = {"dp_replicate": 1, "dp_shard": 1, "tp": 2}
-    assert Config(mesh=sizes).check_world(2) == sizes
-
-
-def test_world_decides_an_absent_mesh() -> None:
-    assert Config().check_world(4) == {"tp": 4}
-    assert Config().check_world(1) == {"tp": 1}
-
-
-def test_axis_that_does_not_divide_the_world() -> None:
-    with pytest.raises(ConfigError, match="tp has size 3, which does not divide the world of 4"):
-        Config(mesh={"tp": 3}).check_world(4)
-
-
-def test_mesh_for_another_world() -> None:
-    with pytest.raises(ConfigError, match=r"\{'tp': 2\} is for 2 processes, the world has 4"):
-        Config(mesh={"tp": 2}).check_world(4)
+    Config(mesh={"dp_replicate": 1, "dp_shard": 1, "tp": 2})
 
 
 @pytest.fixture
@@ -121,10 +104,11 @@ def world_of_four() -> Any:
 
 
 def test_device_mesh(world_of_four: None) -> None:
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    assert Config(mesh=mesh).check_world(4) == {"tp": 4}
-    with pytest.raises(ConfigError, match="is for 4 processes, the world has 8"):
-        Config(mesh=mesh).check_world(8)
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp_shard", "tp"))
+    assert Config(mesh=mesh).mesh is mesh
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    with pytest.raises(ConfigError, match="mesh=.*'dp_shard': 2.* is not available"):
+        Config(mesh=mesh)
 
 
 def test_device_mesh_with_other_names(world_of_four: None) -> None:
