@@ -14,7 +14,7 @@ def share_of_mean(
     x: torch.Tensor,
     *args: Any,
     op: Callable[..., torch.Tensor],
-    dim: int,
+    sharded_dim: int,
     extent: int | None,
     axis: Axis,
     **kwargs: Any,
@@ -23,7 +23,7 @@ def share_of_mean(
 
     extent: rows of the whole dim; None where it is symbolic, and then in equal shares.
     """
-    weight = 1 / axis.size if extent is None else x.shape[dim] / extent
+    weight = 1 / axis.size if extent is None else x.shape[sharded_dim] / extent
     return op(x, *args, **kwargs) * weight
 
 

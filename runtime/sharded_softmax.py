@@ -12,7 +12,7 @@ from autoshard.runtime.collectives import all_reduce
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, log: bool, axis: Axis) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, dim: int, log: bool, axis: Axis) -> torch.Tensor:
         top = all_reduce(x.amax(dim, keepdim=True), "max", axis)
         shifted = x - top
         total = all_reduce(shifted.exp().sum(dim, keepdim=True), "sum", axis)
@@ -22,7 +22,7 @@ class _Softmax(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (out,) = ctx.saved_tensors
         dim, log, axis = ctx.of
         summed = grad if log else grad * out

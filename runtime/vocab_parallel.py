@@ -49,7 +49,7 @@ class _TokenLosses(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         scores: torch.Tensor,
         local: torch.Tensor,
@@ -73,7 +73,7 @@ class _TokenLosses(torch.autograd.Function):
         return log_sum - total[1], spread
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, grad: torch.Tensor, grad_spread: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         scores, log_norm, local, owned, share, whole = ctx.saved_tensors

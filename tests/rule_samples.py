@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers.integrations.moe  # noqa: F401  (defines transformers::grouped_mm_fallback)
+
 from oracle import Sample
 
 BOTH = (2, 4)
@@ -211,6 +212,14 @@ def views() -> Iterator[Sample]:
     yield Sample("aten.split.sizes", (f(4, 6), [2, 4], -1))
     yield Sample("aten.split_with_sizes", (f(4, 6), [2, 4], 1))
     yield Sample("aten.chunk", (f(4, 6), 3, -1))
+    # fused dims, taken apart while they are sharded
+    yield Sample("aten.chunk", (f(3, 16), 2, -1), n=BOTH)
+    yield Sample("aten.split.Tensor", (f(2, 24, 3), 8, 1), n=BOTH)
+    yield Sample("aten.split_with_sizes", (f(3, 16), [8, 4, 4], 1), n=BOTH)
+    yield Sample("aten.split.sizes", (f(28), [12, 16]), n=BOTH)
+    yield Sample("aten.tensor_split.indices", (f(3, 16), [4, 8], 1))
+    yield Sample("aten.unflatten", (f(2, 36), -1, [3, 12]), n=BOTH)
+    yield Sample("aten.view", (f(2, 36, 5), [2, 3, 4, 3, 5]), n=BOTH)
     yield Sample("aten.tensor_split.sections", (f(4, 6), 3, 1))
     yield Sample("aten.unfold", (f(4, 8), 1, 3, 2))
     yield Sample("aten.roll", (f(4, 6), [1], [1]))
@@ -268,6 +277,7 @@ def reductions() -> Iterator[Sample]:
     yield Sample("aten.argsort.stable", (x,), {"stable": True, "dim": 1})
     yield Sample("aten.topk", (x, 2, 1))
     yield Sample("aten.glu", (x, 1))
+    yield Sample("aten.glu", (f(3, 16), -1), n=BOTH)
     for op in ["_softmax", "_log_softmax"]:
         yield Sample(f"aten.{op}", (x, -1, False))
     for op in ["softmax.int", "log_softmax.int"]:
@@ -323,6 +333,8 @@ def layers() -> Iterator[Sample]:
     yield Sample(sdpa, (q, f(2, 2, 5, 8), f(2, 2, 5, 8)), {"enable_gqa": True}, n=BOTH)
     yield Sample(sdpa, (q, f(2, 1, 5, 8), f(2, 1, 5, 8)), {"enable_gqa": True}, n=BOTH)
     yield Sample(sdpa, (f(1, 7, 4, 8), f(1, 7, 4, 8), f(1, 7, 4, 8)), n=BOTH)
+    grouped = (f(2, 8, 6, 8), f(2, 2, 6, 8), f(2, 2, 6, 8), f(2, 8, 6, 6))
+    yield Sample(sdpa, grouped, {"enable_gqa": True}, n=BOTH)
     yield Sample(sdpa, (q, k, f(2, 4, 6, 8), None, 0.5), random=True)
     x = f(4, 6, 8)
     yield Sample("aten.layer_norm", (x, [8], f(8), f(8)), n=BOTH)

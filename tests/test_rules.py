@@ -6,14 +6,14 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from oracle import Sample, check, node_of, prove
-from rule_samples import all_samples
 
 from autoshard.planning import registry
 from autoshard.planning.call import Call
 from autoshard.planning.registry import strategies
 from autoshard.planning.strategy import Strategy
 from autoshard.runtime.placement import P, R, S, V
+from oracle import Sample, check, node_of, prove
+from rule_samples import all_samples
 
 SAMPLES = all_samples()
 

@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.planning.extents import Size, why_not
-from autoshard.planning.strategy import Strategy, operands, value
+from autoshard.planning.strategy import Strategy, Traffic, operands, value
 from autoshard.runtime.placement import R, State, V
 
 
@@ -102,6 +102,7 @@ class Call:
         states: Mapping[str, State | Sequence[State]],
         output: State | Sequence[State],
         impl: Callable[..., Any] | None = None,
+        traffic: Sequence[Traffic] = (),
     ) -> Strategy:
         """A strategy from states by argument name; operands not named are used as V.
 
@@ -114,7 +115,7 @@ class Call:
             queue = queues.get(slot)
             state = V if queue is None else queue.pop(0)
             inputs.append(canonical(state, value(operand)))
-        return Strategy(tuple(inputs), self._output(output), impl)
+        return Strategy(tuple(inputs), self._output(output), impl, tuple(traffic))
 
     def uniform(self, state: State) -> Strategy:
         """Every operand and every result in one state."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoshard.planning.call import Call, differentiable
+from autoshard.planning.extents import is_one
 from autoshard.planning.strategy import Strategy
 from autoshard.runtime.placement import P, S, State, V
 
@@ -31,7 +32,7 @@ def einsum(call: Call) -> Iterator[Strategy]:
         sizes = []
         for subscripts, tensor in zip(inputs, tensors, strict=True):
             dim = subscripts.find(letter)
-            held = dim >= 0 and tensor.shape[dim] != 1
+            held = dim >= 0 and not is_one(tensor.shape[dim])
             states.append(S(dim) if held else V)
             if held:
                 sizes.append(tensor.shape[dim])

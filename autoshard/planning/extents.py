@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 import torch
 
 from autoshard.runtime.axis import chunk_size
@@ -44,3 +47,18 @@ def same(a: Size, b: Size) -> bool:
     if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt):
         return str(a) == str(b)
     return a == b
+
+
+def is_one(size: Size) -> bool:
+    """Whether a size is 1 for every value of its symbols."""
+    return isinstance(size, int) and size == 1
+
+
+def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape for every value of its symbols."""
+    return a.dim() == b.dim() and all(map(same, a.shape, b.shape))
+
+
+def count(sizes: Iterable[Size]) -> int:
+    """Elements of a tensor of these sizes, a symbol counted with its hint, at least 1 each."""
+    return math.prod(hint(size) or 1 for size in sizes)

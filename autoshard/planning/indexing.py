@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from autoshard.planning.call import Call, differentiable
-from autoshard.planning.extents import same
+from autoshard.planning.extents import is_one, same
 from autoshard.planning.rule_language import TextRule
 from autoshard.planning.strategy import Strategy, value
 from autoshard.runtime.bound import Bound
@@ -171,7 +171,7 @@ def advanced_indexed(call: Call) -> Iterator[Strategy]:
 
 def _index_state(index: torch.Tensor, from_right: int) -> str:
     d = index.dim() + from_right
-    return S(d) if d >= 0 and index.shape[d] != 1 else R
+    return S(d) if d >= 0 and not is_one(index.shape[d]) else R
 
 
 def advanced_written(call: Call) -> Iterator[Strategy]:
@@ -187,7 +187,7 @@ def advanced_written(call: Call) -> Iterator[Strategy]:
     for d, e in places.items():
         if call.fits(target.shape[d], f"{call.op}: dim {d}"):
             v = values.dim() - rank + e
-            state = S(v) if v >= 0 and values.shape[v] != 1 else V
+            state = S(v) if v >= 0 and not is_one(values.shape[v]) else V
             yield call.strategy({"self": S(d), "indices": [R] * count, "values": state}, S(d))
     if differentiable(call.result):
         yield call.strategy({"self": P, "indices": [R] * count, "values": P}, P)

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from autoshard.planning.call import Call
+from autoshard.planning.extents import hint, is_one
 from autoshard.planning.rule_language import TextRule
 from autoshard.planning.strategy import Strategy
 from autoshard.runtime.bound import Bound
-from autoshard.runtime.groups import with_local_groups
+from autoshard.runtime.groups import attend_to_shared_head, with_local_groups
 from autoshard.runtime.placement import R, S, V
 
 
@@ -59,7 +60,7 @@ def group_normalized(call: Call) -> Iterator[Strategy]:
     """group_norm: the batch, or the channels where whole groups stay together."""
     yield from TextRule("b C X..., C, C -> b C X...")(call)
     if call.fits(call["num_groups"], f"{call.op}: groups", even=True):
-        impl = Bound.of(with_local_groups, op=call.node.target, position=1)
+        impl = Bound.of(with_local_groups, op=call.target, position=1)
         yield call.strategy({"input": S(1), "weight": S(0), "bias": S(0)}, S(1), impl)
 
 
@@ -82,7 +83,7 @@ def convolved(*texts: str) -> Any:
             channel = 1 if batched else 0
             names = [argument.name for argument in call.schema.arguments]
             impl = Bound.of(
-                with_local_groups, op=call.node.target, position=names.index("groups")
+                with_local_groups, op=call.target, position=names.index("groups")
             )
             states = {"input": S(channel), "weight": S(0), "bias": S(0)}
             yield call.strategy(states, S(channel), impl)
@@ -105,6 +106,16 @@ def attention(call: Call) -> Iterator[Strategy]:
         yield from _ATTENTION(call)
     else:
         yield from _ATTENTION_BY_QUERY(call)
+    query, key, mask = call.tensor("query"), call.tensor("key"), call.tensor("attn_mask")
+    assert query is not None and key is not None
+    if not call["enable_gqa"] or query.dim() != 4:
+        return
+    heads, shared = hint(query.shape[1]) or 0, hint(key.shape[1]) or 0
+    if shared > 1 and shared < call.n and call.n % shared == 0 and heads % call.n == 0:
+        by_head = mask is not None and mask.dim() == 4 and not is_one(mask.shape[1])
+        states = {"query": S(1), "key": V, "value": V, "attn_mask": S(1) if by_head else V}
+        impl = Bound.of(attend_to_shared_head, op=call.target, dim=1)
+        yield call.strategy(states, S(1), impl)
 
 
 def recurrent(call: Call) -> Iterator[Strategy]:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from autoshard.planning.call import Call, differentiable
-from autoshard.planning.strategy import Strategy
+from autoshard.planning.extents import count, same_shape
+from autoshard.planning.strategy import Strategy, Traffic
 from autoshard.runtime import vocab_parallel
 from autoshard.runtime.bound import Bound
 from autoshard.runtime.placement import P, R, S
@@ -34,7 +35,11 @@ def classified(by_classes: Callable[..., Any], output: str) -> Callable[[Call], 
             call.decline(f"{label} of symbolic number")
         elif call.fits(extent, label):
             impl = Bound.of(by_classes, classes=extent)
-            yield call.strategy({"self": S(classes), "target": R, "weight": R}, output, impl)
+            states = {"self": S(classes), "target": R, "weight": R}
+            tokens = max(4, scores.element_size()) * count(target.shape)
+            sums = 3 if call.get("label_smoothing") else 2
+            traffic = [Traffic("all_reduce", tokens), Traffic("all_reduce", sums * tokens)]
+            yield call.strategy(states, output, impl, traffic if output == R else [])
         for d in range(scores.dim()):
             if d == classes or not call.fits(scores.shape[d], f"{call.op}: dim {d}"):
                 continue
@@ -45,8 +50,8 @@ def classified(by_classes: Callable[..., Any], output: str) -> Callable[[Call], 
             elif call["reduction"] == SUM:
                 yield call.strategy(states, P)
             else:
-                impl = Bound.of(vocab_parallel.mean_of_all_tokens, op=call.node.target)
-                yield call.strategy(states, P, impl)
+                impl = Bound.of(vocab_parallel.mean_of_all_tokens, op=call.target)
+                yield call.strategy(states, P, impl, [Traffic("all_reduce", 8)])
 
     return rule
 
@@ -58,7 +63,7 @@ def elementwise_loss(call: Call) -> Iterator[Strategy]:
     """
     given, target = call.tensor("self"), call.tensor("target")
     assert given is not None and target is not None
-    if given.shape != target.shape:
+    if not same_shape(given, target):
         call.decline(f"{call.op}: broadcast operands")
         return
     reduction = call["reduction"]
@@ -69,5 +74,5 @@ def elementwise_loss(call: Call) -> Iterator[Strategy]:
         if reduction == NONE:
             yield call.strategy(states, S(d))
         else:
-            impl = Bound.of(share_of_equal_mean, op=call.node.target)
+            impl = Bound.of(share_of_equal_mean, op=call.target)
             yield call.strategy(states, P, impl if reduction == MEAN else None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from autoshard.planning.call import Call, differentiable
-from autoshard.planning.strategy import Strategy
+from autoshard.planning.extents import count, hint
+from autoshard.planning.strategy import Strategy, Traffic
 from autoshard.planning.views import along, except_dims, reducing
 from autoshard.runtime import sharded_softmax
 from autoshard.runtime.bound import Bound
@@ -37,7 +38,7 @@ def averaged(call: Call) -> Iterator[Strategy]:
     for d in dims:
         if call.fits(shape[d], f"{call.op}: dim {d}"):
             extent = shape[d] if isinstance(shape[d], int) else None
-            impl = Bound.of(share_of_mean, op=call.node.target, dim=d, extent=extent)
+            impl = Bound.of(share_of_mean, op=call.target, sharded_dim=d, extent=extent)
             yield call.strategy({"self": S(d)}, P, impl)
 
 
@@ -50,6 +51,8 @@ def normalized_over(dim_impl: str) -> Callable[[Call], Iterator[Strategy]]:
         dims, shape = _reduced(call)
         for d in dims:
             if shape and call.fits(shape[d], f"{call.op}: dim {d}"):
-                yield call.strategy({"self": S(d)}, S(d), implementation)
+                row = call.results[0].element_size() * count(shape) // (hint(shape[d]) or 1)
+                traffic = [Traffic("all_reduce", row, back) for back in (False, False, True)]
+                yield call.strategy({"self": S(d)}, S(d), implementation, traffic)
 
     return rule

@@ -90,6 +90,9 @@ def strategies(node: fx.Node, n: int) -> tuple[list[Strategy], list[str]]:
     if count and _any_differentiable(node):
         offered.append(call.uniform(V))
     rules = rules_for(target)
+    if call.schema.is_mutable:
+        rules = ()
+        call.decline(f"{target} writes to its operands")
     if rules is None:
         call.decline(f"{target} has no sharding rule (see autoshard.sharding_rule)")
     for rule in rules or ():

@@ -25,7 +25,7 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from autoshard.planning.call import Call, differentiable
-from autoshard.planning.extents import same
+from autoshard.planning.extents import is_one, same
 from autoshard.planning.strategy import Strategy
 from autoshard.runtime.placement import P, S, State
 
@@ -133,6 +133,8 @@ class TextRule:
     def __call__(self, call: Call) -> Iterator[Strategy]:
         names = tensor_arguments(call.schema)
         results = call.results
+        if not all(isinstance(result, torch.Tensor) for result in results):
+            return
         if len(results) != len(self.outputs):
             call.decline(f"the rule has {len(self.outputs)} results, the call {len(results)}")
             return
@@ -179,7 +181,7 @@ def _sharded(
             tensor = inputs[name]
             if letter in found and tensor is not None:
                 dim = found.index(letter)
-                if not (isinstance(tensor.shape[dim], int) and tensor.shape[dim] == 1):
+                if not is_one(tensor.shape[dim]):
                     held[name] = dim
                     sizes.append(tensor.shape[dim])
         if not held:

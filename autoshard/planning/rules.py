@@ -6,7 +6,7 @@ in some operand, so that a partial sum passes through them, or lack the tag.
 
 from __future__ import annotations
 
-from autoshard.planning import indexing, layers, losses, reductions, views
+from autoshard.planning import fused, indexing, layers, losses, reductions, views
 from autoshard.planning.einsum import einsum
 from autoshard.planning.pointwise import when_zero
 from autoshard.planning.views import Rule, along, dropping, except_dims, except_last, reducing
@@ -115,7 +115,7 @@ VIEWS: dict[str, Entry] = {
             "aten.unflatten",
             "aten.unsqueeze",
         ],
-        along(views.reshaped),
+        (along(views.reshaped), fused.unfolded),
     ),
     "aten.squeeze": along(views.squeezed),
     "aten.expand": views.expanded,
@@ -130,10 +130,16 @@ VIEWS: dict[str, Entry] = {
     "aten.unbind": along(dropping()),
     "aten.slice.Tensor": along(views.sliced),
     "aten.narrow": along(views.sliced),
-    "aten.split": along(except_dims()),
-    "aten.split_with_sizes": along(except_dims()),
-    "aten.chunk": along(except_dims()),
-    "aten.tensor_split": along(except_dims()),
+    **dict.fromkeys(
+        [
+            "aten.split",
+            "aten.split_with_sizes",
+            "aten.chunk",
+            "aten.tensor_split.sections",
+            "aten.tensor_split.indices",
+        ],
+        (along(except_dims()), fused.split),
+    ),
     "aten.unfold": along(except_dims("dimension")),
     "aten.roll": along(except_dims("dims")),
     "aten.flip": along(except_dims("dims")),
@@ -188,12 +194,12 @@ REDUCTIONS: dict[str, Entry] = {
             "aten.argsort",
             "aten.argsort.stable",
             "aten.topk",
-            "aten.glu",
             "aten._softmax",
             "aten._log_softmax",
         ],
         along(except_dims(), linear=False),
     ),
+    "aten.glu": (along(except_dims(), linear=False), fused.gated),
     "aten.softmax.int": reductions.normalized_over("softmax"),
     "aten.log_softmax.int": reductions.normalized_over("log_softmax"),
     "aten.one_hot": along(views.classes_known),

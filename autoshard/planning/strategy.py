@@ -12,6 +12,14 @@ from torch.utils import _pytree as pytree
 from autoshard.runtime.placement import State
 
 
+class Traffic(NamedTuple):
+    """A collective that a strategy's own implementation runs; `nbytes` as in planning/cost.py."""
+
+    op: str
+    nbytes: int
+    backward: bool = False
+
+
 class Strategy(NamedTuple):
     """One way to run an operator on one mesh axis.
 
@@ -21,11 +29,13 @@ class Strategy(NamedTuple):
     impl: what runs instead of the operator, where running the operator itself on the shards is
         not enough (a vocab-parallel embedding). Called as impl(*args, **kwargs, axis=Axis), with
         the node's own arguments, tensors in their local form.
+    traffic: the collectives inside `impl`, so that the planner can price them.
     """
 
     inputs: tuple[State, ...]
     output: State | tuple[State, ...]
     impl: Callable[..., Any] | None = None
+    traffic: tuple[Traffic, ...] = ()
 
 
 def value(node: fx.Node) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autoshard.planning.call import Call, differentiable
-from autoshard.planning.extents import Size, hint, same
+from autoshard.planning.extents import Size, hint, is_one, same
 from autoshard.planning.strategy import Strategy, value
 from autoshard.runtime.placement import P, S
 
@@ -165,8 +165,8 @@ def squeezed(call: Call) -> Iterator[Pair]:
 
 
 def _groups(before: Sequence[Size], after: Sequence[Size]) -> Iterator[tuple[list[int], list[int]]]:
-    left = [d for d, size in enumerate(before) if not _is_one(size)]
-    right = [d for d, size in enumerate(after) if not _is_one(size)]
+    left = [d for d, size in enumerate(before) if not is_one(size)]
+    right = [d for d, size in enumerate(after) if not is_one(size)]
     if any(not hint(size) for size in [*before, *after]):
         return  # an empty tensor, or a size only known at run time
     while left and right:
@@ -183,10 +183,6 @@ def _groups(before: Sequence[Size], after: Sequence[Size]) -> Iterator[tuple[lis
             else:
                 break
         yield sources, results
-
-
-def _is_one(size: Size) -> bool:
-    return isinstance(size, int) and size == 1
 
 
 def _same_product(
@@ -317,7 +313,7 @@ def size_entry(node: fx.Node, dim: int) -> tuple[int, int] | None:
     if name in _SIZES:
         return _SIZES[name], dim
     if name == "aten.unflatten":
-        first = node.args[1] % value(node.all_input_nodes[0]).dim()  # type: ignore[operator]
+        first = node.args[1] % value(node.all_input_nodes[0]).dim()
         if first <= dim < first + len(node.args[2]):  # type: ignore[arg-type]
             return 2, dim - first
     return None
