@@ -1,0 +1,295 @@
+"""Everything that touches torch's private parts, one function each, with the reason.
+
+Tried on torch 2.13; written to run on 2.11. `probe()` says at import of the backend what is
+missing, by name, where another version moved something.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch._dynamo.exc
+from torch import fx
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from autoshard.runtime.errors import AutoshardError, message
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+MINIMUM = (2, 11)
+
+allow_in_graph = torch.compiler.allow_in_graph
+
+
+class RestartTrace(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):
+    """Raised by the backend to make Dynamo trace the frame again from the start.
+
+    Both bases are needed: the first makes Dynamo clear its log of speculations (the second trace
+    reads other attributes than the first), the second is the only exception that Dynamo lets
+    through from a backend call unwrapped.
+
+    keep: objects that must outlive the unwinding of the failed trace, whose bookkeeping is keyed
+    by their id.
+    """
+
+    def __init__(self, reason: str = "autoshard stored the parameters as shards", keep: Any = None):
+        super().__init__(restart_reason=reason)
+        self.keep = keep
+
+
+class GraphInput(NamedTuple):
+    """One placeholder of a Dynamo graph.
+
+    source: the expression by which Dynamo finds the value, such as `L['x']`. real: the value of
+    this call, None for a symbolic size. fake: what the graph was traced with.
+    """
+
+    source: str
+    real: torch.Tensor | None
+    fake: Any
+
+
+def graph_inputs(gm: fx.GraphModule) -> list[GraphInput]:
+    """The placeholders of a graph as a Dynamo backend receives it, in order.
+
+    Only valid during the backend call: Dynamo then forgets the sources.
+    """
+    found = []
+    for node in gm.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        # The only link from a placeholder to the user's object: Dynamo's own record of it.
+        record = node.meta.get("grapharg")
+        source = getattr(record, "source", None)
+        name = getattr(source, "name", node.name)
+        example = getattr(record, "example", None)
+        found.append(
+            GraphInput(
+                name() if callable(name) else name,  # a method before 2.12, a property since
+                example if isinstance(example, torch.Tensor) else None,
+                node.meta.get("example_value"),
+            )
+        )
+    return found
+
+
+def backend_fakes(placeholders: Sequence[fx.Node]) -> list[Any]:
+    """The placeholders' `meta["val"]` in the fake mode AOTAutograd will use.
+
+    Dynamo traces in one fake mode and hands the backend another one that shares its symbols; a
+    fake of the first is refused by the second. Plain sizes stay static: fakes made from the real
+    shards would become symbolic.
+    """
+    context = torch._guards.TracingContext.try_get()
+    mode = None if context is None else context.fake_mode
+    fakes = []
+    for node in placeholders:
+        fake = node.meta["val"]
+        if mode is not None and isinstance(fake, FakeTensor) and fake.fake_mode is not mode:
+            with mode, torch.inference_mode(False):
+                fake = torch.empty_strided(
+                    fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device
+                ).requires_grad_(fake.requires_grad)
+        fakes.append(fake)
+    return fakes
+
+
+def not_traced(fn: F) -> F:
+    """`fn`, which Dynamo calls as it is and never looks into."""
+    return torch.compiler.disable(fn)  # type: ignore[no-any-return]
+
+
+def backend_error(error: BaseException) -> BaseException | None:
+    """The exception a backend raised, from the one Dynamo wrapped it in; None for others."""
+    return getattr(error, "inner_exception", None)
+
+
+def process_group(name: str) -> Any:
+    """The process group of a name; torch's public functions take groups, its operators names."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Real, lasting tensors whatever the caller's modes: no fake or functional mode, no inference
+    mode (its tensors can never be trained), no autograd.
+
+    The backend is called in the middle of a trace, possibly from under inference_mode.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def shard_placement(dim: int, inner: int) -> Placement:
+    """Shard `dim`, which inner mesh axes have already split into `inner` parts before this one.
+
+    The class torch's FSDP uses for "tp first, then dp" on one dim is private.
+    """
+    return Shard(dim) if inner == 1 else _StridedShard(dim, split_factor=inner)
+
+
+def placement_dim(placement: Placement) -> int | None:
+    """The sharded dim of a stored placement, or None for Replicate.
+
+    `is_shard()` and isinstance(_, Shard) are both False for the strided kind.
+    """
+    if isinstance(placement, (Shard, _StridedShard)):
+        return placement.dim
+    if isinstance(placement, Replicate):
+        return None
+    raise AutoshardError(
+        message(
+            f"a parameter is stored as {placement}",
+            remedy="Parameters may be stored as Shard or Replicate.",
+        )
+    )
+
+
+def local_of(tensor: DTensor) -> torch.Tensor:
+    """The local tensor itself: `to_local()` costs an autograd function a call."""
+    return tensor._local_tensor
+
+
+def spec_of(tensor: DTensor) -> Any:
+    """Mesh, placements and global metadata, to build a DTensor like this one."""
+    return tensor._spec
+
+
+def dtensor(local: torch.Tensor, spec: Any) -> DTensor:
+    """A DTensor around `local`, four times cheaper than from_local, without autograd."""
+    return DTensor(local, spec, requires_grad=False)
+
+
+def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Give `new` the hooks registered on the leaf `old`, so that their handles still remove them.
+
+    There is no public way to list hooks; a handle keeps a reference to these very dicts.
+    """
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(old, name, None)
+        if hooks:
+            setattr(new, name, hooks)
+
+
+def aot_eager(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+    """AOTAutograd's forward and backward graphs, run operator by operator."""
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    return aot_autograd(
+        fw_compiler=boxed_nop,
+        bw_compiler=boxed_nop,
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )(gm, fakes)
+
+
+def inductor(
+    gm: fx.GraphModule, fakes: Sequence[Any], inner_compile: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """AOTAutograd and Inductor. inner_compile: called as Inductor's own, for each graph."""
+    from torch._inductor.compile_fx import compile_fx
+
+    if inner_compile is None:
+        return compile_fx(gm, fakes)
+    return compile_fx(gm, fakes, inner_compile=inner_compile)
+
+
+@dataclass(frozen=True)
+class ForwardBackward:
+    """The two ATen graphs of one differentiable graph.
+
+    backward: None where nothing needs a gradient. saved: the forward nodes whose values are kept
+    for backward and that are not inputs, or views of inputs.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    saved: tuple[fx.Node, ...]
+
+
+def forward_backward(gm: fx.GraphModule, fakes: Sequence[Any]) -> ForwardBackward:
+    """What AOTAutograd and its min-cut partitioner make of `gm`; compiles and runs nothing.
+
+    fakes: one a placeholder, all of one fake mode; requires_grad says what is differentiated.
+    """
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    found: list[ForwardBackward] = []
+
+    def partition(joint: fx.GraphModule, args: Any, **options: Any) -> Any:
+        forward, backward = min_cut_rematerialization_partition(joint, args, **options)
+        output = next(iter(reversed(forward.graph.nodes)))
+        kept = output.args[0][options["num_fwd_outputs"] :]
+        saved = [n for n in kept if isinstance(n, fx.Node) and not _is_input(n)]
+        found.append(ForwardBackward(forward, backward, tuple(dict.fromkeys(saved))))
+        return forward, backward
+
+    def compiler(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        if not found:
+            found.append(ForwardBackward(graph, None, ()))
+        run = functools.partial(_not_run, graph)
+        run._boxed_call = True  # type: ignore[attr-defined]  # what AOTAutograd looks for
+        return run
+
+    with torch.inference_mode(False), torch.enable_grad():
+        aot_module_simplified(
+            gm, list(fakes), fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition
+        )
+    return found[0]
+
+
+def _not_run(graph: fx.GraphModule, *args: Any) -> Any:
+    raise AssertionError("this graph was made to be read, not to be run")
+
+
+def _is_input(node: fx.Node) -> bool:
+    while node.op == "call_function":
+        schema = getattr(node.target, "_schema", None)
+        first = schema.arguments[0].alias_info if schema and schema.arguments else None
+        if first is None or first.is_write or not isinstance(node.args[0], fx.Node):
+            return False
+        node = node.args[0]
+    return node.op == "placeholder"
+
+
+def probe() -> None:
+    """Raise AutoshardError where this torch lacks what autoshard stands on, naming it."""
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < MINIMUM:
+        raise AutoshardError(
+            message(
+                f"torch {torch.__version__} is too old",
+                remedy=f"Install torch {'.'.join(map(str, MINIMUM))} or later.",
+            )
+        )
+    required = {
+        "torch.distributed.tensor.DTensor._spec": hasattr(DTensor, "__tensor_flatten__"),
+        "torch._C._TensorBase._post_accumulate_grad_hooks": hasattr(
+            torch.Tensor, "_post_accumulate_grad_hooks"
+        ),
+        "torch._guards.TracingContext": hasattr(torch._guards, "TracingContext"),
+        "torch.ops._c10d_functional": hasattr(torch.ops, "_c10d_functional"),
+    }
+    missing = [name for name, present in required.items() if not present]
+    if missing:
+        raise AutoshardError(
+            message(
+                f"torch {torch.__version__} has no {', '.join(missing)}",
+                remedy="autoshard was written for torch 2.11 to 2.13; install one of them.",
+            )
+        )

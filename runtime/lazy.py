@@ -1,0 +1,207 @@
+"""Outputs that stay sharded until somebody reads them.
+
+The logits a language model returns beside its loss are often never read; gathering them costs
+more than any other collective of the step. They are returned as a LazyGather: a tensor of the
+global shape that gathers at its first use.
+
+Reading one is a collective: every rank of the axis must do it, or none. Its shape, dtype, device
+and repr are free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autoshard.runtime.axis import Axis
+from autoshard.runtime.collectives import convert
+from autoshard.runtime.placement import P, R, State, gradient_value, shard_dim
+
+aten = torch.ops.aten
+
+
+class _Value:
+    """The local part and, once read, the whole; shared by the aliases of one LazyGather."""
+
+    __slots__ = ("axis", "extent", "local", "state", "whole")
+
+    def __init__(self, local: torch.Tensor, state: State, axis: Axis, extent: int | None) -> None:
+        self.local, self.state, self.axis, self.extent = local, state, axis, extent
+        self.whole: torch.Tensor | None = None
+
+    def read(self) -> torch.Tensor:
+        if self.whole is None:
+            whole = convert(self.local, self.state, R, self.axis, self.extent)
+            self.whole = whole.contiguous()  # as the strides of the LazyGather say
+            self.local = self.whole.new_empty(0)  # the whole holds the values now
+        return self.whole
+
+
+class LazyGather(torch.Tensor):
+    """A tensor of global shape whose values are still S(d) or P on one axis.
+
+    An ordinary differentiable tensor otherwise: any operator gathers it (once) and works on the
+    whole; its gradient is the whole's, cut back to this rank's part.
+    """
+
+    _value: _Value
+
+    @staticmethod
+    def __new__(cls, value: _Value, shape: Sequence[int], requires_grad: bool) -> LazyGather:
+        self: LazyGather = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            tuple(shape),
+            dtype=value.local.dtype,
+            device=value.local.device,
+            requires_grad=requires_grad,
+        )
+        self._value = value
+        return self
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the values have been read already, so that reading is free."""
+        return self._value.whole is not None
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole as a plain tensor, differentiable. A collective at the first use."""
+        return _Read.apply(self)  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is aten.detach.default:
+            return LazyGather(args[0]._value, args[0].shape, False)
+        # An in-place operator changes the whole, which every later use reads; autograd returns
+        # the LazyGather itself, whatever is returned here.
+        args, kwargs = pytree.tree_map_only(LazyGather, _read, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    # Attributes and methods that torch implements below its operators.
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As torch.Tensor.numpy; gathers."""
+        return self.full_tensor().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """As torch.Tensor.tolist; gathers."""
+        return self.full_tensor().tolist()
+
+    def data_ptr(self) -> int:
+        """The address of the whole; gathers."""
+        return _read(self).data_ptr()
+
+    def untyped_storage(self) -> Any:
+        """The storage of the whole; gathers."""
+        return _read(self).untyped_storage()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.full_tensor().detach().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.full_tensor().detach().clone().requires_grad_(self.requires_grad)
+
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
+        if self._value.whole is not None:
+            return repr(self.full_tensor())
+        value = self._value
+        return (
+            f"LazyGather(shape={tuple(self.shape)}, dtype={self.dtype}, {value.state} on "
+            f"{value.axis.name}; call .full_tensor() on every rank for its values)"
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        value = self._value
+        if value.whole is not None:
+            return ["_whole"], (R, value.axis, None)
+        return ["_local"], (value.state, value.axis, value.extent)
+
+    @property
+    def _local(self) -> torch.Tensor:
+        return self._value.local
+
+    @property
+    def _whole(self) -> torch.Tensor:
+        assert self._value.whole is not None
+        return self._value.whole
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: Any, shape: Any, stride: Any
+    ) -> LazyGather:
+        (local,) = inner.values()
+        value = _Value(local, *context)
+        if context[0] == R:
+            value.whole = local
+        return LazyGather(value, shape, False)
+
+
+def wrap_outputs(
+    outputs: Sequence[Any],
+    states: Sequence[State],
+    extents: Sequence[int | None],
+    axis: Axis,
+) -> tuple[Any, ...]:
+    """Make each output in state S(d) or P a LazyGather; the others pass as they are.
+
+    extents: the global size of the sharded dim where it is known (a static size); None: the axis
+    divides it. An output in state V is replicated already, and must have been changed to R by the
+    graph, which knows its gradient.
+    """
+    return tuple(
+        lazy(output, state, axis, extent)
+        if isinstance(output, torch.Tensor) and (state == P or shard_dim(state) is not None)
+        else output
+        for output, state, extent in zip(outputs, states, extents, strict=True)
+    )
+
+
+def lazy(local: torch.Tensor, state: State, axis: Axis, extent: int | None = None) -> torch.Tensor:
+    """This rank's part in state S(d) or P as a LazyGather of the whole; differentiable."""
+    if extent is not None and extent % axis.size == 0:
+        extent = None
+    if local.requires_grad and torch.is_grad_enabled():
+        return _Wrap.apply(local, state, axis, extent)  # type: ignore[no-any-return]
+    return _wrap(local, state, axis, extent)
+
+
+def _wrap(local: torch.Tensor, state: State, axis: Axis, extent: int | None) -> LazyGather:
+    shape = list(local.shape)
+    dim = shard_dim(state)
+    if dim is not None:
+        shape[dim] = shape[dim] * axis.size if extent is None else extent
+    return LazyGather(_Value(local.detach(), state, axis, extent), shape, False)
+
+
+def _read(tensor: LazyGather) -> torch.Tensor:
+    return tensor._value.read()
+
+
+class _Wrap(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, local: torch.Tensor, state: State, axis: Axis, extent: int | None
+    ) -> LazyGather:
+        ctx.state, ctx.axis = state, axis
+        return _wrap(local, state, axis, extent)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        # whoever reads the whole does so on every rank alike: its gradient is replicated
+        if isinstance(grad, LazyGather):
+            grad = _read(grad)
+        return convert(grad, R, gradient_value(ctx.state), ctx.axis), None, None, None
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: LazyGather) -> torch.Tensor:  # type: ignore[override]
+        return _read(tensor).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad

@@ -1,0 +1,184 @@
+"""The device mesh: axes by name, the process group behind them, or neither of them offline."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autoshard.runtime.axis import Axis
+from autoshard.runtime.errors import ConfigError, message
+
+AXIS_ORDER = ("dp_replicate", "dp_shard", "tp")
+"""Outermost first: ranks next to each other share the tp axis, which communicates most."""
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_meshes: dict[tuple[object, ...], Mesh] = {}
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The axes of the mesh as this rank sees them, in the order of AXIS_ORDER.
+
+    device_mesh: torch's mesh of the same axes; None in a world of one process, and offline.
+    """
+
+    axes: tuple[Axis, ...]
+    device_mesh: DeviceMesh | None
+
+    def axis(self, name: str) -> Axis:
+        """The axis of that name; one of size 1 where the mesh has none."""
+        for axis in self.axes:
+            if axis.name == name:
+                return axis
+        return Axis(name, 1, 0, "")
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(axis.size for axis in self.axes)
+
+
+def init_mesh(sizes: Mapping[str, int] | DeviceMesh | None, device_type: str) -> Mesh:
+    """The mesh of this process, the same object for the same sizes.
+
+    sizes: axis sizes by name, a torch DeviceMesh with named dims, or None: every rank on `tp`.
+    device_type: "cpu" (gloo), "cuda" (nccl) or another device torch knows.
+
+    Starts the default process group from torchrun's variables where none is initialised; without
+    those variables the world is this one process, and no process group is needed. Collective in
+    the whole world on first use. Raises ConfigError for unknown axes, and where the sizes do not
+    multiply to the number of processes.
+    """
+    if isinstance(sizes, DeviceMesh):
+        return _of_device_mesh(sizes)
+    world = _world_size(device_type)
+    ordered = _ordered({"tp": world} if sizes is None else sizes)
+    product = math.prod(ordered.values())
+    if product != world:
+        spelled = " x ".join(f"{name} {size}" for name, size in ordered.items()) or "(no axes)"
+        raise ConfigError(
+            message(
+                f"the mesh {spelled} needs {product} processes, and there are {world}",
+                remedy=f"Start {product} (torchrun --nproc-per-node={product}), or give "
+                f"options={{'mesh': ...}} sizes whose product is {world}.",
+            )
+        )
+    if not dist.is_initialized():
+        return Mesh(tuple(Axis(name, 1, 0, "") for name in ordered), None)
+    if not ordered:
+        ordered = {"tp": 1}
+    # the group's identity is part of the key: a world that was destroyed and started again has
+    # other groups
+    key = (device_type, tuple(ordered.items()), id(dist.group.WORLD))
+    if key not in _meshes:
+        mesh = init_device_mesh(
+            device_type, tuple(ordered.values()), mesh_dim_names=tuple(ordered)
+        )
+        _meshes[key] = Mesh(axes_of(mesh), mesh)
+    return _meshes[key]
+
+
+def offline_mesh(sizes: Mapping[str, int], rank: int) -> Mesh:
+    """The mesh as rank `rank` would see it, with no process group: collectives can be traced, not
+    run. Raises ConfigError for unknown axes and for a rank outside the mesh."""
+    ordered = _ordered(sizes)
+    total = math.prod(ordered.values())
+    if not 0 <= rank < total:
+        raise ConfigError(
+            message(
+                f"rank {rank} is not in a mesh of {total}", remedy=f"Give 0 <= rank < {total}."
+            )
+        )
+    axes: list[Axis] = []
+    for name, size in reversed(ordered.items()):
+        axes.append(Axis(name, size, rank % size, f"offline:{name}"))
+        rank //= size
+    return Mesh(tuple(reversed(axes)), None)
+
+
+@functools.lru_cache(maxsize=64)
+def axes_of(device_mesh: DeviceMesh) -> tuple[Axis, ...]:
+    """The axes of a torch mesh as this rank sees them, in the mesh's order."""
+    names = device_mesh.mesh_dim_names or ()
+    return tuple(
+        Axis(name, size, device_mesh.get_local_rank(name), device_mesh.get_group(name).group_name)
+        for name, size in zip(names, device_mesh.shape, strict=True)
+    )
+
+
+def _of_device_mesh(device_mesh: DeviceMesh) -> Mesh:
+    names = device_mesh.mesh_dim_names
+    if names is None:
+        raise ConfigError(
+            message(
+                f"the DeviceMesh of shape {tuple(device_mesh.shape)} has no axis names",
+                remedy=f"Create it with mesh_dim_names, from {', '.join(AXIS_ORDER)}.",
+            )
+        )
+    if tuple(_ordered(dict(zip(names, device_mesh.shape, strict=True)))) != tuple(names):
+        raise ConfigError(
+            message(
+                f"the axes of the DeviceMesh are {', '.join(names)}",
+                remedy=f"Create it with its axes in the order {', '.join(AXIS_ORDER)}.",
+            )
+        )
+    if device_mesh.get_coordinate() is None:
+        raise ConfigError(
+            message(
+                f"rank {dist.get_rank()} is not in the DeviceMesh {device_mesh}",
+                remedy="Compile only on the ranks of the mesh.",
+            )
+        )
+    key = (device_mesh,)
+    if key not in _meshes:
+        _meshes[key] = Mesh(axes_of(device_mesh), device_mesh)
+    return _meshes[key]
+
+
+def _ordered(sizes: Mapping[str, int]) -> dict[str, int]:
+    unknown = [name for name in sizes if name not in AXIS_ORDER]
+    if unknown:
+        raise ConfigError(
+            message(
+                f"unknown mesh axis {unknown[0]!r}",
+                remedy=f"The axes are {', '.join(AXIS_ORDER)}.",
+            )
+        )
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(
+                message(
+                    f"mesh axis {name} has size {size!r}",
+                    remedy="A size is a positive number of processes.",
+                )
+            )
+    return {name: sizes[name] for name in AXIS_ORDER if name in sizes}
+
+
+def _world_size(device_type: str) -> int:
+    if not dist.is_initialized():
+        if not all(os.environ.get(name) for name in _TORCHRUN):
+            return 1
+        if device_type == "cpu":
+            backend = "gloo"
+        else:
+            # Must precede the first collective, or every process uses device 0.
+            torch.get_device_module(device_type).set_device(int(os.environ.get("LOCAL_RANK", 0)))
+            native = dist.get_default_backend_for_device(device_type)
+            backend = f"cpu:gloo,{device_type}:{native}"
+        dist.init_process_group(backend)
+        atexit.register(_destroy_process_group)
+    return dist.get_world_size()
+
+
+def _destroy_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

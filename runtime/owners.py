@@ -1,0 +1,135 @@
+"""Who holds a Parameter object: modules, optimizers, and plain lists and dicts.
+
+The backend is handed parameters, not the model; everything that must see the replacement is found
+in one pass over the objects Python's garbage collector tracks.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class Owners:
+    """What holds some parameters.
+
+    modules: for each parameter, the modules that registered it and under which names (several
+    where it is tied). optimizers: those with one of them in a param group, in an order that does
+    not depend on memory addresses. containers: builtin lists, and dicts with one as a value.
+    """
+
+    modules: dict[nn.Parameter, list[tuple[nn.Module, str]]]
+    optimizers: list[Optimizer]
+    containers: list[list[Any] | dict[Any, Any]]
+
+
+def find_owners(parameters: Sequence[nn.Parameter]) -> Owners:
+    """The owners of each parameter, by identity, wherever in the process they are.
+
+    Not found: tuples, sets, closures, attributes of objects that are no module.
+    """
+    parameters = tuple(parameters)  # a list would be found as a container of them
+    ids = {id(parameter): index for index, parameter in enumerate(parameters)}
+    modules: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {p: [] for p in parameters}
+    optimizers: list[tuple[str, list[int], Optimizer]] = []
+    containers: list[list[Any] | dict[Any, Any]] = []
+    registries: set[int] = set()
+    kinds: dict[type, type | None] = {}
+    for item in _tracked():
+        kind = _kind(type(item), kinds)
+        if kind is list or kind is dict:
+            if _holds(item, ids):
+                containers.append(item)
+        elif kind is nn.Module:
+            registry = item.__dict__.get("_parameters") or {}
+            registries.add(id(registry))
+            for name, parameter in registry.items():
+                if id(parameter) in ids:
+                    modules[parameter].append((item, name))
+        elif kind is Optimizer:
+            groups = getattr(item, "param_groups", ())
+            held = [ids[id(p)] for group in groups for p in group["params"] if id(p) in ids]
+            if held:
+                optimizers.append((type(item).__qualname__, held, item))
+    optimizers.sort(key=lambda found: found[:2])
+    return Owners(
+        modules,
+        [optimizer for _, _, optimizer in optimizers],
+        [c for c in containers if id(c) not in registries],
+    )
+
+
+def related_parameters(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Every parameter of the models that the given ones belong to, the given ones included.
+
+    A model is a module that no other module contains. Optimizers and gradient clipping mix
+    parameters of one model in one call, and torch does not mix DTensors with plain tensors there:
+    parameters that the graph at hand never read must be stored as DTensors too.
+    """
+    parameters = tuple(parameters)
+    ids = {id(parameter) for parameter in parameters}
+    parents: dict[int, list[nn.Module]] = {}
+    climbing: list[nn.Module] = []
+    kinds: dict[type, type | None] = {}
+    for item in _tracked():
+        if _kind(type(item), kinds) is not nn.Module:
+            continue
+        for child in (item.__dict__.get("_modules") or {}).values():
+            parents.setdefault(id(child), []).append(item)
+        if any(id(p) in ids for p in (item.__dict__.get("_parameters") or {}).values()):
+            climbing.append(item)
+    roots: list[nn.Module] = []
+    seen: set[int] = set()
+    while climbing:
+        module = climbing.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        above = parents.get(id(module), [])
+        climbing.extend(above)
+        if not above:
+            roots.append(module)
+    found = {id(p): p for p in parameters}
+    # the same on every rank: by the position of the first given parameter each root holds
+    order = {id(p): i for i, p in enumerate(parameters)}
+    roots.sort(key=lambda r: min(order.get(id(p), len(order)) for p in r.parameters()))
+    for root in roots:
+        for parameter in root.parameters():
+            found.setdefault(id(parameter), parameter)
+    return list(found.values())
+
+
+def _tracked() -> list[Any]:
+    frozen = gc.get_freeze_count()
+    if frozen:  # frozen objects are in no generation, so get_objects would not list them
+        gc.unfreeze()
+    objects = gc.get_objects()
+    if frozen:
+        gc.freeze()
+    return objects
+
+
+def _kind(cls: type, kinds: dict[type, type | None]) -> type | None:
+    # issubclass of the type, not isinstance: that asks __class__, and lazy proxies then import
+    # what they stand for.
+    if cls not in kinds:
+        kinds[cls] = next(
+            (base for base in (nn.Module, Optimizer) if issubclass(cls, base)),
+            cls if cls is list or cls is dict else None,
+        )
+    return kinds[cls]
+
+
+def _holds(container: list[Any] | dict[Any, Any], ids: dict[int, int]) -> bool:
+    while True:
+        try:
+            items = container if type(container) is list else container.values()  # type: ignore[union-attr]
+            return any(map(ids.__contains__, map(id, items)))
+        except RuntimeError:  # another thread changed the dict
+            continue
