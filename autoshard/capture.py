@@ -62,6 +62,8 @@ _STATE_ELEMENTS = {
     aten._native_batch_norm_legit_functional.default: (3, 4),
     aten._batch_norm_with_update_functional.default: (3, 4, 5),
 }
+_KEPT_META = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id", "unbacked_bindings")
+
 # Kernels under a composite operator, for checkpoint policies, which speak of kernels.
 _KERNELS = {
     aten.linear.default: (aten.mm.default, aten.addmm.default),
@@ -278,40 +280,71 @@ class _Rebuild:
 
     def _get_attr(self, node: fx.Node) -> None:
         value = getattr(self.traced, str(node.target))
-        new = self.graph.get_attr(self._attribute(str(node.target), value))
-        new.meta = dict(node.meta)
+        if isinstance(value, torch.Tensor) and value.dim() == 0:
+            options = {"dtype": value.dtype, "device": value.device}
+            new = self.graph.call_function(aten.full.default, ([], value.item()), options)
+        else:
+            new = self.graph.get_attr(self._attribute(str(node.target).lstrip("_"), value))
         self._value(new, node.meta.get("val", value), False)
         self.env[node] = new
 
     def _call(self, node: fx.Node) -> None:
+        if node.target is aten.copy.default:
+            self.env[node] = self._copy(node)
+            return
         custom = dict(node.meta.get("custom", {}))
-        no_grad = custom.pop(NO_GRAD, False)
+        no_grad = custom.pop(NO_GRAD, False) and node.target is not operator.getitem
         new = self.graph.node_copy(node, self._at)
-        new.meta = {k: v for k, v in node.meta.items() if k not in ("custom", "tensor_meta")}
+        new.meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
         if custom:
             new.meta["custom"] = custom
-        if no_grad and node.target is not operator.getitem:
+        if no_grad:
             self._detach_operands(new)
         self._value(new, node.meta.get("val"), self._is_differentiable(new))
         self._apply_policy(new)
         self.env[node] = new
 
+    def _copy(self, node: fx.Node) -> fx.Node:
+        """`copy(destination, source)`, which has no derivative, as a cast or clone and an expand."""
+        destination, source = (self._at(arg) for arg in node.args[:2])  # type: ignore[arg-type]
+        if node.meta.get("custom", {}).get(NO_GRAD) and source.meta["diff"]:
+            source = self._detached(source, node)
+        want, have = node.meta["val"], source.meta["val"]
+        if (want.dtype, want.device) != (have.dtype, have.device):
+            options = {"dtype": want.dtype, "device": want.device}
+            source = self._derived(node, aten._to_copy.default, (source,), options)
+        else:
+            source = self._derived(node, aten.clone.default, (source,), {})
+        if want.shape != have.shape:
+            if all(isinstance(size, int) for size in want.shape):
+                arguments: tuple[Any, ...] = (source, list(want.shape))
+                source = self._derived(node, aten.expand.default, arguments, {})
+            else:
+                source = self._derived(node, aten.expand_as.default, (source, destination), {})
+        return source
+
+    def _derived(self, like: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node:
+        """A node that is not in the trace, on behalf of one that is."""
+        new = self.graph.call_function(target, args, kwargs)
+        new.meta = {key: like.meta[key] for key in _KEPT_META if key in like.meta}
+        custom = {k: v for k, v in like.meta.get("custom", {}).items() if k != NO_GRAD}
+        if custom:
+            new.meta["custom"] = custom
+        values = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        self._value(new, target(*values[0], **values[1]), self._is_differentiable(new))
+        return new
+
     def _detach_operands(self, node: fx.Node) -> None:
         with self.graph.inserting_before(node):
             for operand in node.all_input_nodes:
-                if not operand.meta.get("diff"):
-                    continue
-                if operand not in self.detached:
-                    cut = self.graph.call_function(aten.detach.default, (operand,))
-                    cut.meta = {
-                        k: v for k, v in operand.meta.items() if k in ("stack_trace", "custom")
-                    }
-                    if "nn_module_stack" in node.meta:
-                        cut.meta["nn_module_stack"] = node.meta["nn_module_stack"]
-                    val = operand.meta["val"]
-                    self._value(cut, val.detach() if isinstance(val, torch.Tensor) else val, False)
-                    self.detached[operand] = cut
-                node.replace_input_with(operand, self.detached[operand])
+                if operand.meta.get("diff"):
+                    node.replace_input_with(operand, self._detached(operand, node))
+
+    def _detached(self, operand: fx.Node, user: fx.Node) -> fx.Node:
+        """The one detached copy of a value that enters no_grad regions."""
+        if operand not in self.detached:
+            self.detached[operand] = self._derived(user, aten.detach.default, (operand,), {})
+        return self.detached[operand]
 
     def _hop_value(self, index: int) -> fx.Node:
         """One value of an opaque node; all of them are made when the first is needed."""
@@ -334,8 +367,7 @@ class _Rebuild:
         args, kwargs = pytree.tree_unflatten(operands, hop.spec)
         new = self.graph.call_function(hop.node.target, args, kwargs)  # type: ignore[arg-type]
         custom = dict(hop.meta.get("custom", {}))
-        kept = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id")
-        new.meta = {key: hop.meta[key] for key in kept if key in hop.meta}
+        new.meta = {key: hop.meta[key] for key in _KEPT_META if key in hop.meta}
         if custom.pop(NO_GRAD, False):
             self._detach_operands(new)
         if custom:

@@ -112,8 +112,8 @@ def is_opaque(node: fx.Node) -> bool:
 
 
 def is_scalar(args: Any) -> bool:
-    """Whether the arguments of a `torch.tensor` call say one number."""
-    return bool(args) and isinstance(args[0], (bool, int, float, complex))
+    """Whether the arguments of a `torch.tensor` call say one number, or none at all."""
+    return args[0] == [] or isinstance(args[0], (bool, int, float, complex))
 
 
 def _opaque_values(node: fx.Node) -> tuple[list[Any], bool]:
@@ -173,12 +173,14 @@ class Interpreter(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def _constant(self, args: Any, kwargs: Any) -> Any:
-        """torch.tensor of Python numbers; one number becomes `full`, so that no attribute is
-        needed."""
+        """torch.tensor of Python numbers; one number becomes `full`, none `empty`: no attribute."""
         if not is_scalar(args):
             return self.state.next_extra()
+        device = kwargs.get("device")
+        if args[0] == []:
+            return torch.empty((0,), dtype=kwargs.get("dtype"), device=device)
         dtype = kwargs.get("dtype") or torch.result_type(args[0], args[0])
-        return torch.full((), args[0], dtype=dtype, device=kwargs.get("device"))
+        return torch.full((), args[0], dtype=dtype, device=device)
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
         self.state.mark(fx.traceback.get_current_meta())
@@ -257,11 +259,14 @@ class TraceState:
         values, is_tuple = _opaque_values(self.node)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         operands: list[Any] = []
+        # The second body of a custom function is its backward, which runs outside of autocast.
+        bodies, backward = 0, self.node.target is torch.ops.higher_order.autograd_function_apply
         for leaf in leaves:
             if isinstance(leaf, (torch.Tensor, torch.SymInt)):
                 operands.append(Slot(len(self.hop_inputs)))
                 self.hop_inputs.append(unwrap(leaf))
-            elif isinstance(leaf, fx.GraphModule):
+            elif isinstance(leaf, fx.GraphModule) and not (bodies and backward):
+                bodies += 1
                 operands.append(self.mode.wrap_subgraph(leaf))
             else:
                 operands.append(leaf)
