@@ -81,13 +81,13 @@ def strategies(node: fx.Node, n: int) -> tuple[list[Strategy], list[str]]:
     count = len(operands(node))
     replicated = Strategy((R,) * count, _same_for_all(node, R))
     target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or n == 1:
+    if not count or n == 1 or not isinstance(target, torch._ops.OpOverload):
         return [replicated], []
     call = Call(node, n)
     if draws_random_numbers(call):
         return [replicated], ["it draws random numbers, which must be alike on all ranks"]
     offered = [replicated]
-    if count and _any_differentiable(node):
+    if _any_differentiable(node):
         offered.append(call.uniform(V))
     rules = rules_for(target)
     if call.schema.is_mutable:
