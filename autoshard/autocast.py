@@ -61,7 +61,7 @@ _CPU = Policy(
         fractional_max_pool2d fractional_max_pool3d reflection_pad1d reflection_pad2d
         replication_pad1d replication_pad2d replication_pad3d mse_loss cosine_embedding_loss
         nll_loss nll_loss2d hinge_embedding_loss poisson_nll_loss smooth_l1_loss
-        cross_entropy_loss l1_loss huber_loss margin_ranking_loss soft_margin_loss
+        cross_entropy_loss nll_loss_nd l1_loss huber_loss margin_ranking_loss soft_margin_loss
         triplet_margin_loss multi_margin_loss ctc_loss kl_div multilabel_margin_loss
         multilabel_margin_loss_forward binary_cross_entropy_with_logits fft_fft fft_ifft fft_fft2
         fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft fft_rfft2 fft_irfft2 fft_rfftn fft_irfftn
@@ -94,7 +94,7 @@ _CUDA = Policy(
         scaled_dot_product_attention
         """
     ),
-    # cross_entropy_loss is not in torch's list; both of its parts, log_softmax and nll_loss, are.
+    # cross_entropy_loss and nll_loss_nd are not in torch's list; all of their parts are.
     fp32=_names(
         """
         acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow
@@ -106,7 +106,7 @@ _CUDA = Policy(
         upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
         _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
         _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
-        cross_entropy_loss
+        cross_entropy_loss nll_loss_nd
         """
     ),
     fp32_dtype=_names(
@@ -171,7 +171,7 @@ class AutocastMode(FunctionalTensorMode):
     def pop(self) -> None:
         """Leave the region entered last; the copies of parameters end with the outermost."""
         self._settings = self._stack.pop()
-        if not self._stack:
+        if not self._stack and not self.settings:
             self._cache.clear()
 
     @property
