@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.materialize import materialize
 from autoshard.runtime.mesh import axes_of
-from autoshard.runtime.storage import local_part, stored_states, wrap_local
+from autoshard.runtime.storage import local_part, owned, stored_states, wrap_local
 
 _reading_storage = False
 
@@ -46,7 +46,7 @@ def install(module: nn.Module, names: Sequence[str]) -> None:
     if issubclass(cls, Stored):
         names = sorted({*cls._autoshard_names, *names})
         cls = cls._autoshard_class
-    module.__class__ = stored_class(cls, tuple(sorted(names)))
+    module.__class__ = stored_class(cls, tuple(sorted(names)))  # type: ignore[arg-type]
     if isinstance(module, nn.RNNBase):
         # The list holds whole tensors; StoredRNN makes it from the parameters instead.
         module.__dict__.pop("_flat_weights", None)
@@ -91,7 +91,9 @@ class Stored:
         for name in self._autoshard_names:
             parameter = self._parameters.get(name)  # type: ignore[attr-defined]
             value = state_dict.get(prefix + name)
-            if isinstance(parameter, DTensor) and _is_whole(value, parameter):
+            if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
+                continue
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 state_dict[prefix + name] = part_like(value, parameter)
         with stored():
             super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[misc]
@@ -135,14 +137,15 @@ def stored_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
         _autoshard_class=cls,
         _autoshard_names=names,
     )
-    return type(cls)(cls.__name__, (mixin, cls), namespace)
+    metaclass: Any = type(cls)
+    return metaclass(cls.__name__, (mixin, cls), namespace)  # type: ignore[no-any-return]
 
 
 def part_like(whole: torch.Tensor, parameter: DTensor) -> DTensor:
     """A whole tensor cut and placed like a stored parameter; every rank gives the same tensor."""
     states, mesh = stored_states(parameter), parameter.device_mesh
     part = local_part(whole.detach(), states, axes_of(mesh)).to(mesh.device_type)
-    return wrap_local(part.contiguous(), parameter.shape, states, mesh)
+    return wrap_local(owned(part), parameter.shape, states, mesh)
 
 
 def _whole(name: str) -> property:
@@ -165,14 +168,6 @@ def _whole(name: str) -> property:
     return property(get, put, delete)
 
 
-def _is_whole(value: Any, parameter: DTensor) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and not isinstance(value, DTensor)
-        and value.shape == parameter.shape
-    )
-
-
 def _new(cls: type[nn.Module], names: tuple[str, ...], *args: Any) -> Any:
-    made = stored_class(cls, names)
+    made = stored_class(cls, names)  # type: ignore[arg-type]
     return made.__new__(made, *args)

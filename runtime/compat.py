@@ -114,9 +114,9 @@ def backend_error(error: BaseException) -> BaseException | None:
 
 def process_group(name: str) -> Any:
     """The process group of a name; torch's public functions take groups, its operators names."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch._C._distributed_c10d import _resolve_process_group
 
-    return _resolve_process_group(name)
+    return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
@@ -185,9 +185,9 @@ def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
 
 def aot_eager(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
     """AOTAutograd's forward and backward graphs, run operator by operator."""
-    from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     return aot_autograd(
         fw_compiler=boxed_nop,
@@ -203,9 +203,9 @@ def inductor(
     """AOTAutograd and Inductor. inner_compile: called as Inductor's own, for each graph."""
     from torch._inductor.compile_fx import compile_fx
 
-    if inner_compile is None:
-        return compile_fx(gm, fakes)
-    return compile_fx(gm, fakes, inner_compile=inner_compile)
+    options: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
+    compiled: Any = compile_fx(gm, fakes, **options)
+    return compiled  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -226,8 +226,8 @@ def forward_backward(gm: fx.GraphModule, fakes: Sequence[Any]) -> ForwardBackwar
 
     fakes: one a placeholder, all of one fake mode; requires_grad says what is differentiated.
     """
-    from functorch.compile import min_cut_rematerialization_partition
     from torch._functorch.aot_autograd import aot_module_simplified
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     found: list[ForwardBackward] = []
 
@@ -239,10 +239,10 @@ def forward_backward(gm: fx.GraphModule, fakes: Sequence[Any]) -> ForwardBackwar
         found.append(ForwardBackward(forward, backward, tuple(dict.fromkeys(saved))))
         return forward, backward
 
-    def compiler(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    def compiler(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         if not found:
-            found.append(ForwardBackward(graph, None, ()))
-        run = functools.partial(_not_run, graph)
+            found.append(ForwardBackward(gm, None, ()))
+        run = functools.partial(_not_run, gm)
         run._boxed_call = True  # type: ignore[attr-defined]  # what AOTAutograd looks for
         return run
 

@@ -71,7 +71,7 @@ class LazyGather(torch.Tensor):
         return _Read.apply(self)  # type: ignore[no-any-return]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is aten.detach.default:
@@ -167,6 +167,11 @@ def lazy(local: torch.Tensor, state: State, axis: Axis, extent: int | None = Non
     if local.requires_grad and torch.is_grad_enabled():
         return _Wrap.apply(local, state, axis, extent)  # type: ignore[no-any-return]
     return _wrap(local, state, axis, extent)
+
+
+def read(value: Any) -> Any:
+    """The whole plain tensor of a LazyGather; anything else as it is."""
+    return value.full_tensor() if isinstance(value, LazyGather) else value
 
 
 def _wrap(local: torch.Tensor, state: State, axis: Axis, extent: int | None) -> LazyGather:

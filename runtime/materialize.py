@@ -11,7 +11,7 @@ from autoshard.runtime import compat
 from autoshard.runtime.collectives import change
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.placement import R, State, V
-from autoshard.runtime.storage import extents, stored_states
+from autoshard.runtime.storage import extents, owned, stored_states
 
 
 @compat.allow_in_graph
@@ -65,9 +65,8 @@ class _Unwrap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:  # type: ignore[override]
-        # contiguous: the global strides the spec promises are those of contiguous shards
         return tuple(
-            None if grad is None else compat.dtensor(grad.contiguous(), spec)
+            None if grad is None else compat.dtensor(owned(grad), spec)
             for grad, spec in zip(grads, ctx.specs)
         )
 

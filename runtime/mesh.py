@@ -79,9 +79,7 @@ def init_mesh(sizes: Mapping[str, int] | DeviceMesh | None, device_type: str) ->
     # other groups
     key = (device_type, tuple(ordered.items()), id(dist.group.WORLD))
     if key not in _meshes:
-        mesh = init_device_mesh(
-            device_type, tuple(ordered.values()), mesh_dim_names=tuple(ordered)
-        )
+        mesh = init_device_mesh(device_type, tuple(ordered.values()), mesh_dim_names=tuple(ordered))
         _meshes[key] = Mesh(axes_of(mesh), mesh)
     return _meshes[key]
 
@@ -93,9 +91,7 @@ def offline_mesh(sizes: Mapping[str, int], rank: int) -> Mesh:
     total = math.prod(ordered.values())
     if not 0 <= rank < total:
         raise ConfigError(
-            message(
-                f"rank {rank} is not in a mesh of {total}", remedy=f"Give 0 <= rank < {total}."
-            )
+            message(f"rank {rank} is not in a mesh of {total}", remedy=f"Give 0 <= rank < {total}.")
         )
     axes: list[Axis] = []
     for name, size in reversed(ordered.items()):

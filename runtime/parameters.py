@@ -24,7 +24,7 @@ from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.optimizers import repoint, state_summary
 from autoshard.runtime.owners import Owners, find_owners, related_parameters
 from autoshard.runtime.placement import R, State
-from autoshard.runtime.storage import local_part, stored_states, wrap_local
+from autoshard.runtime.storage import local_part, owned, placements_of, stored_states, wrap_local
 
 __all__ = [
     "MovedParameter",
@@ -47,9 +47,7 @@ class MovedParameter(nn.Parameter):
     _autoshard_moved = "a parameter"
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         owner = next((a for a in (*args, *(kwargs or {}).values()) if type(a) is cls), cls)
         raise AutoshardError(
             message(
@@ -105,7 +103,7 @@ def shard_parameters(
     with compat.real_tensors():
         owners = find_owners(tuple(placements))
         names = {p: _name(p, owners) for p in placements}
-        _check(placements, owners, names)
+        _check(placements, owners, names, mesh)
         _agree(placements, owners, names, mesh)
         moved: dict[nn.Parameter, nn.Parameter] = {}
         for old, states in placements.items():
@@ -121,8 +119,9 @@ def _check(
     placements: Mapping[nn.Parameter, Mapping[str, State]],
     owners: Owners,
     names: Mapping[nn.Parameter, str],
+    mesh: Mesh,
 ) -> None:
-    for parameter in placements:
+    for parameter, states in placements.items():
         reason = unstorable(parameter)
         if not owners.modules[parameter]:
             reason = "no module owns it, so nothing can be given its shard"
@@ -134,6 +133,7 @@ def _check(
                     remedy="Register it in a module as an nn.Parameter, or leave it replicated.",
                 )
             )
+        placements_of(states, mesh.axes, parameter.dim())
 
 
 def _agree(
@@ -175,9 +175,7 @@ def _move(
         new.__dict__.setdefault(key, value)
     compat.move_hooks(old, new)
     for optimizer in owners.optimizers:
-        repoint(
-            optimizer, old, new, shape, lambda t: store(t, states), lambda t: store(t, {})
-        )
+        repoint(optimizer, old, new, shape, lambda t: store(t, states), lambda t: store(t, {}))
     for module, key in owners.modules[old]:
         module._parameters[key] = new
     if not isinstance(old, DTensor):
@@ -209,9 +207,7 @@ def _store(
     if part.is_meta and allocate_meta:
         part = torch.empty(part.shape, dtype=part.dtype, device=device_mesh.device_type)
         part.fill_(float("nan")) if part.is_floating_point() else part.zero_()
-    elif part.numel() < whole.numel() or not part.is_contiguous():
-        part = part.clone(memory_format=torch.contiguous_format)  # a view would keep the whole
-    return wrap_local(part, shape, states, device_mesh)
+    return wrap_local(owned(part), shape, states, device_mesh)
 
 
 def _broadcast(whole: torch.Tensor, mesh: Mesh) -> torch.Tensor:

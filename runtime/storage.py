@@ -26,7 +26,7 @@ def stored_states(parameter: DTensor) -> dict[str, State]:
     return {name: R if dim is None else S(dim) for name, dim in zip(names, dims, strict=True)}
 
 
-def placements(states: Mapping[str, State], axes: Sequence[Axis], ndim: int) -> list[Placement]:
+def placements_of(states: Mapping[str, State], axes: Sequence[Axis], ndim: int) -> list[Placement]:
     """DTensor placements, one an axis. An axis without a state is R.
 
     Raises PlanError for a state that cannot be stored: V, P, or a dim the tensor has not.
@@ -55,6 +55,18 @@ def local_part(
     return whole
 
 
+def owned(part: torch.Tensor) -> torch.Tensor:
+    """`part`, or a copy of it where it is a view: contiguous, and alone in its storage.
+
+    A slice would keep the whole alive; a DTensor around one has an offset that its copies, and
+    the strides its metadata promises, do not allow.
+    """
+    alone = part.untyped_storage().nbytes() == part.numel() * part.element_size()
+    if alone and part.is_contiguous():
+        return part
+    return part.clone(memory_format=torch.contiguous_format)
+
+
 def extents(
     shape: Sequence[int], states: Mapping[str, State], axes: Sequence[Axis]
 ) -> dict[str, int]:
@@ -81,7 +93,7 @@ def wrap_local(
     return DTensor.from_local(
         local,
         device_mesh,
-        placements(states, axes_of(device_mesh), len(shape)),
+        placements_of(states, axes_of(device_mesh), len(shape)),
         run_check=False,
         shape=shape,
         stride=_contiguous_stride(shape),
