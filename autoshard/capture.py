@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from autoshard import autocast
@@ -43,7 +44,6 @@ from autoshard.interpreter import (
     turns_grad_on,
     unwrap,
 )
-from autoshard.runtime.errors import CaptureError, message, source_line
 
 aten = torch.ops.aten
 
@@ -96,9 +96,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     given = list(example_inputs) + [None] * (len(placeholders) - len(example_inputs))
-    found = [
-        node.meta.get("example_value", example) for node, example in zip(placeholders, given)
-    ]
+    found = [node.meta.get("example_value", example) for node, example in zip(placeholders, given)]
     mode = _fake_mode(found)
     ambient_grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     # With gradients off around the call the graph still says what training needs, unless the
@@ -117,12 +115,20 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
 def _fake_mode(found: list[Any]) -> FakeTensorMode:
     """The mode of the placeholders' fakes; TracingContext's own may be another one."""
     for value in found:
-        inner = value
-        while isinstance(inner, DTensor):
-            inner = inner.to_local()
-        if isinstance(inner, FakeTensor):
-            return inner.fake_mode
+        if isinstance(value, torch.Tensor) and (fake := _inner_fake(value)) is not None:
+            return fake.fake_mode
     return FakeTensorMode()
+
+
+def _inner_fake(value: torch.Tensor) -> FakeTensor | None:
+    """The first fake inside a tensor, which may be a subclass around others."""
+    if isinstance(value, FakeTensor):
+        return value
+    if is_traceable_wrapper_subclass(value):
+        for name in value.__tensor_flatten__()[0]:
+            if (fake := _inner_fake(getattr(value, name))) is not None:
+                return fake
+    return None
 
 
 def _plain(value: Any, mode: FakeTensorMode) -> Any:
@@ -164,8 +170,9 @@ def _trace(
                 for v in values
             ]
             mode.parameters = frozenset(
-                id(w) for w, v in zip(wrapped, inputs) if isinstance(v, torch.Tensor)
-                and v.requires_grad and v.is_leaf
+                id(w)
+                for w, v in zip(wrapped, inputs)
+                if isinstance(v, torch.Tensor) and v.requires_grad and v.is_leaf
             )
             own = wrapped[: len(inputs)]
             result.state = TraceState(mode, wrapped[len(inputs) :], grad)
@@ -239,9 +246,7 @@ class _Rebuild:
         count = self.result.n_outputs + len(self.result.mutated)
         kept = [self._at(v) if isinstance(v, fx.Node) else v for v in self.outputs[:count]]
         output = self.graph.output(tuple(kept))
-        output.meta["val"] = tuple(
-            v.meta.get("val") if isinstance(v, fx.Node) else v for v in kept
-        )
+        output.meta["val"] = tuple(v.meta.get("val") if isinstance(v, fx.Node) else v for v in kept)
         self.graph.eliminate_dead_code()
         result = fx.GraphModule(self.root, self.graph)
         result.meta["n_outputs"] = self.result.n_outputs

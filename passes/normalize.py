@@ -1,0 +1,258 @@
+"""normalize: one spelling for each operation, so that sharding rules need not know the others.
+
+    before                                                 after
+    %x: f32[4,8]                                           %x: f32[4,8]
+    %0: f32[32] = view(%x, [32])                           %0: f32[8,4] = reshape(%x, [8, 4])
+    %1: f32[8,4] = _unsafe_view(%0, [8, 4])                %1: f32[8,4] = relu(%0)
+    %2: f32[8,4] = slice(%1, 0, 0, 9223372036854775807)
+    _assert_tensor_metadata(%2, None, None, torch.float32)
+    %3: f32[8,4] = alias(%2)
+    %4: f32[8,4] = relu(%3)
+
+- view, _unsafe_view and reshape become reshape: which of them a trace has depends on the strides
+  of the kernels that were traced, which need not be those of the shards. A reshape of a reshape
+  nobody else reads becomes one.
+- What changes nothing goes: assertions of metadata, whole-range slices, expansions to the same
+  shape, aliases, dropout that drops nothing, detach of what has no gradient.
+- Copies go where nobody can tell: not where the memory of the copy reaches an output, and nowhere
+  in a graph with an operator that depends on strides.
+- cat with legacy empty operands (the first step of a Hugging Face cache) becomes cat of the rest.
+
+Not done: an identity that the graph returns directly stays, because the caller may rely on its
+being another tensor; assertions about values stay.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from autoshard.passes.base import Context, Report, emit
+
+aten = torch.ops.aten
+
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_COPIES = (aten.clone.default, aten.lift_fresh_copy.default, aten._to_copy.default)
+_ALIASES = (aten.alias.default, aten.lift_fresh.default)
+# Views that are the identity where they keep the shape.
+_SAME_SHAPE = (
+    aten.slice.Tensor,
+    aten.expand.default,
+    aten.expand_as.default,
+    aten.view_as.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.narrow.default,
+)
+_NEED_STRIDES = frozenset(
+    [
+        aten.as_strided.default,
+        aten.as_strided_scatter.default,
+        aten.view_as_complex.default,
+        aten.view.dtype,
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Normalize:
+    """See the module's text."""
+
+    name: ClassVar[str] = "normalize"
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+        """Rewrite `gm.graph` in place."""
+        graph, report = gm.graph, Report(self.name)
+        escaping = _escaping(graph)
+        strides = next((node for node in graph.nodes if _needs_strides(node)), None)
+        for node in list(graph.nodes):
+            if node.op != "call_function":
+                continue
+            if node.target is aten._assert_tensor_metadata.default:
+                graph.erase_node(node)
+                report.hits += 1
+            elif node.target in _COPIES and _is_plain_copy(node):
+                self._copy(graph, node, escaping, strides, report)
+            elif (same := _identity(node)) is not None:
+                self._drop(graph, node, same, report)
+            elif node.target in _RESHAPES:
+                report.hits += _reshape(node)
+            elif node.target is aten.type_as.default:
+                report.hits += _type_as(graph, node)
+            elif node.target is aten.cat.default:
+                report.hits += _cat(graph, node)
+        graph.eliminate_dead_code()
+        return report
+
+    @staticmethod
+    def _drop(graph: fx.Graph, node: fx.Node, same: fx.Node, report: Report) -> None:
+        if graph.output_node() in node.users:
+            if node.target in _RESHAPES:
+                report.hits += _reshape(node)
+            report.skip(node, "the graph returns it")
+            return
+        node.replace_all_uses_with(same)
+        graph.erase_node(node)
+        report.hits += 1
+
+    @staticmethod
+    def _copy(
+        graph: fx.Graph,
+        node: fx.Node,
+        escaping: set[fx.Node],
+        strides: fx.Node | None,
+        report: Report,
+    ) -> None:
+        if node in escaping:
+            report.skip(node, "its memory reaches an output")
+        elif strides is not None:
+            report.skip(node, f"{strides.name} depends on strides")
+        else:
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            graph.erase_node(node)
+            report.hits += 1
+
+
+def same_shape(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two shapes are equal for certain; symbols are compared as written, which adds no
+    guard."""
+    return len(left.shape) == len(right.shape) and all(
+        a == b if isinstance(a, int) and isinstance(b, int) else str(a) == str(b)
+        for a, b in zip(left.shape, right.shape)
+    )
+
+
+def _identity(node: fx.Node) -> fx.Node | None:
+    """The operand whose value the node has, if it does nothing."""
+    if not node.all_input_nodes or not isinstance(node.args[0], fx.Node):
+        return None
+    source = node.args[0]
+    val, have = node.meta.get("val"), source.meta.get("val")
+    if not isinstance(val, torch.Tensor) or not isinstance(have, torch.Tensor):
+        return None
+    if node.target in _ALIASES:
+        return source
+    if node.target is aten.detach.default:
+        return None if source.meta.get("diff") else source
+    if node.target is aten.dropout.default:
+        return source if node.args[1] == 0 or not node.args[2] else None
+    if node.target in _RESHAPES or node.target in _SAME_SHAPE:
+        return source if same_shape(val, have) and _step(node) == 1 else None
+    if node.target is aten.transpose.int:
+        ndim = max(val.dim(), 1)
+        dims: Any = node.args[1:]
+        return source if dims[0] % ndim == dims[1] % ndim else None
+    if node.target is aten.permute.default:
+        order: Any = node.args[1]
+        return source if all(d % len(order) == i for i, d in enumerate(order)) else None
+    if node.target is aten.slice_scatter.default:
+        written = node.args[1]
+        if isinstance(written, fx.Node) and _step(node) == 1:
+            new = written.meta["val"]
+            return written if same_shape(new, val) and new.dtype == val.dtype else None
+    return None
+
+
+def _step(node: fx.Node) -> Any:
+    """The step of a slice or slice_scatter; 1 for anything else."""
+    position = {aten.slice.Tensor: 4, aten.slice_scatter.default: 5}.get(node.target)  # type: ignore[call-overload]
+    if position is None:
+        return 1
+    return node.args[position] if len(node.args) > position else node.kwargs.get("step", 1)
+
+
+def _is_plain_copy(node: fx.Node) -> bool:
+    """Whether a copy changes neither type nor device nor asks for a layout of its own."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    val, have = node.meta["val"], source.meta["val"]
+    layout = node.kwargs.get("memory_format")
+    return (val.dtype, val.device, val.layout) == (have.dtype, have.device, have.layout) and (
+        layout in (None, torch.contiguous_format, torch.preserve_format)
+    )
+
+
+def _escaping(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose memory an output may share."""
+    escaping = set(graph.output_node().all_input_nodes)
+    for node in reversed(graph.nodes):
+        if node in escaping and _shares_memory(node):
+            escaping.update(node.all_input_nodes)
+    return escaping
+
+
+def _shares_memory(node: fx.Node) -> bool:
+    if node.target is operator.getitem or node.target in _RESHAPES or _identity(node) is not None:
+        return True
+    return isinstance(node.target, OpOverload) and any(
+        result.alias_info is not None for result in node.target._schema.returns
+    )
+
+
+def _needs_strides(node: fx.Node) -> bool:
+    """Whether the node's value or legality depends on the strides of its operands."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    if node.target in _NEED_STRIDES:
+        return True
+    return bool(node.all_input_nodes) and (
+        isinstance(node.target, torch._ops.HigherOrderOperator)
+        or (isinstance(node.target, OpOverload) and node.target.namespace != "aten")
+    )
+
+
+def _reshape(node: fx.Node) -> bool:
+    """Spell a view as reshape, over a reshape of which it is the only reader; whether it changed."""
+    changed = node.target is not aten.reshape.default
+    node.target = aten.reshape.default
+    source = node.args[0]
+    while (
+        isinstance(source, fx.Node)
+        and source.target is aten.reshape.default
+        and len(source.users) == 1
+    ):
+        node.replace_input_with(source, source.all_input_nodes[0])
+        source = node.args[0]
+        changed = True
+    return changed
+
+
+def _type_as(graph: fx.Graph, node: fx.Node) -> bool:
+    source, other = node.all_input_nodes[0], node.all_input_nodes[-1]
+    want, have = other.meta["val"], source.meta["val"]
+    new = source
+    if (want.dtype, want.device) != (have.dtype, have.device):
+        options = {"dtype": want.dtype, "device": want.device}
+        with graph.inserting_before(node):
+            new = emit(
+                graph, node, aten._to_copy.default, (source,), options, provenance="normalize"
+            )
+    elif graph.output_node() in node.users:
+        return False
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    return True
+
+
+def _cat(graph: fx.Graph, node: fx.Node) -> bool:
+    """Drop operands of shape [0], which cat accepts beside any other shape."""
+    parts: Any = node.args[0]
+    full = [part for part in parts if tuple(part.meta["val"].shape) != (0,)]
+    if not full or len(full) == len(parts):
+        return False
+    if any(part.meta["val"].dtype != node.meta["val"].dtype for part in full):
+        return False
+    if len(full) > 1:
+        node.args = (full, *node.args[1:])
+        return True
+    options = {"memory_format": torch.contiguous_format}
+    with graph.inserting_before(node):
+        new = emit(graph, node, aten.clone.default, (full[0],), options, provenance="normalize")
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    return True
