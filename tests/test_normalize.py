@@ -165,9 +165,11 @@ def attention(
         reports.append(ExpandGroupedHeads().run(gm, Context(Axis("tp", n, 0, ""))))
 
     class Model(nn.Module):
+        counts = (heads, kv, kv)
+
         def forward(self, *inputs: T) -> T:
             q, k, v = (
-                x.view(*x.shape[:2], h, 4).transpose(1, 2) for x, h in zip(inputs, (heads, kv, kv))
+                x.view(*x.shape[:2], h, 4).transpose(1, 2) for x, h in zip(inputs, self.counts)
             )
             return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **kwargs)
 
