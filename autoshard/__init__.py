@@ -1,1 +1,49 @@
-"""autoshard: one line shards a PyTorch model."""
+"""autoshard: one line shards a PyTorch model over the processes torchrun started.
+
+    model = torch.compile(model, backend="autoshard", options={"mesh": {"tp": 2}})
+
+Names are loaded at first use: importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autoshard.backend import programs
+    from autoshard.config import Config
+    from autoshard.errors import AutoshardError
+    from autoshard.planning.plan import Plan
+    from autoshard.planning.registry import sharding_rule
+    from autoshard.program import Program
+    from autoshard.rendering import render
+    from autoshard.tracing import trace
+
+_HOME = {
+    "AutoshardError": "autoshard.errors",
+    "Config": "autoshard.config",
+    "Plan": "autoshard.planning.plan",
+    "Program": "autoshard.program",
+    "programs": "autoshard.backend",
+    "render": "autoshard.rendering",
+    "sharding_rule": "autoshard.planning.registry",
+    "trace": "autoshard.tracing",
+}
+
+__all__ = [
+    "AutoshardError",
+    "Config",
+    "Plan",
+    "Program",
+    "programs",
+    "render",
+    "sharding_rule",
+    "trace",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'autoshard' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -21,10 +21,11 @@ from autoshard.lower import compile_local
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree
-from autoshard.runtime.lazy import wrap_outputs
+from autoshard.runtime.lazy import LazyGather, wrap_outputs
 from autoshard.runtime.materialize import unwrap
 from autoshard.runtime.mesh import Mesh, init_mesh
-from autoshard.runtime.parameters import shard_parameters
+from autoshard.runtime.parameters import related_parameters, shard_parameters, unstorable
+from autoshard.runtime.placement import State
 
 _programs: list[tuple[weakref.WeakSet[nn.Parameter], Program]] = []
 
@@ -42,6 +43,7 @@ def autoshard(
 ) -> Callable[..., Any]:
     """The backend function that the entry point names. `options`: the fields of `Config`."""
     config = Config.from_options(options or {})
+    compat.probe()
     inputs = compat.graph_inputs(gm)
     mesh = init_mesh(config.mesh, build.device_type(inputs))
     axis = mesh.axis("tp")
@@ -54,15 +56,32 @@ def autoshard(
         agree("plan", f"failed: {type(error).__name__}", [f"{type(error).__name__}: {error}"], axis)
         raise
     agree("plan", program.plan.digest(), build.plan_lines(program), axis)
-    unsharded = build.unsharded_parameters(inputs, program)
-    if unsharded:
-        shard_parameters(
-            {parameter: {axis.name: state} for parameter, state in unsharded},
-            mesh,
-            broadcast=config.initial_weights == "broadcast",
-        )
+    planned = build.unplanned_parameters(inputs, program)
+    if planned:
+        _store(planned, mesh, config)
         raise compat.RestartTrace()
     return _runner(program, inputs, mesh, config)
+
+
+def _store(planned: dict[nn.Parameter, State], mesh: Mesh, config: Config) -> None:
+    """Store the parameters this graph planned as planned, and the rest of their models whole.
+
+    Optimizers and clip_grad_norm_ cannot mix DTensors with plain tensors, so parameters that this
+    graph never read become DTensors too; the first graph that reads one decides where it lives.
+    """
+    axis = mesh.axis("tp")
+    states = {parameter: {axis.name: state} for parameter, state in planned.items()}
+    rest = [
+        p
+        for p in related_parameters(list(planned))
+        if not isinstance(p, DTensor) and p not in states and unstorable(p) is None
+    ]
+    states.update({p: {} for p in rest})
+    moved = shard_parameters(states, mesh, broadcast=config.initial_weights == "broadcast")
+    for old, new in moved.items():
+        build.set_planned(new, old in planned)
+    for parameter in planned:
+        build.set_planned(parameter, True)  # one that stays where it is stored
 
 
 def _runner(
@@ -83,7 +102,7 @@ def _runner(
 
     @compat.not_traced
     def run(*args: Any) -> Any:
-        values = list(args)
+        values = [a.full_tensor() if isinstance(a, LazyGather) else a for a in args]
         for i, shard in zip(sharded, unwrap(*[values[i] for i in sharded])):
             values[i] = shard
         outputs = compiled(*values)

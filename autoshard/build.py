@@ -11,8 +11,9 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.capture import capture
+from autoshard.capture import GLOBAL_TYPES, capture
 from autoshard.config import Config
+from autoshard.interpreter import IDENTITY_TARGETS
 from autoshard.passes.localize import Localize
 from autoshard.passes.pipeline import prepare
 from autoshard.planning.hardware import HARDWARE, Hardware
@@ -22,8 +23,16 @@ from autoshard.planning.strategy import value
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.axis import Axis
-from autoshard.runtime.parameters import stored_states
+from autoshard.runtime.storage import stored_states
+from autoshard.runtime.lazy import LazyGather
+from autoshard.runtime.materialize import materialize
 from autoshard.runtime.placement import State, shard_dim
+
+
+# What capture reads through: a stored parameter and a lazy output are tensors of global shape.
+IDENTITY_TARGETS.add(materialize)
+if LazyGather not in GLOBAL_TYPES:
+    GLOBAL_TYPES.append(LazyGather)
 
 
 def build_program(
@@ -38,14 +47,14 @@ def build_program(
     Raises CaptureError where the graph cannot be captured and PlanError where a loaded plan or
     the memory budget cannot be met.
     """
-    serial = prepare(capture(gm, example_inputs), axis)
+    serial, _ = prepare(capture(gm, example_inputs), axis, config)
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
     parameters: dict[fx.Node, str] = {}
     stored: dict[fx.Node, State] = {}
     for node, item in zip(placeholders, inputs, strict=True):
         if isinstance(item.real, nn.Parameter):
             parameters[node] = parameter_name(item.source)
-            if isinstance(item.real, DTensor):
+            if isinstance(item.real, DTensor) and is_planned(item.real):
                 stored[node] = stored_states(item.real)[axis.name]
         elif isinstance(item.real, torch.Tensor) and item.source.startswith("L['self']"):
             node.meta["buffer"] = True
@@ -85,16 +94,27 @@ def plan_lines(program: Program) -> list[str]:
     return lines + program.plan.graphs[fingerprint(program.serial)].lines()
 
 
-def unsharded_parameters(
+def unplanned_parameters(
     inputs: list[compat.GraphInput], program: Program
-) -> list[tuple[nn.Parameter, State]]:
-    """Parameters of the graph that are not stored as DTensors yet, with their planned state."""
+) -> dict[nn.Parameter, State]:
+    """Parameters of the graph that no graph has planned before, with their planned state."""
     placeholders = [n for n in program.serial.graph.nodes if n.op == "placeholder"]
-    return [
-        (item.real, program.decisions.stored[node])
+    return {
+        item.real: program.decisions.stored[node]
         for node, item in zip(placeholders, inputs, strict=True)
-        if isinstance(item.real, nn.Parameter) and not isinstance(item.real, DTensor)
-    ]
+        if isinstance(item.real, nn.Parameter) and not is_planned(item.real)
+    }
+
+
+def is_planned(parameter: nn.Parameter) -> bool:
+    """Whether a graph has decided where the parameter lives; later graphs obey."""
+    return isinstance(parameter, DTensor) and parameter.__dict__.get("_autoshard_planned", True)
+
+
+def set_planned(parameter: nn.Parameter, planned: bool) -> None:
+    """Say that the stored state is a decision, or only a place to wait for one."""
+    if isinstance(parameter, DTensor):
+        parameter.__dict__["_autoshard_planned"] = planned
 
 
 def guard_divisible(

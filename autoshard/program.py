@@ -117,7 +117,7 @@ class Program:
 
     def explain(self) -> str:
         """The plan as text: parameters with reasons, collectives, bytes a rank."""
-        from autoshard.explain import explain
+        from autoshard.report import explain
 
         return explain(self)
 

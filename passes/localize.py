@@ -136,7 +136,9 @@ class Localize:
             return self._emit(
                 node, "call_function", strategy.impl, args, {**kwargs, "axis": self.axis}
             )
-        return self._emit(node, "call_function", node.target, self._sizes(node, args), kwargs)
+        if isinstance(strategy.output, str):
+            args = self._sizes(node, args, strategy.output)
+        return self._emit(node, "call_function", node.target, args, kwargs)
 
     def _read(self, source: fx.Node, state: State, user: fx.Node) -> fx.Node:
         new = self.convert(source, state, user)
@@ -145,11 +147,9 @@ class Localize:
             return self._emit(source, "call_function", aten.clone.default, (new,))
         return new
 
-    def _sizes(self, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _sizes(self, node: fx.Node, args: tuple[Any, ...], state: State) -> tuple[Any, ...]:
         """Entry d of a view-like operator's size list, made local."""
-        owner, index = producer(node)
-        state = output_state(self.decisions.strategies[owner], index)
-        dim = shard_dim(state) if isinstance(state, str) else None
+        dim = shard_dim(state)
         entry = size_entry(node, dim) if dim is not None else None
         if entry is None:
             return args

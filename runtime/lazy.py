@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from autoshard.runtime import compat
 from autoshard.runtime.axis import Axis
 from autoshard.runtime.collectives import convert
 from autoshard.runtime.placement import P, R, State, gradient_value, shard_dim
@@ -32,6 +33,7 @@ class _Value:
         self.local, self.state, self.axis, self.extent = local, state, axis, extent
         self.whole: torch.Tensor | None = None
 
+    @compat.not_traced
     def read(self) -> torch.Tensor:
         if self.whole is None:
             whole = convert(self.local, self.state, R, self.axis, self.extent)
@@ -71,6 +73,7 @@ class LazyGather(torch.Tensor):
         return _Read.apply(self)  # type: ignore[no-any-return]
 
     @classmethod
+    @compat.not_traced  # between two graphs Dynamo would take this frame for the user's code
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -94,10 +97,6 @@ class LazyGather(torch.Tensor):
     def data_ptr(self) -> int:
         """The address of the whole; gathers."""
         return _read(self).data_ptr()
-
-    def untyped_storage(self) -> Any:
-        """The storage of the whole; gathers."""
-        return _read(self).untyped_storage()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.full_tensor().detach().__reduce_ex__(protocol)

@@ -46,8 +46,18 @@ def exchange(axis: Axis, label: str, tensor: torch.Tensor) -> list[torch.Tensor]
     return _meetings[axis.group].exchange(axis.rank, label, tensor)
 
 
-def run_ranks(n: int, fn: Callable[[Axis], T], *, name: str = "tp", timeout: float = 60) -> list[T]:
+def run_ranks(
+    n: int,
+    fn: Callable[..., T],
+    *,
+    name: str = "tp",
+    timeout: float = 60,
+    prepare: Callable[[Axis], Any] | None = None,
+) -> list[T]:
     """Call `fn(axis)` once a rank, in `n` threads, and return the results in rank order.
+
+    prepare: called as prepare(axis) for each rank before any thread starts; fn is then called as
+    fn(axis, prepared). For what is not thread-safe, such as everything with fake tensors.
 
     Autograd works inside `fn` (CPU backward runs in the calling thread). Raises the first
     rank's own error; ranks that were only waiting for it are not reported.
@@ -57,11 +67,13 @@ def run_ranks(n: int, fn: Callable[[Axis], T], *, name: str = "tp", timeout: flo
     results: list[Any] = [None] * n
     errors: list[BaseException | None] = [None] * n
     grad_mode = torch.is_grad_enabled()
+    axes = [Axis(name, n, rank, group) for rank in range(n)]
+    prepared = [(prepare(axis),) if prepare else () for axis in axes]
 
     def work(rank: int) -> None:
         try:
             with torch.set_grad_enabled(grad_mode):
-                results[rank] = fn(Axis(name, n, rank, group))
+                results[rank] = fn(axes[rank], *prepared[rank])
         except BaseException as error:  # re-raised below, in the caller's thread
             errors[rank] = error
             meeting.barrier.abort()

@@ -23,11 +23,8 @@ from autoshard.planning.problem import (
     shardable,
 )
 from autoshard.planning.strategy import Strategy, value
+from autoshard.runtime.errors import PlanError
 from autoshard.runtime.placement import R, State, shard_dim
-
-
-class PlanError(ValueError):
-    """A plan that cannot be obeyed: says which entry, what it asks and what is possible."""
 
 
 @dataclass
@@ -105,7 +102,7 @@ def plan_graph(
     if request.memory_budget is None:
         return _solve(gm, n, hardware, request, Prices())
     budget = request.memory_budget
-    low, high = 0.0, 1e-6  # a gigabyte that costs a thousand seconds is a gigabyte not stored
+    low, high = 1e-15, 1e-6  # a gigabyte that costs a thousand seconds is a gigabyte not stored
     best = None
     for price in (low, high):
         found = _solve(gm, n, hardware, request, _prices(price, hardware))
@@ -119,8 +116,8 @@ def plan_graph(
             f"activations on {n} ranks. Raise the budget, or use more ranks."
         )
     if price == high:
-        for _ in range(8):
-            middle = (low * high) ** 0.5 if low else high * 1e-3
+        for _ in range(12):
+            middle = (low * high) ** 0.5
             found = _solve(gm, n, hardware, request, _prices(middle, hardware))
             if stored_bytes(found, n) <= budget:
                 best, high = found, middle

@@ -30,20 +30,28 @@ from autoshard.runtime.placement import P, R, S, State, V, shard_dim
 # moments of Adam.
 TRAINED_BYTES = 4.0
 
+# Norm weights and biases are a thousandth of a model: splitting one is not worth a collective.
+VECTOR_DISCOUNT = 1e-3
+
+aten = torch.ops.aten
+_LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather}
+_UNFUSED = _LOOKUPS | {aten.cross_entropy_loss, aten.sort, aten.topk, aten.index_put}
+
 # A consumer of a value: its variable, and the input state of each of its strategies.
 Use = tuple[int, list[State]]
 
 
 @dataclass(frozen=True)
 class Prices:
-    """What a stored byte costs, in seconds a step.
+    """What a stored byte costs, in seconds a step; None for the defaults.
 
-    The default for parameters says "whoever asks for a tp axis wants the weights split": a
-    megabyte that every rank keeps whole must save a millisecond a step to be worth it.
-    Activations cost two more passes over memory, which is what a saved tensor causes.
+    Whoever asks for a tp axis wants the weights split: by default a megabyte that every rank
+    keeps whole must save a millisecond a step to be worth it, and in a small model an average
+    weight is worth the latency of several collectives. Activations cost two more passes over
+    memory, which is what a saved tensor causes.
     """
 
-    parameter_byte: float = 1e-9
+    parameter_byte: float | None = None
     activation_byte: float | None = None
 
 
@@ -145,9 +153,8 @@ class Builder:
         self.output_domains, self.outputs_read = output_domains, outputs_read
         self.sequence_parallel = sequence_parallel
         self.prices = prices
-        self.activation_price = prices.activation_byte
-        if self.activation_price is None:
-            self.activation_price = 2.0 / hardware.memory_bandwidth
+        self.activation_price = prices.activation_byte or 2.0 / hardware.memory_bandwidth
+        self.parameter_price = prices.parameter_byte or self._default_parameter_price()
         self.problem = Problem()
         self._changes: dict[tuple[Any, ...], float] = {}
         self._tables: dict[tuple[Any, ...], np.ndarray] = {}
@@ -186,7 +193,16 @@ class Builder:
                 self.problem.declined[node] = declined
             costs = self._node_costs(node, tensors, domain)
         self.problem.domains[node] = domain
-        self.problem.variables[node] = self.problem.graph.variable(len(domain), costs)
+        self.problem.variables[node] = self.problem.graph.variable(
+            len(domain), costs, node.name
+        )
+
+    def _default_parameter_price(self) -> float:
+        sizes = [global_bytes(node) for node in self.stored if value(node).dim() > 1]
+        if not sizes:
+            return 1e-9
+        worth = 8 * len(sizes) * cost.collective_seconds("all_reduce", 0, self.n, self.link)
+        return max(1e-9, worth / (TRAINED_BYTES * sum(sizes)))
 
     def _from_weights(self, node: fx.Node) -> bool:
         """Whether a parameter flows into the node: masks and positions are not worth sharding."""
@@ -228,35 +244,53 @@ class Builder:
             return 0.0
         trained = TRAINED_BYTES if node.meta.get("diff") else 1.0
         share = 1.0 if shard_dim(state) is None else 1.0 / self.n
-        return global_bytes(node) * share * trained * self.prices.parameter_byte
+        price = self.parameter_price
+        if value(node).dim() < 2:
+            price *= VECTOR_DISCOUNT
+        return global_bytes(node) * share * trained * price
 
     def _node_costs(
         self, node: fx.Node, tensors: list[fx.Node], domain: list[Strategy]
     ) -> np.ndarray:
-        key = self._signature(node)
-        if key in self._units:
-            return self._units[key]
+        """Roofline seconds of each strategy, forward and backward, as a compiler would fuse it.
+
+        A chain of pointwise operators, views and reductions becomes one kernel, so it is charged
+        for what it reads from unfused operators and for what such operators read from it.
+        """
         if not self._weighted[node]:
-            self._units[key] = np.zeros(len(domain))
+            return np.zeros(len(domain))
+        reads = [not fusible(producer(t)[0]) or not fusible(node) for t in tensors]
+        written = not fusible(node) or any(not fusible(user) for user in node.users)
+        key = (self._signature(node), tuple(reads), written)
+        if key in self._units:
             return self._units[key]
         flops = float(cost.node_flops(node))
         diff = _differentiable(node)
         results = value(node) if isinstance(value(node), (tuple, list)) else [value(node)]
         dtype = next((r.dtype for r in results if isinstance(r, torch.Tensor)), torch.float32)
-        sizes_in = [global_bytes(t) for t in tensors]
-        sizes_out = [_bytes(r) for r in results]
+        sizes_out = [_bytes(r) if written else 0 for r in results]
+        sizes_in = [global_bytes(t) if read else 0 for t, read in zip(tensors, reads)]
+        if is_lookup(node):
+            sizes_in = [min(size, sum(sizes_out)) for size in sizes_in]
         costs = []
         for strategy in domain:
             outs = strategy.output if isinstance(strategy.output, tuple) else (strategy.output,)
-            sharded = any(s[0] == "S" for s in (*strategy.inputs, *outs))
-            moved = sum(b / self._split(s) for b, s in zip(sizes_in, strategy.inputs))
-            written = sum(b / self._split(s) for b, s in zip(sizes_out, outs))
+            states = (*strategy.inputs, *outs)
+            sharded = any(s[0] == "S" for s in states)
+            kept = sum(b / self._split(s) for b, s in zip(sizes_out, outs))
+            moved = kept + sum(b / self._split(s) for b, s in zip(sizes_in, strategy.inputs))
             seconds = cost.node_seconds(
-                flops / (self.n if sharded else 1), moved + written, dtype, self.hardware
+                flops / (self.n if sharded else 1), moved, dtype, self.hardware
             )
             if diff:
-                seconds = 3 * seconds + written * float(self.activation_price or 0.0)
-            costs.append(seconds)
+                seconds = 3 * seconds + kept * self.activation_price
+            seconds += sum(
+                cost.collective_seconds(t.op, t.nbytes, self.n, self.link)
+                for t in strategy.traffic
+                if diff or not t.backward
+            )
+            # where V and R cost the same, R is easier to read
+            costs.append(seconds + 1e-12 * states.count(V))
         self._units[key] = np.array(costs)
         return self._units[key]
 
@@ -280,9 +314,11 @@ class Builder:
                 seconds = np.inf
             else:
                 seconds = cost.change_seconds(src, dst, nbytes, self.n, self.link, diff)
-                if activation and diff and src[0] == "S" and shard_dim(dst) is None:
+                if diff and src[0] == "S" and shard_dim(dst) is None:
                     # the gathered value is saved for the backward pass
-                    seconds += nbytes * float(self.activation_price or 0.0)
+                    seconds += nbytes * (
+                        self.activation_price if activation else self.parameter_price
+                    )
             self._changes[key] = seconds
         return self._changes[key]
 
@@ -308,7 +344,7 @@ class Builder:
                     costs = np.array(
                         [self._change(s, R, global_bytes(result), True, True) for s in domain]
                     )
-                variable = self.problem.graph.variable(len(domain), costs)
+                variable = self.problem.graph.variable(len(domain), costs, "output")
                 self.problem.outputs.append((variable, domain))
                 uses.setdefault(result, []).append((variable, domain))
             else:
@@ -339,7 +375,7 @@ class Builder:
             return
         # an unused copy costs nothing: it may stay in any state of its producer
         domain = sorted({R, V, *have, *(s for s in shardable(value(source), self.n) if s in wanted)})
-        c = problem.graph.variable(len(domain))
+        c = problem.graph.variable(len(domain), None, f"copy of {source.name}")
         problem.copies[source], problem.copy_domains[source] = c, domain
         problem.graph.add((x, c), matrix(have, domain))
         for variable, states in uses:
@@ -348,6 +384,18 @@ class Builder:
                 direct, shared = matrix(have, states), matrix(domain, states)
                 self._tables[key] = np.minimum(direct[:, None, :], shared[None, :, :])
             problem.graph.add((x, c, variable), self._tables[key])
+
+
+def fusible(node: fx.Node) -> bool:
+    """Whether a compiler joins the operator to its neighbours: no product, lookup or sort."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return node.target is operator.getitem
+    return node.target.overloadpacket not in _UNFUSED and cost.node_flops(node) == 0
+
+
+def is_lookup(node: fx.Node) -> bool:
+    """Whether the operator reads of its operands only about what it returns."""
+    return getattr(node.target, "overloadpacket", None) in _LOOKUPS
 
 
 def _differentiable(node: fx.Node) -> bool:
