@@ -25,21 +25,27 @@ aten = torch.ops.aten
 
 
 class _Value:
-    """The local part and, once read, the whole; shared by the aliases of one LazyGather."""
+    """The local part or, once read, the whole; shared by the aliases of one LazyGather."""
 
-    __slots__ = ("axis", "extent", "local", "state", "whole")
+    __slots__ = ("_local", "axis", "extent", "state", "whole")
 
     def __init__(self, local: torch.Tensor, state: State, axis: Axis, extent: int | None) -> None:
-        self.local, self.state, self.axis, self.extent = local, state, axis, extent
+        self._local: torch.Tensor | None = local
+        self.state, self.axis, self.extent = state, axis, extent
         self.whole: torch.Tensor | None = None
 
-    @compat.not_traced
     def read(self) -> torch.Tensor:
         if self.whole is None:
             whole = convert(self.local, self.state, R, self.axis, self.extent)
             self.whole = whole.contiguous()  # as the strides of the LazyGather say
-            self.local = self.whole.new_empty(0)  # the whole holds the values now
+            self._local = None  # what is changed in place from now on is the whole
         return self.whole
+
+    @property
+    def local(self) -> torch.Tensor:
+        if self._local is not None:
+            return self._local
+        return convert(self.read(), R, self.state, self.axis).contiguous()
 
 
 class LazyGather(torch.Tensor):
@@ -113,30 +119,22 @@ class LazyGather(torch.Tensor):
             f"{value.axis.name}; call .full_tensor() on every rank for its values)"
         )
 
+    # Dynamo compares the flattened form at different times: it must not depend on whether the
+    # values have been read.
+
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         value = self._value
-        if value.whole is not None:
-            return ["_whole"], (R, value.axis, None)
         return ["_local"], (value.state, value.axis, value.extent)
 
     @property
     def _local(self) -> torch.Tensor:
         return self._value.local
 
-    @property
-    def _whole(self) -> torch.Tensor:
-        assert self._value.whole is not None
-        return self._value.whole
-
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: Any, shape: Any, stride: Any
     ) -> LazyGather:
-        (local,) = inner.values()
-        value = _Value(local, *context)
-        if context[0] == R:
-            value.whole = local
-        return LazyGather(value, shape, False)
+        return LazyGather(_Value(inner["_local"], *context), shape, False)
 
 
 def wrap_outputs(

@@ -98,7 +98,7 @@ def shard_parameters(
     Raises AutoshardError, before anything is changed, for a parameter no module owns and for one
     that cannot be stored; PlanMismatchError where ranks differ in what they are to store.
     """
-    if mesh.device_mesh is None:
+    if mesh.device_mesh is None or mesh.size == 1:
         return {}
     with compat.real_tensors():
         owners = find_owners(tuple(placements))
