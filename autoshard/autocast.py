@@ -156,7 +156,7 @@ class AutocastMode(FunctionalTensorMode):
         self._stack: list[dict[str, Setting]] = []
         self._cache: dict[tuple[int, torch.dtype], Any] = {}
 
-    def push(
+    def enter_region(
         self,
         device_type: str,
         dtype: torch.dtype | None = None,
@@ -168,7 +168,7 @@ class AutocastMode(FunctionalTensorMode):
         lower = dtype or torch.get_autocast_dtype(device_type)
         self._settings = {**self._settings, device_type: Setting(enabled, lower)}
 
-    def pop(self) -> None:
+    def leave_region(self) -> None:
         """Leave the region entered last; the copies of parameters end with the outermost."""
         self._settings = self._stack.pop()
         if not self._stack and not self.settings:

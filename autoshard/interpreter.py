@@ -45,21 +45,21 @@ class Hop(NamedTuple):
     """An opaque higher-order node as the trace saw it.
 
     operands: (args, kwargs) flattened; a tensor or a symbol is replaced by `Slot`.
-    first, count: its values among the extra inputs.
+    first, n_values: its values among the extra inputs.
     """
 
     node: fx.Node
     operands: list[Any]
     spec: pytree.TreeSpec
     first: int
-    count: int
+    n_values: int
     meta: dict[str, Any]
 
 
 class Slot(NamedTuple):
     """Index among the extra outputs of the trace."""
 
-    index: int
+    position: int
 
 
 class Extra(NamedTuple):
@@ -249,10 +249,10 @@ class TraceState:
         self.grad = bool(args[0])
 
     def enter_autocast(self, args: Any) -> None:
-        self.mode.push(*args)
+        self.mode.enter_region(*args)
 
     def exit_autocast(self, args: Any) -> None:
-        self.mode.pop()
+        self.mode.leave_region()
 
     def opaque(self, args: Any, kwargs: Any) -> Any:
         """Record an opaque node and return its values, which are extra inputs."""

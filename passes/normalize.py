@@ -207,7 +207,7 @@ def _needs_strides(node: fx.Node) -> bool:
 
 
 def _reshape(node: fx.Node) -> bool:
-    """Spell a view as reshape, over a reshape of which it is the only reader; whether it changed."""
+    """Spell a view as reshape, joined with a reshape only it reads; whether that changed it."""
     changed = node.target is not aten.reshape.default
     node.target = aten.reshape.default
     source = node.args[0]

@@ -137,24 +137,33 @@ def outcome(run: Callable[[], Any]) -> Any:
 def test_dtype_is_that_of_eager(name: str, device: str) -> None:
     fn, shapes = SAMPLES[name]
     lower = LOWER[device]
-    mixtures = [[lower] * len(shapes), [torch.float32] * len(shapes)]
-    mixtures += [[lower] + [torch.float32] * (len(shapes) - 1)] if len(shapes) > 1 else []
-    for dtypes in mixtures:
-        with FakeTensorMode():
-            # A fake of a device that is not there runs through the dispatcher all the same.
-            inputs = [torch.empty(s, dtype=d, device=device) for s, d in zip(shapes, dtypes)]
-            with ambient(device):
-                want = outcome(lambda: fn(*inputs))
-        graph = fx.Graph()
-        placeholders = [graph.placeholder(f"x{i}") for i in range(len(inputs))]
-        for placeholder, value in zip(placeholders, inputs):
-            placeholder.meta["example_value"] = value
-        graph.output((graph.call_function(fn, tuple(placeholders)),))
-        gm = fx.GraphModule(nn.Module(), graph)
+    for dtypes in mixtures(shapes, lower):
+        same_dtype(fn, [(s, d) for s, d in zip(shapes, dtypes)], device)
+
+
+def mixtures(shapes: list[tuple[int, ...]], lower: torch.dtype) -> Iterator[list[torch.dtype]]:
+    yield [lower] * len(shapes)
+    yield [torch.float32] * len(shapes)
+    if len(shapes) > 1:
+        yield [lower] + [torch.float32] * (len(shapes) - 1)
+
+
+def same_dtype(fn: Callable[..., Any], tensors: list[tuple[Any, torch.dtype]], device: str) -> None:
+    with FakeTensorMode():
+        # A fake of a device that is not there runs through the dispatcher all the same.
+        inputs = [torch.empty(s, dtype=d, device=device) for s, d in tensors]
         with ambient(device):
-            have = outcome(lambda: capture(gm, inputs).graph.output_node().args[0][0].meta["val"])
-            assert torch.is_autocast_enabled(device)
-        assert have == want, f"{name}({dtypes}) on {device}"
+            want = outcome(lambda: fn(*inputs))
+    graph = fx.Graph()
+    placeholders = [graph.placeholder(f"x{i}") for i in range(len(inputs))]
+    for placeholder, value in zip(placeholders, inputs):
+        placeholder.meta["example_value"] = value
+    graph.output((graph.call_function(fn, tuple(placeholders)),))
+    gm = fx.GraphModule(nn.Module(), graph)
+    with ambient(device):
+        have = outcome(lambda: capture(gm, inputs).graph.output_node().args[0][0].meta["val"])
+        assert torch.is_autocast_enabled(device)
+    assert have == want, f"{tensors} on {device}"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
