@@ -96,9 +96,16 @@ def related_parameters(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]
         if not above:
             roots.append(module)
     found = {id(p): p for p in parameters}
-    # the same on every rank: by the position of the first given parameter each root holds
+    # the same on every rank: by the position of the first given parameter each root holds, then
+    # by name
     order = {id(p): i for i, p in enumerate(parameters)}
-    roots.sort(key=lambda r: min(order.get(id(p), len(order)) for p in r.parameters()))
+
+    def rank(root: nn.Module) -> tuple[int, str, list[str]]:
+        named = list(root.named_parameters())
+        first = min(order.get(id(p), len(order)) for _, p in named)
+        return first, type(root).__qualname__, [name for name, _ in named]
+
+    roots.sort(key=rank)
     for root in roots:
         for parameter in root.parameters():
             found.setdefault(id(parameter), parameter)

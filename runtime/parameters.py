@@ -244,5 +244,6 @@ def _same(wanted: Mapping[str, State], has: Mapping[str, State]) -> bool:
 
 
 def _name(parameter: nn.Parameter, owners: Owners) -> str:
-    found = owners.modules[parameter]
-    return f"{type(found[0][0]).__name__}.{found[0][1]}" if found else "a parameter"
+    # the owners of a tied parameter come in the order of memory, which ranks do not share
+    found = [f"{type(module).__name__}.{name}" for module, name in owners.modules[parameter]]
+    return min(found, default="a parameter")
