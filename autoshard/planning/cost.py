@@ -73,20 +73,34 @@ def change_collectives(src: State, dst: State) -> tuple[tuple[str, ...], tuple[s
 
 
 def change_seconds(
-    src: State, dst: State, nbytes_global: float, n: int, link: Link, differentiable: bool
+    src: State,
+    dst: State,
+    nbytes_global: float,
+    n: int,
+    link: Link,
+    differentiable: bool,
+    outer: int = 0,
 ) -> float:
     """Seconds of a state change, forward and (where `differentiable`) backward.
 
-    nbytes_global: bytes of the whole tensor, before it is sharded.
-    Zero only where src == dst. Collectives work on dim 0; on another dim the tensor is
-    rearranged in memory first or afterwards, which is charged as a copy.
+    nbytes_global: bytes of the whole tensor, before it is sharded. outer: the `outer_dim` of its
+    shape. Zero only where src == dst. Collectives work on the outermost dim; on another dim the
+    tensor is rearranged in memory first or afterwards, which is charged as a copy.
     """
     if src == dst:
         return 0.0
     passes = _conversions(src, dst)[: 2 if differentiable else 1]
     return CHANGE_SECONDS + sum(
-        _conversion_seconds(a, b, nbytes_global, n, link) for a, b in passes
+        _conversion_seconds(a, b, nbytes_global, n, link, outer) for a, b in passes
     )
+
+
+def outer_dim(shape: Sequence[int | torch.SymInt]) -> int:
+    """The last dim before which all sizes are 1: splitting it leaves each shard contiguous."""
+    for dim, extent in enumerate(shape):
+        if hint(extent) != 1 or not isinstance(extent, int):
+            return dim
+    return 0
 
 
 def _conversions(src: State, dst: State) -> tuple[tuple[State, State], tuple[State, State]]:
@@ -96,12 +110,14 @@ def _conversions(src: State, dst: State) -> tuple[tuple[State, State], tuple[Sta
     )
 
 
-def _conversion_seconds(src: State, dst: State, nbytes: float, n: int, link: Link) -> float:
+def _conversion_seconds(
+    src: State, dst: State, nbytes: float, n: int, link: Link, outer: int
+) -> float:
     step = conversion(src, dst)
     if step is None or n == 1:
         return 0.0
     whole, shard = nbytes, nbytes / n
-    rearranged = sum(dim not in (None, 0) for dim in (shard_dim(src), shard_dim(dst)))
+    rearranged = sum((shard_dim(state) or 0) > outer for state in (src, dst))
     if step == "all_to_all":
         return (
             collective_seconds(step, shard, n, link) + 2 * rearranged * shard / link.copy_bandwidth

@@ -301,19 +301,25 @@ class Builder:
 
     def change_cost(self, source: fx.Node) -> Callable[[State, State], float]:
         """Seconds to move `source`'s value between two states, as the factors charge it."""
-        nbytes, diff = global_bytes(source), _differentiable(source)
-        activation = source not in self.stored
-        return lambda src, dst: self._change(src, dst, nbytes, diff, activation)
+        moved = self._moved(source)
+        return lambda src, dst: self._change(src, dst, *moved)
 
-    def _change(self, src: State, dst: State, nbytes: int, diff: bool, activation: bool) -> float:
-        key = (src, dst, nbytes, diff, activation)
+    def _moved(self, source: fx.Node) -> tuple[int, bool, bool, int]:
+        """What the price of moving a value depends on."""
+        outer = cost.outer_dim(value(source).shape)
+        return global_bytes(source), _differentiable(source), source not in self.stored, outer
+
+    def _change(
+        self, src: State, dst: State, nbytes: int, diff: bool, activation: bool, outer: int
+    ) -> float:
+        key = (src, dst, nbytes, diff, activation, outer)
         if key not in self._changes:
             if src == dst:
                 seconds = 0.0
             elif activation and not self.sequence_parallel and src == P and dst[0] == "S":
                 seconds = np.inf
             else:
-                seconds = cost.change_seconds(src, dst, nbytes, self.n, self.link, diff)
+                seconds = cost.change_seconds(src, dst, nbytes, self.n, self.link, diff, outer)
                 if diff and src[0] == "S" and shard_dim(dst) is None:
                     # the gathered value is saved for the backward pass
                     seconds += nbytes * (
@@ -341,9 +347,8 @@ class Builder:
             if isinstance(result, fx.Node) and isinstance(value(result), torch.Tensor):
                 costs = np.zeros(len(domain))
                 if self.outputs_read:
-                    costs = np.array(
-                        [self._change(s, R, global_bytes(result), True, True) for s in domain]
-                    )
+                    price = self.change_cost(result)
+                    costs = np.array([price(state, R) for state in domain])
                 variable = self.problem.graph.variable(len(domain), costs, "output")
                 self.problem.outputs.append((variable, domain))
                 uses.setdefault(result, []).append((variable, domain))
@@ -355,14 +360,13 @@ class Builder:
         owner, index = producer(source)
         have = [output_state(s, index) for s in problem.domains[owner]]
         x = problem.variables[owner]
-        nbytes, diff = global_bytes(source), bool(source.meta.get("diff"))
-        activation = source not in self.stored
+        moved, diff = self._moved(source), _differentiable(source)
 
         def matrix(src: list[State], dst: list[State]) -> np.ndarray:
-            key = ("m", tuple(src), tuple(dst), nbytes, diff, activation)
+            key = ("m", tuple(src), tuple(dst), moved)
             if key not in self._tables:
                 self._tables[key] = np.array(
-                    [[self._change(a, b, nbytes, diff, activation) for b in dst] for a in src]
+                    [[self._change(a, b, *moved) for b in dst] for a in src]
                 )
             return self._tables[key]
 
@@ -379,7 +383,7 @@ class Builder:
         problem.copies[source], problem.copy_domains[source] = c, domain
         problem.graph.add((x, c), matrix(have, domain))
         for variable, states in uses:
-            key = ("t", tuple(have), tuple(domain), tuple(states), nbytes, diff, activation)
+            key = ("t", tuple(have), tuple(domain), tuple(states), moved)
             if key not in self._tables:
                 direct, shared = matrix(have, states), matrix(domain, states)
                 self._tables[key] = np.minimum(direct[:, None, :], shared[None, :, :])
