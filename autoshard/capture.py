@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from autoshard import autocast
 from autoshard.interpreter import Extra, Interpreter, TraceState, extras, turns_grad_on, unwrap
 from autoshard.rebuild import Rebuild, Seen
+from autoshard.transforms import inline_transforms
 
 GLOBAL_TYPES: list[type] = [DTensor]
 """Tensor subclasses whose own shape is the global one; captured as plain tensors of that shape."""
@@ -65,6 +66,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
     literal = not ambient_grad and turns_grad_on(gm) and not torch.is_inference_mode_enabled()
     with torch.inference_mode(False), torch.no_grad():
         inputs = [_plain(value, mode) for value in found]
+        gm = inline_transforms(gm, inputs, mode)
         extra = extras(gm)
         traced, seen = _trace(gm, inputs, extra, mode, grad=not literal)
         result = Rebuild(gm, traced, seen, inputs, extra).run()

@@ -239,6 +239,9 @@ class TraceState:
             meta["ac_graph_id"] = self.region
             meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 
+    def nothing(self, args: Any) -> None:
+        """Saved-tensor hooks are the caller's; no tensor is saved during a trace."""
+
     def enter_inference(self, args: Any) -> None:
         self._inference.append(bool(args[0]))
 
@@ -290,6 +293,8 @@ _REGIONS: dict[Any, Callable[[TraceState, Any], None]] = {
     torch.amp.autocast_mode._exit_autocast: TraceState.exit_autocast,
     torch.autograd.grad_mode._enter_inference_mode: TraceState.enter_inference,
     torch.autograd.grad_mode._exit_inference_mode: TraceState.exit_inference,
+    torch._C._autograd._saved_tensors_hooks_disable: TraceState.nothing,
+    torch._C._autograd._saved_tensors_hooks_enable: TraceState.nothing,
 }
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from autoshard import interpreter
@@ -362,6 +364,45 @@ def test_conditional() -> None:
     check(Fn(fn), [x48()])
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_is_one_node() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.slope = nn.Linear(8, 24), nn.Parameter(torch.randn(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            qkv = self.qkv(x).view(2, 16, 2, 12).transpose(1, 2)
+
+            def score(value: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+                return value + self.slope[h] * (i - j)
+
+            return flex_attention(*qkv.chunk(3, -1), score_mod=score)
+
+    x = torch.randn(2, 16, 8)  # its backward exists on GPUs only
+    recorder = check(Model(), [x], around=torch.no_grad, backward=False)
+    assert recorder.targets().count("flex_attention") == 1
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_vmap(dynamic: bool) -> None:
+    def fn(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.vmap(torch.vmap(lambda a, b: a * b + torch.tensor(2.0)))(self.lin(x), x)
+        with torch.no_grad():
+            z = torch.vmap(lambda a: a.softmax(0))(y)
+        return y * z
+
+    recorder = check(Fn(fn), [x48()], dynamic=dynamic)
+    assert recorder.targets().count("aten.mul.Tensor") == 2
+
+
+def test_derivative_inside_the_model() -> None:
+    def fn(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda a: self.lin(a).sin().sum())(x) * 2
+
+    assert "aten.cos.default" in check(Fn(fn), [x48()]).targets()
+
+
 def test_what_cannot_be_captured_names_the_operator_and_the_line() -> None:
     def fn(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.lin(x).sin()
@@ -485,6 +526,69 @@ def test_identity_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     x = x48()
     assert torch.equal(torch.compile(lambda t: allowed(t) + 1, backend=recorder)(x), x + 1)
+
+
+# Models
+
+
+def test_llama() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+    )
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(0, 32, (2, 7))
+    for dynamic in (False, True):
+        recorder = check(model, kwargs={"input_ids": ids, "labels": ids}, dynamic=dynamic)
+        targets = recorder.targets()
+        assert targets.count("aten.linear.default") == 15
+        assert targets.count("aten.scaled_dot_product_attention.default") == 2
+        assert targets.count("aten.cross_entropy_loss.default") == 1
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")
+def test_llama_with_checkpointing_and_autocast() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.randint(0, 32, (2, 7))
+    recorder = check(
+        model.train(),
+        kwargs={"input_ids": ids, "labels": ids},
+        around=lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    )
+    regions = {tag[2] for tag in region_tags(recorder)}
+    assert len(regions) == 3  # two layers, and None outside
+
+
+def test_gpt2() -> None:
+    config = transformers.GPT2Config(
+        vocab_size=32,
+        n_positions=16,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=1,
+        eos_token_id=1,
+    )
+    model = transformers.GPT2LMHeadModel(config).train()
+    model.loss_type = "ForCausalLM"
+    ids = torch.randint(0, 32, (2, 7))
+    recorder = check(model, kwargs={"input_ids": ids, "labels": ids})
+    assert recorder.targets().count("aten.addmm.default") == 8
+    assert recorder.targets().count("aten.dropout.default") == 5
 
 
 # Modules of torch
