@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autoshard.planning.registry import sharding_rule
     from autoshard.program import Program
     from autoshard.rendering import render
+    from autoshard.storing import shard
     from autoshard.tracing import trace
 
 _HOME = {
@@ -27,6 +28,7 @@ _HOME = {
     "Program": "autoshard.program",
     "programs": "autoshard.backend",
     "render": "autoshard.rendering",
+    "shard": "autoshard.storing",
     "sharding_rule": "autoshard.planning.registry",
     "trace": "autoshard.tracing",
 }
@@ -38,6 +40,7 @@ __all__ = [
     "Program",
     "programs",
     "render",
+    "shard",
     "sharding_rule",
     "trace",
 ]

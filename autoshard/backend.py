@@ -20,12 +20,12 @@ from autoshard.config import Config
 from autoshard.lower import compile_local
 from autoshard.program import Program
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import agree
 from autoshard.runtime.lazy import LazyGather, wrap_outputs
 from autoshard.runtime.materialize import unwrap
 from autoshard.runtime.mesh import Mesh, init_mesh
-from autoshard.runtime.parameters import related_parameters, shard_parameters, unstorable
 from autoshard.runtime.placement import State
+from autoshard.runtime.storage import as_dtensors
+from autoshard.storing import build_agreed, store
 
 _programs: list[tuple[weakref.WeakSet[nn.Parameter], Program]] = []
 
@@ -45,43 +45,15 @@ def autoshard(
     config = Config.from_options(options or {})
     compat.probe()
     inputs = compat.graph_inputs(gm)
-    mesh = init_mesh(config.mesh, build.device_type(inputs))
-    axis = mesh.axis("tp")
-    if axis.size == 1:
+    device = build.device_type(inputs)
+    mesh = init_mesh(config.mesh, device)
+    if mesh.axis("tp").size == 1:
         return compile_local(gm, list(example_inputs), config.inner)
-    try:
-        program = build.build_program(gm, example_inputs, inputs, axis, config)
-    except Exception as error:
-        # the peers wait in `agree`: tell them, so that every rank ends with this error
-        agree("plan", f"failed: {type(error).__name__}", [f"{type(error).__name__}: {error}"], axis)
-        raise
-    agree("plan", program.plan.digest(), build.plan_lines(program), axis)
+    program = build_agreed(gm, example_inputs, inputs, mesh, config, device)
     planned = build.unplanned_parameters(inputs, program)
     if planned:
-        _store(planned, mesh, config)
-        raise compat.RestartTrace()
+        raise compat.RestartTrace(keep=store(planned, mesh, config))
     return _runner(program, inputs, mesh, config)
-
-
-def _store(planned: dict[nn.Parameter, State], mesh: Mesh, config: Config) -> None:
-    """Store the parameters this graph planned as planned, and the rest of their models whole.
-
-    Optimizers and clip_grad_norm_ cannot mix DTensors with plain tensors, so parameters that this
-    graph never read become DTensors too; the first graph that reads one decides where it lives.
-    """
-    axis = mesh.axis("tp")
-    states = {parameter: {axis.name: state} for parameter, state in planned.items()}
-    rest = [
-        p
-        for p in related_parameters(list(planned))
-        if not isinstance(p, DTensor) and p not in states and unstorable(p) is None
-    ]
-    states.update({p: {} for p in rest})
-    moved = shard_parameters(states, mesh, broadcast=config.initial_weights == "broadcast")
-    for old, new in moved.items():
-        build.set_planned(new, old in planned)
-    for parameter in planned:
-        build.set_planned(parameter, True)  # one that stays where it is stored
 
 
 def _runner(
@@ -97,8 +69,7 @@ def _runner(
     _programs.append((owned, program))
     states = local.meta["output_states"]
     extents = local.meta["output_extents"]
-    axis = mesh.axis("tp")
-    lazy = any(state[0] == "S" for state in states)
+    present = _presenter(states, extents, mesh, config)
 
     @compat.not_traced
     def run(*args: Any) -> Any:
@@ -106,8 +77,20 @@ def _runner(
         for i, shard in zip(sharded, unwrap(*[values[i] for i in sharded])):
             values[i] = shard
         outputs = compiled(*values)
-        return wrap_outputs(outputs, states, extents, axis) if lazy else outputs
+        return present(outputs)
 
     return run
 
 
+
+
+def _presenter(
+    states: list[State], extents: list[int | None], mesh: Mesh, config: Config
+) -> Callable[[Any], Any]:
+    """What turns the graph's outputs into what the caller gets, by `config.outputs`."""
+    if not any(state[0] == "S" for state in states):
+        return lambda outputs: outputs
+    axis = mesh.axis("tp")
+    if config.outputs == "dtensor":
+        return lambda outputs: as_dtensors(outputs, states, extents, axis, mesh.device_mesh)
+    return lambda outputs: wrap_outputs(outputs, states, extents, axis)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from autoshard.capture import GLOBAL_TYPES, capture
 from autoshard.config import Config
@@ -23,11 +24,10 @@ from autoshard.planning.strategy import value
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.axis import Axis
-from autoshard.runtime.storage import stored_states
 from autoshard.runtime.lazy import LazyGather
 from autoshard.runtime.materialize import materialize
 from autoshard.runtime.placement import State, shard_dim
-
+from autoshard.runtime.storage import stored_states
 
 # What capture reads through: a stored parameter and a lazy output are tensors of global shape.
 IDENTITY_TARGETS.add(materialize)
@@ -41,6 +41,7 @@ def build_program(
     inputs: list[compat.GraphInput],
     axis: Axis,
     config: Config,
+    device: str,
 ) -> Program:
     """Plan and rewrite one Dynamo graph for one rank of `axis`.
 
@@ -63,11 +64,11 @@ def build_program(
         parameters,
         stored,
         sequence_parallel=config.sequence_parallel,
-        lazy_outputs=config.outputs == "lazy",
+        lazy_outputs=config.outputs != "replicate",
         memory_budget=config.memory_budget,
         plan=plan,
     )
-    hardware = hardware_of(device_type(inputs))
+    hardware = hardware_of(device)
     decisions = plan_graph(serial, axis.size, hardware, request)
     guard_divisible(serial, decisions.strategies, decisions.state, axis.size)
     local = Localize(serial, decisions, axis).run()
@@ -146,6 +147,13 @@ def device_type(inputs: list[compat.GraphInput]) -> str:
     """The device the model lives on; a model on "meta" is planned for the default device."""
     devices = {i.real.device.type for i in inputs if isinstance(i.real, torch.Tensor)} - {"meta"}
     return "cuda" if "cuda" in devices else "cpu"
+
+
+def example_device(model: nn.Module, example: Any) -> str:
+    """The device a model will live on: its own, or that of the example where it is on meta."""
+    tensors = [*model.parameters(), *pytree.tree_leaves(example)]
+    kinds = {t.device.type for t in tensors if isinstance(t, torch.Tensor)}
+    return "cuda" if "cuda" in kinds else "cpu"
 
 
 def hardware_of(device: str) -> Hardware:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from autoshard.build import build_program
+from autoshard.build import build_program, example_device
 from autoshard.config import Config
+from autoshard.planning.hardware import hardware as known_hardware
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import offline_mesh
@@ -30,6 +31,7 @@ def trace(
     mesh: Mapping[str, int],
     rank: int = 0,
     dynamic: bool | None = None,
+    hardware: str | None = None,
     **config: Any,
 ) -> Program:
     """The program that rank `rank` of `mesh` would run for `model(*args, **kwargs)`.
@@ -37,17 +39,36 @@ def trace(
     model: any unsharded module; on the meta device it costs no memory, whatever its size. It is
         neither changed nor run. args, kwargs: an example batch, on the model's device.
     mesh: sizes by axis name, such as {"tp": 8}. dynamic: as in torch.compile.
-    config: any other field of `autoshard.Config`.
+    hardware: the machine to plan for, a key of `planning.hardware.HARDWARE` such as "h100"; None
+        for the nearest to the model's device. config: any other field of `autoshard.Config`.
 
     Needs no process group. Raises what torch.compile(fullgraph=True) raises where the model
     breaks the graph, and ValueError for a rank outside the mesh.
     """
     settings = Config.from_options({"mesh": dict(mesh), **config})
+    machine = known_hardware(hardware) if hardware else None
     axis = offline_mesh(dict(mesh), rank).axis("tp")
 
+    def plan(
+        gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: list[compat.GraphInput]
+    ) -> Program:
+        device = example_device(model, (args, kwargs))
+        return build_program(gm, example_inputs, inputs, axis, settings, device)
+
+    return intercept(model, args, kwargs, plan, dynamic)
+
+
+def intercept(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    plan: Callable[[fx.GraphModule, Sequence[Any], list[compat.GraphInput]], Program],
+    dynamic: bool | None = None,
+) -> Program:
+    """What `plan` makes of the graph Dynamo traces for the call; the model does not run."""
+
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        inputs = compat.graph_inputs(gm)
-        raise _Traced(build_program(gm, example_inputs, inputs, axis, settings))
+        raise _Traced(plan(gm, example_inputs, compat.graph_inputs(gm)))
 
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
     try:

@@ -7,6 +7,7 @@ chunk(chunk(whole, tp), dp), bit for bit what FSDP2 over tensor parallelism stor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -98,6 +99,34 @@ def wrap_local(
         shape=shape,
         stride=_contiguous_stride(shape),
     )
+
+
+def as_dtensors(
+    outputs: Sequence[Any],
+    states: Sequence[State],
+    sizes: Sequence[int | None],
+    axis: Axis,
+    device_mesh: DeviceMesh,
+) -> tuple[Any, ...]:
+    """Each output in state S(d) as a DTensor, differentiable; the others pass as they are.
+
+    sizes: the global size of the sharded dim where it is static; None: the axis divides it.
+    """
+    return tuple(
+        wrap_local(output, _whole_shape(output, state, size, axis), {axis.name: state}, device_mesh)
+        if isinstance(output, torch.Tensor) and shard_dim(state) is not None
+        else output
+        for output, state, size in zip(outputs, states, sizes, strict=True)
+    )
+
+
+def _whole_shape(
+    local: torch.Tensor, state: State, size: int | None, axis: Axis
+) -> torch.Size:
+    shape, dim = list(local.shape), shard_dim(state)
+    assert dim is not None
+    shape[dim] = shape[dim] * axis.size if size is None else size
+    return torch.Size(shape)
 
 
 def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:

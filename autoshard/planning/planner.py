@@ -56,6 +56,7 @@ class Decisions:
     declined: dict[fx.Node, list[str]]
     seconds: float
     width: int
+    work: int
     builder: Builder
 
     def state(self, node: fx.Node) -> State:
@@ -179,6 +180,7 @@ def _solve(
         problem.declined,
         solution.cost,
         solution.width,
+        solution.work,
         builder,
     )
     decisions.stored = {node: decisions.state(node) for node in request.parameters}
@@ -260,7 +262,9 @@ def _keep(problem: Problem, variable: int, allowed: list[bool]) -> None:
     problem.graph.add((variable,), np.where(np.array(allowed), 0.0, np.inf))
 
 
-def merged(plan: Plan | None, decisions: Decisions, request: Request, gm: fx.GraphModule, n: int) -> Plan:
+def merged(
+    plan: Plan | None, decisions: Decisions, request: Request, gm: fx.GraphModule, n: int
+) -> Plan:
     """`plan` with this graph's decisions added."""
     base = plan or Plan("tp", n)
     parameters = dict(base.parameters)

@@ -378,7 +378,8 @@ class Builder:
                     problem.graph.add((x, variable), matrix(have, states))
             return
         # an unused copy costs nothing: it may stay in any state of its producer
-        domain = sorted({R, V, *have, *(s for s in shardable(value(source), self.n) if s in wanted)})
+        split = [s for s in shardable(value(source), self.n) if s in wanted]
+        domain = sorted({R, V, *have, *split})
         c = problem.graph.variable(len(domain), None, f"copy of {source.name}")
         problem.copies[source], problem.copy_domains[source] = c, domain
         problem.graph.add((x, c), matrix(have, domain))

@@ -1,0 +1,110 @@
+"""Give parameters the storage a plan chose, and `autoshard.shard`, which does so without a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autoshard import build
+from autoshard.config import Config
+from autoshard.program import Program
+from autoshard.runtime import compat
+from autoshard.runtime.agreement import agree
+from autoshard.runtime.mesh import Mesh, init_mesh
+from autoshard.runtime.parameters import related_parameters, shard_parameters, unstorable
+from autoshard.runtime.placement import State
+from autoshard.tracing import intercept
+
+
+def shard(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Plan `model` for `model(*args, **kwargs)` and store its parameters as shards, now.
+
+    The first call of a compiled model does this by itself. Call it for a model on the meta device,
+    which cannot be called: the shards (NaN until they are loaded) are the first memory its
+    parameters take, and `load_state_dict` or torch.distributed.checkpoint fills them. Buffers on
+    the meta device stay there: give them values before the first call.
+
+    args, kwargs: an example batch on any device. options: the fields of `autoshard.Config`, the
+    same that torch.compile gets. Collective over the mesh; returns `model`.
+    """
+    config = Config.from_options(options)
+    device = build.example_device(model, (args, kwargs))
+    mesh = init_mesh(config.mesh, device)
+    axis = mesh.axis("tp")
+    if axis.size == 1:
+        return model
+    if any(p.is_meta for p in model.parameters()):
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda t: t.to("meta"), (args, dict(kwargs or {}))
+        )
+    found: list[dict[nn.Parameter, State]] = []
+
+    def plan(
+        gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: list[compat.GraphInput]
+    ) -> Program:
+        program = build_agreed(gm, example_inputs, inputs, mesh, config, device)
+        found.append(build.unplanned_parameters(inputs, program))
+        return program
+
+    intercept(model, args, kwargs, plan)
+    if found[0]:
+        store(found[0], mesh, config)
+    return model
+
+
+def build_agreed(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    inputs: list[compat.GraphInput],
+    mesh: Mesh,
+    config: Config,
+    device: str,
+) -> Program:
+    """`build_program`, and the proof that every rank of the axis built the same.
+
+    Raises PlanMismatchError on all ranks where they did not, or where one of them failed.
+    """
+    axis = mesh.axis("tp")
+    try:
+        program = build.build_program(gm, example_inputs, inputs, axis, config, device)
+    except Exception as error:
+        # the peers wait in `agree`: tell them, so that every rank ends with this error
+        agree("plan", f"failed: {type(error).__name__}", [f"{type(error).__name__}: {error}"], axis)
+        raise
+    agree("plan", program.plan.digest(), build.plan_lines(program), axis)
+    return program
+
+
+def store(
+    planned: dict[nn.Parameter, State], mesh: Mesh, config: Config
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Store the parameters a graph planned as planned, and the rest of their models whole.
+
+    Optimizers and clip_grad_norm_ cannot mix DTensors with plain tensors, so parameters that the
+    graph never read become DTensors too; the first graph that reads one decides where it lives.
+    Returns the new parameter for each old one.
+    """
+    axis = mesh.axis("tp")
+    states = {parameter: {axis.name: state} for parameter, state in planned.items()}
+    rest = [
+        p
+        for p in related_parameters(list(planned))
+        if not isinstance(p, DTensor) and p not in states and unstorable(p) is None
+    ]
+    states.update({p: {} for p in rest})
+    moved = shard_parameters(states, mesh, broadcast=config.initial_weights == "broadcast")
+    for old, new in moved.items():
+        build.set_planned(new, old in planned)
+    for parameter in planned:
+        build.set_planned(parameter, True)  # one that stays where it is stored
+    return moved
