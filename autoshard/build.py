@@ -41,9 +41,9 @@ def build_program(
     inputs: list[compat.GraphInput],
     axis: Axis,
     config: Config,
-    device: str,
+    machine: Hardware,
 ) -> Program:
-    """Plan and rewrite one Dynamo graph for one rank of `axis`.
+    """Plan for `machine` and rewrite one Dynamo graph for one rank of `axis`.
 
     Raises CaptureError where the graph cannot be captured and PlanError where a loaded plan or
     the memory budget cannot be met.
@@ -68,8 +68,7 @@ def build_program(
         memory_budget=config.memory_budget,
         plan=plan,
     )
-    hardware = hardware_of(device)
-    decisions = plan_graph(serial, axis.size, hardware, request)
+    decisions = plan_graph(serial, axis.size, machine, request)
     guard_divisible(serial, decisions.strategies, decisions.state, axis.size)
     local = Localize(serial, decisions, axis).run()
     full = merged(plan, decisions, request, serial, axis.size)

@@ -76,7 +76,9 @@ def build_agreed(
     """
     axis = mesh.axis("tp")
     try:
-        program = build.build_program(gm, example_inputs, inputs, axis, config, device)
+        program = build.build_program(
+            gm, example_inputs, inputs, axis, config, build.hardware_of(device)
+        )
     except Exception as error:
         # the peers wait in `agree`: tell them, so that every rank ends with this error
         agree("plan", f"failed: {type(error).__name__}", [f"{type(error).__name__}: {error}"], axis)

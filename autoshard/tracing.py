@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autoshard.build import build_program, example_device
+from autoshard.build import build_program, example_device, hardware_of
 from autoshard.config import Config
 from autoshard.planning.hardware import hardware as known_hardware
 from autoshard.program import Program
@@ -46,14 +46,15 @@ def trace(
     breaks the graph, and ValueError for a rank outside the mesh.
     """
     settings = Config.from_options({"mesh": dict(mesh), **config})
-    machine = known_hardware(hardware) if hardware else None
+    machine = (
+        known_hardware(hardware) if hardware else hardware_of(example_device(model, (args, kwargs)))
+    )
     axis = offline_mesh(dict(mesh), rank).axis("tp")
 
     def plan(
         gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: list[compat.GraphInput]
     ) -> Program:
-        device = example_device(model, (args, kwargs))
-        return build_program(gm, example_inputs, inputs, axis, settings, device)
+        return build_program(gm, example_inputs, inputs, axis, settings, machine)
 
     return intercept(model, args, kwargs, plan, dynamic)
 

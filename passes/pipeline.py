@@ -18,8 +18,10 @@ BEFORE_PLANNING: tuple[Pass, ...] = (
 )
 
 
-def prepare(gm: fx.GraphModule, axis: Axis, config: Any = None) -> tuple[fx.GraphModule, list[Report]]:
-    """Run the passes that precede planning, in place; the reports are in the order of the passes."""
+def prepare(
+    gm: fx.GraphModule, axis: Axis, config: Any = None
+) -> tuple[fx.GraphModule, list[Report]]:
+    """Run the passes that precede planning, in place; reports in the order of the passes."""
     reports = []
     for one in BEFORE_PLANNING:
         reports.append(one.run(gm, Context(axis, config)))

@@ -54,7 +54,7 @@ def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def all_to_all(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """[n * r, ...] -> [n * r, ...]: block i goes to rank i, block j of the result is from rank j."""
+    """[n * r, ...] -> [n * r, ...]: block i goes to rank i, block j of the result came from j."""
     if axis.group.startswith(lockstep.PREFIX):
         parts = lockstep.exchange(axis, f"all_to_all {tuple(x.shape)}", x)
         return torch.cat([part.tensor_split(axis.size)[axis.rank] for part in parts])
