@@ -45,7 +45,8 @@ def _headline(program: Program) -> str:
     share = 100 * sharded / total if total else 0.0
     return (
         f"autoshard: {program.axis.name}={program.axis.size}, "
-        f"{len(program.parameters)} parameters, {human(total)} in all, {share:.1f}% of the bytes sharded; "
+        f"{len(program.parameters)} parameters, {human(total)} in all, "
+        f"{share:.1f}% of the bytes sharded; "
         f"predicted cost {program.decisions.seconds:.3g} s a step"
     )
 

@@ -161,9 +161,11 @@ class Builder:
         self._units: dict[tuple[Any, ...], np.ndarray] = {}
         self._strategies: dict[tuple[Any, ...], tuple[list[Strategy], list[str]]] = {}
         self._weighted: dict[fx.Node, bool] = {}
+        self._stage: dict[fx.Node, int] = {}
 
     def build(self) -> Problem:
         """All variables first, then the factors along every edge."""
+        self._stage = self._stages()
         for node in self.gm.graph.nodes:
             self._variable(node)
         self._copies_and_edges()
@@ -255,12 +257,12 @@ class Builder:
         """Roofline seconds of each strategy, forward and backward, as a compiler would fuse it.
 
         A chain of pointwise operators, views and reductions becomes one kernel, so it is charged
-        for what it reads from unfused operators and for what such operators read from it.
+        for what it reads from elsewhere and for what is read elsewhere.
         """
         if not self._weighted[node]:
             return np.zeros(len(domain))
-        reads = [not fusible(producer(t)[0]) or not fusible(node) for t in tensors]
-        written = not fusible(node) or any(not fusible(user) for user in node.users)
+        reads = [not self._joined(producer(t)[0], node) for t in tensors]
+        written = not all(self._joined(node, user) for user in node.users)
         key = (self._signature(node), tuple(reads), written)
         if key in self._units:
             return self._units[key]
@@ -293,6 +295,21 @@ class Builder:
             costs.append(seconds + 1e-12 * states.count(V))
         self._units[key] = np.array(costs)
         return self._units[key]
+
+    def _joined(self, source: fx.Node, user: fx.Node) -> bool:
+        """Whether `user` reads `source` inside one kernel, so that nothing goes through memory."""
+        return fusible(source) and fusible(user) and self._stage[source] == self._stage[user]
+
+    def _stages(self) -> dict[fx.Node, int]:
+        """How many unfused operators lie on the longest way to each node.
+
+        A residual stream is read at the next stage: it is written, whatever fuses.
+        """
+        stages: dict[fx.Node, int] = {}
+        for node in self.gm.graph.nodes:
+            before = max((stages[source] for source in node.all_input_nodes), default=0)
+            stages[node] = before + (not fusible(node))
+        return stages
 
     def _split(self, state: State) -> int:
         return self.n if state[0] == "S" else 1
