@@ -135,7 +135,7 @@ def _trace(
             mutated = tuple(i for i, w in enumerate(own) if _mutated(w))
             seen.append(Seen(state, len(outputs), mutated))
             outputs += [own[i] for i in mutated]
-            return [unwrap(value) for value in outputs] + state.hop_inputs
+            return [unwrap(value) for value in outputs] + state.extra_outputs
 
     with contextlib.ExitStack() as stack:
         for device in ambient:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -158,10 +159,15 @@ class Interpreter(fx.Interpreter):
         return self.state.next_extra() if isinstance(value, torch.Tensor) else value
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        with self.state.at(args, kwargs):
+            return self._call_function(target, args, kwargs)
+
+    def _call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         state = self.state
-        state.mark(fx.traceback.get_current_meta())
         if target in IDENTITY_TARGETS:
             return args[0]
+        if target is torch._C._autograd._get_data_attr:  # x.data
+            return args[0].detach()
         if target is torch.tensor and not state.node.all_input_nodes:
             return self._constant(args, kwargs)
         if region := _REGIONS.get(target):
@@ -183,8 +189,8 @@ class Interpreter(fx.Interpreter):
         return torch.full((), args[0], dtype=dtype, device=device)
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
-        self.state.mark(fx.traceback.get_current_meta())
-        return super().call_method(target, args, kwargs)
+        with self.state.at(args, kwargs):
+            return super().call_method(target, args, kwargs)
 
     def _inline(self, name: str, args: Any) -> Any:
         body, operands = args[0], args[_INLINED[name] :]
@@ -213,6 +219,7 @@ class TraceState:
     """What a trace knows at the node it is at.
 
     extra: values of `extras(gm)`, consumed in order. grad: the grad mode at the graph's start.
+    replaced: (value before, value after) of each write into a tensor.
     """
 
     def __init__(self, mode: AutocastMode, extra: list[Any], grad: bool) -> None:
@@ -221,8 +228,10 @@ class TraceState:
         self.region: int | None = None  # ids increase, as torch's partitioner needs
         self.policies: dict[int, Callable[..., Any]] = {}
         self.hops: list[Hop] = []
-        self.hop_inputs: list[Any] = []
+        self.extra_outputs: list[Any] = []
+        self.replaced: list[tuple[Slot, Slot]] = []
         self.node: fx.Node
+        self._seen: dict[int, tuple[Any, Any]] = {}
         self._extra = extra
         self._position = 0
         self._inference: list[bool] = []
@@ -231,13 +240,38 @@ class TraceState:
         self._position += 1
         return self._extra[self._position - 1]
 
-    def mark(self, meta: dict[str, Any]) -> None:
-        """Tag the nodes that are about to be made; `meta` is what tracing copies onto them."""
+    @contextmanager
+    def at(self, args: Any, kwargs: Any) -> Iterator[None]:
+        """Tag the nodes made inside, and look at the operands before and after.
+
+        Looking applies pending writes to views, whose nodes must not carry the tags.
+        """
+        operands = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if _is_traced(x)]
+        self._look(operands)
+        meta = fx.traceback.get_current_meta()  # tracing copies it onto every node
+        before = dict(meta)
         if not self.grad or any(self._inference):
             meta["custom"] = {**meta.get("custom", {}), NO_GRAD: True}
         if self.region is not None:
             meta["ac_graph_id"] = self.region
             meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+        yield
+        meta.clear()
+        meta.update(before)
+        self._look(operands)
+
+    def _look(self, operands: list[Any]) -> None:
+        """Record each operand whose value was replaced since it was last looked at."""
+        for operand in operands:
+            now = unwrap(operand)
+            _, last = self._seen.get(id(operand), (operand, now))
+            if now is not last:
+                self.replaced.append((self._output(last), self._output(now)))
+            self._seen[id(operand)] = (operand, now)
+
+    def _output(self, value: Any) -> Slot:
+        self.extra_outputs.append(value)
+        return Slot(len(self.extra_outputs) - 1)
 
     def nothing(self, args: Any) -> None:
         """Saved-tensor hooks are the caller's; no tensor is saved during a trace."""
@@ -266,8 +300,7 @@ class TraceState:
         bodies, backward = 0, self.node.target is torch.ops.higher_order.autograd_function_apply
         for leaf in leaves:
             if isinstance(leaf, (torch.Tensor, torch.SymInt)):
-                operands.append(Slot(len(self.hop_inputs)))
-                self.hop_inputs.append(unwrap(leaf))
+                operands.append(self._output(unwrap(leaf)))
             elif isinstance(leaf, fx.GraphModule) and not (bodies and backward):
                 bodies += 1
                 operands.append(self.mode.wrap_subgraph(leaf))
@@ -277,6 +310,10 @@ class TraceState:
         self.hops.append(Hop(self.node, operands, spec, self._position, len(values), meta))
         found = [self.next_extra() for _ in values]
         return tuple(found) if is_tuple else found[0]
+
+
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, FunctionalTensor)
 
 
 def unwrap(value: Any) -> Any:

@@ -85,11 +85,18 @@ class Rebuild:
         self.placeholders: list[fx.Node] = []
         self.position: dict[fx.Node, int] = {}
         self.outputs: list[Any] = []
+        self.earlier: dict[fx.Node, list[fx.Node]] = {}
+        self.overwritten: set[fx.Node] = set()
+        self.stored: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> fx.GraphModule:
         """The graph, with `meta["n_outputs"]` and `meta["mutated"]`."""
         nodes = list(self.traced.graph.nodes)
         self.outputs = list(nodes[-1].args[0])
+        for before, after in self.seen.state.replaced:
+            old, new = self._output(before), self._output(after)
+            if isinstance(old, fx.Node) and isinstance(new, fx.Node):
+                self.earlier.setdefault(new, []).append(old)
         self.placeholders = [node for node in nodes if node.op == "placeholder"]
         self.position = {node: i for i, node in enumerate(self.placeholders)}
         sources = [node for node in self.gm.graph.nodes if node.op == "placeholder"]
@@ -105,6 +112,8 @@ class Rebuild:
                 self._get_attr(node)
         count = self.seen.n_outputs + len(self.seen.mutated)
         kept = [self._at(v) if isinstance(v, fx.Node) else v for v in self.outputs[:count]]
+        for i in range(self.seen.n_outputs, count):
+            kept[i] = self.stored.get(kept[i], kept[i])
         output = self.graph.output(tuple(kept))
         output.meta["val"] = tuple(v.meta.get("val") if isinstance(v, fx.Node) else v for v in kept)
         self.graph.eliminate_dead_code()
@@ -112,6 +121,10 @@ class Rebuild:
         result.meta["n_outputs"] = self.seen.n_outputs
         result.meta["mutated"] = self.seen.mutated
         return result
+
+    def _output(self, slot: Slot) -> Any:
+        """An extra output of the trace."""
+        return self.outputs[self.seen.n_outputs + len(self.seen.mutated) + slot.position]
 
     def _at(self, node: fx.Node) -> fx.Node:
         """The new node of a traced one; constants and opaque values are made at first use."""
@@ -155,7 +168,7 @@ class Rebuild:
 
     def _call(self, node: fx.Node) -> None:
         if node.target is aten.copy.default:
-            self.env[node] = self._copy(node)
+            self.env[node] = self._with_gradient(node, self._copy(node))
             return
         custom = dict(node.meta.get("custom", {}))
         no_grad = custom.pop(NO_GRAD, False) and node.target is not operator.getitem
@@ -167,12 +180,31 @@ class Rebuild:
             self._detach_operands(new)
         self._value(new, node.meta.get("val"), self._is_differentiable(new))
         self._apply_policy(new)
-        self.env[node] = new
+        self.env[node] = self._with_gradient(node, new)
+
+    def _with_gradient(self, node: fx.Node, new: fx.Node) -> fx.Node:
+        """The value of a tensor that was written where autograd does not see it.
+
+        Written in a no_grad region or through `.data`, a tensor keeps its gradient: the new value
+        flows forward, and the gradient reaches what the tensor was before. `new + (x - x.detach())`
+        says both, exactly.
+        """
+        for old in self.earlier.get(node, ()):
+            before = self._at(old)
+            if not before.meta.get("diff") or new.meta.get("diff") or new in self.overwritten:
+                continue
+            cut = self._detached(before, node)
+            zero = self._derived(node, aten.sub.Tensor, (before, cut), {})
+            value = self._derived(node, aten.add.Tensor, (new, zero), {})
+            self.stored[value] = new
+            return value
+        return new
 
     def _copy(self, node: fx.Node) -> fx.Node:
         """`copy(destination, source)`, which has no derivative, as cast or clone and expand."""
         destination, source = (self._at(arg) for arg in node.args[:2])  # type: ignore[arg-type]
-        if node.meta.get("custom", {}).get(NO_GRAD) and source.meta["diff"]:
+        hidden = bool(node.meta.get("custom", {}).get(NO_GRAD))
+        if hidden and source.meta["diff"]:
             source = self._detached(source, node)
         want, have = node.meta["val"], source.meta["val"]
         if (want.dtype, want.device) != (have.dtype, have.device):
@@ -186,6 +218,8 @@ class Rebuild:
                 source = self._derived(node, aten.expand.default, arguments, {})
             else:
                 source = self._derived(node, aten.expand_as.default, (source, destination), {})
+        if destination.meta["diff"] and not hidden:
+            self.overwritten.add(source)  # an ordinary write: what was there gets no gradient
         return source
 
     def _derived(self, like: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node:
@@ -219,11 +253,10 @@ class Rebuild:
         return self.hop_values[index]
 
     def _hop(self, hop: Hop) -> None:
-        first = self.seen.n_outputs + len(self.seen.mutated)
         operands: list[Any] = []
         for operand in hop.operands:
             if isinstance(operand, Slot):
-                slot = self.outputs[first + operand.position]
+                slot = self._output(operand)
                 operand = self._at(slot) if isinstance(slot, fx.Node) else slot
             elif isinstance(operand, fx.GraphModule):
                 name = self._attribute("body", operand)

@@ -62,7 +62,8 @@ class Recorder:
             with torch.autocast("cpu", enabled=False), torch.set_grad_enabled(grad):
                 results = Checked(captured).run(*given)
             for index, value in zip(mutated, results[n_outputs:], strict=True):
-                args[index].copy_(value)
+                target = args[index] if value.requires_grad else args[index].detach()
+                target.copy_(value)
             return list(results[:n_outputs])
 
         return run

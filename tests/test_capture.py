@@ -224,6 +224,43 @@ def test_tuples_of_an_outer_value_in_a_no_grad_region() -> None:
     check(Fn(fn), [x48()])
 
 
+def test_writes_that_autograd_does_not_see() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.frozen = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+            self.table = nn.Embedding(6, 8, max_norm=0.5)
+
+        def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.lin.weight.clamp_(-0.1, 0.1)
+                self.frozen.weight.mul_(0.9).add_(self.lin.weight)
+            self.lin.bias.data.mul_(0.5)
+            y = self.lin(x) + self.table(ids) + self.frozen(x)
+            row = y[0]
+            with torch.no_grad():
+                y[1] = 3
+                row.mul_(2)
+                y[2].copy_(x[2])
+            return y * row
+
+    check(Model(), [x48(), torch.tensor([1, 2, 2, 5])], steps=3)
+
+
+def test_writes_that_autograd_sees() -> None:
+    def fn(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        a, b = self.lin(x), self.lin(x).sin()
+        row = a[0]
+        a.copy_(y)
+        b[1].copy_(y[1])
+        b[2].zero_()
+        with torch.no_grad():
+            scale = row.sum()  # a view that is made again inside the region
+        return a + b + row * scale
+
+    check(Fn(fn), [x48(), x48()])
+
+
 def test_inference_region() -> None:
     def fn(self: Any, x: torch.Tensor) -> torch.Tensor:
         y = self.lin(x)
