@@ -89,10 +89,15 @@ class Recurrent(nn.Module):
 
 
 class Translation(nn.Module):
-    """torch's own nn.Transformer between an embedding and a head."""
+    """torch's own nn.Transformer between an embedding and a head.
 
-    def __init__(self) -> None:
+    told: whether it is told that its mask is causal; where it is not, it looks at the values of
+    the mask, which is a graph break in the middle of the decoder.
+    """
+
+    def __init__(self, told: bool) -> None:
         super().__init__()
+        self.told = told
         self.embed = nn.Embedding(VOCAB, HIDDEN)
         self.transformer = nn.Transformer(
             HIDDEN, HEADS, LAYERS, LAYERS, 4 * HIDDEN, dropout=0.0, batch_first=True
@@ -102,7 +107,12 @@ class Translation(nn.Module):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         n = labels.shape[1]
         causal = torch.full((n, n), float("-inf"), device=labels.device).triu(1)
-        h = self.transformer(self.embed(input_ids), self.embed(labels), tgt_mask=causal)
+        h = self.transformer(
+            self.embed(input_ids),
+            self.embed(labels),
+            tgt_mask=causal,
+            tgt_is_causal=True if self.told else None,
+        )
         logits = self.head(h)[:, :-1]
         return F.cross_entropy(logits.reshape(-1, VOCAB), labels[:, 1:].reshape(-1))
 
@@ -161,7 +171,8 @@ HAND_WRITTEN = [
     Case("branch", lambda: Regression(Branch()), vectors, returned_loss),
     Case("twice", lambda: Regression(Twice()), vectors, returned_loss),
     Case("lstm", Recurrent, tokens, returned_loss),
-    Case("transformer", Translation, seq2seq, returned_loss),
+    Case("transformer", lambda: Translation(told=True), seq2seq, returned_loss),
+    Case("transformer_break", lambda: Translation(told=False), seq2seq, returned_loss),
     Case("convnet", Convolutions, images, returned_loss),
     Case("lora", lora, tokens),
 ]
