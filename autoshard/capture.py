@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from autoshard import autocast
 from autoshard.interpreter import Extra, Interpreter, TraceState, extras, turns_grad_on, unwrap
 from autoshard.rebuild import Rebuild, Seen
+from autoshard.runtime.errors import CaptureError, message, source_line
 from autoshard.transforms import inline_transforms
 
 GLOBAL_TYPES: list[type] = [DTensor]
@@ -69,6 +70,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
         gm = inline_transforms(gm, inputs, mode)
         extra = extras(gm)
         traced, seen = _trace(gm, inputs, extra, mode, grad=not literal)
+        _refuse_aliases(placeholders, inputs, seen.mutated)
         result = Rebuild(gm, traced, seen, inputs, extra).run()
     outputs = result.graph.output_node().all_input_nodes
     result.meta["enable_grad"] = literal and any(n.meta.get("diff") for n in outputs)
@@ -149,6 +151,25 @@ def _trace(
         ]
         traced = make_fx(run, pre_dispatch=True)(*inputs, *values)
     return traced, seen[0]
+
+
+def _refuse_aliases(
+    placeholders: list[fx.Node], inputs: list[Any], mutated: tuple[int, ...]
+) -> None:
+    """Raise where a mutated input shares memory with another, which would not see the write."""
+    for i in mutated:
+        for j, other in enumerate(inputs):
+            if i == j or not isinstance(other, torch.Tensor):
+                continue
+            if inputs[i].untyped_storage() is other.untyped_storage():
+                names = f"{placeholders[i].name} and {placeholders[j].name}"
+                raise CaptureError(
+                    message(
+                        f"the inputs {names} share memory, and the model writes into the first",
+                        where=source_line(placeholders[i].meta.get("stack_trace")),
+                        remedy="Pass one of them as a clone().",
+                    )
+                )
 
 
 def _mutated(wrapped: Any) -> bool:

@@ -166,7 +166,7 @@ class Interpreter(fx.Interpreter):
         state = self.state
         if target in IDENTITY_TARGETS:
             return args[0]
-        if target is torch._C._autograd._get_data_attr:  # x.data
+        if target is _DATA:
             return args[0].detach()
         if target is torch.tensor and not state.node.all_input_nodes:
             return self._constant(args, kwargs)
@@ -322,6 +322,9 @@ def unwrap(value: Any) -> Any:
         return value.from_functional()
     return value
 
+
+# What `x.data` is in Dynamo's graph.
+_DATA = getattr(torch._C._autograd, "_get_data_attr", None)
 
 # Functions Dynamo leaves in its graph that set a mode; run as state, they leave no node.
 _REGIONS: dict[Any, Callable[[TraceState, Any], None]] = {

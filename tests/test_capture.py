@@ -196,6 +196,17 @@ def test_inputs_that_exchange_their_values() -> None:
     check(model, [x48()], steps=3)
 
 
+def test_mutated_input_that_shares_memory_is_refused() -> None:
+    def fn(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return self.lin(x) + y.sum()
+
+    x = x48()
+    with pytest.raises(Exception, match="l_args_0_ and l_args_1_ share memory"):
+        torch.compile(Fn(fn), backend=Recorder())(x, x[0])
+    check(Fn(lambda self, x, y: self.lin(x) + y.sum()), [x, x[0]])
+
+
 # Gradient regions
 
 
