@@ -1,4 +1,4 @@
-"""The demo and the README's example, run as a reader would run them."""
+"""The demo and what the README shows, run as a reader would run them."""
 
 from __future__ import annotations
 
@@ -43,6 +43,15 @@ def test_readme_example(gloo2: Any) -> None:
     first, second = gloo2(run_readme_example, source)
     assert first == second
     assert len(first) == 3 and first[-1] < first[0]
+
+
+def test_readme_graphs_are_what_the_example_prints() -> None:
+    command = [sys.executable, "examples/see_inside.py"]
+    printed = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True).stdout
+    blocks = re.findall(r"```text\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        assert block.strip() in printed
 
 
 def test_demo_agrees_with_serial() -> None:
