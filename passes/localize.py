@@ -117,7 +117,11 @@ class Localize:
                 local.append(self.local[result] if isinstance(result, fx.Node) else result)
                 self.output_extents.append(None)
         for index, new in zip(self.gm.meta.get("mutated", ()), local[n_outputs:]):
-            self._emit(node, "call_function", aten.copy_.default, (self.placeholders[index], new))
+            target = self.placeholders[index]
+            if target.meta["val"].requires_grad:
+                # a leaf written without autograd (a clamp under no_grad, embedding's max_norm)
+                target = self._emit(node, "call_function", aten.detach.default, (target,))
+            self._emit(node, "call_function", aten.copy_.default, (target, new))
         self.graph.output(tuple(local[:n_outputs]))
 
     # Operators
