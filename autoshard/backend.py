@@ -8,6 +8,8 @@ compiled. Every later trace (another shape, eval, a graph after a break) takes t
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +28,8 @@ from autoshard.runtime.mesh import Mesh, init_mesh
 from autoshard.runtime.placement import State
 from autoshard.runtime.storage import as_dtensors
 from autoshard.storing import build_agreed, store
+
+compat.allow_rnn()
 
 _programs: list[tuple[weakref.WeakSet[nn.Parameter], Program]] = []
 
@@ -61,7 +65,9 @@ def _runner(
 ) -> Callable[..., Any]:
     local = program.graph_module
     fakes = compat.backend_fakes([n for n in local.graph.nodes if n.op == "placeholder"])
-    compiled = compile_local(local, fakes, config.inner)
+    modes = _modes(program)
+    with modes():
+        compiled = compile_local(local, fakes, config.inner)
     sharded = [i for i, item in enumerate(inputs) if isinstance(item.real, DTensor)]
     owned = weakref.WeakSet(
         item.real for item in inputs if isinstance(item.real, nn.Parameter)
@@ -74,14 +80,20 @@ def _runner(
     @compat.not_traced
     def run(*args: Any) -> Any:
         values = [a.full_tensor() if isinstance(a, LazyGather) else a for a in args]
-        for i, shard in zip(sharded, unwrap(*[values[i] for i in sharded])):
-            values[i] = shard
-        outputs = compiled(*values)
-        return present(outputs)
+        with modes():
+            for i, shard in zip(sharded, unwrap(*[values[i] for i in sharded])):
+                values[i] = shard
+            return present(compiled(*values))
 
     return run
 
 
+def _modes(program: Program) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """The modes the program's graph is compiled and run in; Dynamo guards on the caller's."""
+    grad = bool(program.serial.meta.get("enable_grad"))
+    if grad or compat.autocast_is_on():
+        return functools.partial(compat.explicit_modes, grad)
+    return contextlib.nullcontext
 
 
 def _presenter(

@@ -17,7 +17,7 @@ from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree
 from autoshard.runtime.mesh import Mesh, init_mesh
 from autoshard.runtime.parameters import related_parameters, shard_parameters, unstorable
-from autoshard.runtime.placement import State
+from autoshard.runtime.placement import R, S, State
 from autoshard.tracing import intercept
 
 
@@ -90,11 +90,12 @@ def build_agreed(
 def store(
     planned: dict[nn.Parameter, State], mesh: Mesh, config: Config
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Store the parameters a graph planned as planned, and the rest of their models whole.
+    """Store the parameters a graph planned as planned, and the rest of their models split.
 
     Optimizers and clip_grad_norm_ cannot mix DTensors with plain tensors, so parameters that the
     graph never read become DTensors too; the first graph that reads one decides where it lives.
-    Returns the new parameter for each old one.
+    Until then eager code, such as what lies between two graphs, gathers it at each use. Returns
+    the new parameter for each old one.
     """
     axis = mesh.axis("tp")
     states = {parameter: {axis.name: state} for parameter, state in planned.items()}
@@ -103,10 +104,16 @@ def store(
         for p in related_parameters(list(planned))
         if not isinstance(p, DTensor) and p not in states and unstorable(p) is None
     ]
-    states.update({p: {} for p in rest})
+    states.update({p: {axis.name: _resting_state(p, axis.size)} for p in rest})
     moved = shard_parameters(states, mesh, broadcast=config.initial_weights == "broadcast")
     for old, new in moved.items():
         build.set_planned(new, old in planned)
     for parameter in planned:
         build.set_planned(parameter, True)  # one that stays where it is stored
     return moved
+
+
+def _resting_state(parameter: nn.Parameter, n: int) -> State:
+    """Where a parameter waits for a graph that reads it: vectors whole, the rest by rows."""
+    rows = parameter.shape[0] if parameter.dim() > 1 else 0
+    return S(0) if rows >= n else R

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autoshard.runtime import compat
 from autoshard.runtime.materialize import materialize
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.storage import local_part, owned, stored_states, wrap_local
@@ -149,6 +150,7 @@ def part_like(whole: torch.Tensor, parameter: DTensor) -> DTensor:
 
 
 def _whole(name: str) -> property:
+    @compat.never_a_frame
     def get(self: nn.Module) -> Any:
         if name not in self._parameters:  # deleted, perhaps replaced by a plain attribute
             if name not in self.__dict__:

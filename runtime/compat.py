@@ -102,6 +102,47 @@ def backend_fakes(placeholders: Sequence[fx.Node]) -> list[Any]:
     return fakes
 
 
+def allow_rnn() -> None:
+    """Let Dynamo trace nn.LSTM and its kin, which it otherwise leaves to eager code.
+
+    It refuses them because compiling one is slow. In eager code every weight of the model around
+    one is gathered by itself; traced, the RNN is one operator among others.
+    """
+    torch._dynamo.config.allow_rnn = True
+
+
+def never_a_frame(fn: F) -> F:
+    """`fn`, which Dynamo inlines where it traces a caller, and never compiles by itself.
+
+    Between graphs Dynamo would take each call for the user's code, compile it, and plan the
+    parameters it reads; torch.compiler.disable would break the graphs that inline it.
+    """
+    torch._dynamo.eval_frame.skip_code(fn.__code__)
+    return fn
+
+
+@contextlib.contextmanager
+def explicit_modes(grad: bool) -> Iterator[None]:
+    """Autocast off, and gradients on where `grad`: what a captured graph is compiled and run in.
+
+    Its casts are operators of its own; autocast around it would add others, also in regions that
+    the model excluded. The private guard turns off every device's autocast at once.
+    """
+    with torch._C._DisableAutocast(), torch.enable_grad() if grad else contextlib.nullcontext():
+        yield
+
+
+def autocast_is_on() -> bool:
+    """Whether any device's autocast is enabled; Dynamo guards on it."""
+    return bool(torch._C._is_any_autocast_enabled())
+
+
+def frame_id() -> int | None:
+    """Which code object is being compiled: its recompilations have the same id."""
+    current = torch._guards.CompileContext.current_compile_id()
+    return None if current is None else current.frame_id
+
+
 def not_traced(fn: F) -> F:
     """`fn`, which Dynamo calls as it is and never looks into."""
     return torch.compiler.disable(fn)  # type: ignore[no-any-return]
