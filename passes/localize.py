@@ -84,8 +84,8 @@ class Localize:
     def _placeholder(self, node: fx.Node) -> None:
         new = self._emit(node, "placeholder", node.target, (), {})
         val = value(node)
-        if isinstance(val, torch.Tensor):
-            new.meta["val"] = local_value(val, self._state(node), self.axis)
+        is_tensor = isinstance(val, torch.Tensor)
+        new.meta["val"] = local_value(val, self._state(node), self.axis) if is_tensor else val
         self.placeholders.append(new)
         self.local[node] = new
 

@@ -114,10 +114,15 @@ def allow_rnn() -> None:
 def never_a_frame(fn: F) -> F:
     """`fn`, which Dynamo inlines where it traces a caller, and never compiles by itself.
 
-    Between graphs Dynamo would take each call for the user's code, compile it, and plan the
-    parameters it reads; torch.compiler.disable would break the graphs that inline it.
+    Between graphs Dynamo would take each call, and each function called from it, for the user's
+    code, compile it, and plan the parameters it reads. torch.compiler.disable would break the
+    graphs that inline `fn`; the strategy concerns frames that start to execute only.
     """
-    torch._dynamo.eval_frame.skip_code(fn.__code__)
+    frames = torch._dynamo.types
+    skip = frames.FrameAction.SKIP
+    torch._C._dynamo.eval_frame.set_code_exec_strategy(
+        fn.__code__, frames.FrameExecStrategy(skip, skip)
+    )
     return fn
 
 
