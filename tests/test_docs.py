@@ -1,0 +1,74 @@
+"""What docs/sharding_rules.md says about its example is what the planner offers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.planning import registry
+from autoshard.planning.rules import RULES
+
+DOC = Path(__file__).parents[1] / "docs" / "sharding_rules.md"
+
+
+@torch.library.custom_op("mylib::scale_rows", mutates_args=())
+def scale_rows(x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    return x * s[:, None]
+
+
+@scale_rows.register_fake
+def _(x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, grad):  # type: ignore[no-untyped-def]
+    x, s = ctx.saved_tensors
+    return grad * s[:, None], (grad * x).sum(1)
+
+
+scale_rows.register_autograd(_backward, setup_context=_save)
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.s = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.mylib.scale_rows(x, self.s)
+        return y
+
+
+def test_the_example_offers_what_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_rules", dict(registry._rules))
+    line = re.search(r"autoshard\.sharding_rule\(.*\)", DOC.read_text())
+    assert line is not None
+    exec(line[0], {"autoshard": autoshard})
+    x = torch.randn(8, 4, requires_grad=True)
+    program = autoshard.trace(Rows(), (x,), mesh={"tp": 2})
+    target = torch.ops.mylib.scale_rows.default
+    (node,) = [n for n in program.serial.graph.nodes if n.target is target]
+    offered, reasons = registry.strategies(node, 2)
+    states = {(s.inputs, s.output) for s in offered}
+    assert {
+        (("S(0)", "S(0)"), "S(0)"),
+        (("S(1)", "V"), "S(1)"),
+        (("P", "V"), "P"),
+        (("V", "P"), "P"),
+    } <= states
+    assert not reasons
+
+
+def test_the_quoted_rules_stand_in_the_table() -> None:
+    quoted = re.findall(r'^"(aten\.[\w.]+)": "(.*)",$', DOC.read_text(), re.MULTILINE)
+    assert len(quoted) == 4
+    assert all(RULES[name] == text for name, text in quoted)
