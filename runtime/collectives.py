@@ -14,6 +14,7 @@ AOTAutograd traces through it to `_c10d_functional` operators.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,13 +54,23 @@ def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     )
 
 
-def all_to_all(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """[n * r, ...] -> [n * r, ...]: block i goes to rank i, block j of the result came from j."""
+def all_to_all(
+    x: torch.Tensor, axis: Axis, rows: Sequence[Sequence[int]] | None = None
+) -> torch.Tensor:
+    """Block i of `x` goes to rank i; block j of the result is from rank j.
+
+    rows[i][j]: rows that rank i sends to rank j; all the same where it is not given.
+    """
+    own = axis.rank
+    if rows is None:
+        rows = [[x.shape[0] // axis.size] * axis.size] * axis.size
     if axis.group.startswith(lockstep.PREFIX):
         parts = lockstep.exchange(axis, f"all_to_all {tuple(x.shape)}", x)
-        return torch.cat([part.tensor_split(axis.size)[axis.rank] for part in parts])
-    sizes = [x.shape[0] // axis.size] * axis.size
-    return _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), sizes, sizes, axis.group))
+        return torch.cat([part.split(list(sent))[own] for part, sent in zip(parts, rows)])
+    received = [sent[own] for sent in rows]
+    return _c10d.wait_tensor(
+        _c10d.all_to_all_single(x.contiguous(), received, list(rows[own]), axis.group)
+    )
 
 
 def _pad_to(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
     rank 0, rank 1 of two     [q0 q1 k0] [k1 v0 v1]  ->  [q0 k0 v0] [q1 k1 v1]
 
-so that the parts can be split off locally. Blocks move by one all-to-all of a shard's size (with
-a little padding), where gathering the dim would move n times as much.
+so that the parts can be split off locally. Blocks move by one all-to-all of a shard's size, where
+gathering the dim would move n times as much.
 """
 
 from __future__ import annotations
@@ -34,30 +34,25 @@ def _routes(sizes: Sequence[int], n: int) -> tuple[int, list[list[list[tuple[int
     return rows, routes
 
 
-def blocks_sent(sizes: Sequence[int], n: int) -> tuple[int, int]:
-    """(rows of a block, blocks a rank sends to each other): what the all-to-all moves."""
-    rows, routes = _routes(sizes, n)
-    return rows, max(len(route) for row in routes for route in row)
+def pieces(sizes: Sequence[int], n: int) -> int:
+    """Blocks into which each rank cuts its shard."""
+    return sum(sizes) // n // math.gcd(*[size // n for size in sizes])
 
 
 def _move(x: torch.Tensor, dim: int, sizes: Sequence[int], axis: Axis, back: bool) -> torch.Tensor:
-    rows, routes = _routes(sizes, axis.size)
-    most = max(len(route) for row in routes for route in row)
+    block, routes = _routes(sizes, axis.size)
+    # pairs[src][dst]: (block at src, block at dst) of each block that moves from src to dst
+    pairs = routes
+    if back:
+        turned = [list(column) for column in zip(*routes)]
+        pairs = [[[(b, a) for a, b in route] for route in row] for row in turned]
     x = x.movedim(dim, 0)
-    parts = []
-    for other in range(axis.size):
-        route = routes[other][axis.rank] if back else routes[axis.rank][other]
-        blocks = [pair[1] if back else pair[0] for pair in route]
-        for block in blocks + [0] * (most - len(blocks)):  # padding: any block serves
-            parts.append(x.narrow(0, block * rows, rows))
-    moved = all_to_all(torch.cat(parts), axis)
-    landed = {}
-    for other in range(axis.size):
-        route = routes[axis.rank][other] if back else routes[other][axis.rank]
-        for slot, pair in enumerate(route):
-            landed[pair[0] if back else pair[1]] = other * most + slot
-    order = [landed[block] for block in range(len(landed))]
-    return torch.cat([moved.narrow(0, at * rows, rows) for at in order]).movedim(0, dim)
+    sent = [pair[0] for route in pairs[axis.rank] for pair in route]
+    rows = [[len(route) * block for route in row] for row in pairs]
+    moved = all_to_all(torch.cat([x.narrow(0, at * block, block) for at in sent]), axis, rows)
+    landed = [pair[1] for row in pairs for pair in row[axis.rank]]
+    slots = sorted(range(len(landed)), key=landed.__getitem__)
+    return torch.cat([moved.narrow(0, slot * block, block) for slot in slots]).movedim(0, dim)
 
 
 class _Regroup(torch.autograd.Function):

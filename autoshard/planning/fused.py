@@ -15,7 +15,7 @@ from autoshard.planning.extents import count, is_one, same
 from autoshard.planning.strategy import Strategy, Traffic, value
 from autoshard.runtime.bound import Bound
 from autoshard.runtime.placement import S
-from autoshard.runtime.regroup import blocks_sent, split_parts, unfold_parts, with_parts
+from autoshard.runtime.regroup import pieces, split_parts, unfold_parts, with_parts
 
 MOST_PIECES = 64  # blocks a rank cuts its shard into, at most
 
@@ -78,11 +78,10 @@ def _traffic(
         return []
     if not all([call.fits(size, label, even=True) for size in known]):
         return []
-    rows, blocks = blocks_sent(known, call.n)
-    if sum(known) // call.n // rows > MOST_PIECES:
+    if pieces(known, call.n) > MOST_PIECES:
         call.decline(f"{label}: its rows would move in more than {MOST_PIECES} pieces")
         return []
     others = count(size for d, size in enumerate(tensor.shape) if d != dim)
-    nbytes = call.n * blocks * rows * others * tensor.element_size()
+    nbytes = sum(known) // call.n * others * tensor.element_size()
     forward = Traffic("all_to_all", nbytes)
     return [forward, forward._replace(backward=True)] if differentiable(tensor) else [forward]
