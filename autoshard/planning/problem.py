@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +39,27 @@ _UNFUSED = _LOOKUPS | {aten.cross_entropy_loss, aten.sort, aten.topk, aten.index
 
 # A consumer of a value: its variable, and the input state of each of its strategies.
 Use = tuple[int, list[State]]
+
+
+class _Moved(NamedTuple):
+    """What the price of moving a value depends on; `last` is its last dim."""
+
+    nbytes: int
+    diff: bool
+    activation: bool
+    outer: int
+    last: int
+
+    def spreads(self, src: State, dst: State) -> bool:
+        """Whether the change starts to split an activation along the sequence or the batch.
+
+        What a weight splits, features and heads, is born split or is the last dim. A slice of
+        V is no start: every rank has computed the whole, and needs its heads only.
+        """
+        dim = shard_dim(dst)
+        if dim is None or src == V or not (self.diff and self.activation):
+            return False
+        return src == P or dim != self.last
 
 
 @dataclass(frozen=True)
@@ -319,28 +340,33 @@ class Builder:
     def change_cost(self, source: fx.Node) -> Callable[[State, State], float]:
         """Seconds to move `source`'s value between two states, as the factors charge it."""
         moved = self._moved(source)
-        return lambda src, dst: self._change(src, dst, *moved)
+        return lambda src, dst: self._change(src, dst, moved)
 
-    def _moved(self, source: fx.Node) -> tuple[int, bool, bool, int]:
-        """What the price of moving a value depends on."""
-        outer = cost.outer_dim(value(source).shape)
-        return global_bytes(source), _differentiable(source), source not in self.stored, outer
+    def _moved(self, source: fx.Node) -> _Moved:
+        shape = value(source).shape
+        return _Moved(
+            global_bytes(source),
+            _differentiable(source),
+            source not in self.stored,
+            cost.outer_dim(shape),
+            len(shape) - 1,
+        )
 
-    def _change(
-        self, src: State, dst: State, nbytes: int, diff: bool, activation: bool, outer: int
-    ) -> float:
-        key = (src, dst, nbytes, diff, activation, outer)
+    def _change(self, src: State, dst: State, moved: _Moved) -> float:
+        key = (src, dst, moved)
         if key not in self._changes:
             if src == dst:
                 seconds = 0.0
-            elif activation and not self.sequence_parallel and src == P and dst[0] == "S":
+            elif not self.sequence_parallel and moved.spreads(src, dst):
                 seconds = np.inf
             else:
-                seconds = cost.change_seconds(src, dst, nbytes, self.n, self.link, diff, outer)
-                if diff and src[0] == "S" and shard_dim(dst) is None:
+                seconds = cost.change_seconds(
+                    src, dst, moved.nbytes, self.n, self.link, moved.diff, moved.outer
+                )
+                if moved.diff and src[0] == "S" and shard_dim(dst) is None:
                     # the gathered value is saved for the backward pass
-                    seconds += nbytes * (
-                        self.activation_price if activation else self.parameter_price
+                    seconds += moved.nbytes * (
+                        self.activation_price if moved.activation else self.parameter_price
                     )
             self._changes[key] = seconds
         return self._changes[key]
@@ -383,7 +409,7 @@ class Builder:
             key = ("m", tuple(src), tuple(dst), moved)
             if key not in self._tables:
                 self._tables[key] = np.array(
-                    [[self._change(a, b, *moved) for b in dst] for a in src]
+                    [[self._change(a, b, moved) for b in dst] for a in src]
                 )
             return self._tables[key]
 
