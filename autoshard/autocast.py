@@ -19,6 +19,8 @@ from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils import _pytree as pytree
 
+from autoshard.runtime import compat
+
 aten = torch.ops.aten
 
 
@@ -120,6 +122,10 @@ _CUDA = Policy(
     banned=_names("binary_cross_entropy"),
     inside=_names("lstm gru rnn_tanh rnn_relu inner conv1d conv2d conv3d linalg_norm"),
 )
+
+# The one operator that torch versions treat differently: on CUDA, 2.11 leaves rms_norm alone.
+if not compat.autocast_knows("rms_norm", "cuda"):
+    _CUDA = _CUDA._replace(fp32=_CUDA.fp32 - {"rms_norm"})
 
 POLICIES: dict[str, Policy] = {"cpu": _CPU, "cuda": _CUDA}
 """By device type."""

@@ -178,6 +178,12 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
+def autocast_knows(operator: str, device: str) -> bool:
+    """Whether this torch gives an ATen operator an autocast rule on a device type."""
+    key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[device]
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", key)
+
+
 def shard_placement(dim: int, inner: int) -> Placement:
     """Shard `dim`, which inner mesh axes have already split into `inner` parts before this one.
 

@@ -172,8 +172,8 @@ def test_table_names_every_operator_torch_registers(device: str) -> None:
     key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[device]
     named = set().union(*policy[:5])
     for full in torch._C._dispatch_get_all_op_names():
-        if not full.startswith("aten::"):
-            continue
+        if not full.startswith("aten::") or full.endswith("Dimname"):
+            continue  # named tensors cannot be captured
         if torch._C._dispatch_has_kernel_for_dispatch_key(full, key):
             name = full.removeprefix("aten::")
             assert name in named or name.split(".")[0] in named, full
