@@ -69,7 +69,7 @@ def build_program(
         plan=plan,
     )
     decisions = plan_graph(serial, axis.size, machine, request)
-    guard_divisible(serial, decisions.strategies, decisions.state, axis.size)
+    guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
     local = Localize(serial, decisions, axis).run()
     full = merged(plan, decisions, request, serial, axis.size)
     return Program(local, serial, full, decisions, axis, parameters)
@@ -117,14 +117,34 @@ def set_planned(parameter: nn.Parameter, planned: bool) -> None:
         parameter.__dict__["_autoshard_planned"] = planned
 
 
+# By code object: sizes (source, dim) of inputs that decide a size which some graph shards.
+_split_sizes: dict[int | None, set[tuple[str, int]]] = {}
+
+
 def guard_divisible(
-    serial: fx.GraphModule, strategies: dict[fx.Node, Any], state: Any, n: int
+    serial: fx.GraphModule,
+    strategies: dict[fx.Node, Any],
+    state: Any,
+    n: int,
+    inputs: list[compat.GraphInput],
 ) -> None:
     """Make Dynamo guard that the axis divides every symbolic size the plan shards.
 
     Evaluating `size % n == 0` on the traced symbol records the guard; a length that n does not
-    divide then compiles its own variant instead of getting a wrong answer.
+    divide then compiles its own variant instead of getting a wrong answer. That variant guards
+    that n does not divide: it would else serve every length from then on, unsharded.
     """
+    sizes = {
+        (item.source, dim): extent
+        for item in inputs
+        if isinstance(item.fake, torch.Tensor)
+        for dim, extent in enumerate(item.fake.shape)
+        if not isinstance(extent, int)
+    }
+    known = _split_sizes.setdefault(compat.frame_id(), set())
+    for key, extent in sizes.items():
+        if key in known:
+            bool(extent % n == 0)
     for node in serial.graph.nodes:
         val = value(node)
         if node not in strategies or not isinstance(val, torch.Tensor):
@@ -133,6 +153,8 @@ def guard_divisible(
         if dim is not None and not isinstance(val.shape[dim], int):
             if not bool(val.shape[dim] % n == 0):
                 raise AssertionError(f"{node.name}: planned S({dim}) of {val.shape[dim]} on {n}")
+            symbols = val.shape[dim].node.expr.free_symbols
+            known.update(k for k, s in sizes.items() if s.node.expr.free_symbols & symbols)
 
 
 def parameter_name(source: str) -> str:
