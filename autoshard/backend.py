@@ -79,7 +79,7 @@ def _runner(
 
     @compat.not_traced
     def run(*args: Any) -> Any:
-        values = [a.full_tensor() if isinstance(a, LazyGather) else a for a in args]
+        values: list[Any] = [a.full_tensor() if isinstance(a, LazyGather) else a for a in args]
         with modes():
             for i, shard in zip(sharded, unwrap(*[values[i] for i in sharded])):
                 values[i] = shard
@@ -103,6 +103,7 @@ def _presenter(
     if not any(state[0] == "S" for state in states):
         return lambda outputs: outputs
     axis = mesh.axis("tp")
-    if config.outputs == "dtensor":
-        return lambda outputs: as_dtensors(outputs, states, extents, axis, mesh.device_mesh)
+    device_mesh = mesh.device_mesh
+    if config.outputs == "dtensor" and device_mesh is not None:
+        return lambda outputs: as_dtensors(outputs, states, extents, axis, device_mesh)
     return lambda outputs: wrap_outputs(outputs, states, extents, axis)

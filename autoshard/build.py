@@ -18,12 +18,13 @@ from autoshard.interpreter import IDENTITY_TARGETS
 from autoshard.passes.localize import Localize
 from autoshard.passes.pipeline import prepare
 from autoshard.planning.hardware import HARDWARE, Hardware
-from autoshard.planning.plan import Plan
+from autoshard.planning.plan import Plan, strategy_text
 from autoshard.planning.planner import Request, fingerprint, merged, plan_graph
 from autoshard.planning.strategy import value
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.axis import Axis
+from autoshard.runtime.errors import PlanError
 from autoshard.runtime.lazy import LazyGather
 from autoshard.runtime.materialize import materialize
 from autoshard.runtime.placement import State, shard_dim
@@ -81,7 +82,7 @@ def load_plan(plan: Any, axis: Axis) -> Plan | None:
         return None
     loaded = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
     if (loaded.axis, loaded.size) != (axis.name, axis.size):
-        raise ValueError(
+        raise PlanError(
             f"the plan is for {loaded.axis}={loaded.size}, this mesh has {axis.name}={axis.size}: "
             "make a plan for this mesh, or change options['mesh']"
         )
@@ -89,9 +90,16 @@ def load_plan(plan: Any, axis: Axis) -> Plan | None:
 
 
 def plan_lines(program: Program) -> list[str]:
-    """What ranks compare: where each parameter lives, then each node's strategy."""
+    """What ranks compare: where each parameter lives, then each node, its shape and strategy."""
     lines = [f"parameter {name}: {state}" for name, state in program.plan.parameters.items()]
-    return lines + program.plan.graphs[fingerprint(program.serial)].lines()
+    strategies = program.decisions.strategies
+    for node in program.serial.graph.nodes:
+        val = value(node)
+        shape = f" {tuple(val.shape)}" if isinstance(val, torch.Tensor) else ""
+        text = f": {strategy_text(strategies[node])}" if node in strategies else ""
+        lines.append(f"{node.op} {program.parameters.get(node, node.name)}{shape}{text}")
+    copies = program.plan.graphs[fingerprint(program.serial)].copies
+    return lines + [f"copy of {name}: {state}" for name, state in copies.items()]
 
 
 def unplanned_parameters(
@@ -150,10 +158,11 @@ def guard_divisible(
         if node not in strategies or not isinstance(val, torch.Tensor):
             continue
         dim = shard_dim(state(node))
-        if dim is not None and not isinstance(val.shape[dim], int):
-            if not bool(val.shape[dim] % n == 0):
-                raise AssertionError(f"{node.name}: planned S({dim}) of {val.shape[dim]} on {n}")
-            symbols = val.shape[dim].node.expr.free_symbols
+        extent: Any = 0 if dim is None else val.shape[dim]
+        if not isinstance(extent, int):
+            if not bool(extent % n == 0):
+                raise AssertionError(f"{node.name}: planned S({dim}) of {extent} on {n}")
+            symbols = extent.node.expr.free_symbols
             known.update(k for k, s in sizes.items() if s.node.expr.free_symbols & symbols)
 
 

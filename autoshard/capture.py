@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from autoshard import autocast
 from autoshard.interpreter import Extra, Interpreter, TraceState, extras, turns_grad_on, unwrap
 from autoshard.rebuild import Rebuild, Seen
+from autoshard.runtime import compat
 from autoshard.runtime.errors import CaptureError, message, source_line
 from autoshard.transforms import inline_transforms
 
@@ -175,5 +176,4 @@ def _refuse_aliases(
 def _mutated(wrapped: Any) -> bool:
     if not isinstance(wrapped, FunctionalTensor):
         return False
-    changed: bool = torch._functionalize_has_data_mutation(wrapped.elem)  # type: ignore[attr-defined]
-    return changed
+    return compat.has_data_mutation(wrapped)

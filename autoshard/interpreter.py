@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard.autocast import AutocastMode
+from autoshard.runtime import compat
 from autoshard.runtime.errors import CaptureError, message, source_line
 
 IDENTITY_TARGETS: set[Callable[..., Any]] = set()
@@ -166,7 +167,7 @@ class Interpreter(fx.Interpreter):
         state = self.state
         if target in IDENTITY_TARGETS:
             return args[0]
-        if target is _DATA:
+        if target is compat.GET_DATA:
             return args[0].detach()
         if target is torch.tensor and not state.node.all_input_nodes:
             return self._constant(args, kwargs)
@@ -323,24 +324,20 @@ def unwrap(value: Any) -> Any:
     return value
 
 
-# What `x.data` is in Dynamo's graph.
-_DATA = getattr(torch._C._autograd, "_get_data_attr", None)
-
 # Functions Dynamo leaves in its graph that set a mode; run as state, they leave no node.
 _REGIONS: dict[Any, Callable[[TraceState, Any], None]] = {
-    torch._C._set_grad_enabled: TraceState.set_grad,
-    torch.amp.autocast_mode._enter_autocast: TraceState.enter_autocast,
-    torch.amp.autocast_mode._exit_autocast: TraceState.exit_autocast,
-    torch.autograd.grad_mode._enter_inference_mode: TraceState.enter_inference,
-    torch.autograd.grad_mode._exit_inference_mode: TraceState.exit_inference,
-    torch._C._autograd._saved_tensors_hooks_disable: TraceState.nothing,
-    torch._C._autograd._saved_tensors_hooks_enable: TraceState.nothing,
+    compat.SET_GRAD: TraceState.set_grad,
+    compat.ENTER_AUTOCAST: TraceState.enter_autocast,
+    compat.EXIT_AUTOCAST: TraceState.exit_autocast,
+    compat.ENTER_INFERENCE: TraceState.enter_inference,
+    compat.EXIT_INFERENCE: TraceState.exit_inference,
+    **dict.fromkeys(compat.SAVED_TENSOR_HOOKS, TraceState.nothing),
 }
 
 
 def turns_grad_on(gm: fx.GraphModule) -> bool:
     """Whether some node of `gm` enables gradients."""
     return any(
-        node.target is torch._C._set_grad_enabled and node.args[0] is True
+        node.target is compat.SET_GRAD and node.args[0] is True
         for _, node in execution(gm)
     )

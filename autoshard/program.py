@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from autoshard.passes.localize import local_value
-from autoshard.planning import cost
 from autoshard.planning.plan import Plan
 from autoshard.planning.planner import Decisions
+from autoshard.planning.values import tensor_bytes
 from autoshard.runtime import compat
 from autoshard.runtime.axis import Axis
 from autoshard.runtime.placement import State
@@ -103,12 +103,12 @@ class Program:
             if node.op != "placeholder" or not isinstance(node.meta.get("val"), torch.Tensor):
                 continue
             if node in self.parameters:
-                local = _bytes(self._local(node))
+                local = tensor_bytes(self._local(node))
                 parameters += local
                 gradients += local if node.meta["val"].requires_grad else 0
             elif node.meta.get("buffer"):
-                buffers += _bytes(node.meta["val"])
-        saved = sum(_bytes(n.meta["val"]) for n in self.joint.saved)
+                buffers += tensor_bytes(node.meta["val"])
+        saved = sum(tensor_bytes(n.meta["val"]) for n in self.joint.saved)
         return Memory(parameters, gradients, 2 * gradients, saved, buffers)
 
     def stored(self) -> dict[str, State]:
@@ -125,26 +125,17 @@ class Program:
         return local_value(node.meta["val"], self.decisions.stored[node], self.axis)
 
     def _collective(self, node: fx.Node, phase: str) -> Collective:
-        op, side = _LOGICAL_SIZE[node.target]
+        op, side = _LOGICAL_SIZE[node.target]  # type: ignore[index]
         source = node.args[0] if side == "input" else node
         assert isinstance(source, fx.Node)
         custom: dict[str, Any] = node.meta.get("custom") or {}
         return Collective(
             op,
             self.axis.name,
-            _bytes(source.meta["val"]),
+            tensor_bytes(source.meta["val"]),
             phase,
             custom.get("autoshard_module", ""),
             custom.get("autoshard_change", ""),
             custom.get("autoshard_line", ""),
             node,
         )
-
-
-def _bytes(tensor: Any) -> int:
-    if not isinstance(tensor, torch.Tensor):
-        return 0
-    size: int = tensor.element_size()
-    for extent in tensor.shape:
-        size *= cost.hint(extent)
-    return size

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from autoshard.interpreter import NO_GRAD, Extra, Hop, Slot, TraceState
+from autoshard.runtime import compat
 
 aten = torch.ops.aten
 
@@ -106,7 +107,7 @@ class Rebuild:
             self._value(new, val, _requires_grad(val))
             self.env[node] = new
         for node in nodes:
-            if node.op == "call_function" and node.target is not torch._C._set_grad_enabled:
+            if node.op == "call_function" and node.target is not compat.SET_GRAD:
                 self._call(node)
             elif node.op == "get_attr":
                 self._get_attr(node)

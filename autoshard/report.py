@@ -6,10 +6,10 @@ from collections import Counter
 
 from torch import fx
 
-from autoshard.planning.problem import global_bytes
 from autoshard.planning.strategy import operands, value
+from autoshard.planning.values import global_bytes
 from autoshard.program import Program
-from autoshard.runtime.placement import R, shard_dim
+from autoshard.runtime.placement import R, State, shard_dim
 
 
 def explain(program: Program) -> str:
@@ -63,27 +63,28 @@ def _parameters(program: Program) -> str:
 
 def reason(program: Program, node: fx.Node) -> str:
     """Why a parameter is where it is, in one clause."""
-    decisions, state = program.decisions, program.decisions.stored[node]
-    uses = []
+    decisions = program.decisions
+    state = decisions.stored[node]
+    uses: list[tuple[fx.Node, State]] = []
     for user in node.users:
         strategy = decisions.strategies.get(user)
         if strategy is not None:
-            wanted = [s for o, s in zip(operands(user), strategy.inputs) if o is node]
-            uses.append((user, wanted[0] if wanted else R))
+            states = [s for o, s in zip(operands(user), strategy.inputs) if o is node]
+            uses.append((user, states[0] if states else R))
     if not uses:
         return "unused in this graph"
-    user, wanted = uses[0]
+    user, use = uses[0]
     where = operator_name(user)
     if state == R:
         declined = decisions.declined.get(user)
         if declined and max(value(node).shape, default=0) >= program.axis.size:
             return f"{where}: {declined[0]}"
         return f"{where} runs whole; splitting saves less than its collectives cost"
-    if wanted == state:
+    if use == state:
         return f"{where} runs on the shard"
-    if shard_dim(wanted) is None:
+    if shard_dim(use) is None:
         return f"{where} needs it whole: gathered before use"
-    return f"{where} uses {wanted}: moved before use"
+    return f"{where} uses {use}: moved before use"
 
 
 def operator_name(node: fx.Node) -> str:

@@ -13,6 +13,9 @@ The model is on meta tensors (no memory, no GPU, no processes). Columns:
     capture, plan, rewrite   seconds in autoshard: ATen capture and passes before the plan;
                  problem and solver; local shapes and collectives
     total        the whole of `autoshard.trace`, in seconds
+
+Seconds are processor time of the one process and thread at work: a quiet machine's clock shows
+the same, and a busy one's does not disturb the figures.
 """
 
 from __future__ import annotations
@@ -66,11 +69,11 @@ class Stopwatch:
         """`function`, with its time added to `name`."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            start = time.process_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                spent = time.perf_counter() - start
+                spent = time.process_time() - start
                 self.seconds[name] = self.seconds.get(name, 0.0) + spent
 
         return timed
@@ -78,7 +81,7 @@ class Stopwatch:
 
 def measure(layers: int, tp: int = 8, tokens: int = 4096) -> dict[str, float]:
     """One row of the table."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     gc.collect()
     model = llama(layers)
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
@@ -90,10 +93,10 @@ def measure(layers: int, tp: int = 8, tokens: int = 4096) -> dict[str, float]:
         mock.patch.object(build, "plan_graph", watch.around("plan", build.plan_graph)),
         mock.patch.object(Localize, "run", watch.around("rewrite", Localize.run)),
     ):
-        start = time.perf_counter()
+        start = time.process_time()
         batch = {"input_ids": ids, "labels": ids}
         program = autoshard.trace(model, kwargs=batch, mesh={"tp": tp}, hardware="h100")
-        total = time.perf_counter() - start
+        total = time.process_time() - start
     seconds, decisions = watch.seconds, program.decisions
     problem = decisions.builder.problem
     return {
@@ -123,6 +126,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
 
+    torch.set_num_threads(1)
     measure(1, options.tp)  # imports and first calls of torch are nobody's planning time
     print("| " + " | ".join(COLUMNS) + " |")
     print("|" + " ---: |" * len(COLUMNS))

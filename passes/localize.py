@@ -29,8 +29,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard.passes.base import module_path, user_line
 from autoshard.planning.planner import Decisions
-from autoshard.planning.problem import output_state, producer
 from autoshard.planning.strategy import Strategy, operands, value
+from autoshard.planning.values import output_state, producer
 from autoshard.planning.views import size_entry
 from autoshard.runtime.axis import Axis, chunk_bounds
 from autoshard.runtime.collectives import change
@@ -100,7 +100,9 @@ class Localize:
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.local.__getitem__)
             self.local[node] = self._emit(node, "call_function", node.target, args, kwargs)
         else:
-            self.local[node] = self._operator(node, strategy)
+            new = self._operator(node, strategy)
+            new.meta["val"] = self._local(value(node), strategy.output)
+            self.local[node] = new
 
     def _output(self, node: fx.Node) -> None:
         n_outputs = self.gm.meta["n_outputs"]
@@ -210,10 +212,18 @@ class Localize:
                 new.meta[key] = like.meta[key]
         if have == P and "recompute" in new.meta:
             new.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        new.meta["val"] = self._local(value(source), want)
         new.meta["custom"]["autoshard_change"] = f"{source.name}: {have} -> {want}"
         return new
 
     # Helpers
+
+    def _local(self, val: Any, state: State | tuple[State, ...]) -> Any:
+        if isinstance(val, torch.Tensor):
+            return local_value(val, state, self.axis)  # type: ignore[arg-type]
+        if isinstance(val, (tuple, list)):
+            return tuple(map(self._local, val, state))
+        return val
 
     def _state(self, node: fx.Node) -> State:
         owner, index = producer(node)

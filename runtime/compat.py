@@ -118,7 +118,7 @@ def never_a_frame(fn: F) -> F:
     code, compile it, and plan the parameters it reads. torch.compiler.disable would break the
     graphs that inline `fn`; the strategy concerns frames that start to execute only.
     """
-    frames = torch._dynamo.types
+    frames: Any = torch._dynamo.types
     skip = frames.FrameAction.SKIP
     torch._C._dynamo.eval_frame.set_code_exec_strategy(
         fn.__code__, frames.FrameExecStrategy(skip, skip)
@@ -176,6 +176,35 @@ def real_tensors() -> Iterator[None]:
 
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def wrapper_tensor(cls: type, shape: tuple[Any, ...], like: torch.Tensor, grad: bool) -> Any:
+    """A tensor of subclass `cls` with a shape and no memory; dtype and device are those of `like`.
+
+    What every wrapper subclass in torch is made by, and has no public name.
+    """
+    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        cls, shape, dtype=like.dtype, device=like.device, requires_grad=grad
+    )
+
+
+def has_data_mutation(functional: Any) -> bool:
+    """Whether a FunctionalTensor was written to: functionalisation has no public reader."""
+    return bool(torch._functionalize_has_data_mutation(functional.elem))  # type: ignore[attr-defined]
+
+
+# Functions Dynamo leaves in its graph, which no public name reaches: what `x.data` is, and the
+# switches of grad mode, autocast, inference mode and saved-tensor hooks.
+GET_DATA = getattr(torch._C._autograd, "_get_data_attr", None)
+SET_GRAD = torch._C._set_grad_enabled
+ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
+EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
+ENTER_INFERENCE = torch.autograd.grad_mode._enter_inference_mode
+EXIT_INFERENCE = torch.autograd.grad_mode._exit_inference_mode
+SAVED_TENSOR_HOOKS = (
+    torch._C._autograd._saved_tensors_hooks_disable,
+    torch._C._autograd._saved_tensors_hooks_enable,
+)
 
 
 def autocast_knows(operator: str, device: str) -> bool:

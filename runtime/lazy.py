@@ -59,13 +59,7 @@ class LazyGather(torch.Tensor):
 
     @staticmethod
     def __new__(cls, value: _Value, shape: Sequence[int], requires_grad: bool) -> LazyGather:
-        self: LazyGather = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            tuple(shape),
-            dtype=value.local.dtype,
-            device=value.local.device,
-            requires_grad=requires_grad,
-        )
+        self: LazyGather = compat.wrapper_tensor(cls, tuple(shape), value.local, requires_grad)
         self._value = value
         return self
 

@@ -12,7 +12,7 @@ from autoshard import tracing
 from autoshard.build import build_program
 from autoshard.config import Config
 from autoshard.planning.hardware import hardware
-from autoshard.planning.problem import global_bytes
+from autoshard.planning.values import global_bytes
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import offline_mesh

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.planning.strategy import Strategy
+from autoshard.runtime.errors import PlanError
 from autoshard.runtime.placement import State, is_state
 
 VERSION = 1
@@ -81,20 +82,23 @@ class Plan:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        """Read a plan; ValueError names the file and the entry that is wrong."""
+        """Read a plan; PlanError names the file and the entry that is wrong."""
         try:
             body = json.loads(Path(path).read_text())
         except json.JSONDecodeError as error:
-            raise ValueError(f"plan file {path} is not JSON: {error}") from error
+            raise PlanError(f"plan file {path} is not JSON: {error}") from error
         if not isinstance(body, dict) or body.get("version") != VERSION:
             found = body.get("version") if isinstance(body, dict) else type(body).__name__
-            raise ValueError(
+            raise PlanError(
                 f"plan file {path} has version {found!r}; this release reads {VERSION}. "
                 "Save it again with this release."
             )
+        missing = [key for key in ("axis", "size", "parameters") if key not in body]
+        if missing:
+            raise PlanError(f"plan file {path} has no {missing[0]!r}. Save it again.")
         for name, state in body["parameters"].items():
             if not is_state(state) or state in ("V", "P"):
-                raise ValueError(
+                raise PlanError(
                     f'plan file {path}: parameter {name!r} is stored {state!r}; '
                     'use "R" (whole on every rank) or "S(d)" (split along dim d)'
                 )

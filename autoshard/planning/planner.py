@@ -12,17 +12,9 @@ from torch import fx
 
 from autoshard.planning.hardware import Hardware
 from autoshard.planning.plan import GraphPlan, Plan, strategy_text
-from autoshard.planning.problem import (
-    TRAINED_BYTES,
-    Builder,
-    Prices,
-    Problem,
-    global_bytes,
-    output_state,
-    producer,
-    shardable,
-)
+from autoshard.planning.problem import TRAINED_BYTES, Builder, Prices, Problem
 from autoshard.planning.strategy import Strategy, value
+from autoshard.planning.values import global_bytes, output_state, producer, shardable
 from autoshard.runtime.errors import PlanError
 from autoshard.runtime.placement import R, State, shard_dim
 

@@ -9,7 +9,6 @@ rank builds the same problem.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,8 +22,18 @@ from autoshard.planning import cost, registry
 from autoshard.planning.hardware import Hardware
 from autoshard.planning.solver import FactorGraph, Solution
 from autoshard.planning.strategy import Strategy, operands, value
-from autoshard.runtime.axis import chunk_size
-from autoshard.runtime.placement import P, R, S, State, V, shard_dim
+from autoshard.planning.values import (
+    differentiable,
+    fusible,
+    global_bytes,
+    is_lookup,
+    output_state,
+    producer,
+    shardable,
+    stored_domain,
+    tensor_bytes,
+)
+from autoshard.runtime.placement import P, R, State, V, shard_dim
 
 # Bytes the training state keeps for each byte of a parameter: itself, its gradient, and two
 # moments of Adam.
@@ -32,10 +41,6 @@ TRAINED_BYTES = 4.0
 
 # Norm weights and biases are a thousandth of a model: splitting one is not worth a collective.
 VECTOR_DISCOUNT = 1e-3
-
-aten = torch.ops.aten
-_LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather}
-_UNFUSED = _LOOKUPS | {aten.cross_entropy_loss, aten.sort, aten.topk, aten.index_put}
 
 # A consumer of a value: its variable, and the input state of each of its strategies.
 Use = tuple[int, list[State]]
@@ -102,54 +107,6 @@ class Problem:
             R if entry is None else entry[1][solution.assignment[entry[0]]]
             for entry in self.outputs
         ]
-
-
-def producer(node: fx.Node) -> tuple[fx.Node, int | None]:
-    """The node that decides `node`'s state, and which element of its tuple `node` is."""
-    if node.target is operator.getitem:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        if isinstance(value(source), (tuple, list)):
-            index = node.args[1]
-            assert isinstance(index, int)
-            return source, index
-    return node, None
-
-
-def output_state(strategy: Strategy, index: int | None) -> State:
-    """The state of a strategy's result, or of one element of a tuple result."""
-    if index is None:
-        assert isinstance(strategy.output, str)
-        return strategy.output
-    return strategy.output[index]
-
-
-def global_bytes(node: fx.Node) -> int:
-    """Bytes of the whole (unsharded) value; symbolic sizes count with their hints."""
-    tensor = value(node)
-    size: int = tensor.element_size()
-    for extent in tensor.shape:
-        size *= cost.hint(extent)
-    return size
-
-
-def stored_domain(node: fx.Node, n: int) -> list[State]:
-    """Where a parameter may be stored: whole, or split along a dim by the chunk rule."""
-    shape = value(node).shape
-    return [R] + [S(d) for d, extent in enumerate(shape) if extent >= n]
-
-
-def shardable(tensor: torch.Tensor, n: int) -> list[State]:
-    """The S states of a value that leave no rank empty; symbolic sizes must divide."""
-    states = []
-    for dim, extent in enumerate(tensor.shape):
-        size = cost.hint(extent)
-        if not isinstance(extent, int):
-            if size % n == 0:
-                states.append(S(dim))
-        elif size >= n and (n - 1) * chunk_size(size, n) < size:
-            states.append(S(dim))
-    return states
 
 
 class Builder:
@@ -230,7 +187,7 @@ class Builder:
     def _from_weights(self, node: fx.Node) -> bool:
         """Whether a parameter flows into the node: masks and positions are not worth sharding."""
         if node.op == "placeholder":
-            return node in self.stored or _differentiable(node)
+            return node in self.stored or differentiable(node)
         return any(self._weighted.get(source, False) for source in node.all_input_nodes)
 
     def _signature(self, node: fx.Node) -> tuple[Any, ...]:
@@ -240,7 +197,7 @@ class Builder:
             self._describe_value(leaf) if isinstance(leaf, fx.Node) else repr(leaf)
             for leaf in leaves
         )
-        return (node.target, str(spec), described, _differentiable(node), self._weighted[node])
+        return (node.target, str(spec), described, differentiable(node), self._weighted[node])
 
     def _describe_value(self, node: fx.Node) -> Any:
         val = value(node)
@@ -255,7 +212,7 @@ class Builder:
         key = self._signature(node)
         if key not in self._strategies:
             found, declined = registry.strategies(node, self.n)
-            if not self._weighted[node] and not _differentiable(node):
+            if not self._weighted[node] and not differentiable(node):
                 found = found[:1]  # masks and positions: never worth a collective
             self._strategies[key] = (found, declined)
         return self._strategies[key]
@@ -288,10 +245,10 @@ class Builder:
         if key in self._units:
             return self._units[key]
         flops = float(cost.node_flops(node))
-        diff = _differentiable(node)
+        diff = differentiable(node)
         results = value(node) if isinstance(value(node), (tuple, list)) else [value(node)]
         dtype = next((r.dtype for r in results if isinstance(r, torch.Tensor)), torch.float32)
-        sizes_out = [_bytes(r) if written else 0 for r in results]
+        sizes_out = [tensor_bytes(r) if written else 0 for r in results]
         sizes_in = [global_bytes(t) if read else 0 for t, read in zip(tensors, reads)]
         if is_lookup(node):
             sizes_in = [min(size, sum(sizes_out)) for size in sizes_in]
@@ -346,7 +303,7 @@ class Builder:
         shape = value(source).shape
         return _Moved(
             global_bytes(source),
-            _differentiable(source),
+            differentiable(source),
             source not in self.stored,
             cost.outer_dim(shape),
             len(shape) - 1,
@@ -403,7 +360,7 @@ class Builder:
         owner, index = producer(source)
         have = [output_state(s, index) for s in problem.domains[owner]]
         x = problem.variables[owner]
-        moved, diff = self._moved(source), _differentiable(source)
+        moved, diff = self._moved(source), differentiable(source)
 
         def matrix(src: list[State], dst: list[State]) -> np.ndarray:
             key = ("m", tuple(src), tuple(dst), moved)
@@ -432,28 +389,3 @@ class Builder:
                 direct, shared = matrix(have, states), matrix(domain, states)
                 self._tables[key] = np.minimum(direct[:, None, :], shared[None, :, :])
             problem.graph.add((x, c, variable), self._tables[key])
-
-
-def fusible(node: fx.Node) -> bool:
-    """Whether a compiler joins the operator to its neighbours: no product, lookup or sort."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return node.target is operator.getitem
-    return node.target.overloadpacket not in _UNFUSED and cost.node_flops(node) == 0
-
-
-def is_lookup(node: fx.Node) -> bool:
-    """Whether the operator reads of its operands only about what it returns."""
-    return getattr(node.target, "overloadpacket", None) in _LOOKUPS
-
-
-def _differentiable(node: fx.Node) -> bool:
-    return bool(node.meta.get("diff"))
-
-
-def _bytes(result: Any) -> int:
-    if not isinstance(result, torch.Tensor):
-        return 0
-    size: int = result.element_size()
-    for extent in result.shape:
-        size *= cost.hint(extent)
-    return size

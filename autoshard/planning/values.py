@@ -1,0 +1,90 @@
+"""What the planner asks about a node: who decides its state, its bytes, where it may be split."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.planning import cost
+from autoshard.planning.strategy import Strategy, value
+from autoshard.runtime.axis import chunk_size
+from autoshard.runtime.placement import R, S, State
+
+aten = torch.ops.aten
+
+_LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather}
+_UNFUSED = _LOOKUPS | {aten.cross_entropy_loss, aten.sort, aten.topk, aten.index_put}
+
+
+def producer(node: fx.Node) -> tuple[fx.Node, int | None]:
+    """The node that decides `node`'s state, and which element of its tuple `node` is."""
+    if node.target is operator.getitem:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        if isinstance(value(source), (tuple, list)):
+            index = node.args[1]
+            assert isinstance(index, int)
+            return source, index
+    return node, None
+
+
+def output_state(strategy: Strategy, index: int | None) -> State:
+    """The state of a strategy's result, or of one element of a tuple result."""
+    if index is None:
+        assert isinstance(strategy.output, str)
+        return strategy.output
+    return strategy.output[index]
+
+
+def global_bytes(node: fx.Node) -> int:
+    """Bytes of the whole (unsharded) value; symbolic sizes count with their hints."""
+    return tensor_bytes(value(node))
+
+
+def stored_domain(node: fx.Node, n: int) -> list[State]:
+    """Where a parameter may be stored: whole, or split along a dim by the chunk rule."""
+    shape = value(node).shape
+    return [R] + [S(d) for d, extent in enumerate(shape) if extent >= n]
+
+
+def shardable(tensor: torch.Tensor, n: int) -> list[State]:
+    """The S states of a value that leave no rank empty; symbolic sizes must divide."""
+    states = []
+    for dim, extent in enumerate(tensor.shape):
+        size = cost.hint(extent)
+        if not isinstance(extent, int):
+            if size % n == 0:
+                states.append(S(dim))
+        elif size >= n and (n - 1) * chunk_size(size, n) < size:
+            states.append(S(dim))
+    return states
+
+
+def fusible(node: fx.Node) -> bool:
+    """Whether a compiler joins the operator to its neighbours: no product, lookup or sort."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return node.target is operator.getitem
+    return node.target.overloadpacket not in _UNFUSED and cost.node_flops(node) == 0
+
+
+def is_lookup(node: fx.Node) -> bool:
+    """Whether the operator reads of its operands only about what it returns."""
+    return getattr(node.target, "overloadpacket", None) in _LOOKUPS
+
+
+def differentiable(node: fx.Node) -> bool:
+    """Whether a gradient can flow to the node."""
+    return bool(node.meta.get("diff"))
+
+
+def tensor_bytes(result: Any) -> int:
+    """Bytes of the whole tensor, symbolic sizes counted with their hints; 0 for anything else."""
+    if not isinstance(result, torch.Tensor):
+        return 0
+    size: int = result.element_size()
+    for extent in result.shape:
+        size *= cost.hint(extent)
+    return size
