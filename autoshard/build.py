@@ -150,9 +150,9 @@ def guard_divisible(
         if not isinstance(extent, int)
     }
     known = _split_sizes.setdefault(compat.frame_id(), set())
-    for key, extent in sizes.items():
+    for key, size in sizes.items():
         if key in known:
-            bool(extent % n == 0)
+            bool(size % n == 0)
     for node in serial.graph.nodes:
         val = value(node)
         if node not in strategies or not isinstance(val, torch.Tensor):
