@@ -162,8 +162,12 @@ def guard_divisible(
         if not isinstance(extent, int):
             if not bool(extent % n == 0):
                 raise AssertionError(f"{node.name}: planned S({dim}) of {extent} on {n}")
-            symbols = extent.node.expr.free_symbols
-            known.update(k for k, s in sizes.items() if s.node.expr.free_symbols & symbols)
+            known.update(k for k, size in sizes.items() if _symbols(size) & _symbols(extent))
+
+
+def _symbols(size: Any) -> Any:
+    """The symbols a symbolic size is made of."""
+    return size.node.expr.free_symbols
 
 
 def parameter_name(source: str) -> str:
