@@ -22,6 +22,7 @@ from autoshard.planning.plan import Plan, strategy_text
 from autoshard.planning.planner import Request, fingerprint, merged, plan_graph
 from autoshard.planning.strategy import value
 from autoshard.program import Program
+from autoshard.reasons import check_strict
 from autoshard.runtime import compat
 from autoshard.runtime.axis import Axis
 from autoshard.runtime.errors import PlanError
@@ -73,7 +74,10 @@ def build_program(
     guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
     local = Localize(serial, decisions, axis).run()
     full = merged(plan, decisions, request, serial, axis.size)
-    return Program(local, serial, full, decisions, axis, parameters)
+    program = Program(local, serial, full, decisions, axis, parameters)
+    if config.strict:
+        check_strict(program)
+    return program
 
 
 def load_plan(plan: Any, axis: Axis) -> Plan | None:

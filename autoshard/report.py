@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 
-from torch import fx
-
-from autoshard.planning.strategy import operands, value
+from autoshard.planning import cost
+from autoshard.planning.strategy import value
 from autoshard.planning.values import global_bytes
 from autoshard.program import Program
-from autoshard.runtime.placement import R, State, shard_dim
+from autoshard.reasons import reason, whole
+from autoshard.runtime.placement import shard_dim
 
 
 def explain(program: Program) -> str:
-    """A report for a terminal or a log file."""
-    sections = [_headline(program), _parameters(program), _collectives(program), _memory(program)]
-    return "\n\n".join(sections) + "\n"
+    """A report for a terminal or a log file; repeated layers are one line with a count."""
+    sections = [
+        _headline(program),
+        _parameters(program),
+        _unsharded(program),
+        _collectives(program),
+        _memory(program),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def folded(path: str) -> str:
+    """`model.layers.7.mlp` -> `model.layers.*.mlp`: the place in a layer, whichever layer."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def named(paths: Iterable[str]) -> str:
+    """One path as it is, several as their common folded path."""
+    distinct = list(dict.fromkeys(paths))
+    return distinct[0] if len(distinct) == 1 else folded(distinct[0])
 
 
 def human(nbytes: float) -> str:
@@ -46,67 +64,67 @@ def _headline(program: Program) -> str:
     return (
         f"autoshard: {program.axis.name}={program.axis.size}, "
         f"{len(program.parameters)} parameters, {human(total)} in all, "
-        f"{share:.1f}% of the bytes sharded; "
-        f"predicted cost {program.decisions.seconds:.3g} s a step"
+        f"{share:.1f}% of the bytes sharded"
     )
 
 
 def _parameters(program: Program) -> str:
-    rows = []
+    groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    bytes_of: Counter[tuple[str, ...]] = Counter()
     for node, name in program.parameters.items():
-        val = value(node)
-        shape = "x".join(str(e) for e in val.shape)
+        shape = "x".join(str(extent) for extent in value(node).shape)
         state = program.decisions.stored[node]
-        rows.append([name, shape, state, human(global_bytes(node)), reason(program, node)])
-    return table(["parameter", "shape", "stored", "bytes", "because"], rows)
+        key = (folded(name), shape, state, reason(program, node))
+        groups[key].append(name)
+        bytes_of[key] += global_bytes(node)
+    rows = [
+        [named(names), str(len(names)), shape, state, human(bytes_of[key]), because]
+        for key, names in groups.items()
+        for _, shape, state, because in [key]
+    ]
+    return table(["parameter", "count", "shape", "stored", "bytes", "because"], rows)
 
 
-def reason(program: Program, node: fx.Node) -> str:
-    """Why a parameter is where it is, in one clause."""
-    decisions = program.decisions
-    state = decisions.stored[node]
-    uses: list[tuple[fx.Node, State]] = []
-    for user in node.users:
-        strategy = decisions.strategies.get(user)
-        if strategy is not None:
-            states = [s for o, s in zip(operands(user), strategy.inputs) if o is node]
-            uses.append((user, states[0] if states else R))
-    if not uses:
-        return "unused in this graph"
-    user, use = uses[0]
-    where = operator_name(user)
-    if state == R:
-        declined = decisions.declined.get(user)
-        if declined and max(value(node).shape, default=0) >= program.axis.size:
-            return f"{where}: {declined[0]}"
-        return f"{where} runs whole; splitting saves less than its collectives cost"
-    if use == state:
-        return f"{where} runs on the shard"
-    if shard_dim(use) is None:
-        return f"{where} needs it whole: gathered before use"
-    return f"{where} uses {use}: moved before use"
-
-
-def operator_name(node: fx.Node) -> str:
-    """`linear` for aten.linear.default."""
-    return str(getattr(node.target, "_opname", getattr(node.target, "__name__", node.target)))
+def _unsharded(program: Program) -> str:
+    groups: dict[tuple[str, ...], int] = defaultdict(int)
+    for w in whole(program):
+        name = folded(w.name) if w.kind == "parameter" else w.name
+        groups[w.kind, name, w.reason, w.where] += 1
+    rows = [[kind, name, str(n), why, where] for (kind, name, why, where), n in groups.items()]
+    return table(["not sharded", "", "count", "because", "line"], rows) if rows else ""
 
 
 def _collectives(program: Program) -> str:
     found = program.collectives()
     if not found:
         return "no collectives"
-    counts: Counter[tuple[str, str, str, int, str]] = Counter()
+    groups: dict[tuple[str, str, str, int, str], list[str]] = defaultdict(list)
     for c in found:
-        counts[c.phase, c.op, c.module, c.bytes, c.change.partition(": ")[2] or "-"] += 1
+        change = c.change.partition(": ")[2] or "-"
+        groups[c.phase, c.op, folded(c.module), c.bytes, change].append(c.module)
     rows = [
-        [phase, op, str(count), human(nbytes), human(nbytes * count), change, module]
-        for (phase, op, module, nbytes, change), count in counts.items()
+        [phase, op, str(len(at)), human(nbytes), human(nbytes * len(at)), change, named(at)]
+        for (phase, op, _, nbytes, change), at in groups.items()
     ]
     header = ["phase", "collective", "count", "bytes each", "bytes", "change", "module"]
+    return "\n".join([table(header, rows), *_totals(program)])
+
+
+def _totals(program: Program) -> list[str]:
+    """What a rank sends in each phase, about how long that takes, and the count of each kind."""
+    n, builder, found = program.axis.size, program.decisions.builder, program.collectives()
+    lines = []
+    for phase in ("forward", "backward"):
+        parts = [(c.op, c.bytes) for c in found if c.phase == phase]
+        sent = sum(cost.ring_bytes(op, nbytes, n) for op, nbytes in parts)
+        seconds = sum(cost.collective_seconds(op, nbytes, n, builder.link) for op, nbytes in parts)
+        lines.append(
+            f"{phase}: a rank sends {human(sent)}, about {1e3 * seconds:.3g} ms "
+            f"on {builder.hardware.name}"
+        )
     by_op = Counter((c.phase, c.op) for c in found)
     total = ", ".join(f"{count} {op} {phase}" for (phase, op), count in sorted(by_op.items()))
-    return table(header, rows) + f"\n{len(found)} collectives a step: {total}"
+    return [*lines, f"{len(found)} collectives a step: {total}"]
 
 
 def _memory(program: Program) -> str:

@@ -139,9 +139,12 @@ class Localize:
                     leaves[i] = self.local[leaf]
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         if strategy.impl is not None:
-            return self._emit(
+            new = self._emit(
                 node, "call_function", strategy.impl, args, {**kwargs, "axis": self.axis}
             )
+            inside = getattr(strategy.impl, "__name__", "its own algorithm")
+            new.meta["custom"]["autoshard_change"] = f"{node.name}: {inside}"
+            return new
         if isinstance(strategy.output, str):
             args = self._sizes(node, args, strategy.output)
         return self._emit(node, "call_function", node.target, args, kwargs)
