@@ -92,7 +92,7 @@ def build_program(
         replicas = DataParallel(data_axes(mesh.axes), states, regather=config.zero == 3)
         replicas.run(local, Context(axis, config))
     full = merged(plan, decisions, request, serial, axis.size)
-    return Program(local, serial, full, decisions, axis, parameters, mesh, data)
+    return Program(local, serial, full, decisions, axis, parameters, mesh, data, config)
 
 
 def refuse_mutated(serial: fx.GraphModule, parameters: Mapping[fx.Node, str]) -> None:
