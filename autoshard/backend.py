@@ -51,7 +51,7 @@ def autoshard(
     inputs = compat.graph_inputs(gm)
     device = build.device_type(inputs)
     mesh = init_mesh(config.mesh, device)
-    if mesh.axis("tp").size == 1:
+    if mesh.size == 1:
         return compile_local(gm, list(example_inputs), config.inner)
     program = build_agreed(gm, example_inputs, inputs, mesh, config, device)
     planned = build.unplanned_parameters(inputs, program)
@@ -67,7 +67,7 @@ def _runner(
     fakes = compat.backend_fakes([n for n in local.graph.nodes if n.op == "placeholder"])
     modes = _modes(program)
     with modes():
-        compiled = compile_local(local, fakes, config.inner)
+        compiled = compile_local(local, fakes, config.inner, program.finish)
     sharded = [i for i, item in enumerate(inputs) if isinstance(item.real, DTensor)]
     owned = weakref.WeakSet(
         item.real for item in inputs if isinstance(item.real, nn.Parameter)

@@ -64,6 +64,7 @@ class Localize:
         self.graph = fx.Graph()
         self.local: dict[fx.Node, fx.Node] = {}
         self.converted: dict[tuple[fx.Node, State], fx.Node] = {}
+        self.values: dict[Any, torch.Tensor] = {}  # repeated layers have equal ones
         self.placeholders: list[fx.Node] = []
         self.mutated: set[fx.Node] = set()
 
@@ -223,7 +224,12 @@ class Localize:
 
     def _local(self, val: Any, state: State | tuple[State, ...]) -> Any:
         if isinstance(val, torch.Tensor):
-            return local_value(val, state, self.axis)  # type: ignore[arg-type]
+            key = (tuple(val.shape), val.dtype, val.device, val.requires_grad, state)
+            if not all(isinstance(extent, int) for extent in val.shape):
+                return local_value(val, state, self.axis)  # type: ignore[arg-type]
+            if key not in self.values:
+                self.values[key] = local_value(val, state, self.axis)  # type: ignore[arg-type]
+            return self.values[key]
         if isinstance(val, (tuple, list)):
             return tuple(map(self._local, val, state))
         return val
