@@ -7,6 +7,7 @@ autoshard.export.huggingface(model, directory)             gathered Hugging Face
 from __future__ import annotations
 
 from autoshard.export.errors import ExportError
+from autoshard.export.hf_directory import huggingface
 from autoshard.export.trtllm_checkpoint import trtllm, trtllm_build
 
-__all__ = ["ExportError", "trtllm", "trtllm_build"]
+__all__ = ["ExportError", "huggingface", "trtllm", "trtllm_build"]
