@@ -1,7 +1,8 @@
-"""Export from a running sharded job: the files equal those of one process with the whole model."""
+"""Export from a running sharded job: every file holds what the gathered parameters say."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard.export import memory
+from autoshard.export.graph import unwrapped
+from autoshard.runtime.mesh import init_mesh
+from autoshard.runtime.parameters import shard_parameters
 from gloo_pool import GlooPool
-from trtllm_oracle import make
+from trtllm_oracle import expected, make
 
 
 def trained(name: str, rank: int, mesh: dict[str, int]) -> nn.Module:
@@ -31,15 +35,22 @@ def trained(name: str, rank: int, mesh: dict[str, int]) -> nn.Module:
     return compiled  # type: ignore[no-any-return]
 
 
-def whole(name: str, model: nn.Module) -> Any:
-    """The same model in one process."""
-    plain = make(name)
-    state = {
-        key: value.full_tensor() if isinstance(value, DTensor) else value
-        for key, value in autoshard.export.graph.unwrapped(model).state_dict().items()
+def sharded(name: str, rank: int) -> nn.Module:
+    """A model whose parameters are stored in states no planner chose: rows, columns, whole."""
+    model = make(name, seed=rank).eval()
+    states = {}
+    for i, parameter in enumerate(model.parameters()):
+        states[parameter] = {"tp": f"S({i % 3})" if i % 3 < parameter.dim() else "R"}
+    shard_parameters(states, init_mesh({"tp": 2}, "cpu"), broadcast=True)
+    return model
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The gathered state dict."""
+    return {
+        key: (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+        for key, value in unwrapped(model).state_dict().items()
     }
-    plain.load_state_dict(state)
-    return plain
 
 
 class Counted(memory.Memory):
@@ -53,53 +64,59 @@ class Counted(memory.Memory):
 
 
 def export(name: str, folder: str, splits: list[tuple[int, int]]) -> list[list[str]]:
-    """Export at each tp x pp, and as Hugging Face directory; rank 0 alone does the same from the
-    gathered model. Returns the parameters each export had to gather."""
-    import torch.distributed as dist
-
+    """Export at each tp x pp, and as Hugging Face directory; save the gathered values beside.
+    Returns the parameters each export had to gather."""
     from autoshard.export import hf_directory, trtllm_checkpoint
 
     rank = int(os.environ["RANK"])
-    model = trained(name, rank, {"tp": 2})
-    plain = whole(name, model)
+    model = trained(name, rank, {"tp": 2}) if name == "llama" else sharded(name, rank)
+    values = whole(model)
+    if rank == 0:
+        torch.save(values, Path(folder, "values.pt"))
     Counted.made = []
-    for module in (hf_directory, trtllm_checkpoint):
-        module.Memory = Counted  # type: ignore[attr-defined]
+    modules: list[Any] = [hf_directory, trtllm_checkpoint]
+    for module in modules:
+        module.Memory = Counted
     try:
         for tp, pp in splits:
-            options = {"tp": tp, "pp": pp, "dtype": "bfloat16"}
-            autoshard.export.trtllm(model, Path(folder, f"job_{tp}_{pp}"), **options)
-        autoshard.export.huggingface(model, Path(folder, "job_hf"), max_shard_bytes=5000)
+            out = Path(folder, f"{tp}_{pp}")
+            autoshard.export.trtllm(model, out, tp=tp, pp=pp, dtype="bfloat16")
+        autoshard.export.huggingface(model, Path(folder, "hf"), max_shard_bytes=5000)
     finally:
-        for module in (hf_directory, trtllm_checkpoint):
-            module.Memory = memory.Memory  # type: ignore[attr-defined]
-    gathered = [one.gathered for one in Counted.made]
-    if rank == 0:
-        for tp, pp in splits:
-            options = {"tp": tp, "pp": pp, "dtype": "bfloat16"}
-            autoshard.export.trtllm(plain, Path(folder, f"one_{tp}_{pp}"), **options)
-        autoshard.export.huggingface(plain, Path(folder, "one_hf"), max_shard_bytes=5000)
-    dist.barrier()
-    return gathered
+        for module in modules:
+            module.Memory = memory.Memory
+    return [one.gathered for one in Counted.made]
 
 
-def assert_same_files(folder: Path, what: str) -> None:
-    job, one = folder / f"job_{what}", folder / f"one_{what}"
-    names = sorted(path.name for path in one.iterdir())
-    assert sorted(path.name for path in job.iterdir()) == names
-    for name in names:
-        assert (job / name).read_bytes() == (one / name).read_bytes(), name
+def assert_file(path: Path, wanted: dict[str, torch.Tensor]) -> None:
+    from safetensors.torch import load_file
+
+    found = load_file(path)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), (path.name, name)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
-def test_job_of_two_writes_what_one_process_writes(
-    name: str, gloo2: GlooPool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [("llama", [(2, 1), (4, 1), (1, 2)]), ("gpt2", [(2, 1)]), ("mixtral", [(1, 2)])],
+)
+def test_job_of_two_writes_what_its_parameters_are(
+    name: str, splits: list[tuple[int, int]], gloo2: GlooPool, tmp_path: Path
 ) -> None:
-    splits = [(2, 1), (4, 1), (1, 2)] if name == "llama" else [(2, 1), (1, 2)]
     gathered = gloo2(export, name, str(tmp_path), splits)
+    plain = make(name)
+    plain.load_state_dict(torch.load(tmp_path / "values.pt"))
     for tp, pp in splits:
-        assert_same_files(tmp_path, f"{tp}_{pp}")
-    assert_same_files(tmp_path, "hf")
+        for rank in range(tp * pp):
+            wanted = expected(plain, name, tp, pp, rank, torch.bfloat16)
+            assert_file(tmp_path / f"{tp}_{pp}" / f"rank{rank}.safetensors", wanted)
+        assert (tmp_path / f"{tp}_{pp}" / "config.json").exists()
+    values = dict(plain.named_parameters())
+    files = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())["weight_map"]
+    for file in set(files.values()):
+        assert_file(tmp_path / "hf" / file, {n: values[n] for n in files if files[n] == file})
+    assert files.keys() == values.keys()
     assert gathered[0] == gathered[1]
     if name == "llama":
         # what each rank holds at tp=2 is what the file of its number needs
@@ -111,7 +128,7 @@ def fails_on_one_rank(folder: str) -> str:
     from autoshard.export.safetensors_file import SafetensorsFile
 
     rank = int(os.environ["RANK"])
-    model = trained("llama", rank, {"tp": 2})
+    model = sharded("llama", rank)
     write = SafetensorsFile.write
 
     def full(self: SafetensorsFile, name: str, *args: Any) -> None:

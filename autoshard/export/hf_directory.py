@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,36 +69,52 @@ def huggingface(
     files = _files(_tensors(model, dtype), max_shard_bytes)
     destination = Destination(directory, memory.world, memory.rank)
     total = sum(map(len, files.values()))
-    done = 0
-    with contextlib.ExitStack() as stack:
-        stack.callback(destination.abandon)
+    names = iter(range(1, total + 1))
+
+    def tick(name: str) -> None:
+        if progress is not None and memory.rank == 0:
+            progress(name, next(names), total)
+
+    try:
         if memory.rank == 0:
             destination.attempt(
                 lambda: _beside(model, files, destination.partial, dtype, tokenizer)
             )
         for name, tensors in files.items():
-            file: list[SafetensorsFile] = []
-
-            def begin(name: str = name, tensors: list[_Tensor] = tensors) -> None:
-                sizes = {one.name: (tuple(one.value.shape), one.dtype) for one in tensors}
-                opened = SafetensorsFile(destination.partial / name, sizes, _METADATA)
-                file.append(stack.enter_context(opened))
-
-            if memory.rank == 0:
-                destination.attempt(begin)
-            for one in tensors:
-                part = _read(memory, one)
-                if memory.rank == 0:
-                    destination.attempt(
-                        lambda: file[0].write(one.name, part.tensor.to(one.dtype))  # noqa: B023
-                    )
-                del part
-                done += 1
-                if progress is not None and memory.rank == 0:
-                    progress(one.name, done, total)
-            for opened in file:
-                destination.attempt(opened.close)
+            _write(memory, destination, name, tensors, tick)
         destination.finish()
+    finally:
+        destination.abandon()
+
+
+def _write(
+    memory: Memory,
+    destination: Destination,
+    name: str,
+    tensors: list[_Tensor],
+    tick: Callable[[str], None],
+) -> None:
+    """One file, one parameter at a time; every rank takes part in reading, rank 0 writes."""
+    sizes = {one.name: (tuple(one.value.shape), one.dtype) for one in tensors}
+    with contextlib.ExitStack() as stack:
+        opened: list[SafetensorsFile] = []
+
+        def begin() -> None:
+            file = SafetensorsFile(destination.partial / name, sizes, _METADATA)
+            opened.append(stack.enter_context(file))
+
+        if memory.rank == 0:
+            destination.attempt(begin)
+        for one in tensors:
+            part = _read(memory, one)
+            for file in opened:
+                value = part.tensor.to(one.dtype)
+                destination.attempt(functools.partial(file.write, one.name, value))
+                del value
+            del part
+            tick(one.name)
+        for file in opened:
+            destination.attempt(file.close)
 
 
 def _read(memory: Memory, one: _Tensor) -> Part:
