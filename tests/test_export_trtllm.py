@@ -13,6 +13,9 @@ from torch import nn
 
 import autoshard
 from autoshard.export import ExportError, trtllm_build
+from autoshard.export.agreement import described
+from autoshard.export.graph import model_graph
+from autoshard.export.reading import read_decoder
 from trtllm_oracle import MODELS, expected, make
 
 REFERENCES = Path(__file__).parents[2] / "shared" / "reference" / "trtllm_checkpoints"
@@ -116,6 +119,19 @@ def test_without_configuration_the_graph_tells(tmp_path: Path) -> None:
         assert (tmp_path / "bare" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
 
 
+def test_halved_model(tmp_path: Path) -> None:
+    """`model.to(bfloat16)` rounds the rotary frequencies; the configuration still agrees."""
+    model = make("llama").to(torch.bfloat16)
+    autoshard.export.trtllm(model, tmp_path / "out", tp=2, dtype="bfloat16")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["rotary_base"] == 10000.0
+    wanted = expected(model, "llama", 2, 1, 1, torch.bfloat16)
+    assert_equal(tensors(tmp_path / "out" / "rank1.safetensors"), wanted)
+    del model.config.rope_parameters
+    with pytest.raises(ExportError, match="no configuration says their base"):
+        autoshard.export.trtllm(model, tmp_path / "unknown")
+
+
 def test_llama3_rotary_scaling(tmp_path: Path) -> None:
     scaling = {
         "rope_type": "llama3",
@@ -153,11 +169,8 @@ def test_llama3_rotary_scaling(tmp_path: Path) -> None:
 )
 def test_configuration_that_disagrees(field: str, value: Any, match: str, tmp_path: Path) -> None:
     model = make("llama")
-    captured = autoshard.export.graph.model_graph(model)
-    decoder = autoshard.export.reading.read_decoder(captured)
+    decoder = read_decoder(model_graph(model))
     setattr(model.config, field, value)
-    from autoshard.export.agreement import described
-
     with pytest.raises(ExportError, match=match):
         described(decoder, ("LlamaForCausalLM", "MistralForCausalLM"), model.config)
 

@@ -126,10 +126,18 @@ def _rotary(decoder: Decoder, config: Any) -> tuple[float, dict[str, Any] | None
     if found is None:
         return 10000.0, None
     base, scaling = _rope_parameters(config)
+    tolerance = max(1e-4, attention.precision)
     if base is None:
+        if attention.precision > 1e-4:
+            raise export_error(
+                f"rotary frequencies are known to {attention.precision:.1g} only, and no "
+                "configuration says their base",
+                attention.node,
+                "Keep the buffer of frequencies in float32.",
+            )
         base = fitted_base(found, attention.head_dim)
     expected = frequencies(base, attention.head_dim, scaling)
-    if not torch.allclose(found, expected, rtol=1e-4, atol=0):
+    if not torch.allclose(found, expected, rtol=tolerance, atol=0):
         worst = int(((found - expected).abs() / expected).argmax())
         raise export_error(
             f"rotary base {base:g} and scaling {scaling} give frequency {expected[worst]:.6g} in "

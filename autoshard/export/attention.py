@@ -59,8 +59,17 @@ class _Attention:
             self._linear("value", self._grouped(value, kv_heads, heads)),
             self.found.linear[dense],
             rotary,
+            self._precision(),
             self.node,
         )
+
+    def _precision(self) -> float:
+        """Relative, of the coarsest constant that query depends on."""
+        operand = self.given["query"]
+        assert isinstance(operand, fx.Node)
+        read = sources(operand, {**self.found.all(), **self.graph.constants})
+        dtypes = [self.graph.constants[n].dtype for n in read if n in self.graph.constants]
+        return max((torch.finfo(d).eps for d in dtypes if d.is_floating_point), default=0.0)
 
     def _causal(self) -> None:
         mask = self.given.get("attn_mask")

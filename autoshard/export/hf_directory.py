@@ -167,7 +167,7 @@ def _beside(
         }
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / "model.safetensors.index.json").write_text(text)
-    config = getattr(inner, "config", None)
+    config: Any = getattr(inner, "config", None)
     if hasattr(config, "save_pretrained"):
         config = copy.deepcopy(config)
         config.architectures = [type(inner).__name__]
@@ -175,7 +175,7 @@ def _beside(
         if first is not None:
             config.dtype = dtype or first.dtype
         config.save_pretrained(folder)
-    generation = getattr(inner, "generation_config", None)
+    generation: Any = getattr(inner, "generation_config", None)
     if hasattr(generation, "save_pretrained"):
         generation.save_pretrained(folder)
     if tokenizer is not None:

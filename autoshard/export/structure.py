@@ -43,6 +43,7 @@ class Attention:
     """Causal attention. query, key, value: rows are heads in order, `head_dim` rows each.
 
     rotary: the angles a half-split rotary embedding turns query and key by at position 1, or None.
+    precision: relative, of those angles: `model.half()` rounds the frequencies too.
     """
 
     heads: int
@@ -53,6 +54,7 @@ class Attention:
     value: Linear
     dense: Linear
     rotary: torch.Tensor | None
+    precision: float
     node: fx.Node
 
 
