@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -18,6 +20,7 @@ from autoshard.export.graph import unwrapped
 from autoshard.runtime.mesh import init_mesh
 from autoshard.runtime.parameters import shard_parameters
 from gloo_pool import GlooPool
+from test_export_trtllm import CASES, REFERENCES
 from trtllm_oracle import expected, make
 
 
@@ -37,7 +40,10 @@ def trained(name: str, rank: int, mesh: dict[str, int]) -> nn.Module:
 
 def sharded(name: str, rank: int) -> nn.Module:
     """A model whose parameters are stored in states no planner chose: rows, columns, whole."""
-    model = make(name, seed=rank).eval()
+    return shards(make(name, seed=rank).eval())
+
+
+def shards(model: nn.Module) -> nn.Module:
     states = {}
     for i, parameter in enumerate(model.parameters()):
         states[parameter] = {"tp": f"S({i % 3})" if i % 3 < parameter.dim() else "R"}
@@ -89,11 +95,10 @@ def export(name: str, folder: str, splits: list[tuple[int, int]]) -> list[list[s
 
 
 def assert_file(path: Path, wanted: dict[str, torch.Tensor]) -> None:
-    from safetensors.torch import load_file
-
     found = load_file(path)
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
+        assert found[name].dtype == value.dtype, (path.name, name)
         assert torch.equal(found[name], value), (path.name, name)
 
 
@@ -122,6 +127,28 @@ def test_job_of_two_writes_what_its_parameters_are(
         # what each rank holds at tp=2 is what the file of its number needs
         same_mesh = gathered[0][0]
         assert not [n for n in same_mesh if "proj" in n], same_mesh
+
+
+def export_references(folder: str) -> None:
+    import transformers
+
+    for case in CASES:
+        source, tp, pp = re.match(r"(.*)_tp(\d+)_pp(\d+)$", case).groups()  # type: ignore[union-attr]
+        path = REFERENCES / f"{source}_hf"
+        model = shards(transformers.AutoModelForCausalLM.from_pretrained(path))
+        autoshard.export.trtllm(model, Path(folder, case), tp=int(tp), pp=int(pp))
+
+
+@pytest.mark.skipif(not REFERENCES.exists(), reason="no reference checkpoints beside the checkout")
+def test_references_from_a_job_of_two(gloo2: GlooPool, tmp_path: Path) -> None:
+    gloo2(export_references, str(tmp_path))
+    for case in CASES:
+        for path in (REFERENCES / case).iterdir():
+            mine = tmp_path / case / path.name
+            if path.suffix == ".json":
+                assert json.loads(mine.read_text()) == json.loads(path.read_text())
+            else:
+                assert_file(mine, load_file(path))
 
 
 def fails_on_one_rank(folder: str) -> str:
