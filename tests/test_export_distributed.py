@@ -24,6 +24,9 @@ from test_export_trtllm import CASES, REFERENCES
 from trtllm_oracle import expected, make
 
 
+IDS = torch.arange(3, 19).view(2, 8)
+
+
 def trained(name: str, rank: int, mesh: dict[str, int]) -> nn.Module:
     """A model after one step of the backend. Ranks start apart: rank 0's weights count."""
     model = make(name, seed=rank).eval()
@@ -31,8 +34,7 @@ def trained(name: str, rank: int, mesh: dict[str, int]) -> nn.Module:
     compiled = torch.compile(
         model, backend="autoshard", options={"mesh": mesh, "inner": "aot_eager"}
     )
-    ids = torch.arange(3, 19).view(2, 8)
-    compiled(ids, labels=ids, use_cache=False).loss.backward()
+    compiled(IDS, labels=IDS, use_cache=False).loss.backward()
     optimizer.step()
     assert any(isinstance(p, DTensor) for p in model.parameters())
     return compiled  # type: ignore[no-any-return]
@@ -69,9 +71,9 @@ class Counted(memory.Memory):
         Counted.made.append(self)
 
 
-def export(name: str, folder: str, splits: list[tuple[int, int]]) -> list[list[str]]:
+def export(name: str, folder: str, splits: list[tuple[int, int]]) -> tuple[list[list[str]], float]:
     """Export at each tp x pp, and as Hugging Face directory; save the gathered values beside.
-    Returns the parameters each export had to gather."""
+    Returns the parameters each export had to gather, and the loss of the model after them."""
     from autoshard.export import hf_directory, trtllm_checkpoint
 
     rank = int(os.environ["RANK"])
@@ -91,7 +93,9 @@ def export(name: str, folder: str, splits: list[tuple[int, int]]) -> list[list[s
     finally:
         for module in modules:
             module.Memory = memory.Memory
-    return [one.gathered for one in Counted.made]
+    with torch.no_grad():
+        after = model(IDS, labels=IDS, use_cache=False).loss.item() if name == "llama" else 0.0
+    return [one.gathered for one in Counted.made], after
 
 
 def assert_file(path: Path, wanted: dict[str, torch.Tensor]) -> None:
@@ -109,8 +113,8 @@ def assert_file(path: Path, wanted: dict[str, torch.Tensor]) -> None:
 def test_job_of_two_writes_what_its_parameters_are(
     name: str, splits: list[tuple[int, int]], gloo2: GlooPool, tmp_path: Path
 ) -> None:
-    gathered = gloo2(export, name, str(tmp_path), splits)
-    plain = make(name)
+    (gathered, loss), (others, _) = gloo2(export, name, str(tmp_path), splits)
+    plain = make(name).eval()
     plain.load_state_dict(torch.load(tmp_path / "values.pt"))
     for tp, pp in splits:
         for rank in range(tp * pp):
@@ -122,11 +126,11 @@ def test_job_of_two_writes_what_its_parameters_are(
     for file in set(files.values()):
         assert_file(tmp_path / "hf" / file, {n: values[n] for n in files if files[n] == file})
     assert files.keys() == values.keys()
-    assert gathered[0] == gathered[1]
+    assert gathered == others
     if name == "llama":
         # what each rank holds at tp=2 is what the file of its number needs
-        same_mesh = gathered[0][0]
-        assert not [n for n in same_mesh if "proj" in n], same_mesh
+        assert not [n for n in gathered[0] if "proj" in n], gathered[0]
+        assert plain(IDS, labels=IDS).loss.item() == pytest.approx(loss, rel=1e-5)
 
 
 def export_references(folder: str) -> None:
