@@ -23,7 +23,6 @@ from gloo_pool import GlooPool
 from test_export_trtllm import CASES, REFERENCES
 from trtllm_oracle import expected, make
 
-
 IDS = torch.arange(3, 19).view(2, 8)
 
 
