@@ -22,6 +22,7 @@ LAYERS = {
         ("autoshard.passes", "autoshard.planning", "autoshard.runtime"),
         {"torch"},
     ),
+    "autoshard/export": (("autoshard",), {"torch"}),
     "autoshard": (("autoshard",), {"torch"}),
 }
 

@@ -1,0 +1,56 @@
+"""One process, no GPU: a model becomes a TensorRT-LLM checkpoint for 2 x 2 ranks, and a Hugging
+Face directory.
+
+    python examples/export_single_device.py OUT [HUGGING_FACE_DIRECTORY]
+
+Without a directory to read, a tiny Llama with random weights is exported.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import autoshard
+
+
+def tiny_llama() -> nn.Module:
+    """A Llama of two layers with grouped key-value heads."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=259,
+        hidden_size=64,
+        intermediate_size=112,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=128,
+    )
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
+def main(out: Path, source: str | None) -> None:
+    """Export to OUT/trtllm and OUT/huggingface and print what was written."""
+    if source is None:
+        model = tiny_llama()
+    else:
+        import transformers
+
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    autoshard.export.trtllm(model, out / "trtllm", tp=2, pp=2, dtype="float16")
+    autoshard.export.huggingface(model, out / "huggingface", dtype=torch.float16)
+    for path in sorted(out.rglob("*")):
+        if path.is_file():
+            print(f"{path.stat().st_size:>12,}  {path.relative_to(out)}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) not in (2, 3):
+        sys.exit(__doc__)
+    main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None)

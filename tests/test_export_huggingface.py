@@ -1,0 +1,89 @@
+"""Hugging Face directories from one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.export import ExportError
+from trtllm_oracle import make
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        loaded = load_file(path)
+        assert not found.keys() & loaded.keys()
+        found.update(loaded)
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2", "mixtral"])
+@pytest.mark.parametrize("limit", [2**30, 5000])
+def test_from_pretrained_gives_the_same(name: str, limit: int, tmp_path: Path) -> None:
+    import transformers
+
+    model = make(name).eval()
+    autoshard.export.huggingface(model, tmp_path / "out", max_shard_bytes=limit)
+    loaded, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    auto = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ids = torch.arange(12).view(2, 6) + 3
+    assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
+    assert torch.equal(auto(ids).logits, model(ids).logits)
+
+
+def test_files_and_index(tmp_path: Path) -> None:
+    model = make("llama_tied")
+    autoshard.export.huggingface(model, tmp_path / "out", max_shard_bytes=5000)
+    found = tensors(tmp_path / "out")
+    wanted = dict(model.named_parameters())  # a tied parameter once, under its first name
+    assert found.keys() == wanted.keys() and "lm_head.weight" not in found
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == wanted.keys()
+    assert index["metadata"]["total_size"] == sum(p.nbytes for p in wanted.values())
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        inside = [n for n, file in index["weight_map"].items() if file == path.name]
+        size = sum(wanted[n].nbytes for n in inside)
+        assert inside and (size <= 5000 or len(inside) == 1)
+
+
+def test_plain_module_with_buffers(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(torch.float32)
+    autoshard.export.huggingface(model, tmp_path / "out", dtype=torch.bfloat16)
+    found = tensors(tmp_path / "out")
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    for name, value in model.state_dict().items():
+        floating = name in dict(model.named_parameters())
+        assert torch.equal(found[name], value.bfloat16() if floating else value), name
+
+
+def test_configuration_names_class_and_dtype(tmp_path: Path) -> None:
+    model = make("gpt2")
+    autoshard.export.huggingface(model, tmp_path / "out", dtype=torch.float16)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["architectures"], config["dtype"]) == (["GPT2LMHeadModel"], "float16")
+    assert (tmp_path / "out" / "generation_config.json").exists()
+    assert model.config.architectures is None  # the model itself is not changed
+
+
+def test_nothing_is_left_of_a_failure(tmp_path: Path) -> None:
+    class Broken:
+        def save_pretrained(self, folder: Any) -> None:
+            raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        autoshard.export.huggingface(nn.Linear(2, 2), tmp_path / "out", tokenizer=Broken())
+    with pytest.raises(ExportError, match="weight is on the meta device"):
+        autoshard.export.huggingface(nn.Linear(2, 2, device="meta"), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
