@@ -8,6 +8,7 @@ from torch import fx
 
 from autoshard.passes.base import Context, Pass, Report
 from autoshard.passes.expand_grouped_heads import ExpandGroupedHeads
+from autoshard.passes.invariant_random import InvariantRandom
 from autoshard.passes.normalize import Normalize
 from autoshard.runtime.axis import Axis
 
@@ -15,6 +16,7 @@ from autoshard.runtime.axis import Axis
 BEFORE_PLANNING: tuple[Pass, ...] = (
     Normalize(),
     ExpandGroupedHeads(),
+    InvariantRandom(),
 )
 
 
