@@ -24,8 +24,9 @@ from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.lazy import LazyGather, wrap_outputs
 from autoshard.runtime.materialize import unwrap
-from autoshard.runtime.mesh import Mesh, init_mesh
+from autoshard.runtime.mesh import Mesh, data_coordinate, init_mesh
 from autoshard.runtime.placement import State
+from autoshard.runtime.random_ops import draw_apart
 from autoshard.runtime.storage import as_dtensors
 from autoshard.storing import build_agreed, store
 
@@ -51,8 +52,16 @@ def autoshard(
     inputs = compat.graph_inputs(gm)
     device = build.device_type(inputs)
     mesh = init_mesh(config.mesh, device)
+    draw_apart(data_coordinate(mesh))
     if mesh.axis("tp").size == 1:
-        return compile_local(gm, list(example_inputs), config.inner)
+        if "rng" not in (options or {}):
+            return compile_local(gm, list(example_inputs), config.inner)
+        # asked for by name: one process draws what a mesh of any size draws
+        machine = build.hardware_of(device)
+        program = build.build_program(
+            gm, example_inputs, inputs, mesh.axis("tp"), config, machine
+        )
+        return _runner(program, inputs, mesh, config)
     program = build_agreed(gm, example_inputs, inputs, mesh, config, device)
     planned = build.unplanned_parameters(inputs, program)
     if planned:
