@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from autoshard.runtime.random_ops import native_dropout
 from autoshard.runtime.philox import Part
+from autoshard.runtime.random_ops import native_dropout
 
 
 def milliseconds(step: Callable[[], Any], device: str, repeats: int) -> float:

@@ -50,33 +50,30 @@ def element_index(shape: Sequence[int], part: Part | None, device: torch.device)
 
 
 def words(seed: torch.Tensor, index: torch.Tensor, call: int, *, large: bool) -> list[Any]:
-    """Four int64 tensors of `index`'s shape, each a random 32-bit word.
+    """Four int64 tensors of `index`'s shape, each a random 32-bit word: one block of Philox.
 
     seed: int64 scalar, the 64 bits of the key. call: distinguishes the draws under one seed.
     large: whether an index may be 2**32 or more.
     """
     # The mask also keeps Inductor from folding the first product into its index arithmetic, which
     # chooses 32 bits by the upper bound of an expression alone.
-    counter: list[Any] = [index & _WORD, index >> 32 if large else 0, call, 0]
-    key = [seed & _WORD, (seed >> 32) & _WORD]
+    a: Any = index & _WORD
+    b: Any = index >> 32 if large else 0
+    c: Any = call
+    d: Any = 0
+    key = seed & _WORD, seed >> 32
     for i in range(ROUNDS):
-        if i:
-            key = [(k + w) & _WORD for k, w in zip(key, _WEYL)]
-        high0, low0 = _multiply(_MULTIPLIERS[0], counter[0])
-        high1, low1 = _multiply(_MULTIPLIERS[1], counter[2])
-        counter = [high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0]
-    return counter
-
-
-def _multiply(constant: int, word: Any) -> tuple[Any, Any]:
-    """The high and the low word of a product of 32-bit words.
-
-    Both constants are taken modulo 2**32 as negative numbers, so that no product leaves int64
-    (overflow is undefined in the C++ that Inductor writes): with m = constant - 2**32 the product
-    is m * word + word * 2**32.
-    """
-    product = (constant - (1 << 32)) * word
-    return ((product >> 32) + word) & _WORD, product & _WORD
+        # Only what is multiplied next must be 32 bits; above those, the others may hold anything.
+        # A multiplier m is taken as m - 2**32, below 0, so that no product leaves int64 (overflow
+        # is undefined in the C++ that Inductor writes): m * x is then 2**32 * x larger.
+        first, second = (_MULTIPLIERS[0] - 2**32) * a, (_MULTIPLIERS[1] - 2**32) * c
+        a, b, c, d = (
+            (((second >> 32) + c) ^ b ^ (key[0] + i * _WEYL[0])) & _WORD,
+            second,
+            (((first >> 32) + a) ^ d ^ (key[1] + i * _WEYL[1])) & _WORD,
+            first,
+        )
+    return [a, b & _WORD, c, d & _WORD]
 
 
 def draw(
