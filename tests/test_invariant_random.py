@@ -193,6 +193,21 @@ def test_evaluation_and_p_of_0_draw_nothing() -> None:
     assert not any(node.target is SEED for node in program.serial.graph.nodes)
 
 
+def test_training_draws_once_a_call_and_evaluation_never() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Dropout(0.3)), torch.randn(2, 8)
+    options = {"inner": "eager", "rng": "invariant"}
+    compiled = torch.compile(model, backend="autoshard", options=options)
+    for training in (True, False, False, True):
+        model.train(training)
+        expected = torch.Generator()
+        expected.set_state(torch.get_rng_state())
+        if training:
+            limits = torch.iinfo(torch.int64)
+            torch.randint(limits.min, limits.max, (), generator=expected)
+        compiled(x)
+        assert torch.equal(torch.get_rng_state(), expected.get_state())
+
+
 def test_p_of_1_drops_everything_and_its_gradient() -> None:
     class All(nn.Module):
         def __init__(self) -> None:
