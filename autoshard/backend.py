@@ -24,8 +24,9 @@ from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.lazy import LazyGather, wrap_outputs
 from autoshard.runtime.materialize import unwrap
-from autoshard.runtime.mesh import Mesh, init_mesh
+from autoshard.runtime.mesh import Mesh, data_coordinate, init_mesh
 from autoshard.runtime.placement import State
+from autoshard.runtime.random_ops import draw_apart
 from autoshard.runtime.storage import as_dtensors
 from autoshard.storing import build_agreed, store
 
@@ -51,11 +52,13 @@ def autoshard(
     inputs = compat.graph_inputs(gm)
     device = build.device_type(inputs)
     mesh = init_mesh(config.mesh, device)
-    if mesh.size == 1:
+    draw_apart(data_coordinate(mesh))
+    if mesh.size == 1 and "rng" not in (options or {}):
         return compile_local(gm, list(example_inputs), config.inner)
+    # one process that asks for `rng` by name draws what a mesh of any size draws
     program = build_agreed(gm, example_inputs, inputs, mesh, config, device)
     planned = build.unplanned_parameters(inputs, program)
-    if planned:
+    if planned and mesh.size > 1:
         raise compat.RestartTrace(keep=store(planned, mesh, config))
     return _runner(program, inputs, mesh, config)
 

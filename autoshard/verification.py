@@ -79,8 +79,8 @@ def verify_program(program: Program, inputs: Sequence[Any], *, seed: int = 0) ->
     n_outputs = serial.meta["n_outputs"]
 
     whole = [_leaf(v, node) for v, node in zip(inputs, placeholders, strict=True)]
-    expected = list(serial(*whole))[:n_outputs]
     torch.manual_seed(seed)
+    expected = list(serial(*whole))[:n_outputs]
     grads = [torch.randn_like(out) if _has_grad(out) else None for out in expected]
     _backward(expected, grads)
 
@@ -104,6 +104,7 @@ def verify_program(program: Program, inputs: Sequence[Any], *, seed: int = 0) ->
         _backward(outputs, [None if g is None else g[axis.rank] for g in grad_parts])
         return outputs, [getattr(v, "grad", None) for v in values]
 
+    torch.manual_seed(seed)  # the ranks draw what the serial graph drew
     results = run_ranks(n, rank, name=program.axis.name, prepare=program_of)
     report = Report()
     for i, (out, state) in enumerate(zip(expected, states)):

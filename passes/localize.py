@@ -97,7 +97,7 @@ class Localize:
         strategy = self.decisions.strategies.get(node)
         if node.target is aten.sym_size.int:
             self.local[node] = self._symbolic_size(node)
-        elif strategy is None or not operands(node):
+        elif strategy is None or not (operands(node) or strategy.impl):
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.local.__getitem__)
             self.local[node] = self._emit(node, "call_function", node.target, args, kwargs)
         else:

@@ -10,6 +10,7 @@ from autoshard.passes.base import Context, Pass, Report
 from autoshard.passes.bucket_gradients import BucketGradients
 from autoshard.passes.bucket_parameters import BucketParameters
 from autoshard.passes.expand_grouped_heads import ExpandGroupedHeads
+from autoshard.passes.invariant_random import InvariantRandom
 from autoshard.passes.normalize import Normalize
 from autoshard.passes.schedule_collectives import ScheduleCollectives
 from autoshard.runtime.axis import Axis
@@ -20,6 +21,7 @@ from autoshard.runtime.mesh import Mesh
 BEFORE_PLANNING: tuple[Pass, ...] = (
     Normalize(),
     ExpandGroupedHeads(),
+    InvariantRandom(),
 )
 
 

@@ -84,6 +84,15 @@ def init_mesh(sizes: Mapping[str, int] | DeviceMesh | None, device_type: str) ->
     return _meshes[key]
 
 
+def data_coordinate(mesh: Mesh) -> int:
+    """This rank's index among the ranks that hold different batches."""
+    index = 0
+    for axis in mesh.axes:
+        if axis.name.startswith("dp"):
+            index = index * axis.size + axis.rank
+    return index
+
+
 def offline_mesh(sizes: Mapping[str, int], rank: int) -> Mesh:
     """The mesh as rank `rank` would see it, with no process group: collectives can be traced, not
     run. Raises ConfigError for unknown axes and for a rank outside the mesh."""

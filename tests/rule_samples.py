@@ -407,8 +407,32 @@ def losses() -> Iterator[Sample]:
     yield Sample("aten.mse_loss", (f(4, 6), f(6)), constant=(1,))
 
 
+def randomness() -> Iterator[Sample]:
+    seed = torch.tensor(-(2**60) + 12345)
+    x = f(4, 7, 8)
+    for op in ["dropout", "native_dropout"]:
+        yield Sample(f"autoshard.{op}", (x, seed, 0.4, 0), n=BOTH)
+        yield Sample(f"autoshard.{op}", (x, seed, 1.0, 0))
+    yield Sample("autoshard.feature_dropout", (f(4, 7, 3, 3), seed, 0.4, 1), n=BOTH)
+    yield Sample("autoshard.bernoulli", (x.sigmoid(), seed, 2), n=BOTH, constant=(0,))
+    yield Sample("autoshard.bernoulli_p", (x, seed, 0.3, 2), n=BOTH, constant=(0,))
+    for op in ["uniform", "normal"]:
+        yield Sample(f"autoshard.{op}", (x, seed, -1.0, 2.0, 3), n=BOTH, constant=(0,))
+        drawn = (x, seed, 0.0, 1.0, 3, torch.bfloat16)
+        yield Sample(f"autoshard.{op}", drawn, constant=(0,))
+    yield Sample("autoshard.exponential", (x, seed, 2.0, 4), n=BOTH, constant=(0,))
+    q, k, v = f(2, 8, 6, 4), f(2, 8, 5, 4), f(2, 8, 5, 3)
+    given = (0.3, False, None, False, 5)
+    yield Sample("autoshard.attention", (q, k, v, None, seed, *given), n=BOTH)
+    yield Sample("autoshard.attention", (q, k, v, f(2, 8, 6, 5), seed, *given), n=BOTH)
+    yield Sample("autoshard.attention", (q, k, v, mask(2, 1, 6, 5), seed, *given), n=BOTH)
+    yield Sample("autoshard.attention", (q, k, v, None, seed, 0.3, True, 0.7, False, 5))
+    grouped = (q, k[:, :4], v[:, :4], None, seed, 0.3, True, None, True, 5)
+    yield Sample("autoshard.attention", grouped, n=BOTH)
+
+
 FAMILIES: list[Callable[[], Iterator[Sample]]] = [
-    matrices, elementwise, pointwise, views, reductions, indexing, layers, losses,
+    matrices, elementwise, pointwise, views, reductions, indexing, layers, losses, randomness,
 ]
 
 

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.planning import extents
 from autoshard.planning.hardware import Hardware, Link
+from autoshard.runtime import random_ops
 from autoshard.runtime.placement import P, R, State, forward_value, gradient_value, shard_dim
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -251,5 +252,6 @@ _FLOPS: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     **dict.fromkeys((_aten.convolution, _aten._convolution), _general_convolution),
     **dict.fromkeys((_aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu), _recurrent),
     _aten.scaled_dot_product_attention: _attention,
+    random_ops.ATTENTION: _attention,
     _aten.einsum: _einsum,
 }

@@ -6,7 +6,7 @@ in some operand, so that a partial sum passes through them, or lack the tag.
 
 from __future__ import annotations
 
-from autoshard.planning import fused, indexing, layers, losses, reductions, views
+from autoshard.planning import fused, indexing, layers, losses, randomness, reductions, views
 from autoshard.planning.einsum import einsum
 from autoshard.planning.pointwise import when_zero
 from autoshard.planning.views import Rule, along, dropping, except_dims, except_last, reducing
@@ -82,7 +82,7 @@ ELEMENTWISE: dict[str, Entry] = {
     "aten.where.Scalar": "... -> ...",
     "aten.masked_fill.Scalar": when_zero("value", "* ..., ... -> ...", "..., ... -> ..."),
     "aten.masked_fill.Tensor": "+ ..., ..., + -> ...",
-    # reached only while they draw nothing (evaluation, p = 0)
+    # reached only while they draw nothing (evaluation, p = 0); see passes/invariant_random.py
     "aten.dropout": LINEAR,
     "aten.native_dropout": "... -> ..., ...",
     "aten.alpha_dropout": LINEAR,
@@ -277,4 +277,5 @@ RULES: dict[str, Entry] = {
     **INDEXING,
     **LAYERS,
     **LOSSES,
+    **randomness.RULES,
 }

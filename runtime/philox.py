@@ -1,0 +1,153 @@
+"""Random numbers that depend on where an element is in the whole tensor, not on who draws it.
+
+Philox4x32-10 (J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel random numbers: as easy as
+1, 2, 3", SC 2011) in integer tensor operators: the key is the seed of one forward call, the
+counter is (element index, call). A rank that holds a shard counts from the shard's place, so that
+any split of any dim draws bit for bit what one device draws; eager and compiled code agree because
+integers do.
+
+An element takes one block of the generator and uses one or two of its four words. Sharing a block
+among four elements would need neighbours on the same rank, and saves nothing in a fused kernel,
+where each element computes its own block anyhow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+ROUNDS = 10
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_WORD = 0xFFFFFFFF
+
+# Random bits in a uniform number: as many as make every multiple of 2**-bits exact and below 1.
+_DIGITS = {torch.float32: 24, torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}
+
+
+class Part(NamedTuple):
+    """Where a shard lies in the whole tensor: rows `start`... of a `dim` of `extent` rows."""
+
+    dim: int
+    start: int
+    extent: int
+
+
+def element_index(shape: Sequence[int], part: Part | None, device: torch.device) -> torch.Tensor:
+    """int64 of `shape`: the position of each element in the whole tensor, in row-major order.
+
+    shape: of what this rank holds. part: None where that is the whole tensor.
+    """
+    if part is None:
+        return torch.arange(math.prod(shape), device=device).reshape(shape)
+    inner = math.prod(shape[part.dim + 1 :])
+    outer = torch.arange(math.prod(shape[: part.dim]), device=device)
+    block = torch.arange(shape[part.dim] * inner, device=device) + part.start * inner
+    return (outer.unsqueeze(1) * (part.extent * inner) + block).reshape(shape)
+
+
+def words(seed: torch.Tensor, index: torch.Tensor, call: int, *, large: bool) -> list[Any]:
+    """Four int64 tensors of `index`'s shape, each a random 32-bit word: one block of Philox.
+
+    seed: int64 scalar, the 64 bits of the key. call: distinguishes the draws under one seed.
+    large: whether an index may be 2**32 or more.
+    """
+    # The mask also keeps Inductor from folding the first product into its index arithmetic, which
+    # chooses 32 bits by the upper bound of an expression alone.
+    a: Any = index & _WORD
+    b: Any = index >> 32 if large else 0
+    c: Any = call
+    d: Any = 0
+    key = seed & _WORD, seed >> 32
+    for i in range(ROUNDS):
+        # Only what is multiplied next must be 32 bits; above those, the others may hold anything.
+        # A multiplier m is taken as m - 2**32, below 0, so that no product leaves int64 (overflow
+        # is undefined in the C++ that Inductor writes): m * x is then 2**32 * x larger.
+        first, second = (_MULTIPLIERS[0] - 2**32) * a, (_MULTIPLIERS[1] - 2**32) * c
+        a, b, c, d = (
+            (((second >> 32) + c) ^ b ^ (key[0] + i * _WEYL[0])) & _WORD,
+            second,
+            (((first >> 32) + a) ^ d ^ (key[1] + i * _WEYL[1])) & _WORD,
+            first,
+        )
+    return [a, b & _WORD, c, d & _WORD]
+
+
+def draw(
+    shape: Sequence[int], seed: torch.Tensor, call: int, part: Part | None = None
+) -> list[Any]:
+    """The four words of every element of a tensor of `shape` (this rank's part of the whole)."""
+    index = element_index(shape, part, seed.device)
+    whole = list(shape)
+    if part is not None:
+        whole[part.dim] = part.extent
+    sizes = [size for size in whole if isinstance(size, int)]
+    return words(
+        seed,
+        index,
+        call,
+        # a symbolic size is taken for less than 2**20: asking for its value would guard on it
+        large=math.prod(sizes) << 20 * (len(whole) - len(sizes)) >= 1 << 32,
+    )
+
+
+def keep(
+    shape: Sequence[int], seed: torch.Tensor, call: int, p: float, part: Part | None = None
+) -> torch.Tensor:
+    """bool of `shape`, True with probability 1 - p; exact at p = 0 and p = 1."""
+    word: torch.Tensor = draw(shape, seed, call, part)[0]
+    return word < round((1 - p) * 2**32)
+
+
+def uniform(
+    shape: Sequence[int],
+    seed: torch.Tensor,
+    call: int,
+    dtype: torch.dtype,
+    part: Part | None = None,
+) -> torch.Tensor:
+    """Uniform numbers in [0, 1), the same in every element on every device."""
+    return _fraction(draw(shape, seed, call, part), dtype)
+
+
+def normal(
+    shape: Sequence[int],
+    seed: torch.Tensor,
+    call: int,
+    dtype: torch.dtype,
+    part: Part | None = None,
+) -> torch.Tensor:
+    """Standard normal numbers, by the method of Box and Muller, computed in float32 or float64.
+
+    The same up to the rounding of log and cos, which differs between devices.
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    found = draw(shape, seed, call, part)
+    radius = (-2 * torch.log1p(-_fraction(found[:2], wide))).sqrt()
+    return (radius * torch.cos(2 * math.pi * _fraction(found[2:], wide))).to(dtype)
+
+
+def exponential(
+    shape: Sequence[int],
+    seed: torch.Tensor,
+    call: int,
+    dtype: torch.dtype,
+    part: Part | None = None,
+) -> torch.Tensor:
+    """Exponential numbers of rate 1, above 0, so that their logarithm is finite."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    numbers = -torch.log1p(-_fraction(draw(shape, seed, call, part), wide))
+    return numbers.clamp_min(2.0 ** -(_DIGITS[wide] + 1)).to(dtype)
+
+
+def _fraction(found: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+    digits = _DIGITS[dtype]
+    if digits <= 32:
+        bits = found[0] >> (32 - digits)
+    else:
+        bits = ((found[0] >> 5) << 26) | (found[1] >> 6)
+    fraction: torch.Tensor = bits.to(dtype) * 2.0**-digits
+    return fraction
