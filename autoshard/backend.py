@@ -51,7 +51,7 @@ def autoshard(
     inputs = compat.graph_inputs(gm)
     device = build.device_type(inputs)
     mesh = init_mesh(config.mesh, device)
-    if mesh.axis("tp").size == 1:
+    if mesh.size == 1:
         return compile_local(gm, list(example_inputs), config.inner)
     program = build_agreed(gm, example_inputs, inputs, mesh, config, device)
     planned = build.unplanned_parameters(inputs, program)

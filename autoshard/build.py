@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,27 @@ from torch.utils import _pytree as pytree
 
 from autoshard.capture import GLOBAL_TYPES, capture
 from autoshard.config import Config
+from autoshard.errors import CaptureError, message
 from autoshard.interpreter import IDENTITY_TARGETS
+from autoshard.passes.base import Context
+from autoshard.passes.data_parallel import DataParallel
 from autoshard.passes.localize import Localize
 from autoshard.passes.pipeline import prepare
 from autoshard.planning.hardware import HARDWARE, Hardware
 from autoshard.planning.plan import Plan, strategy_text
 from autoshard.planning.planner import Request, fingerprint, merged, plan_graph
 from autoshard.planning.strategy import value
+from autoshard.planning.whole import whole_graph
 from autoshard.program import Program
 from autoshard.reasons import check_strict
 from autoshard.runtime import compat
 from autoshard.runtime.axis import Axis
+from autoshard.runtime.data_axes import DATA_AXES, data_axes, data_states
 from autoshard.runtime.errors import PlanError
 from autoshard.runtime.lazy import LazyGather
 from autoshard.runtime.materialize import materialize
-from autoshard.runtime.placement import State, shard_dim
+from autoshard.runtime.mesh import Mesh
+from autoshard.runtime.placement import R, State, shard_dim
 from autoshard.runtime.storage import stored_states
 
 # What capture reads through: a stored parameter and a lazy output are tensors of global shape.
@@ -41,24 +47,29 @@ def build_program(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     inputs: list[compat.GraphInput],
-    axis: Axis,
+    mesh: Mesh,
     config: Config,
     machine: Hardware,
 ) -> Program:
-    """Plan for `machine` and rewrite one Dynamo graph for one rank of `axis`.
+    """Plan one Dynamo graph on the axis tp for `machine`; rewrite it for one rank of the mesh.
 
     Raises CaptureError where the graph cannot be captured and PlanError where a loaded plan or
     the memory budget cannot be met.
     """
+    axis = mesh.axis("tp")
     serial, _ = prepare(capture(gm, example_inputs), axis, config)
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
     parameters: dict[fx.Node, str] = {}
     stored: dict[fx.Node, State] = {}
+    data: dict[fx.Node, dict[str, State]] = {}
     for node, item in zip(placeholders, inputs, strict=True):
         if isinstance(item.real, nn.Parameter):
             parameters[node] = parameter_name(item.source)
+            data[node] = data_states(item.real.dim(), mesh.axes)
             if isinstance(item.real, DTensor) and is_planned(item.real):
-                stored[node] = stored_states(item.real)[axis.name]
+                found = stored_states(item.real)
+                stored[node] = found.get(axis.name, R)
+                data[node] = {name: found[name] for name in DATA_AXES if name in found}
         elif isinstance(item.real, torch.Tensor) and item.source.startswith("L['self']"):
             node.meta["buffer"] = True
     plan = load_plan(config.plan, axis)
@@ -70,14 +81,36 @@ def build_program(
         memory_budget=config.memory_budget,
         plan=plan,
     )
-    decisions = plan_graph(serial, axis.size, machine, request)
-    guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
+    if axis.size == 1:
+        decisions = whole_graph(serial, machine, request)
+    else:
+        decisions = plan_graph(serial, axis.size, machine, request)
+        guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
     local = Localize(serial, decisions, axis).run()
+    if data_axes(mesh.axes):
+        refuse_mutated(serial, parameters)
+        states = {i: data[node] for i, node in enumerate(placeholders) if node in data}
+        replicas = DataParallel(data_axes(mesh.axes), states, regather=config.zero == 3)
+        replicas.run(local, Context(axis, config))
     full = merged(plan, decisions, request, serial, axis.size)
-    program = Program(local, serial, full, decisions, axis, parameters)
-    if config.strict:
+    program = Program(local, serial, full, decisions, axis, parameters, mesh, data)
+    if config.strict and axis.size > 1:
         check_strict(program)
     return program
+
+
+def refuse_mutated(serial: fx.GraphModule, parameters: Mapping[fx.Node, str]) -> None:
+    """A parameter written in forward would be written whole into its data-parallel shard."""
+    placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
+    for i in serial.meta.get("mutated", ()):
+        if placeholders[i] in parameters:
+            raise CaptureError(
+                message(
+                    f"the model writes to its parameter {parameters[placeholders[i]]} in forward, "
+                    "and data parallelism stores parameters as shards",
+                    remedy="Write to it outside the compiled call, or make it a buffer.",
+                )
+            )
 
 
 def load_plan(plan: Any, axis: Axis) -> Plan | None:

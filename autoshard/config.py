@@ -17,8 +17,6 @@ from autoshard.runtime.mesh import AXIS_ORDER
 #: Option -> does the value ask for something this version cannot do? The one place to shrink as
 #: the version grows; a value found here is an error, never a quiet fallback.
 UNAVAILABLE: dict[str, Callable[[Any], bool]] = {
-    "mesh": lambda mesh: any(size > 1 for axis, size in axis_sizes(mesh).items() if axis != "tp"),
-    "zero": lambda zero: zero != 3,
     "precision": lambda precision: precision is not None,
     "bucket_bytes": lambda bucket_bytes: bucket_bytes is not None,
     "rng": lambda rng: rng != "invariant",
@@ -91,7 +89,10 @@ class Config:
         "The device mesh, or its sizes by axis name. None: one `tp` axis over the whole world.",
     )
     zero: int = _choice(
-        3, (1, 2, 3), "What `dp_shard` shards: optimizer state, gradients too, parameters too."
+        3,
+        (1, 2, 3),
+        "Parameters are sharded over `dp_shard`; 3 gathers a weight again for backward, 1 and 2 "
+        "keep it since forward.",
     )
     sequence_parallel: bool = _flag(
         True, "Let the planner shard activations over the sequence; False forbids it."
@@ -153,7 +154,7 @@ class Config:
                     message(
                         f"autoshard option {field.name}={_show(value)} is not available in this "
                         "version",
-                        remedy=f"Only {_available(field)} is.",
+                        remedy=f"Only {field.default!r} is.",
                     )
                 )
 
@@ -180,13 +181,9 @@ class Config:
         rows = ["| option | default | takes | meaning |", "|---|---|---|---|"]
         for field in dataclasses.fields(cls):
             values, doc = field.metadata["values"], field.metadata["doc"]
-            only = f" Now only {_available(field)}." if field.name in UNAVAILABLE else ""
+            only = f" Now only {field.default!r}." if field.name in UNAVAILABLE else ""
             rows.append(f"| `{field.name}` | `{field.default!r}` | {values} | {doc}{only} |")
         return "\n".join(rows)
-
-
-def _available(field: dataclasses.Field[Any]) -> str:
-    return "the axis tp with a size above 1" if field.name == "mesh" else repr(field.default)
 
 
 def _show(value: Any) -> str:

@@ -16,7 +16,9 @@ from autoshard.planning.planner import Decisions
 from autoshard.planning.values import tensor_bytes
 from autoshard.runtime import compat
 from autoshard.runtime.axis import Axis
-from autoshard.runtime.placement import State
+from autoshard.runtime.data_axes import data_axes
+from autoshard.runtime.mesh import Mesh
+from autoshard.runtime.placement import R, State
 
 _c10d = torch.ops._c10d_functional
 _LOGICAL_SIZE = {  # which tensor's bytes are the size of the collective: megatron's ledger
@@ -71,7 +73,8 @@ class Program:
 
     graph_module: the local forward graph, state changes explicit (`autoshard.render` prints it).
     serial: the captured serial graph that was planned. plan: the plan, ready to `save`.
-    parameters: name of each parameter by its placeholder in `serial`.
+    parameters: name of each parameter by its placeholder in `serial`. axis: the planned one, tp.
+    data: the state in which each is stored on the data-parallel axes; an absent one is R.
     """
 
     graph_module: fx.GraphModule
@@ -80,6 +83,8 @@ class Program:
     decisions: Decisions
     axis: Axis
     parameters: Mapping[fx.Node, str]
+    mesh: Mesh
+    data: Mapping[fx.Node, Mapping[str, State]]
 
     @cached_property
     def joint(self) -> compat.ForwardBackward:
@@ -122,7 +127,15 @@ class Program:
         return explain(self)
 
     def _local(self, node: fx.Node) -> torch.Tensor:
-        return local_value(node.meta["val"], self.decisions.stored[node], self.axis)
+        val = local_value(node.meta["val"], self.decisions.stored[node], self.axis)
+        for axis in reversed(data_axes(self.mesh.axes)):
+            val = local_value(val, self.data[node].get(axis.name, R), axis)
+        return val
+
+    def _axis_of(self, node: fx.Node) -> str:
+        """The axis whose process group the collective names, in its last argument."""
+        names = {axis.group: axis.name for axis in self.mesh.axes}
+        return names[str(node.args[-1])]
 
     def _collective(self, node: fx.Node, phase: str) -> Collective:
         op, side = _LOGICAL_SIZE[node.target]  # type: ignore[index]
@@ -131,7 +144,7 @@ class Program:
         custom: dict[str, Any] = node.meta.get("custom") or {}
         return Collective(
             op,
-            self.axis.name,
+            self._axis_of(node),
             tensor_bytes(source.meta["val"]),
             phase,
             custom.get("autoshard_module", ""),

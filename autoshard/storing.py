@@ -15,6 +15,7 @@ from autoshard.config import Config
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree
+from autoshard.runtime.data_axes import data_states
 from autoshard.runtime.mesh import Mesh, init_mesh
 from autoshard.runtime.parameters import related_parameters, shard_parameters, unstorable
 from autoshard.runtime.placement import R, S, State
@@ -40,8 +41,7 @@ def shard(
     config = Config.from_options(options)
     device = build.example_device(model, (args, kwargs))
     mesh = init_mesh(config.mesh, device)
-    axis = mesh.axis("tp")
-    if axis.size == 1:
+    if mesh.size == 1:
         return model
     if any(p.is_meta for p in model.parameters()):
         args, kwargs = pytree.tree_map_only(
@@ -77,7 +77,7 @@ def build_agreed(
     axis = mesh.axis("tp")
     try:
         program = build.build_program(
-            gm, example_inputs, inputs, axis, config, build.hardware_of(device)
+            gm, example_inputs, inputs, mesh, config, build.hardware_of(device)
         )
     except Exception as error:
         # the peers wait in `agree`: tell them, so that every rank ends with this error
@@ -98,13 +98,18 @@ def store(
     the new parameter for each old one.
     """
     axis = mesh.axis("tp")
-    states = {parameter: {axis.name: state} for parameter, state in planned.items()}
+    states = {
+        parameter: {axis.name: state, **data_states(parameter.dim(), mesh.axes)}
+        for parameter, state in planned.items()
+    }
     rest = [
         p
         for p in related_parameters(list(planned))
         if not isinstance(p, DTensor) and p not in states and unstorable(p) is None
     ]
-    states.update({p: {axis.name: _resting_state(p, axis.size)} for p in rest})
+    for p in rest:
+        resting = {axis.name: _resting_state(p, axis.size)} if axis.size > 1 else {}
+        states[p] = {**resting, **data_states(p.dim(), mesh.axes)}
     moved = shard_parameters(states, mesh, broadcast=config.initial_weights == "broadcast")
     for old, new in moved.items():
         build.set_planned(new, old in planned)

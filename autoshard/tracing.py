@@ -49,12 +49,12 @@ def trace(
     machine = (
         known_hardware(hardware) if hardware else hardware_of(example_device(model, (args, kwargs)))
     )
-    axis = offline_mesh(dict(mesh), rank).axis("tp")
+    offline = offline_mesh(dict(mesh), rank)
 
     def plan(
         gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: list[compat.GraphInput]
     ) -> Program:
-        return build_program(gm, example_inputs, inputs, axis, settings, machine)
+        return build_program(gm, example_inputs, inputs, offline, settings, machine)
 
     return intercept(model, args, kwargs, plan, dynamic)
 

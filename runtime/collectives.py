@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from autoshard.runtime import lockstep
 from autoshard.runtime.axis import Axis, chunk_bounds, chunk_size
-from autoshard.runtime.placement import P, R, State, forward_value, gradient_value, shard_dim
+from autoshard.runtime.placement import P, R, State, V, forward_value, gradient_value, shard_dim
 
 _c10d = torch.ops._c10d_functional
 
@@ -185,3 +185,31 @@ def change(
     if not (x.is_floating_point() or x.is_complex()):
         return convert(x, forward_value(src), forward_value(dst), axis, extent)
     return _Change.apply(x, src, dst, axis, extent)
+
+
+def unshard(
+    x: torch.Tensor, src: State, axis: Axis, extent: int | None = None
+) -> torch.Tensor:
+    """A stored parameter, whole on a data-parallel axis; its gradient is the mean over the axis.
+
+    src: R (every rank stores it whole: DDP) or S(d) (FSDP). The ranks compute with different
+    batches, so the gradient is divided before it is reduced: the sum then cannot overflow, and the
+    division fuses into the kernel that makes the gradient. extent: as in `change`.
+    """
+    if axis.size == 1:
+        return x
+    whole = change(x, src, V, axis, extent)
+    return _Average.apply(whole, axis.size) if whole.is_floating_point() else whole
+
+
+class _Average(torch.autograd.Function):
+    """Identity whose gradient is divided, so that the sum over ranks that follows is the mean."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, n: int) -> torch.Tensor:  # type: ignore[override]
+        ctx.n = n
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad / ctx.n, None

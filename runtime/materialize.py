@@ -8,9 +8,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import compat
-from autoshard.runtime.collectives import change
+from autoshard.runtime.collectives import change, unshard
 from autoshard.runtime.mesh import axes_of
-from autoshard.runtime.placement import R, State, V
+from autoshard.runtime.placement import R, State
 from autoshard.runtime.storage import extents, owned, stored_states
 
 
@@ -37,8 +37,8 @@ def materialize(parameter: torch.Tensor) -> torch.Tensor:
         extent = size if size is not None and size % axis.size else None
         if axis.name == "tp":
             x = change(x, state, R, axis, extent)
-        elif axis.size > 1:
-            x = change(_Average.apply(x, axis.size), state, V, axis, extent)
+        else:
+            x = unshard(x, state, axis, extent)
     return x
 
 
@@ -69,16 +69,3 @@ class _Unwrap(torch.autograd.Function):
             None if grad is None else compat.dtensor(owned(grad), spec)
             for grad, spec in zip(grads, ctx.specs)
         )
-
-
-class _Average(torch.autograd.Function):
-    """Identity whose gradient is divided, so that the sum over ranks that follows is the mean."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, n: int) -> torch.Tensor:  # type: ignore[override]
-        ctx.n = n
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return grad / ctx.n, None
