@@ -93,7 +93,7 @@ def build_program(
         replicas = DataParallel(data_axes(mesh.axes), states, regather=config.zero == 3)
         replicas.run(local, Context(axis, config))
     full = merged(plan, decisions, request, serial, axis.size)
-    program = Program(local, serial, full, decisions, axis, parameters, mesh, data)
+    program = Program(local, serial, full, decisions, axis, parameters, mesh, data, config)
     if config.strict and axis.size > 1:
         check_strict(program)
     return program

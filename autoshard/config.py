@@ -18,7 +18,6 @@ from autoshard.runtime.mesh import AXIS_ORDER
 #: the version grows; a value found here is an error, never a quiet fallback.
 UNAVAILABLE: dict[str, Callable[[Any], bool]] = {
     "precision": lambda precision: precision is not None,
-    "bucket_bytes": lambda bucket_bytes: bucket_bytes is not None,
     "rng": lambda rng: rng != "invariant",
     "broadcast_inputs": lambda broadcast_inputs: broadcast_inputs,
 }
@@ -118,7 +117,9 @@ class Config:
         "Dtypes of stored parameters, of computation and of gradient reductions.",
     )
     memory_budget: int | None = _bytes("Bytes a rank may use; the planner shards until it fits.")
-    bucket_bytes: int | None = _bytes("Upper size of one merged collective.")
+    bucket_bytes: int | None = _bytes(
+        "A bucket of merged collectives closes at this size; None: 40 million elements."
+    )
     outputs: str = _choice(
         "lazy",
         ("lazy", "replicate", "dtensor"),

@@ -10,14 +10,17 @@ from torch import fx
 from autoshard.runtime import compat
 
 
-def compile_local(gm: fx.GraphModule, fakes: list[Any], inner: str) -> Callable[..., Any]:
+def compile_local(
+    gm: fx.GraphModule, fakes: list[Any], inner: str, finish: compat.Finish | None = None
+) -> Callable[..., Any]:
     """Compile a local graph with the chosen inner compiler.
 
     inner: "inductor" (AOTAutograd, then Inductor), "aot_eager" (AOTAutograd's graphs, run
     operator by operator) or "eager" (the local graph itself; autograd records as it runs).
+    finish: rewrites each of AOTAutograd's graphs; "eager" has none.
     """
     if inner == "eager":
         return gm
     if inner == "aot_eager":
-        return compat.aot_eager(gm, fakes)
-    return compat.inductor(gm, fakes)
+        return compat.aot_eager(gm, fakes, finish)
+    return compat.inductor(gm, fakes, finish)

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.config import Config
 from autoshard.passes.localize import local_value
+from autoshard.passes.pipeline import finish
 from autoshard.planning.plan import Plan
 from autoshard.planning.planner import Decisions
 from autoshard.planning.values import tensor_bytes
@@ -85,12 +87,21 @@ class Program:
     parameters: Mapping[fx.Node, str]
     mesh: Mesh
     data: Mapping[fx.Node, Mapping[str, State]]
+    config: Config
 
     @cached_property
     def joint(self) -> compat.ForwardBackward:
         """The forward and backward ATen graphs AOTAutograd makes of `graph_module`."""
         fakes = [n.meta["val"] for n in self.graph_module.graph.nodes if n.op == "placeholder"]
-        return compat.forward_backward(self.graph_module, fakes)
+        made = compat.forward_backward(self.graph_module, fakes)
+        self.finish(made.forward, False)
+        if made.backward is not None:
+            self.finish(made.backward, True)
+        return made
+
+    def finish(self, graph: fx.GraphModule, backward: bool) -> None:
+        """Bucket and schedule the collectives of one of AOTAutograd's graphs, in place."""
+        finish(graph, self.mesh, self.config, backward)
 
     def collectives(self) -> list[Collective]:
         """One entry a collective, forward then backward, in the order of issue."""

@@ -7,15 +7,45 @@ from typing import Any
 from torch import fx
 
 from autoshard.passes.base import Context, Pass, Report
+from autoshard.passes.bucket_gradients import BucketGradients
+from autoshard.passes.bucket_parameters import BucketParameters
 from autoshard.passes.expand_grouped_heads import ExpandGroupedHeads
 from autoshard.passes.normalize import Normalize
+from autoshard.passes.schedule_collectives import ScheduleCollectives
 from autoshard.runtime.axis import Axis
+from autoshard.runtime.data_axes import data_axes
+from autoshard.runtime.mesh import Mesh
 
 # Before planning, on the serial graph. `localize` then rewrites it to one rank's program.
 BEFORE_PLANNING: tuple[Pass, ...] = (
     Normalize(),
     ExpandGroupedHeads(),
 )
+
+
+def finish(gm: fx.GraphModule, mesh: Mesh, config: Any, backward: bool) -> list[Report]:
+    """Run the passes over one of AOTAutograd's graphs, in place."""
+    reports = []
+    for one in after_autograd(mesh, config, backward):
+        reports.append(one.run(gm, Context(mesh.axis("tp"), config)))
+        gm.graph.lint()
+    gm.recompile()
+    return reports
+
+
+def after_autograd(mesh: Mesh, config: Any, backward: bool) -> tuple[Pass, ...]:
+    """The passes over the forward or the backward graph, in order.
+
+    A gradient is reduced on tp first, where its weight was used as V, then over the
+    data-parallel axes, the inner one before the outer one.
+    """
+    axes = [mesh.axis("tp"), *reversed(data_axes(mesh.axes))]
+    groups = tuple(axis.group for axis in axes if axis.size > 1)
+    return (
+        BucketParameters(config.bucket_bytes),
+        *((BucketGradients(groups, config.bucket_bytes),) if backward else ()),
+        ScheduleCollectives(),
+    )
 
 
 def prepare(

@@ -26,6 +26,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 MINIMUM = (2, 11)
 
+Finish = Callable[[fx.GraphModule, bool], Any]
+"""Called with each graph AOTAutograd makes, and whether it is the backward, to rewrite it."""
+
 allow_in_graph = torch.compiler.allow_in_graph
 
 
@@ -264,28 +267,42 @@ def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
             setattr(new, name, hooks)
 
 
-def aot_eager(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+def aot_eager(
+    gm: fx.GraphModule, fakes: Sequence[Any], finish: Finish | None = None
+) -> Callable[..., Any]:
     """AOTAutograd's forward and backward graphs, run operator by operator."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+    def compiler(backward: bool) -> Callable[..., Any]:
+        def compile_graph(graph: fx.GraphModule, inputs: Any) -> Any:
+            if finish is not None:
+                finish(graph, backward)
+            return boxed_nop(graph, inputs)
+
+        return compile_graph
+
     return aot_autograd(
-        fw_compiler=boxed_nop,
-        bw_compiler=boxed_nop,
+        fw_compiler=compiler(False),
+        bw_compiler=compiler(True),
         partition_fn=min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
     )(gm, fakes)
 
 
 def inductor(
-    gm: fx.GraphModule, fakes: Sequence[Any], inner_compile: Callable[..., Any] | None = None
+    gm: fx.GraphModule, fakes: Sequence[Any], finish: Finish | None = None
 ) -> Callable[..., Any]:
-    """AOTAutograd and Inductor. inner_compile: called as Inductor's own, for each graph."""
-    from torch._inductor.compile_fx import compile_fx
+    """AOTAutograd and Inductor."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    options: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
-    compiled: Any = compile_fx(gm, fakes, **options)
+    def inner_compile(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        if finish is not None:
+            finish(graph, bool(options.get("is_backward")))
+        return compile_fx_inner(graph, inputs, **options)
+
+    compiled: Any = compile_fx(gm, fakes, inner_compile=inner_compile)
     return compiled  # type: ignore[no-any-return]
 
 

@@ -156,3 +156,17 @@ def test_five_steps_two_ranks(gloo2: Any, name: str, micro: int, sizes: Sizes, z
 def test_five_steps_four_ranks(gloo4: Any, name: str, micro: int, sizes: Sizes) -> None:
     results = gloo4(train, name, sizes, micro, 5, {})
     check(results, sizes.get("dp_shard", 1) * sizes.get("tp", 1))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"dp_shard": 2}, {"bucket_bytes": 60_000}),
+        ({"dp_shard": 2}, {"bucket_bytes": 60_000, "inner": "inductor"}),
+        ({"dp_replicate": 2}, {"bucket_bytes": 60_000, "inner": "inductor"}),
+    ],
+)
+def test_several_buckets(gloo2: Any, sizes: Sizes, options: dict[str, Any]) -> None:
+    """Three buckets or so, so that they overlap and one bucket's layout differs from another's."""
+    results = gloo2(train, "mlp", sizes, 1, 3, options)
+    check(results, sizes.get("dp_shard", 1))

@@ -1,0 +1,159 @@
+"""What the bucketing passes share: which collectives may be merged, into which buckets, and how.
+
+Collectives are taken in the order of the graph, which is the order in which their inputs become
+ready, and fill a bucket until it holds its size: the greedy rule of Megatron-Core's
+`param_and_grad_buffer`. A graph is the same on all ranks of its axis, and so are its buckets.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from autoshard.passes.base import emit
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+ALL_REDUCE = c10d.all_reduce.default
+ALL_GATHER = c10d.all_gather_into_tensor.default
+REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
+WAIT = c10d.wait_tensor.default
+COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, c10d.all_to_all_single.default)
+
+
+class Member(NamedTuple):
+    """A collective that may be merged: its node, its wait, its input and its bytes on the wire."""
+
+    node: fx.Node
+    wait: fx.Node
+    source: fx.Node
+    nbytes: int
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Members of one bucket have it in common: operator, its arguments, dtype."""
+        return (self.node.target, *self.node.args[1:], self.source.meta["val"].dtype)
+
+
+def member(node: fx.Node) -> Member | None:
+    """The collective at `node`, if its one user is the wait and its sizes are numbers."""
+    users = list(node.users)
+    if len(users) != 1 or users[0].target is not WAIT:
+        return None
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    tensors = [source.meta["val"], node.meta["val"]]
+    if not all(isinstance(size, int) for tensor in tensors for size in tensor.shape):
+        return None
+    # the logical size: an all-gather's output, a reduce-scatter's input (planning/cost.py)
+    nbytes = max(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return Member(node, users[0], source, nbytes)
+
+
+def default_bytes(one: Member) -> int:
+    """Megatron-Core's rule: 40 million elements, or a million a rank where that is more."""
+    from_input = one.source.meta["val"]
+    sizes = [arg for arg in one.node.args[1:] if isinstance(arg, int)]
+    ranks = sizes[0] if sizes else 1
+    return max(40_000_000, 1_000_000 * ranks) * from_input.element_size()
+
+
+def fill(members: Sequence[Member], bucket_bytes: int | None) -> list[list[Member]]:
+    """Buckets of members with one key, in order; one closes when it holds `bucket_bytes`."""
+    open_buckets: dict[tuple[Any, ...], list[Member]] = {}
+    buckets: list[list[Member]] = []
+    for one in members:
+        bucket = open_buckets.get(one.key)
+        if bucket is None:
+            bucket = open_buckets[one.key] = []
+            buckets.append(bucket)
+        bucket.append(one)
+        limit = default_bytes(one) if bucket_bytes is None else bucket_bytes
+        if sum(m.nbytes for m in bucket) >= limit:
+            del open_buckets[one.key]
+    return [bucket for bucket in buckets if len(bucket) > 1]
+
+
+class Maker:
+    """Makes nodes in one graph on behalf of a bucket."""
+
+    def __init__(self, graph: fx.Graph, bucket: Sequence[Member], provenance: str) -> None:
+        self.graph, self.like, self.provenance = graph, bucket[0].node, provenance
+        custom = [one.node.meta.get("custom") or {} for one in bucket]
+        self.custom: dict[str, Any] = dict(custom[0])
+        changes = {c.get("autoshard_change", "").rpartition(": ")[2] for c in custom}
+        merged = " | ".join(sorted(changes))
+        self.custom["autoshard_change"] = f"bucket of {len(bucket)}: {merged}"
+        self.custom["autoshard_module"] = common_module(
+            [c.get("autoshard_module", "") for c in custom]
+        )
+
+    def __call__(self, target: Callable[..., Any], *args: Any) -> fx.Node:
+        node = emit(self.graph, self.like, target, args, provenance=self.provenance)
+        node.meta["custom"] = {**self.custom, "autoshard_pass": self.provenance}
+        return node
+
+
+def common_module(paths: Sequence[str]) -> str:
+    """The innermost module that contains all of `paths`."""
+    parts = [path.split(".") for path in paths]
+    common = []
+    for names in zip(*parts):
+        if len(set(names)) > 1:
+            break
+        common.append(names[0])
+    return ".".join(common)
+
+
+def replace(bucket: Sequence[Member], results: Sequence[fx.Node]) -> None:
+    """Use `results` instead of the members' waits, and erase the members."""
+    for one, result in zip(bucket, results, strict=True):
+        one.wait.replace_all_uses_with(result)
+        graph = one.node.graph
+        graph.erase_node(one.wait)
+        graph.erase_node(one.node)
+
+
+def single_chains(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes from which one chain of single users leads to the output.
+
+    Where a bucket is cut into its members, each slice is such a chain.
+    """
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        users = list(node.users)
+        one = len(users) == 1 or all(user.target is aten.slice.Tensor for user in users)
+        if node.op == "output" or (users and one and all(user in found for user in users)):
+            found.add(node)
+    return found
+
+
+def numel(shape: Sequence[int]) -> int:
+    """Elements of a tensor of static shape."""
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+def sort_stable(graph: fx.Graph) -> None:
+    """Put the graph in an executable order again, keeping the order of nodes where it is one."""
+    nodes = list(graph.nodes)
+    position = {node: i for i, node in enumerate(nodes)}
+    missing = {node: len(node.all_input_nodes) for node in nodes}
+    ready = [position[node] for node in nodes if not missing[node]]
+    heapq.heapify(ready)
+    output = nodes[-1]
+    while ready:
+        node = nodes[heapq.heappop(ready)]
+        if node is not output:
+            output.prepend(node)
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, position[user])
