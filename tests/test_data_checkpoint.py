@@ -1,0 +1,83 @@
+"""torch.distributed.checkpoint between data-parallel meshes: model and AdamW state, bit for bit."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+from torch import nn
+
+from models import CASES
+from test_data_parallel import Sizes, part, whole
+
+
+def one_step(model: nn.Module, compiled: Any, optimizer: Any, ranks: int, rank: int) -> None:
+    case = CASES["mlp"]
+    case.loss(compiled, part(case.make_batch(0), ranks, rank)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained(sizes: Sizes, **adam: Any) -> tuple[nn.Module, Any, Any]:
+    """A model after one AdamW step on the mesh, its optimizer, and a function that steps again."""
+    from autoshard.runtime.mesh import init_mesh
+
+    mesh = init_mesh(sizes, "cpu")
+    outer, inner = mesh.axis("dp_replicate"), mesh.axis("dp_shard")
+    ranks, rank = outer.size * inner.size, outer.rank * inner.size + inner.rank
+    model = CASES["mlp"].make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-3, **adam)
+    compiled = torch.compile(
+        model, backend="autoshard", options={"mesh": sizes, "inner": "aot_eager"}
+    )
+
+    def step() -> None:
+        one_step(model, compiled, optimizer, ranks, rank)
+
+    step()
+    return model, optimizer, step
+
+
+def moved(folder: str, first: Sizes, second: Sizes) -> float:
+    """Train on `first`, save, load into another model on `second`, and take one more step on both;
+    the worst difference of parameters after it. Asserts that loading is exact."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, optimizer, step = trained(first, fused=True)
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+
+    other, other_optimizer, other_step = trained(second, foreach=True)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    weights, moments = get_state_dict(other, other_optimizer)
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    set_state_dict(other, other_optimizer, model_state_dict=weights, optim_state_dict=moments)
+    pairs = list(zip(model.parameters(), other.parameters(), strict=True))
+    for p, q in pairs:
+        assert torch.equal(whole(p), whole(q))
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            mine, theirs = optimizer.state[p][key], other_optimizer.state[q][key]
+            assert torch.equal(whole(mine), whole(theirs)), key
+    step()
+    other_step()
+    return max(float((whole(p) - whole(q)).abs().max()) for p, q in pairs)
+
+
+def test_between_meshes_of_four(gloo4: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mesh = {"dp_shard": 2, "tp": 2}
+        assert max(gloo4(moved, folder, mesh, {"dp_shard": 4})) < 1e-6
+    with tempfile.TemporaryDirectory() as folder:
+        mesh = {"dp_replicate": 2, "dp_shard": 2}
+        assert max(gloo4(moved, folder, {"dp_shard": 4}, mesh)) < 1e-6
+
+
+def test_from_tp_to_fsdp(gloo2: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert max(gloo2(moved, folder, {"tp": 2}, {"dp_shard": 2})) < 1e-6
+    with tempfile.TemporaryDirectory() as folder:
+        assert max(gloo2(moved, folder, {"dp_shard": 2}, {"tp": 2})) < 1e-6
