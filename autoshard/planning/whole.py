@@ -9,8 +9,9 @@ from torch import fx
 
 from autoshard.planning.hardware import Hardware
 from autoshard.planning.planner import Decisions, Request
-from autoshard.planning.problem import Builder, Prices, producer
+from autoshard.planning.problem import Builder, Prices
 from autoshard.planning.strategy import Strategy, operands, value
+from autoshard.planning.values import producer
 from autoshard.runtime.placement import R
 
 
