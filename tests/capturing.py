@@ -176,3 +176,21 @@ def _plain(result: Any) -> Any:
     if isinstance(result, (tuple, list)):
         return [_plain(v) for v in result]
     return None
+
+
+class Fn(nn.Module):
+    """A module of a function, with a linear layer and two buffers to use in it."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.fn = fn
+        self.lin = nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("cache", torch.zeros(4, 8))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(self, *args, **kwargs)
+
+
+def x48() -> torch.Tensor:
+    return torch.randn(4, 8)
