@@ -68,7 +68,8 @@ def _merge(graph: fx.Graph, bucket: list[Member], provenance: str) -> None:
     position = {node: i for i, node in enumerate(graph.nodes)}
     needed = set().union(*(_made_from_inputs(one.source) for one in bucket))
     for node in sorted(needed, key=position.__getitem__):
-        first.prepend(node)
+        if position[node] > position[first]:  # what stands before it may have users there
+            first.prepend(node)
     size, group = first.args[1], first.args[2]
     assert isinstance(size, int)
     make = Maker(graph, bucket, provenance)
