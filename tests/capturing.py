@@ -194,3 +194,11 @@ class Fn(nn.Module):
 
 def x48() -> torch.Tensor:
     return torch.randn(4, 8)
+
+
+def region_tags(recorder: Recorder) -> list[tuple[str, Any, Any]]:
+    return [
+        (str(n.target), n.meta.get("recompute"), n.meta.get("ac_graph_id"))
+        for n in recorder.graph.graph.nodes
+        if n.op == "call_function"
+    ]

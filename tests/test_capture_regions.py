@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from autoshard.capture import capture
 from autoshard.errors import CaptureError
-from capturing import Fn, Recorder, check, x48
+from capturing import Fn, check, region_tags, x48
 
 # Gradient regions
 
@@ -115,14 +115,6 @@ def test_gradients_turned_on_inside() -> None:
 
 
 # Activation checkpointing
-
-
-def region_tags(recorder: Recorder) -> list[tuple[str, Any, Any]]:
-    return [
-        (str(n.target), n.meta.get("recompute"), n.meta.get("ac_graph_id"))
-        for n in recorder.graph.graph.nodes
-        if n.op == "call_function"
-    ]
 
 
 def test_checkpoint_is_inlined_and_tagged() -> None:
@@ -271,5 +263,5 @@ def test_what_cannot_be_captured_names_the_operator_and_the_line() -> None:
     with pytest.raises(Exception, match="no_such_method") as caught:
         torch.compile(Fn(fn), backend=backend)(x48())
     error = caught.value.__cause__ or caught.value
-    assert "test_capture.py" in str(error)
+    assert "test_capture_regions.py" in str(error)
     assert isinstance(error, CaptureError) or "CaptureError" in repr(caught.value)

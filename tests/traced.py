@@ -52,8 +52,8 @@ def programs(
             settings = {**each}
             machine = hardware(settings.pop("hardware", "cpu"))
             config = Config.from_options(settings)
-            axis = offline_mesh(dict(settings["mesh"]), 0).axis("tp")
-            made.append(build_program(gm, example, inputs, axis, config, machine))
+            mesh = offline_mesh(dict(settings["mesh"]), 0)
+            made.append(build_program(gm, example, inputs, mesh, config, machine))
         return made[-1]
 
     tracing.intercept(model, args, None, plan)
