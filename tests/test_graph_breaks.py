@@ -214,3 +214,54 @@ def test_buffers_are_written_back_equal_on_all_ranks(gloo2: Any) -> None:
     assert all(r["buffers"] < 1e-6 for r in results), results
     assert results[0]["values"] == results[1]["values"]
     assert results[0]["values"]["calls"] == 3
+
+
+class Excluded(nn.Module):
+    """All of it in a region that autocast around the call must not reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = MLP()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return F.mse_loss(self.body(x), y)
+
+
+def excluded(inner: str) -> dict[str, Any]:
+    pair = Pair(Excluded(), inner=inner)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pair.train([lambda m, s=s: m(**vectors(s)) for s in range(2)])
+    return pair.result()
+
+
+def test_a_region_without_autocast_inside_autocast(gloo2: Any) -> None:
+    for inner in ("aot_eager", "eager"):
+        check(gloo2(excluded, inner))
+
+
+class GradientInside(nn.Module):
+    """Turns gradients on for itself, as a model that differentiates its own energy does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = MLP()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            return F.mse_loss(self.body(x), y)
+
+
+def gradient_inside() -> dict[str, Any]:
+    pair = Pair(GradientInside())
+
+    def loss(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return model(**vectors(0))
+
+    pair.train([loss, loss])
+    return pair.result()
+
+
+def test_gradients_turned_on_inside_no_grad(gloo2: Any) -> None:
+    check(gloo2(gradient_inside))
