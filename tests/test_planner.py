@@ -89,8 +89,7 @@ def test_memory_budget_is_kept() -> None:
     assert _bytes_a_rank(tight) <= _bytes_a_rank(free)
     torch.compiler.reset()
     loose = autoshard.trace(model, (x,), mesh={"tp": 2}, memory_budget=2**40)
-    # memory is nearly free then: whatever is stored, it is not dearer in time
-    assert _bytes_a_rank(loose) <= 2**40
+    assert loose.plan.digest() == free.plan.digest(), "a budget that does not bind changes nothing"
     assert _bytes_a_rank(loose) >= _bytes_a_rank(tight)
 
 

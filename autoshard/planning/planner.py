@@ -87,35 +87,32 @@ def fingerprint(gm: fx.GraphModule) -> str:
 def plan_graph(
     gm: fx.GraphModule, n: int, hardware: Hardware, request: Request
 ) -> Decisions:
-    """The cheapest plan of `gm` on an axis of `n` ranks.
+    """The cheapest plan of `gm` on an axis of `n` ranks; with a `memory_budget`, of those that fit.
 
     Raises PlanError where a loaded plan asks for what the graph does not offer, and where no
     plan fits `memory_budget` bytes a rank.
     """
-    if request.memory_budget is None:
-        return _solve(gm, n, hardware, request, Prices())
+    default = _solve(gm, n, hardware, request, Prices())
     budget = request.memory_budget
-    low, high = 1e-15, 1e-6  # a gigabyte that costs a thousand seconds is a gigabyte not stored
-    best = None
-    for price in (low, high):
-        found = _solve(gm, n, hardware, request, _prices(price, hardware))
-        if stored_bytes(found, n) <= budget:
-            best = found
-            break
-    if best is None:
+    if budget is None or stored_bytes(default, n) <= budget:
+        return default
+    # Dearer bytes until it fits; at `high` a gigabyte costs a thousand seconds a step.
+    low, high = default.builder.parameter_price, 1e-6
+    best = _solve(gm, n, hardware, request, _prices(high, hardware))
+    smallest = min(stored_bytes(best, n), stored_bytes(default, n))
+    if smallest > budget:
         raise PlanError(
             f"no plan fits memory_budget={budget:,} bytes a rank: the smallest found stores "
-            f"{stored_bytes(found, n):,} bytes of parameters, gradients, optimizer state and "
+            f"{smallest:,} bytes of parameters, gradients, optimizer state and "
             f"activations on {n} ranks. Raise the budget, or use more ranks."
         )
-    if price == high:
-        for _ in range(12):
-            middle = (low * high) ** 0.5
-            found = _solve(gm, n, hardware, request, _prices(middle, hardware))
-            if stored_bytes(found, n) <= budget:
-                best, high = found, middle
-            else:
-                low = middle
+    for _ in range(12):
+        middle = (low * high) ** 0.5
+        found = _solve(gm, n, hardware, request, _prices(middle, hardware))
+        if stored_bytes(found, n) <= budget:
+            best, high = found, middle
+        else:
+            low = middle
     return best
 
 
