@@ -10,16 +10,19 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test test-slow check bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/demo.stamp ## train a Llama on two processes beside the serial model (ARGS="--help")
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_llama.py $(ARGS)
 
 test: $(VENV)/dev.stamp ## run the tests (ARGS="-k llama" selects)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(VENV)/dev.stamp ## run the tests that need many processes or many models
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 check: $(VENV)/dev.stamp ## lint and type-check
 	$(BIN)/ruff check .

@@ -56,6 +56,7 @@ def test_three_steps_with_inductor(gloo2: Any, name: str) -> None:
     check_each(gloo2(train, [name], 2, "inductor", pool_timeout=PATIENCE), share=0.9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models(gloo2: Any, name: str) -> None:
     check_each(gloo2(train, [name], 2, "aot_eager", pool_timeout=PATIENCE), share=0.0)

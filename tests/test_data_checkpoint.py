@@ -5,11 +5,14 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from models import CASES
 from test_data_parallel import Sizes, part, whole
+
+pytestmark = pytest.mark.slow
 
 
 def one_step(model: nn.Module, compiled: Any, optimizer: Any, ranks: int, rank: int) -> None:

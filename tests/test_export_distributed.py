@@ -23,6 +23,8 @@ from gloo_pool import GlooPool
 from test_export_trtllm import CASES, REFERENCES
 from trtllm_oracle import expected, make
 
+pytestmark = pytest.mark.slow
+
 IDS = torch.arange(3, 19).view(2, 8)
 
 
