@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -18,11 +19,11 @@ help: ## list the targets
 demo: $(VENV)/demo.stamp ## train a Llama on two processes beside the serial model (ARGS="--help")
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_llama.py $(ARGS)
 
-test: $(VENV)/dev.stamp ## run the tests (ARGS="-k llama" selects)
-	$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/dev.stamp ## run the tests (ARGS="-k llama" selects, JOBS=8 processes)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-slow: $(VENV)/dev.stamp ## run the tests that need many processes or many models
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m slow $(ARGS)
 
 check: $(VENV)/dev.stamp ## lint and type-check
 	$(BIN)/ruff check .
