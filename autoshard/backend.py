@@ -70,7 +70,7 @@ def _runner(
     fakes = compat.backend_fakes([n for n in local.graph.nodes if n.op == "placeholder"])
     modes = _modes(program)
     with modes():
-        compiled = compile_local(local, fakes, config.inner, program.finish)
+        compiled = compile_local(local, fakes, config.inner, program.finish, program.settings())
     sharded = [i for i, item in enumerate(inputs) if isinstance(item.real, DTensor)]
     owned = weakref.WeakSet(
         item.real for item in inputs if isinstance(item.real, nn.Parameter)

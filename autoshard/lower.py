@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import fx
 
+from autoshard import passes
 from autoshard.runtime import compat
 
 
 def compile_local(
-    gm: fx.GraphModule, fakes: list[Any], inner: str, finish: compat.Finish | None = None
+    gm: fx.GraphModule,
+    fakes: list[Any],
+    inner: str,
+    finish: compat.Finish | None = None,
+    settings: str = "",
 ) -> Callable[..., Any]:
     """Compile a local graph with the chosen inner compiler.
 
     inner: "inductor" (AOTAutograd, then Inductor), "aot_eager" (AOTAutograd's graphs, run
     operator by operator) or "eager" (the local graph itself; autograd records as it runs).
-    finish: rewrites each of AOTAutograd's graphs; "eager" has none.
+    finish: rewrites each of AOTAutograd's graphs; "eager" has none. settings: all that `finish`
+    depends on besides the graph and our source: torch's caches on disk are keyed by them.
     """
     if inner == "eager":
         return gm
     if inner == "aot_eager":
         return compat.aot_eager(gm, fakes, finish)
-    return compat.inductor(gm, fakes, finish)
+    return compat.inductor(gm, fakes, finish, settings + _source_digest())
+
+
+@functools.cache
+def _source_digest() -> str:
+    """Differs where a file of this package does: a cached graph was made by its passes."""
+    root = Path(__file__).parent
+    folders = (root, Path(compat.__file__).parent, Path(passes.__file__).parent)
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -103,6 +103,11 @@ class Program:
     def finish(self, graph: fx.GraphModule, backward: bool) -> None:
         """Bucket and schedule the collectives of one of AOTAutograd's graphs, in place."""
         finish(graph, self.mesh, self.config, backward)
+
+    def settings(self) -> str:
+        """What `finish` depends on besides the graph; equal texts make equal graphs of one."""
+        options = replace(self.config, mesh={}, plan=None)
+        return f"{self.mesh.axes} {options}"
 
     def collectives(self) -> list[Collective]:
         """One entry a collective, forward then backward, in the order of issue."""

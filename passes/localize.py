@@ -33,6 +33,7 @@ from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.values import output_state, producer
 from autoshard.planning.views import size_entry
 from autoshard.runtime.axis import Axis, chunk_bounds
+from autoshard.runtime.bound import Bound
 from autoshard.runtime.collectives import change
 from autoshard.runtime.placement import P, R, State, forward_value, shard_dim
 
@@ -140,8 +141,11 @@ class Localize:
                     leaves[i] = self.local[leaf]
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         if strategy.impl is not None:
+            target, constants = strategy.impl, {}
+            if isinstance(target, Bound):  # torch's caches know functions, not our objects
+                target, constants = target.function, dict(target.constants)
             new = self._emit(
-                node, "call_function", strategy.impl, args, {**kwargs, "axis": self.axis}
+                node, "call_function", target, args, {**kwargs, **constants, "axis": self.axis}
             )
             inside = getattr(strategy.impl, "__name__", "its own algorithm")
             new.meta["custom"]["autoshard_change"] = f"{node.name}: {inside}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -292,9 +293,10 @@ def aot_eager(
 
 
 def inductor(
-    gm: fx.GraphModule, fakes: Sequence[Any], finish: Finish | None = None
+    gm: fx.GraphModule, fakes: Sequence[Any], finish: Finish | None = None, digest: str = ""
 ) -> Callable[..., Any]:
-    """AOTAutograd and Inductor."""
+    """AOTAutograd and Inductor. digest: what `finish` depends on besides the graph."""
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def inner_compile(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
@@ -302,8 +304,25 @@ def inductor(
             finish(graph, bool(options.get("is_backward")))
         return compile_fx_inner(graph, inputs, **options)
 
-    compiled: Any = compile_fx(gm, fakes, inner_compile=inner_compile)
+    # AOTAutograd's cache takes only functions it is told of; the value becomes part of the key.
+    known = config.unsafe_marked_cacheable_functions
+    with config.patch(unsafe_marked_cacheable_functions={**known, **_cache_keys(gm, digest)}):
+        compiled: Any = compile_fx(gm, fakes, inner_compile=inner_compile)
     return compiled  # type: ignore[no-any-return]
+
+
+def _cache_keys(gm: fx.GraphModule, digest: str) -> dict[str, str]:
+    """A key for each of our functions in the graph: `digest`, and what the graph's text lacks."""
+    functions, tags = set(), [digest]
+    for node in gm.graph.nodes:
+        module = getattr(node.target, "__module__", None) or ""
+        if node.op == "call_function" and module.startswith("autoshard."):
+            functions.add(f"{module}.{node.target.__name__}")
+        tag = [node.meta.get(key) for key in ("recompute", "ac_graph_id")]
+        if any(t is not None for t in tag):
+            tags.append(f"{node.name} {tag}")
+    key = hashlib.sha256("\n".join(tags).encode()).hexdigest()
+    return {name: key for name in sorted(functions)}
 
 
 @dataclass(frozen=True)
