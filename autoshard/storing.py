@@ -14,6 +14,8 @@ from autoshard import build
 from autoshard.config import Config
 from autoshard.program import Program
 from autoshard.runtime import compat
+from autoshard.runtime.access import lower
+from autoshard.runtime.accumulation import set_use
 from autoshard.runtime.agreement import agree
 from autoshard.runtime.data_axes import data_states
 from autoshard.runtime.mesh import Mesh, init_mesh
@@ -47,6 +49,9 @@ def shard(
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, lambda t: t.to("meta"), (args, dict(kwargs or {}))
         )
+    use = build.use_by(config, mesh)
+    if use.param is not None:
+        lower(list(model.parameters()), use)
     found: list[dict[nn.Parameter, State]] = []
 
     def plan(
@@ -110,6 +115,7 @@ def store(
     for p in rest:
         resting = {axis.name: _resting_state(p, axis.size)} if axis.size > 1 else {}
         states[p] = {**resting, **data_states(p.dim(), mesh.axes)}
+    set_use(states, build.use_by(config, mesh))
     moved = shard_parameters(states, mesh, broadcast=config.initial_weights == "broadcast")
     for old, new in moved.items():
         build.set_planned(new, old in planned)

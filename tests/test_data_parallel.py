@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -64,9 +65,18 @@ def compare(model: nn.Module, serial: nn.Module, worst: dict[str, Any]) -> None:
 
 
 def train(
-    name: str, sizes: Sizes, micro: int, steps: int, options: dict[str, Any], foreach: bool = True
+    name: str,
+    sizes: Sizes,
+    micro: int,
+    steps: int,
+    options: dict[str, Any],
+    foreach: bool = True,
+    wait: bool = False,
 ) -> dict[str, Any]:
-    """Train a case on the mesh and serially side by side; the worst relative differences."""
+    """Train a case on the mesh and serially side by side; the worst relative differences.
+
+    wait: all microbatches but the last run in `no_sync`.
+    """
     import autoshard
     from autoshard.runtime.mesh import init_mesh
 
@@ -92,8 +102,10 @@ def train(
         for i in range(micro):
             batch = case.make_batch(step * micro + i)
             expected = serial_backward(case, serial, batch, buffers, 1 / micro)[rank]
-            loss = case.loss(compiled, part(batch, ranks, rank))
-            (loss / micro).backward()
+            early = wait and i + 1 < micro
+            with autoshard.no_sync(compiled) if early else contextlib.nullcontext():
+                loss = case.loss(compiled, part(batch, ranks, rank))
+                (loss / micro).backward()
             worst["loss"] = max(worst["loss"], float(abs(loss - expected) / abs(expected)))
         compare(model, serial, worst)
         norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
