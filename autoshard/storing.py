@@ -16,8 +16,8 @@ from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.access import lower
 from autoshard.runtime.accumulation import set_use
-from autoshard.runtime.agreement import agree
-from autoshard.runtime.data_axes import data_states
+from autoshard.runtime.agreement import agree, from_first
+from autoshard.runtime.data_axes import data_axes, data_states
 from autoshard.runtime.mesh import Mesh, init_mesh
 from autoshard.runtime.parameters import related_parameters, shard_parameters, unstorable
 from autoshard.runtime.placement import R, S, State
@@ -100,9 +100,10 @@ def store(
     Optimizers and clip_grad_norm_ cannot mix DTensors with plain tensors, so parameters that the
     graph never read become DTensors too; the first graph that reads one decides where it lives.
     Until then eager code, such as what lies between two graphs, gathers it at each use. Returns
-    the new parameter for each old one.
+    the new parameter for each old one. Collective over the mesh.
     """
     axis = mesh.axis("tp")
+    planned = _as_first(planned, mesh)
     states = {
         parameter: {axis.name: state, **data_states(parameter.dim(), mesh.axes)}
         for parameter, state in planned.items()
@@ -122,6 +123,23 @@ def store(
     for parameter in planned:
         build.set_planned(parameter, True)  # one that stays where it is stored
     return moved
+
+
+def _as_first(planned: dict[nn.Parameter, State], mesh: Mesh) -> dict[nn.Parameter, State]:
+    """The states that the first data-parallel rank planned.
+
+    A plan depends on the shapes of the batch, which only the ranks of one tp group share; a
+    parameter is stored alike on all ranks. The next trace obeys what is stored. Ranks whose graphs
+    read other parameters keep their own plan, and `shard_parameters` refuses.
+    """
+    if mesh.axis("tp").size == 1:
+        return planned
+    said = [(tuple(parameter.shape), state) for parameter, state in planned.items()]
+    for axis in reversed(data_axes(mesh.axes)):
+        first = from_first(said, axis)
+        if [shape for shape, _ in first] == [shape for shape, _ in said]:
+            said = first
+    return {parameter: state for parameter, (_, state) in zip(planned, said)}
 
 
 def _resting_state(parameter: nn.Parameter, n: int) -> State:
