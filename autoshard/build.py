@@ -193,7 +193,8 @@ def load_plan(plan: Any, axis: Axis) -> Plan | None:
 
 def plan_lines(program: Program) -> list[str]:
     """What ranks compare: where each parameter lives, then each node, its shape and strategy."""
-    lines = [f"parameter {name}: {state}" for name, state in program.plan.parameters.items()]
+    lines = [f"gradients: {program.microbatch}"]
+    lines += [f"parameter {name}: {state}" for name, state in program.plan.parameters.items()]
     strategies = program.decisions.strategies
     for node in program.serial.graph.nodes:
         val = value(node)

@@ -88,7 +88,8 @@ def build_agreed(
         # the peers wait in `agree`: tell them, so that every rank ends with this error
         agree("plan", f"failed: {type(error).__name__}", [f"{type(error).__name__}: {error}"], axis)
         raise
-    agree("plan", program.plan.digest(), build.plan_lines(program), axis)
+    digest = f"{program.plan.digest()}, gradients: {program.microbatch}"
+    agree("plan", digest, build.plan_lines(program), axis)
     return program
 
 

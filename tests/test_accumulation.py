@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,7 +92,10 @@ def test_an_accumulating_backward_returns_no_gradient() -> None:
     [
         ("mlp", DDP, {}),
         ("mlp", FSDP, {"zero": 1, "bucket_bytes": 60_000}),
-        ("mlp", FSDP, {"zero": 3, "defer_reduction": True, "inner": "eager"}),
+        pytest.param(
+            *("mlp", FSDP, {"zero": 3, "defer_reduction": True, "inner": "inductor"}),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_three_steps_of_three_microbatches(
@@ -101,6 +106,7 @@ def test_three_steps_of_three_microbatches(
     check(results, sizes.get("dp_shard", 1), programs=2)
 
 
+@pytest.mark.slow
 def test_hybrid(gloo4: Any) -> None:
     results = gloo4(train, "mlp", HYBRID, 3, 2, {"zero": 2}, wait=True)
     check(results, 2, programs=2)
@@ -291,3 +297,29 @@ def a_part_of_a_graph() -> str:
 
 def test_a_part_of_a_graph_cannot_wait(gloo2: Any) -> None:
     assert all("the whole model" in said for said in gloo2(a_part_of_a_graph))
+
+
+class Output:
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+
+def test_the_loop_in_the_documentation() -> None:
+    """In a world of one, where nothing waits: the gradient is that of all batches."""
+    text = (Path(__file__).parents[1] / "docs" / "data_parallel.md").read_text()
+    loop = re.search(r"```python\n(for i, batch .*?)```", text, re.DOTALL)
+    assert loop is not None
+    inner = nn.Linear(3, 1, bias=False)
+    compiled: Any = torch.compile(inner, backend="autoshard", options={"inner": "eager"})
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> Output:
+            return Output(compiled(x).sum())
+
+    model = Model()
+    model.add_module("inner", inner)
+    batches = [{"x": torch.full((2, 3), float(i))} for i in range(3)]
+    before = inner.weight.detach().clone()
+    names = {"contextlib": contextlib, "autoshard": autoshard, "model": model, "batches": batches}
+    exec(loop[1], {**names, "optimizer": torch.optim.SGD(inner.parameters(), lr=1.0)})
+    torch.testing.assert_close(before - inner.weight, torch.full((1, 3), 2.0))
