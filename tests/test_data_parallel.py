@@ -207,5 +207,5 @@ def test_matrix(
     pool = gloo4 if len(sizes) == 2 else gloo2
     results = pool(train, name, sizes, micro, 5, {"zero": zero}, wait=True)
     deferred = zero == 1 or "dp_replicate" in sizes
-    split = sizes.get("dp_shard", 1) * (sizes.get("tp", 1) if name != "convnet" else 1)
+    split = sizes.get("dp_shard", 1) * sizes.get("tp", 1)
     check(results, split, programs=2 if deferred and micro > 1 else 1)

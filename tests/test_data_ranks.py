@@ -61,6 +61,6 @@ def apart() -> dict[str, Any]:
 def test_all_ranks_store_by_the_first_ones_plan(gloo4: Any) -> None:
     results = gloo4(apart)
     assert all(result["stored"] == results[0]["stored"] for result in results)
-    assert "Shard(dim=0)" in results[0]["stored"]["body.up.weight"]
+    assert "Shard(dim=1)" in results[0]["stored"]["body.down.weight"]
     assert [result["programs"] for result in results] == [1, 1, 2, 2]
     assert all(result["worst"] < 1e-5 for result in results), results

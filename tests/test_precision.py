@@ -199,10 +199,13 @@ def run(sizes: Sizes, options: dict[str, Any], micro: int) -> dict[str, Any]:
     [
         (FSDP, {"precision": {"param": "bfloat16", "reduce": "float32"}}, 1),
         (FSDP, {"precision": {"param": "bfloat16", "accumulate": "float32"}}, 1),
-        (DDP, {"precision": {"param": "bfloat16"}}, 1),
-        (DDP, {"precision": {"param": "float16", "reduce": "float32"}}, 3),
+        pytest.param(DDP, {"precision": {"param": "bfloat16"}}, 1, marks=pytest.mark.slow),
+        pytest.param(
+            *(DDP, {"precision": {"param": "float16", "reduce": "float32"}}, 3),
+            marks=pytest.mark.slow,
+        ),
         (FSDP, {"precision": {"param": "bfloat16", "reduce": "float32"}, "zero": 1}, 3),
-        (FSDP, {"gradient_reduction": "sum"}, 1),
+        pytest.param(FSDP, {"gradient_reduction": "sum"}, 1, marks=pytest.mark.slow),
         (DDP, {"gradient_reduction": "sum", "inner": "eager"}, 2),
     ],
 )
@@ -210,9 +213,8 @@ def test_against_a_serial_model_that_casts(
     gloo2: Any, sizes: Sizes, options: dict[str, Any], micro: int
 ) -> None:
     for result in gloo2(run, sizes, options, micro):
-        low = "precision" in options
-        assert result["worst"] < (2e-6 if low else 1e-6), result
-        if low:
+        assert result["exact"], result  # two ranks: the sum has one order
+        if "precision" in options:
             assert result["weight"] == f"torch.{options['precision']['param']}"
         assert result["eager"] < 0.05, result
 
