@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from autoshard.errors import AutoshardError
     from autoshard.planning.plan import Plan
     from autoshard.planning.registry import sharding_rule
+    from autoshard.precision import Precision
     from autoshard.program import Program
     from autoshard.rendering import render
+    from autoshard.runtime.accumulation import discard_pending, no_sync
     from autoshard.storing import shard
     from autoshard.tracing import trace
 
@@ -25,7 +27,10 @@ _HOME = {
     "AutoshardError": "autoshard.errors",
     "Config": "autoshard.config",
     "Plan": "autoshard.planning.plan",
+    "Precision": "autoshard.precision",
     "Program": "autoshard.program",
+    "discard_pending": "autoshard.runtime.accumulation",
+    "no_sync": "autoshard.runtime.accumulation",
     "programs": "autoshard.backend",
     "render": "autoshard.rendering",
     "shard": "autoshard.storing",
@@ -37,7 +42,10 @@ __all__ = [
     "AutoshardError",
     "Config",
     "Plan",
+    "Precision",
     "Program",
+    "discard_pending",
+    "no_sync",
     "programs",
     "render",
     "shard",

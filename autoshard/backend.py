@@ -14,20 +14,27 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard import build
 from autoshard.config import Config
+from autoshard.errors import ConfigError, message
 from autoshard.lower import compile_local
+from autoshard.passes.data_parallel import Waiting
 from autoshard.program import Program
 from autoshard.runtime import compat
+from autoshard.runtime.access import lower
+from autoshard.runtime.accumulation import attend, is_used, pending_of, set_use, use_of
 from autoshard.runtime.lazy import LazyGather, wrap_outputs
 from autoshard.runtime.materialize import unwrap
 from autoshard.runtime.mesh import Mesh, data_coordinate, init_mesh
+from autoshard.runtime.parameters import related_parameters
 from autoshard.runtime.placement import State
 from autoshard.runtime.random_ops import draw_apart
 from autoshard.runtime.storage import as_dtensors
+from autoshard.runtime.unshard import Use
 from autoshard.storing import build_agreed, store
 
 compat.allow_rnn()
@@ -53,6 +60,8 @@ def autoshard(
     device = build.device_type(inputs)
     mesh = init_mesh(config.mesh, device)
     draw_apart(data_coordinate(mesh))
+    if lowered := _lower(inputs, build.use_by(config, mesh)):
+        raise compat.RestartTrace("autoshard reads parameters in another dtype", keep=lowered)
     if mesh.size == 1 and "rng" not in (options or {}):
         return compile_local(gm, list(example_inputs), config.inner)
     # one process that asks for `rng` by name draws what a mesh of any size draws
@@ -61,6 +70,27 @@ def autoshard(
     if planned and mesh.size > 1:
         raise compat.RestartTrace(keep=store(planned, mesh, config))
     return _runner(program, inputs, mesh, config)
+
+
+def _lower(inputs: list[compat.GraphInput], use: Use) -> list[nn.Module]:
+    """Have the parameters of the graph read in the dtype of `use`, if they are not; see `lower`."""
+    found = [item.real for item in inputs if isinstance(item.real, nn.Parameter)]
+    for parameter in found:
+        has = use_of(parameter).param
+        if is_used(parameter) and has != use.param:
+            raise ConfigError(
+                message(
+                    f"options['precision'] computes with {use.param or 'the stored dtype'}, and "
+                    f"the parameters are read in {has or 'the stored dtype'} since another "
+                    "torch.compile of this model",
+                    remedy="Give every torch.compile of one model the same precision.",
+                )
+            )
+    new = [p for p in found if not is_used(p)]
+    if use.param is None or not new:
+        return []
+    with compat.real_tensors():
+        return lower([p for p in related_parameters(new) if not is_used(p)], use)
 
 
 def _runner(
@@ -72,23 +102,46 @@ def _runner(
     with modes():
         compiled = compile_local(local, fakes, config.inner, program.finish, program.settings())
     sharded = [i for i, item in enumerate(inputs) if isinstance(item.real, DTensor)]
-    owned = weakref.WeakSet(
-        item.real for item in inputs if isinstance(item.real, nn.Parameter)
-    )
+    owned = weakref.WeakSet(item.real for item in inputs if isinstance(item.real, nn.Parameter))
     _programs.append((owned, program))
     states = local.meta["output_states"]
     extents = local.meta["output_extents"]
     present = _presenter(states, extents, mesh, config)
 
+    waiting: list[Waiting] = local.meta.get("pending", [])
+
     @compat.not_traced
     def run(*args: Any) -> Any:
         values: list[Any] = [a.full_tensor() if isinstance(a, LazyGather) else a for a in args]
         with modes():
-            for i, shard in zip(sharded, unwrap(*[values[i] for i in sharded])):
+            shards = unwrap(*[values[i] for i in sharded])
+            if waiting:
+                values += _take(waiting, values, shards, program.microbatch)
+            for i, shard in zip(sharded, shards):
                 values[i] = shard
             return present(compiled(*values))
 
     return run
+
+
+def _take(
+    waiting: Sequence[Waiting], values: Sequence[Any], shards: Sequence[torch.Tensor], what: str
+) -> list[torch.Tensor]:
+    """The pending gradients a graph writes to, and their fate when its backward is done."""
+    held = []
+    for each in waiting:
+        parameter = values[each.parameter]
+        if pending_of(parameter) is None:
+            set_use([parameter], use_of(parameter))
+        pending = pending_of(parameter)
+        assert pending is not None
+        device = compat.local_of(parameter).device
+        held.append((pending, pending.take(each.shape, each.dtype, device)))
+    root = next((shard for shard in shards if shard.requires_grad), None)
+    if root is not None:
+        attend(root, held, what)
+    # two forwards may precede one backward: the alias has a version counter of its own
+    return [buffer.data for _, buffer in held]
 
 
 def _modes(program: Program) -> Callable[[], contextlib.AbstractContextManager[None]]:

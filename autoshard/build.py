@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from autoshard.capture import GLOBAL_TYPES, capture
 from autoshard.config import Config
-from autoshard.errors import CaptureError, message
-from autoshard.interpreter import IDENTITY_TARGETS
+from autoshard.errors import CaptureError, ConfigError, message
+from autoshard.interpreter import IDENTITY_TARGETS, execution
 from autoshard.passes.base import Context
 from autoshard.passes.data_parallel import DataParallel
 from autoshard.passes.localize import Localize
@@ -25,17 +25,20 @@ from autoshard.planning.plan import Plan, strategy_text
 from autoshard.planning.planner import Request, fingerprint, merged, plan_graph
 from autoshard.planning.strategy import value
 from autoshard.planning.whole import whole_graph
+from autoshard.precision import Precision
 from autoshard.program import Program
 from autoshard.reasons import check_strict
 from autoshard.runtime import compat
+from autoshard.runtime.accumulation import use_of
 from autoshard.runtime.axis import Axis
-from autoshard.runtime.data_axes import DATA_AXES, data_axes, data_states
+from autoshard.runtime.data_axes import DATA_AXES, data_axes, data_states, deferred_axes
 from autoshard.runtime.errors import PlanError
 from autoshard.runtime.lazy import LazyGather
 from autoshard.runtime.materialize import materialize
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.placement import R, State, shard_dim
 from autoshard.runtime.storage import stored_states
+from autoshard.runtime.unshard import ACCUMULATE, FLUSH, SINGLE, Use
 
 # What capture reads through: a stored parameter and a lazy output are tensors of global shape.
 IDENTITY_TARGETS.add(materialize)
@@ -50,14 +53,21 @@ def build_program(
     mesh: Mesh,
     config: Config,
     machine: Hardware,
+    microbatch: str | None = None,
 ) -> Program:
     """Plan one Dynamo graph on the axis tp for `machine`; rewrite it for one rank of the mesh.
+
+    microbatch: what its backward does with gradients (`unshard.MICROBATCH`); None: what the graph
+    was traced for.
 
     Raises CaptureError where the graph cannot be captured and PlanError where a loaded plan or
     the memory budget cannot be met.
     """
     axis = mesh.axis("tp")
-    serial, _ = prepare(capture(gm, example_inputs), axis, config)
+    if microbatch is None:
+        microbatch = traced_microbatch(gm)
+    dtypes = lowered_dtypes(inputs)
+    serial, _ = prepare(capture(gm, example_inputs, dtypes), axis, config)
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
     parameters: dict[fx.Node, str] = {}
     stored: dict[fx.Node, State] = {}
@@ -87,16 +97,71 @@ def build_program(
         decisions = plan_graph(serial, axis.size, machine, request)
         guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
     local = Localize(serial, decisions, axis).run()
-    if data_axes(mesh.axes):
+    if data_axes(mesh.axes) or dtypes:
         refuse_mutated(serial, parameters)
         states = {i: data[node] for i, node in enumerate(placeholders) if node in data}
-        replicas = DataParallel(data_axes(mesh.axes), states, regather=config.zero == 3)
+        stored_dtypes = {i: inputs[i].real.dtype for i in dtypes}  # type: ignore[union-attr]
+        for i, dtype in stored_dtypes.items():
+            placeholders[i].meta["stored_dtype"] = dtype
+        replicas = DataParallel(
+            data_axes(mesh.axes),
+            states,
+            regather=config.zero == 3,
+            use=use_by(config, mesh),
+            dtypes=stored_dtypes,
+            microbatch=microbatch,
+        )
         replicas.run(local, Context(axis, config))
     full = merged(plan, decisions, request, serial, axis.size)
-    program = Program(local, serial, full, decisions, axis, parameters, mesh, data, config)
+    program = Program(
+        local, serial, full, decisions, axis, parameters, mesh, data, config, microbatch
+    )
     if config.strict and axis.size > 1:
         check_strict(program)
     return program
+
+
+def use_by(config: Config, mesh: Mesh) -> Use:
+    """How the options say that parameters are used on the mesh."""
+    precision = Precision.of(config.precision)
+    return Use(
+        param=precision.param,
+        reduce=precision.reduce or precision.param,
+        accumulate=precision.accumulate,
+        average=config.gradient_reduction == "average",
+        deferred=deferred_axes(mesh.axes, config.zero, config.defer_reduction),
+    )
+
+
+def lowered_dtypes(inputs: list[compat.GraphInput]) -> dict[int, torch.dtype]:
+    """The dtype in which the graph computes with each parameter that is stored in another."""
+    found: dict[int, torch.dtype] = {}
+    for i, item in enumerate(inputs):
+        if isinstance(item.real, nn.Parameter) and item.real.is_floating_point():
+            dtype = use_of(item.real).param
+            if dtype is not None and dtype != item.real.dtype:
+                found[i] = dtype
+    return found
+
+
+def traced_microbatch(gm: fx.GraphModule) -> str:
+    """What the reads of parameters in the graph say that its backward does with gradients.
+
+    A parameter that came later than the others may still say SINGLE: nothing of it is pending.
+    """
+    said = {
+        node.args[1]
+        for _, node in execution(gm)
+        if node.op == "call_function" and node.target is materialize and len(node.args) > 1
+    }
+    if ACCUMULATE in said and len(said) > 1:
+        raise ConfigError(
+            message(
+                "one graph reads parameters of modules inside and outside of no_sync",
+                remedy="Give autoshard.no_sync the whole model that is compiled.",
+            )
+        )
+    return next((each for each in (ACCUMULATE, FLUSH) if each in said), SINGLE)
 
 
 def refuse_mutated(serial: fx.GraphModule, parameters: Mapping[fx.Node, str]) -> None:
@@ -107,7 +172,7 @@ def refuse_mutated(serial: fx.GraphModule, parameters: Mapping[fx.Node, str]) ->
             raise CaptureError(
                 message(
                     f"the model writes to its parameter {parameters[placeholders[i]]} in forward, "
-                    "and data parallelism stores parameters as shards",
+                    "and data parallelism stores parameters as shards, precision in another dtype",
                     remedy="Write to it outside the compiled call, or make it a buffer.",
                 )
             )
@@ -128,7 +193,8 @@ def load_plan(plan: Any, axis: Axis) -> Plan | None:
 
 def plan_lines(program: Program) -> list[str]:
     """What ranks compare: where each parameter lives, then each node, its shape and strategy."""
-    lines = [f"parameter {name}: {state}" for name, state in program.plan.parameters.items()]
+    lines = [f"gradients: {program.microbatch}"]
+    lines += [f"parameter {name}: {state}" for name, state in program.plan.parameters.items()]
     strategies = program.decisions.strategies
     for node in program.serial.graph.nodes:
         val = value(node)

@@ -18,7 +18,7 @@ What tracing cannot express is made explicit here:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,10 +41,16 @@ GLOBAL_TYPES: list[type] = [DTensor]
 """Tensor subclasses whose own shape is the global one; captured as plain tensors of that shape."""
 
 
-def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+def capture(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    dtypes: Mapping[int, torch.dtype] | None = None,
+) -> fx.GraphModule:
     """The functional ATen graph of Dynamo's `gm`, one placeholder for each of its placeholders.
 
     example_inputs: one a placeholder; used where a placeholder has no `meta["example_value"]`.
+    dtypes: {index of a placeholder: dtype it is read in}, for parameters that are stored in
+    another one than they are computed with.
 
     The result has, on every node, `meta["val"]` (fake value, serial shape) and, where that is a
     tensor or holds tensors, `meta["diff"]`: whether a gradient can flow to it. On the module:
@@ -67,7 +73,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
     # model itself turns them on: then its regions count literally.
     literal = not ambient_grad and turns_grad_on(gm) and not torch.is_inference_mode_enabled()
     with torch.inference_mode(False), torch.no_grad():
-        inputs = [_plain(value, mode) for value in found]
+        inputs = [_plain(value, mode, (dtypes or {}).get(i)) for i, value in enumerate(found)]
         gm = inline_transforms(gm, inputs, mode)
         extra = extras(gm)
         traced, seen = _trace(gm, inputs, extra, mode, grad=not literal)
@@ -97,14 +103,15 @@ def _inner_fake(value: torch.Tensor) -> FakeTensor | None:
     return None
 
 
-def _plain(value: Any, mode: FakeTensorMode) -> Any:
+def _plain(value: Any, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Any:
     """A fake of the global shape, usable outside of inference mode."""
     if not isinstance(value, torch.Tensor):
         return value
-    if isinstance(value, tuple(GLOBAL_TYPES)) or value.is_inference():
+    dtype = dtype or value.dtype
+    if isinstance(value, tuple(GLOBAL_TYPES)) or value.is_inference() or dtype != value.dtype:
         with mode:
             fake = torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device=value.device
+                value.shape, value.stride(), dtype=dtype, device=value.device
             )
     elif isinstance(value, FakeTensor):
         return value

@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import ConfigError, message
 from autoshard.planning.plan import Plan
+from autoshard.precision import Precision
 from autoshard.runtime.mesh import AXIS_ORDER
 
 #: Option -> does the value ask for something this version cannot do? The one place to shrink as
 #: the version grows; a value found here is an error, never a quiet fallback.
 UNAVAILABLE: dict[str, Callable[[Any], bool]] = {
-    "precision": lambda precision: precision is not None,
     "rng": lambda rng: rng != "invariant",
     "broadcast_inputs": lambda broadcast_inputs: broadcast_inputs,
 }
@@ -91,7 +91,12 @@ class Config:
         3,
         (1, 2, 3),
         "Parameters are sharded over `dp_shard`; 3 gathers a weight again for backward, 1 and 2 "
-        "keep it since forward.",
+        "keep it since forward; in `no_sync`, 1 keeps whole gradients, 2 and 3 their shards.",
+    )
+    defer_reduction: bool = _flag(
+        False,
+        "In `no_sync`, keep whole gradients under zero=2 and 3 too, and reduce them once, instead "
+        "of once a microbatch.",
     )
     sequence_parallel: bool = _flag(
         True, "Let the planner shard activations over the sequence; False forbids it."
@@ -107,14 +112,18 @@ class Config:
         lambda value: value is None or isinstance(value, (Plan, str, os.PathLike)),
         "A plan to follow instead of searching for one.",
     )
-    precision: Mapping[str, Any] | None = _option(
+    precision: Precision | Mapping[str, Any] | None = _option(
         None,
-        "a dict with any of the keys param, compute, reduce, or None",
-        lambda value: (
-            value is None
-            or (isinstance(value, Mapping) and set(value) <= {"param", "compute", "reduce"})
-        ),
-        "Dtypes of stored parameters, of computation and of gradient reductions.",
+        "a Precision, a dict with any of the keys param, reduce, accumulate to floating dtypes "
+        "or their names, or None",
+        Precision.accepts,
+        "Dtypes in which parameters are gathered and computed with, gradients travel over the "
+        "data-parallel axes, and the ranks' gradients are summed; None: those of the model.",
+    )
+    gradient_reduction: str = _choice(
+        "average",
+        ("average", "sum"),
+        "Gradients are the mean over the data-parallel ranks, or the sum.",
     )
     memory_budget: int | None = _bytes("Bytes a rank may use; the planner shards until it fits.")
     bucket_bytes: int | None = _bytes(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,6 +23,7 @@ from autoshard.runtime.axis import Axis
 from autoshard.runtime.data_axes import data_axes
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.placement import R, State
+from autoshard.runtime.unshard import SINGLE
 
 _c10d = torch.ops._c10d_functional
 _LOGICAL_SIZE = {  # which tensor's bytes are the size of the collective: megatron's ledger
@@ -54,20 +57,20 @@ class Collective:
 @dataclass(frozen=True)
 class Memory:
     """Bytes one rank holds, by kind. `optimizer` assumes the two moments of Adam in the
-    parameter's dtype; `activations` are what the forward saves for the backward."""
+    parameter's dtype; `activations` are what the forward saves for the backward; `pending` are the
+    gradients that wait to be reduced, in a program of `no_sync`."""
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
     buffers: int
+    pending: int = 0
 
     @property
     def total(self) -> int:
         """The sum of all kinds."""
-        return (
-            self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
-        )
+        return sum(dataclasses.astuple(self))
 
 
 @dataclass
@@ -78,6 +81,7 @@ class Program:
     serial: the captured serial graph that was planned. plan: the plan, ready to `save`.
     parameters: name of each parameter by its placeholder in `serial`. axis: the planned one, tp.
     data: the state in which each is stored on the data-parallel axes; an absent one is R.
+    microbatch: what backward does with gradients, one of `runtime.unshard.MICROBATCH`.
     """
 
     graph_module: fx.GraphModule
@@ -89,6 +93,7 @@ class Program:
     mesh: Mesh
     data: Mapping[fx.Node, Mapping[str, State]]
     config: Config
+    microbatch: str = SINGLE
 
     @cached_property
     def joint(self) -> compat.ForwardBackward:
@@ -131,7 +136,9 @@ class Program:
             elif node.meta.get("buffer"):
                 buffers += tensor_bytes(node.meta["val"])
         saved = sum(tensor_bytes(n.meta["val"]) for n in self.joint.saved)
-        return Memory(parameters, gradients, 2 * gradients, saved, buffers)
+        waiting = self.graph_module.meta.get("pending", ())
+        pending = sum(math.prod(each.shape) * each.dtype.itemsize for each in waiting)
+        return Memory(parameters, gradients, 2 * gradients, saved, buffers, pending)
 
     def stored(self) -> dict[str, State]:
         """The stored state of each parameter on the axis."""
@@ -147,7 +154,8 @@ class Program:
         val = local_value(node.meta["val"], self.decisions.stored[node], self.axis)
         for axis in reversed(data_axes(self.mesh.axes)):
             val = local_value(val, self.data[node].get(axis.name, R), axis)
-        return val
+        dtype = node.meta.get("stored_dtype", val.dtype)
+        return val if dtype == val.dtype else torch.empty_like(val, dtype=dtype)
 
     def _axis_of(self, node: fx.Node) -> str:
         """The axis whose process group the collective names, in its last argument."""

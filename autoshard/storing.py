@@ -14,8 +14,10 @@ from autoshard import build
 from autoshard.config import Config
 from autoshard.program import Program
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import agree
-from autoshard.runtime.data_axes import data_states
+from autoshard.runtime.access import lower
+from autoshard.runtime.accumulation import set_use
+from autoshard.runtime.agreement import agree, from_first
+from autoshard.runtime.data_axes import data_axes, data_states
 from autoshard.runtime.mesh import Mesh, init_mesh
 from autoshard.runtime.parameters import related_parameters, shard_parameters, unstorable
 from autoshard.runtime.placement import R, S, State
@@ -47,6 +49,9 @@ def shard(
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, lambda t: t.to("meta"), (args, dict(kwargs or {}))
         )
+    use = build.use_by(config, mesh)
+    if use.param is not None:
+        lower(list(model.parameters()), use)
     found: list[dict[nn.Parameter, State]] = []
 
     def plan(
@@ -83,7 +88,8 @@ def build_agreed(
         # the peers wait in `agree`: tell them, so that every rank ends with this error
         agree("plan", f"failed: {type(error).__name__}", [f"{type(error).__name__}: {error}"], axis)
         raise
-    agree("plan", program.plan.digest(), build.plan_lines(program), axis)
+    digest = f"{program.plan.digest()}, gradients: {program.microbatch}"
+    agree("plan", digest, build.plan_lines(program), axis)
     return program
 
 
@@ -95,9 +101,10 @@ def store(
     Optimizers and clip_grad_norm_ cannot mix DTensors with plain tensors, so parameters that the
     graph never read become DTensors too; the first graph that reads one decides where it lives.
     Until then eager code, such as what lies between two graphs, gathers it at each use. Returns
-    the new parameter for each old one.
+    the new parameter for each old one. Collective over the mesh.
     """
     axis = mesh.axis("tp")
+    planned = _as_first(planned, mesh)
     states = {
         parameter: {axis.name: state, **data_states(parameter.dim(), mesh.axes)}
         for parameter, state in planned.items()
@@ -110,12 +117,30 @@ def store(
     for p in rest:
         resting = {axis.name: _resting_state(p, axis.size)} if axis.size > 1 else {}
         states[p] = {**resting, **data_states(p.dim(), mesh.axes)}
+    set_use(states, build.use_by(config, mesh))
     moved = shard_parameters(states, mesh, broadcast=config.initial_weights == "broadcast")
     for old, new in moved.items():
         build.set_planned(new, old in planned)
     for parameter in planned:
         build.set_planned(parameter, True)  # one that stays where it is stored
     return moved
+
+
+def _as_first(planned: dict[nn.Parameter, State], mesh: Mesh) -> dict[nn.Parameter, State]:
+    """The states that the first data-parallel rank planned.
+
+    A plan depends on the shapes of the batch, which only the ranks of one tp group share; a
+    parameter is stored alike on all ranks. The next trace obeys what is stored. Ranks whose graphs
+    read other parameters keep their own plan, and `shard_parameters` refuses.
+    """
+    if mesh.axis("tp").size == 1:
+        return planned
+    said = [(tuple(parameter.shape), state) for parameter, state in planned.items()]
+    for axis in reversed(data_axes(mesh.axes)):
+        first = from_first(said, axis)
+        if [shape for shape, _ in first] == [shape for shape, _ in said]:
+            said = first
+    return {parameter: state for parameter, (_, state) in zip(planned, said)}
 
 
 def _resting_state(parameter: nn.Parameter, n: int) -> State:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from autoshard.build import build_program, example_device, hardware_of
+from autoshard.build import build_program, example_device, hardware_of, use_by
 from autoshard.config import Config
 from autoshard.planning.hardware import hardware as known_hardware
 from autoshard.program import Program
 from autoshard.runtime import compat
+from autoshard.runtime.access import lowered
 from autoshard.runtime.mesh import offline_mesh
+from autoshard.runtime.unshard import MICROBATCH, SINGLE
 
 
 class _Traced(Exception):
@@ -32,6 +35,7 @@ def trace(
     rank: int = 0,
     dynamic: bool | None = None,
     hardware: str | None = None,
+    microbatch: str = SINGLE,
     **config: Any,
 ) -> Program:
     """The program that rank `rank` of `mesh` would run for `model(*args, **kwargs)`.
@@ -40,11 +44,15 @@ def trace(
         neither changed nor run. args, kwargs: an example batch, on the model's device.
     mesh: sizes by axis name, such as {"tp": 8}. dynamic: as in torch.compile.
     hardware: the machine to plan for, a key of `planning.hardware.HARDWARE` such as "h100"; None
-        for the nearest to the model's device. config: any other field of `autoshard.Config`.
+        for the nearest to the model's device. microbatch: "single", or the program that runs in
+        `no_sync` ("accumulate") or after it ("flush"). config: any other field of
+        `autoshard.Config`.
 
     Needs no process group. Raises what torch.compile(fullgraph=True) raises where the model
-    breaks the graph, and ValueError for a rank outside the mesh.
+    breaks the graph, and ValueError for a rank outside the mesh or an unknown `microbatch`.
     """
+    if microbatch not in MICROBATCH:
+        raise ValueError(f"microbatch={microbatch!r} is not one of {', '.join(MICROBATCH)}")
     settings = Config.from_options({"mesh": dict(mesh), **config})
     machine = (
         known_hardware(hardware) if hardware else hardware_of(example_device(model, (args, kwargs)))
@@ -54,9 +62,11 @@ def trace(
     def plan(
         gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: list[compat.GraphInput]
     ) -> Program:
-        return build_program(gm, example_inputs, inputs, offline, settings, machine)
+        return build_program(gm, example_inputs, inputs, offline, settings, machine, microbatch)
 
-    return intercept(model, args, kwargs, plan, dynamic)
+    use = use_by(settings, offline)
+    with contextlib.nullcontext() if use.param is None else lowered(model, use):
+        return intercept(model, args, kwargs, plan, dynamic)
 
 
 def intercept(

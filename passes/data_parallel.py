@@ -12,14 +12,22 @@ where the parameter is stored whole), backward the reduce-scatter or all-reduce 
 gradient. Where both axes exist the change on `dp_replicate` comes first, so that backward scatters
 over `dp_shard` and then reduces only the shard.
 
+Where the model is computed in a lower dtype than it is stored in, the captured graph has its
+parameters in that dtype; here they get the stored one, and the last `unshard` casts (a cast of its
+own, where there is none).
+
+A graph that accumulates gradients, or reduces accumulated ones, gets one more input a parameter at
+its end: the pending sum, which `unshard` on the innermost deferred axis writes to in backward. In
+an accumulating graph the axes outside of that one are left out: no gradient reaches them.
+
 Not done: bucketing and scheduling, which are passes over the forward and backward graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import fx
@@ -28,13 +36,24 @@ from torch.utils.checkpoint import CheckpointPolicy
 from autoshard.passes.base import Context, Report
 from autoshard.passes.localize import local_value
 from autoshard.runtime.axis import Axis
-from autoshard.runtime.collectives import unshard
 from autoshard.runtime.placement import R, State, shard_dim
 from autoshard.runtime.storage import extents
+from autoshard.runtime.unshard import ACCUMULATE, SINGLE, Use, deferred_at, unshard
 
 # Later than every region of activation checkpointing: a gather that is used inside one must not
 # count as its boundary, which is saved (slice2.md, section 5).
 _LAST_REGION = 1 << 30
+
+
+class Waiting(NamedTuple):
+    """One further input of the local graph: the pending gradient of a parameter.
+
+    parameter: the index of its placeholder. shape, dtype: of the sum.
+    """
+
+    parameter: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -43,68 +62,126 @@ class DataParallel:
 
     axes: the data-parallel axes, `dp_replicate` first. states: {placeholder index: {axis: state}}.
     regather: gather again in backward instead of keeping the whole weight since forward (ZeRO-3).
+    use: dtypes, averaging and deferral. dtypes: {placeholder index: stored dtype}, where it is not
+    that of the graph. microbatch: what backward does with gradients (`unshard.MICROBATCH`).
     """
 
     name: ClassVar[str] = "data_parallel"
     axes: tuple[Axis, ...]
     states: Mapping[int, Mapping[str, State]]
     regather: bool = True
+    use: Use = Use()
+    dtypes: Mapping[int, torch.dtype] = field(default_factory=dict)
+    microbatch: str = SINGLE
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
-        """Insert the changes; the placeholders get the shapes of the stored parts."""
+        """Insert the changes; the placeholders get the shapes and dtypes of what is stored.
+
+        `gm.meta["pending"]` lists the further inputs, as `Waiting`.
+        """
         report = Report(self.name)
         nodes = list(gm.graph.nodes)
         position = {node: i for i, node in enumerate(nodes)}
         placeholders = [node for node in nodes if node.op == "placeholder"]
+        gm.meta["pending"] = []
         for index, states in self.states.items():
             node = placeholders[index]
-            sizes = extents(node.meta["val"].shape, states, self.axes)
-            for axis in reversed(self.axes):
-                node.meta["val"] = local_value(node.meta["val"], states.get(axis.name, R), axis)
+            whole = node.meta["val"]
+            node.meta["val"] = self._stored(index, states, whole)
             if not node.users:
                 continue
             first = min(node.users, key=position.__getitem__)
             users = dict(node.users)
-            at = node
+            pending = self._pending(gm, index, node, states, whole)
             with gm.graph.inserting_before(first):
-                for axis in self.axes:
-                    at = self._unshard(gm.graph, at, node, first, axis, states, sizes)
+                at = self._change(gm.graph, index, node, first, states, whole, pending)
             for user in users:
                 user.replace_input_with(node, at)
             report.hits += 1
         gm.recompile()
         return report
 
-    def _unshard(
+    def _stored(self, index: int, states: Mapping[str, State], whole: torch.Tensor) -> torch.Tensor:
+        val = _local(whole, states, self.axes)
+        dtype = self.dtypes.get(index, val.dtype)
+        if dtype == val.dtype:
+            return val
+        return torch.empty_like(val, dtype=dtype).requires_grad_(val.requires_grad)
+
+    def _pending(
         self,
-        graph: fx.Graph,
-        at: fx.Node,
-        parameter: fx.Node,
-        user: fx.Node,
-        axis: Axis,
+        gm: fx.GraphModule,
+        index: int,
+        node: fx.Node,
         states: Mapping[str, State],
-        sizes: Mapping[str, int],
-    ) -> fx.Node:
-        state = states.get(axis.name, R)
-        if state == R and not _trained(parameter):
-            return at
-        size = sizes.get(axis.name)
-        uneven = size if size is not None and size % axis.size else None
-        new = graph.call_function(unshard, (at, state, axis, uneven))
-        custom: dict[str, Any] = dict(user.meta.get("custom", {}))
-        custom["autoshard_change"] = f"{parameter.name}: {state} -> V"
-        new.meta = {"custom": custom}
-        for key in ("nn_module_stack", "stack_trace"):
-            if key in user.meta:
-                new.meta[key] = user.meta[key]
-        if shard_dim(state) is not None:
-            new.meta["recompute"] = (
-                CheckpointPolicy.MUST_RECOMPUTE if self.regather else CheckpointPolicy.MUST_SAVE
-            )
-            new.meta["ac_graph_id"] = _LAST_REGION
+        whole: torch.Tensor,
+    ) -> fx.Node | None:
+        """The further input for a parameter whose gradient waits on some axis."""
+        at = deferred_at(self.axes, self.use)
+        if at is None or self.microbatch == SINGLE or not whole.requires_grad:
+            return None
+        inside = _local(whole, states, self.axes[at + 1 :])
+        dtype = self.use.pending_dtype(node.meta["val"].dtype)
+        last = [n for n in gm.graph.nodes if n.op == "placeholder"][-1]
+        with gm.graph.inserting_after(last):
+            new = gm.graph.placeholder(f"pending_{node.name}")
+        new.meta["val"] = torch.empty_like(inside, dtype=dtype).detach()
+        gm.meta["pending"].append(Waiting(index, tuple(inside.shape), dtype))
         return new
 
+    def _change(
+        self,
+        graph: fx.Graph,
+        index: int,
+        node: fx.Node,
+        user: fx.Node,
+        states: Mapping[str, State],
+        whole: torch.Tensor,
+        pending: fx.Node | None,
+    ) -> fx.Node:
+        sizes = extents(whole.shape, states, self.axes)
+        waits = None if pending is None else deferred_at(self.axes, self.use)
+        chain = [
+            axis
+            for i, axis in enumerate(self.axes)
+            if (whole.requires_grad or states.get(axis.name, R) != R)
+            and not (waits is not None and self.microbatch == ACCUMULATE and i < waits)
+        ]
+        lower = whole.dtype if index in self.dtypes else None
+        at = node
+        for axis in chain:
+            state, size = states.get(axis.name, R), sizes.get(axis.name)
+            uneven = size if size is not None and size % axis.size else None
+            args: list[Any] = [at, state, axis, uneven]
+            use = self.use._replace(deferred=(), param=lower if axis == chain[-1] else None)
+            holds = waits is not None and axis == self.axes[waits]
+            if use != Use() or holds:
+                args.append(use)
+            if holds:
+                args += [pending, self.microbatch]
+            at = graph.call_function(unshard, tuple(args))
+            at.meta = _meta(node, user, f"{state} -> V")
+            if shard_dim(state) is not None:
+                at.meta["recompute"] = (
+                    CheckpointPolicy.MUST_RECOMPUTE if self.regather else CheckpointPolicy.MUST_SAVE
+                )
+                at.meta["ac_graph_id"] = _LAST_REGION
+        if not chain and lower is not None:
+            at = graph.call_function(torch.ops.aten._to_copy.default, (at,), {"dtype": lower})
+            at.meta = _meta(node, user, f"{self.dtypes[index]} -> {lower}")
+        return at
 
-def _trained(parameter: fx.Node) -> bool:
-    val = parameter.meta["val"]
-    return isinstance(val, torch.Tensor) and val.requires_grad
+
+def _local(whole: torch.Tensor, states: Mapping[str, State], axes: Sequence[Axis]) -> torch.Tensor:
+    for axis in reversed(axes):
+        whole = local_value(whole, states.get(axis.name, R), axis)
+    return whole
+
+
+def _meta(parameter: fx.Node, user: fx.Node, change: str) -> dict[str, Any]:
+    custom: dict[str, Any] = dict(user.meta.get("custom", {}))
+    custom["autoshard_change"] = f"{parameter.name}: {change}"
+    carried: dict[str, Any] = {
+        k: user.meta[k] for k in ("nn_module_stack", "stack_trace") if k in user.meta
+    }
+    return {"custom": custom, **carried}

@@ -19,9 +19,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import compat
+from autoshard.runtime.accumulation import begin, set_use, use_of
 from autoshard.runtime.materialize import materialize
 from autoshard.runtime.mesh import axes_of
+from autoshard.runtime.owners import find_owners
 from autoshard.runtime.storage import local_part, owned, stored_states, wrap_local
+from autoshard.runtime.unshard import SINGLE, Use
 
 _reading_storage = False
 
@@ -47,11 +50,49 @@ def install(module: nn.Module, names: Sequence[str]) -> None:
     if issubclass(cls, Stored):
         names = sorted({*cls._autoshard_names, *names})
         cls = cls._autoshard_class
-    module.__class__ = stored_class(cls, tuple(sorted(names)))  # type: ignore[arg-type]
+    uses = [use_of(p) for p in module._parameters.values() if p is not None]
+    dtype = next((use.param for use in uses if use.param is not None), None)
+    module.__class__ = stored_class(cls, tuple(sorted(names)), dtype)  # type: ignore[arg-type]
+    begin(module)
     if isinstance(module, nn.RNNBase):
         # The list holds whole tensors; StoredRNN makes it from the parameters instead.
         module.__dict__.pop("_flat_weights", None)
         module.__dict__["_flat_weight_refs"] = []
+
+
+def lower(parameters: Sequence[nn.Parameter], use: Use) -> list[nn.Module]:
+    """Make parameters that are whole readable in `use.param`; returns the modules that own them.
+
+    Dynamo then traces the model in that dtype. Their own values and gradients keep theirs.
+    """
+    owners = find_owners(tuple(parameters))
+    set_use(parameters, use)
+    names: dict[nn.Module, list[str]] = {}
+    for parameter in parameters:
+        for module, name in owners.modules[parameter]:
+            names.setdefault(module, []).append(name)
+    for module, own in names.items():
+        install(module, own)
+    return list(names)
+
+
+@contextlib.contextmanager
+def lowered(model: nn.Module, use: Use) -> Iterator[None]:
+    """Inside, the parameters of an unsharded model are read in `use.param`."""
+    modules = list(model.modules())
+    before = [(module.__class__, dict(module.__dict__)) for module in modules]
+    attributes = [(p, dict(p.__dict__)) for p in model.parameters()]
+    try:
+        lower([p for p, _ in attributes], use)
+        yield
+    finally:
+        for module, (cls, values) in zip(modules, before):
+            module.__class__ = cls
+            module.__dict__.clear()
+            module.__dict__.update(values)
+        for parameter, values in attributes:
+            parameter.__dict__.clear()
+            parameter.__dict__.update(values)
 
 
 class Stored:
@@ -62,6 +103,8 @@ class Stored:
 
     _autoshard_class: type[nn.Module]
     _autoshard_names: tuple[str, ...]
+    _autoshard_dtype: torch.dtype | None
+    _autoshard_sync: str = SINGLE
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with stored():
@@ -72,8 +115,8 @@ class Stored:
             and reduced[1][0] is type(self)
         ):
             # The subclass cannot be found by its name; it is made again where it is loaded.
-            names = (self._autoshard_class, self._autoshard_names)
-            return (_new, (*names, *reduced[1][1:]), *reduced[2:])
+            of = (self._autoshard_class, self._autoshard_names, self._autoshard_dtype)
+            return (_new, (*of, *reduced[1][1:]), *reduced[2:])
         return reduced
 
     def __setstate__(self, state: Any) -> None:
@@ -127,16 +170,20 @@ class StoredRNN(Stored):
 
 
 @functools.cache
-def stored_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """The subclass of `cls` whose attributes `names` are whole tensors; one per (cls, names)."""
+def stored_class(
+    cls: type[nn.Module], names: tuple[str, ...], dtype: torch.dtype | None = None
+) -> type[nn.Module]:
+    """The subclass of `cls` whose attributes `names` are whole tensors, in `dtype` where it is
+    given; one for the same arguments."""
     mixin = StoredRNN if issubclass(cls, nn.RNNBase) else Stored
-    namespace: dict[str, Any] = {name: _whole(name) for name in names}
+    namespace: dict[str, Any] = {name: _whole(name, dtype) for name in names}
     namespace.update(
         __module__=cls.__module__,
         __qualname__=cls.__qualname__,
         __doc__=cls.__doc__,
         _autoshard_class=cls,
         _autoshard_names=names,
+        _autoshard_dtype=dtype,
     )
     metaclass: Any = type(cls)
     return metaclass(cls.__name__, (mixin, cls), namespace)  # type: ignore[no-any-return]
@@ -149,7 +196,7 @@ def part_like(whole: torch.Tensor, parameter: DTensor) -> DTensor:
     return wrap_local(owned(part), parameter.shape, states, mesh)
 
 
-def _whole(name: str) -> property:
+def _whole(name: str, dtype: torch.dtype | None) -> property:
     @compat.never_a_frame
     def get(self: nn.Module) -> Any:
         if name not in self._parameters:  # deleted, perhaps replaced by a plain attribute
@@ -157,9 +204,13 @@ def _whole(name: str) -> property:
                 raise AttributeError(name)
             return self.__dict__[name]
         parameter = self._parameters[name]
-        if _reading_storage or not isinstance(parameter, DTensor):
+        if parameter is None or _reading_storage:
             return parameter
-        return materialize(parameter)
+        if dtype is None and not isinstance(parameter, DTensor):
+            return parameter
+        # without gradients there is nothing to accumulate, and no variant to compile
+        sync = self._autoshard_sync if torch.is_grad_enabled() else SINGLE
+        return materialize(parameter, sync, dtype)
 
     def put(self: nn.Module, value: Any) -> None:
         self.__dict__[name] = value
@@ -170,6 +221,8 @@ def _whole(name: str) -> property:
     return property(get, put, delete)
 
 
-def _new(cls: type[nn.Module], names: tuple[str, ...], *args: Any) -> Any:
-    made = stored_class(cls, names)  # type: ignore[arg-type]
+def _new(
+    cls: type[nn.Module], names: tuple[str, ...], dtype: torch.dtype | None, *args: Any
+) -> Any:
+    made = stored_class(cls, names, dtype)  # type: ignore[arg-type]
     return made.__new__(made, *args)

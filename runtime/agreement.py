@@ -48,6 +48,19 @@ def agree(what: str, digest: str, detail: Sequence[str], axis: Axis) -> None:
     )
 
 
+def from_first(value: Any, axis: Axis) -> Any:
+    """The picklable value that the first rank of the axis gave; collective over the axis.
+
+    `value` itself on an axis of size 1, or one that has no process group (offline, lockstep).
+    """
+    if axis.size == 1 or ":" in axis.group:
+        return value
+    values = [value]
+    with compat.real_tensors():
+        dist.broadcast_object_list(values, group=compat.process_group(axis.group), group_src=0)
+    return values[0]
+
+
 def _exchange(value: Any, axis: Axis) -> list[Any]:
     values: list[Any] = [None] * axis.size
     with compat.real_tensors():

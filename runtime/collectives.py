@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from autoshard.runtime import lockstep
 from autoshard.runtime.axis import Axis, chunk_bounds, chunk_size
-from autoshard.runtime.placement import P, R, State, V, forward_value, gradient_value, shard_dim
+from autoshard.runtime.placement import P, R, State, forward_value, gradient_value, shard_dim
 
 _c10d = torch.ops._c10d_functional
 
@@ -154,6 +154,28 @@ def convert(
     return blocks.reshape(shape)
 
 
+def reduce_wide(x: torch.Tensor, dst: State, axis: Axis, dtype: torch.dtype) -> torch.Tensor:
+    """Reduce a partial value to R or S(d): it travels in its own dtype and is summed in `dtype`.
+
+    The parts move by one all-to-all, the bytes of a reduce-scatter, and each rank sums what it
+    received, in the order of ranks (Megatron-Core's reduce_scatter_with_fp32_accumulation). S(d)
+    is returned in `dtype`; for R the sums are gathered again in the dtype of `x`, so that the bytes
+    are those of an all-reduce.
+    """
+    dim = shard_dim(dst)
+    whole = x.reshape(-1) if dim is None else x
+    at = 0 if dim is None else dim
+    extent = whole.shape[at]
+    share = chunk_size(extent, axis.size)
+    if share * axis.size != extent:
+        whole = _pad_to(whole, at, share * axis.size)
+    parts = all_to_all(_blocks_first(whole, at, axis.size), axis)
+    total = parts.reshape(axis.size, -1, *parts.shape[1:]).to(dtype).sum(0)
+    if dim is None:
+        return all_gather(total.to(x.dtype), axis).narrow(0, 0, extent).reshape(x.shape)
+    return total.narrow(dim, 0, chunk_bounds(extent, axis)[1])
+
+
 class _Change(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
@@ -185,31 +207,3 @@ def change(
     if not (x.is_floating_point() or x.is_complex()):
         return convert(x, forward_value(src), forward_value(dst), axis, extent)
     return _Change.apply(x, src, dst, axis, extent)
-
-
-def unshard(
-    x: torch.Tensor, src: State, axis: Axis, extent: int | None = None
-) -> torch.Tensor:
-    """A stored parameter, whole on a data-parallel axis; its gradient is the mean over the axis.
-
-    src: R (every rank stores it whole: DDP) or S(d) (FSDP). The ranks compute with different
-    batches, so the gradient is divided before it is reduced: the sum then cannot overflow, and the
-    division fuses into the kernel that makes the gradient. extent: as in `change`.
-    """
-    if axis.size == 1:
-        return x
-    whole = change(x, src, V, axis, extent)
-    return _Average.apply(whole, axis.size) if whole.is_floating_point() else whole
-
-
-class _Average(torch.autograd.Function):
-    """Identity whose gradient is divided, so that the sum over ranks that follows is the mean."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, n: int) -> torch.Tensor:  # type: ignore[override]
-        ctx.n = n
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return grad / ctx.n, None

@@ -25,3 +25,13 @@ def data_states(ndim: int, axes: Sequence[Axis]) -> dict[str, State]:
     """
     names = [axis.name for axis in data_axes(axes)]
     return {"dp_shard": S(0)} if "dp_shard" in names and ndim else {}
+
+
+def deferred_axes(axes: Sequence[Axis], zero: int, defer_reduction: bool) -> tuple[str, ...]:
+    """The data-parallel axes over which `no_sync` does not reduce.
+
+    Over `dp_replicate` it never does. ZeRO-1 keeps whole gradients, and so waits on `dp_shard`
+    too; ZeRO-2 and 3 hold shards of gradients only, unless the caller chose to wait.
+    """
+    waits = {"dp_replicate"} | ({"dp_shard"} if zero == 1 or defer_reduction else set())
+    return tuple(axis.name for axis in data_axes(axes) if axis.name in waits)

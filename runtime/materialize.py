@@ -8,38 +8,71 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import compat
-from autoshard.runtime.collectives import change, unshard
+from autoshard.runtime.accumulation import attend, pending_of, use_of
+from autoshard.runtime.axis import Axis
+from autoshard.runtime.collectives import change
+from autoshard.runtime.data_axes import data_axes
 from autoshard.runtime.mesh import axes_of
-from autoshard.runtime.placement import R, State
+from autoshard.runtime.placement import R, State, shard_dim
 from autoshard.runtime.storage import extents, owned, stored_states
+from autoshard.runtime.unshard import ACCUMULATE, SINGLE, deferred_at, unshard
 
 
 @compat.allow_in_graph
-def materialize(parameter: torch.Tensor) -> torch.Tensor:
-    """The whole plain tensor of a stored parameter, differentiable; others as they are.
+def materialize(
+    parameter: torch.Tensor, microbatch: str = SINGLE, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """The whole plain tensor of a parameter, differentiable, in `dtype` if it is floating.
 
-    The gradient that reaches the parameter is a DTensor of the parameter's own placements. On
+    The gradient that reaches a stored parameter is a DTensor of the parameter's own placements. On
     `tp` the ranks compute the same with the whole weight, so backward takes this rank's slice; on
-    a data-parallel axis they compute with different data, so backward averages over the ranks.
+    a data-parallel axis they compute with different data, so backward reduces over the ranks, or
+    adds to what is pending (`microbatch`, see `unshard`).
 
     One collective per axis on which the parameter is sharded: every rank of the mesh must call
     it. In a Dynamo graph it is one node, which the backend reads as the identity.
     """
+    if not parameter.is_floating_point():
+        dtype = None
     if not isinstance(parameter, DTensor):
-        return parameter
+        return parameter if dtype is None else parameter.to(dtype)
     states = stored_states(parameter)
     axes = axes_of(parameter.device_mesh)
-    whole_sizes = extents(parameter.shape, states, axes)
+    sizes = extents(parameter.shape, states, axes)
+    uneven = {a.name: sizes[a.name] for a in axes if sizes.get(a.name, 0) % a.size}
     (x,) = unwrap(parameter)
+    use, pending = use_of(parameter)._replace(param=None), pending_of(parameter)
+    data = data_axes(axes)
+    waits = None if pending is None or microbatch == SINGLE else deferred_at(data, use)
+    held: list[Any] = []
+    root = x
+    for i, axis in enumerate(data):
+        state, extent = states[axis.name], uneven.get(axis.name)
+        own = use._replace(param=dtype) if i == len(data) - 1 else use
+        if waits is None or i > waits or not root.requires_grad:
+            x = unshard(x, state, axis, extent, own)
+        elif i == waits:
+            assert pending is not None
+            shape = _whole_on(x, state, axis, extent)
+            buffer = pending.take(shape, use.pending_dtype(parameter.dtype), x.device)
+            held.append((pending, buffer))
+            x = unshard(x, state, axis, extent, own, buffer.data, microbatch)
+        elif microbatch != ACCUMULATE:
+            x = unshard(x, state, axis, extent, own)
+    if not data and dtype is not None:
+        x = x.to(dtype)
+    attend(root, held, microbatch)
     for axis in axes:
-        state: State = states[axis.name]
-        size = whole_sizes.get(axis.name)
-        extent = size if size is not None and size % axis.size else None
         if axis.name == "tp":
-            x = change(x, state, R, axis, extent)
-        else:
-            x = unshard(x, state, axis, extent)
+            x = change(x, states["tp"], R, axis, uneven.get("tp"))
     return x
+
+
+def _whole_on(x: torch.Tensor, state: State, axis: Axis, extent: int | None) -> list[int]:
+    shape, dim = list(x.shape), shard_dim(state)
+    if dim is not None:
+        shape[dim] = shape[dim] * axis.size if extent is None else extent
+    return shape
 
 
 def unwrap(*parameters: DTensor) -> tuple[torch.Tensor, ...]:

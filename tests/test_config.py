@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -75,7 +74,6 @@ def test_config_error_is_a_value_error_and_ours() -> None:
 
 
 UNAVAILABLE_VALUES: dict[str, Any] = {
-    "precision": {"param": torch.bfloat16},
     "rng": "tracker",
     "broadcast_inputs": True,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -50,23 +51,34 @@ def serial_backward(
 
 
 def compare(model: nn.Module, serial: nn.Module, worst: dict[str, Any]) -> None:
+    """Each gradient relative to its own norm, or to a hundredth of the largest where that is more:
+    some (the bias of an attention's keys) are nothing but rounding."""
     wanted = dict(serial.named_parameters())
-    largest = max(float(p.grad.abs().max()) for p in wanted.values() if p.grad is not None)
+    floor = 1e-2 * max(float(p.grad.norm()) for p in wanted.values() if p.grad is not None)
     for key, p in model.named_parameters():
         want = wanted[key].grad
         assert (p.grad is None) == (want is None), f"{key}: gradient {p.grad}, serial {want}"
         if want is None or p.grad is None:
             continue
         assert isinstance(p.grad, DTensor) and p.grad.placements == p.placements, key
-        error = float((whole(p.grad) - want).abs().max()) / largest
+        error = float((whole(p.grad) - want).norm()) / max(float(want.norm()), floor)
         if error > worst["gradient"]:
             worst["gradient"], worst["where"] = error, key
 
 
 def train(
-    name: str, sizes: Sizes, micro: int, steps: int, options: dict[str, Any], foreach: bool = True
+    name: str,
+    sizes: Sizes,
+    micro: int,
+    steps: int,
+    options: dict[str, Any],
+    foreach: bool = True,
+    wait: bool = False,
 ) -> dict[str, Any]:
-    """Train a case on the mesh and serially side by side; the worst relative differences."""
+    """Train a case on the mesh and serially side by side; the worst relative differences.
+
+    wait: all microbatches but the last run in `no_sync`.
+    """
     import autoshard
     from autoshard.runtime.mesh import init_mesh
 
@@ -92,8 +104,10 @@ def train(
         for i in range(micro):
             batch = case.make_batch(step * micro + i)
             expected = serial_backward(case, serial, batch, buffers, 1 / micro)[rank]
-            loss = case.loss(compiled, part(batch, ranks, rank))
-            (loss / micro).backward()
+            early = wait and i + 1 < micro
+            with autoshard.no_sync(compiled) if early else contextlib.nullcontext():
+                loss = case.loss(compiled, part(batch, ranks, rank))
+                (loss / micro).backward()
             worst["loss"] = max(worst["loss"], float(abs(loss - expected) / abs(expected)))
         compare(model, serial, worst)
         norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
@@ -170,3 +184,28 @@ def test_several_buckets(gloo2: Any, sizes: Sizes, options: dict[str, Any]) -> N
     """Three buckets or so, so that they overlap and one bucket's layout differs from another's."""
     results = gloo2(train, "mlp", sizes, 1, 3, options)
     check(results, sizes.get("dp_shard", 1))
+
+
+MATRIX = [
+    ({"dp_replicate": 2}, 3),
+    ({"dp_shard": 2}, 1),
+    ({"dp_shard": 2}, 2),
+    ({"dp_shard": 2}, 3),
+    ({"dp_replicate": 2, "dp_shard": 2}, 3),
+    ({"dp_shard": 2, "tp": 2}, 3),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize(("sizes", "zero"), MATRIX)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "convnet"])
+def test_matrix(
+    gloo2: Any, gloo4: Any, name: str, sizes: Sizes, zero: int, micro: int
+) -> None:
+    """The matrix of the data-parallel issue; the early microbatches run in `no_sync`."""
+    pool = gloo4 if len(sizes) == 2 else gloo2
+    results = pool(train, name, sizes, micro, 5, {"zero": zero}, wait=True)
+    deferred = zero == 1 or "dp_replicate" in sizes
+    split = sizes.get("dp_shard", 1) * sizes.get("tp", 1)
+    check(results, split, programs=2 if deferred and micro > 1 else 1)
