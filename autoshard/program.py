@@ -11,6 +11,16 @@ import torch
 from torch import fx
 
 from autoshard.config import Config
+from autoshard.memory import (
+    BUFFERS,
+    OPTIMIZER,
+    OPTIMIZERS,
+    PARAMETERS,
+    Memory,
+    Moment,
+    Step,
+    summary,
+)
 from autoshard.passes.localize import local_value
 from autoshard.passes.pipeline import finish
 from autoshard.planning.plan import Plan
@@ -49,25 +59,6 @@ class Collective:
     change: str
     stack: str
     node: fx.Node = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes one rank holds, by kind. `optimizer` assumes the two moments of Adam in the
-    parameter's dtype; `activations` are what the forward saves for the backward."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    buffers: int
-
-    @property
-    def total(self) -> int:
-        """The sum of all kinds."""
-        return (
-            self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
-        )
 
 
 @dataclass
@@ -113,20 +104,39 @@ class Program:
                     found.append(self._collective(node, phase))
         return found
 
-    def memory(self) -> Memory:
-        """Bytes a rank; exact for parameters, gradients and buffers."""
-        parameters = gradients = buffers = 0
-        for node in self.serial.graph.nodes:
-            if node.op != "placeholder" or not isinstance(node.meta.get("val"), torch.Tensor):
+    def memory(self, optimizer: str = "adamw") -> Memory:
+        """Bytes a rank holds in a training step; see `autoshard.memory.Memory`.
+
+        optimizer: a key of `autoshard.memory.OPTIMIZERS`: "adamw" (one parameter at a time),
+        "adamw_foreach", "adamw_fused", "momentum" (SGD with it) or "sgd". Exact for what is stored;
+        the peak is that of AOTAutograd's graphs, run operator by operator.
+        """
+        return summary(self._step(optimizer))
+
+    def memory_timeline(self, optimizer: str = "adamw") -> list[Moment]:
+        """What is alive while each operator of a step runs: forward, backward, then the update."""
+        return list(self._step(optimizer).moments())
+
+    def _step(self, optimizer: str) -> Step:
+        if optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer {optimizer!r} is none of {', '.join(OPTIMIZERS)}")
+        kind = OPTIMIZERS[optimizer]
+        parameters = buffers = 0
+        trained, positions = [], set()
+        placeholders = [n for n in self.serial.graph.nodes if n.op == "placeholder"]
+        for i, node in enumerate(placeholders):
+            if not isinstance(node.meta.get("val"), torch.Tensor):
                 continue
             if node in self.parameters:
+                positions.add(i)
                 local = tensor_bytes(self._local(node))
                 parameters += local
-                gradients += local if node.meta["val"].requires_grad else 0
+                trained += [local] if node.meta["val"].requires_grad else []
             elif node.meta.get("buffer"):
                 buffers += tensor_bytes(node.meta["val"])
-        saved = sum(tensor_bytes(n.meta["val"]) for n in self.joint.saved)
-        return Memory(parameters, gradients, 2 * gradients, saved, buffers)
+        state = kind.states * sum(trained) + kind.counter * len(trained)
+        resident = {PARAMETERS: parameters, BUFFERS: buffers, OPTIMIZER: state}
+        return Step(self.joint, positions, resident, sum(trained), kind.scratch(trained))
 
     def stored(self) -> dict[str, State]:
         """The stored state of each parameter on the axis."""

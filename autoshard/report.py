@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
+from autoshard.memory import KINDS
 from autoshard.planning import cost
 from autoshard.planning.strategy import value
 from autoshard.planning.values import global_bytes
@@ -129,6 +130,12 @@ def _totals(program: Program) -> list[str]:
 
 def _memory(program: Program) -> str:
     memory = program.memory()
-    kinds = ("parameters", "gradients", "optimizer", "activations", "buffers", "total")
-    rows = [[kind, human(getattr(memory, kind))] for kind in kinds]
-    return table(["a rank holds", ""], rows)
+    at = memory.peak_at
+    rows = [
+        [kind, human(getattr(memory, kind)), human(at.held[kind])]
+        for kind in KINDS
+        if getattr(memory, kind)
+    ]
+    where = f"peak, in {at.phase}" + (f" at {at.node}" if at.node else "")
+    rows.append([where, "", human(memory.peak)])
+    return table(["a rank holds (AdamW)", "at most", "at the peak"], rows)

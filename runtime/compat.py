@@ -306,6 +306,11 @@ def inductor(
     return compiled  # type: ignore[no-any-return]
 
 
+def allocators() -> Any:
+    """The module by whose `_empty_strided_cpu` Inductor's code allocates, past every mode."""
+    return torch._C._dynamo.guards
+
+
 @dataclass(frozen=True)
 class ForwardBackward:
     """The two ATen graphs of one differentiable graph.
