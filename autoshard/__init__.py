@@ -20,14 +20,17 @@ if TYPE_CHECKING:
     from autoshard.rendering import render
     from autoshard.storing import shard
     from autoshard.tracing import trace
+    from autoshard.weights import load_safetensors, save_safetensors
 
 _HOME = {
     "AutoshardError": "autoshard.errors",
     "Config": "autoshard.config",
     "Plan": "autoshard.planning.plan",
     "Program": "autoshard.program",
+    "load_safetensors": "autoshard.weights",
     "programs": "autoshard.backend",
     "render": "autoshard.rendering",
+    "save_safetensors": "autoshard.weights",
     "shard": "autoshard.storing",
     "sharding_rule": "autoshard.planning.registry",
     "trace": "autoshard.tracing",
@@ -38,8 +41,10 @@ __all__ = [
     "Config",
     "Plan",
     "Program",
+    "load_safetensors",
     "programs",
     "render",
+    "save_safetensors",
     "shard",
     "sharding_rule",
     "trace",

@@ -21,6 +21,7 @@ from autoshard.memory import (
     Step,
     summary,
 )
+from autoshard.off_meta import off_meta
 from autoshard.passes.localize import local_value
 from autoshard.passes.pipeline import finish
 from autoshard.planning.plan import Plan
@@ -85,7 +86,7 @@ class Program:
     def joint(self) -> compat.ForwardBackward:
         """The forward and backward ATen graphs AOTAutograd makes of `graph_module`."""
         fakes = [n.meta["val"] for n in self.graph_module.graph.nodes if n.op == "placeholder"]
-        made = compat.forward_backward(self.graph_module, fakes)
+        made = compat.forward_backward(*off_meta(self.graph_module, fakes))
         self.finish(made.forward, False)
         if made.backward is not None:
             self.finish(made.backward, True)

@@ -7,10 +7,13 @@ mode, the function by which that does. Not seen: scratch space inside an operato
 
 from __future__ import annotations
 
+import gc
 import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,6 +69,8 @@ class LiveStorages(TorchDispatchMode):
     def add(self, tensor: torch.Tensor) -> None:
         """Count a tensor's storage, once, until it is freed."""
         local = compat.local_of(tensor) if isinstance(tensor, DTensor) else tensor
+        if local.is_meta:
+            return
         storage = local.untyped_storage()
         key = id(storage)
         if key not in self.sizes:
@@ -95,3 +100,44 @@ class LiveStorages(TorchDispatchMode):
         elif func is _c10d.wait_tensor.default:
             self._pending.pop(id(args[0].untyped_storage()), None)
         return result
+
+
+def measure_step(
+    live: LiveStorages,
+    model: nn.Module,
+    loss: Callable[[], torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> dict[str, int]:
+    """Bytes in the second step of a compiled model: what is stored by kind, the most alive in
+    each phase, and the peak. Call it with `live` made before the model was compiled."""
+    loss().backward()
+    found = {"gradients": _bytes(p.grad for p in model.parameters())}
+    optimizer.step()
+    optimizer.zero_grad()
+    gc.collect()
+    state = [value for one in optimizer.state.values() for value in one.values()]
+    found["parameters"] = _bytes(model.parameters())
+    found["optimizer"] = _bytes(state)
+    before = live.live
+    stored = [*model.parameters(), *model.buffers(), *state]
+    for tensor in stored:
+        if isinstance(tensor, torch.Tensor):
+            live.add(tensor)
+    live.since()
+    live.counting = True
+    value = loss()
+    found["forward"] = live.since() - before
+    with live:
+        value.backward()
+        found["backward"] = live.since() - before
+        optimizer.step()
+        found["update"] = live.since() - before
+    live.counting = False
+    optimizer.zero_grad()
+    found["peak"] = max(found[phase] for phase in ("forward", "backward", "update"))
+    return found
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    held = [t for t in tensors if isinstance(t, torch.Tensor)]
+    return sum((compat.local_of(t) if isinstance(t, DTensor) else t).nbytes for t in held)

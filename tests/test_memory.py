@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
 import torch
-from live_storages import LiveStorages
 from torch import fx, nn
-from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard.liveness import alias_of, storages, walk
 from autoshard.memory import KINDS, OPTIMIZERS
 from autoshard.program import Program
+from live_storages import LiveStorages, measure_step
 from models_hf import llama
 from models_plain import MLP
 
@@ -31,71 +29,40 @@ def gpt2() -> nn.Module:
     )
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def measured(
     name: str, sizes: Sizes, inner: str, optimizer: str = "adamw", **options: Any
 ) -> dict[str, Any]:
     """Bytes of the second step of a model on the mesh, and what its program predicts."""
-    live = LiveStorages()
-    try:
-        return _measured(live, name, sizes, inner, optimizer, options)
-    finally:
-        live.restore()
-
-
-def _measured(
-    live: LiveStorages, name: str, sizes: Sizes, inner: str, kind: str, options: dict[str, Any]
-) -> dict[str, Any]:
     torch.manual_seed(0)
+    live = LiveStorages()
     model = gpt2() if name == "gpt2" else llama(**SHAPE)()
     ids = torch.randint(3, 512, (4, 64))
-    form = {"foreach": kind == "adamw_foreach", "fused": kind == "adamw_fused"}
-    parameters = model.parameters()
-    optimizer: Any = (
-        torch.optim.AdamW(parameters, **form)
-        if kind.startswith("adamw")
-        else torch.optim.SGD(parameters, lr=0.1, momentum=0.9 if kind == "momentum" else 0.0)
-    )
     settings = {"mesh": sizes, "inner": inner, "bucket_bytes": 500_000, **options}
-    compiled = torch.compile(model, backend="autoshard", options=settings)
-
-    def loss() -> torch.Tensor:
-        return compiled(input_ids=ids, labels=ids).loss
-
-    loss().backward()
-    gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
-    result: dict[str, Any] = {"gradients": sum(g.nbytes for g in gradients)}
-    del gradients
-    optimizer.step()
-    optimizer.zero_grad()
-    gc.collect()
-    stored = [local(p) for p in model.parameters()]
-    state = [local(v) for s in optimizer.state.values() for v in s.values() if v is not None]
-    result["parameters"] = sum(p.nbytes for p in stored)
-    result["optimizer"] = sum(s.nbytes for s in state)
-    for tensor in [*stored, *state, *model.buffers()]:
-        live.add(tensor)
-    live.since()
-    live.counting = True
-    value = loss()
-    result["forward"] = live.since()
-    with live:
-        value.backward()
-        result["backward"] = live.since()
-        optimizer.step()
-        result["update"] = live.since()
-    live.counting = False
-    result["peak"] = max(result[phase] for phase in ("forward", "backward", "update"))
+    try:
+        compiled = torch.compile(model, backend="autoshard", options=settings)
+        result: dict[str, Any] = measure_step(
+            live,
+            model,
+            lambda: compiled(input_ids=ids, labels=ids).loss,
+            made_by(optimizer, model),
+        )
+    finally:
+        live.restore()
     (program,) = autoshard.programs(model)
-    memory = program.memory(kind)
-    moments = program.memory_timeline(kind)
+    memory = program.memory(optimizer)
+    moments = program.memory_timeline(optimizer)
     result["predicted"] = {kind: getattr(memory, kind) for kind in KINDS} | {"peak": memory.peak}
     for phase in ("forward", "backward", "optimizer"):
         result[f"predicted {phase}"] = max(m.bytes for m in moments if m.phase == phase)
     return result
+
+
+def made_by(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    if not kind.startswith("adamw"):
+        momentum = 0.9 if kind == "momentum" else 0.0
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    form = {"foreach": kind == "adamw_foreach", "fused": kind == "adamw_fused"}
+    return torch.optim.AdamW(model.parameters(), **form)
 
 
 def check(results: list[dict[str, Any]], tolerance: float) -> None:
@@ -121,6 +88,21 @@ def check(results: list[dict[str, Any]], tolerance: float) -> None:
 )
 def test_prediction_of_graphs(gloo2: Any, name: str, sizes: Sizes, options: Any) -> None:
     check(gloo2(measured, name, sizes, "aot_eager", **options), 0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("llama", {}), ("llama", {"zero": 1}), ("gpt2", {}), ("gpt2", {"zero": 2})],
+)
+def test_prediction_for_inductor(gloo2: Any, name: str, options: Any) -> None:
+    check(gloo2(measured, name, {"dp_shard": 2}, "inductor", **options), 0.1)
+
+
+@pytest.mark.slow
+def test_prediction_on_two_axes(gloo4: Any) -> None:
+    for sizes in ({"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}):
+        check(gloo4(measured, "llama", sizes, "aot_eager"), 0.02)
 
 
 def traced(fn: Any, *args: torch.Tensor) -> fx.Graph:
