@@ -51,7 +51,7 @@ def storages(graph: fx.Graph, given: Held, kind: str) -> dict[fx.Node, tuple[Sto
             found[node] = given.get(node, ())
             continue
         source = alias_of(node)
-        if source is None:
+        if source is None or source.meta.get("val") is None:  # some wrappers do not say
             parts[node] = [
                 (Storage(tensor_bytes(leaf), kind),) if isinstance(leaf, torch.Tensor) else ()
                 for leaf in pytree.tree_leaves(node.meta.get("val"))

@@ -137,7 +137,7 @@ def _fill(target: _Target, source: Any) -> None:
         return  # fewer rows than ranks: this one holds none
     value = source[tuple(slice(first, end) for first, end in bounds)] if bounds else source[...]
     if local.is_meta:
-        value = value.to(local.dtype)
+        value = value.to(local.dtype, copy=True)  # what was read is a view of the mapped file
         whole = isinstance(tensor, nn.Parameter)
         new = nn.Parameter(value, tensor.requires_grad) if whole else value
         for holder, name in target.holders:

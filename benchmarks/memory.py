@@ -47,7 +47,10 @@ def gpt2(width: int, layers: int, vocab: int) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"n_embd": width, "n_layer": layers, "n_head": 4, "vocab_size": vocab}
-    return GPT2LMHeadModel(GPT2Config(**sizes, n_positions=1024, use_cache=False))
+    config = GPT2Config(**sizes, n_positions=1024, use_cache=False)
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # else a warning breaks the graph before the loss
+    return model
 
 
 MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {"llama": llama, "gpt2": gpt2}
