@@ -1,6 +1,6 @@
 """Peak memory of a training step: what `Program.memory()` says beside what is measured.
 
-    torchrun --nproc-per-node=2 benchmarks/memory.py [--layers 4] [--width 256] [--json FILE]
+    torchrun --nproc-per-node=2 benchmarks/memory.py [--model llama] [--mesh tp] [--json FILE]
 
 Runs a Llama and a GPT-2 with AdamW on every mesh of two ranks: DDP, ZeRO-2, ZeRO-3 and tp, with
 AOTAutograd's graphs run operator by operator and with Inductor. Measured are the tensors alive in
@@ -99,13 +99,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--bucket-bytes", type=int, default=4 << 20)
+    parser.add_argument("--model", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--mesh", nargs="+", default=list(MESHES), choices=list(MESHES))
     parser.add_argument("--inner", nargs="+", default=["aot_eager", "inductor"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     dist.init_process_group("gloo")
     rows = []
-    for name in MODELS:
-        for mesh in MESHES:
+    for name in args.model:
+        for mesh in args.mesh:
             for inner in args.inner:
                 rows.append(row(name, mesh, inner, args))
     if dist.get_rank() == 0:
