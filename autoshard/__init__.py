@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from autoshard.runtime.accumulation import discard_pending, no_sync
     from autoshard.storing import shard
     from autoshard.tracing import trace
+    from autoshard.weights import load_safetensors, save_safetensors
 
 _HOME = {
     "AutoshardError": "autoshard.errors",
@@ -29,10 +30,12 @@ _HOME = {
     "Plan": "autoshard.planning.plan",
     "Precision": "autoshard.precision",
     "Program": "autoshard.program",
+    "load_safetensors": "autoshard.weights",
     "discard_pending": "autoshard.runtime.accumulation",
     "no_sync": "autoshard.runtime.accumulation",
     "programs": "autoshard.backend",
     "render": "autoshard.rendering",
+    "save_safetensors": "autoshard.weights",
     "shard": "autoshard.storing",
     "sharding_rule": "autoshard.planning.registry",
     "trace": "autoshard.tracing",
@@ -44,10 +47,12 @@ __all__ = [
     "Plan",
     "Precision",
     "Program",
+    "load_safetensors",
     "discard_pending",
     "no_sync",
     "programs",
     "render",
+    "save_safetensors",
     "shard",
     "sharding_rule",
     "trace",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,18 @@ import torch
 from torch import fx
 
 from autoshard.config import Config
+from autoshard.memory import (
+    BUFFERS,
+    OPTIMIZER,
+    OPTIMIZERS,
+    PARAMETERS,
+    PENDING,
+    Memory,
+    Moment,
+    Step,
+    summary,
+)
+from autoshard.off_meta import off_meta
 from autoshard.passes.localize import local_value
 from autoshard.passes.pipeline import finish
 from autoshard.planning.plan import Plan
@@ -54,25 +65,6 @@ class Collective:
     node: fx.Node = field(repr=False, compare=False)
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes one rank holds, by kind. `optimizer` assumes the two moments of Adam in the
-    parameter's dtype; `activations` are what the forward saves for the backward; `pending` are the
-    gradients that wait to be reduced, in a program of `no_sync`."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    buffers: int
-    pending: int = 0
-
-    @property
-    def total(self) -> int:
-        """The sum of all kinds."""
-        return sum(dataclasses.astuple(self))
-
-
 @dataclass
 class Program:
     """What `autoshard.trace` returns and the backend builds, for one graph on one rank.
@@ -99,7 +91,7 @@ class Program:
     def joint(self) -> compat.ForwardBackward:
         """The forward and backward ATen graphs AOTAutograd makes of `graph_module`."""
         fakes = [n.meta["val"] for n in self.graph_module.graph.nodes if n.op == "placeholder"]
-        made = compat.forward_backward(self.graph_module, fakes)
+        made = compat.forward_backward(*off_meta(self.graph_module, fakes))
         self.finish(made.forward, False)
         if made.backward is not None:
             self.finish(made.backward, True)
@@ -123,22 +115,43 @@ class Program:
                     found.append(self._collective(node, phase))
         return found
 
-    def memory(self) -> Memory:
-        """Bytes a rank; exact for parameters, gradients and buffers."""
-        parameters = gradients = buffers = 0
-        for node in self.serial.graph.nodes:
-            if node.op != "placeholder" or not isinstance(node.meta.get("val"), torch.Tensor):
+    def memory(self, optimizer: str = "adamw") -> Memory:
+        """Bytes a rank holds in a training step; see `autoshard.memory.Memory`.
+
+        optimizer: a key of `autoshard.memory.OPTIMIZERS`: "adamw" (one parameter at a time),
+        "adamw_foreach", "adamw_fused", "momentum" (SGD with it) or "sgd". Exact for what is stored;
+        the peak is that of AOTAutograd's graphs, run operator by operator.
+        """
+        return summary(self._step(optimizer))
+
+    def memory_timeline(self, optimizer: str = "adamw") -> list[Moment]:
+        """What is alive while each operator of a step runs: forward, backward, then the update."""
+        return list(self._step(optimizer).moments())
+
+    def _step(self, optimizer: str) -> Step:
+        if optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer {optimizer!r} is none of {', '.join(OPTIMIZERS)}")
+        kind = OPTIMIZERS[optimizer]
+        parameters = buffers = 0
+        trained, positions = [], set()
+        placeholders = [n for n in self.serial.graph.nodes if n.op == "placeholder"]
+        for i, node in enumerate(placeholders):
+            if not isinstance(node.meta.get("val"), torch.Tensor):
                 continue
             if node in self.parameters:
+                positions.add(i)
                 local = tensor_bytes(self._local(node))
                 parameters += local
-                gradients += local if node.meta["val"].requires_grad else 0
+                trained += [local] if node.meta["val"].requires_grad else []
             elif node.meta.get("buffer"):
                 buffers += tensor_bytes(node.meta["val"])
-        saved = sum(tensor_bytes(n.meta["val"]) for n in self.joint.saved)
+        state = kind.states * sum(trained) + kind.counter * len(trained)
         waiting = self.graph_module.meta.get("pending", ())
         pending = sum(math.prod(each.shape) * each.dtype.itemsize for each in waiting)
-        return Memory(parameters, gradients, 2 * gradients, saved, buffers, pending)
+        resident = {
+            PARAMETERS: parameters, BUFFERS: buffers, OPTIMIZER: state, PENDING: pending
+        }  # fmt: skip
+        return Step(self.joint, positions, resident, sum(trained), kind.scratch(trained))
 
     def stored(self) -> dict[str, State]:
         """The stored state of each parameter on the axis."""

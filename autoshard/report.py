@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
+from torch import fx
+
+from autoshard.memory import KINDS
 from autoshard.planning import cost
 from autoshard.planning.strategy import value
 from autoshard.planning.values import global_bytes
 from autoshard.program import Program
 from autoshard.reasons import reason, whole
-from autoshard.runtime.placement import shard_dim
+from autoshard.runtime.placement import R
 
 
 def explain(program: Program) -> str:
@@ -55,14 +58,11 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 def _headline(program: Program) -> str:
     total = sum(global_bytes(node) for node in program.parameters)
-    sharded = sum(
-        global_bytes(node)
-        for node in program.parameters
-        if shard_dim(program.decisions.stored[node]) is not None
-    )
+    sharded = sum(global_bytes(node) for node in program.parameters if _placed(program, node) != R)
+    axes = [axis for axis in program.mesh.axes if axis.size > 1] or [program.axis]
     share = 100 * sharded / total if total else 0.0
     return (
-        f"autoshard: {program.axis.name}={program.axis.size}, "
+        f"autoshard: {', '.join(f'{axis.name}={axis.size}' for axis in axes)}, "
         f"{len(program.parameters)} parameters, {human(total)} in all, "
         f"{share:.1f}% of the bytes sharded"
     )
@@ -73,7 +73,7 @@ def _parameters(program: Program) -> str:
     bytes_of: Counter[tuple[str, ...]] = Counter()
     for node, name in program.parameters.items():
         shape = "x".join(str(extent) for extent in value(node).shape)
-        state = program.decisions.stored[node]
+        state = _placed(program, node)
         key = (folded(name), shape, state, reason(program, node))
         groups[key].append(name)
         bytes_of[key] += global_bytes(node)
@@ -83,6 +83,16 @@ def _parameters(program: Program) -> str:
         for _, shape, state, because in [key]
     ]
     return table(["parameter", "count", "shape", "stored", "bytes", "because"], rows)
+
+
+def _placed(program: Program, node: fx.Node) -> str:
+    """Where a parameter is stored: `S(1)`; on a mesh of several axes `S(0)@dp_shard, S(1)@tp`."""
+    axes = [axis for axis in program.mesh.axes if axis.size > 1]
+    if [axis.name for axis in axes] in ([], [program.axis.name]):
+        return program.decisions.stored[node]
+    states = {**program.data[node], program.axis.name: program.decisions.stored[node]}
+    split = [f"{states[a.name]}@{a.name}" for a in axes if states.get(a.name, R) != R]
+    return ", ".join(split) or R
 
 
 def _unsharded(program: Program) -> str:
@@ -129,6 +139,12 @@ def _totals(program: Program) -> list[str]:
 
 def _memory(program: Program) -> str:
     memory = program.memory()
-    kinds = ("parameters", "gradients", "optimizer", "activations", "buffers", "total")
-    rows = [[kind, human(getattr(memory, kind))] for kind in kinds]
-    return table(["a rank holds", ""], rows)
+    at = memory.peak_at
+    rows = [
+        [kind, human(getattr(memory, kind)), human(at.held[kind])]
+        for kind in KINDS
+        if getattr(memory, kind)
+    ]
+    where = f"peak, in {at.phase}" + (f" at {at.node}" if at.node else "")
+    rows.append([where, "", human(memory.peak)])
+    return table(["a rank holds (AdamW)", "at most", "at the peak"], rows)

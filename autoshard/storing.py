@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard import build
 from autoshard.config import Config
+from autoshard.meta_buffers import initialise_buffers
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.access import lower
@@ -34,8 +35,10 @@ def shard(
 
     The first call of a compiled model does this by itself. Call it for a model on the meta device,
     which cannot be called: the shards (NaN until they are loaded) are the first memory its
-    parameters take, and `load_state_dict` or torch.distributed.checkpoint fills them. Buffers on
-    the meta device stay there: give them values before the first call.
+    parameters take, and `autoshard.load_safetensors`, `load_state_dict` or
+    torch.distributed.checkpoint fills them. Of the buffers on the meta device, those that no file
+    holds are computed where the model knows how (Hugging Face's `_init_weights`); the others stay
+    there: give them values before the first call.
 
     args, kwargs: an example batch on any device. options: the fields of `autoshard.Config`, the
     same that torch.compile gets. Collective over the mesh; returns `model`.
@@ -64,6 +67,7 @@ def shard(
     intercept(model, args, kwargs, plan)
     if found[0]:
         store(found[0], mesh, config)
+    initialise_buffers(model, device)
     return model
 
 

@@ -325,6 +325,11 @@ def _cache_keys(gm: fx.GraphModule, digest: str) -> dict[str, str]:
     return {name: key for name in sorted(functions)}
 
 
+def allocators() -> Any:
+    """The module by whose `_empty_strided_cpu` Inductor's code allocates, past every mode."""
+    return torch._C._dynamo.guards
+
+
 @dataclass(frozen=True)
 class ForwardBackward:
     """The two ATen graphs of one differentiable graph.

@@ -56,6 +56,20 @@ def local_part(
     return whole
 
 
+def local_bounds(
+    shape: Sequence[int], states: Mapping[str, State], axes: Sequence[Axis]
+) -> list[tuple[int, int]]:
+    """(first, one past the last) index of a rank's part in the whole tensor, for each dim."""
+    bounds = [(0, size) for size in shape]
+    for axis in reversed(axes):
+        dim = shard_dim(states.get(axis.name, R))
+        if dim is not None:
+            low, high = bounds[dim]
+            start, length = chunk_bounds(high - low, axis)
+            bounds[dim] = (low + start, low + start + length)
+    return bounds
+
+
 def owned(part: torch.Tensor) -> torch.Tensor:
     """`part`, or a copy of it where it is a view: contiguous, and alone in its storage.
 

@@ -13,6 +13,7 @@ from autoshard.program import Program
 from autoshard.reasons import whole
 from autoshard.report import folded, human, named, table
 from autoshard.runtime.errors import PlanError
+from golden_text import golden
 from models_hf import llama
 from models_plain import MLP
 
@@ -105,8 +106,17 @@ def test_every_phase_has_its_bytes_and_seconds(text: str) -> None:
 
 def test_memory_is_told_by_kind(text: str) -> None:
     last = text.split("\n\n")[-1]
-    kinds = ("parameters", "gradients", "optimizer", "activations", "buffers", "total")
+    kinds = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak, in ")
     assert all(any(line.startswith(kind) for line in last.splitlines()) for kind in kinds)
+
+
+def test_two_axes_golden() -> None:
+    """Where each parameter is on both axes, and the table of memory."""
+    torch.compiler.reset()
+    mesh = {"dp_shard": 2, "tp": 2}
+    made = autoshard.trace(MLP(), (torch.ones(8, 64),), mesh=mesh, bucket_bytes=1)
+    sections = made.explain().split("\n\n")
+    golden("explain_two_axes", "\n\n".join([sections[0], sections[1], sections[-1]]))
 
 
 def test_an_operator_without_a_rule_is_told_with_the_users_line() -> None:

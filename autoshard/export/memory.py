@@ -14,11 +14,10 @@ from autoshard.export.errors import export_error
 from autoshard.export.graph import unwrapped
 from autoshard.export.pieces import Piece
 from autoshard.runtime import compat
-from autoshard.runtime.axis import Axis, chunk_bounds
+from autoshard.runtime.axis import Axis
 from autoshard.runtime.materialize import materialize
 from autoshard.runtime.mesh import axes_of
-from autoshard.runtime.placement import R, shard_dim
-from autoshard.runtime.storage import stored_states
+from autoshard.runtime.storage import local_bounds, stored_states
 
 
 @dataclass(frozen=True)
@@ -82,18 +81,11 @@ class Memory:
         place = (mesh.mesh == rank).nonzero()
         if len(place) == 0:
             return [(0, 0)] * parameter.dim()
-        bounds = [(0, size) for size in parameter.shape]
         coordinates = place[0].tolist()
         axes = [
             Axis(axis.name, axis.size, coordinates[i], "") for i, axis in enumerate(axes_of(mesh))
         ]
-        for axis in reversed(axes):
-            dim = shard_dim(states.get(axis.name, R))
-            if dim is not None:
-                low, high = bounds[dim]
-                start, length = chunk_bounds(high - low, axis)
-                bounds[dim] = (low + start, low + start + length)
-        return bounds
+        return local_bounds(parameter.shape, states, axes)
 
 
 def _covers(held: list[tuple[int, int]], needed: list[tuple[int, int]]) -> bool:

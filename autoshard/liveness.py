@@ -1,0 +1,132 @@
+"""Which tensors of a graph are alive when: storages, the views that share them, and last uses.
+
+The rule is that of torch's graph interpreter and of Inductor's wrapper code: a value is freed after
+the node that reads it last, and its memory with the last value that shares it. One walk over the
+graph, linear in its nodes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from autoshard.planning.values import tensor_bytes
+
+aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+
+# These return their input's memory, or may, though their schemas do not say which.
+_SAME = (_c10d.wait_tensor.default, aten._unsafe_view.default)
+_PERHAPS = (aten.reshape.default, aten.contiguous.default, aten.flatten.using_ints)
+
+
+class Storage:
+    """The memory of one tensor and of its views. kind: what it is counted as."""
+
+    __slots__ = ("kind", "nbytes")
+
+    def __init__(self, nbytes: int, kind: str) -> None:
+        self.nbytes, self.kind = nbytes, kind
+
+
+Held = Mapping[fx.Node, tuple[Storage, ...]]
+"""The storages of each node's value: none where it is an input somebody else keeps."""
+
+
+def storages(graph: fx.Graph, given: Held, kind: str) -> dict[fx.Node, tuple[Storage, ...]]:
+    """The storages of every node's value; new ones are of `kind`.
+
+    given: those of the graph's inputs that the graph may free; other inputs have none.
+    """
+    parts: dict[fx.Node, list[tuple[Storage, ...]]] = {}  # of each element of a tuple
+    found: dict[fx.Node, tuple[Storage, ...]] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            found[node] = given.get(node, ())
+            continue
+        source = alias_of(node)
+        if source is None or source.meta.get("val") is None:  # some wrappers do not say
+            parts[node] = [
+                (Storage(tensor_bytes(leaf), kind),) if isinstance(leaf, torch.Tensor) else ()
+                for leaf in pytree.tree_leaves(node.meta.get("val"))
+            ]
+            found[node] = tuple(one for part in parts[node] for one in part)
+        elif node.target is operator.getitem and source in parts:
+            found[node] = parts[source][_index(node)]
+        else:
+            found[node] = found[source]
+    return found
+
+
+def alias_of(node: fx.Node) -> fx.Node | None:
+    """The operand whose memory the node's value is (a view, an in-place result), if any."""
+    if node.target is operator.getitem or node.target in _SAME:
+        source = node.args[0]
+        return source if isinstance(source, fx.Node) else None
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.returns:
+        return None
+    if node.target in _PERHAPS and not _shared(node, node.args[0]):
+        return None
+    result = schema.returns[0].alias_info
+    if result is None:
+        return None
+    for index, argument in enumerate(schema.arguments):
+        info = argument.alias_info
+        # a list of views says only that it is one: its alias set is empty
+        if info is not None and (not result.before_set or info.before_set & result.before_set):
+            given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            return given if isinstance(given, fx.Node) else None
+    return None
+
+
+def walk(
+    graph: fx.Graph, held: Held, inputs: Sequence[fx.Node] = ()
+) -> Iterator[tuple[fx.Node, list[Storage], list[Storage]]]:
+    """(node, storages it makes, storages freed after it), in order, for every operator.
+
+    inputs: the graph's inputs that are freed after their last use. Storages that the output reads
+    are never freed.
+    """
+    last: dict[Storage, fx.Node] = {}
+    for node in graph.nodes:
+        for operand in (*_read(node), node):
+            for storage in held[operand]:
+                last[storage] = node
+    freed: dict[fx.Node, list[Storage]] = {}
+    for storage, node in last.items():
+        freed.setdefault(node, []).append(storage)
+    seen = {storage for node in inputs for storage in held[node]}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        made = [storage for storage in held[node] if storage not in seen]
+        seen.update(made)
+        yield node, made, freed.get(node, [])
+
+
+def _read(node: fx.Node) -> list[fx.Node]:
+    """What must be there while the node runs: a collective reads its input until it is done."""
+    reads = list(node.all_input_nodes)
+    if node.target is _c10d.wait_tensor.default:
+        reads += [source for collective in node.all_input_nodes for source in _read(collective)]
+    return reads
+
+
+def _shared(node: fx.Node, source: Any) -> bool:
+    ours, theirs = node.meta.get("val"), source.meta.get("val")
+    if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
+        return False
+    return StorageWeakRef(ours.untyped_storage()) == StorageWeakRef(theirs.untyped_storage())
+
+
+def _index(node: fx.Node) -> int:
+    index = node.args[1]
+    assert isinstance(index, int)
+    return index

@@ -1,0 +1,242 @@
+"""`Program.memory()`: the bytes one rank holds through a training step, predicted from its graphs.
+
+A step is the forward graph, the backward graph and the optimizer's update, in the steady state:
+gradients are None when it starts, optimizer state exists. Counted are tensors, as torch allocates
+them; not the caller's batch, and not the scratch space inside an operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autoshard.liveness import Held, Storage, storages, walk
+from autoshard.passes.bucket_gradients import BucketGradients
+from autoshard.passes.bucket_parameters import BucketParameters
+from autoshard.passes.buckets import ALL_GATHER
+from autoshard.planning.values import tensor_bytes
+from autoshard.runtime import compat
+
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
+BUFFERS, ACTIVATIONS, GATHERED = "buffers", "activations", "gathered"
+TEMPORARIES, OUTPUTS, PENDING = "temporaries", "outputs", "pending"
+KINDS = (
+    PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, ACTIVATIONS, GATHERED, TEMPORARIES, OUTPUTS, PENDING
+)  # fmt: skip
+
+_BUCKETS = (BucketParameters.name, BucketGradients.name)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What an optimizer of torch.optim allocates.
+
+    states: tensors of the parameter's size and dtype that it keeps for each. counter: bytes of the
+    step counter it keeps beside. scratch: bytes of its update at most, from the sizes of the
+    trained shards in order.
+    """
+
+    states: int
+    counter: int
+    scratch: Callable[[Sequence[int]], int]
+
+
+def _one_by_one(sizes: Sequence[int]) -> int:
+    """Root and quotient of one parameter, while the denominator of the one before is there."""
+    return max((2 * size + last for last, size in zip([0, *sizes], sizes)), default=0)
+
+
+def _nothing(sizes: Sequence[int]) -> int:
+    return 0
+
+
+#: "adamw" is what torch.optim.AdamW does with DTensors unless `foreach` or `fused` is asked for.
+OPTIMIZERS = {
+    "adamw": Optimizer(2, 4, _one_by_one),
+    "adamw_foreach": Optimizer(2, 4, sum),
+    "adamw_fused": Optimizer(2, 4, _nothing),
+    "momentum": Optimizer(1, 0, _nothing),
+    "sgd": Optimizer(0, 0, _nothing),
+}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is alive while one operator runs: bytes by kind. phase: "forward", "backward" or
+    "optimizer"; node: the operator's name in the phase's graph."""
+
+    phase: str
+    node: str
+    held: Mapping[str, int]
+
+    @property
+    def bytes(self) -> int:
+        """All kinds together."""
+        return sum(self.held.values())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes one rank holds.
+
+    parameters, gradients, buffers, optimizer: what stays between steps, exactly; the optimizer's
+    state as `Program.memory` was asked for. activations: what the forward keeps for the backward.
+    gathered, temporaries, outputs: the most of each at any one time, of weights gathered from
+    other ranks and buckets of gradients, of values that come and go, and of results. pending:
+    gradients that wait to be reduced, in a program of `no_sync`. peak: the most of all kinds
+    together, at `peak_at`.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+    gathered: int
+    temporaries: int
+    outputs: int
+    pending: int
+    peak: int
+    peak_at: Moment
+
+    @property
+    def total(self) -> int:
+        """What is held from one operator to another: all but what is gathered, and temporaries."""
+        stored = self.parameters + self.gradients + self.optimizer + self.buffers
+        return stored + self.activations + self.pending
+
+
+def summary(step: Step) -> Memory:
+    """The figures of a step."""
+    most = dict.fromkeys(KINDS, 0)
+    peak: Moment | None = None
+    for moment in step.moments():
+        for kind, nbytes in moment.held.items():
+            most[kind] = max(most[kind], nbytes)
+        if peak is None or moment.bytes > peak.bytes:
+            peak = moment
+    assert peak is not None
+    most.update({GRADIENTS: step.gradients, ACTIVATIONS: step.activations})
+    return Memory(**most, peak=peak.bytes, peak_at=peak)
+
+
+class Step:
+    """The forward, the backward and the update of one program, as moments in order.
+
+    parameters: positions of the parameters among the inputs. resident: bytes by kind of what is
+    there whatever runs: parameters, buffers, optimizer state. gradients: bytes of all gradients.
+    scratch: what the optimizer's update allocates at most.
+    """
+
+    def __init__(
+        self,
+        joint: compat.ForwardBackward,
+        parameters: Container[int],
+        resident: Mapping[str, int],
+        gradients: int,
+        scratch: int,
+    ) -> None:
+        self.joint, self.resident = joint, resident
+        self.gradients, self.scratch = gradients, scratch
+        forward = joint.forward.graph
+        inputs = [node.name for node in forward.nodes if node.op == "placeholder"]
+        self.weights = {name for i, name in enumerate(inputs) if i in parameters}
+        self.held: Held = storages(forward, {}, TEMPORARIES)
+        backward = () if joint.backward is None else joint.backward.graph.nodes
+        wanted = {node.name for node in backward if node.op == "placeholder"}
+        saved = [node for node in forward.nodes if node.name in wanted]
+        _mark(self.held, _results(forward), OUTPUTS)
+        _mark(self.held, saved, ACTIVATIONS)
+        _mark(self.held, _gathered(forward, self.weights), GATHERED)
+        self.saved = {storage for node in saved for storage in self.held[node]}
+
+    @property
+    def activations(self) -> int:
+        """Bytes kept from the forward for the backward, gathered weights aside."""
+        return sum(s.nbytes for s in self.saved if s.kind == ACTIVATIONS)
+
+    def moments(self) -> Iterator[Moment]:
+        """Every operator of the step with what is alive while it runs."""
+        alive = {**dict.fromkeys(KINDS, 0), **self.resident}
+        yield Moment("forward", "", dict(alive))
+        yield from _run("forward", self.joint.forward.graph, self.held, (), alive)
+        # of the results, the caller keeps the loss: a scalar
+        alive[OUTPUTS] = alive[TEMPORARIES] = 0
+        alive[ACTIVATIONS] = self.activations
+        alive[GATHERED] = sum(s.nbytes for s in self.saved if s.kind == GATHERED)
+        if self.joint.backward is None:
+            return
+        yield from self._backward(self.joint.backward.graph, alive)
+        alive.update(dict.fromkeys((ACTIVATIONS, GATHERED), 0))
+        alive.update({GRADIENTS: self.gradients, TEMPORARIES: self.scratch})
+        yield Moment("optimizer", "", dict(alive))
+
+    def _backward(self, graph: fx.Graph, alive: dict[str, int]) -> Iterator[Moment]:
+        kept = {node.name: held for node, held in self.held.items()}
+        inputs = tuple(n for n in graph.nodes if n.op == "placeholder")
+        tangents = {n: _tangent(n) for n in inputs if n.name not in kept}
+        alive[TEMPORARIES] = sum(s.nbytes for made in tangents.values() for s in made)
+        given = {n: kept[n.name] for n in inputs if n not in tangents} | tangents
+        held = storages(graph, given, TEMPORARIES)
+        _mark(held, _gathered(graph, self.weights), GATHERED)
+        copied = 0
+        for node in _results(graph):
+            val = node.meta["val"]
+            if sum(s.nbytes for s in held[node]) == tensor_bytes(val) and val.is_contiguous():
+                _mark(held, [node], GRADIENTS)
+            else:  # a view of a bucket: it becomes a tensor of its own (runtime.storage.owned)
+                copied += tensor_bytes(val)
+        yield from _run("backward", graph, held, inputs, alive)
+        alive[GRADIENTS] += copied
+        yield Moment("backward", "unwrap", dict(alive))
+
+
+def _tangent(node: fx.Node) -> tuple[Storage, ...]:
+    """The gradient of a result. One that the loss does not depend on is made, of zeros."""
+    return (Storage(tensor_bytes(node.meta["val"]), TEMPORARIES),)
+
+
+def _run(
+    phase: str, graph: fx.Graph, held: Held, inputs: Sequence[fx.Node], alive: dict[str, int]
+) -> Iterator[Moment]:
+    for node, made, freed in walk(graph, held, inputs):
+        for storage in made:
+            alive[storage.kind] += storage.nbytes
+        yield Moment(phase, node.name, dict(alive))
+        for storage in freed:
+            alive[storage.kind] -= storage.nbytes
+
+
+def _results(graph: fx.Graph) -> list[fx.Node]:
+    output = next(iter(reversed(graph.nodes)))
+    return [n for n in output.args[0] if isinstance(n, fx.Node)]  # type: ignore[union-attr]
+
+
+def _mark(held: Held, nodes: Iterable[fx.Node], kind: str) -> None:
+    for node in nodes:
+        for storage in held[node]:
+            storage.kind = kind
+
+
+def _gathered(graph: fx.Graph, weights: Container[str]) -> list[fx.Node]:
+    """Weights made whole from what this rank and others store, and buckets of gradients.
+
+    weights: names of the graph's inputs that are stored parameters.
+    """
+    found = []
+    stored: set[fx.Node] = set()
+    for node in graph.nodes:
+        sources = node.all_input_nodes
+        if (node.meta.get("custom") or {}).get("autoshard_pass") in _BUCKETS:
+            found.append(node)
+        elif node.op == "placeholder" and node.name in weights:
+            stored.add(node)
+        elif node.op == "call_function" and sources and all(n in stored for n in sources):
+            # until it is gathered, a weight may be padded or cast
+            if node.target is ALL_GATHER:
+                found.append(node)
+            else:
+                stored.add(node)
+    return found
