@@ -28,6 +28,7 @@ from autoshard.runtime.mesh import Mesh, data_coordinate, init_mesh
 from autoshard.runtime.placement import State
 from autoshard.runtime.random_ops import draw_apart
 from autoshard.runtime.storage import as_dtensors
+from autoshard.runtime.streams import TRACKER
 from autoshard.storing import build_agreed, store
 
 compat.allow_rnn()
@@ -53,6 +54,7 @@ def autoshard(
     device = build.device_type(inputs)
     mesh = init_mesh(config.mesh, device)
     draw_apart(data_coordinate(mesh))
+    TRACKER.place(mesh.axis("tp").rank, data_coordinate(mesh))
     if mesh.size == 1 and "rng" not in (options or {}):
         return compile_local(gm, list(example_inputs), config.inner)
     # one process that asks for `rng` by name draws what a mesh of any size draws

@@ -18,7 +18,6 @@ from autoshard.runtime.mesh import AXIS_ORDER
 #: the version grows; a value found here is an error, never a quiet fallback.
 UNAVAILABLE: dict[str, Callable[[Any], bool]] = {
     "precision": lambda precision: precision is not None,
-    "rng": lambda rng: rng != "invariant",
     "broadcast_inputs": lambda broadcast_inputs: broadcast_inputs,
 }
 
@@ -128,7 +127,7 @@ class Config:
     rng: str = _choice(
         "invariant",
         ("invariant", "tracker"),
-        "Dropout that does not depend on the mesh, or one random stream an axis.",
+        "Random numbers that do not depend on the mesh, or one random state a rank.",
     )
     broadcast_inputs: bool = _flag(False, "Send rank 0's batch to its tp group at each call.")
     initial_weights: str = _choice(

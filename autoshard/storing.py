@@ -83,7 +83,11 @@ def build_agreed(
         # the peers wait in `agree`: tell them, so that every rank ends with this error
         agree("plan", f"failed: {type(error).__name__}", [f"{type(error).__name__}: {error}"], axis)
         raise
-    agree("plan", program.plan.digest(), build.plan_lines(program), axis)
+    digest, lines = program.plan.digest(), build.plan_lines(program)
+    if config.rng == "tracker":  # values that all ranks hold are drawn from states of one seed
+        lines.append(f"torch.initial_seed() {torch.initial_seed()}")
+        digest += lines[-1]
+    agree("plan", digest, lines, axis)
     return program
 
 

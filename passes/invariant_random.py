@@ -11,6 +11,9 @@ operators of the graph, so that no two draw alike. The new operators shard along
 what the graph gives on one device (runtime/random_ops.py). Attention with dropout inside is
 computed with its scores written out. A region that is computed again finds the same seed.
 
+With `rng="tracker"` the seed is a pair from named states, `%0: i64[2] = tracked_seeds(cpu,
+data-parallel, tensor-parallel)`, of which an operator on a shard takes the second.
+
 Not done: an operator with a generator of its own; multinomial, randint, randperm, poisson, alpha
 dropout, recurrent layers' dropout. They draw from torch's generator, alike on all ranks.
 """
@@ -26,7 +29,7 @@ from torch import fx
 
 from autoshard.passes.base import CARRIED, Context, Report
 from autoshard.passes.normalize import same_shape
-from autoshard.runtime import random_ops
+from autoshard.runtime import random_ops, streams
 
 aten = torch.ops.aten
 _ops = torch.ops.autoshard
@@ -126,9 +129,9 @@ class InvariantRandom:
     def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
         """Rewrite `gm.graph` in place."""
         report = Report(self.name)
-        if getattr(ctx.config, "rng", "invariant") != "invariant":
-            return report
-        seed: fx.Node | None = None
+        tracked = getattr(ctx.config, "rng", "invariant") == "tracker"
+        seeds: dict[Any, fx.Node] = {}  # by the states they are drawn from
+        on: torch.device | None = None
         for node in list(gm.graph.nodes):
             rewrite = _REWRITES.get(node.target) if node.op == "call_function" else None
             if rewrite is None:
@@ -141,25 +144,31 @@ class InvariantRandom:
                 report.skip(node, "it has a generator of its own")
             elif not _result(node).dtype.is_floating_point:
                 report.skip(node, f"{_result(node).dtype} numbers")
-            elif seed is not None and device != seed.args[0]:
-                report.skip(node, f"on {device}, the seed is on {seed.args[0]}")
+            elif on is not None and device != on:
+                report.skip(node, f"on {device}, the seed is on {on}")
             elif isinstance(found := rewrite(arguments, node), str):
                 report.skip(node, found)
             else:
-                seed = seed or self._seed(gm.graph, node, device)
-                self._replace(gm.graph, node, seed, found, report.hits)
+                on, states = device, _states(node) if tracked else ()
+                if states not in seeds:
+                    seeds[states] = self._seed(gm.graph, node, device, states)
+                self._replace(gm.graph, node, seeds[states], found, report.hits)
                 report.hits += 1
         return report
 
-    def _seed(self, graph: fx.Graph, first: fx.Node, device: torch.device) -> fx.Node:
+    def _seed(
+        self, graph: fx.Graph, first: fx.Node, device: torch.device, states: tuple[str, ...]
+    ) -> fx.Node:
         """The draw, before everything else and in no region that is computed again."""
         anchor = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
+        op = _ops.tracked_seeds if states else _ops.random_seed
         with graph.inserting_before(anchor):
             seed = graph.create_node(
-                "call_function", _ops.random_seed.default, (device,), name="random_seed"
+                "call_function", op.default, (device, *states), name=op.__name__
             )
+        shape = (2,) if states else ()
         with _fake_mode(first):
-            seed.meta["val"] = torch.empty((), dtype=torch.int64, device=device)
+            seed.meta["val"] = torch.empty(shape, dtype=torch.int64, device=device)
         seed.meta["diff"] = False
         seed.meta["custom"] = {"autoshard_pass": self.name}
         if "stack_trace" in first.meta:
@@ -178,6 +187,17 @@ class InvariantRandom:
         new.meta["custom"] = {**new.meta.get("custom", {}), "autoshard_pass": self.name}
         node.replace_all_uses_with(new)
         graph.erase_node(node)
+
+
+def _states(node: fx.Node) -> tuple[str, str]:
+    """The states a random operator draws from: on values that all ranks hold, and on shards.
+
+    A block of `rng.fork` names one of the two; which one is used follows from the plan.
+    """
+    name = node.meta.get("custom", {}).get(streams.RANDOM_STATE)
+    if name in (streams.DEFAULT, streams.DATA):
+        return name, streams.TENSOR
+    return streams.DATA, name or streams.TENSOR
 
 
 def _arguments(node: fx.Node) -> Arguments:

@@ -79,7 +79,13 @@ def words(seed: torch.Tensor, index: torch.Tensor, call: int, *, large: bool) ->
 def draw(
     shape: Sequence[int], seed: torch.Tensor, call: int, part: Part | None = None
 ) -> list[Any]:
-    """The four words of every element of a tensor of `shape` (this rank's part of the whole)."""
+    """The four words of every element of a tensor of `shape` (this rank's part of the whole).
+
+    seed: int64 scalar; or [2], one that is the same on all ranks and the rank's own. A part then
+    draws from its own, counted from 0.
+    """
+    if seed.dim():
+        seed, part = (seed[0], None) if part is None else (seed[1], None)
     index = element_index(shape, part, seed.device)
     whole = list(shape)
     if part is not None:

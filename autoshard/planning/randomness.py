@@ -19,8 +19,11 @@ from autoshard.runtime.placement import R, shard_dim
 
 SEED = torch.ops.autoshard.random_seed.default
 
-ON_ALL_RANKS = Strategy((), R, random_ops.shared_seed)
-"""The only way to draw the seed: the same on every rank of the axis."""
+SEEDS = {
+    SEED: Strategy((), R, random_ops.shared_seed),
+    torch.ops.autoshard.tracked_seeds.default: Strategy((), R, random_ops.tracked_seeds),
+}
+"""The only way to draw each kind of seed: on every rank of the axis, at the same time."""
 
 
 def counted(op: Callable[..., Any], text: str) -> Callable[[Call], Iterator[Strategy]]:
