@@ -86,7 +86,7 @@ def build_program(
     else:
         decisions = plan_graph(serial, axis.size, machine, request)
         guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
-    local = Localize(serial, decisions, axis).run()
+    local = Localize(serial, decisions, axis, config.recompute_collectives).run()
     if data_axes(mesh.axes):
         refuse_mutated(serial, parameters)
         states = {i: data[node] for i, node in enumerate(placeholders) if node in data}

@@ -129,6 +129,12 @@ class Config:
         ("invariant", "tracker"),
         "Random numbers that do not depend on the mesh, or one random state a rank.",
     )
+    recompute_collectives: str = _choice(
+        "gathers",
+        ("gathers", "all", "none"),
+        "Which collectives inside a checkpointed region run again in backward; the results of the "
+        "others are kept.",
+    )
     broadcast_inputs: bool = _flag(False, "Send rank 0's batch to its tp group at each call.")
     initial_weights: str = _choice(
         "broadcast",

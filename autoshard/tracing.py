@@ -15,6 +15,8 @@ from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import offline_mesh
 
+compat.allow_rnn()
+
 
 class _Traced(Exception):
     """Carries the program out of Dynamo: nothing is compiled and nothing runs."""

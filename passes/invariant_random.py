@@ -14,8 +14,9 @@ computed with its scores written out. A region that is computed again finds the 
 With `rng="tracker"` the seed is a pair from named states, `%0: i64[2] = tracked_seeds(cpu,
 data-parallel, tensor-parallel)`, of which an operator on a shard takes the second.
 
-Not done: an operator with a generator of its own; multinomial, randint, randperm, poisson, alpha
-dropout, recurrent layers' dropout. They draw from torch's generator, alike on all ranks.
+Not done: an operator with a generator of its own; poisson, binomial and gamma numbers, which take
+a loop each; dropout between the layers of a packed recurrent network. They draw from torch's
+generator, alike on all ranks.
 """
 
 from __future__ import annotations
@@ -90,6 +91,50 @@ def _attention(a: Arguments, node: fx.Node) -> New | str:
     return _ops.attention, tensors, after, ()
 
 
+def _rrelu(a: Arguments, node: fx.Node) -> New | str:
+    return _ops.rrelu, (a["input"],), (a["lower"], a["upper"]), ()
+
+
+def _cauchy(a: Arguments, node: fx.Node) -> New | str:
+    return _ops.cauchy, (a["input"],), (a["median"], a["sigma"]), ()
+
+
+def _geometric(a: Arguments, node: fx.Node) -> New | str:
+    return _ops.geometric, (a["input"],), (a["p"],), ()
+
+
+def _log_normal(a: Arguments, node: fx.Node) -> New | str:
+    return _ops.log_normal, (a["input"],), (a["mean"], a["std"]), ()
+
+
+def _normal_tensors(a: Arguments, node: fx.Node) -> New | str:
+    mean, std = a["mean"], a["std"]
+    if not isinstance(std, fx.Node):
+        return _ops.normal_around, (mean,), (std,), ()
+    if not isinstance(mean, fx.Node):
+        return _ops.normal_scaled, (std,), (mean,), ()
+    if not same_shape(mean.meta["val"], std.meta["val"]):
+        return "mean and deviation have different shapes"
+    return _ops.normal_each, (mean, std), (), ()
+
+
+def _integers(a: Arguments, node: fx.Node) -> New | str:
+    low, high = a.get("low", 0), a["high"]
+    if not isinstance(low, int) or not isinstance(high, int):
+        return "its limits are symbolic"
+    return _ops.integers, (_shape(a, node),), (low, high), (node.meta["val"].dtype,)
+
+
+def _permutation(a: Arguments, node: fx.Node) -> New | str:
+    return _ops.permutation, (_shape({"size": [a["n"]]}, node),), (), (node.meta["val"].dtype,)
+
+
+def _multinomial(a: Arguments, node: fx.Node) -> New | str:
+    if not isinstance(a["num_samples"], int):
+        return "the number of its samples is symbolic"
+    return _ops.multinomial, (a["input"],), (a["num_samples"], a["replacement"]), ()
+
+
 _REWRITES: dict[Any, Callable[[Arguments, fx.Node], New | str]] = {
     aten.dropout.default: _dropout,
     aten.native_dropout.default: _native_dropout,
@@ -104,8 +149,27 @@ _REWRITES: dict[Any, Callable[[Arguments, fx.Node], New | str]] = {
     aten.randn.default: _randn,
     aten.randn_like.default: _randn,
     aten.scaled_dot_product_attention.default: _attention,
+    aten.rrelu.default: _rrelu,
+    aten.cauchy.default: _cauchy,
+    aten.geometric.default: _geometric,
+    aten.log_normal.default: _log_normal,
+    aten.normal.Tensor_float: _normal_tensors,
+    aten.normal.float_Tensor: _normal_tensors,
+    aten.normal.Tensor_Tensor: _normal_tensors,
+    aten.randint.default: _integers,
+    aten.randint.low: _integers,
+    aten.randint_like.default: _integers,
+    aten.randint_like.low_dtype: _integers,
+    aten.randperm.default: _permutation,
+    aten.multinomial.default: _multinomial,
 }
-_LIKE = (aten.rand_like.default, aten.randn_like.default)
+_LIKE = (
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
+)
+_WHOLE_NUMBERS = (_integers, _permutation, _multinomial)
 
 
 def _shape(a: Arguments, node: fx.Node) -> fx.Node:
@@ -142,7 +206,7 @@ class InvariantRandom:
             device = _result(node).device
             if arguments.get("generator") is not None:
                 report.skip(node, "it has a generator of its own")
-            elif not _result(node).dtype.is_floating_point:
+            elif not _result(node).dtype.is_floating_point and rewrite not in _WHOLE_NUMBERS:
                 report.skip(node, f"{_result(node).dtype} numbers")
             elif on is not None and device != on:
                 report.skip(node, f"on {device}, the seed is on {on}")
@@ -215,7 +279,7 @@ def _arguments(node: fx.Node) -> Arguments:
 
 def _draws(a: Arguments) -> bool:
     """Whether the call, as its arguments stand, draws random numbers."""
-    if a.get("train", True) is False:
+    if a.get("train", True) is False or a.get("training", True) is False:
         return False
     p = a.get("dropout_p", a.get("p") if "train" in a else None)
     return p != 0

@@ -30,6 +30,9 @@ MINIMUM = (2, 11)
 Finish = Callable[[fx.GraphModule, bool], Any]
 """Called with each graph AOTAutograd makes, and whether it is the backward, to rewrite it."""
 
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
+"""Operators that Inductor gets in smaller ones, which it fuses."""
+
 allow_in_graph = torch.compiler.allow_in_graph
 
 
@@ -301,13 +304,15 @@ def inductor(
 ) -> Callable[..., Any]:
     """AOTAutograd and Inductor."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
 
     def inner_compile(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         if finish is not None:
             finish(graph, bool(options.get("is_backward")))
         return compile_fx_inner(graph, inputs, **options)
 
-    return compile_fx(gm, fakes, inner_compile=inner_compile)  # type: ignore
+    table = {**select_decomp_table(), **DECOMPOSITIONS}
+    return compile_fx(gm, fakes, inner_compile=inner_compile, decompositions=table)  # type: ignore
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from autoshard.runtime import lockstep, philox, streams
+from autoshard.runtime import lockstep, philox, random_choices, streams
 from autoshard.runtime.axis import Axis, chunk_bounds
 from autoshard.runtime.philox import Part
 
@@ -247,6 +247,7 @@ SCHEMAS: Sequence[tuple[Callable[..., Any], str]] = (
         "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor seed, float p, "
         "bool is_causal, float? scale, bool enable_gqa, int call) -> Tensor",
     ),
+    *random_choices.SCHEMAS,
 )
 
 

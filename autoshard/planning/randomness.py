@@ -13,7 +13,7 @@ import torch
 from autoshard.planning.call import Call
 from autoshard.planning.rule_language import TextRule
 from autoshard.planning.strategy import Strategy
-from autoshard.runtime import random_ops
+from autoshard.runtime import random_choices, random_ops
 from autoshard.runtime.bound import Bound
 from autoshard.runtime.placement import R, shard_dim
 
@@ -56,6 +56,15 @@ RULES = {
     "autoshard.uniform": counted(random_ops.uniform, "..., _ -> ..."),
     "autoshard.normal": counted(random_ops.normal, "..., _ -> ..."),
     "autoshard.exponential": counted(random_ops.exponential, "..., _ -> ..."),
+    "autoshard.integers": counted(random_choices.integers, "..., _ -> ..."),
+    "autoshard.multinomial": counted(random_choices.multinomial, "... K, _ -> ... N"),
+    "autoshard.normal_around": counted(random_choices.normal_around, "..., _ -> ..."),
+    "autoshard.normal_scaled": counted(random_choices.normal_scaled, "..., _ -> ..."),
+    "autoshard.normal_each": counted(random_choices.normal_each, "..., ..., _ -> ..."),
+    "autoshard.log_normal": counted(random_choices.log_normal, "..., _ -> ..."),
+    "autoshard.cauchy": counted(random_choices.cauchy, "..., _ -> ..."),
+    "autoshard.geometric": counted(random_choices.geometric, "..., _ -> ..."),
+    "autoshard.rrelu": counted(random_choices.rrelu, "..., _ -> ..."),
     "autoshard.attention": counted(
         random_ops.attention, "... Q E, ... K E, * ... K F, ... Q K, _ -> ... Q F"
     ),
