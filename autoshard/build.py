@@ -20,6 +20,7 @@ from autoshard.passes.base import Context
 from autoshard.passes.data_parallel import DataParallel
 from autoshard.passes.localize import Localize
 from autoshard.passes.pipeline import prepare
+from autoshard.passes.weigh_tokens import WeighTokens
 from autoshard.planning.hardware import HARDWARE, Hardware
 from autoshard.planning.plan import Plan, strategy_text
 from autoshard.planning.planner import Request, fingerprint, merged, plan_graph
@@ -92,6 +93,8 @@ def build_program(
         states = {i: data[node] for i, node in enumerate(placeholders) if node in data}
         replicas = DataParallel(data_axes(mesh.axes), states, regather=config.zero == 3)
         replicas.run(local, Context(axis, config))
+        if config.loss_tokens == "global":
+            WeighTokens(data_axes(mesh.axes)).run(local, Context(axis, config))
     full = merged(plan, decisions, request, serial, axis.size)
     program = Program(local, serial, full, decisions, axis, parameters, mesh, data, config)
     if config.strict and axis.size > 1:

@@ -135,6 +135,12 @@ class Config:
         "Which collectives inside a checkpointed region run again in backward; the results of the "
         "others are kept.",
     )
+    loss_tokens: str = _choice(
+        "local",
+        ("local", "global"),
+        "A mean loss in the model is over a data-parallel rank's own tokens, or over those of all "
+        "ranks.",
+    )
     broadcast_inputs: bool = _flag(False, "Send rank 0's batch to its tp group at each call.")
     initial_weights: str = _choice(
         "broadcast",

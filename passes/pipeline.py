@@ -46,7 +46,7 @@ def after_autograd(mesh: Mesh, config: Any, backward: bool) -> tuple[Pass, ...]:
     axes = [mesh.axis("tp"), *reversed(data_axes(mesh.axes))]
     groups = tuple(axis.group for axis in axes if axis.size > 1)
     return (
-        BucketParameters(config.bucket_bytes),
+        BucketParameters(config.bucket_bytes, mesh.axis("tp").group if backward else ""),
         *((BucketGradients(groups, config.bucket_bytes),) if backward else ()),
         ScheduleCollectives(),
     )

@@ -17,79 +17,77 @@ from torch.utils.checkpoint import (
 )
 
 from autoshard.program import Program
-from test_communication import ACTIVATION, HIDDEN, MODELS, N_RANKS, TOKENS, LanguageModel
 from traced import programs
 
-LAYERS = 2
+N, TOKENS, HIDDEN, LAYERS = 8, 4096, 4096, 2
+ACTIVATION = TOKENS * HIDDEN * 4
 POLICIES = ("gathers", "all", "none")
-SMALL = ACTIVATION // 16
+
+
+class FeedForward(nn.Module):
+    """Two pairs of linears after a norm each, so that one reduction lies inside the region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(HIDDEN) for _ in range(2)])
+        self.ups = nn.ModuleList([nn.Linear(HIDDEN, 4 * HIDDEN) for _ in range(2)])
+        self.downs = nn.ModuleList([nn.Linear(4 * HIDDEN, HIDDEN) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, up, down in zip(self.norms, self.ups, self.downs):
+            x = x + down(F.gelu(up(norm(x))))
+        return x
 
 
 @functools.cache
 def checkpointed(sequence: bool) -> dict[str, Program]:
-    """A Llama of two checkpointed layers under each policy, and without checkpointing ("off")."""
-    settings = {"mesh": {"tp": N_RANKS}, "hardware": "h100", "sequence_parallel": sequence}
-    ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+    """Two checkpointed blocks under each policy, and without checkpointing ("off")."""
+    settings = {"mesh": {"tp": N}, "hardware": "h100", "sequence_parallel": sequence}
+    x = torch.zeros(1, TOKENS, HIDDEN, device="meta", requires_grad=True)
     found: dict[str, Program] = {}
-    for names in (POLICIES, ("off",)):
+    for how, names in (("full", POLICIES), ("off", ("off",))):
         torch.compiler.reset()
         with torch.device("meta"):
-            model = LanguageModel(MODELS["llama"](LAYERS), True)
-        options = [settings]
-        if names == POLICIES:
-            model.body.gradient_checkpointing_enable({"use_reentrant": False})
-            options = [{**settings, "recompute_collectives": name} for name in names]
-        found.update(zip(names, programs(model, (ids,), options)[0], strict=True))
+            model = Stack(how, FeedForward)
+        options = [settings if how == "off" else {**settings, "recompute_collectives": name}
+                   for name in names]
+        found.update(zip(names, programs(model, (x,), options)[0], strict=True))
     return found
 
 
-def backward(program: Program) -> Counter[str]:
+def large(program: Program, phase: str) -> Counter[str]:
+    """Collectives of whole activations."""
     return Counter(c.op for c in program.collectives()
-                   if c.phase == "backward" and c.bytes > SMALL)
+                   if c.phase == phase and c.bytes >= ACTIVATION)
 
 
-def forward(program: Program) -> Counter[str]:
-    return Counter(c.op for c in program.collectives()
-                   if c.phase == "forward" and c.bytes > SMALL)
+def saved(program: Program) -> float:
+    """What forward keeps for backward, in whole activations."""
+    return sum(node.meta["val"].nbytes for node in program.joint.saved) / ACTIVATION
 
 
-def saved(program: Program) -> int:
-    """Bytes that forward keeps for backward."""
-    return sum(node.meta["val"].nbytes for node in program.joint.saved)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_collectives_of_a_region_by_policy(sequence: bool) -> None:
+    """The first norm is computed whole, and the last reduction is needed by nothing in backward."""
+    made = checkpointed(sequence)
+    once = large(made["off"], "backward")
+    more = {name: large(made[name], "backward") - once for name in POLICIES}
+    if sequence:
+        gathers, reductions = Counter(all_gather=2 * LAYERS - 1), Counter(reduce_scatter=3)
+    else:
+        gathers, reductions = Counter(), Counter(all_reduce=3)
+    assert more == {"none": Counter(), "gathers": gathers, "all": gathers + reductions}
+    for program in made.values():
+        assert large(program, "forward") == large(made["off"], "forward")
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
-def test_collectives_of_a_region_by_policy() -> None:
-    """Each layer has two gathers and two reductions; its last reduction lies on the boundary."""
-    made = checkpointed(True)
-    once = backward(made["off"])
-    assert once["all_gather"] and once["reduce_scatter"] and not once["all_reduce"]
-    more = {name: backward(made[name]) - once for name in POLICIES}
-    assert more == {
-        "none": Counter(),
-        "gathers": Counter(all_gather=2 * LAYERS),
-        "all": Counter(all_gather=2 * LAYERS, reduce_scatter=LAYERS),
-    }
-    assert len({tuple(sorted(forward(p).items())) for p in made.values()}) == 1
-
-
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
-def test_reductions_of_a_region_without_sequence_parallelism() -> None:
-    made = checkpointed(False)
-    once = backward(made["off"])
-    more = {name: backward(made[name]) - once for name in POLICIES}
-    assert more == {"none": Counter(), "gathers": Counter(), "all": Counter(all_reduce=LAYERS)}
-
-
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize("sequence", [False, True])
 def test_what_is_kept_by_policy(sequence: bool) -> None:
-    bytes_of = {name: saved(program) for name, program in checkpointed(sequence).items()}
-    assert bytes_of["all"] < bytes_of["gathers"] <= bytes_of["none"] < bytes_of["off"] / 2
-    whole = 2 * LAYERS * ACTIVATION if sequence else 0  # gathered values that "none" keeps
-    assert bytes_of["none"] - bytes_of["gathers"] == whole
-    share = ACTIVATION // (N_RANKS if sequence else 1)
-    assert bytes_of["gathers"] - bytes_of["all"] == LAYERS * share
+    kept = {name: saved(program) for name, program in checkpointed(sequence).items()}
+    shard = 1 / N if sequence else 1
+    assert kept["gathers"] - kept["all"] == 3 * shard
+    assert kept["none"] - kept["gathers"] == (2 * LAYERS - 1 if sequence else 0)
+    assert kept["none"] < kept["off"]
 
 
 class Block(nn.Module):
@@ -117,7 +115,7 @@ class Stack(nn.Module):
     def __init__(self, how: str, block: type[nn.Module] = Block) -> None:
         super().__init__()
         self.how = how
-        self.blocks = nn.ModuleList([block() for _ in range(2)])
+        self.blocks = nn.ModuleList([block() for _ in range(LAYERS)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
