@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,12 +95,22 @@ def build_program(
         replicas = DataParallel(data_axes(mesh.axes), states, regather=config.zero == 3)
         replicas.run(local, Context(axis, config))
         if config.loss_tokens == "global":
-            WeighTokens(data_axes(mesh.axes)).run(local, Context(axis, config))
+            weighed = WeighTokens(data_axes(mesh.axes)).run(local, Context(axis, config))
+            if not weighed.hits and any(map(_trains, serial.graph.output_node().all_input_nodes)):
+                warnings.warn(
+                    'loss_tokens="global" found no mean loss in the graph: compute it in the '
+                    "compiled model, or weigh its tokens there (docs/losses.md)",
+                    stacklevel=2,
+                )
     full = merged(plan, decisions, request, serial, axis.size)
     program = Program(local, serial, full, decisions, axis, parameters, mesh, data, config)
     if config.strict and axis.size > 1:
         check_strict(program)
     return program
+
+
+def _trains(output: fx.Node) -> bool:
+    return bool(output.meta.get("diff"))
 
 
 def refuse_mutated(serial: fx.GraphModule, parameters: Mapping[fx.Node, str]) -> None:

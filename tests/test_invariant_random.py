@@ -193,6 +193,29 @@ def test_evaluation_and_p_of_0_draw_nothing() -> None:
     assert not any(node.target is SEED for node in program.serial.graph.nodes)
 
 
+@pytest.mark.parametrize("rng", ["invariant", "tracker"])
+def test_a_rate_that_changes_between_traces(rng: str) -> None:
+    """Dynamo makes an input of a float that differs from last time; the graphs are still made."""
+
+    class Rate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.p = nn.Linear(8, 8), 0.1
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(self.lin(x), self.p).sum()
+
+    model, x = Rate(), torch.randn(4, 8)
+    ops = []
+    for p in (0.1, 0.25, 0.5):
+        model.p = p
+        program = traced(model, x, rng=rng)
+        assert any(p in node.args for node in random_nodes(program.serial))
+        assert program.joint.backward is not None
+        ops.append([c.op for c in program.collectives()])
+    assert ops[0] == ops[1] == ops[2]
+
+
 def test_training_draws_once_a_call_and_evaluation_never() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Dropout(0.3)), torch.randn(2, 8)
     options = {"inner": "eager", "rng": "invariant"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,13 @@ def hugging_face(scores: T, target: T) -> T:
     return ForCausalLMLoss(scores[None], target[None], VOCAB)
 
 
+def counted_by_hugging_face(scores: T, target: T) -> T:
+    """The trainer's way to average over the tokens of several batches."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return ForCausalLMLoss(scores[None], target[None], VOCAB, num_items_in_batch=131)
+
+
 LOSSES: dict[str, Callable[[T, T], T]] = {
     "mean": F.cross_entropy,
     "sum": lambda s, t: F.cross_entropy(s, t, reduction="sum"),
@@ -68,6 +76,7 @@ LOSSES: dict[str, Callable[[T, T], T]] = {
     "log_softmax and nll": lambda s, t: F.nll_loss(F.log_softmax(s, -1), t),
     "z-loss": z_loss,
     "Hugging Face": hugging_face,
+    "Hugging Face, counted": counted_by_hugging_face,
 }
 
 
@@ -101,7 +110,7 @@ def test_loss_and_gradients_are_those_of_the_dense_model(loss: str) -> None:
     made, values = traced(loss)
     model, x, target = case(LOSSES[loss])
     want = model(x, target)
-    tolerance = 1e-6 if loss == "Hugging Face" else 1e-11  # it computes in float32
+    tolerance = 1e-6 if "Hugging Face" in loss else 1e-11  # it computes in float32
     for program in made:
         serial = program.serial(*values)[0]
         torch.testing.assert_close(serial, want, rtol=tolerance, atol=tolerance)
@@ -196,6 +205,17 @@ def test_uneven_tokens_of_data_parallel_ranks(gloo2: Any, loss_tokens: str) -> N
     for found in gloo2(uneven_tokens, loss_tokens, "aot_eager"):
         right = max(found["gradient"], found["loss"]) < 1e-6
         assert right == (loss_tokens != "local"), found
+
+
+def test_global_tokens_without_a_mean_loss_are_told() -> None:
+    mesh = {"dp_replicate": 2}
+    for loss, told in (("sum", True), ("mean", False)):
+        torch.compiler.reset()
+        model, x, target = case(LOSSES[loss])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            programs(model, (x, target), [{"mesh": mesh, "loss_tokens": "global"}])
+        assert told == any("no mean loss" in str(w.message) for w in caught)
 
 
 def test_global_tokens_cost_one_number() -> None:
