@@ -69,6 +69,8 @@ def train(name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> No
     torch.manual_seed(0)
     case = dropped(name)
     model = WithLoss(case)
+    if name == "gpt2":
+        model.model.loss_type = "ForCausalLM"  # it would log that it guesses, and break the graph
     if checkpointing:
         model.model.gradient_checkpointing_enable({"use_reentrant": False})
     options = [{"mesh": {"tp": n}, "sequence_parallel": sequence} for n, sequence in MESHES]
@@ -88,10 +90,18 @@ def train(name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
-@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
-    "name",
-    ["vit", *[pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "bert", "t5")]],
+    ("name", "checkpointing"),
+    [
+        ("vit", False),
+        *[
+            pytest.param(name, again, marks=pytest.mark.slow)
+            for name in ("vit", "gpt2", "bert", "t5")
+            for again in (False, True)
+            # checkpointed, T5 breaks the graph: test_invariant_random.py trains it on processes
+            if (name, again) not in (("vit", False), ("t5", True))
+        ],
+    ],
 )
 def test_three_steps_on_every_mesh(
     name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
