@@ -289,7 +289,8 @@ def test_a_fork_in_traced_code_is_nothing_to_other_backends() -> None:
     assert compiled(x)[0].shape == want.shape
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of Inductor's own
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
 def test_one_process_draws_from_its_states(inner: str) -> None:
     """Eager and compiled code draw alike; dropout again in a checkpointed region, too."""
 
@@ -321,7 +322,7 @@ def test_one_process_draws_from_its_states(inner: str) -> None:
         mask = torch.ops.autoshard.dropout(torch.ones(4, 8), torch.tensor(seed), 0.5, 0)
         torch.testing.assert_close(loss, (model.lin(x).sin() * mask).sum())
         results.append(model.lin.weight.grad)
-    assert torch.equal(*results)
+    torch.testing.assert_close(*results, rtol=1e-6 * (inner == "inductor"), atol=0)
 
 
 def test_a_checkpoint_that_is_not_compiled_whole_is_an_error() -> None:
