@@ -342,4 +342,5 @@ def compare(results: list[dict[str, Any]], serial: dict[str, Any]) -> None:
 def test_three_steps_equal_one_process(gloo2: Any, name: str, checkpointing: bool) -> None:
     """Ranks whose generators start apart train as one process does, recomputation included."""
     serial = trained(name, 1, "aot_eager", 3, False)
-    compare(gloo2(trained, name, 2, "aot_eager", 3, checkpointing, True), serial)
+    arguments = (name, 2, "aot_eager", 3, checkpointing, True)
+    compare(gloo2(trained, *arguments, pool_timeout=600), serial)

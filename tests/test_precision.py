@@ -60,9 +60,9 @@ def test_autocast_error_is_that_of_the_serial_run(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("llama", torch.bfloat16),
-     pytest.param("llama", torch.float16, marks=pytest.mark.slow),
-     *[pytest.param(n, torch.bfloat16, marks=pytest.mark.slow) for n in ("gpt2", "bert", "vit")]],
+    [pytest.param("llama", torch.float16, marks=pytest.mark.slow),
+     *[pytest.param(n, torch.bfloat16, marks=[pytest.mark.slow] if n != "vit" else [])
+       for n in NAMES]],
 )
 def test_error_of_a_model_cast_as_a_whole(name: str, dtype: torch.dtype) -> None:
     want = exact(name)

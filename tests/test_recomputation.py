@@ -140,8 +140,15 @@ def stack(how: str) -> Stack:
     return Stack(how)
 
 
-@pytest.mark.parametrize("rng", ["invariant", "tracker"])
-@pytest.mark.parametrize("how", ["full", "selective"])
+@pytest.mark.parametrize(
+    ("how", "rng"),
+    [
+        ("full", "invariant"),
+        ("selective", "tracker"),
+        pytest.param("full", "tracker", marks=pytest.mark.slow),
+        pytest.param("selective", "invariant", marks=pytest.mark.slow),
+    ],
+)
 def test_masks_are_computed_again_and_are_the_same(how: str, rng: str) -> None:
     """Gradients with and without recomputation, from AOTAutograd's graphs, bit for bit."""
     results = []

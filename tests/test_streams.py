@@ -290,7 +290,9 @@ def test_a_fork_in_traced_code_is_nothing_to_other_backends() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of Inductor's own
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "inner", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_one_process_draws_from_its_states(inner: str) -> None:
     """Eager and compiled code draw alike; dropout again in a checkpointed region, too."""
 
