@@ -98,7 +98,7 @@ def train(name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> No
             pytest.param(name, again, marks=pytest.mark.slow)
             for name in ("vit", "gpt2", "bert", "t5")
             for again in (False, True)
-            # checkpointed, T5 breaks the graph: test_invariant_random.py trains it on processes
+            # checkpointed, T5 breaks the graph, which one trace of the whole cannot have
             if (name, again) not in (("vit", False), ("t5", True))
         ],
     ],
