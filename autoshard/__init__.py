@@ -60,8 +60,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "export":
-        return importlib.import_module("autoshard.export")
+    if name in ("export", "rng"):
+        return importlib.import_module(f"autoshard.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'autoshard' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -34,6 +34,7 @@ from autoshard.runtime.parameters import related_parameters
 from autoshard.runtime.placement import State
 from autoshard.runtime.random_ops import draw_apart
 from autoshard.runtime.storage import as_dtensors
+from autoshard.runtime.streams import TRACKER
 from autoshard.runtime.unshard import Use
 from autoshard.storing import build_agreed, store
 
@@ -60,6 +61,7 @@ def autoshard(
     device = build.device_type(inputs)
     mesh = init_mesh(config.mesh, device)
     draw_apart(data_coordinate(mesh))
+    TRACKER.place(mesh.axis("tp").rank, data_coordinate(mesh))
     if lowered := _lower(inputs, build.use_by(config, mesh)):
         raise compat.RestartTrace("autoshard reads parameters in another dtype", keep=lowered)
     if mesh.size == 1 and "rng" not in (options or {}):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from autoshard.passes.base import Context
 from autoshard.passes.data_parallel import DataParallel
 from autoshard.passes.localize import Localize
 from autoshard.passes.pipeline import prepare
+from autoshard.passes.weigh_tokens import WeighTokens
 from autoshard.planning.hardware import HARDWARE, Hardware
 from autoshard.planning.plan import Plan, strategy_text
 from autoshard.planning.planner import Request, fingerprint, merged, plan_graph
@@ -96,7 +98,7 @@ def build_program(
     else:
         decisions = plan_graph(serial, axis.size, machine, request)
         guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
-    local = Localize(serial, decisions, axis).run()
+    local = Localize(serial, decisions, axis, config.recompute_collectives).run()
     if data_axes(mesh.axes) or dtypes:
         refuse_mutated(serial, parameters)
         states = {i: data[node] for i, node in enumerate(placeholders) if node in data}
@@ -112,6 +114,14 @@ def build_program(
             microbatch=microbatch,
         )
         replicas.run(local, Context(axis, config))
+        if config.loss_tokens == "global" and data_axes(mesh.axes):
+            weighed = WeighTokens(data_axes(mesh.axes)).run(local, Context(axis, config))
+            if not weighed.hits and any(map(_trains, serial.graph.output_node().all_input_nodes)):
+                warnings.warn(
+                    'loss_tokens="global" found no mean loss in the graph: compute it in the '
+                    "compiled model, or weigh its tokens there (docs/losses.md)",
+                    stacklevel=2,
+                )
     full = merged(plan, decisions, request, serial, axis.size)
     program = Program(
         local, serial, full, decisions, axis, parameters, mesh, data, config, microbatch
@@ -162,6 +172,10 @@ def traced_microbatch(gm: fx.GraphModule) -> str:
             )
         )
     return next((each for each in (ACCUMULATE, FLUSH) if each in said), SINGLE)
+
+
+def _trains(output: fx.Node) -> bool:
+    return bool(output.meta.get("diff"))
 
 
 def refuse_mutated(serial: fx.GraphModule, parameters: Mapping[fx.Node, str]) -> None:

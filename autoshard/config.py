@@ -18,7 +18,6 @@ from autoshard.runtime.mesh import AXIS_ORDER
 #: Option -> does the value ask for something this version cannot do? The one place to shrink as
 #: the version grows; a value found here is an error, never a quiet fallback.
 UNAVAILABLE: dict[str, Callable[[Any], bool]] = {
-    "rng": lambda rng: rng != "invariant",
     "broadcast_inputs": lambda broadcast_inputs: broadcast_inputs,
 }
 
@@ -137,7 +136,19 @@ class Config:
     rng: str = _choice(
         "invariant",
         ("invariant", "tracker"),
-        "Dropout that does not depend on the mesh, or one random stream an axis.",
+        "Random numbers that do not depend on the mesh, or one random state a rank.",
+    )
+    recompute_collectives: str = _choice(
+        "gathers",
+        ("gathers", "all", "none"),
+        "Which collectives inside a checkpointed region run again in backward; the results of the "
+        "others are kept.",
+    )
+    loss_tokens: str = _choice(
+        "local",
+        ("local", "global"),
+        "A mean loss in the model is over a data-parallel rank's own tokens, or over those of all "
+        "ranks.",
     )
     broadcast_inputs: bool = _flag(False, "Send rank 0's batch to its tp group at each call.")
     initial_weights: str = _choice(

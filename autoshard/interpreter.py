@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from autoshard.autocast import AutocastMode
 from autoshard.runtime import compat
 from autoshard.runtime.errors import CaptureError, message, source_line
+from autoshard.runtime.streams import RANDOM_STATE, region
 
 IDENTITY_TARGETS: set[Callable[..., Any]] = set()
 """Functions of one tensor that capture reads as the identity (`materialize`)."""
@@ -226,6 +227,7 @@ class TraceState:
     def __init__(self, mode: AutocastMode, extra: list[Any], grad: bool) -> None:
         self.mode = mode
         self.grad = grad
+        self.random_states: list[str] = []  # of the `rng.fork` blocks around the node
         self.region: int | None = None  # ids increase, as torch's partitioner needs
         self.policies: dict[int, Callable[..., Any]] = {}
         self.hops: list[Hop] = []
@@ -253,6 +255,8 @@ class TraceState:
         before = dict(meta)
         if not self.grad or any(self._inference):
             meta["custom"] = {**meta.get("custom", {}), NO_GRAD: True}
+        if self.random_states:
+            meta["custom"] = {**meta.get("custom", {}), RANDOM_STATE: self.random_states[-1]}
         if self.region is not None:
             meta["ac_graph_id"] = self.region
             meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
@@ -285,6 +289,12 @@ class TraceState:
 
     def set_grad(self, args: Any) -> None:
         self.grad = bool(args[0])
+
+    def fork(self, args: Any) -> None:
+        if args[0] is None:
+            self.random_states.pop()
+        else:
+            self.random_states.append(args[0])
 
     def enter_autocast(self, args: Any) -> None:
         self.mode.enter_region(*args)
@@ -327,6 +337,7 @@ def unwrap(value: Any) -> Any:
 # Functions Dynamo leaves in its graph that set a mode; run as state, they leave no node.
 _REGIONS: dict[Any, Callable[[TraceState, Any], None]] = {
     compat.SET_GRAD: TraceState.set_grad,
+    region: TraceState.fork,
     compat.ENTER_AUTOCAST: TraceState.enter_autocast,
     compat.EXIT_AUTOCAST: TraceState.exit_autocast,
     compat.ENTER_INFERENCE: TraceState.enter_inference,

@@ -93,7 +93,11 @@ def build_agreed(
         agree("plan", f"failed: {type(error).__name__}", [f"{type(error).__name__}: {error}"], axis)
         raise
     digest = f"{program.plan.digest()}, gradients: {program.microbatch}"
-    agree("plan", digest, build.plan_lines(program), axis)
+    lines = build.plan_lines(program)
+    if config.rng == "tracker":  # values that all ranks hold are drawn from states of one seed
+        lines.append(f"torch.initial_seed() {torch.initial_seed()}")
+        digest += lines[-1]
+    agree("plan", digest, lines, axis)
     return program
 
 

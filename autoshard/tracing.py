@@ -18,6 +18,8 @@ from autoshard.runtime.access import lowered
 from autoshard.runtime.mesh import offline_mesh
 from autoshard.runtime.unshard import MICROBATCH, SINGLE
 
+compat.allow_rnn()
+
 
 class _Traced(Exception):
     """Carries the program out of Dynamo: nothing is compiled and nothing runs."""

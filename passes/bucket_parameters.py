@@ -38,10 +38,15 @@ from autoshard.passes.buckets import (
 
 @dataclass(frozen=True)
 class BucketParameters:
-    """bucket_bytes: a bucket closes at this size of its gathered form; None: `default_bytes`."""
+    """bucket_bytes: a bucket closes at this size of its gathered form; None: `default_bytes`.
+
+    apart: a group whose gathers stay. In a backward graph what a checkpointed region gathers again
+    over tp is made from inputs, too: merged, all of it would be alive from the start.
+    """
 
     name: ClassVar[str] = "bucket_parameters"
     bucket_bytes: int | None = None
+    apart: str = ""
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
         """Merge in place."""
@@ -53,7 +58,7 @@ class BucketParameters:
                 free.add(node)
             elif node.op == "call_function" and all(n in free for n in node.all_input_nodes):
                 found = member(node) if node.target is ALL_GATHER else None
-                if found is not None:
+                if found is not None and node.args[2] != self.apart:
                     members.append(found)
                 else:
                     free.add(node)

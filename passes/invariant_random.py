@@ -11,8 +11,12 @@ operators of the graph, so that no two draw alike. The new operators shard along
 what the graph gives on one device (runtime/random_ops.py). Attention with dropout inside is
 computed with its scores written out. A region that is computed again finds the same seed.
 
-Not done: an operator with a generator of its own; multinomial, randint, randperm, poisson, alpha
-dropout, recurrent layers' dropout. They draw from torch's generator, alike on all ranks.
+With `rng="tracker"` the seed is a pair from named states, `%0: i64[2] = tracked_seeds(cpu,
+data-parallel, tensor-parallel)`, of which an operator on a shard takes the second.
+
+Not done: an operator with a generator of its own; poisson, binomial and gamma numbers, which take
+a loop each; dropout between the layers of a packed recurrent network. They draw from torch's
+generator, alike on all ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from torch import fx
 
 from autoshard.passes.base import CARRIED, Context, Report
 from autoshard.passes.normalize import same_shape
-from autoshard.runtime import random_ops
+from autoshard.runtime import random_ops, streams
 
 aten = torch.ops.aten
 _ops = torch.ops.autoshard
@@ -87,6 +91,50 @@ def _attention(a: Arguments, node: fx.Node) -> New | str:
     return _ops.attention, tensors, after, ()
 
 
+def _rrelu(a: Arguments, node: fx.Node) -> New | str:
+    return _ops.rrelu, (a["input"],), (a["lower"], a["upper"]), ()
+
+
+def _cauchy(a: Arguments, node: fx.Node) -> New | str:
+    return _ops.cauchy, (a["input"],), (a["median"], a["sigma"]), ()
+
+
+def _geometric(a: Arguments, node: fx.Node) -> New | str:
+    return _ops.geometric, (a["input"],), (a["p"],), ()
+
+
+def _log_normal(a: Arguments, node: fx.Node) -> New | str:
+    return _ops.log_normal, (a["input"],), (a["mean"], a["std"]), ()
+
+
+def _normal_tensors(a: Arguments, node: fx.Node) -> New | str:
+    mean, std = a["mean"], a["std"]
+    if not isinstance(std, fx.Node):
+        return _ops.normal_around, (mean,), (std,), ()
+    if not isinstance(mean, fx.Node):
+        return _ops.normal_scaled, (std,), (mean,), ()
+    if not same_shape(mean.meta["val"], std.meta["val"]):
+        return "mean and deviation have different shapes"
+    return _ops.normal_each, (mean, std), (), ()
+
+
+def _integers(a: Arguments, node: fx.Node) -> New | str:
+    low, high = a.get("low", 0), a["high"]
+    if not isinstance(low, int) or not isinstance(high, int):
+        return "its limits are symbolic"
+    return _ops.integers, (_shape(a, node),), (low, high), (node.meta["val"].dtype,)
+
+
+def _permutation(a: Arguments, node: fx.Node) -> New | str:
+    return _ops.permutation, (_shape({"size": [a["n"]]}, node),), (), (node.meta["val"].dtype,)
+
+
+def _multinomial(a: Arguments, node: fx.Node) -> New | str:
+    if not isinstance(a["num_samples"], int):
+        return "the number of its samples is symbolic"
+    return _ops.multinomial, (a["input"],), (a["num_samples"], a["replacement"]), ()
+
+
 _REWRITES: dict[Any, Callable[[Arguments, fx.Node], New | str]] = {
     aten.dropout.default: _dropout,
     aten.native_dropout.default: _native_dropout,
@@ -101,8 +149,27 @@ _REWRITES: dict[Any, Callable[[Arguments, fx.Node], New | str]] = {
     aten.randn.default: _randn,
     aten.randn_like.default: _randn,
     aten.scaled_dot_product_attention.default: _attention,
+    aten.rrelu.default: _rrelu,
+    aten.cauchy.default: _cauchy,
+    aten.geometric.default: _geometric,
+    aten.log_normal.default: _log_normal,
+    aten.normal.Tensor_float: _normal_tensors,
+    aten.normal.float_Tensor: _normal_tensors,
+    aten.normal.Tensor_Tensor: _normal_tensors,
+    aten.randint.default: _integers,
+    aten.randint.low: _integers,
+    aten.randint_like.default: _integers,
+    aten.randint_like.low_dtype: _integers,
+    aten.randperm.default: _permutation,
+    aten.multinomial.default: _multinomial,
 }
-_LIKE = (aten.rand_like.default, aten.randn_like.default)
+_LIKE = (
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
+)
+_WHOLE_NUMBERS = (_integers, _permutation, _multinomial)
 
 
 def _shape(a: Arguments, node: fx.Node) -> fx.Node:
@@ -126,9 +193,9 @@ class InvariantRandom:
     def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
         """Rewrite `gm.graph` in place."""
         report = Report(self.name)
-        if getattr(ctx.config, "rng", "invariant") != "invariant":
-            return report
-        seed: fx.Node | None = None
+        tracked = getattr(ctx.config, "rng", "invariant") == "tracker"
+        seeds: dict[Any, fx.Node] = {}  # by the states they are drawn from
+        on: torch.device | None = None
         for node in list(gm.graph.nodes):
             rewrite = _REWRITES.get(node.target) if node.op == "call_function" else None
             if rewrite is None:
@@ -139,27 +206,33 @@ class InvariantRandom:
             device = _result(node).device
             if arguments.get("generator") is not None:
                 report.skip(node, "it has a generator of its own")
-            elif not _result(node).dtype.is_floating_point:
+            elif not _result(node).dtype.is_floating_point and rewrite not in _WHOLE_NUMBERS:
                 report.skip(node, f"{_result(node).dtype} numbers")
-            elif seed is not None and device != seed.args[0]:
-                report.skip(node, f"on {device}, the seed is on {seed.args[0]}")
+            elif on is not None and device != on:
+                report.skip(node, f"on {device}, the seed is on {on}")
             elif isinstance(found := rewrite(arguments, node), str):
                 report.skip(node, found)
             else:
-                seed = seed or self._seed(gm.graph, node, device)
-                self._replace(gm.graph, node, seed, found, report.hits)
+                on, states = device, _states(node) if tracked else ()
+                if states not in seeds:
+                    seeds[states] = self._seed(gm.graph, node, device, states)
+                self._replace(gm.graph, node, seeds[states], found, report.hits)
                 report.hits += 1
         return report
 
-    def _seed(self, graph: fx.Graph, first: fx.Node, device: torch.device) -> fx.Node:
+    def _seed(
+        self, graph: fx.Graph, first: fx.Node, device: torch.device, states: tuple[str, ...]
+    ) -> fx.Node:
         """The draw, before everything else and in no region that is computed again."""
         anchor = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
+        op = _ops.tracked_seeds if states else _ops.random_seed
         with graph.inserting_before(anchor):
             seed = graph.create_node(
-                "call_function", _ops.random_seed.default, (device,), name="random_seed"
+                "call_function", op.default, (device, *states), name=op.__name__
             )
+        shape = (2,) if states else ()
         with _fake_mode(first):
-            seed.meta["val"] = torch.empty((), dtype=torch.int64, device=device)
+            seed.meta["val"] = torch.empty(shape, dtype=torch.int64, device=device)
         seed.meta["diff"] = False
         seed.meta["custom"] = {"autoshard_pass": self.name}
         if "stack_trace" in first.meta:
@@ -180,6 +253,17 @@ class InvariantRandom:
         graph.erase_node(node)
 
 
+def _states(node: fx.Node) -> tuple[str, str]:
+    """The states a random operator draws from: on values that all ranks hold, and on shards.
+
+    A block of `rng.fork` names one of the two; which one is used follows from the plan.
+    """
+    name = node.meta.get("custom", {}).get(streams.RANDOM_STATE)
+    if name in (streams.DEFAULT, streams.DATA):
+        return name, streams.TENSOR
+    return streams.DATA, name or streams.TENSOR
+
+
 def _arguments(node: fx.Node) -> Arguments:
     """The arguments by name, defaults filled in; a first tensor is always "input"."""
     schema = node.target._schema  # type: ignore[union-attr]
@@ -195,7 +279,7 @@ def _arguments(node: fx.Node) -> Arguments:
 
 def _draws(a: Arguments) -> bool:
     """Whether the call, as its arguments stand, draws random numbers."""
-    if a.get("train", True) is False:
+    if a.get("train", True) is False or a.get("training", True) is False:
         return False
     p = a.get("dropout_p", a.get("p") if "train" in a else None)
     return p != 0

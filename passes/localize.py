@@ -33,7 +33,7 @@ from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.values import output_state, producer
 from autoshard.planning.views import size_entry
 from autoshard.runtime.axis import Axis, chunk_bounds
-from autoshard.runtime.bound import Bound
+from autoshard.runtime.bound import unbound
 from autoshard.runtime.collectives import change
 from autoshard.runtime.placement import P, R, State, forward_value, shard_dim
 
@@ -56,12 +56,18 @@ def local_value(val: torch.Tensor, state: State, axis: Axis) -> torch.Tensor:
 
 
 class Localize:
-    """Rewrites one captured graph to local shapes; `run` returns a new GraphModule."""
+    """Rewrites one captured graph to local shapes; `run` returns a new GraphModule.
+
+    recompute: which collectives of a checkpointed region run again, see `Config`.
+    """
 
     name = "localize"
 
-    def __init__(self, gm: fx.GraphModule, decisions: Decisions, axis: Axis) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, decisions: Decisions, axis: Axis, recompute: str = "gathers"
+    ) -> None:
         self.gm, self.decisions, self.axis = gm, decisions, axis
+        self.recompute = recompute
         self.graph = fx.Graph()
         self.local: dict[fx.Node, fx.Node] = {}
         self.converted: dict[tuple[fx.Node, State], fx.Node] = {}
@@ -141,14 +147,17 @@ class Localize:
                     leaves[i] = self.local[leaf]
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         if strategy.impl is not None:
-            target, constants = strategy.impl, {}
-            if isinstance(target, Bound):  # torch's caches know functions, not our objects
-                target, constants = target.function, dict(target.constants)
+            target, constants = unbound(strategy.impl)  # torch's caches know functions only
             new = self._emit(
                 node, "call_function", target, args, {**kwargs, **constants, "axis": self.axis}
             )
             inside = getattr(strategy.impl, "__name__", "its own algorithm")
             new.meta["custom"]["autoshard_change"] = f"{node.name}: {inside}"
+            reductions = any("reduce" in t.op for t in strategy.traffic if not t.backward)
+            if strategy.traffic and not self._again(reductions):
+                # what has no tag is the partitioner's to recompute, except for collectives
+                for key in ("recompute", "ac_graph_id"):
+                    new.meta.pop(key, None)
             return new
         if isinstance(strategy.output, str):
             args = self._sizes(node, args, strategy.output)
@@ -210,19 +219,24 @@ class Localize:
         if dim is not None:
             size = value(source).shape[dim]
             extent = size if isinstance(size, int) and size % self.axis.size else None
-        # In a region of activation checkpointing a reduction belongs to its producer and is kept,
-        # a gather belongs to its consumer and is run again (slice2.md, section 5).
+        # In a region of activation checkpointing a reduction belongs to its producer, a gather to
+        # its consumer: so a region's boundary is what is small, partial sums being summed first.
         like = source if have == P or user.op == "output" else user
         new = self._emit(source, "call_function", change, (at, have, want, self.axis, extent))
         for key in ("recompute", "ac_graph_id"):
             new.meta.pop(key, None)
             if key in like.meta:
                 new.meta[key] = like.meta[key]
-        if have == P and "recompute" in new.meta:
+        gathers = dim is not None and forward_value(want) != P
+        if "recompute" in new.meta and (have == P or gathers) and not self._again(have == P):
             new.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         new.meta["val"] = self._local(value(source), want)
         new.meta["custom"]["autoshard_change"] = f"{source.name}: {have} -> {want}"
         return new
+
+    def _again(self, reduction: bool) -> bool:
+        """Whether a collective of a checkpointed region runs again in backward."""
+        return self.recompute == "all" or (self.recompute == "gathers" and not reduction)
 
     # Helpers
 

@@ -13,6 +13,7 @@ from autoshard.passes.expand_grouped_heads import ExpandGroupedHeads
 from autoshard.passes.invariant_random import InvariantRandom
 from autoshard.passes.normalize import Normalize
 from autoshard.passes.schedule_collectives import ScheduleCollectives
+from autoshard.passes.split_recurrent import SplitRecurrent
 from autoshard.runtime.axis import Axis
 from autoshard.runtime.data_axes import data_axes
 from autoshard.runtime.mesh import Mesh
@@ -21,6 +22,7 @@ from autoshard.runtime.mesh import Mesh
 BEFORE_PLANNING: tuple[Pass, ...] = (
     Normalize(),
     ExpandGroupedHeads(),
+    SplitRecurrent(),
     InvariantRandom(),
 )
 
@@ -44,7 +46,7 @@ def after_autograd(mesh: Mesh, config: Any, backward: bool) -> tuple[Pass, ...]:
     axes = [mesh.axis("tp"), *reversed(data_axes(mesh.axes))]
     groups = tuple(axis.group for axis in axes if axis.size > 1)
     return (
-        BucketParameters(config.bucket_bytes),
+        BucketParameters(config.bucket_bytes, mesh.axis("tp").group if backward else ""),
         *((BucketGradients(groups, config.bucket_bytes),) if backward else ()),
         ScheduleCollectives(),
     )

@@ -25,3 +25,10 @@ class Bound:
     @property
     def __name__(self) -> str:
         return self.function.__name__
+
+
+def unbound(function: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function itself, and what was bound to it."""
+    if type(function) is Bound:
+        return function.function, dict(function.constants)
+    return function, {}

@@ -17,6 +17,7 @@ import torch
 import torch._dynamo.exc
 from torch import fx
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -29,6 +30,9 @@ MINIMUM = (2, 11)
 
 Finish = Callable[[fx.GraphModule, bool], Any]
 """Called with each graph AOTAutograd makes, and whether it is the backward, to rewrite it."""
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
+"""Operators that Inductor gets in smaller ones, which it fuses."""
 
 allow_in_graph = torch.compiler.allow_in_graph
 
@@ -152,6 +156,11 @@ def frame_id() -> int | None:
     return None if current is None else current.frame_id
 
 
+def in_backward() -> bool:
+    """Whether this thread runs autograd's backward now; nothing public says so."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def not_traced(fn: F) -> F:
     """`fn`, which Dynamo calls as it is and never looks into."""
     return torch.compiler.disable(fn)  # type: ignore[no-any-return]
@@ -165,7 +174,6 @@ def backend_error(error: BaseException) -> BaseException | None:
 def process_group(name: str) -> Any:
     """The process group of a name; torch's public functions take groups, its operators names."""
     from torch._C._distributed_c10d import _resolve_process_group
-
     return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
@@ -213,7 +221,7 @@ SAVED_TENSOR_HOOKS = (
 
 def autocast_knows(operator: str, device: str) -> bool:
     """Whether this torch gives an ATen operator an autocast rule on a device type."""
-    key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[device]
+    key = f"Autocast{device.upper()}"
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", key)
 
 
@@ -298,12 +306,18 @@ def inductor(
     """AOTAutograd and Inductor. digest: what `finish` depends on besides the graph."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.decomposition import decompositions, fast_random_decomps
 
     def inner_compile(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         if finish is not None:
             finish(graph, bool(options.get("is_backward")))
         return compile_fx_inner(graph, inputs, **options)
 
+    # In its own table: a table given by argument is part of the key of Inductor's cache, which
+    # cannot write it down, and then caches nothing.
+    if not decompositions.keys() >= DECOMPOSITIONS.keys():
+        decompositions.update(DECOMPOSITIONS)
+        fast_random_decomps.cache_clear()
     # AOTAutograd's cache takes only functions it is told of; the value becomes part of the key.
     known = config.unsafe_marked_cacheable_functions
     with config.patch(unsafe_marked_cacheable_functions={**known, **_cache_keys(gm, digest)}):
@@ -368,10 +382,14 @@ def forward_backward(gm: fx.GraphModule, fakes: Sequence[Any]) -> ForwardBackwar
         run._boxed_call = True  # type: ignore[attr-defined]  # what AOTAutograd looks for
         return run
 
+    trace = functools.partial(aot_module_simplified, gm, list(fakes), partition_fn=partition)
     with torch.inference_mode(False), torch.enable_grad():
-        aot_module_simplified(
-            gm, list(fakes), fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition
-        )
+        try:
+            trace(fw_compiler=compiler, bw_compiler=compiler)
+        except TensorifyScalarRestartAnalysis:
+            # asks Dynamo, once, not to make inputs of Python floats; the graph has their values
+            trace(fw_compiler=compiler, bw_compiler=compiler)
+            TensorifyState.clear()
     return found[0]
 
 
@@ -390,9 +408,8 @@ def _is_input(node: fx.Node) -> bool:
 
 
 def probe() -> None:
-    """Raise AutoshardError where this torch lacks what autoshard stands on, naming it."""
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if version < MINIMUM:
+    """Raise AutoshardError where this torch lacks what autoshard stands on."""
+    if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < MINIMUM:
         raise AutoshardError(
             message(
                 f"torch {torch.__version__} is too old",

@@ -19,10 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autoshard.runtime import compat
+
 ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
+_BLOCK = 1 << 14  # elements; eight buffers of them are 1 MiB
 
 # Random bits in a uniform number: as many as make every multiple of 2**-bits exact and below 1.
 _DIGITS = {torch.float32: 24, torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}
@@ -77,28 +80,86 @@ def words(seed: torch.Tensor, index: torch.Tensor, call: int, *, large: bool) ->
 
 
 def draw(
-    shape: Sequence[int], seed: torch.Tensor, call: int, part: Part | None = None
+    shape: Sequence[int],
+    seed: torch.Tensor,
+    call: int,
+    part: Part | None = None,
+    count: int = 4,
 ) -> list[Any]:
-    """The four words of every element of a tensor of `shape` (this rank's part of the whole)."""
+    """`count` words of every element of a tensor of `shape` (this rank's part of the whole).
+
+    seed: int64 scalar; or [2], one that is the same on all ranks and the rank's own. A part then
+    draws from its own, counted from 0.
+    """
+    if seed.dim():
+        seed, part = (seed[0], None) if part is None else (seed[1], None)
+    place = (-1, 0, 0) if part is None else part
+    found: list[Any] = torch.ops.autoshard.philox.v1(seed, shape, *place, call, count)
+    return found
+
+
+def composed(
+    seed: torch.Tensor, shape: Sequence[int], dim: int, start: int, extent: int, call: int,
+    count: int,
+) -> list[Any]:
+    """The operator autoshard::philox in integer operators, for compilers that fuse them."""
+    part = Part(dim, start, extent) if dim >= 0 else None
     index = element_index(shape, part, seed.device)
     whole = list(shape)
     if part is not None:
-        whole[part.dim] = part.extent
+        whole[dim] = extent
     sizes = [size for size in whole if isinstance(size, int)]
-    return words(
-        seed,
-        index,
-        call,
-        # a symbolic size is taken for less than 2**20: asking for its value would guard on it
-        large=math.prod(sizes) << 20 * (len(whole) - len(sizes)) >= 1 << 32,
-    )
+    # a symbolic size is taken for less than 2**20: asking for its value would guard on it
+    large = math.prod(sizes) << 20 * (len(whole) - len(sizes)) >= 1 << 32
+    return words(seed, index, call, large=large)[:count]
+
+
+def _kernel(
+    seed: torch.Tensor, shape: Sequence[int], dim: int, start: int, extent: int, call: int,
+    count: int,
+) -> list[torch.Tensor]:
+    """The same, operator by operator: in place, and on a CPU in blocks that stay in its cache."""
+    total = math.prod(shape)
+    found = [torch.empty(total, dtype=torch.int64, device=seed.device) for _ in range(count)]
+    step = _BLOCK if seed.device.type == "cpu" else max(total, 1)
+    low, high = seed & _WORD, seed >> 32
+    for begin in range(0, total, step):
+        end = min(total, begin + step)
+        index = torch.arange(begin, end, device=seed.device)
+        if dim >= 0:
+            inner = math.prod(shape[dim + 1 :])
+            if dim:
+                block = shape[dim] * inner
+                index += index.div(block, rounding_mode="floor").mul_(extent * inner - block)
+            index += start * inner
+        for word, out in zip(_rounds(index, call, low, high), found):
+            torch.bitwise_and(word, _WORD, out=out[begin:end])
+    return [word.reshape(shape) for word in found]
+
+
+def _rounds(
+    index: torch.Tensor, call: int, low: torch.Tensor, high: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """`words` without a temporary: six buffers of index's shape take turns."""
+    b = index >> 32
+    a = index.bitwise_and_(_WORD)
+    c, d = torch.full_like(a, call), torch.zeros_like(a)
+    free = [torch.empty_like(a) for _ in range(2)]
+    for i in range(ROUNDS):
+        first = torch.mul(a, _MULTIPLIERS[0] - 2**32, out=free[0])
+        second = torch.mul(c, _MULTIPLIERS[1] - 2**32, out=free[1])
+        c.add_(second >> 32).bitwise_xor_(b).bitwise_xor_(low + i * _WEYL[0]).bitwise_and_(_WORD)
+        a.add_(first >> 32).bitwise_xor_(d).bitwise_xor_(high + i * _WEYL[1]).bitwise_and_(_WORD)
+        free = [b, d]
+        a, b, c, d = c, second, a, first
+    return a, b, c, d
 
 
 def keep(
     shape: Sequence[int], seed: torch.Tensor, call: int, p: float, part: Part | None = None
 ) -> torch.Tensor:
     """bool of `shape`, True with probability 1 - p; exact at p = 0 and p = 1."""
-    word: torch.Tensor = draw(shape, seed, call, part)[0]
+    word: torch.Tensor = draw(shape, seed, call, part, 1)[0]
     return word < round((1 - p) * 2**32)
 
 
@@ -110,7 +171,7 @@ def uniform(
     part: Part | None = None,
 ) -> torch.Tensor:
     """Uniform numbers in [0, 1), the same in every element on every device."""
-    return _fraction(draw(shape, seed, call, part), dtype)
+    return _fraction(draw(shape, seed, call, part, 2 if dtype == torch.float64 else 1), dtype)
 
 
 def normal(
@@ -139,7 +200,7 @@ def exponential(
 ) -> torch.Tensor:
     """Exponential numbers of rate 1, above 0, so that their logarithm is finite."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    numbers = -torch.log1p(-_fraction(draw(shape, seed, call, part), wide))
+    numbers = -torch.log1p(-uniform(shape, seed, call, wide, part))
     return numbers.clamp_min(2.0 ** -(_DIGITS[wide] + 1)).to(dtype)
 
 
@@ -151,3 +212,19 @@ def _fraction(found: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
         bits = ((found[0] >> 5) << 26) | (found[1] >> 6)
     fraction: torch.Tensor = bits.to(dtype) * 2.0**-digits
     return fraction
+
+
+_library = torch.library.Library("autoshard", "FRAGMENT")
+_library.define(
+    "philox.v1(Tensor seed, SymInt[] shape, int dim, SymInt start, SymInt extent, int call, "
+    "int count) -> Tensor[]"
+)
+_library.impl("philox.v1", _kernel, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "autoshard::philox.v1",
+    lambda seed, shape, dim, start, extent, call, count: [
+        seed.new_empty(shape) for _ in range(count)
+    ],
+    lib=_library,
+)
+compat.DECOMPOSITIONS[torch.ops.autoshard.philox.v1] = composed

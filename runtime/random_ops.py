@@ -1,9 +1,10 @@
 """Operators that draw random numbers as a function of a seed, a call number and the element.
 
     autoshard::random_seed        one 64-bit seed from torch's default CPU generator
+    autoshard::tracked_seeds      two, from named states: one alike on all ranks, one apart
     autoshard::dropout, ...       deterministic, given the seed
 
-All but the first are composite: AOTAutograd traces through them to integer and pointwise
+The others are composite: AOTAutograd traces through them to integer and pointwise
 operators, which compilers fuse into their neighbours. Each is a function here that also takes the
 `part` of the whole tensor that a rank holds; `on_shard` calls it with the rank's own.
 
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from autoshard.runtime import lockstep, philox
+from autoshard.runtime import lockstep, philox, random_choices, streams
 from autoshard.runtime.axis import Axis, chunk_bounds
 from autoshard.runtime.philox import Part
 
@@ -28,7 +29,6 @@ _library = torch.library.Library("autoshard", "FRAGMENT")
 # count up whenever a function below gives other numbers, or an old cache would go on giving them.
 VERSION = "v1"
 _int64 = torch.iinfo(torch.int64)
-_STREAM = 0x9E3779B97F4A7C15  # odd, so that no two streams under one seed are equal
 _stream = 0
 
 
@@ -44,7 +44,7 @@ def draw_apart(stream: int) -> None:
 def _random_seed(device: torch.device) -> torch.Tensor:
     drawn = torch.randint(_int64.min, _int64.max, (), device="cpu")
     if _stream:
-        offset = _stream * _STREAM % 2**64
+        offset = _stream * streams.STREAM % 2**64
         drawn = drawn ^ (offset - 2**64 if offset > _int64.max else offset)
     return drawn.to(device, non_blocking=True)
 
@@ -66,6 +66,22 @@ def shared_seed(device: torch.device, *, axis: Axis) -> torch.Tensor:
         return seed
     c10d = torch.ops._c10d_functional
     return c10d.wait_tensor(c10d.broadcast(seed.reshape(1), 0, axis.group)).reshape(())
+
+
+def _tracked_seeds(device: torch.device, alike: str, apart: str) -> torch.Tensor:
+    drawn = [streams.TRACKER.draw(name) for name in (alike, apart)]
+    return torch.stack(drawn).to(device, non_blocking=True)
+
+
+def tracked_seeds(
+    device: torch.device, alike: str, apart: str, *, axis: Axis
+) -> torch.Tensor:
+    """int64 [2]: a seed from the state `alike`, which is that of all ranks of the axis, and one
+    from `apart`, the rank's own. Every rank draws both, whichever its values ask for."""
+    if not axis.group.startswith(lockstep.PREFIX):
+        return torch.ops.autoshard.tracked_seeds(device, alike, apart)
+    tracker = streams.tracker_of(axis)
+    return torch.stack([tracker.draw(name) for name in (alike, apart)]).to(device)
 
 
 def dropout(
@@ -191,12 +207,12 @@ def attention(
 def on_shard(
     first: torch.Tensor,
     *args: Any,
-    op: Callable[..., Any],
+    op: str,
     dim: int,
     extent: int | None,
     axis: Axis,
 ) -> Any:
-    """Run one of this module's functions on a shard.
+    """Run the function of `SCHEMAS` that is named `op` on a shard.
 
     dim: the sharded dim of the first operand, which is that of the random numbers. extent: its
     global size; None where that is symbolic, and then the axis divides it.
@@ -206,7 +222,7 @@ def on_shard(
         part = Part(dim, axis.rank * length, axis.size * length)
     else:
         part = Part(dim, chunk_bounds(extent, axis)[0], extent)
-    return op(first, *args, part=part)
+    return _FUNCTIONS[op](first, *args, part=part)
 
 
 SCHEMAS: Sequence[tuple[Callable[..., Any], str]] = (
@@ -231,7 +247,9 @@ SCHEMAS: Sequence[tuple[Callable[..., Any], str]] = (
         "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor seed, float p, "
         "bool is_causal, float? scale, bool enable_gqa, int call) -> Tensor",
     ),
+    *random_choices.SCHEMAS,
 )
+_FUNCTIONS = {function.__name__: function for function, _ in SCHEMAS}
 
 
 def _define() -> None:
@@ -241,6 +259,15 @@ def _define() -> None:
     torch.library.register_fake(
         "autoshard::random_seed",
         lambda device: torch.empty((), dtype=torch.int64, device=device),
+        lib=_library,
+    )
+    _library.define(
+        "tracked_seeds(Device device, str alike, str apart) -> Tensor", tags=(seeded,)
+    )
+    _library.impl("tracked_seeds", _tracked_seeds, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        "autoshard::tracked_seeds",
+        lambda device, alike, apart: torch.empty((2,), dtype=torch.int64, device=device),
         lib=_library,
     )
     for function, schema in SCHEMAS:

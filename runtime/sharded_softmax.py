@@ -1,7 +1,8 @@
-"""softmax and log_softmax over a sharded dim: a maximum and a sum cross the axis, nothing else."""
+"""softmax and its kin over a sharded dim: a maximum and a sum cross the axis, nothing else."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,3 +52,29 @@ def log_softmax(
 ) -> torch.Tensor:
     """aten.log_softmax.int where `x` is this rank's shard along `dim`."""
     return _run(x, dim, dtype, True, axis)
+
+
+class _LogSumExp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
+        top = all_reduce(x.amax(dim, keepdim=True), "max", axis)
+        top = top.masked_fill(top.isinf(), 0)  # a row of -inf has the sum 0
+        total = all_reduce((x - top).exp().sum(dim, keepdim=True), "sum", axis)
+        out = total.log() + top
+        ctx.save_for_backward(x, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, out = ctx.saved_tensors
+        return grad * (x - out.masked_fill(out.isinf(), 0)).exp(), None, None
+
+
+def logsumexp(
+    x: torch.Tensor, dim: Sequence[int] | int, keepdim: bool = False, *, axis: Axis
+) -> torch.Tensor:
+    """aten.logsumexp over one dim, where `x` is this rank's shard along it; replicated result."""
+    (d,) = dim if isinstance(dim, Sequence) else (dim,)
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    out: torch.Tensor = _LogSumExp.apply(wide, d, axis)
+    return (out if keepdim else out.squeeze(d)).to(x.dtype)

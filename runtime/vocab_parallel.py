@@ -118,12 +118,12 @@ def vocab_parallel_cross_entropy(
     losses, spread = _TokenLosses.apply(
         last, local.clamp(0, length - 1), owned, share, whole, axis
     )
-    token_weight = _token_weight(target, weight, ignore_index, losses.dtype)
-    losses = losses * token_weight
+    counted = token_weight(target, weight, ignore_index, losses.dtype)
+    losses = losses * counted
     if spread is not None:
         valid = (target != ignore_index).to(losses.dtype)
         losses = (1 - label_smoothing) * losses + label_smoothing * valid * spread
-    return _reduced(losses, token_weight, reduction).to(scores.dtype)
+    return _reduced(losses, counted, reduction).to(scores.dtype)
 
 
 def vocab_parallel_nll(
@@ -142,24 +142,25 @@ def vocab_parallel_nll(
     owned = (local >= 0) & (local < length)
     last = scores if scores.dim() == 1 else scores.movedim(1, -1)
     picked = last.gather(-1, local.clamp(0, length - 1).unsqueeze(-1)).squeeze(-1)
-    token_weight = _token_weight(target, weight, ignore_index, scores.dtype)
-    losses = -picked.masked_fill(~owned, 0) * token_weight
-    return _reduced(losses, token_weight, reduction)
+    counted = token_weight(target, weight, ignore_index, scores.dtype)
+    losses = -picked.masked_fill(~owned, 0) * counted
+    return _reduced(losses, counted, reduction)
 
 
-def _token_weight(
+def token_weight(
     target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> torch.Tensor:
+    """What each token counts in a mean, of target's shape: its class' weight, 0 where ignored."""
     valid = (target != ignore_index).to(dtype)
     if weight is None:
         return valid
     return weight.to(dtype)[target.clamp(0, weight.shape[0] - 1)] * valid
 
 
-def _reduced(losses: torch.Tensor, token_weight: torch.Tensor, reduction: int) -> torch.Tensor:
+def _reduced(losses: torch.Tensor, counted: torch.Tensor, reduction: int) -> torch.Tensor:
     if reduction == NONE:
         return losses
-    return losses.sum() / token_weight.sum() if reduction == MEAN else losses.sum()
+    return losses.sum() / counted.sum() if reduction == MEAN else losses.sum()
 
 
 def mean_of_all_tokens(
@@ -179,5 +180,5 @@ def mean_of_all_tokens(
     count is only known across the axis: one all-reduce of a scalar.
     """
     total = op(scores, target, weight, 2, ignore_index, *more, **kwargs)
-    count = _token_weight(target, weight, ignore_index, _widened(scores).dtype).sum()
+    count = token_weight(target, weight, ignore_index, _widened(scores).dtype).sum()
     return (total / all_reduce(count, "sum", axis)).to(total.dtype)

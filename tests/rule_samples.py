@@ -421,6 +421,17 @@ def randomness() -> Iterator[Sample]:
         drawn = (x, seed, 0.0, 1.0, 3, torch.bfloat16)
         yield Sample(f"autoshard.{op}", drawn, constant=(0,))
     yield Sample("autoshard.exponential", (x, seed, 2.0, 4), n=BOTH, constant=(0,))
+    yield Sample("autoshard.integers", (x, seed, -3, 60, 5), n=BOTH, constant=(0,))
+    for count, replacement in [(1, False), (3, False), (9, True)]:
+        drawn = (positive(6, 8), seed, count, replacement, 6)
+        yield Sample("autoshard.multinomial", drawn, n=BOTH, constant=(0,))
+    yield Sample("autoshard.normal_around", (x, seed, 2.0, 7), n=BOTH, constant=(0,))
+    yield Sample("autoshard.normal_scaled", (x, seed, 2.0, 7), n=BOTH, constant=(0,))
+    yield Sample("autoshard.normal_each", (x, f(4, 7, 8), seed, 7), n=BOTH, constant=(0, 1))
+    for op in ["log_normal", "cauchy"]:
+        yield Sample(f"autoshard.{op}", (x, seed, 0.5, 2.0, 8), n=BOTH, constant=(0,))
+    yield Sample("autoshard.geometric", (x, seed, 0.3, 9), n=BOTH, constant=(0,))
+    yield Sample("autoshard.rrelu", (x, seed, 0.1, 0.3, 9), n=BOTH)
     q, k, v = f(2, 8, 6, 4), f(2, 8, 5, 4), f(2, 8, 5, 3)
     given = (0.3, False, None, False, 5)
     yield Sample("autoshard.attention", (q, k, v, None, seed, *given), n=BOTH)

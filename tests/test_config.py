@@ -73,10 +73,7 @@ def test_config_error_is_a_value_error_and_ours() -> None:
     assert issubclass(ConfigError, ValueError) and issubclass(ConfigError, AutoshardError)
 
 
-UNAVAILABLE_VALUES: dict[str, Any] = {
-    "rng": "tracker",
-    "broadcast_inputs": True,
-}
+UNAVAILABLE_VALUES: dict[str, Any] = {"broadcast_inputs": True}
 
 
 @pytest.mark.parametrize("option", UNAVAILABLE)

@@ -55,6 +55,20 @@ def test_words_are_those_of_the_reference(seed: int, start: int) -> None:
         assert [int(word[i]) for word in found] == expected
 
 
+@pytest.mark.parametrize(
+    "shape", [(3, 7), (5, 130, 127), ()], ids=["small", "more than a block", "a scalar"]
+)
+def test_the_kernel_and_its_composition_agree(shape: tuple[int, ...]) -> None:
+    places: list[tuple[int, int, int]] = [(-1, 0, 0)]
+    places += [(dim, 2, shape[dim] + 3) for dim in range(len(shape))]
+    places += [(0, 2**40, 2**41)] if shape else []
+    for place in places:
+        arguments = (SEED, shape, *place, 3, 4)
+        want = philox.composed(*arguments)
+        for got, word in zip(torch.ops.autoshard.philox.v1(*arguments), want, strict=True):
+            assert torch.equal(got, word) and got.shape == shape
+
+
 def parts(shape: tuple[int, ...], dim: int, n: int) -> list[tuple[list[int], Part]]:
     found = []
     for rank in range(n):
@@ -100,8 +114,14 @@ def test_a_shard_far_into_a_large_tensor() -> None:
 # torch.jit, which Inductor imports, warns of itself
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("part", [None, Part(1, 4, 37)])
-def test_compiled_draws_are_eager_ones(part: Part | None) -> None:
+def test_compiled_draws_are_eager_ones(
+    part: Part | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On sizes with vector bodies and scalar tails; 1 makes a constant of the operand."""
+    from torch._inductor.decomposition import decompositions
+
+    operator = torch.ops.autoshard.philox.v1
+    monkeypatch.setitem(decompositions, operator, philox.composed)
 
     def draws(x: torch.Tensor, seed: torch.Tensor) -> list[torch.Tensor]:
         return [

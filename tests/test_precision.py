@@ -213,7 +213,8 @@ def test_against_a_serial_model_that_casts(
     gloo2: Any, sizes: Sizes, options: dict[str, Any], micro: int
 ) -> None:
     for result in gloo2(run, sizes, options, micro):
-        assert result["exact"], result  # two ranks: the sum has one order
+        # two ranks: the sum has one order; fp32 alone is added up in whichever order is cheaper
+        assert result["exact"] or "precision" not in options and result["worst"] < 1e-6, result
         if "precision" in options:
             assert result["weight"] == f"torch.{options['precision']['param']}"
         assert result["eager"] < 0.05, result

@@ -13,14 +13,17 @@ import torch
 from autoshard.planning.call import Call
 from autoshard.planning.rule_language import TextRule
 from autoshard.planning.strategy import Strategy
-from autoshard.runtime import random_ops
+from autoshard.runtime import random_choices, random_ops
 from autoshard.runtime.bound import Bound
 from autoshard.runtime.placement import R, shard_dim
 
 SEED = torch.ops.autoshard.random_seed.default
 
-ON_ALL_RANKS = Strategy((), R, random_ops.shared_seed)
-"""The only way to draw the seed: the same on every rank of the axis."""
+SEEDS = {
+    SEED: Strategy((), R, random_ops.shared_seed),
+    torch.ops.autoshard.tracked_seeds.default: Strategy((), R, random_ops.tracked_seeds),
+}
+"""The only way to draw each kind of seed: on every rank of the axis, at the same time."""
 
 
 def counted(op: Callable[..., Any], text: str) -> Callable[[Call], Iterator[Strategy]]:
@@ -38,7 +41,7 @@ def counted(op: Callable[..., Any], text: str) -> Callable[[Call], Iterator[Stra
             extent = whole.shape[dim]
             fixed = extent if isinstance(extent, int) else None
             yield strategy._replace(
-                impl=Bound.of(random_ops.on_shard, op=op, dim=dim, extent=fixed)
+                impl=Bound.of(random_ops.on_shard, op=op.__name__, dim=dim, extent=fixed)
             )
 
     return strategies
@@ -53,6 +56,15 @@ RULES = {
     "autoshard.uniform": counted(random_ops.uniform, "..., _ -> ..."),
     "autoshard.normal": counted(random_ops.normal, "..., _ -> ..."),
     "autoshard.exponential": counted(random_ops.exponential, "..., _ -> ..."),
+    "autoshard.integers": counted(random_choices.integers, "..., _ -> ..."),
+    "autoshard.multinomial": counted(random_choices.multinomial, "... K, _ -> ... N"),
+    "autoshard.normal_around": counted(random_choices.normal_around, "..., _ -> ..."),
+    "autoshard.normal_scaled": counted(random_choices.normal_scaled, "..., _ -> ..."),
+    "autoshard.normal_each": counted(random_choices.normal_each, "..., ..., _ -> ..."),
+    "autoshard.log_normal": counted(random_choices.log_normal, "..., _ -> ..."),
+    "autoshard.cauchy": counted(random_choices.cauchy, "..., _ -> ..."),
+    "autoshard.geometric": counted(random_choices.geometric, "..., _ -> ..."),
+    "autoshard.rrelu": counted(random_choices.rrelu, "..., _ -> ..."),
     "autoshard.attention": counted(
         random_ops.attention, "... Q E, ... K E, * ... K F, ... Q K, _ -> ... Q F"
     ),

@@ -10,7 +10,7 @@ from autoshard.planning.strategy import Strategy, Traffic
 from autoshard.planning.views import along, except_dims, reducing
 from autoshard.runtime import sharded_softmax
 from autoshard.runtime.bound import Bound
-from autoshard.runtime.placement import P, S
+from autoshard.runtime.placement import P, R, S
 from autoshard.runtime.reductions import share_of_mean
 
 
@@ -40,6 +40,17 @@ def averaged(call: Call) -> Iterator[Strategy]:
             extent = shape[d] if isinstance(shape[d], int) else None
             impl = Bound.of(share_of_mean, op=call.target, sharded_dim=d, extent=extent)
             yield call.strategy({"self": S(d)}, P, impl)
+
+
+def logsumexp(call: Call) -> Iterator[Strategy]:
+    """Other dims stay; over one sharded dim, two all-reduces of what is left of the rest."""
+    yield from along(reducing(), linear=False)(call)
+    dims, shape = _reduced(call)
+    for d in dims:
+        if len(dims) == 1 and call.fits(shape[d], f"{call.op}: dim {d}"):
+            row = call.results[0].element_size() * count(call.results[0].shape)
+            traffic = [Traffic("all_reduce", row)] * 2
+            yield call.strategy({"self": S(d)}, R, sharded_softmax.logsumexp, traffic)
 
 
 def normalized_over(dim_impl: str) -> Callable[[Call], Iterator[Strategy]]:

@@ -9,7 +9,7 @@ from torch import fx
 
 from autoshard.planning.call import Call, differentiable
 from autoshard.planning.pointwise import elementwise
-from autoshard.planning.randomness import ON_ALL_RANKS, SEED
+from autoshard.planning.randomness import SEEDS
 from autoshard.planning.rule_language import TextRule
 from autoshard.planning.rules import RULES
 from autoshard.planning.strategy import Strategy, operands, value
@@ -82,8 +82,8 @@ def strategies(node: fx.Node, n: int) -> tuple[list[Strategy], list[str]]:
     count = len(operands(node))
     replicated = Strategy((R,) * count, _same_for_all(node, R))
     target = node.target
-    if target is SEED:
-        return [ON_ALL_RANKS], []
+    if target in SEEDS:
+        return [SEEDS[target]], []
     if not count or n == 1 or not isinstance(target, torch._ops.OpOverload):
         return [replicated], []
     call = Call(node, n)

@@ -1,0 +1,90 @@
+"""split_recurrent: dropout between the layers of an LSTM, GRU or RNN becomes operators of its own.
+
+    before                                         after
+    %x: f32[5,2,8]                                 %x: f32[5,2,8]
+    %w: f32[32,8] ...                              %w: f32[32,8] ...
+    %0 = gru(%x, %h, [...], True, 2, 0.5, True)    %0 = gru(%x, %h[0:1], [...], True, 1, 0.0, True)
+                                                   %1: f32[5,2,8] = dropout(%0[0], 0.5, True)
+                                                   %2 = gru(%1, %h[1:2], [...], True, 1, 0.0, True)
+                                                   %3: f32[2,2,8] = cat([%0[1], %2[1]])
+
+What follows can then give those dropouts the numbers of any other.
+
+Not done: packed sequences (the `.data` overloads) and LSTMs with projections.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from autoshard.passes.base import Context, Report, emit
+
+aten = torch.ops.aten
+_LAYERED = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+
+
+@dataclass(frozen=True)
+class SplitRecurrent:
+    """See the module's text."""
+
+    name: ClassVar[str] = "split_recurrent"
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+        """Rewrite `gm.graph` in place."""
+        report = Report(self.name)
+        for node in list(gm.graph.nodes):
+            if node.target not in _LAYERED:
+                continue
+            x, hx, weights, biases, layers, p, train, both, batch_first = node.args
+            if layers == 1 or not train or p == 0:
+                continue
+            states = list(hx) if node.target is aten.lstm.input else [hx]
+            each = len(weights) // layers
+            if each != (2 if both else 1) * (4 if biases else 2):
+                report.skip(node, f"{len(weights)} weights of {layers} layers: it has projections")
+                continue
+            with gm.graph.inserting_before(node):
+                whole = _layers(
+                    gm.graph, node, x, states, [weights[i : i + each] for i in
+                    range(0, len(weights), each)], (biases, p, both, batch_first)
+                )
+            for user in list(node.users):
+                assert user.target is operator.getitem
+                user.replace_all_uses_with(whole[user.args[1]])
+                gm.graph.erase_node(user)
+            gm.graph.erase_node(node)
+            report.hits += 1
+        return report
+
+
+def _layers(
+    graph: fx.Graph,
+    node: fx.Node,
+    x: fx.Node,
+    states: list[fx.Node],
+    weights: list[list[fx.Node]],
+    settings: tuple[bool, float, bool, bool],
+) -> list[fx.Node]:
+    """The result of each layer after another: its output, then the states of all layers."""
+    biases, p, both, batch_first = settings
+    directions = 2 if both else 1
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        return emit(graph, node, target, args, provenance="split_recurrent")
+
+    found: list[list[fx.Node]] = []
+    for i, own in enumerate(weights):
+        if i:
+            x = call(aten.dropout.default, x, p, True)
+        rows = i * directions, (i + 1) * directions
+        hx = [call(aten.slice.Tensor, state, 0, *rows) for state in states]
+        given: Any = hx if len(hx) > 1 else hx[0]
+        layer = call(node.target, x, given, own, biases, 1, 0.0, True, both, batch_first)
+        x, *after = [call(operator.getitem, layer, k) for k in range(1 + len(states))]
+        found.append(after)
+    return [x, *(call(aten.cat.default, list(parts)) for parts in zip(*found))]
