@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from autoshard.passes.localize import Localize
 from autoshard.passes.pipeline import prepare
 from autoshard.planning.hardware import HARDWARE, Hardware
 from autoshard.planning.plan import Plan, strategy_text
-from autoshard.planning.planner import Request, fingerprint, merged, plan_graph
+from autoshard.planning.planner import Decisions, Request, fingerprint, merged, plan_graph
 from autoshard.planning.strategy import value
 from autoshard.planning.whole import whole_graph
 from autoshard.program import Program
@@ -43,6 +44,20 @@ if LazyGather not in GLOBAL_TYPES:
     GLOBAL_TYPES.append(LazyGather)
 
 
+@dataclass
+class Planned:
+    """A captured graph with its decisions, before it is rewritten.
+
+    plan: the decisions of this graph joined to those of the plan it was asked to follow.
+    """
+
+    serial: fx.GraphModule
+    parameters: dict[fx.Node, str]
+    data: dict[fx.Node, dict[str, State]]
+    decisions: Decisions
+    plan: Plan
+
+
 def build_program(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -57,7 +72,35 @@ def build_program(
     the memory budget cannot be met.
     """
     axis = mesh.axis("tp")
-    serial, _ = prepare(capture(gm, example_inputs), axis, config)
+    planned = plan_captured(capture(gm, example_inputs), inputs, mesh, config, machine)
+    serial, decisions, parameters = planned.serial, planned.decisions, planned.parameters
+    if axis.size > 1:
+        guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
+    local = Localize(serial, decisions, axis).run()
+    if data_axes(mesh.axes):
+        refuse_mutated(serial, parameters)
+        placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
+        states = {i: planned.data[n] for i, n in enumerate(placeholders) if n in planned.data}
+        replicas = DataParallel(data_axes(mesh.axes), states, regather=config.zero == 3)
+        replicas.run(local, Context(axis, config))
+    program = Program(
+        local, serial, planned.plan, decisions, axis, parameters, mesh, planned.data, config
+    )
+    if config.strict and axis.size > 1:
+        check_strict(program)
+    return program
+
+
+def plan_captured(
+    captured: fx.GraphModule,
+    inputs: list[compat.GraphInput],
+    mesh: Mesh,
+    config: Config,
+    machine: Hardware,
+) -> Planned:
+    """Plan a captured graph on the axis tp of `mesh`; the passes before the plan change it."""
+    axis = mesh.axis("tp")
+    serial, _ = prepare(captured, axis, config)
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
     parameters: dict[fx.Node, str] = {}
     stored: dict[fx.Node, State] = {}
@@ -85,18 +128,8 @@ def build_program(
         decisions = whole_graph(serial, machine, request)
     else:
         decisions = plan_graph(serial, axis.size, machine, request)
-        guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
-    local = Localize(serial, decisions, axis).run()
-    if data_axes(mesh.axes):
-        refuse_mutated(serial, parameters)
-        states = {i: data[node] for i, node in enumerate(placeholders) if node in data}
-        replicas = DataParallel(data_axes(mesh.axes), states, regather=config.zero == 3)
-        replicas.run(local, Context(axis, config))
     full = merged(plan, decisions, request, serial, axis.size)
-    program = Program(local, serial, full, decisions, axis, parameters, mesh, data, config)
-    if config.strict and axis.size > 1:
-        check_strict(program)
-    return program
+    return Planned(serial, parameters, data, decisions, full)
 
 
 def refuse_mutated(serial: fx.GraphModule, parameters: Mapping[fx.Node, str]) -> None:

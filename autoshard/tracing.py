@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -16,11 +16,14 @@ from autoshard.runtime import compat
 from autoshard.runtime.mesh import offline_mesh
 
 
-class _Traced(Exception):
-    """Carries the program out of Dynamo: nothing is compiled and nothing runs."""
+T = TypeVar("T")
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+
+class _Traced(Exception):
+    """Carries what was made out of Dynamo: nothing is compiled and nothing runs."""
+
+    def __init__(self, made: Any) -> None:
+        self.made = made
 
 
 def trace(
@@ -63,9 +66,9 @@ def intercept(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
-    plan: Callable[[fx.GraphModule, Sequence[Any], list[compat.GraphInput]], Program],
+    plan: Callable[[fx.GraphModule, Sequence[Any], list[compat.GraphInput]], T],
     dynamic: bool | None = None,
-) -> Program:
+) -> T:
     """What `plan` makes of the graph Dynamo traces for the call; the model does not run."""
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -77,7 +80,8 @@ def intercept(
     except Exception as error:
         traced = compat.backend_error(error)
         if isinstance(traced, _Traced):
-            return traced.program
+            made: T = traced.made
+            return made
         if traced is not None:
             raise traced from None
         raise
