@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autoshard.planning.registry import sharding_rule
     from autoshard.program import Program
     from autoshard.rendering import render
+    from autoshard.search import plan
     from autoshard.storing import shard
     from autoshard.tracing import trace
 
@@ -26,6 +27,7 @@ _HOME = {
     "Config": "autoshard.config",
     "Plan": "autoshard.planning.plan",
     "Program": "autoshard.program",
+    "plan": "autoshard.search",
     "programs": "autoshard.backend",
     "render": "autoshard.rendering",
     "shard": "autoshard.storing",
@@ -38,6 +40,7 @@ __all__ = [
     "Config",
     "Plan",
     "Program",
+    "plan",
     "programs",
     "render",
     "shard",

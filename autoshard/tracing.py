@@ -15,7 +15,6 @@ from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import offline_mesh
 
-
 T = TypeVar("T")
 
 

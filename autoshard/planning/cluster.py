@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.planning.hardware import HARDWARE, Hardware, Link, hardware
+from autoshard.runtime.data_axes import DATA_AXES
 from autoshard.runtime.errors import ConfigError, message
 from autoshard.runtime.mesh import AXIS_ORDER
 
@@ -135,7 +136,7 @@ def read_cluster(path: Path) -> Cluster:
             {k: float(rates[k]) * 1e12 for k in ("float8", "half", "float32", "float64")},
             bandwidth,
             int(float(memory["gigabytes"]) * 1e9),
-            {"tp": links["inside"], **dict.fromkeys(("dp_shard", "dp_replicate"), links["between"])},
+            {"tp": links["inside"], **dict.fromkeys(DATA_AXES, links["between"])},
         )
         shares = {k: float(v) for k, v in body.get("efficiency", {}).items()}
         return Cluster(

@@ -55,11 +55,12 @@ class Footprint:
 
 
 class Traffic(NamedTuple):
-    """What a rank sends on one axis in a step, in bytes, and the seconds its collectives take."""
+    """What a rank sends on one axis in a step, in bytes, the seconds its collectives take, and
+    how many they are."""
 
     nbytes: float
     seconds: float
-    count: int
+    collectives: int
 
 
 MemoryModel = Callable[[Profile, Layout, Training], Footprint]
@@ -146,7 +147,7 @@ def timing(
         data[axis] = Traffic(
             before.nbytes + cost.ring_bytes(op, nbytes, ranks),
             before.seconds + took,
-            before.count + 1,
+            before.collectives + 1,
         )
         return took
 
@@ -155,13 +156,14 @@ def timing(
     ends = [*starts[1:], len(profile.forward)]
     starts[0] = 0
     for bucket, start, end in zip(groups or [[]], starts, ends):
-        whole = sum(layout.shard * w.part(layout.shard) * w.itemsize for w in bucket)
-        size = [w for w in bucket if w.trained]
+        part = {w.name: w.part(layout.shard) for w in bucket}
+        whole = sum(layout.shard * part[w.name] * w.itemsize for w in bucket)
+        twice = sum(layout.shard * part[w.name] * w.itemsize for w in bucket if w.again)
         reduced = sum(
-            w.part(layout.shard) * training.gradient(w.itemsize) for w in size
+            part[w.name] * training.gradient(w.itemsize) for w in bucket if w.trained
         )
         gather = send("dp_shard", "all_gather", whole)
-        again = send("dp_shard", "all_gather", whole) if layout.zero == 3 else 0.0
+        again = send("dp_shard", "all_gather", twice) if layout.zero == 3 else 0.0
         reduce = send("dp_shard", "reduce_scatter", layout.shard * reduced)
         reduce += send("dp_replicate", "all_reduce", reduced)
         segments.append(

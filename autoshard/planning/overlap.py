@@ -29,20 +29,26 @@ class Segment(NamedTuple):
 
 def step_seconds(segments: Sequence[Segment]) -> float:
     """Seconds from the first gather to the end of compute and of communication."""
-    now = queue = asked = 0.0
-    for segment in segments:
-        if segment.gather:
-            queue = max(queue, asked) + segment.gather
-            now = max(now, queue)
-        asked = now  # the next gather starts where this one was waited for
-        now += segment.forward
-    asked = now
-    for segment in reversed(segments):
-        if segment.regather:
-            queue = max(queue, asked) + segment.regather
-            now = max(now, queue)
-        asked = now
-        now += segment.backward
-        if segment.reduce:
-            queue = max(queue, now) + segment.reduce
-    return max(now, queue)
+    now = queue = 0.0  # when the compute, and the queue of collectives, are free
+    order = [(s.gather, s.forward, 0.0) for s in segments]
+    now, queue = _pass(order, now, queue)
+    order = [(s.regather, s.backward, s.reduce) for s in reversed(segments)]
+    return max(_pass(order, now, queue))
+
+
+def _pass(
+    order: Sequence[tuple[float, float, float]], now: float, queue: float
+) -> tuple[float, float]:
+    """When compute and queue are free after a pass over (gather, compute, reduce)s in order."""
+    ready = 0.0
+    for i, (gather, compute, reduce) in enumerate(order):
+        if i == 0 and gather:
+            ready = queue = max(queue, now) + gather
+        now = max(now, ready)
+        following = order[i + 1][0] if i + 1 < len(order) else 0.0
+        if following:  # starts where this one was waited for
+            ready = queue = max(queue, now) + following
+        now += compute
+        if reduce:
+            queue = max(queue, now) + reduce
+    return now, queue

@@ -50,7 +50,7 @@ class Sent(NamedTuple):
 class Weight:
     """A parameter as the tp axis leaves it: local shape, and where it is first used (None: never).
 
-    itemsize: bytes an element while it is computed with.
+    itemsize: bytes an element while it is computed with. again: whether backward reads it.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Weight:
     itemsize: int
     trained: bool
     use: int | None
+    again: bool
 
     @property
     def numel(self) -> int:
@@ -181,6 +182,7 @@ class _Profiler:
             by_dtype[_dtype(node)] = by_dtype.get(_dtype(node), 0.0) + own
         compute = sum(forward) + sum(backward)
         sent, seconds = self._communicate(forward, backward)
+        held = kept(self.gm, self.decisions, self.n)
         main = max(by_dtype, key=lambda d: by_dtype[d], default=torch.float32)
         return Profile(
             self.n,
@@ -191,8 +193,8 @@ class _Profiler:
             self.cluster.device.peak(main),
             tuple(sent),
             seconds,
-            self._weights({node: i for i, node in enumerate(nodes)}),
-            kept(self.gm, self.decisions, self.n),
+            self._weights({node: i for i, node in enumerate(nodes)}, held.weights),
+            held,
             sum(tensor_bytes(value(node)) for node in nodes if node.meta.get("buffer")),
         )
 
@@ -240,7 +242,9 @@ class _Profiler:
         flops = cost.node_flops(node) / (self.n if sharded else 1) / share.compute
         return cost.node_seconds(flops, moved / share.memory, _dtype(node), self.cluster.device)
 
-    def _weights(self, place: Mapping[fx.Node, int]) -> tuple[Weight, ...]:
+    def _weights(
+        self, place: Mapping[fx.Node, int], again: frozenset[fx.Node]
+    ) -> tuple[Weight, ...]:
         found = []
         for node, name in self.parameters.items():
             val = value(node)
@@ -248,11 +252,10 @@ class _Profiler:
             dim = shard_dim(self.decisions.stored[node])
             if dim is not None:
                 shape[dim] = chunk_size(shape[dim], self.n)
-            users = [place[user] for user in node.users]
+            use = min((place[user] for user in node.users), default=None)
+            trained = bool(val.requires_grad)
             found.append(
-                Weight(
-                    name, tuple(shape), val.element_size(), val.requires_grad, min(users, default=None)
-                )
+                Weight(name, tuple(shape), val.element_size(), trained, use, node in again)
             )
         return tuple(found)
 

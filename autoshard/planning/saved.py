@@ -48,10 +48,14 @@ _LOSSES = {aten.cross_entropy_loss, aten.nll_loss, aten.nll_loss_nd}
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes a rank: `saved` until the backward pass, `passing` at the worst single operator."""
+    """Bytes a rank: `saved` until the backward pass, `passing` at the worst single operator.
+
+    weights: the parameters that the backward pass reads; an embedding's table is none.
+    """
 
     saved: int
     passing: int
+    weights: frozenset[fx.Node] = frozenset()
 
 
 def kept(gm: fx.GraphModule, decisions: Decisions, n: int) -> Kept:
@@ -67,6 +71,7 @@ class _Keeper:
 
     def run(self) -> Kept:
         later: list[fx.Node] = []
+        weights: set[fx.Node] = set()
         rows = 0
         for node in self.gm.graph.nodes:
             if node.op != "call_function" or self.kernels.is_view(node):
@@ -81,6 +86,8 @@ class _Keeper:
                 self.found[node, state] = self._bytes(scores, state)
                 continue
             for tensor, want in self._needs(node):
+                if self.kernels.base[tensor] in self.decisions.stored:
+                    weights.add(self.kernels.base[tensor])
                 if self._moved(tensor, want):
                     self.found[tensor, forward_value(want)] = self._bytes(tensor, want)
                 elif self._in_memory(self.kernels.base[tensor]):
@@ -89,7 +96,7 @@ class _Keeper:
                     later.append(self.kernels.base[tensor])
         for node in dict.fromkeys(later):
             self.found.update(self._cheapest(node))
-        return Kept(sum(self.found.values()) + rows, self._passing())
+        return Kept(sum(self.found.values()) + rows, self._passing(), frozenset(weights))
 
     def _needs(self, node: fx.Node) -> list[tuple[fx.Node, State]]:
         """The (value, state it is used in) that the derivative of `node` reads."""
