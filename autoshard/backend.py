@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard import build
+from autoshard.choice import choose
 from autoshard.config import Config
 from autoshard.lower import compile_local
 from autoshard.program import Program
@@ -51,12 +52,14 @@ def autoshard(
     compat.probe()
     inputs = compat.graph_inputs(gm)
     device = build.device_type(inputs)
-    mesh = init_mesh(config.mesh, device)
+    choice = choose(gm, example_inputs, inputs, config, device)
+    mesh = init_mesh(choice.mesh, device)
     draw_apart(data_coordinate(mesh))
     if mesh.size == 1 and "rng" not in (options or {}):
         return compile_local(gm, list(example_inputs), config.inner)
     # one process that asks for `rng` by name draws what a mesh of any size draws
     program = build_agreed(gm, example_inputs, inputs, mesh, config, device)
+    program.chosen = choice.line
     planned = build.unplanned_parameters(inputs, program)
     if planned and mesh.size > 1:
         raise compat.RestartTrace(keep=store(planned, mesh, config))

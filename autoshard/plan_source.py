@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import json
@@ -80,15 +81,7 @@ def _from_factory(name: str, batch: int, sequence: int, dtype: torch.dtype) -> S
 
 
 def _configuration(name: str, settings: Sequence[str]) -> Any:
-    try:
-        transformers = importlib.import_module("transformers")
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            message(
-                f"{name} is a Hugging Face configuration, and transformers is not installed",
-                remedy="pip install 'autoshard[export]', or name a module:factory.",
-            )
-        ) from error
+    transformers = _transformers(name)
     given = dict(map(_setting, settings))
     if (Path(name) / "config.json").is_file():
         config = transformers.AutoConfig.from_pretrained(name, **given)
@@ -104,9 +97,16 @@ def _configuration(name: str, settings: Sequence[str]) -> Any:
                 )
             )
         config = made(**given)
-    unknown = [key for key in given if not hasattr(config, key)]
+    default = type(config)()  # a configuration keeps whatever it is given
+    unknown = [key for key in given if not hasattr(default, key)]
     if unknown:
-        raise ConfigError(message(f"{type(config).__name__} has no entry {unknown[0]!r}"))
+        near = difflib.get_close_matches(unknown[0], default.to_dict(), n=1)
+        raise ConfigError(
+            message(
+                f"{type(config).__name__} has no entry {unknown[0]!r}",
+                remedy=f"Did you mean {near[0]!r}?" if near else None,
+            )
+        )
     return config
 
 
@@ -121,8 +121,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _causal_lm(config: Any, batch: int, sequence: int, dtype: torch.dtype) -> Source:
-    import transformers
-
+    transformers = _transformers(type(config).__name__)
     longest = getattr(config, "max_position_embeddings", None)
     if isinstance(longest, int) and longest < sequence:
         raise ConfigError(
@@ -147,3 +146,15 @@ def _causal_lm(config: Any, batch: int, sequence: int, dtype: torch.dtype) -> So
     ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
     batch_of = {"input_ids": ids, "labels": ids.clone()}
     return Source(model.to(dtype), (), batch_of, ids.numel())
+
+
+def _transformers(name: str) -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            message(
+                f"{name} is a Hugging Face configuration, and transformers is not installed",
+                remedy="pip install 'autoshard[export]', or name a module:factory.",
+            )
+        ) from error

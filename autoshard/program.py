@@ -78,6 +78,7 @@ class Program:
     serial: the captured serial graph that was planned. plan: the plan, ready to `save`.
     parameters: name of each parameter by its placeholder in `serial`. axis: the planned one, tp.
     data: the state in which each is stored on the data-parallel axes; an absent one is R.
+    chosen: where the mesh comes from, in a line; "" where the caller gave it.
     """
 
     graph_module: fx.GraphModule
@@ -89,6 +90,7 @@ class Program:
     mesh: Mesh
     data: Mapping[fx.Node, Mapping[str, State]]
     config: Config
+    chosen: str = ""
 
     @cached_property
     def joint(self) -> compat.ForwardBackward:

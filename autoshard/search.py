@@ -86,7 +86,7 @@ def plan(
     mesh: Mapping[str, int] | None = None,
     training: Training | None = None,
     memory: MemoryModel = footprint,
-    same_batch: bool = False,
+    batches: int | None = None,
     progress: Progress | None = None,
     **config: Any,
 ) -> Search:
@@ -96,10 +96,10 @@ def plan(
         batch is that of one data-parallel rank.
     hardware: a key of `planning.hardware.HARDWARE`, a cluster file, or a Cluster. mesh: only this
         one, instead of all factorisations with tp inside a node. training: dtypes and optimizer.
-    memory: what estimates a rank's bytes. same_batch: every rank is given the same batch, so that
-        data-parallel ranks repeat the work instead of sharing it. progress: called with
-        (what is next, steps done, steps in all). config: `zero`, `bucket_bytes`,
-        `sequence_parallel`, ... as in `autoshard.Config`.
+    memory: what estimates a rank's bytes. batches: how many different batches the world is given,
+        where that is less than one for each data-parallel rank: the others repeat work. progress:
+        called with (what is next, steps done, steps in all). config: `zero`, `bucket_bytes`,
+        `memory_budget`, `sequence_parallel`, ... as in `autoshard.Config`.
 
     Raises ConfigError for a mesh that does not fit the world, and what `trace` raises.
     """
@@ -113,7 +113,7 @@ def plan(
         say("capturing", 1, steps)
         captured = capture(gm, example_inputs)
         return search_captured(
-            captured, inputs, meshes, machine, settings, training, memory, same_batch, progress
+            captured, inputs, meshes, machine, settings, training, memory, batches, progress
         )
 
     steps = len(_tp_sizes(meshes)) + 2
@@ -145,7 +145,7 @@ def search_captured(
     config: Config,
     training: Training | None = None,
     memory: MemoryModel = footprint,
-    same_batch: bool = False,
+    batches: int | None = None,
     progress: Progress | None = None,
 ) -> Search:
     """`plan`, of a serial graph that is captured already; `captured` stays as it is."""
@@ -174,7 +174,7 @@ def search_captured(
                 )
                 held = memory(one, layout, training)
                 took = timing(one, layout, training, machine, machine.links(mesh))
-                mfu = _utilisation(one, layout, took.step, same_batch)
+                mfu = _utilisation(one, layout, took.step, batches)
                 unfit = _unfit(held, limit, layout, one)
                 rows.append(Row(dict(mesh), held, took, mfu, unfit, made))
     # the same work in every row where the batch is; utilisation counts it either way
@@ -236,11 +236,11 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     return made
 
 
-def _utilisation(one: Profile, layout: Layout, step: float, same_batch: bool) -> float:
+def _utilisation(one: Profile, layout: Layout, step: float, batches: int | None) -> float:
     """The model's operations over those the devices could do in a step; 0 for an empty step."""
     copies = layout.shard * layout.replicate
-    batches = 1 if same_batch else copies
-    return batches * one.flops / (step * copies * one.n * one.peak) if step else 0.0
+    useful = min(copies, batches or copies)
+    return useful * one.flops / (step * copies * one.n * one.peak) if step else 0.0
 
 
 def _unfit(held: Footprint, limit: int, layout: Layout, one: Profile) -> str:
@@ -250,9 +250,9 @@ def _unfit(held: Footprint, limit: int, layout: Layout, one: Profile) -> str:
     states = held.parameters + held.gradients + held.optimizer
     split = layout.shard * one.n
     if states > held.activations:
-        why = f"parameters and their states alone are {states / 1e9:.1f}"
-        help = f"split over {split}, they need more of dp_shard or tp"
+        why = f"parameters and their states alone are {states / 1e9:.3g}"
+        remedy = f"split over {split}, they need more of dp_shard or tp"
     else:
-        why = f"activations are {held.activations / 1e9:.1f}"
-        help = "a smaller batch, more tp, or activation checkpointing"
-    return f"{held.total / 1e9:.1f} of {limit / 1e9:.1f} GB: {why}; {help}"
+        why = f"activations are {held.activations / 1e9:.3g}"
+        remedy = "a smaller batch, more tp, or activation checkpointing"
+    return f"{held.total / 1e9:.3g} of {limit / 1e9:.3g} GB: {why}; {remedy}"

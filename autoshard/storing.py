@@ -11,12 +11,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard import build
+from autoshard.choice import choose
 from autoshard.config import Config
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree
 from autoshard.runtime.data_axes import data_states
-from autoshard.runtime.mesh import Mesh, init_mesh
+from autoshard.runtime.mesh import Mesh, init_mesh, world_size
 from autoshard.runtime.parameters import related_parameters, shard_parameters, unstorable
 from autoshard.runtime.placement import R, S, State
 from autoshard.tracing import intercept
@@ -40,25 +41,26 @@ def shard(
     """
     config = Config.from_options(options)
     device = build.example_device(model, (args, kwargs))
-    mesh = init_mesh(config.mesh, device)
-    if mesh.size == 1:
+    given = None if config.mesh is None else init_mesh(config.mesh, device)
+    if (world_size(device) if given is None else given.size) == 1:
         return model
+    batch = pytree.tree_leaves((args, kwargs))
     if any(p.is_meta for p in model.parameters()):
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, lambda t: t.to("meta"), (args, dict(kwargs or {}))
         )
-    found: list[dict[nn.Parameter, State]] = []
 
     def plan(
         gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: list[compat.GraphInput]
-    ) -> Program:
+    ) -> tuple[dict[nn.Parameter, State], Mesh]:
+        choice = choose(gm, example_inputs, inputs, config, device, batch)
+        mesh = init_mesh(choice.mesh, device)
         program = build_agreed(gm, example_inputs, inputs, mesh, config, device)
-        found.append(build.unplanned_parameters(inputs, program))
-        return program
+        return build.unplanned_parameters(inputs, program), mesh
 
-    intercept(model, args, kwargs, plan)
-    if found[0]:
-        store(found[0], mesh, config)
+    planned, mesh = intercept(model, args, kwargs, plan)
+    if planned:
+        store(planned, mesh, config)
     return model
 
 

@@ -186,7 +186,7 @@ def test_nothing_fits_and_says_why() -> None:
     model, batch = meta_llama()
     found = plan(model, (), batch, world=2, hardware="cpu", memory_budget=1_000_000)
     assert found.best is None
-    assert all("of 0.0 GB: parameters and their states alone" in row.unfit for row in found.rows)
+    assert all("of 0.001 GB: parameters and their states alone" in row.unfit for row in found.rows)
     with pytest.raises(ConfigError, match=r"the mesh tp 4 has 4 ranks, the world 8"):
         plan(model, (), batch, world=8, mesh={"tp": 4})
 
@@ -214,7 +214,8 @@ def test_memory_and_traffic_are_near_those_of_the_program(name: str) -> None:
         theirs: Counter[tuple[str, bool]] = Counter()
         for made in program.collectives():
             theirs[made.op, made.phase == "backward"] += made.bytes
-        assert ours == theirs
+        for key in ours | theirs:  # AOTAutograd drops a sum of one number that nobody needs
+            assert ours[key] == pytest.approx(theirs[key], abs=16), key
         assert (n == 1) == (not ours)
 
 
@@ -223,7 +224,7 @@ def test_the_same_batch_on_every_rank_is_no_work_shared() -> None:
     mesh = {"dp_replicate": 2}
     (own,) = plan(model, (), batch, world=2, hardware="cpu", mesh=mesh).rows
     torch.compiler.reset()
-    (same,) = plan(model, (), batch, world=2, hardware="cpu", mesh=mesh, same_batch=True).rows
+    (same,) = plan(model, (), batch, world=2, hardware="cpu", mesh=mesh, batches=1).rows
     assert own.mfu == pytest.approx(2 * same.mfu) and own.timing == same.timing
 
 
