@@ -64,8 +64,8 @@ def choose(
         plan = config.plan if isinstance(config.plan, Plan) else Plan.load(Path(config.plan))
         return Choice(plan.mesh or None)
     for item in inputs:
-        real: Any = item.real
-        if isinstance(real, DTensor) and is_planned(real):
+        real = item.real
+        if isinstance(real, nn.Parameter) and isinstance(real, DTensor) and is_planned(real):
             kept = [one for one in _chosen.values() if _is_of(real.device_mesh, one)]
             return kept[0] if kept else Choice(real.device_mesh)
     world = world_size(device)
