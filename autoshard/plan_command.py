@@ -159,7 +159,7 @@ def text(found: Search, tokens: int | None = None) -> str:
         rate = f", {tokens * batches / best.timing.step:,.0f} tokens/s" if tokens else ""
         lines += [
             "",
-            f"* recommended: {spell(best.mesh)}: {1e3 * best.timing.step:.4g} ms a step, "
+            f"* recommended: {spell(best.mesh)}: {short(1e3 * best.timing.step)} ms a step, "
             f"{best.memory.total / 1e9:.3g} GB a rank, {100 * best.mfu:.1f}% MFU{rate}",
         ]
     return "\n".join(line.rstrip() for line in lines)
@@ -180,12 +180,17 @@ def _cells(row: Row, best: bool, axes: list[str]) -> list[str]:
     return [
         "*" if best else "" if row.fits else "x",
         spell(row.mesh),
-        f"{1e3 * took.step:.4g}",
-        f"{1e3 * took.exposed:.3g}",
+        short(1e3 * took.step),
+        short(1e3 * took.exposed),
         f"{100 * row.mfu:.1f}",
-        *(f"{kind / 1e9:.3g}" for kind in kinds),
-        *(f"{one.nbytes / 1e9:.3g}, {1e3 * one.seconds:.3g}" if one else "-" for one in sent),
+        *(short(kind / 1e9) for kind in kinds),
+        *(f"{short(one.nbytes / 1e9)}, {short(1e3 * one.seconds)}" if one else "-" for one in sent),
     ]
+
+
+def short(number: float) -> str:
+    """Three digits, or all of those before the point: 0.905, 4.41, 1346."""
+    return f"{number:.3g}" if abs(number) < 1000 else f"{number:.0f}"
 
 
 def as_json(found: Search) -> dict[str, Any]:
