@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from autoshard.program import Program
     from autoshard.rendering import render
     from autoshard.runtime.accumulation import discard_pending, no_sync
+    from autoshard.search import plan
     from autoshard.storing import shard
     from autoshard.tracing import trace
     from autoshard.weights import load_safetensors, save_safetensors
@@ -33,6 +34,7 @@ _HOME = {
     "load_safetensors": "autoshard.weights",
     "discard_pending": "autoshard.runtime.accumulation",
     "no_sync": "autoshard.runtime.accumulation",
+    "plan": "autoshard.search",
     "programs": "autoshard.backend",
     "render": "autoshard.rendering",
     "save_safetensors": "autoshard.weights",
@@ -50,6 +52,7 @@ __all__ = [
     "load_safetensors",
     "discard_pending",
     "no_sync",
+    "plan",
     "programs",
     "render",
     "save_safetensors",

@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard import build
+from autoshard.choice import choose
 from autoshard.config import Config
 from autoshard.errors import ConfigError, message
 from autoshard.lower import compile_local
@@ -37,6 +38,7 @@ from autoshard.runtime.storage import as_dtensors
 from autoshard.runtime.streams import TRACKER
 from autoshard.runtime.unshard import Use
 from autoshard.storing import build_agreed, store
+from autoshard.uses import use_by
 
 compat.allow_rnn()
 
@@ -59,15 +61,17 @@ def autoshard(
     compat.probe()
     inputs = compat.graph_inputs(gm)
     device = build.device_type(inputs)
-    mesh = init_mesh(config.mesh, device)
+    choice = choose(gm, example_inputs, inputs, config, device)
+    mesh = init_mesh(choice.mesh, device)
     draw_apart(data_coordinate(mesh))
     TRACKER.place(mesh.axis("tp").rank, data_coordinate(mesh))
-    if lowered := _lower(inputs, build.use_by(config, mesh)):
+    if lowered := _lower(inputs, use_by(config, mesh)):
         raise compat.RestartTrace("autoshard reads parameters in another dtype", keep=lowered)
     if mesh.size == 1 and "rng" not in (options or {}):
         return compile_local(gm, list(example_inputs), config.inner)
     # one process that asks for `rng` by name draws what a mesh of any size draws
     program = build_agreed(gm, example_inputs, inputs, mesh, config, device)
+    program.chosen = choice.line
     planned = build.unplanned_parameters(inputs, program)
     if planned and mesh.size > 1:
         raise compat.RestartTrace(keep=store(planned, mesh, config))

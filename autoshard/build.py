@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from torch.utils import _pytree as pytree
 
 from autoshard.capture import GLOBAL_TYPES, capture
 from autoshard.config import Config
-from autoshard.errors import CaptureError, ConfigError, message
-from autoshard.interpreter import IDENTITY_TARGETS, execution
+from autoshard.errors import CaptureError, message
+from autoshard.interpreter import IDENTITY_TARGETS
 from autoshard.passes.base import Context
 from autoshard.passes.data_parallel import DataParallel
 from autoshard.passes.localize import Localize
@@ -24,28 +25,40 @@ from autoshard.passes.pipeline import prepare
 from autoshard.passes.weigh_tokens import WeighTokens
 from autoshard.planning.hardware import HARDWARE, Hardware
 from autoshard.planning.plan import Plan, strategy_text
-from autoshard.planning.planner import Request, fingerprint, merged, plan_graph
+from autoshard.planning.planner import Decisions, Request, fingerprint, merged, plan_graph
 from autoshard.planning.strategy import value
 from autoshard.planning.whole import whole_graph
-from autoshard.precision import Precision
 from autoshard.program import Program
 from autoshard.reasons import check_strict
 from autoshard.runtime import compat
-from autoshard.runtime.accumulation import use_of
 from autoshard.runtime.axis import Axis
-from autoshard.runtime.data_axes import DATA_AXES, data_axes, data_states, deferred_axes
+from autoshard.runtime.data_axes import DATA_AXES, data_axes, data_states
 from autoshard.runtime.errors import PlanError
 from autoshard.runtime.lazy import LazyGather
 from autoshard.runtime.materialize import materialize
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.placement import R, State, shard_dim
 from autoshard.runtime.storage import stored_states
-from autoshard.runtime.unshard import ACCUMULATE, FLUSH, SINGLE, Use
+from autoshard.uses import lowered_dtypes, traced_microbatch, use_by
 
 # What capture reads through: a stored parameter and a lazy output are tensors of global shape.
 IDENTITY_TARGETS.add(materialize)
 if LazyGather not in GLOBAL_TYPES:
     GLOBAL_TYPES.append(LazyGather)
+
+
+@dataclass
+class Planned:
+    """A captured graph with its decisions, before it is rewritten.
+
+    plan: the decisions of this graph joined to those of the plan it was asked to follow.
+    """
+
+    serial: fx.GraphModule
+    parameters: dict[fx.Node, str]
+    data: dict[fx.Node, dict[str, State]]
+    decisions: Decisions
+    plan: Plan
 
 
 def build_program(
@@ -69,7 +82,56 @@ def build_program(
     if microbatch is None:
         microbatch = traced_microbatch(gm)
     dtypes = lowered_dtypes(inputs)
-    serial, _ = prepare(capture(gm, example_inputs, dtypes), axis, config)
+    planned = plan_captured(capture(gm, example_inputs, dtypes), inputs, mesh, config, machine)
+    serial, decisions, parameters = planned.serial, planned.decisions, planned.parameters
+    if axis.size > 1:
+        guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
+    local = Localize(serial, decisions, axis, config.recompute_collectives).run()
+    if data_axes(mesh.axes) or dtypes:
+        refuse_mutated(serial, parameters)
+        placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
+        states = {i: planned.data[n] for i, n in enumerate(placeholders) if n in planned.data}
+        stored_dtypes = {i: inputs[i].real.dtype for i in dtypes}  # type: ignore[union-attr]
+        for i, dtype in stored_dtypes.items():
+            placeholders[i].meta["stored_dtype"] = dtype
+        replicas = DataParallel(
+            data_axes(mesh.axes),
+            states,
+            regather=config.zero == 3,
+            use=use_by(config, mesh),
+            dtypes=stored_dtypes,
+            microbatch=microbatch,
+        )
+        replicas.run(local, Context(axis, config))
+        if config.loss_tokens == "global" and data_axes(mesh.axes):
+            _weigh(local, serial, mesh, Context(axis, config))
+    program = Program(
+        local,
+        serial,
+        planned.plan,
+        decisions,
+        axis,
+        parameters,
+        mesh,
+        planned.data,
+        config,
+        microbatch,
+    )
+    if config.strict and axis.size > 1:
+        check_strict(program)
+    return program
+
+
+def plan_captured(
+    captured: fx.GraphModule,
+    inputs: list[compat.GraphInput],
+    mesh: Mesh,
+    config: Config,
+    machine: Hardware,
+) -> Planned:
+    """Plan a captured graph on the axis tp of `mesh`; the passes before the plan change it."""
+    axis = mesh.axis("tp")
+    serial, _ = prepare(captured, axis, config)
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
     parameters: dict[fx.Node, str] = {}
     stored: dict[fx.Node, State] = {}
@@ -97,81 +159,18 @@ def build_program(
         decisions = whole_graph(serial, machine, request)
     else:
         decisions = plan_graph(serial, axis.size, machine, request)
-        guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
-    local = Localize(serial, decisions, axis, config.recompute_collectives).run()
-    if data_axes(mesh.axes) or dtypes:
-        refuse_mutated(serial, parameters)
-        states = {i: data[node] for i, node in enumerate(placeholders) if node in data}
-        stored_dtypes = {i: inputs[i].real.dtype for i in dtypes}  # type: ignore[union-attr]
-        for i, dtype in stored_dtypes.items():
-            placeholders[i].meta["stored_dtype"] = dtype
-        replicas = DataParallel(
-            data_axes(mesh.axes),
-            states,
-            regather=config.zero == 3,
-            use=use_by(config, mesh),
-            dtypes=stored_dtypes,
-            microbatch=microbatch,
-        )
-        replicas.run(local, Context(axis, config))
-        if config.loss_tokens == "global" and data_axes(mesh.axes):
-            weighed = WeighTokens(data_axes(mesh.axes)).run(local, Context(axis, config))
-            if not weighed.hits and any(map(_trains, serial.graph.output_node().all_input_nodes)):
-                warnings.warn(
-                    'loss_tokens="global" found no mean loss in the graph: compute it in the '
-                    "compiled model, or weigh its tokens there (docs/losses.md)",
-                    stacklevel=2,
-                )
     full = merged(plan, decisions, request, serial, axis.size)
-    program = Program(
-        local, serial, full, decisions, axis, parameters, mesh, data, config, microbatch
-    )
-    if config.strict and axis.size > 1:
-        check_strict(program)
-    return program
+    return Planned(serial, parameters, data, decisions, full)
 
 
-def use_by(config: Config, mesh: Mesh) -> Use:
-    """How the options say that parameters are used on the mesh."""
-    precision = Precision.of(config.precision)
-    return Use(
-        param=precision.param,
-        reduce=precision.reduce or precision.param,
-        accumulate=precision.accumulate,
-        average=config.gradient_reduction == "average",
-        deferred=deferred_axes(mesh.axes, config.zero, config.defer_reduction),
-    )
-
-
-def lowered_dtypes(inputs: list[compat.GraphInput]) -> dict[int, torch.dtype]:
-    """The dtype in which the graph computes with each parameter that is stored in another."""
-    found: dict[int, torch.dtype] = {}
-    for i, item in enumerate(inputs):
-        if isinstance(item.real, nn.Parameter) and item.real.is_floating_point():
-            dtype = use_of(item.real).param
-            if dtype is not None and dtype != item.real.dtype:
-                found[i] = dtype
-    return found
-
-
-def traced_microbatch(gm: fx.GraphModule) -> str:
-    """What the reads of parameters in the graph say that its backward does with gradients.
-
-    A parameter that came later than the others may still say SINGLE: nothing of it is pending.
-    """
-    said = {
-        node.args[1]
-        for _, node in execution(gm)
-        if node.op == "call_function" and node.target is materialize and len(node.args) > 1
-    }
-    if ACCUMULATE in said and len(said) > 1:
-        raise ConfigError(
-            message(
-                "one graph reads parameters of modules inside and outside of no_sync",
-                remedy="Give autoshard.no_sync the whole model that is compiled.",
-            )
+def _weigh(local: fx.GraphModule, serial: fx.GraphModule, mesh: Mesh, context: Context) -> None:
+    weighed = WeighTokens(data_axes(mesh.axes)).run(local, context)
+    if not weighed.hits and any(map(_trains, serial.graph.output_node().all_input_nodes)):
+        warnings.warn(
+            'loss_tokens="global" found no mean loss in the graph: compute it in the '
+            "compiled model, or weigh its tokens there (docs/losses.md)",
+            stacklevel=2,
         )
-    return next((each for each in (ACCUMULATE, FLUSH) if each in said), SINGLE)
 
 
 def _trains(output: fx.Node) -> bool:

@@ -84,7 +84,8 @@ class Config:
         f"a dict of axis name ({', '.join(AXIS_ORDER)}) to positive int, a DeviceMesh with "
         "dimensions of those names, or None",
         _is_mesh,
-        "The device mesh, or its sizes by axis name. None: one `tp` axis over the whole world.",
+        "The device mesh, or its sizes by axis name. None: that of `plan`, or chosen at the first "
+        "call (planning.md).",
     )
     zero: int = _choice(
         3,

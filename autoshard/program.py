@@ -74,6 +74,7 @@ class Program:
     parameters: name of each parameter by its placeholder in `serial`. axis: the planned one, tp.
     data: the state in which each is stored on the data-parallel axes; an absent one is R.
     microbatch: what backward does with gradients, one of `runtime.unshard.MICROBATCH`.
+    chosen: where the mesh comes from, in a line; "" where the caller gave it.
     """
 
     graph_module: fx.GraphModule
@@ -86,6 +87,7 @@ class Program:
     data: Mapping[fx.Node, Mapping[str, State]]
     config: Config
     microbatch: str = SINGLE
+    chosen: str = ""
 
     @cached_property
     def joint(self) -> compat.ForwardBackward:

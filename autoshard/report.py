@@ -20,6 +20,7 @@ def explain(program: Program) -> str:
     """A report for a terminal or a log file; repeated layers are one line with a count."""
     sections = [
         _headline(program),
+        program.chosen,
         _parameters(program),
         _unsharded(program),
         _collectives(program),

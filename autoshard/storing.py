@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard import build
+from autoshard.choice import choose
 from autoshard.config import Config
 from autoshard.meta_buffers import initialise_buffers
 from autoshard.program import Program
@@ -19,10 +20,11 @@ from autoshard.runtime.access import lower
 from autoshard.runtime.accumulation import set_use
 from autoshard.runtime.agreement import agree, from_first
 from autoshard.runtime.data_axes import data_axes, data_states
-from autoshard.runtime.mesh import Mesh, init_mesh
+from autoshard.runtime.mesh import Mesh, init_mesh, world_size
 from autoshard.runtime.parameters import related_parameters, shard_parameters, unstorable
 from autoshard.runtime.placement import R, S, State
 from autoshard.tracing import intercept
+from autoshard.uses import use_by
 
 
 def shard(
@@ -45,28 +47,29 @@ def shard(
     """
     config = Config.from_options(options)
     device = build.example_device(model, (args, kwargs))
-    mesh = init_mesh(config.mesh, device)
-    if mesh.size == 1:
+    given = None if config.mesh is None else init_mesh(config.mesh, device)
+    if (world_size(device) if given is None else given.size) == 1:
         return model
+    batch = pytree.tree_leaves((args, kwargs))
     if any(p.is_meta for p in model.parameters()):
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, lambda t: t.to("meta"), (args, dict(kwargs or {}))
         )
-    use = build.use_by(config, mesh)
+    use = use_by(config, given)
     if use.param is not None:
         lower(list(model.parameters()), use)
-    found: list[dict[nn.Parameter, State]] = []
 
     def plan(
         gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: list[compat.GraphInput]
-    ) -> Program:
+    ) -> tuple[dict[nn.Parameter, State], Mesh]:
+        choice = choose(gm, example_inputs, inputs, config, device, batch)
+        mesh = init_mesh(choice.mesh, device)
         program = build_agreed(gm, example_inputs, inputs, mesh, config, device)
-        found.append(build.unplanned_parameters(inputs, program))
-        return program
+        return build.unplanned_parameters(inputs, program), mesh
 
-    intercept(model, args, kwargs, plan)
-    if found[0]:
-        store(found[0], mesh, config)
+    planned, mesh = intercept(model, args, kwargs, plan)
+    if planned:
+        store(planned, mesh, config)
     initialise_buffers(model, device)
     return model
 
@@ -125,7 +128,7 @@ def store(
     for p in rest:
         resting = {axis.name: _resting_state(p, axis.size)} if axis.size > 1 else {}
         states[p] = {**resting, **data_states(p.dim(), mesh.axes)}
-    set_use(states, build.use_by(config, mesh))
+    set_use(states, use_by(config, mesh))
     moved = shard_parameters(states, mesh, broadcast=config.initial_weights == "broadcast")
     for old, new in moved.items():
         build.set_planned(new, old in planned)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
 
-from autoshard.build import build_program, example_device, hardware_of, use_by
+from autoshard.build import build_program, example_device, hardware_of
 from autoshard.config import Config
 from autoshard.planning.hardware import hardware as known_hardware
 from autoshard.program import Program
@@ -17,15 +17,18 @@ from autoshard.runtime import compat
 from autoshard.runtime.access import lowered
 from autoshard.runtime.mesh import offline_mesh
 from autoshard.runtime.unshard import MICROBATCH, SINGLE
+from autoshard.uses import use_by
 
 compat.allow_rnn()
 
+T = TypeVar("T")
+
 
 class _Traced(Exception):
-    """Carries the program out of Dynamo: nothing is compiled and nothing runs."""
+    """Carries what was made out of Dynamo: nothing is compiled and nothing runs."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, made: Any) -> None:
+        self.made = made
 
 
 def trace(
@@ -75,9 +78,9 @@ def intercept(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
-    plan: Callable[[fx.GraphModule, Sequence[Any], list[compat.GraphInput]], Program],
+    plan: Callable[[fx.GraphModule, Sequence[Any], list[compat.GraphInput]], T],
     dynamic: bool | None = None,
-) -> Program:
+) -> T:
     """What `plan` makes of the graph Dynamo traces for the call; the model does not run."""
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -89,7 +92,8 @@ def intercept(
     except Exception as error:
         traced = compat.backend_error(error)
         if isinstance(traced, _Traced):
-            return traced.program
+            made: T = traced.made
+            return made
         if traced is not None:
             raise traced from None
         raise

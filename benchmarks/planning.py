@@ -1,7 +1,7 @@
 """How long autoshard takes before a step can run, by depth: a 7B-shape Llama, tp=8, on one CPU.
 
     python benchmarks/planning.py                     # 2 to 80 layers, as a Markdown table
-    python benchmarks/planning.py --layers 32 --json planning.json
+    python benchmarks/planning.py --layers 8 32 --world 8 64 --json planning.json
 
 The model is on meta tensors (no memory, no GPU, no processes). Columns:
 
@@ -13,6 +13,13 @@ The model is on meta tensors (no memory, no GPU, no processes). Columns:
     capture, plan, rewrite   seconds in autoshard: ATen capture and passes before the plan;
                  problem and solver; local shapes and collectives
     total        the whole of `autoshard.trace`, in seconds
+
+A second table is `autoshard.plan`, the search for a mesh, by depth and by the size of the world:
+
+    meshes       factorisations of the world that were priced, with `sizes` of the tp axis planned
+    price        seconds in planning each size of tp and pricing each mesh
+    depth, time  layers, and total seconds, in units of the first row of the same world: linear
+                 planning has time <= depth
 
 Seconds are processor time of the one process and thread at work: a quiet machine's clock shows
 the same, and a busy one's does not disturb the figures.
@@ -113,6 +120,50 @@ def measure(layers: int, tp: int = 8, tokens: int = 4096) -> dict[str, float]:
     }
 
 
+SEARCH_COLUMNS = (
+    *("world", "layers", "meshes", "sizes", "dynamo", "capture", "price", "total"),
+    *("depth", "time"),
+)
+
+
+def measure_search(layers: int, world: int, tokens: int = 4096) -> dict[str, float]:
+    """One row of the second table, without its ratios."""
+    torch.compiler.reset()
+    gc.collect()
+    model = llama(layers)
+    ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+    times: list[float] = []
+    found = autoshard.plan(
+        model,
+        kwargs={"input_ids": ids, "labels": ids},
+        world=world,
+        progress=lambda *_: times.append(time.process_time()),
+    )
+    return {
+        "world": world,
+        "layers": layers,
+        "meshes": len(found.rows),
+        "sizes": len(times) - 3,
+        "dynamo": times[1] - times[0],
+        "capture": times[2] - times[1],
+        "price": times[-1] - times[2],
+        "total": times[-1] - times[0],
+    }
+
+
+def ratios(rows: list[dict[str, float]]) -> None:
+    """Add `depth` and `time` to each row, against the first one of the same world."""
+    for row in rows:
+        first = next(one for one in rows if one["world"] == row["world"])
+        row["depth"] = row["layers"] / first["layers"]
+        row["time"] = row["total"] / first["total"]
+
+
+def table(columns: tuple[str, ...]) -> str:
+    """The head of a Markdown table."""
+    return "| " + " | ".join(columns) + " |\n|" + " ---: |" * len(columns)
+
+
 def text(cell: float) -> str:
     """`1,234` or `0.12`."""
     return f"{cell:,}" if isinstance(cell, int) else f"{cell:.2f}"
@@ -123,20 +174,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
     parser.add_argument("--tp", type=int, default=8)
+    parser.add_argument("--world", type=int, nargs="*", default=(8, 64))
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
     measure(1, options.tp)  # imports and first calls of torch are nobody's planning time
-    print("| " + " | ".join(COLUMNS) + " |")
-    print("|" + " ---: |" * len(COLUMNS))
+    print(table(COLUMNS))
     rows = []
     for layers in options.layers:
         row = measure(layers, options.tp)
         rows.append(row)
         print("| " + " | ".join(text(row[column]) for column in COLUMNS) + " |", flush=True)
+    searches: list[dict[str, float]] = []
+    if options.world:
+        print("\n" + table(SEARCH_COLUMNS))
+    for world in options.world:
+        for layers in options.layers:
+            searches.append(measure_search(layers, world))
+            ratios(searches)
+            row = searches[-1]
+            print("| " + " | ".join(text(row[c]) for c in SEARCH_COLUMNS) + " |", flush=True)
     if options.json:
-        options.json.write_text(json.dumps({"tp": options.tp, "rows": rows}, indent=1) + "\n")
+        body = {"tp": options.tp, "rows": rows, "search": searches}
+        options.json.write_text(json.dumps(body, indent=1) + "\n")
 
 
 if __name__ == "__main__":

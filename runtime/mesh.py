@@ -59,7 +59,7 @@ def init_mesh(sizes: Mapping[str, int] | DeviceMesh | None, device_type: str) ->
     """
     if isinstance(sizes, DeviceMesh):
         return _of_device_mesh(sizes)
-    world = _world_size(device_type)
+    world = world_size(device_type)
     ordered = _ordered({"tp": world} if sizes is None else sizes)
     product = math.prod(ordered.values())
     if product != world:
@@ -168,7 +168,8 @@ def _ordered(sizes: Mapping[str, int]) -> dict[str, int]:
     return {name: sizes[name] for name in AXIS_ORDER if name in sizes}
 
 
-def _world_size(device_type: str) -> int:
+def world_size(device_type: str) -> int:
+    """Processes in the world; starts the default process group from torchrun's variables."""
     if not dist.is_initialized():
         if not all(os.environ.get(name) for name in _TORCHRUN):
             return 1

@@ -171,7 +171,7 @@ def node_flops(node: fx.Node) -> int:
     """
     if not isinstance(node.target, torch._ops.OpOverload):
         return 0
-    count = _FLOPS.get(node.target.overloadpacket)
+    count = _FLOPS.get(node.target.overloadpacket) or _CUSTOM_FLOPS.get(node.target._schema.name)
     if count is None:
         return 0
     args, result = _values(node)
@@ -254,4 +254,8 @@ _FLOPS: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     _aten.scaled_dot_product_attention: _attention,
     random_ops.ATTENTION: _attention,
     _aten.einsum: _einsum,
+}
+# Operators of other libraries, by name: they exist only once the library is imported.
+_CUSTOM_FLOPS: dict[str, Callable[[Sequence[Any], Any], int]] = {
+    "transformers::grouped_mm_fallback": _product(0),
 }

@@ -1,7 +1,8 @@
 """What the cost model needs to know of a machine, and the machines it knows.
 
 Figures are the manufacturers' data sheets: dense rates (without structured sparsity), memory as
-sold, and links in one direction. They are used to compare plans, not to predict a step's time.
+sold, and links in one direction. They are used to compare plans; what predicts a step's time takes
+a part of them (planning/cluster.py).
 """
 
 from __future__ import annotations

@@ -51,12 +51,17 @@ class GraphPlan:
 
 @dataclass
 class Plan:
-    """The plan of a model on one mesh axis. `save` and `load` round-trip."""
+    """The plan of a model on one mesh axis. `save` and `load` round-trip.
+
+    mesh: sizes of all axes by name, where the plan was made for one mesh (`autoshard plan`); the
+    backend uses it where no mesh is given.
+    """
 
     axis: str
     size: int
     parameters: dict[str, State] = field(default_factory=dict)
     graphs: dict[str, GraphPlan] = field(default_factory=dict)
+    mesh: dict[str, int] = field(default_factory=dict)
 
     def digest(self) -> str:
         """Equal on ranks that hold the same plan."""
@@ -68,6 +73,7 @@ class Plan:
             "version": VERSION,
             "axis": self.axis,
             "size": self.size,
+            **({"mesh": self.mesh} if self.mesh else {}),
             "parameters": self.parameters,
             "graphs": {
                 key: {"nodes": graph.nodes, "copies": graph.copies}
@@ -106,4 +112,5 @@ class Plan:
             key: GraphPlan(dict(graph.get("nodes", {})), dict(graph.get("copies", {})))
             for key, graph in body.get("graphs", {}).items()
         }
-        return Plan(body["axis"], int(body["size"]), dict(body["parameters"]), graphs)
+        mesh = {str(name): int(size) for name, size in body.get("mesh", {}).items()}
+        return Plan(body["axis"], int(body["size"]), dict(body["parameters"]), graphs, mesh)

@@ -19,12 +19,12 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.planning import cost, registry
+from autoshard.planning.fusion import joined, stages
 from autoshard.planning.hardware import Hardware
 from autoshard.planning.solver import FactorGraph, Solution
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.values import (
     differentiable,
-    fusible,
     global_bytes,
     is_lookup,
     output_state,
@@ -143,7 +143,7 @@ class Builder:
 
     def build(self) -> Problem:
         """All variables first, then the factors along every edge."""
-        self._stage = self._stages()
+        self._stage = stages(self.gm)
         for node in self.gm.graph.nodes:
             self._variable(node)
         self._copies_and_edges()
@@ -239,8 +239,8 @@ class Builder:
         """
         if not self._weighted[node]:
             return np.zeros(len(domain))
-        reads = [not self._joined(producer(t)[0], node) for t in tensors]
-        written = not all(self._joined(node, user) for user in node.users)
+        reads = [not joined(producer(t)[0], node, self._stage) for t in tensors]
+        written = not all(joined(node, user, self._stage) for user in node.users)
         key = (self._signature(node), tuple(reads), written)
         if key in self._units:
             return self._units[key]
@@ -273,21 +273,6 @@ class Builder:
             costs.append(seconds + 1e-12 * states.count(V))
         self._units[key] = np.array(costs)
         return self._units[key]
-
-    def _joined(self, source: fx.Node, user: fx.Node) -> bool:
-        """Whether `user` reads `source` inside one kernel, so that nothing goes through memory."""
-        return fusible(source) and fusible(user) and self._stage[source] == self._stage[user]
-
-    def _stages(self) -> dict[fx.Node, int]:
-        """How many unfused operators lie on the longest way to each node.
-
-        A residual stream is read at the next stage: it is written, whatever fuses.
-        """
-        stages: dict[fx.Node, int] = {}
-        for node in self.gm.graph.nodes:
-            before = max((stages[source] for source in node.all_input_nodes), default=0)
-            stages[node] = before + (not fusible(node))
-        return stages
 
     def _split(self, state: State) -> int:
         return self.n if state[0] == "S" else 1

@@ -1,0 +1,196 @@
+"""One row of `autoshard plan`: a profile on a mesh, as bytes and seconds of one rank.
+
+The data-parallel axes are not searched node by node: what they do follows from the mesh, so it is
+computed. A parameter is gathered over `dp_shard` before its use (and again in backward with ZeRO-3)
+and its gradient is reduce-scattered there, then all-reduced over `dp_replicate`; buckets fill in
+the order of use by the rule of the passes (passes/buckets.py), and overlap as planning/overlap.py
+says. The volumes are those of Megatron-Core's and ZeRO's ledgers (S. Rajbhandari et al., "ZeRO:
+memory optimizations toward training trillion parameter models", 2020, section 7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autoshard.planning import cost
+from autoshard.planning.cluster import Cluster
+from autoshard.planning.hardware import Link
+from autoshard.planning.overlap import Segment, step_seconds
+from autoshard.planning.profile import Profile, Weight
+from autoshard.planning.training import Training
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The data-parallel half of a mesh and its options; `zero` and `bucket_bytes` as in Config."""
+
+    shard: int = 1
+    replicate: int = 1
+    zero: int = 3
+    bucket_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes one rank holds at the worst moment of a step, by kind.
+
+    activations: saved for the backward, and the largest gradient that passes. buckets: parameters
+    gathered and gradients waiting for their reduction. buffers: the model's own.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buckets: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        """The sum of all kinds."""
+        kinds = (self.parameters, self.gradients, self.optimizer, self.activations)
+        return sum(kinds) + self.buckets + self.buffers
+
+
+class Traffic(NamedTuple):
+    """What a rank sends on one axis in a step, in bytes, the seconds its collectives take, and
+    how many they are."""
+
+    nbytes: float
+    seconds: float
+    collectives: int
+
+
+MemoryModel = Callable[[Profile, Layout, Training], Footprint]
+
+
+def footprint(profile: Profile, layout: Layout, training: Training) -> Footprint:
+    """The memory of a rank. Exact for parameters, gradients, optimizer and buffers; activations
+    and buckets are models (planning/saved.py, and two buckets at work at once)."""
+    parameters = gradients = optimizer = 0
+    for weight in profile.weights:
+        part = weight.part(layout.shard)
+        parameters += part * training.stored(weight.itemsize)
+        if weight.trained:
+            gradients += part * training.gradient(weight.itemsize)
+            optimizer += part * training.state(weight.itemsize)
+    kept = profile.kept.saved + profile.kept.passing
+    waiting = _bucket_bytes(profile, layout, training)
+    return Footprint(parameters, gradients, optimizer, kept, waiting, profile.buffers)
+
+
+def _bucket_bytes(profile: Profile, layout: Layout, training: Training) -> int:
+    if layout.shard * layout.replicate == 1:
+        return 0
+    gathered, reduced = [], []
+    for bucket in buckets(profile, layout):
+        gathered.append(sum(w.numel * w.itemsize for w in bucket))
+        reduced.append(
+            sum(w.numel * training.gradient(w.itemsize) for w in bucket if w.trained)
+        )
+    # a gradient bucket is there twice: its members, and the joined one that is sent
+    sending = 2 * max(reduced, default=0)
+    if layout.shard == 1:
+        return sending
+    if layout.zero < 3:
+        return sum(gathered) + sending
+    return max((a + b for a, b in zip(gathered, [*gathered[1:], 0])), default=0) + sending
+
+
+def buckets(profile: Profile, layout: Layout) -> list[list[Weight]]:
+    """The parameters in use, in the order of their first use, as the passes merge them."""
+    used = sorted((w for w in profile.weights if w.use is not None), key=lambda w: w.use or 0)
+    found: list[list[Weight]] = []
+    filled = 0
+    for weight in used:
+        # Megatron-Core's rule, as passes/buckets.py has it
+        limit = max(40_000_000, 1_000_000 * layout.shard) * weight.itemsize
+        if not found or filled >= (layout.bucket_bytes or limit):
+            found.append([])
+            filled = 0
+        found[-1].append(weight)
+        filled += weight.numel * weight.itemsize
+    return found
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A step in seconds: `exposed` of `step` is communication that the compute waits for."""
+
+    step: float
+    compute: float
+    exposed: float
+    optimizer: float
+    traffic: Mapping[str, Traffic]
+
+
+def timing(
+    profile: Profile,
+    layout: Layout,
+    training: Training,
+    cluster: Cluster,
+    links: Mapping[str, Link],
+) -> Timing:
+    """The time of a step on a rank; `links` at the data sheet's rates, by axis."""
+    real = {name: cluster.real(link) for name, link in links.items()}
+    groups = buckets(profile, layout)
+    data: dict[str, Traffic] = {}
+
+    def send(axis: str, op: str, nbytes: float) -> float:
+        ranks = layout.shard if axis == "dp_shard" else layout.replicate
+        if ranks == 1 or not nbytes:
+            return 0.0
+        took = cost.collective_seconds(op, nbytes, ranks, real[axis])
+        before = data.get(axis, Traffic(0.0, 0.0, 0))
+        data[axis] = Traffic(
+            before.nbytes + cost.ring_bytes(op, nbytes, ranks),
+            before.seconds + took,
+            before.collectives + 1,
+        )
+        return took
+
+    segments = []
+    starts = [bucket[0].use or 0 for bucket in groups] or [0]
+    ends = [*starts[1:], len(profile.forward)]
+    starts[0] = 0
+    for bucket, start, end in zip(groups or [[]], starts, ends):
+        part = {w.name: w.part(layout.shard) for w in bucket}
+        whole = sum(layout.shard * part[w.name] * w.itemsize for w in bucket)
+        twice = sum(layout.shard * part[w.name] * w.itemsize for w in bucket if w.again)
+        reduced = sum(
+            part[w.name] * training.gradient(w.itemsize) for w in bucket if w.trained
+        )
+        gather = send("dp_shard", "all_gather", whole)
+        again = send("dp_shard", "all_gather", twice) if layout.zero == 3 else 0.0
+        reduce = send("dp_shard", "reduce_scatter", layout.shard * reduced)
+        reduce += send("dp_replicate", "all_reduce", reduced)
+        segments.append(
+            Segment(
+                sum(profile.forward[start:end]),
+                sum(profile.backward[start:end]),
+                gather,
+                again,
+                reduce,
+            )
+        )
+    passes = step_seconds(segments)
+    update = _update_seconds(profile, layout, training, cluster)
+    if profile.n > 1:
+        sent = sum(cost.ring_bytes(s.op, s.nbytes, profile.n) for s in profile.sent)
+        data["tp"] = Traffic(sent, profile.seconds_sent, len(profile.sent))
+    return Timing(passes + update, profile.compute, passes - profile.compute, update, data)
+
+
+def _update_seconds(
+    profile: Profile, layout: Layout, training: Training, cluster: Cluster
+) -> float:
+    """The optimizer's pass over memory: it reads gradients, reads and writes the rest."""
+    moved = 0
+    for weight in profile.weights:
+        if weight.trained:
+            stored = training.stored(weight.itemsize) + training.state(weight.itemsize)
+            each = training.gradient(weight.itemsize) + 2 * stored
+            moved += weight.part(layout.shard) * each
+    return moved / (cluster.device.memory_bandwidth * cluster.efficiency.memory)

@@ -1,0 +1,72 @@
+"""Which operators a compiler joins into one kernel, as the cost model assumes it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from autoshard.planning.strategy import operands, value
+from autoshard.planning.values import fusible
+
+
+def stages(gm: fx.GraphModule) -> dict[fx.Node, int]:
+    """How many unfused operators lie on the longest way to each node.
+
+    A residual stream is read at the next stage: it is written, whatever fuses.
+    """
+    found: dict[fx.Node, int] = {}
+    for node in gm.graph.nodes:
+        before = max((found[source] for source in node.all_input_nodes), default=0)
+        found[node] = before + (not fusible(node))
+    return found
+
+
+def joined(source: fx.Node, user: fx.Node, stage: Mapping[fx.Node, int]) -> bool:
+    """Whether `user` reads `source` inside one kernel, so that nothing goes through memory."""
+    return fusible(source) and fusible(user) and stage[source] == stage[user]
+
+
+class Kernels:
+    """The kernels of a graph: what each operator reads from memory, and what it writes there.
+
+    A view has no kernel: who reads it reads its base.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.stage = stages(gm)
+        self.base: dict[fx.Node, fx.Node] = {}
+        self.readers: dict[fx.Node, list[fx.Node]] = {}
+        for node in gm.graph.nodes:
+            source = _viewed(node)
+            self.base[node] = node if source is None else self.base[source]
+            if source is None:
+                for one in dict.fromkeys(self.base[other] for other in node.all_input_nodes):
+                    self.readers.setdefault(one, []).append(node)
+
+    def is_view(self, node: fx.Node) -> bool:
+        """Whether `node` is another name for memory that an earlier node made."""
+        return self.base[node] is not node
+
+    def reads(self, node: fx.Node) -> list[fx.Node]:
+        """The operands that the kernel of `node` reads from memory, each once."""
+        bases = dict.fromkeys(self.base[tensor] for tensor in operands(node))
+        return [base for base in bases if not joined(base, node, self.stage)]
+
+    def writes(self, node: fx.Node) -> bool:
+        """Whether the value goes to memory, because another kernel reads it."""
+        readers = self.readers.get(node, [])
+        return not readers or any(not joined(node, reader, self.stage) for reader in readers)
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """What `node` is a view, or an element, of."""
+    target = node.target
+    if target is operator.getitem:
+        source = node.args[0]
+        return source if isinstance(source, fx.Node) else None
+    if isinstance(target, torch._ops.OpOverload) and target.is_view and operands(node):
+        return operands(node)[0] if isinstance(value(node), (torch.Tensor, tuple, list)) else None
+    return None
