@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from autoshard.passes.keep_order import order_dependencies
 from autoshard.runtime import compat
 
 
@@ -23,4 +24,4 @@ def compile_local(
         return gm
     if inner == "aot_eager":
         return compat.aot_eager(gm, fakes, finish)
-    return compat.inductor(gm, fakes, finish)
+    return compat.inductor(gm, fakes, finish, order_dependencies)

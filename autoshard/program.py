@@ -95,14 +95,14 @@ class Program:
         """The forward and backward ATen graphs AOTAutograd makes of `graph_module`."""
         fakes = [n.meta["val"] for n in self.graph_module.graph.nodes if n.op == "placeholder"]
         made = compat.forward_backward(self.graph_module, fakes)
-        self.finish(made.forward, False)
+        finish(made.forward, self.mesh, self.config, False)
         if made.backward is not None:
-            self.finish(made.backward, True)
+            finish(made.backward, self.mesh, self.config, True)
         return made
 
     def finish(self, graph: fx.GraphModule, backward: bool) -> None:
-        """Bucket and schedule the collectives of one of AOTAutograd's graphs, in place."""
-        finish(graph, self.mesh, self.config, backward)
+        """Bucket and schedule the collectives of a graph that is compiled and run, in place."""
+        finish(graph, self.mesh, self.config, backward, run=True)
 
     def collectives(self) -> list[Collective]:
         """One entry a collective, forward then backward, in the order of issue."""

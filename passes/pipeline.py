@@ -9,6 +9,7 @@ from torch import fx
 from autoshard.passes.base import Context, Pass, Report
 from autoshard.passes.bucket_gradients import BucketGradients
 from autoshard.passes.bucket_parameters import BucketParameters
+from autoshard.passes.exchange_scatter import ExchangeScatter
 from autoshard.passes.expand_grouped_heads import ExpandGroupedHeads
 from autoshard.passes.invariant_random import InvariantRandom
 from autoshard.passes.normalize import Normalize
@@ -24,11 +25,20 @@ BEFORE_PLANNING: tuple[Pass, ...] = (
     InvariantRandom(),
 )
 
+# On a graph that is compiled and run; the collectives of a Program are those before.
+BEFORE_COMPILATION: tuple[Pass, ...] = (ExchangeScatter(),)
 
-def finish(gm: fx.GraphModule, mesh: Mesh, config: Any, backward: bool) -> list[Report]:
-    """Run the passes over one of AOTAutograd's graphs, in place."""
+
+def finish(
+    gm: fx.GraphModule, mesh: Mesh, config: Any, backward: bool, run: bool = False
+) -> list[Report]:
+    """Run the passes over one of AOTAutograd's graphs, in place.
+
+    run: the graph is compiled and run, and each collective is done the way its backend does best.
+    """
     reports = []
-    for one in after_autograd(mesh, config, backward):
+    passes = after_autograd(mesh, config, backward)
+    for one in (*passes, *(BEFORE_COMPILATION if run else ())):
         reports.append(one.run(gm, Context(mesh.axis("tp"), config)))
         gm.graph.lint()
     gm.recompile()

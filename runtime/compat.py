@@ -19,6 +19,7 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestar
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._ordered_set import OrderedSet
 
 from autoshard.runtime.errors import AutoshardError, message
 
@@ -28,6 +29,9 @@ MINIMUM = (2, 11)
 
 Finish = Callable[[fx.GraphModule, bool], Any]
 """Called with each graph AOTAutograd makes, and whether it is the backward, to rewrite it."""
+
+Order = Callable[[fx.Graph], dict[fx.Node, list[fx.Node]]]
+"""The nodes of a graph that each of its nodes must come after, besides those it reads."""
 
 allow_in_graph = torch.compiler.allow_in_graph
 
@@ -292,18 +296,55 @@ def aot_eager(
 
 
 def inductor(
-    gm: fx.GraphModule, fakes: Sequence[Any], finish: Finish | None = None
+    gm: fx.GraphModule,
+    fakes: Sequence[Any],
+    finish: Finish | None = None,
+    order: Order | None = None,
 ) -> Callable[..., Any]:
-    """AOTAutograd and Inductor."""
+    """AOTAutograd and Inductor, which must keep the order that `order` gives."""
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def inner_compile(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        if finish is not None:
-            finish(graph, bool(options.get("is_backward")))
-        return compile_fx_inner(graph, inputs, **options)
+        if finish is None:
+            return compile_fx_inner(graph, inputs, **options)
+        finish(graph, bool(options.get("is_backward")))
+        with config.patch(post_grad_custom_post_pass=_keep_order(order)):
+            return compile_fx_inner(graph, inputs, **options)
 
     compiled: Any = compile_fx(gm, fakes, inner_compile=inner_compile)
     return compiled  # type: ignore[no-any-return]
+
+
+def _keep_order(order: Order | None) -> Any:
+    """Inductor's pass after its own passes: what is set there, then the dependencies.
+
+    Only a class with a `uuid` lets Inductor cache what it compiles.
+    """
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    theirs: Any = config.post_grad_custom_post_pass
+    if order is None:
+        return theirs
+
+    class KeepOrder(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+
+            if theirs is not None:
+                theirs(graph)
+            needed = order(graph)
+            preserve_node_ordering(graph, {n: OrderedSet(deps) for n, deps in needed.items()})
+
+        def uuid(self) -> Any:
+            ours = get_hash_for_files((__file__, order.__code__.co_filename))
+            if theirs is None:
+                return ours
+            other = theirs.uuid() if isinstance(theirs, CustomGraphPass) else None
+            return other and (ours, other)
+
+    return KeepOrder()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from autoshard.runtime import compat
 from autoshard.runtime.collectives import change, unshard
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.placement import R, State
-from autoshard.runtime.storage import extents, owned, stored_states
+from autoshard.runtime.storage import extents, shared, stored_states
 
 
 @compat.allow_in_graph
@@ -66,6 +66,6 @@ class _Unwrap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:  # type: ignore[override]
         return tuple(
-            None if grad is None else compat.dtensor(owned(grad), spec)
-            for grad, spec in zip(grads, ctx.specs)
+            None if grad is None else compat.dtensor(grad, spec)
+            for grad, spec in zip(shared(grads), ctx.specs)
         )
