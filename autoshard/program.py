@@ -78,6 +78,7 @@ class Program:
     serial: the captured serial graph that was planned. plan: the plan, ready to `save`.
     parameters: name of each parameter by its placeholder in `serial`. axis: the planned one, tp.
     data: the state in which each is stored on the data-parallel axes; an absent one is R.
+    absent: trained parameters of the model that the graph does not read, where the model is known.
     """
 
     graph_module: fx.GraphModule
@@ -89,6 +90,7 @@ class Program:
     mesh: Mesh
     data: Mapping[fx.Node, Mapping[str, State]]
     config: Config
+    absent: tuple[str, ...] = ()
 
     @cached_property
     def joint(self) -> compat.ForwardBackward:
@@ -127,6 +129,20 @@ class Program:
                 buffers += tensor_bytes(node.meta["val"])
         saved = sum(tensor_bytes(n.meta["val"]) for n in self.joint.saved)
         return Memory(parameters, gradients, 2 * gradients, saved, buffers)
+
+    def without_gradient(self) -> list[str]:
+        """Trained parameters that this graph gives no gradient: read only where none is recorded,
+        or not read at all (`absent`). No collective waits for them; `grad` stays None."""
+        backward = self.joint.backward
+        grads: Any = ()
+        if backward is not None:
+            grads = next(iter(reversed(backward.graph.nodes))).args[0]
+        names = []
+        for i, node in enumerate(n for n in self.serial.graph.nodes if n.op == "placeholder"):
+            trained = node in self.parameters and node.meta["val"].requires_grad
+            if trained and (i >= len(grads) or grads[i] is None):
+                names.append(self.parameters[node])
+        return [*names, *self.absent]
 
     def stored(self) -> dict[str, State]:
         """The stored state of each parameter on the axis."""

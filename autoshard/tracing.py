@@ -56,7 +56,15 @@ def trace(
     ) -> Program:
         return build_program(gm, example_inputs, inputs, offline, settings, machine)
 
-    return intercept(model, args, kwargs, plan, dynamic)
+    program = intercept(model, args, kwargs, plan, dynamic)
+    read = set(program.parameters.values())
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    program.absent = tuple(
+        own[0] for p, own in names.items() if p.requires_grad and not read.intersection(own)
+    )
+    return program
 
 
 def intercept(

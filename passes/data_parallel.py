@@ -26,6 +26,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard.passes.base import Context, Report
+from autoshard.passes.buckets import KIND, kind_of
 from autoshard.passes.localize import local_value
 from autoshard.runtime.axis import Axis
 from autoshard.runtime.collectives import unshard
@@ -65,10 +66,11 @@ class DataParallel:
                 continue
             first = min(node.users, key=position.__getitem__)
             users = dict(node.users)
+            kind = kind_of(node)
             at = node
             with gm.graph.inserting_before(first):
                 for axis in self.axes:
-                    at = self._unshard(gm.graph, at, node, first, axis, states, sizes)
+                    at = self._unshard(gm.graph, at, node, first, axis, states, sizes, kind)
             for user in users:
                 user.replace_input_with(node, at)
             report.hits += 1
@@ -84,6 +86,7 @@ class DataParallel:
         axis: Axis,
         states: Mapping[str, State],
         sizes: Mapping[str, int],
+        kind: str,
     ) -> fx.Node:
         state = states.get(axis.name, R)
         if state == R and not _trained(parameter):
@@ -93,6 +96,8 @@ class DataParallel:
         new = graph.call_function(unshard, (at, state, axis, uneven))
         custom: dict[str, Any] = dict(user.meta.get("custom", {}))
         custom["autoshard_change"] = f"{parameter.name}: {state} -> V"
+        if kind:
+            custom[KIND] = kind
         new.meta = {"custom": custom}
         for key in ("nn_module_stack", "stack_trace"):
             if key in user.meta:

@@ -56,7 +56,7 @@ def after_autograd(mesh: Mesh, config: Any, backward: bool) -> tuple[Pass, ...]:
     return (
         BucketParameters(config.bucket_bytes),
         *((BucketGradients(groups, config.bucket_bytes),) if backward else ()),
-        ScheduleCollectives(),
+        ScheduleCollectives(bucket_bytes=config.bucket_bytes),
     )
 
 
