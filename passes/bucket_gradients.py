@@ -122,9 +122,7 @@ def _continue(graph: fx.Graph, wait: fx.Node, bucket: list[Member], provenance: 
     for piece in pieces:
         piece.replace_input_with(wait, reduced)
     replace(bucket, [_undivided(one.source) for one in bucket])
-    for one in bucket:
-        if not one.source.users:
-            graph.erase_node(one.source)
+    _erase_unread(bucket)
 
 
 def _merge(graph: fx.Graph, bucket: list[Member], provenance: str) -> None:
@@ -140,9 +138,12 @@ def _merge(graph: fx.Graph, bucket: list[Member], provenance: str) -> None:
         ends = [*starts[1:], total]
         for one, size, start, end in zip(bucket, sizes, starts, ends, strict=True):
             # one row a rank: what a rank receives is then contiguous
-            rows.append(make(aten.reshape.default, one.source, [ranks, size]))
+            row = make(aten.reshape.default, _undivided(one.source), [ranks, size])
             if end - start > size:
-                rows.append(make(aten.new_zeros.default, rows[-1], [ranks, end - start - size]))
+                row = make(aten.constant_pad_nd.default, row, [0, end - start - size], 0.0)
+            divisor = _divisor(one.source)
+            # divided last, so that the division itself writes into the bucket
+            rows.append(row if divisor is None else make(aten.div.Tensor, row, divisor))
         flat = make(aten.reshape.default, make(aten.cat.default, rows, 1), [ranks * total])
         reduced = make(WAIT, make(first.target, flat, *first.args[1:]))  # type: ignore[arg-type]
         results = []
@@ -150,3 +151,10 @@ def _merge(graph: fx.Graph, bucket: list[Member], provenance: str) -> None:
             part = make(aten.slice.Tensor, reduced, 0, start, start + size)
             results.append(make(aten.reshape.default, part, list(one.wait.meta["val"].shape)))
     replace(bucket, results)
+    _erase_unread(bucket)
+
+
+def _erase_unread(bucket: list[Member]) -> None:
+    for one in bucket:
+        if not one.source.users and one.source.op == "call_function":
+            one.source.graph.erase_node(one.source)

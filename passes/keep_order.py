@@ -10,7 +10,9 @@ Inductor orders kernels anew, for peak memory, and fuses kernels of distant laye
 gradients of a model into one, at the end of backward). Both see only data: a collective then
 starts late and is waited for at once, and nothing overlaps. What stands fixed here are the matrix
 products around each collective: the first one between its start and its wait comes after the
-start, the wait comes after the last one, and a start comes after the last one before it.
+start, the wait comes after the last one, and a start comes after the last one before it. So does
+the making of a bucket: gradients are put into it one by one, before the next product (all at once,
+each would be held twice until then), and parameters when the bucket starts, not when forward does.
 
 Runs on Inductor's graph, after its pattern matching, which does not see through the dependencies.
 
@@ -18,6 +20,8 @@ Not done: products that Inductor lowers to loops (very small ones) are not held.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import fx
 
@@ -66,4 +70,36 @@ def order_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         earlier = before[position[start]]
         if earlier is not None:
             found.setdefault(start, []).append(earlier)
+        bucket = _bucket(start)
+        if bucket is None:
+            continue
+        pieces = bucket.args[0]
+        if earlier is not None and all(n.op == "placeholder" for n in _behind(pieces)):
+            found.setdefault(bucket, []).append(earlier)
+        for piece in pieces:
+            product = after[position[piece]]
+            divided = piece.target is aten.div.Tensor
+            if divided and product is not None and position[product] < position[wait]:
+                found.setdefault(product, []).append(piece)
     return dict(sorted(found.items(), key=lambda item: position[item[0]]))
+
+
+def _bucket(start: fx.Node) -> fx.Node | None:
+    """The concatenation that a collective moves."""
+    source = start.args[0]
+    while isinstance(source, fx.Node) and source.target in _VIEWS:
+        source = source.args[0]
+    return source if isinstance(source, fx.Node) and source.target is aten.cat.default else None
+
+
+def _behind(nodes: Any) -> list[fx.Node]:
+    """What `nodes` are views of."""
+    found = []
+    for node in nodes:
+        while node.target in _VIEWS:
+            node = node.args[0]
+        found.append(node)
+    return found
+
+
+_VIEWS = (aten.reshape.default, aten.view.default)

@@ -9,9 +9,10 @@
     return (%1, %4, %2)                           return (%1, %4, %2)
 
 A wait moves to its first reader that is not a view; the waits of gradients so reach the end of
-backward. Each bucket of parameter gathers starts where the bucket before it is waited for: one
-bucket ahead, so that at most two are held; and not ahead where the two are more than both the
-largest gather of the graph and two buckets, each of which holds less than twice `bucket_bytes`.
+backward, except that no more than two reduce-scatters are under way at once. Each bucket of
+parameter gathers starts where the bucket before it is waited for: one bucket ahead, so that at most
+two are held; and not ahead where the two are more than both the largest gather of the graph and two
+buckets, each of which holds less than twice `bucket_bytes`.
 
 On a hybrid mesh a bucket is scattered over the inner axis and then reduced over the outer one. The
 second waits for the first, and so starts where the next bucket's first one has started: each
@@ -65,6 +66,7 @@ class ScheduleCollectives:
             report.hits += _prefetch(gm.graph, self.bucket_bytes)
         report.hits += _delay_second_stages(gm.graph)
         report.hits += _sink_waits(gm.graph)
+        _limit_in_flight(gm.graph)
         return report
 
 
@@ -157,6 +159,23 @@ def _sink_waits(graph: fx.Graph) -> int:
         leader[reader] = node
         moved += node.target is WAIT
     return moved
+
+
+def _limit_in_flight(graph: fx.Graph) -> None:
+    """Wait for a reduce-scatter of gradients before the second one after it starts.
+
+    It holds the whole bucket until then, of which a rank keeps a part. (The bucket of an
+    all-reduce becomes the gradients: to wait for it earlier would free nothing.)
+    """
+    finishing = single_chains(graph)
+    starts = [n for n in graph.nodes if n.target is REDUCE_SCATTER and n in finishing]
+    for start, later in zip(starts, starts[_IN_FLIGHT:]):
+        wait = next(iter(start.users))
+        if wait.target is WAIT and later < wait:
+            later.prepend(wait)
+
+
+_IN_FLIGHT = 2
 
 
 def _late(node: fx.Node, finishing: set[fx.Node]) -> bool:

@@ -237,15 +237,19 @@ def wait_of(node: fx.Node) -> fx.Node:
     return next(user for user in node.users if user.target is WAIT)
 
 
-def test_reductions_start_when_ready_and_are_waited_for_at_the_end() -> None:
-    backward = program({"dp_shard": 2}, zero=2, bucket_bytes=100_000).joint.backward
-    assert backward is not None
-    starts = [n for n in backward.graph.nodes if n.target is REDUCE_SCATTER]
-    assert len(starts) == 5
-    last_mm = [n for n in backward.graph.nodes if n.target is torch.ops.aten.mm.default][-1]
-    for start in starts[:-1]:
-        assert compute(between(backward.graph, start, wait_of(start))) > 0
-        assert wait_of(start) > last_mm
+def test_reductions_start_when_ready_and_are_waited_for_late() -> None:
+    """All-reduces at the end; no more than two reduce-scatters hold their buckets at once."""
+    for mesh, target in (({"dp_shard": 2}, REDUCE_SCATTER), ({"dp_replicate": 2}, ALL_REDUCE)):
+        backward = program(mesh, zero=2, bucket_bytes=100_000).joint.backward
+        assert backward is not None
+        starts = [n for n in backward.graph.nodes if n.target is target]
+        assert len(starts) == 5
+        last_mm = [n for n in backward.graph.nodes if n.target is torch.ops.aten.mm.default][-1]
+        for start, later in zip(starts, starts[2:]):
+            assert compute(between(backward.graph, start, wait_of(start))) > 0
+            held = between(backward.graph, wait_of(start), later)
+            assert wait_of(start) > last_mm if target is ALL_REDUCE else compute(held) == 0
+        assert all(a < wait_of(b) for a, b in zip(starts[1:], starts))
 
 
 def test_gathers_start_one_bucket_ahead() -> None:

@@ -6,6 +6,7 @@ import copy
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import autoshard
 from gloo_pool import GlooPool
@@ -55,11 +56,11 @@ def two_steps() -> dict[str, bool | float]:
     for _ in range(2):
         compiled(x).backward()
         serial(x).backward()
-    have = {name: p.grad is None for name, p in model.named_parameters()}
-    assert model.used.weight.grad is not None and serial.used.weight.grad is not None
-    gradient = model.used.weight.grad.full_tensor()  # type: ignore[attr-defined]
-    have["error"] = float((gradient - serial.used.weight.grad).abs().max())
-    return have
+    parameters = dict(model.named_parameters())
+    have: dict[str, bool | float] = {name: p.grad is None for name, p in parameters.items()}
+    gradient, want = parameters["used.weight"].grad, serial.used.weight.grad
+    assert isinstance(gradient, DTensor) and want is not None
+    return {**have, "error": float((gradient.full_tensor() - want).abs().max())}
 
 
 def test_nobody_waits_for_them(gloo2: GlooPool) -> None:
