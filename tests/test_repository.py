@@ -16,7 +16,7 @@ TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "pyproject.to
 #: File over 400 lines -> why it is one idea all the same.
 LONG: dict[str, str] = {
     "tests/rule_samples.py": "data: one sample of arguments an operator",
-    "runtime/compat.py": "every touch of torch's private parts, so that one file is read for a new torch",
+    "runtime/compat.py": "every touch of torch's private parts: one file to read for a new torch",
 }
 
 #: Underscored modules that are used as widely as public ones, or that are operator namespaces.
