@@ -73,7 +73,7 @@ def order_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         bucket = _bucket(start)
         if bucket is None:
             continue
-        pieces = bucket.args[0]
+        pieces: Any = bucket.args[0]
         if earlier is not None and all(n.op == "placeholder" for n in _behind(pieces)):
             found.setdefault(bucket, []).append(earlier)
         for piece in pieces:
@@ -86,7 +86,7 @@ def order_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 def _bucket(start: fx.Node) -> fx.Node | None:
     """The concatenation that a collective moves."""
-    source = start.args[0]
+    source: Any = start.args[0]
     while isinstance(source, fx.Node) and source.target in _VIEWS:
         source = source.args[0]
     return source if isinstance(source, fx.Node) and source.target is aten.cat.default else None

@@ -77,8 +77,8 @@ def _prefetch(graph: fx.Graph, bucket_bytes: int | None) -> int:
     order = {node: i for i, node in enumerate(graph.nodes)}
     inputs_only = _inputs_only(graph)
     gathers = [n for n in graph.nodes if n.target is ALL_GATHER and n in inputs_only]
-    members = {node: one for node in gathers if (one := member(node)) is not None}
-    largest = max((one.nbytes for one in members.values()), default=0)
+    members = {node: found for node in gathers if (found := member(node)) is not None}
+    largest = max((m.nbytes for m in members.values()), default=0)
     moved = 0
     for node in gathers:
         group, before = node.args[-1], waited.get(node.args[-1])

@@ -327,6 +327,7 @@ def _keep_order(order: Order | None) -> Any:
     theirs: Any = config.post_grad_custom_post_pass
     if order is None:
         return theirs
+    chosen = order
 
     class KeepOrder(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
@@ -334,11 +335,11 @@ def _keep_order(order: Order | None) -> Any:
 
             if theirs is not None:
                 theirs(graph)
-            needed = order(graph)
+            needed = chosen(graph)
             preserve_node_ordering(graph, {n: OrderedSet(deps) for n, deps in needed.items()})
 
         def uuid(self) -> Any:
-            ours = get_hash_for_files((__file__, order.__code__.co_filename))
+            ours = get_hash_for_files((__file__, chosen.__code__.co_filename))
             if theirs is None:
                 return ours
             other = theirs.uuid() if isinstance(theirs, CustomGraphPass) else None
