@@ -170,7 +170,7 @@ class Step:
             return
         yield from self._backward(self.joint.backward.graph, alive)
         alive.update(dict.fromkeys((ACTIVATIONS, GATHERED), 0))
-        alive.update({GRADIENTS: self.gradients, TEMPORARIES: self.scratch})
+        alive[TEMPORARIES] = self.scratch
         yield Moment("optimizer", "", dict(alive))
 
     def _backward(self, graph: fx.Graph, alive: dict[str, int]) -> Iterator[Moment]:
@@ -181,16 +181,31 @@ class Step:
         given = {n: kept[n.name] for n in inputs if n not in tangents} | tangents
         held = storages(graph, given, TEMPORARIES)
         _mark(held, _gathered(graph, self.weights), GATHERED)
-        copied = 0
-        for node in _results(graph):
-            val = node.meta["val"]
-            if sum(s.nbytes for s in held[node]) == tensor_bytes(val) and val.is_contiguous():
-                _mark(held, [node], GRADIENTS)
-            else:  # a view of a bucket: it becomes a tensor of its own (runtime.storage.owned)
-                copied += tensor_bytes(val)
+        kept_storages, copies = _handed_out(_results(graph), held)
+        for storage in kept_storages:
+            storage.kind = GRADIENTS
         yield from _run("backward", graph, held, inputs, alive)
-        alive[GRADIENTS] += copied
+        alive[GRADIENTS] += copies
         yield Moment("backward", "unwrap", dict(alive))
+
+
+def _handed_out(gradients: list[fx.Node], held: Held) -> tuple[list[Storage], int]:
+    """Storages that become gradients as they are, and the bytes of gradients that are copied.
+
+    The rule of `runtime.storage.shared`: views of one storage stay where they are most of it.
+    """
+    used: dict[Storage, int] = {}
+    for node in gradients:
+        for storage in held[node]:
+            used[storage] = used.get(storage, 0) + tensor_bytes(node.meta["val"])
+    kept, copied = {}, 0
+    for node in gradients:
+        mostly = all(4 * used[s] >= 3 * s.nbytes for s in held[node])
+        if mostly and node.meta["val"].is_contiguous():
+            kept.update(dict.fromkeys(held[node]))
+        else:
+            copied += tensor_bytes(node.meta["val"])
+    return list(kept), copied
 
 
 def _tangent(node: fx.Node) -> tuple[Storage, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ from autoshard.memory import (
 )
 from autoshard.off_meta import off_meta
 from autoshard.passes.localize import local_value
-from autoshard.passes.pipeline import finish
+from autoshard.passes.pipeline import before_compilation, finish
 from autoshard.planning.plan import Plan
 from autoshard.planning.planner import Decisions
 from autoshard.planning.values import tensor_bytes
@@ -75,6 +76,7 @@ class Program:
     data: the state in which each is stored on the data-parallel axes; an absent one is R.
     microbatch: what backward does with gradients, one of `runtime.unshard.MICROBATCH`.
     chosen: where the mesh comes from, in a line; "" where the caller gave it.
+    absent: trained parameters of the model that the graph does not read, where the model is known.
     """
 
     graph_module: fx.GraphModule
@@ -88,20 +90,31 @@ class Program:
     config: Config
     microbatch: str = SINGLE
     chosen: str = ""
+    absent: tuple[str, ...] = ()
 
     @cached_property
     def joint(self) -> compat.ForwardBackward:
         """The forward and backward ATen graphs AOTAutograd makes of `graph_module`."""
         fakes = [n.meta["val"] for n in self.graph_module.graph.nodes if n.op == "placeholder"]
         made = compat.forward_backward(*off_meta(self.graph_module, fakes))
-        self.finish(made.forward, False)
+        finish(made.forward, self.mesh, self.config, False)
         if made.backward is not None:
-            self.finish(made.backward, True)
+            finish(made.backward, self.mesh, self.config, True)
         return made
 
+    @cached_property
+    def running(self) -> compat.ForwardBackward:
+        """`joint` as it is compiled and run: each collective the way its backend does it best."""
+        graphs = (self.joint.forward, self.joint.backward)
+        forward, backward = (gm and copy.deepcopy(gm) for gm in graphs)
+        for gm in filter(None, (forward, backward)):
+            before_compilation(gm, self.mesh, self.config)
+        assert forward is not None
+        return replace(self.joint, forward=forward, backward=backward)
+
     def finish(self, graph: fx.GraphModule, backward: bool) -> None:
-        """Bucket and schedule the collectives of one of AOTAutograd's graphs, in place."""
-        finish(graph, self.mesh, self.config, backward)
+        """Bucket and schedule the collectives of a graph that is compiled and run, in place."""
+        finish(graph, self.mesh, self.config, backward, run=True)
 
     def settings(self) -> str:
         """What `finish` depends on besides the graph; equal texts make equal graphs of one."""
@@ -153,7 +166,21 @@ class Program:
         resident = {
             PARAMETERS: parameters, BUFFERS: buffers, OPTIMIZER: state, PENDING: pending
         }  # fmt: skip
-        return Step(self.joint, positions, resident, sum(trained), kind.scratch(trained))
+        return Step(self.running, positions, resident, sum(trained), kind.scratch(trained))
+
+    def without_gradient(self) -> list[str]:
+        """Trained parameters that this graph gives no gradient: read only where none is recorded,
+        or not read at all (`absent`). No collective waits for them; `grad` stays None."""
+        backward = self.joint.backward
+        grads: Any = ()
+        if backward is not None:
+            grads = next(iter(reversed(backward.graph.nodes))).args[0]
+        names = []
+        for i, node in enumerate(n for n in self.serial.graph.nodes if n.op == "placeholder"):
+            trained = node in self.parameters and node.meta["val"].requires_grad
+            if trained and (i >= len(grads) or grads[i] is None):
+                names.append(self.parameters[node])
+        return [*names, *self.absent]
 
     def stored(self) -> dict[str, State]:
         """The stored state of each parameter on the axis."""

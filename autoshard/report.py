@@ -23,6 +23,7 @@ def explain(program: Program) -> str:
         program.chosen,
         _parameters(program),
         _unsharded(program),
+        _without_gradient(program),
         _collectives(program),
         _memory(program),
     ]
@@ -103,6 +104,16 @@ def _unsharded(program: Program) -> str:
         groups[w.kind, name, w.reason, w.where] += 1
     rows = [[kind, name, str(n), why, where] for (kind, name, why, where), n in groups.items()]
     return table(["not sharded", "", "count", "because", "line"], rows) if rows else ""
+
+
+def _without_gradient(program: Program) -> str:
+    """Nothing in inference; in training the parameters that an optimizer would not move."""
+    names = program.without_gradient()
+    if program.joint.backward is None or not names:
+        return ""
+    groups = Counter(folded(name) for name in names)
+    lines = [f"  {name}" + (f"  x {n}" if n > 1 else "") for name, n in groups.items()]
+    return "\n".join(["trained, and no gradient in this graph:", *lines])
 
 
 def _collectives(program: Program) -> str:

@@ -71,7 +71,15 @@ def trace(
 
     use = use_by(settings, offline)
     with contextlib.nullcontext() if use.param is None else lowered(model, use):
-        return intercept(model, args, kwargs, plan, dynamic)
+        program = intercept(model, args, kwargs, plan, dynamic)
+    read = set(program.parameters.values())
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    program.absent = tuple(
+        own[0] for p, own in names.items() if p.requires_grad and not read.intersection(own)
+    )
+    return program
 
 
 def intercept(

@@ -1,22 +1,36 @@
-"""Data parallelism against torch's own on two gloo processes: step time, and memory held.
+"""Data parallelism against torch's own on two gloo processes: time, peak memory, bytes sent.
 
-    torchrun --nproc-per-node=2 benchmarks/data_parallel.py [--steps 10] [--width 512] [--layers 8]
+    torchrun --nproc-per-node=2 benchmarks/data_parallel.py [--steps 20] [--json PATH]
 
-Compares this backend (DDP, ZeRO-2, ZeRO-3) with DistributedDataParallel and FSDP2's fully_shard,
-each eager and under torch.compile, in one run: the contestants take turns step by step, so that
-other load on the machine meets all of them. Each row is the median step, its ratio to
-autoshard's ZeRO-3 and DDP, and the bytes of parameters and gradients a rank holds after backward.
-Peak memory within the step and bytes on the wire are not measured.
+This backend (DDP, ZeRO-1, 2 and 3) beside DistributedDataParallel and FSDP2's fully_shard, each
+eager and under torch.compile, in one run. The contestants take turns step by step, so that other
+load on the machine meets all of them. A row is the median over steps, and each column is followed
+by its ratio to the best of torch's of the same kind: DDP for what stores whole parameters, FSDP2
+for what stores shards.
+
+How each is measured, the same for all and through compiled code as well:
+- step: forward, backward, optimizer, zero_grad, between two barriers; the slower rank counts.
+- peak: what is held between steps (parameters, DDP's buckets), and above that the allocations of
+  a step of its own under torch.profiler, which sees each of them. What the process group's threads
+  allocate for themselves is not seen.
+- sent: what the kernel says the process sent over its sockets (TCP_INFO), in one step. Linux only.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import json
+import os
+import socket
+import stat
 import statistics
+import struct
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +39,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+SETTLING = 3  # steps to compile and to settle; the last is the profiled one
 
 
 class Block(nn.Module):
@@ -50,20 +67,28 @@ class Model(nn.Module):
         return self.blocks(x).square().mean()
 
 
-Contestant = tuple[nn.Module, Callable[..., Any]]
+class Contestant(NamedTuple):
+    """module: whose parameters are trained. call: what is called. rival: whom it is measured by."""
+
+    module: nn.Module
+    call: Callable[..., Any]
+    rival: str
 
 
-def contestants(model: nn.Module, bucket_bytes: int) -> dict[str, Contestant]:
-    """(the module whose parameters are trained, what is called) by name."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+def contestants(model: Model, bucket_bytes: int) -> dict[str, Contestant]:
+    """All of them by name, each with a copy of the model."""
+    n = dist.get_world_size()
+    block_bytes = sum(p.numel() * p.element_size() for p in model.blocks[0].parameters()) - 4096
+    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("dp_shard",))
 
-    def ours(mesh_sizes: dict[str, int], zero: int) -> Contestant:
+    def ours(mesh_sizes: dict[str, int], zero: int, rival: str) -> Contestant:
         own = copy.deepcopy(model)
-        options = {"mesh": mesh_sizes, "zero": zero, "bucket_bytes": bucket_bytes}
-        return own, torch.compile(own, backend="autoshard", options=options)
+        size = bucket_bytes if rival == "DDP" else block_bytes  # the bucket of the rival
+        options = {"mesh": mesh_sizes, "zero": zero, "bucket_bytes": size}
+        return Contestant(own, torch.compile(own, backend="autoshard", options=options), rival)
 
     def ddp() -> nn.Module:
-        return DistributedDataParallel(copy.deepcopy(model))
+        return DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=bucket_bytes >> 20)
 
     def fsdp() -> nn.Module:
         own = copy.deepcopy(model)
@@ -72,63 +97,151 @@ def contestants(model: nn.Module, bucket_bytes: int) -> dict[str, Contestant]:
         fully_shard(own, mesh=mesh)
         return own
 
-    n = dist.get_world_size()
     found = {
-        "autoshard ddp": ours({"dp_replicate": n}, 3),
-        "autoshard zero-2": ours({"dp_shard": n}, 2),
-        "autoshard zero-3": ours({"dp_shard": n}, 3),
+        "autoshard DDP": ours({"dp_replicate": n}, 3, "DDP"),
+        "autoshard ZeRO-1": ours({"dp_shard": n}, 1, "FSDP2"),
+        "autoshard ZeRO-2": ours({"dp_shard": n}, 2, "FSDP2"),
+        "autoshard ZeRO-3": ours({"dp_shard": n}, 3, "FSDP2"),
     }
     for name, make in (("DDP", ddp), ("FSDP2", fsdp)):
         eager, compiled = make(), make()
-        found[f"{name} eager"] = (eager, eager)
-        found[f"{name} compiled"] = (compiled, torch.compile(compiled))
+        found[f"{name} eager"] = Contestant(eager, eager, name)
+        found[f"{name} compiled"] = Contestant(compiled, torch.compile(compiled), name)
     return found
 
 
+def sockets() -> Iterator[socket.socket]:
+    """The TCP sockets of this process."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as one:
+                    if one.type == socket.SOCK_STREAM and one.family != socket.AF_UNIX:
+                        yield one
+
+
+def bytes_sent() -> int:
+    """What this process has sent so far: `tcpi_bytes_sent` of linux/tcp.h, of each socket."""
+    infos = (one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256) for one in sockets())
+    return sum(struct.unpack_from("Q", info, 200)[0] for info in infos if len(info) >= 208)
+
+
+def peak(recorded: Any) -> int:
+    """Bytes above the start at the highest point of a profiled stretch."""
+    events = recorded.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    now = highest = 0
+    for _, nbytes in sorted(changes, key=lambda change: change[0]):
+        now += nbytes
+        highest = max(highest, now)
+    return highest
+
+
 def held(module: nn.Module) -> int:
-    """Bytes of parameters and gradients a rank holds after backward."""
-    tensors = [t for p in module.parameters() for t in (p, p.grad) if t is not None]
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-    return sum(t.numel() * t.element_size() for t in local)
+    """Bytes a rank holds between steps: its parts of the parameters, and DDP's buckets, which are
+    as large as the gradients and live as long as the module."""
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
+    nbytes = sum(p.numel() * p.element_size() for p in local)
+    return 2 * nbytes if isinstance(module, DistributedDataParallel) else nbytes
+
+
+class Measured:
+    """One contestant's optimizer and figures."""
+
+    def __init__(self, contestant: Contestant) -> None:
+        self.contestant = contestant
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.seconds: list[float] = []
+        self.peak = self.sent = 0
+
+    def step(self, x: torch.Tensor) -> None:
+        """One training step."""
+        self.contestant.call(x).backward()
+        if self.optimizer is None:
+            self.optimizer = torch.optim.SGD(self.contestant.module.parameters(), lr=1e-3)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def timed(self, x: torch.Tensor) -> None:
+        """A step on the clock."""
+        dist.barrier()
+        start = time.perf_counter()
+        self.step(x)
+        dist.barrier()
+        self.seconds.append(time.perf_counter() - start)
+
+    def profiled(self, x: torch.Tensor) -> None:
+        """A step for its memory and its bytes."""
+        dist.barrier()
+        before = bytes_sent()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            self.step(x)
+        self.sent = bytes_sent() - before
+        self.peak = held(self.contestant.module) + peak(recorded)
+        dist.barrier()
+
+
+def figures(measured: dict[str, Measured]) -> dict[str, dict[str, float]]:
+    """Per contestant: the figures, and each as a ratio to the best rival's."""
+    rows: dict[str, dict[str, float]] = {}
+    for name, one in measured.items():
+        slowest = torch.tensor(one.seconds)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        rows[name] = {
+            "ms": 1e3 * statistics.median(slowest.tolist()),
+            "peak_mb": one.peak / 1e6,
+            "sent_mb": one.sent / 1e6,
+        }
+    for name, row in rows.items():
+        rival = measured[name].contestant.rival
+        for key in ("ms", "peak_mb", "sent_mb"):
+            best = min(rows[f"{rival} {kind}"][key] for kind in ("eager", "compiled"))
+            row[f"{key}_ratio"] = row[key] / best
+    return rows
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    """The figures, each followed by its ratio."""
+    lines = [f"{'':18}{'ms a step':>12}{'ratio':>7}{'peak MB':>10}{'ratio':>7}"
+             f"{'sent MB':>10}{'ratio':>7}"]
+    for name, row in rows.items():
+        lines.append(
+            f"{name:18}{row['ms']:12.1f}{row['ms_ratio']:7.2f}{row['peak_mb']:10.1f}"
+            f"{row['peak_mb_ratio']:7.2f}{row['sent_mb']:10.1f}{row['sent_mb_ratio']:7.2f}"
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
     """Run all contestants and print the table on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--bucket-bytes", type=int, default=16 << 20)
+    parser.add_argument("--bucket-bytes", type=int, default=25 << 20, help="DDP's default")
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     dist.init_process_group("gloo")
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     found = contestants(Model(args.width, args.layers), args.bucket_bytes)
-    seconds: dict[str, list[float]] = {name: [] for name in found}
-    memory: dict[str, int] = {}
-    optimizers: dict[str, torch.optim.Optimizer] = {}
-    for step in range(args.steps + 2):
+    measured = {name: Measured(one) for name, one in found.items()}
+    for number in range(SETTLING + args.steps):
         x = torch.randn(args.batch, args.width)
-        for name, (module, call) in found.items():
-            dist.barrier()
-            start = time.perf_counter()
-            call(x).backward()
-            memory[name] = held(module)
-            if name not in optimizers:
-                optimizers[name] = torch.optim.SGD(module.parameters(), lr=1e-3)
-            optimizers[name].step()
-            optimizers[name].zero_grad()
-            dist.barrier()
-            if step >= 2:  # two steps to compile and to settle
-                seconds[name].append(time.perf_counter() - start)
+        for one in measured.values():
+            if number < SETTLING - 1:
+                one.step(x)
+            elif number == SETTLING - 1:
+                one.profiled(x)
+            else:
+                one.timed(x)
+    rows = figures(measured)
     if dist.get_rank() == 0:
-        print(f"{'':18} {'ms a step':>10} {'to zero-3':>10} {'to ddp':>8} {'MB held':>8}")
-        median = {name: statistics.median(times) for name, times in seconds.items()}
-        for name, value in median.items():
-            print(
-                f"{name:18} {1e3 * value:10.1f} {value / median['autoshard zero-3']:10.2f} "
-                f"{value / median['autoshard ddp']:8.2f} {memory[name] / 1e6:8.1f}"
-            )
+        print(table(rows))
+        if args.json:
+            settings = {key: str(value) for key, value in vars(args).items()}
+            args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=2) + "\n")
     dist.destroy_process_group()
 
 

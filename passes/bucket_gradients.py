@@ -12,14 +12,16 @@ A reduction belongs to a gradient where everything that follows it is a chain of
 ends in the output: no other computation waits for it, so that it may come later. All-reduces
 (DDP, the outer axis of a hybrid mesh, and on `tp` the weights used as V: norms, row biases) and
 reduce-scatters (FSDP; each member is laid out by ranks, so that a rank's part is contiguous).
+Gradients leave as views of the bucket, at the places that `buckets.aligned` gives them.
 
-Not done: tied and expert weights have no buckets of their own; a tied weight has one gradient here.
+On a hybrid mesh the all-reduce over the outer axis takes the reduced bucket of the inner one as it
+is: one for one, with no copy between.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -30,6 +32,7 @@ from autoshard.passes.buckets import (
     WAIT,
     Maker,
     Member,
+    aligned,
     aten,
     fill,
     member,
@@ -60,11 +63,66 @@ class BucketGradients:
                     found = member(node)
                     if found is not None and node in last:
                         members.append(found)
-            for bucket in fill(members, self.bucket_bytes):
+            stages = _stages(members)
+            for wait, bucket in stages.items():
+                _continue(gm.graph, wait, bucket, self.name)
+                report.hits += len(bucket)
+            staged = {one.node for bucket in stages.values() for one in bucket}
+            rest = [one for one in members if one.node not in staged]
+            for bucket in fill(rest, self.bucket_bytes):
                 _merge(gm.graph, bucket, self.name)
                 report.hits += len(bucket)
             sort_stable(gm.graph)
         return report
+
+
+def _stages(members: list[Member]) -> dict[fx.Node, list[Member]]:
+    """The members that are the pieces of one reduced bucket, all of them, by the bucket's wait."""
+    found: dict[fx.Node, list[Member]] = {}
+    for one in members:
+        source = _undivided(one.source)
+        while source.target in _VIEWS:
+            source = source.args[0]  # type: ignore[assignment]
+        if source.target is WAIT and len(source.users) > 1:
+            found.setdefault(source, []).append(one)
+    return {
+        wait: bucket
+        for wait, bucket in found.items()
+        if len(bucket) == len(wait.users)
+        and len({(*one.key, _divisor(one.source)) for one in bucket}) == 1
+    }
+
+
+_VIEWS = (aten.reshape.default, aten.slice.Tensor)
+
+
+def _divisor(source: fx.Node) -> Any:
+    """What a piece is divided by on its way, a number; None: nothing."""
+    return source.args[1] if source.target is aten.div.Tensor else None
+
+
+def _undivided(source: fx.Node) -> fx.Node:
+    return source.args[0] if source.target is aten.div.Tensor else source  # type: ignore[return-value]
+
+
+def _continue(graph: fx.Graph, wait: fx.Node, bucket: list[Member], provenance: str) -> None:
+    """Reduce the bucket that ended in `wait` once more, instead of its pieces."""
+    first = bucket[0]
+    make = Maker(graph, bucket, provenance)
+    pieces = list(wait.users)
+    with graph.inserting_after(wait):
+        at = wait
+        divisor = _divisor(first.source)
+        if divisor is not None:
+            at = make(aten.div.Tensor, at, divisor)
+    with graph.inserting_after(at):
+        started = make(first.node.target, at, *first.node.args[1:])  # type: ignore[arg-type]
+    with graph.inserting_after(started):
+        reduced = make(WAIT, started)
+    for piece in pieces:
+        piece.replace_input_with(wait, reduced)
+    replace(bucket, [_undivided(one.source) for one in bucket])
+    _erase_unread(bucket)
 
 
 def _merge(graph: fx.Graph, bucket: list[Member], provenance: str) -> None:
@@ -72,17 +130,31 @@ def _merge(graph: fx.Graph, bucket: list[Member], provenance: str) -> None:
     scatter = first.target is REDUCE_SCATTER
     ranks = first.args[2] if scatter else 1
     assert isinstance(ranks, int)
+    sizes = [numel(one.source.meta["val"].shape) // ranks for one in bucket]
+    starts, total = aligned(sizes, ranks)
     make = Maker(graph, bucket, provenance)
     with graph.inserting_before(last):
-        # one row a rank: what a rank receives is then contiguous
-        rows = [make(aten.reshape.default, one.source, [ranks, -1]) for one in bucket]
-        flat = make(aten.reshape.default, make(aten.cat.default, rows, 1), [-1])
+        rows: list[fx.Node] = []
+        ends = [*starts[1:], total]
+        for one, size, start, end in zip(bucket, sizes, starts, ends, strict=True):
+            # one row a rank: what a rank receives is then contiguous
+            row = make(aten.reshape.default, _undivided(one.source), [ranks, size])
+            if end - start > size:
+                row = make(aten.constant_pad_nd.default, row, [0, end - start - size], 0.0)
+            divisor = _divisor(one.source)
+            # divided last, so that the division itself writes into the bucket
+            rows.append(row if divisor is None else make(aten.div.Tensor, row, divisor))
+        flat = make(aten.reshape.default, make(aten.cat.default, rows, 1), [ranks * total])
         reduced = make(WAIT, make(first.target, flat, *first.args[1:]))  # type: ignore[arg-type]
-        results, start = [], 0
-        for one in bucket:
-            shape = list(one.wait.meta["val"].shape)
-            end = start + numel(shape)
-            part = make(aten.slice.Tensor, reduced, 0, start, end)
-            results.append(make(aten.reshape.default, part, shape))
-            start = end
+        results = []
+        for one, size, start in zip(bucket, sizes, starts, strict=True):
+            part = make(aten.slice.Tensor, reduced, 0, start, start + size)
+            results.append(make(aten.reshape.default, part, list(one.wait.meta["val"].shape)))
     replace(bucket, results)
+    _erase_unread(bucket)
+
+
+def _erase_unread(bucket: list[Member]) -> None:
+    for one in bucket:
+        if not one.source.users and one.source.op == "call_function":
+            one.source.graph.erase_node(one.source)

@@ -1,13 +1,16 @@
 """What the bucketing passes share: which collectives may be merged, into which buckets, and how.
 
 Collectives are taken in the order of the graph, which is the order in which their inputs become
-ready, and fill a bucket until it holds its size: the greedy rule of Megatron-Core's
-`param_and_grad_buffer`. A graph is the same on all ranks of its axis, and so are its buckets.
+ready (of gradients: the parameter that forward uses last comes first), and fill a bucket until it
+holds its size: the greedy rule of Megatron-Core's `param_and_grad_buffer`. One that fills a bucket
+by itself stays alone: merged, it would be copied in and out, and save no latency worth having. A
+graph is the same on all ranks of its axis, and so are its buckets.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +26,9 @@ ALL_REDUCE = c10d.all_reduce.default
 ALL_GATHER = c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 WAIT = c10d.wait_tensor.default
+KIND = "autoshard_bucket"
+"""Key of a node's `custom`: weights of one kind share buckets, see `kind_of`."""
+
 COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, c10d.all_to_all_single.default)
 
 
@@ -36,8 +42,9 @@ class Member(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Members of one bucket have it in common: operator, its arguments, dtype."""
-        return (self.node.target, *self.node.args[1:], self.source.meta["val"].dtype)
+        """Members of one bucket have it in common: operator, its arguments, dtype, kind."""
+        kind = (self.node.meta.get("custom") or {}).get(KIND, "")
+        return (self.node.target, *self.node.args[1:], self.source.meta["val"].dtype, kind)
 
 
 def member(node: fx.Node) -> Member | None:
@@ -68,15 +75,70 @@ def fill(members: Sequence[Member], bucket_bytes: int | None) -> list[list[Membe
     open_buckets: dict[tuple[Any, ...], list[Member]] = {}
     buckets: list[list[Member]] = []
     for one in members:
+        limit = default_bytes(one) if bucket_bytes is None else bucket_bytes
+        if one.nbytes >= limit:
+            continue
         bucket = open_buckets.get(one.key)
         if bucket is None:
             bucket = open_buckets[one.key] = []
             buckets.append(bucket)
         bucket.append(one)
-        limit = default_bytes(one) if bucket_bytes is None else bucket_bytes
         if sum(m.nbytes for m in bucket) >= limit:
             del open_buckets[one.key]
     return [bucket for bucket in buckets if len(bucket) > 1]
+
+
+def aligned(sizes: Sequence[int], ranks: int) -> tuple[list[int], int]:
+    """Where members begin in a rank's part of a bucket of gradients, and how long the part is.
+
+    sizes: elements of each member a rank; ranks: parts of the bucket (1: an all-reduce). Members
+    begin at multiples of 64 elements, and a scattered bucket is a multiple of lcm(ranks, 128), as
+    in Megatron-Core's distributed optimizer (`param_layout`): gradients are views of the bucket,
+    and vector kernels, of Inductor and of fused optimizers, copy or slow down on what is not
+    aligned. An all-reduce has no parts to align, and its bucket ends with its last member.
+
+    Buckets of parameters have no padding: each weight is copied out of its bucket, whose layout is
+    by ranks, and the copy is aligned by itself.
+    """
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += -(-size // _ALIGNED) * _ALIGNED
+    if ranks == 1:
+        return starts, starts[-1] + sizes[-1] if sizes else 0
+    multiple = math.lcm(ranks, 128) // ranks
+    return starts, -(-end // multiple) * multiple
+
+
+_ALIGNED = 64
+
+
+def kind_of(parameter: fx.Node) -> str:
+    """ "tied", "experts" or "": weights of the first two have buckets of their own.
+
+    A weight read in several places (a shared embedding) has its gradient when the first of them
+    has run backward, which would hold up the bucket of the last. Expert weights, stacked on a
+    first dim that batched products run over, are dense in size and sparse in use.
+    """
+    if len(parameter.users) > 1:
+        return "tied"
+    val = parameter.meta.get("val")
+    user = next(iter(parameter.users), None)
+    while user is not None and getattr(val, "dim", int)() == 3:
+        if user.target in _BATCHED:
+            return "experts"
+        if user.target not in _PASSED or len(user.users) != 1:
+            break
+        user = next(iter(user.users))
+    return ""
+
+
+_BATCHED = tuple(
+    getattr(aten, name).default
+    for name in ("bmm", "baddbmm", "matmul", "einsum", "_grouped_mm")
+    if hasattr(aten, name)
+)
+_PASSED = (aten.transpose.int, aten.permute.default, aten._to_copy.default, aten.t.default)
 
 
 class Maker:

@@ -34,6 +34,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard.passes.base import Context, Report
+from autoshard.passes.buckets import KIND, kind_of
 from autoshard.passes.localize import local_value
 from autoshard.runtime.axis import Axis
 from autoshard.runtime.placement import R, State, shard_dim
@@ -148,6 +149,7 @@ class DataParallel:
             and not (waits is not None and self.microbatch == ACCUMULATE and i < waits)
         ]
         lower = whole.dtype if index in self.dtypes else None
+        kind = kind_of(node)
         at = node
         for axis in chain:
             state, size = states.get(axis.name, R), sizes.get(axis.name)
@@ -161,6 +163,8 @@ class DataParallel:
                 args += [pending, self.microbatch]
             at = graph.call_function(unshard, tuple(args))
             at.meta = _meta(node, user, f"{state} -> V")
+            if kind:
+                at.meta["custom"][KIND] = kind
             if shard_dim(state) is not None:
                 at.meta["recompute"] = (
                     CheckpointPolicy.MUST_RECOMPUTE if self.regather else CheckpointPolicy.MUST_SAVE

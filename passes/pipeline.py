@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
@@ -9,6 +10,7 @@ from torch import fx
 from autoshard.passes.base import Context, Pass, Report
 from autoshard.passes.bucket_gradients import BucketGradients
 from autoshard.passes.bucket_parameters import BucketParameters
+from autoshard.passes.exchange_scatter import ExchangeScatter
 from autoshard.passes.expand_grouped_heads import ExpandGroupedHeads
 from autoshard.passes.invariant_random import InvariantRandom
 from autoshard.passes.normalize import Normalize
@@ -26,11 +28,30 @@ BEFORE_PLANNING: tuple[Pass, ...] = (
     InvariantRandom(),
 )
 
+# On a graph that is compiled and run; the collectives of a Program are those before.
+BEFORE_COMPILATION: tuple[Pass, ...] = (ExchangeScatter(),)
 
-def finish(gm: fx.GraphModule, mesh: Mesh, config: Any, backward: bool) -> list[Report]:
-    """Run the passes over one of AOTAutograd's graphs, in place."""
+
+def finish(
+    gm: fx.GraphModule, mesh: Mesh, config: Any, backward: bool, run: bool = False
+) -> list[Report]:
+    """Run the passes over one of AOTAutograd's graphs, in place.
+
+    run: the graph is compiled and run, and each collective is done the way its backend does best.
+    """
+    passes = after_autograd(mesh, config, backward)
+    reports = _run(passes, gm, mesh, config)
+    return [*reports, *(before_compilation(gm, mesh, config) if run else ())]
+
+
+def before_compilation(gm: fx.GraphModule, mesh: Mesh, config: Any) -> list[Report]:
+    """The passes of `finish` over a graph that is compiled and run, in place."""
+    return _run(BEFORE_COMPILATION, gm, mesh, config)
+
+
+def _run(passes: Sequence[Pass], gm: fx.GraphModule, mesh: Mesh, config: Any) -> list[Report]:
     reports = []
-    for one in after_autograd(mesh, config, backward):
+    for one in passes:
         reports.append(one.run(gm, Context(mesh.axis("tp"), config)))
         gm.graph.lint()
     gm.recompile()
@@ -48,7 +69,7 @@ def after_autograd(mesh: Mesh, config: Any, backward: bool) -> tuple[Pass, ...]:
     return (
         BucketParameters(config.bucket_bytes, mesh.axis("tp").group if backward else ""),
         *((BucketGradients(groups, config.bucket_bytes),) if backward else ()),
-        ScheduleCollectives(),
+        ScheduleCollectives(bucket_bytes=config.bucket_bytes),
     )
 
 

@@ -9,14 +9,19 @@
     return (%1, %4, %2)                           return (%1, %4, %2)
 
 A wait moves to its first reader that is not a view; the waits of gradients so reach the end of
-backward. Each bucket of parameter gathers starts where the bucket before it is waited for: one
-bucket ahead, so that at most two are held.
+backward, except that no more than two reduce-scatters are under way at once. Each bucket of
+parameter gathers starts where the bucket before it is waited for: one bucket ahead, so that at most
+two are held; and not ahead where the two are more than both the largest gather of the graph and two
+buckets, each of which holds less than twice `bucket_bytes`.
+
+On a hybrid mesh a bucket is scattered over the inner axis and then reduced over the outer one. The
+second waits for the first, and so starts where the next bucket's first one has started: each
+overlaps with the making of one more bucket.
 
 The order is a function of the graph alone, from the first step on, and the order of the starts
 within one process group does not change, so that all ranks agree on it.
 
-Not done: a cost model of what overlaps with what; prefetching further than one bucket; on a
-hybrid mesh, the all-reduce of a bucket's shards still waits at once for their reduce-scatter.
+Not done: a cost model of what overlaps with what; prefetching further than one bucket.
 """
 
 from __future__ import annotations
@@ -27,38 +32,64 @@ from typing import ClassVar
 from torch import fx
 
 from autoshard.passes.base import Context, Report
-from autoshard.passes.buckets import ALL_GATHER, COLLECTIVES, WAIT, aten, single_chains
+from autoshard.passes.buckets import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    COLLECTIVES,
+    REDUCE_SCATTER,
+    WAIT,
+    aten,
+    default_bytes,
+    member,
+    single_chains,
+    sort_stable,
+)
 
 _VIEWS = (aten.slice.Tensor, aten.reshape.default, aten.view.default, aten.permute.default)
 
 
 @dataclass(frozen=True)
 class ScheduleCollectives:
-    """prefetch: start a gather of parameters at the wait of the one before it."""
+    """prefetch: start a gather of parameters at the wait of the one before it.
+
+    bucket_bytes: as in the bucketing passes; None: their default.
+    """
 
     name: ClassVar[str] = "schedule_collectives"
     prefetch: bool = True
+    bucket_bytes: int | None = None
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
         """Reorder in place."""
         report = Report(self.name)
         if self.prefetch:
-            report.hits += _prefetch(gm.graph)
+            report.hits += _prefetch(gm.graph, self.bucket_bytes)
+        report.hits += _delay_second_stages(gm.graph)
         report.hits += _sink_waits(gm.graph)
+        _limit_in_flight(gm.graph)
         return report
 
 
-def _prefetch(graph: fx.Graph) -> int:
+def _prefetch(graph: fx.Graph, bucket_bytes: int | None) -> int:
     """Start each input-only gather where the one before it in its group is waited for."""
     waited: dict[object, fx.Node] = {}
+    held: dict[object, int] = {}
     order = {node: i for i, node in enumerate(graph.nodes)}
     inputs_only = _inputs_only(graph)
+    gathers = [n for n in graph.nodes if n.target is ALL_GATHER and n in inputs_only]
+    members = {node: found for node in gathers if (found := member(node)) is not None}
+    largest = max((m.nbytes for m in members.values()), default=0)
     moved = 0
-    for node in list(graph.nodes):
-        if node.target is not ALL_GATHER or node not in inputs_only:
-            continue
+    for node in gathers:
         group, before = node.args[-1], waited.get(node.args[-1])
         waits = [user for user in node.users if user.target is WAIT]
+        nbytes = 0
+        if node in members:
+            nbytes = members[node].nbytes
+            limit = default_bytes(members[node]) if bucket_bytes is None else bucket_bytes
+            if held.get(group, 0) + nbytes > max(largest, 4 * limit):
+                before = None
+        held[group] = nbytes
         if before is not None:
             needed = sorted(_above(node, order[before], order), key=order.__getitem__)
             for one in needed:
@@ -67,6 +98,30 @@ def _prefetch(graph: fx.Graph) -> int:
         if waits:
             waited[group] = waits[0]
     return moved
+
+
+def _delay_second_stages(graph: fx.Graph) -> int:
+    """Start a reduction of a reduced bucket after the next bucket's first reduction."""
+    delayed: dict[fx.Node, list[fx.Node]] = {}
+    finishing = single_chains(graph)
+    following: fx.Node | None = None
+    for node in reversed(list(graph.nodes)):
+        if node.target is REDUCE_SCATTER:
+            following = node
+        if node.target is not ALL_REDUCE or following is None or node not in finishing:
+            continue
+        stage = [node]
+        while stage[-1].target is not WAIT and len(stage[-1].all_input_nodes) == 1:
+            stage.append(stage[-1].all_input_nodes[0])
+        first = stage[-1].args[0] if stage[-1].target is WAIT else None
+        if isinstance(first, fx.Node) and first.target is REDUCE_SCATTER:
+            delayed.setdefault(following, []).extend(stage)
+    for start, stages in delayed.items():
+        for node in stages:  # the last ones first
+            start.append(node)
+    if delayed:
+        sort_stable(graph)
+    return len(delayed)
 
 
 def _inputs_only(graph: fx.Graph) -> set[fx.Node]:
@@ -104,6 +159,23 @@ def _sink_waits(graph: fx.Graph) -> int:
         leader[reader] = node
         moved += node.target is WAIT
     return moved
+
+
+def _limit_in_flight(graph: fx.Graph) -> None:
+    """Wait for a reduce-scatter of gradients before the second one after it starts.
+
+    It holds the whole bucket until then, of which a rank keeps a part. (The bucket of an
+    all-reduce becomes the gradients: to wait for it earlier would free nothing.)
+    """
+    finishing = single_chains(graph)
+    starts = [n for n in graph.nodes if n.target is REDUCE_SCATTER and n in finishing]
+    for start, later in zip(starts, starts[_IN_FLIGHT:]):
+        wait = next(iter(start.users))
+        if wait.target is WAIT and later < wait:
+            later.prepend(wait)
+
+
+_IN_FLIGHT = 2
 
 
 def _late(node: fx.Node, finishing: set[fx.Node]) -> bool:

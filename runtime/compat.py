@@ -21,6 +21,7 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._ordered_set import OrderedSet
 
 from autoshard.runtime.errors import AutoshardError, message
 
@@ -33,6 +34,9 @@ Finish = Callable[[fx.GraphModule, bool], Any]
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 """Operators that Inductor gets in smaller ones, which it fuses."""
+
+Order = Callable[[fx.Graph], dict[fx.Node, list[fx.Node]]]
+"""The nodes of a graph that each of its nodes must come after, besides those it reads."""
 
 allow_in_graph = torch.compiler.allow_in_graph
 
@@ -301,17 +305,24 @@ def aot_eager(
 
 
 def inductor(
-    gm: fx.GraphModule, fakes: Sequence[Any], finish: Finish | None = None, digest: str = ""
+    gm: fx.GraphModule,
+    fakes: Sequence[Any],
+    finish: Finish | None = None,
+    digest: str = "",
+    order: Order | None = None,
 ) -> Callable[..., Any]:
-    """AOTAutograd and Inductor. digest: what `finish` depends on besides the graph."""
+    """AOTAutograd and Inductor. digest: what `finish` depends on besides the graph. order: what
+    Inductor must keep."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.decomposition import decompositions, fast_random_decomps
 
     def inner_compile(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        if finish is not None:
-            finish(graph, bool(options.get("is_backward")))
-        return compile_fx_inner(graph, inputs, **options)
+        if finish is None:
+            return compile_fx_inner(graph, inputs, **options)
+        finish(graph, bool(options.get("is_backward")))
+        with config.patch(post_grad_custom_post_pass=_keep_order(order)):
+            return compile_fx_inner(graph, inputs, **options)
 
     # In its own table: a table given by argument is part of the key of Inductor's cache, which
     # cannot write it down, and then caches nothing.
@@ -342,6 +353,38 @@ def _cache_keys(gm: fx.GraphModule, digest: str) -> dict[str, str]:
 def allocators() -> Any:
     """The module by whose `_empty_strided_cpu` Inductor's code allocates, past every mode."""
     return torch._C._dynamo.guards
+
+
+def _keep_order(order: Order | None) -> Any:
+    """Inductor's pass after its own passes: what is set there, then the dependencies.
+
+    Only a class with a `uuid` lets Inductor cache what it compiles.
+    """
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    theirs: Any = config.post_grad_custom_post_pass
+    if order is None:
+        return theirs
+    chosen = order
+
+    class KeepOrder(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+
+            if theirs is not None:
+                theirs(graph)
+            needed = chosen(graph)
+            preserve_node_ordering(graph, {n: OrderedSet(deps) for n, deps in needed.items()})
+
+        def uuid(self) -> Any:
+            ours = get_hash_for_files((__file__, chosen.__code__.co_filename))
+            if theirs is None:
+                return ours
+            other = theirs.uuid() if isinstance(theirs, CustomGraphPass) else None
+            return other and (ours, other)
+
+    return KeepOrder()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from autoshard.runtime.collectives import change
 from autoshard.runtime.data_axes import data_axes
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.placement import R, State, shard_dim
-from autoshard.runtime.storage import extents, owned, stored_states
+from autoshard.runtime.storage import extents, shared, stored_states
 from autoshard.runtime.unshard import ACCUMULATE, SINGLE, deferred_at, unshard
 
 
@@ -99,6 +99,6 @@ class _Unwrap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:  # type: ignore[override]
         return tuple(
-            None if grad is None else compat.dtensor(owned(grad), spec)
-            for grad, spec in zip(grads, ctx.specs)
+            None if grad is None else compat.dtensor(grad, spec)
+            for grad, spec in zip(shared(grads), ctx.specs)
         )

@@ -82,6 +82,28 @@ def owned(part: torch.Tensor) -> torch.Tensor:
     return part.clone(memory_format=torch.contiguous_format)
 
 
+def shared(parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """`parts`, contiguous; views of one storage stay views where they are most of it together.
+
+    A bucket of reduced gradients is so handed out in pieces, without a copy. What is a small part
+    of its storage is copied: it would keep the rest alive.
+    """
+    used: dict[int, int] = {}
+    storages = [None if part is None else part.untyped_storage() for part in parts]
+    for part, storage in zip(parts, storages):
+        if part is not None and storage is not None:
+            at = storage.data_ptr()
+            used[at] = used.get(at, 0) + part.numel() * part.element_size()
+    found = list(parts)
+    for i, (part, storage) in enumerate(zip(parts, storages)):
+        if part is None or storage is None:
+            continue
+        mostly = 4 * used[storage.data_ptr()] >= 3 * storage.nbytes()
+        if not (mostly and part.is_contiguous()):
+            found[i] = part.clone(memory_format=torch.contiguous_format)
+    return found
+
+
 def extents(
     shape: Sequence[int], states: Mapping[str, State], axes: Sequence[Axis]
 ) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from typing import Any
 
@@ -14,7 +15,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import autoshard
 from autoshard.passes.base import Context
 from autoshard.passes.bucket_gradients import BucketGradients
-from autoshard.passes.buckets import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, sort_stable
+from autoshard.passes.buckets import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    KIND,
+    REDUCE_SCATTER,
+    WAIT,
+    aligned,
+    kind_of,
+    sort_stable,
+)
+from autoshard.passes.keep_order import order_dependencies
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.axis import Axis
@@ -73,13 +84,18 @@ def test_counts(
 
 
 def test_bytes_equal_the_ledger() -> None:
-    """Megatron's ledger: ZeRO-3 gathers twice and scatters once what DDP all-reduces once."""
-    total = sum(p.numel() * p.element_size() for p in CASES["llama"].make_model().parameters())
-    for size in (1, 100_000):
+    """Megatron's ledger: ZeRO-3 gathers twice and scatters once what DDP all-reduces once.
+
+    Scattered buckets hold the padded sizes (P' in the ledger): half a norm weight takes 64 places.
+    """
+    weights = [p.numel() * p.element_size() for p in CASES["llama"].make_model().parameters()]
+    total = sum(weights)
+    padded = sum(max(nbytes, 2 * 64 * 4) for nbytes in weights)
+    for size, scattered in ((1, total), (100_000, padded)):
         moved: Counter[str] = Counter()
         for c in program({"dp_shard": 2}, zero=2, bucket_bytes=size).collectives():
             moved[c.op] += c.bytes
-        assert moved == {"all_gather": total, "reduce_scatter": total}
+        assert moved == {"all_gather": total, "reduce_scatter": scattered}
         ddp = program({"dp_replicate": 2}, bucket_bytes=size).collectives()
         assert sum(c.bytes for c in ddp) == total
 
@@ -99,6 +115,84 @@ def test_a_bucket_closes_when_it_holds_its_size() -> None:
         8 * weight,  # up, down
         4 * weight + norm,  # norm, head
     ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "starts", "total"),
+    [
+        ([], 2, [], 0),
+        ([64, 64], 2, [0, 64], 128),
+        ([1, 1, 1], 2, [0, 64, 128], 192),  # 384 in all: a multiple of 128
+        ([65, 3], 1, [0, 128], 131),  # an all-reduce
+        ([100, 3, 64], 4, [0, 128, 192], 256),
+        ([64], 3, [0], 128),  # 3 x 64 is no multiple of 128, 3 x 128 is one of lcm(3, 128)
+        ([64, 200], 256, [0, 64], 320),
+    ],
+)
+def test_layout(sizes: list[int], ranks: int, starts: list[int], total: int) -> None:
+    """Starts of 64 elements, ends of lcm(ranks, 128): Megatron-Core's distributed optimizer."""
+    assert aligned(sizes, ranks) == (starts, total)
+    assert ranks == 1 or total * ranks % math.lcm(ranks, 128) == 0
+
+
+def reductions(shapes: list[list[int]], kinds: list[str] | None = None) -> fx.GraphModule:
+    """A graph of gradients that are all-reduced one after another and returned."""
+    graph = fx.Graph()
+    with FakeTensorMode():
+        fakes = [torch.empty(shape) for shape in shapes]
+    outputs = []
+    inputs = [graph.placeholder(f"g{i}") for i in range(len(shapes))]
+    for node, fake, kind in zip(inputs, fakes, kinds or [""] * len(shapes), strict=True):
+        node.meta["val"] = fake
+        started = graph.call_function(ALL_REDUCE, (node, "sum", "offline:dp"))
+        started.meta = {"val": fake, "custom": {KIND: kind} if kind else {}}
+        waited = graph.call_function(WAIT, (started,))
+        waited.meta = {"val": fake}
+        outputs.append(waited)
+    graph.output(tuple(outputs))
+    return fx.GraphModule({}, graph)
+
+
+def merged(gm: fx.GraphModule, bucket_bytes: int | None) -> list[int]:
+    """Elements of each all-reduce after bucketing, in the order of the graph."""
+    BucketGradients(("offline:dp",), bucket_bytes).run(gm, Context(Axis("tp", 1, 0, "")))
+    gm.graph.lint()
+    return [n.meta["val"].numel() for n in gm.graph.nodes if n.target is ALL_REDUCE]
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "sizes"),
+    [
+        # gradients of 64, 100, 1000, 64, 10 elements: those of 400 bytes and more stay alone
+        (400, [100, 1000, 64 + 64, 10]),
+        (900, [1000, 64 + 128 + 64, 10]),  # 228 elements fill a bucket, the last is left
+        (None, [64 + 128 + 1024 + 64 + 10]),
+        (1, [64, 100, 1000, 64, 10]),
+    ],
+)
+def test_what_fills_a_bucket_stays_alone(bucket_bytes: int | None, sizes: list[int]) -> None:
+    found = merged(reductions([[64], [10, 10], [1000], [64], [10]]), bucket_bytes)
+    assert sorted(found) == sorted(sizes)
+
+
+def test_tied_and_expert_weights_have_buckets_of_their_own() -> None:
+    kinds = ["", "tied", "experts", "", "experts", "tied", ""]
+    found = merged(reductions([[64]] * 7, kinds), None)
+    assert sorted(found) == [128, 128, 192]
+
+
+def test_kinds_are_read_off_the_graph() -> None:
+    graph = fx.Graph()
+    x, plain, shared, stacked = [graph.placeholder(name) for name in "xpse"]
+    for node, shape in ((x, (4, 8, 8)), (plain, (8, 8)), (shared, (8, 8)), (stacked, (4, 8, 8))):
+        node.meta["val"] = torch.empty(shape, device="meta")
+    y = graph.call_function(torch.ops.aten.linear.default, (x, plain))
+    y = graph.call_function(torch.ops.aten.linear.default, (y, shared))
+    y = graph.call_function(torch.ops.aten.linear.default, (y, shared))
+    z = graph.call_function(torch.ops.aten.mul.Tensor, (y, shared))
+    turned = graph.call_function(torch.ops.aten.transpose.int, (stacked, 1, 2))
+    graph.output((graph.call_function(torch.ops.aten.bmm.default, (z, turned)),))
+    assert [kind_of(n) for n in (plain, shared, stacked)] == ["", "tied", "experts"]
 
 
 def test_backward_gathers_in_its_own_order() -> None:
@@ -143,15 +237,19 @@ def wait_of(node: fx.Node) -> fx.Node:
     return next(user for user in node.users if user.target is WAIT)
 
 
-def test_reductions_start_when_ready_and_are_waited_for_at_the_end() -> None:
-    backward = program({"dp_shard": 2}, zero=2, bucket_bytes=100_000).joint.backward
-    assert backward is not None
-    starts = [n for n in backward.graph.nodes if n.target is REDUCE_SCATTER]
-    assert len(starts) == 5
-    last_mm = [n for n in backward.graph.nodes if n.target is torch.ops.aten.mm.default][-1]
-    for start in starts[:-1]:
-        assert compute(between(backward.graph, start, wait_of(start))) > 0
-        assert wait_of(start) > last_mm
+def test_reductions_start_when_ready_and_are_waited_for_late() -> None:
+    """All-reduces at the end; no more than two reduce-scatters hold their buckets at once."""
+    for mesh, target in (({"dp_shard": 2}, REDUCE_SCATTER), ({"dp_replicate": 2}, ALL_REDUCE)):
+        backward = program(mesh, zero=2, bucket_bytes=100_000).joint.backward
+        assert backward is not None
+        starts = [n for n in backward.graph.nodes if n.target is target]
+        assert len(starts) == 5
+        last_mm = [n for n in backward.graph.nodes if n.target is torch.ops.aten.mm.default][-1]
+        for start, later in zip(starts, starts[2:]):
+            assert compute(between(backward.graph, start, wait_of(start))) > 0
+            held = between(backward.graph, wait_of(start), later)
+            assert wait_of(start) > last_mm if target is ALL_REDUCE else compute(held) == 0
+        assert all(a < wait_of(b) for a, b in zip(starts[1:], starts))
 
 
 def test_gathers_start_one_bucket_ahead() -> None:
@@ -162,6 +260,59 @@ def test_gathers_start_one_bucket_ahead() -> None:
     for start, second in zip(starts, starts[2:]):
         assert wait_of(start) < second, "more than two buckets are held at once"
     assert all(compute(between(forward.graph, s, wait_of(s))) > 0 for s in starts[1:])
+
+
+def test_a_gather_of_which_two_do_not_fit_is_not_started_ahead() -> None:
+    """Two gathers are held at once only within twice the bucket, or the largest gather."""
+    forward = program({"dp_shard": 2}, bucket_bytes=1).joint.forward
+    starts = [n for n in forward.graph.nodes if n.target is ALL_GATHER]
+    assert len(starts) == 21
+    limit = max(n.meta["val"].nbytes for n in starts)
+    for before, start in zip(starts, starts[1:]):
+        together = before.meta["val"].nbytes + start.meta["val"].nbytes
+        assert (start < wait_of(before)) == (together <= limit), (before, start)
+    assert any(start < wait_of(before) for before, start in zip(starts, starts[1:]))
+
+
+def test_both_reductions_of_a_hybrid_mesh_overlap() -> None:
+    """The outer one takes the inner one's bucket as it is, and starts one bucket later."""
+    mesh = {"dp_replicate": 2, "dp_shard": 2}
+    backward = program(mesh, zero=2, bucket_bytes=100_000).joint.backward
+    assert backward is not None
+    graph = backward.graph
+    inner = [n for n in graph.nodes if n.target is REDUCE_SCATTER]
+    outer = [n for n in graph.nodes if n.target is ALL_REDUCE]
+    assert len(inner) == len(outer) == 5
+    for scatter, reduce in zip(inner, outer):
+        assert reduce.meta["val"].shape == scatter.meta["val"].shape
+        source = reduce.args[0]
+        assert source.target is torch.ops.aten.div.Tensor and source.args[0] is wait_of(scatter)
+    for scatter, following, reduce in zip(inner, inner[1:], outer):
+        assert following < wait_of(scatter) < reduce
+        assert compute(between(graph, scatter, wait_of(scatter))) > 0
+    for reduce in outer[:-2]:
+        assert compute(between(graph, reduce, wait_of(reduce))) > 0
+    cats = [n for n in graph.nodes if n.target is torch.ops.aten.cat.default]
+    assert len(cats) == 5, "the outer reduction copies"
+
+
+def test_the_order_is_held_by_products() -> None:
+    """For Inductor: starts before the next product, waits after the last, in every bucket."""
+    backward = program({"dp_shard": 2}, zero=2, bucket_bytes=100_000).joint.backward
+    assert backward is not None
+    found = order_dependencies(backward.graph)
+    starts = [n for n in backward.graph.nodes if n.target is REDUCE_SCATTER]
+    for start in starts[:-1]:
+        first = next(n for n in between(backward.graph, start, wait_of(start)) if is_product(n))
+        assert start in found[first]
+        (held,) = found[wait_of(start)]
+        assert is_product(held) and start < held < wait_of(start)
+        assert all(one < node for node, ones in found.items() for one in ones)
+    assert starts[-1] not in found, "nothing is left to overlap with"
+
+
+def is_product(node: fx.Node) -> bool:
+    return node.target in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
 
 
 def test_all_ranks_issue_the_same_collectives() -> None:

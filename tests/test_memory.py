@@ -237,7 +237,7 @@ def test_stages_of_zero() -> None:
 def test_timeline_covers_every_operator_and_ends_as_it_began() -> None:
     made = program()
     moments = made.memory_timeline("sgd")
-    graphs = {"forward": made.joint.forward, "backward": made.joint.backward}
+    graphs = {"forward": made.running.forward, "backward": made.running.backward}
     for phase, gm in graphs.items():
         assert gm is not None
         names = [n.name for n in gm.graph.nodes if n.op == "call_function"]
@@ -247,10 +247,12 @@ def test_timeline_covers_every_operator_and_ends_as_it_began() -> None:
     assert memory.optimizer == 0
     last = moments[-1]
     assert last.phase == "optimizer"
-    assert last.bytes == memory.parameters + memory.gradients + memory.buffers
+    # every gradient exists when backward ends, as a part of its bucket, which has some padding
+    held = last.held["gradients"]
+    assert memory.gradients <= held <= 1.01 * memory.gradients
+    assert last.bytes == memory.parameters + held + memory.buffers
     assert all(min(m.held.values()) >= 0 for m in moments)
-    # every gradient exists when backward ends, once in its bucket and once by itself
-    assert moments[-2].held["gradients"] == memory.gradients
+    assert moments[-2].held["gradients"] == held
 
 
 def test_optimizers_differ_in_state_and_scratch() -> None:
