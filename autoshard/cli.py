@@ -1,4 +1,4 @@
-"""The command line: `autoshard export trtllm|huggingface MODEL DIRECTORY`."""
+"""The command line: `autoshard export trtllm|huggingface MODEL DIRECTORY`, `autoshard explain`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from autoshard import explain_command
 from autoshard.errors import AutoshardError
 
 
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="autoshard", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    explain_command.add_command(commands)
     export = commands.add_parser("export", help="write what an inference server loads")
     formats = export.add_subparsers(required=True, metavar="FORMAT")
 

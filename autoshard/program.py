@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -39,6 +40,7 @@ class Collective:
     bytes is the logical size: the tensor of an all-reduce or all-to-all, the output of an
     all-gather, the input of a reduce-scatter. phase is "forward" or "backward". module is the
     path of the module it serves, change the state change that causes it, stack the user's line.
+    reader, reader_line: the module and the line that need the new state, where they are known.
     """
 
     op: str
@@ -49,6 +51,8 @@ class Collective:
     change: str
     stack: str
     node: fx.Node = field(repr=False, compare=False)
+    reader: str = ""
+    reader_line: str = ""
 
 
 @dataclass(frozen=True)
@@ -132,11 +136,20 @@ class Program:
         """The stored state of each parameter on the axis."""
         return {name: self.decisions.stored[node] for node, name in self.parameters.items()}
 
-    def explain(self) -> str:
-        """The plan as text: parameters with reasons, collectives, bytes a rank."""
+    def explain(self, width: int | None = None) -> str:
+        """The plan as text: by module, parameters with reasons, collectives by cost, alternatives.
+
+        width: columns to use; None: the terminal's, or 100 where the output is no terminal.
+        """
         from autoshard.report import explain
 
-        return explain(self)
+        return explain(self, width)
+
+    def explain_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the same, with the graph and the memory over a step, as one HTML page."""
+        from autoshard.page import write_page
+
+        write_page(self, path)
 
     def _local(self, node: fx.Node) -> torch.Tensor:
         val = local_value(node.meta["val"], self.decisions.stored[node], self.axis)
@@ -163,4 +176,6 @@ class Program:
             custom.get("autoshard_change", ""),
             custom.get("autoshard_line", ""),
             node,
+            custom.get("autoshard_reader", ""),
+            custom.get("autoshard_reader_line", ""),
         )

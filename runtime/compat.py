@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -344,7 +345,9 @@ def forward_backward(gm: fx.GraphModule, fakes: Sequence[Any]) -> ForwardBackwar
         run._boxed_call = True  # type: ignore[attr-defined]  # what AOTAutograd looks for
         return run
 
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
+        # on meta tensors only, and the graph has its backward
+        warnings.filterwarnings("ignore", message="aten::nll_loss")
         aot_module_simplified(
             gm, list(fakes), fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition
         )
