@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import build
 from autoshard.config import Config
+from autoshard.debugging import refuse_unsharded, settings
 from autoshard.lower import compile_local
 from autoshard.program import Program
 from autoshard.runtime import compat
@@ -54,6 +55,9 @@ def autoshard(
     mesh = init_mesh(config.mesh, device)
     draw_apart(data_coordinate(mesh))
     if mesh.size == 1 and "rng" not in (options or {}):
+        return compile_local(gm, list(example_inputs), config.inner)
+    if settings().unsharded:
+        refuse_unsharded({axis.name: axis.size for axis in mesh.axes})
         return compile_local(gm, list(example_inputs), config.inner)
     # one process that asks for `rng` by name draws what a mesh of any size draws
     program = build_agreed(gm, example_inputs, inputs, mesh, config, device)

@@ -14,12 +14,13 @@ from torch.utils import _pytree as pytree
 
 from autoshard.capture import GLOBAL_TYPES, capture
 from autoshard.config import Config
+from autoshard.debugging import Following, settings
 from autoshard.errors import CaptureError, message
 from autoshard.interpreter import IDENTITY_TARGETS
 from autoshard.passes.base import Context
 from autoshard.passes.data_parallel import DataParallel
 from autoshard.passes.localize import Localize
-from autoshard.passes.pipeline import prepare
+from autoshard.passes.pipeline import prepare, run_passes
 from autoshard.planning.hardware import HARDWARE, Hardware
 from autoshard.planning.plan import Plan, strategy_text
 from autoshard.planning.planner import Request, fingerprint, merged, plan_graph
@@ -27,8 +28,10 @@ from autoshard.planning.strategy import value
 from autoshard.planning.whole import whole_graph
 from autoshard.program import Program
 from autoshard.reasons import check_strict
+from autoshard.report import explain_plan
 from autoshard.runtime import compat
 from autoshard.runtime.axis import Axis
+from autoshard.runtime.compat_trace import artifact
 from autoshard.runtime.data_axes import DATA_AXES, data_axes, data_states
 from autoshard.runtime.errors import PlanError
 from autoshard.runtime.lazy import LazyGather
@@ -57,7 +60,8 @@ def build_program(
     the memory budget cannot be met.
     """
     axis = mesh.axis("tp")
-    serial, _ = prepare(capture(gm, example_inputs), axis, config)
+    watch = Following(settings(), mesh.axes)
+    serial, _ = prepare(capture(gm, example_inputs), axis, config, watch)
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
     parameters: dict[fx.Node, str] = {}
     stored: dict[fx.Node, State] = {}
@@ -86,14 +90,19 @@ def build_program(
     else:
         decisions = plan_graph(serial, axis.size, machine, request)
         guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
+    watch.runs(Localize.name)
+    watch.before(Localize.name, serial)
     local = Localize(serial, decisions, axis).run()
+    watch.after(Localize.name, local)
     if data_axes(mesh.axes):
         refuse_mutated(serial, parameters)
         states = {i: data[node] for i, node in enumerate(placeholders) if node in data}
         replicas = DataParallel(data_axes(mesh.axes), states, regather=config.zero == 3)
-        replicas.run(local, Context(axis, config))
+        run_passes((replicas,), local, Context(axis, config), watch)
     full = merged(plan, decisions, request, serial, axis.size)
-    program = Program(local, serial, full, decisions, axis, parameters, mesh, data, config)
+    program = Program(local, serial, full, decisions, axis, parameters, mesh, data, config, watch)
+    artifact(f"autoshard_{watch.number:02}-plan", full.text)
+    artifact(f"autoshard_{watch.number:02}-explain", lambda: explain_plan(program))
     if config.strict and axis.size > 1:
         check_strict(program)
     return program

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from autoshard.config import Config
+from autoshard.passes.base import SILENT, Watch
 from autoshard.passes.localize import local_value
 from autoshard.passes.pipeline import finish
 from autoshard.planning.plan import Plan
@@ -82,6 +83,7 @@ class Program:
     serial: the captured serial graph that was planned. plan: the plan, ready to `save`.
     parameters: name of each parameter by its placeholder in `serial`. axis: the planned one, tp.
     data: the state in which each is stored on the data-parallel axes; an absent one is R.
+    watch: follows the passes that are still to come.
     """
 
     graph_module: fx.GraphModule
@@ -93,6 +95,7 @@ class Program:
     mesh: Mesh
     data: Mapping[fx.Node, Mapping[str, State]]
     config: Config
+    watch: Watch = field(default=SILENT, repr=False)
 
     @cached_property
     def joint(self) -> compat.ForwardBackward:
@@ -106,7 +109,7 @@ class Program:
 
     def finish(self, graph: fx.GraphModule, backward: bool) -> None:
         """Bucket and schedule the collectives of one of AOTAutograd's graphs, in place."""
-        finish(graph, self.mesh, self.config, backward)
+        finish(graph, self.mesh, self.config, backward, self.watch)
 
     def collectives(self) -> list[Collective]:
         """One entry a collective, forward then backward, in the order of issue."""

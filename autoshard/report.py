@@ -33,6 +33,19 @@ def explain(program: Program, width: int | None = None) -> str:
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
+def explain_plan(program: Program, width: int | None = None) -> str:
+    """The parts of `explain` that need no backward graph: while a program is being compiled."""
+    columns = page_width(width)
+    sections = [
+        _headline(program),
+        explain_costs.by_module(program, columns),
+        _parameters(program, columns),
+        _unsharded(program, columns),
+        explain_costs.beside(program, columns),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
 def _headline(program: Program) -> str:
     total = sum(global_bytes(node) for node in program.parameters)
     sharded = sum(

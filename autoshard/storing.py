@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard import build
 from autoshard.config import Config
+from autoshard.debugging import settings
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree
@@ -83,7 +84,9 @@ def build_agreed(
         # the peers wait in `agree`: tell them, so that every rank ends with this error
         agree("plan", f"failed: {type(error).__name__}", [f"{type(error).__name__}: {error}"], axis)
         raise
-    agree("plan", program.plan.digest(), build.plan_lines(program), axis)
+    wishes = settings().text()  # of the environment, which may differ between machines
+    lines = [wishes, *build.plan_lines(program)]
+    agree("plan", f"{program.plan.digest()} {wishes}", lines, axis)
     return program
 
 

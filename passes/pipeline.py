@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from autoshard.passes.base import Context, Pass, Report
+from autoshard.passes.base import SILENT, Context, Pass, Report, Watch
 from autoshard.passes.bucket_gradients import BucketGradients
 from autoshard.passes.bucket_parameters import BucketParameters
 from autoshard.passes.expand_grouped_heads import ExpandGroupedHeads
@@ -25,14 +25,49 @@ BEFORE_PLANNING: tuple[Pass, ...] = (
 )
 
 
-def finish(gm: fx.GraphModule, mesh: Mesh, config: Any, backward: bool) -> list[Report]:
-    """Run the passes over one of AOTAutograd's graphs, in place."""
+# The name of every pass, in the order in which a program meets them: what AUTOSHARD_STOP_AFTER
+# counts by.
+ORDER = (
+    "normalize",
+    "expand_grouped_heads",
+    "invariant_random",
+    "localize",
+    "data_parallel",
+    "bucket_parameters",
+    "bucket_gradients",
+    "schedule_collectives",
+)
+
+# Those without which a program is as right, only slower; AUTOSHARD_DISABLE takes no other.
+OPTIONAL = ("expand_grouped_heads", "bucket_parameters", "bucket_gradients", "schedule_collectives")
+
+
+def run_passes(
+    passes: tuple[Pass, ...],
+    gm: fx.GraphModule,
+    ctx: Context,
+    watch: Watch = SILENT,
+    phase: str = "",
+) -> list[Report]:
+    """Run passes over one graph, in place; the reports of those that ran."""
     reports = []
-    for one in after_autograd(mesh, config, backward):
-        reports.append(one.run(gm, Context(mesh.axis("tp"), config)))
-        gm.graph.lint()
+    for one in passes:
+        if watch.runs(one.name):
+            watch.before(one.name, gm, phase)
+            reports.append(one.run(gm, ctx))
+            gm.graph.lint()
+            watch.after(one.name, gm, reports[-1], phase)
     gm.recompile()
     return reports
+
+
+def finish(
+    gm: fx.GraphModule, mesh: Mesh, config: Any, backward: bool, watch: Watch = SILENT
+) -> list[Report]:
+    """Run the passes over one of AOTAutograd's graphs, in place."""
+    passes = after_autograd(mesh, config, backward)
+    phase = "backward" if backward else "forward"
+    return run_passes(passes, gm, Context(mesh.axis("tp"), config), watch, phase)
 
 
 def after_autograd(mesh: Mesh, config: Any, backward: bool) -> tuple[Pass, ...]:
@@ -51,12 +86,7 @@ def after_autograd(mesh: Mesh, config: Any, backward: bool) -> tuple[Pass, ...]:
 
 
 def prepare(
-    gm: fx.GraphModule, axis: Axis, config: Any = None
+    gm: fx.GraphModule, axis: Axis, config: Any = None, watch: Watch = SILENT
 ) -> tuple[fx.GraphModule, list[Report]]:
     """Run the passes that precede planning, in place; reports in the order of the passes."""
-    reports = []
-    for one in BEFORE_PLANNING:
-        reports.append(one.run(gm, Context(axis, config)))
-        gm.graph.lint()
-    gm.recompile()
-    return gm, reports
+    return gm, run_passes(BEFORE_PLANNING, gm, Context(axis, config), watch)
