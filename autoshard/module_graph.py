@@ -8,15 +8,18 @@ belong to the edges. Layers that are planned alike are one.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from autoshard.costs import covered, folded, named, seconds
 from autoshard.passes.base import module_path, user_line
 from autoshard.planning import cost
 from autoshard.planning.plan import strategy_text
-from autoshard.planning.strategy import operands
+from autoshard.planning.strategy import operands, value
 from autoshard.program import Collective, Program
 from autoshard.reasons import operator_name
 
@@ -30,14 +33,26 @@ def planned(program: Program) -> list[tuple[fx.Node, str]]:
     """The operators that multiply matrices, read a parameter or communicate, with their
     strategies as text."""
     found = []
+    flows = _flows(program)
     for node in program.serial.graph.nodes:
         strategy = program.decisions.strategies.get(node)
-        if strategy is None or node.op != "call_function" or not node.meta.get("diff"):
+        if strategy is None or not flows(node):
             continue
         reads = any(source in program.parameters for source in operands(node))
         if reads or strategy.traffic or cost.node_flops(node):
             found.append((node, strategy_text(strategy)))
     return found
+
+
+def _flows(program: Program) -> Callable[[fx.Node], bool]:
+    """Which nodes carry what the model computes: those with a gradient, so that masks and
+    positions are left out; in a graph without gradients all of floating point."""
+    if any(node.meta.get("diff") for node in program.serial.graph.nodes):
+        return lambda node: node.op == "call_function" and bool(node.meta.get("diff"))
+    return lambda node: node.op == "call_function" and any(
+        isinstance(val, torch.Tensor) and val.is_floating_point()
+        for val in pytree.tree_leaves(value(node))
+    )
 
 
 def module_graph(program: Program) -> Json:
@@ -88,12 +103,13 @@ def _sources(program: Program, plans: dict[fx.Node, str]) -> dict[fx.Node, _Sour
     """What flows into each node; nodes that join several values are added to `plans`."""
     found: dict[fx.Node, _Sources] = {}
     order: dict[fx.Node, str] = {}
+    flows = _flows(program)
     for node in program.serial.graph.nodes:
-        if node.op != "call_function" or not node.meta.get("diff"):
+        if not flows(node):
             continue
         mine: _Sources = {}
         arms = []
-        for source, changes in _reads(program, node):
+        for source, changes in _reads(program, node, flows):
             come = {source: ()} if source in order else found.get(source, {})
             arms.append(set(come))
             for vertex, before in come.items():
@@ -109,13 +125,15 @@ def _sources(program: Program, plans: dict[fx.Node, str]) -> dict[fx.Node, _Sour
     return found
 
 
-def _reads(program: Program, node: fx.Node) -> list[tuple[fx.Node, tuple[str, ...]]]:
+def _reads(
+    program: Program, node: fx.Node, flows: Callable[[fx.Node], bool]
+) -> list[tuple[fx.Node, tuple[str, ...]]]:
     """(differentiable operand, the changes between its state and the one the node wants)."""
     decisions = program.decisions
     strategy = decisions.strategies.get(node)
     found = []
     for i, source in enumerate(operands(node) or node.all_input_nodes):
-        if not source.meta.get("diff") or source.op != "call_function":
+        if not flows(source):
             continue
         changes = []
         if strategy is not None and i < len(strategy.inputs):

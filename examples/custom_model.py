@@ -2,9 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/custom_model.py
 
-The model knows nothing of sharding, and the loop is that of one process; the batch is the same on
-every rank of the tp axis. Started with `python`, it prints the same losses: dropout too draws the
-same numbers on any mesh, and with "rng" named also on one process.
+The loop is that of one process; the batch is the same on every rank of the tp axis. Started with
+`python`, it prints the same losses: with "rng" named, dropout draws the same numbers on any mesh.
 """
 
 from __future__ import annotations

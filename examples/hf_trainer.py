@@ -2,15 +2,14 @@
 
     torchrun --nproc-per-node 2 examples/hf_trainer.py
 
-Under torchrun, Trainer wraps the model in DistributedDataParallel and gives every process batches
-of its own. On a tp axis the processes are one worker: `ShardedTrainer` says so in three places.
+Under torchrun, Trainer wraps the model in DistributedDataParallel and gives each process its own
+batches. On a tp axis the processes are one worker: `ShardedTrainer` says so in three places.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from typing import Any
 
 import torch
 from torch import nn
@@ -46,11 +45,10 @@ class Counting(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 def tiny_llama() -> nn.Module:
     """104 thousand parameters."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, use_cache=False,
+    sizes = dict(vocab_size=128, hidden_size=64, intermediate_size=128)
+    model: nn.Module = LlamaForCausalLM(
+        LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, use_cache=False)
     )
-    model: nn.Module = LlamaForCausalLM(config)
     return model
 
 
@@ -65,13 +63,11 @@ def main() -> None:
         # in place, so that Trainer sees the model it knows
         model.compile(backend="autoshard", options={"inner": args.inner})
     with tempfile.TemporaryDirectory() as folder:
-        settings: dict[str, Any] = dict(max_steps=args.steps, logging_steps=1, report_to="none")
-        settings.update(save_strategy="no", use_cpu=not torch.cuda.is_available())
-        trainer = ShardedTrainer(
-            model=model,
-            args=TrainingArguments(folder, learning_rate=3e-3, disable_tqdm=True, **settings),
-            train_dataset=Counting(),
+        settings = TrainingArguments(
+            folder, max_steps=args.steps, learning_rate=3e-3, logging_steps=1, disable_tqdm=True,
+            report_to="none", save_strategy="no", use_cpu=not torch.cuda.is_available(),
         )
+        trainer = ShardedTrainer(model=model, args=settings, train_dataset=Counting())
         trainer.train()
     if trainer.is_world_process_zero():
         for entry in trainer.state.log_history[:-1]:

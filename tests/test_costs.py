@@ -139,6 +139,17 @@ def test_one_rank_has_no_alternatives() -> None:
     assert explain_costs.dearest(made, 100) == explain_costs.beside(made, 100) == ""
 
 
+def test_a_graph_without_gradients() -> None:
+    made = trace(Wide().requires_grad_(False), mesh={"tp": 4}, sequence_parallel=False)
+    assert made.joint.backward is None
+    assert {one.phase for one in costs(made)} == {"forward"}
+    rows = explain_costs.by_module(made, 100).splitlines()[2:]
+    assert sum(int(row.split()[1]) for row in rows) == 4 and rows[-1].startswith("down ")
+    assert "P -> R" in made.explain()
+    first = alternatives(made)[0]
+    assert first.sent == pytest.approx(sum(sent(made, one) for one in made.collectives()))
+
+
 def test_modules_of_repeated_layers_are_one_row(meshes: list[Program]) -> None:
     lines = explain_costs.by_module(meshes[0], 200).splitlines()
     (down,) = [line for line in lines if "down_proj" in line]
