@@ -15,6 +15,7 @@ import difflib
 import itertools
 import logging
 import os
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,6 +128,11 @@ class Following(Watch):
                 )
             return False
         return name not in self.settings.left_out
+
+    def key(self) -> str:
+        """What is to be shown must be made: no program but this one has the key."""
+        shows = self.settings.level or self.settings.folder
+        return f"{self.settings.text()} {uuid.uuid4() if shows else ''}"
 
     def before(self, name: str, gm: fx.GraphModule, phase: str = "") -> None:
         """Dump."""

@@ -73,6 +73,10 @@ class Watch:
         """Whether the pass is to run."""
         return True
 
+    def key(self) -> str:
+        """What it changes, for the key of a cache of compiled graphs."""
+        return ""
+
     def before(self, name: str, gm: fx.GraphModule, phase: str = "") -> None:
         """Called before a pass. phase: "forward" or "backward", after autograd."""
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autoshard
-from autoshard.debugging import Settings, refuse_unsharded
+from autoshard.debugging import Following, Settings, refuse_unsharded
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.passes import pipeline
 from autoshard.passes.data_parallel import DataParallel
@@ -184,6 +184,15 @@ def test_stopping_before_a_needed_pass_says_where_the_graphs_are(
         trace(MLP(), torch.ones(8, 64), tp=2)
 
 
+def test_a_cache_keeps_apart_what_differs_and_what_is_to_be_seen() -> None:
+    def key(**environment: str) -> str:
+        return Following(Settings.of(environment)).key()
+
+    assert key() == key() != key(AUTOSHARD_DISABLE="all")
+    assert key(AUTOSHARD_DISABLE="all") == key(AUTOSHARD_DISABLE="all")
+    assert key(AUTOSHARD_DUMP="graphs") != key(AUTOSHARD_DUMP="graphs")
+
+
 def test_unsharded_is_refused_where_gradients_would_be_lost() -> None:
     assert Settings.of({"AUTOSHARD_DISABLE": "1"}).unsharded
     refuse_unsharded({"tp": 4, "dp_shard": 1})
@@ -244,3 +253,25 @@ def test_artifacts_are_in_torchs_structured_trace() -> None:
     assert found["plan"] == made.plan.text()
     assert found["explain"].startswith("autoshard: tp=2, ") and "because" in found["explain"]
     assert found["03-localize_after"] == render(made.graph_module, axes=made.mesh.axes)
+
+
+def refused_on_rank_one() -> str:
+    """Rank 1 leaves out passes that rank 0 runs."""
+    import os
+
+    if os.environ["RANK"] == "1":
+        os.environ["AUTOSHARD_DISABLE"] = "all"
+    try:
+        compiled = torch.compile(MLP(), backend="autoshard", options={"inner": "eager"})
+        compiled(torch.ones(8, 64))
+    except Exception as error:
+        return str(error)
+    finally:
+        os.environ.pop("AUTOSHARD_DISABLE", None)
+    return "ran"
+
+
+def test_ranks_that_leave_out_different_passes_do_not_run_together(gloo2: Any) -> None:
+    for said in gloo2(refused_on_rank_one):
+        assert "disagree on the plan" in said
+        assert "passes left out []" in said and "'bucket_parameters'" in said
