@@ -19,12 +19,13 @@ def dearest(program: Program, width: int) -> str:
     found = costs(program)
     if not found:
         return ""
-    one, total = found[0], sum(each.seconds for each in found)
-    share = 100 * one.seconds / total if total else 0.0
+    one = found[0]
+    share = _share(one.seconds, sum(each.seconds for each in found))
     lines = [
         f"Dearest: {one.op} in {one.phase} on {one.axis}, {one.count} of {human(one.bytes)}: "
-        f"{milliseconds(one.seconds)} ms, {share:.0f}% of the communication of a step",
-        f"  caused in {named(one.modules) or 'the graph'}",
+        f"{milliseconds(one.seconds)} ms, {share} of the communication of a step",
+        f"  caused in {named(one.modules) or 'the graph'}; matrix products may hide "
+        f"{_share(one.hidden, one.seconds)} of it",
     ]
     if one.line:
         lines.append(f"  by {one.line}")
@@ -66,7 +67,7 @@ def collectives(program: Program, width: int) -> str:
 def _row(one: Cost) -> list[str]:
     return [
         milliseconds(one.seconds),
-        f"{100 * one.hidden / one.seconds if one.seconds else 0:.0f}%",
+        _share(one.hidden, one.seconds),
         str(one.count),
         one.op,
         one.axis,
@@ -74,6 +75,10 @@ def _row(one: Cost) -> list[str]:
         human(one.bytes),
         one.change or "-",
     ]
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole if whole else 0:.0f}%"
 
 
 def _where(one: Cost, width: int) -> list[str]:

@@ -22,6 +22,7 @@ from autoshard.planning.plan import strategy_text
 from autoshard.planning.strategy import operands, value
 from autoshard.program import Collective, Program
 from autoshard.reasons import operator_name
+from autoshard.runtime.placement import State
 
 Json = dict[str, Any]
 
@@ -56,7 +57,8 @@ def _flows(program: Program) -> Callable[[fx.Node], bool]:
 
 
 def module_graph(program: Program) -> Json:
-    """{"vertices": [...], "edges": [...]}; an edge names its ends by position among the vertices.
+    """{"vertices": [...], "edges": [...]}; an edge names its ends by position among the vertices,
+    the last of which is what the graph returns.
 
     A vertex has its module's name, the layer it belongs to ("" outside of any), how often it
     stands for, its operator, strategy, state and line. An edge has its state changes, and the
@@ -83,6 +85,22 @@ def module_graph(program: Program) -> Json:
             key = (position[names[source]], position[names[node]])
             count[key] += 1
             edges[key] += changes
+    for source, changes in _returned(program, sources, plans).items():
+        key = (position[names[source]], len(vertices))
+        count[key] += 1
+        edges[key] += changes
+    states = program.decisions.outputs
+    vertices.append(
+        {
+            "count": 1,
+            "layer": "",
+            "name": "output",
+            "operator": "returned",
+            "plan": ", ".join(states),
+            "state": states[0] if states else "",
+            "line": "",
+        }
+    )
     moved = _by_change(program)
     return {
         "vertices": vertices,
@@ -129,20 +147,38 @@ def _reads(
     program: Program, node: fx.Node, flows: Callable[[fx.Node], bool]
 ) -> list[tuple[fx.Node, tuple[str, ...]]]:
     """(differentiable operand, the changes between its state and the one the node wants)."""
-    decisions = program.decisions
-    strategy = decisions.strategies.get(node)
+    strategy = program.decisions.strategies.get(node)
     found = []
     for i, source in enumerate(operands(node) or node.all_input_nodes):
         if not flows(source):
             continue
-        changes = []
-        if strategy is not None and i < len(strategy.inputs):
-            have = decisions.state(source)
-            for state in decisions.route(source, strategy.inputs[i]):
-                if state != have:
-                    changes.append(f"{source.name}: {have} -> {state}")
-                have = state
-        found.append((source, tuple(changes)))
+        known = strategy is not None and i < len(strategy.inputs)
+        changes = _changes(program, source, strategy.inputs[i]) if strategy and known else ()
+        found.append((source, changes))
+    return found
+
+
+def _changes(program: Program, source: fx.Node, want: State) -> tuple[str, ...]:
+    """The changes between the state a value is produced in and the one that is wanted."""
+    decisions, found = program.decisions, []
+    have = decisions.state(source)
+    for state in decisions.route(source, want):
+        if state != have:
+            found.append(f"{source.name}: {have} -> {state}")
+        have = state
+    return tuple(found)
+
+
+def _returned(program: Program, sources: dict[fx.Node, _Sources], plans: Any) -> _Sources:
+    """What flows into the graph's output."""
+    results: Any = next(iter(reversed(program.serial.graph.nodes))).args[0]
+    flows, found = _flows(program), _Sources()
+    for result, state in zip(results, program.decisions.outputs):
+        if isinstance(result, fx.Node) and flows(result):
+            come = {result: ()} if result in plans else sources[result]
+            for vertex, before in come.items():
+                changes = (*before, *_changes(program, result, state))
+                found[vertex] = (*found.get(vertex, ()), *changes)
     return found
 
 

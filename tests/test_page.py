@@ -142,6 +142,15 @@ def test_graph_folds_layers_and_has_the_collectives_on_edges(parsed: Checker) ->
     assert any(e["from"] >= e["to"] for e in graph["edges"])
 
 
+def test_what_is_returned_is_the_last_vertex() -> None:
+    torch.compiler.reset()
+    made = autoshard.trace(Block(), (torch.ones(4, 8, 32),), mesh={"tp": 2})
+    graph = json.loads(_data(page(made)))["graph"]
+    *_, (last, edge) = [(graph["vertices"][e["to"]]["name"], e) for e in graph["edges"]]
+    assert last == "output" and edge["changes"] == ["P -> R"]
+    assert [c["op"] for c in edge["collectives"]] == ["all_reduce"]
+
+
 def test_a_layer_that_is_planned_otherwise_stands_by_itself() -> None:
     torch.compiler.reset()
     model = Stack(3)
