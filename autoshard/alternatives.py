@@ -21,7 +21,7 @@ from autoshard.planning import cost
 from autoshard.planning.planner import Decisions, Request, plan_graph
 from autoshard.planning.problem import TRAINED_BYTES, Prices
 from autoshard.planning.strategy import value
-from autoshard.planning.values import fusible, is_lookup, tensor_bytes
+from autoshard.planning.values import fusible, is_lookup, producer, tensor_bytes
 from autoshard.planning.whole import whole_graph
 from autoshard.program import Program
 from autoshard.runtime.axis import Axis
@@ -98,7 +98,7 @@ def _priced(
 ) -> Alternative:
     hardware = program.decisions.builder.hardware
     axis = Axis("tp", sizes.get("tp", 1), 0, "alternative")
-    graph = Localize(program.serial, decisions, axis).run().graph
+    graph = _local_graph(program, decisions, axis)
     moved = [(op, "tp", size, 1) for op, size in _planned_traffic(graph, decisions, axis)]
     moved += _data_traffic(program, decisions, axis, sizes)
     sent = seconds = 0.0
@@ -119,6 +119,18 @@ def _priced(
     stored = _stored(program, decisions, axis, sizes)
     kept = _activations(graph)
     return Alternative(name, dict(sizes), sent, seconds, arithmetic, stored, kept, batches)
+
+
+def _local_graph(program: Program, decisions: Decisions, axis: Axis) -> fx.Graph:
+    """One rank's graph, with the value of every node: localize itself needs not all of them."""
+    localize = Localize(program.serial, decisions, axis)
+    graph = localize.run().graph
+    for serial, local in localize.local.items():
+        if "val" not in local.meta and serial.op == "call_function":
+            owner, index = producer(serial)
+            whole = value(serial) if index is None else value(localize.local[owner])[index]
+            local.meta["val"] = whole
+    return graph
 
 
 def _planned_traffic(

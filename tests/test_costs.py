@@ -133,6 +133,30 @@ def test_alternatives_by_name(meshes: list[Program]) -> None:
     )
 
 
+class Split(nn.Module):
+    """Attention whose queries, keys and values are elements of a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.qkv(x).unflatten(-1, (12, 16)).transpose(0, 1)
+        q, k, v = heads.chunk(3, 0)
+        y = nn.functional.scaled_dot_product_attention(q[None], k[None], v[None])
+        z: torch.Tensor = self.out(y[0].transpose(0, 1).flatten(1))
+        return z
+
+
+def test_values_that_come_out_of_tuples_are_priced() -> None:
+    made = trace(Split(), mesh={"tp": 2})
+    first = alternatives(made)[0]
+    # two linears and the attention, forward and backward: at least their share of the work
+    flops = 3 * 2 * 64 * 64 * (192 + 64) / 2
+    assert first.arithmetic > flops / made.decisions.builder.hardware.peak(torch.float32)
+    assert "scaled_dot_product_attention" in made.explain()
+
+
 def test_one_rank_has_no_alternatives() -> None:
     made = trace(Wide(), mesh={"tp": 1})
     assert alternatives(made) == [] and costs(made) == []
