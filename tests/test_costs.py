@@ -141,10 +141,10 @@ class Split(nn.Module):
         self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = self.qkv(x).unflatten(-1, (12, 16)).transpose(0, 1)
-        q, k, v = heads.chunk(3, 0)
-        y = nn.functional.scaled_dot_product_attention(q[None], k[None], v[None])
-        z: torch.Tensor = self.out(y[0].transpose(0, 1).flatten(1))
+        heads = self.qkv(x[None]).unflatten(-1, (12, 16)).transpose(1, 2)
+        q, k, v = heads.chunk(3, 1)
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        z: torch.Tensor = self.out(y.transpose(1, 2).flatten(2))
         return z
 
 
