@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from autoshard import build
 from autoshard.choice import choose
 from autoshard.config import Config
+from autoshard.debugging import refuse_unsharded, settings
 from autoshard.errors import ConfigError, message
 from autoshard.lower import compile_local
 from autoshard.passes.data_parallel import Waiting
@@ -68,6 +69,9 @@ def autoshard(
     if lowered := _lower(inputs, use_by(config, mesh)):
         raise compat.RestartTrace("autoshard reads parameters in another dtype", keep=lowered)
     if mesh.size == 1 and "rng" not in (options or {}):
+        return compile_local(gm, list(example_inputs), config.inner)
+    if settings().unsharded:
+        refuse_unsharded({axis.name: axis.size for axis in mesh.axes})
         return compile_local(gm, list(example_inputs), config.inner)
     # one process that asks for `rng` by name draws what a mesh of any size draws
     program = build_agreed(gm, example_inputs, inputs, mesh, config, device)

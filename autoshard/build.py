@@ -16,12 +16,13 @@ from torch.utils import _pytree as pytree
 
 from autoshard.capture import GLOBAL_TYPES, capture
 from autoshard.config import Config
+from autoshard.debugging import Following, settings
 from autoshard.errors import CaptureError, message
 from autoshard.interpreter import IDENTITY_TARGETS
-from autoshard.passes.base import Context
+from autoshard.passes.base import SILENT, Context, Report, Watch
 from autoshard.passes.data_parallel import DataParallel
 from autoshard.passes.localize import Localize
-from autoshard.passes.pipeline import prepare
+from autoshard.passes.pipeline import prepare, run_passes
 from autoshard.passes.weigh_tokens import WeighTokens
 from autoshard.planning.hardware import HARDWARE, Hardware
 from autoshard.planning.plan import Plan, strategy_text
@@ -30,8 +31,10 @@ from autoshard.planning.strategy import value
 from autoshard.planning.whole import whole_graph
 from autoshard.program import Program
 from autoshard.reasons import check_strict
+from autoshard.report import explain_plan
 from autoshard.runtime import compat
 from autoshard.runtime.axis import Axis
+from autoshard.runtime.compat_trace import artifact
 from autoshard.runtime.data_axes import DATA_AXES, data_axes, data_states
 from autoshard.runtime.errors import PlanError
 from autoshard.runtime.lazy import LazyGather
@@ -82,11 +85,16 @@ def build_program(
     if microbatch is None:
         microbatch = traced_microbatch(gm)
     dtypes = lowered_dtypes(inputs)
-    planned = plan_captured(capture(gm, example_inputs, dtypes), inputs, mesh, config, machine)
+    watch = Following(settings(), mesh.axes)
+    captured = capture(gm, example_inputs, dtypes)
+    planned = plan_captured(captured, inputs, mesh, config, machine, watch)
     serial, decisions, parameters = planned.serial, planned.decisions, planned.parameters
     if axis.size > 1:
         guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
+    watch.runs(Localize.name)
+    watch.before(Localize.name, serial)
     local = Localize(serial, decisions, axis, config.recompute_collectives).run()
+    watch.after(Localize.name, local)
     if data_axes(mesh.axes) or dtypes:
         refuse_mutated(serial, parameters)
         placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
@@ -102,9 +110,11 @@ def build_program(
             dtypes=stored_dtypes,
             microbatch=microbatch,
         )
-        replicas.run(local, Context(axis, config))
+        context = Context(axis, config)
+        run_passes((replicas,), local, context, watch)
         if config.loss_tokens == "global" and data_axes(mesh.axes):
-            _weigh(local, serial, mesh, Context(axis, config))
+            (weighed,) = run_passes((WeighTokens(data_axes(mesh.axes)),), local, context, watch)
+            _warn_of_no_mean(weighed, serial)
     program = Program(
         local,
         serial,
@@ -116,7 +126,10 @@ def build_program(
         planned.data,
         config,
         microbatch,
+        watch=watch,
     )
+    artifact(f"autoshard_{watch.number:02}-plan", planned.plan.text)
+    artifact(f"autoshard_{watch.number:02}-explain", lambda: explain_plan(program))
     if config.strict and axis.size > 1:
         check_strict(program)
     return program
@@ -128,10 +141,11 @@ def plan_captured(
     mesh: Mesh,
     config: Config,
     machine: Hardware,
+    watch: Watch = SILENT,
 ) -> Planned:
     """Plan a captured graph on the axis tp of `mesh`; the passes before the plan change it."""
     axis = mesh.axis("tp")
-    serial, _ = prepare(captured, axis, config)
+    serial, _ = prepare(captured, axis, config, watch)
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
     parameters: dict[fx.Node, str] = {}
     stored: dict[fx.Node, State] = {}
@@ -163,8 +177,7 @@ def plan_captured(
     return Planned(serial, parameters, data, decisions, full)
 
 
-def _weigh(local: fx.GraphModule, serial: fx.GraphModule, mesh: Mesh, context: Context) -> None:
-    weighed = WeighTokens(data_axes(mesh.axes)).run(local, context)
+def _warn_of_no_mean(weighed: Report, serial: fx.GraphModule) -> None:
     if not weighed.hits and any(map(_trains, serial.graph.output_node().all_input_nodes)):
         warnings.warn(
             'loss_tokens="global" found no mean loss in the graph: compute it in the '

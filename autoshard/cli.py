@@ -1,4 +1,4 @@
-"""The command line: `autoshard plan MODEL`, `autoshard export FORMAT MODEL DIRECTORY`."""
+"""The command line: `autoshard plan MODEL`, `explain MODEL`, `export FORMAT MODEL DIRECTORY`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from autoshard import plan_command
+from autoshard import explain_command, plan_command
 from autoshard.errors import AutoshardError
 
 
@@ -28,6 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="autoshard", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     plan_command.add(commands)
+    explain_command.add_command(commands)
     export = commands.add_parser("export", help="write what an inference server loads")
     formats = export.add_subparsers(required=True, metavar="FORMAT")
 

@@ -132,7 +132,7 @@ def text(found: Search, tokens: int | None = None) -> str:
 
     tokens: in the batch of one data-parallel rank, where it is known.
     """
-    from autoshard.report import table
+    from autoshard.tables import table
 
     used = [axis for axis in _AXES if any(axis in row.timing.traffic for row in found.rows)]
     kinds = ["params", "grads", "optim", "activ", "buckets", "total"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,8 +26,9 @@ from autoshard.memory import (
     summary,
 )
 from autoshard.off_meta import off_meta
+from autoshard.passes.base import SILENT, Context, Watch
 from autoshard.passes.localize import local_value
-from autoshard.passes.pipeline import before_compilation, finish
+from autoshard.passes.pipeline import BEFORE_COMPILATION, finish, run_passes
 from autoshard.planning.plan import Plan
 from autoshard.planning.planner import Decisions
 from autoshard.planning.values import tensor_bytes
@@ -54,6 +56,7 @@ class Collective:
     bytes is the logical size: the tensor of an all-reduce or all-to-all, the output of an
     all-gather, the input of a reduce-scatter. phase is "forward" or "backward". module is the
     path of the module it serves, change the state change that causes it, stack the user's line.
+    reader, reader_line: the module and the line that need the new state, where they are known.
     """
 
     op: str
@@ -64,6 +67,8 @@ class Collective:
     change: str
     stack: str
     node: fx.Node = field(repr=False, compare=False)
+    reader: str = ""
+    reader_line: str = ""
 
 
 @dataclass
@@ -77,6 +82,7 @@ class Program:
     microbatch: what backward does with gradients, one of `runtime.unshard.MICROBATCH`.
     chosen: where the mesh comes from, in a line; "" where the caller gave it.
     absent: trained parameters of the model that the graph does not read, where the model is known.
+    watch: follows the passes that are still to come.
     """
 
     graph_module: fx.GraphModule
@@ -91,15 +97,16 @@ class Program:
     microbatch: str = SINGLE
     chosen: str = ""
     absent: tuple[str, ...] = ()
+    watch: Watch = field(default=SILENT, repr=False)
 
     @cached_property
     def joint(self) -> compat.ForwardBackward:
         """The forward and backward ATen graphs AOTAutograd makes of `graph_module`."""
         fakes = [n.meta["val"] for n in self.graph_module.graph.nodes if n.op == "placeholder"]
         made = compat.forward_backward(*off_meta(self.graph_module, fakes))
-        finish(made.forward, self.mesh, self.config, False)
+        finish(made.forward, self.mesh, self.config, False, self.watch)
         if made.backward is not None:
-            finish(made.backward, self.mesh, self.config, True)
+            finish(made.backward, self.mesh, self.config, True, self.watch)
         return made
 
     @cached_property
@@ -107,19 +114,21 @@ class Program:
         """`joint` as it is compiled and run: each collective the way its backend does it best."""
         graphs = (self.joint.forward, self.joint.backward)
         forward, backward = (gm and copy.deepcopy(gm) for gm in graphs)
-        for gm in filter(None, (forward, backward)):
-            before_compilation(gm, self.mesh, self.config)
         assert forward is not None
+        context = Context(self.axis, self.config)
+        for gm, phase in ((forward, "forward"), (backward, "backward")):
+            if gm is not None:
+                run_passes(BEFORE_COMPILATION, gm, context, self.watch, phase)
         return replace(self.joint, forward=forward, backward=backward)
 
     def finish(self, graph: fx.GraphModule, backward: bool) -> None:
         """Bucket and schedule the collectives of a graph that is compiled and run, in place."""
-        finish(graph, self.mesh, self.config, backward, run=True)
+        finish(graph, self.mesh, self.config, backward, self.watch, run=True)
 
     def settings(self) -> str:
         """What `finish` depends on besides the graph; equal texts make equal graphs of one."""
         options = replace(self.config, mesh={}, plan=None)
-        return f"{self.mesh.axes} {options}"
+        return f"{self.mesh.axes} {options} {self.watch.key()}"
 
     def collectives(self) -> list[Collective]:
         """One entry a collective, forward then backward, in the order of issue."""
@@ -186,11 +195,20 @@ class Program:
         """The stored state of each parameter on the axis."""
         return {name: self.decisions.stored[node] for node, name in self.parameters.items()}
 
-    def explain(self) -> str:
-        """The plan as text: parameters with reasons, collectives, bytes a rank."""
+    def explain(self, width: int | None = None) -> str:
+        """The plan as text: by module, parameters with reasons, collectives by cost, alternatives.
+
+        width: columns to use; None: the terminal's, or 100 where the output is no terminal.
+        """
         from autoshard.report import explain
 
-        return explain(self)
+        return explain(self, width)
+
+    def explain_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the same, with the graph and the memory over a step, as one HTML page."""
+        from autoshard.page import write_page
+
+        write_page(self, path)
 
     def _local(self, node: fx.Node) -> torch.Tensor:
         val = local_value(node.meta["val"], self.decisions.stored[node], self.axis)
@@ -218,4 +236,6 @@ class Program:
             custom.get("autoshard_change", ""),
             custom.get("autoshard_line", ""),
             node,
+            custom.get("autoshard_reader", ""),
+            custom.get("autoshard_reader_line", ""),
         )

@@ -1,61 +1,54 @@
-"""`Program.explain()`: where each parameter is and why, each collective, bytes a rank; as text."""
+"""`Program.explain()`: the plan, where each parameter is and why, what each collective costs."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 
 from torch import fx
 
+from autoshard import explain_costs
+from autoshard.costs import folded, named
 from autoshard.memory import KINDS
-from autoshard.planning import cost
 from autoshard.planning.strategy import value
 from autoshard.planning.values import global_bytes
 from autoshard.program import Program
 from autoshard.reasons import reason, whole
 from autoshard.runtime.placement import R
+from autoshard.tables import human, page_width, table
 
 
-def explain(program: Program) -> str:
-    """A report for a terminal or a log file; repeated layers are one line with a count."""
+def explain(program: Program, width: int | None = None) -> str:
+    """A report for a terminal or a log file; repeated layers are one line with a count.
+
+    width: columns; None: the terminal's, or 100 where standard output is none.
+    """
+    columns = page_width(width)
     sections = [
         _headline(program),
         program.chosen,
-        _parameters(program),
-        _unsharded(program),
+        explain_costs.dearest(program, columns),
+        explain_costs.by_module(program, columns),
+        _parameters(program, columns),
+        _unsharded(program, columns),
         _without_gradient(program),
-        _collectives(program),
+        explain_costs.collectives(program, columns),
+        explain_costs.beside(program, columns),
         _memory(program),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def folded(path: str) -> str:
-    """`model.layers.7.mlp` -> `model.layers.*.mlp`: the place in a layer, whichever layer."""
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
-
-
-def named(paths: Iterable[str]) -> str:
-    """One path as it is, several as their common folded path."""
-    distinct = list(dict.fromkeys(paths))
-    return distinct[0] if len(distinct) == 1 else folded(distinct[0])
-
-
-def human(nbytes: float) -> str:
-    """1536 -> '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024 or unit == "GiB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    raise AssertionError
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """Columns padded to their widest cell; numbers are right-aligned by the caller."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in
-             [header, ["-" * w for w in widths], *rows]]
-    return "\n".join(lines)
+def explain_plan(program: Program, width: int | None = None) -> str:
+    """The parts of `explain` that need no backward graph: while a program is being compiled."""
+    columns = page_width(width)
+    sections = [
+        _headline(program),
+        explain_costs.by_module(program, columns),
+        _parameters(program, columns),
+        _unsharded(program, columns),
+        explain_costs.beside(program, columns),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
 
 
 def _headline(program: Program) -> str:
@@ -70,7 +63,7 @@ def _headline(program: Program) -> str:
     )
 
 
-def _parameters(program: Program) -> str:
+def _parameters(program: Program, width: int) -> str:
     groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
     bytes_of: Counter[tuple[str, ...]] = Counter()
     for node, name in program.parameters.items():
@@ -84,7 +77,7 @@ def _parameters(program: Program) -> str:
         for key, names in groups.items()
         for _, shape, state, because in [key]
     ]
-    return table(["parameter", "count", "shape", "stored", "bytes", "because"], rows)
+    return table(["parameter", "count", "shape", "stored", "bytes", "because"], rows, width)
 
 
 def _placed(program: Program, node: fx.Node) -> str:
@@ -97,13 +90,13 @@ def _placed(program: Program, node: fx.Node) -> str:
     return ", ".join(split) or R
 
 
-def _unsharded(program: Program) -> str:
+def _unsharded(program: Program, width: int) -> str:
     groups: dict[tuple[str, ...], int] = defaultdict(int)
     for w in whole(program):
         name = folded(w.name) if w.kind == "parameter" else w.name
         groups[w.kind, name, w.reason, w.where] += 1
     rows = [[kind, name, str(n), why, where] for (kind, name, why, where), n in groups.items()]
-    return table(["not sharded", "", "count", "because", "line"], rows) if rows else ""
+    return table(["not sharded", "", "count", "because", "line"], rows, width) if rows else ""
 
 
 def _without_gradient(program: Program) -> str:
@@ -114,39 +107,6 @@ def _without_gradient(program: Program) -> str:
     groups = Counter(folded(name) for name in names)
     lines = [f"  {name}" + (f"  x {n}" if n > 1 else "") for name, n in groups.items()]
     return "\n".join(["trained, and no gradient in this graph:", *lines])
-
-
-def _collectives(program: Program) -> str:
-    found = program.collectives()
-    if not found:
-        return "no collectives"
-    groups: dict[tuple[str, str, str, int, str], list[str]] = defaultdict(list)
-    for c in found:
-        change = c.change.partition(": ")[2] or "-"
-        groups[c.phase, c.op, folded(c.module), c.bytes, change].append(c.module)
-    rows = [
-        [phase, op, str(len(at)), human(nbytes), human(nbytes * len(at)), change, named(at)]
-        for (phase, op, _, nbytes, change), at in groups.items()
-    ]
-    header = ["phase", "collective", "count", "bytes each", "bytes", "change", "module"]
-    return "\n".join([table(header, rows), *_totals(program)])
-
-
-def _totals(program: Program) -> list[str]:
-    """What a rank sends in each phase, about how long that takes, and the count of each kind."""
-    n, builder, found = program.axis.size, program.decisions.builder, program.collectives()
-    lines = []
-    for phase in ("forward", "backward"):
-        parts = [(c.op, c.bytes) for c in found if c.phase == phase]
-        sent = sum(cost.ring_bytes(op, nbytes, n) for op, nbytes in parts)
-        seconds = sum(cost.collective_seconds(op, nbytes, n, builder.link) for op, nbytes in parts)
-        lines.append(
-            f"{phase}: a rank sends {human(sent)}, about {1e3 * seconds:.3g} ms "
-            f"on {builder.hardware.name}"
-        )
-    by_op = Counter((c.phase, c.op) for c in found)
-    total = ", ".join(f"{count} {op} {phase}" for (phase, op), count in sorted(by_op.items()))
-    return [*lines, f"{len(found)} collectives a step: {total}"]
 
 
 def _memory(program: Program) -> str:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from autoshard import build
 from autoshard.choice import choose
 from autoshard.config import Config
+from autoshard.debugging import settings
 from autoshard.meta_buffers import initialise_buffers
 from autoshard.program import Program
 from autoshard.runtime import compat
@@ -95,8 +96,9 @@ def build_agreed(
         # the peers wait in `agree`: tell them, so that every rank ends with this error
         agree("plan", f"failed: {type(error).__name__}", [f"{type(error).__name__}: {error}"], axis)
         raise
-    digest = f"{program.plan.digest()}, gradients: {program.microbatch}"
-    lines = build.plan_lines(program)
+    wishes = settings().text()  # of the environment, which may differ between machines
+    digest = f"{program.plan.digest()}, gradients: {program.microbatch}, {wishes}"
+    lines = [wishes, *build.plan_lines(program)]
     if config.rng == "tracker":  # values that all ranks hold are drawn from states of one seed
         lines.append(f"torch.initial_seed() {torch.initial_seed()}")
         digest += lines[-1]

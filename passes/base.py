@@ -63,6 +63,32 @@ class Pass(Protocol):
         ...
 
 
+class Watch:
+    """Follows the passes over the graphs of one program, and says which run; this one is silent.
+
+    The runner calls it; autoshard.debugging has the one that obeys the environment.
+    """
+
+    def runs(self, name: str) -> bool:
+        """Whether the pass is to run."""
+        return True
+
+    def key(self) -> str:
+        """What it changes, for the key of a cache of compiled graphs."""
+        return ""
+
+    def before(self, name: str, gm: fx.GraphModule, phase: str = "") -> None:
+        """Called before a pass. phase: "forward" or "backward", after autograd."""
+
+    def after(
+        self, name: str, gm: fx.GraphModule, report: Report | None = None, phase: str = ""
+    ) -> None:
+        """Called after it, with the graph it left."""
+
+
+SILENT = Watch()
+
+
 def emit(
     graph: fx.Graph,
     like: fx.Node,

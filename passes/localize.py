@@ -232,6 +232,9 @@ class Localize:
             new.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         new.meta["val"] = self._local(value(source), want)
         new.meta["custom"]["autoshard_change"] = f"{source.name}: {have} -> {want}"
+        # what asks for the new state; the operator before it has asked for nothing
+        new.meta["custom"]["autoshard_reader"] = module_path(user)
+        new.meta["custom"]["autoshard_reader_line"] = user_line(user)
         return new
 
     def _again(self, reduction: bool) -> bool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
 
-from autoshard.passes.base import Context, Pass, Report
+from autoshard.passes.base import SILENT, Context, Pass, Report, Watch
 from autoshard.passes.bucket_gradients import BucketGradients
 from autoshard.passes.bucket_parameters import BucketParameters
 from autoshard.passes.exchange_scatter import ExchangeScatter
@@ -31,31 +30,67 @@ BEFORE_PLANNING: tuple[Pass, ...] = (
 # On a graph that is compiled and run; the collectives of a Program are those before.
 BEFORE_COMPILATION: tuple[Pass, ...] = (ExchangeScatter(),)
 
+# The name of every pass, in the order in which a program meets them: what AUTOSHARD_STOP_AFTER
+# counts by.
+ORDER = (
+    "normalize",
+    "expand_grouped_heads",
+    "split_recurrent",
+    "invariant_random",
+    "localize",
+    "data_parallel",
+    "weigh_tokens",
+    "bucket_parameters",
+    "bucket_gradients",
+    "schedule_collectives",
+    "exchange_scatter",
+)
+
+# Those without which a program is as right, only slower; AUTOSHARD_DISABLE takes no other.
+OPTIONAL = (
+    "expand_grouped_heads",
+    "bucket_parameters",
+    "bucket_gradients",
+    "schedule_collectives",
+    "exchange_scatter",
+)
+
+
+def run_passes(
+    passes: tuple[Pass, ...],
+    gm: fx.GraphModule,
+    ctx: Context,
+    watch: Watch = SILENT,
+    phase: str = "",
+) -> list[Report]:
+    """Run passes over one graph, in place; the reports of those that ran."""
+    reports = []
+    for one in passes:
+        if watch.runs(one.name):
+            watch.before(one.name, gm, phase)
+            reports.append(one.run(gm, ctx))
+            gm.graph.lint()
+            watch.after(one.name, gm, reports[-1], phase)
+    gm.recompile()
+    return reports
+
 
 def finish(
-    gm: fx.GraphModule, mesh: Mesh, config: Any, backward: bool, run: bool = False
+    gm: fx.GraphModule,
+    mesh: Mesh,
+    config: Any,
+    backward: bool,
+    watch: Watch = SILENT,
+    run: bool = False,
 ) -> list[Report]:
     """Run the passes over one of AOTAutograd's graphs, in place.
 
     run: the graph is compiled and run, and each collective is done the way its backend does best.
     """
     passes = after_autograd(mesh, config, backward)
-    reports = _run(passes, gm, mesh, config)
-    return [*reports, *(before_compilation(gm, mesh, config) if run else ())]
-
-
-def before_compilation(gm: fx.GraphModule, mesh: Mesh, config: Any) -> list[Report]:
-    """The passes of `finish` over a graph that is compiled and run, in place."""
-    return _run(BEFORE_COMPILATION, gm, mesh, config)
-
-
-def _run(passes: Sequence[Pass], gm: fx.GraphModule, mesh: Mesh, config: Any) -> list[Report]:
-    reports = []
-    for one in passes:
-        reports.append(one.run(gm, Context(mesh.axis("tp"), config)))
-        gm.graph.lint()
-    gm.recompile()
-    return reports
+    phase = "backward" if backward else "forward"
+    last = BEFORE_COMPILATION if run else ()
+    return run_passes((*passes, *last), gm, Context(mesh.axis("tp"), config), watch, phase)
 
 
 def after_autograd(mesh: Mesh, config: Any, backward: bool) -> tuple[Pass, ...]:
@@ -74,12 +109,7 @@ def after_autograd(mesh: Mesh, config: Any, backward: bool) -> tuple[Pass, ...]:
 
 
 def prepare(
-    gm: fx.GraphModule, axis: Axis, config: Any = None
+    gm: fx.GraphModule, axis: Axis, config: Any = None, watch: Watch = SILENT
 ) -> tuple[fx.GraphModule, list[Report]]:
     """Run the passes that precede planning, in place; reports in the order of the passes."""
-    reports = []
-    for one in BEFORE_PLANNING:
-        reports.append(one.run(gm, Context(axis, config)))
-        gm.graph.lint()
-    gm.recompile()
-    return gm, reports
+    return gm, run_passes(BEFORE_PLANNING, gm, Context(axis, config), watch)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -426,7 +427,9 @@ def forward_backward(gm: fx.GraphModule, fakes: Sequence[Any]) -> ForwardBackwar
         return run
 
     trace = functools.partial(aot_module_simplified, gm, list(fakes), partition_fn=partition)
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
+        # on meta tensors only, and the graph has its backward
+        warnings.filterwarnings("ignore", message="aten::nll_loss")
         try:
             trace(fw_compiler=compiler, bw_compiler=compiler)
         except TensorifyScalarRestartAnalysis:

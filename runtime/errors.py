@@ -5,6 +5,10 @@ They live here because `runtime` imports torch only; users import them from `aut
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import os
+
 
 class AutoshardError(RuntimeError):
     """Base of every error autoshard raises on purpose."""
@@ -42,11 +46,23 @@ def message(what: str, *, where: str | None = None, remedy: str | None = None) -
 
 
 def source_line(stack_trace: str | None) -> str | None:
-    """The innermost `file:line` of a node's `stack_trace`, or None where there is none."""
+    """The innermost `file:line` of a node's `stack_trace`, or None where there is none.
+
+    A frame of torch's own (nn.RMSNorm calls torch.nn.functional) is passed over for the frame that
+    called it, where there is one: it is the same line for every user of the module.
+    """
     lines = [line.strip() for line in (stack_trace or "").splitlines()]
     frames = [line for line in lines if line.startswith('File "')]
     if not frames:
         return None
+    outside = [frame for frame in frames if not frame.startswith(f'File "{_torch_folder()}')]
     # Each frame reads: File "model.py", line 41, in forward
-    path, _, rest = frames[-1].removeprefix('File "').partition('", line ')
+    path, _, rest = (outside or frames)[-1].removeprefix('File "').partition('", line ')
     return f"{path}:{rest.partition(',')[0]}"
+
+
+@functools.cache
+def _torch_folder() -> str:
+    """Where torch is installed, found without importing it."""
+    spec = importlib.util.find_spec("torch")
+    return os.path.join(os.path.dirname((spec and spec.origin) or "torch"), "")

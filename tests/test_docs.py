@@ -1,9 +1,10 @@
-"""What docs/sharding_rules.md says about its example is what the planner offers."""
+"""What the pages of docs/ say of their examples is what happens."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,3 +73,36 @@ def test_the_quoted_rules_stand_in_the_table() -> None:
     quoted = re.findall(r'^"(aten\.[\w.]+)": "(.*)",$', DOC.read_text(), re.MULTILINE)
     assert len(quoted) == 4
     assert all(RULES[name] == text for name, text in quoted)
+
+
+def test_the_pass_of_the_page_does_what_its_docstring_shows() -> None:
+    page = (DOC.parent / "writing_a_pass.md").read_text()
+    definition, use = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {"__name__": __name__}  # a dataclass looks its module up
+    exec(definition, names)
+    exec(use, names)
+    text = autoshard.render(names["program"].serial)
+    assert f"print(report)                              # {names['report']}" in use
+    assert "mul(" not in text and "linear(" in text
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    root = DOC.parents[1]
+    pages = [*DOC.parent.glob("*.md"), root / "README.md", root / "CONTRIBUTING.md"]
+    links = [
+        (page, link)
+        for page in pages
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+    ]
+    assert len(links) > 20
+    assert not [(page.name, link) for page, link in links if not (page.parent / link).exists()]
+
+
+def test_the_page_of_variables_names_every_pass_and_variable() -> None:
+    from autoshard import debugging
+    from autoshard.passes import pipeline
+
+    page = (DOC.parent / "debugging.md").read_text()
+    assert all(f"`{name}`" in page for name in pipeline.ORDER)
+    variables = set(re.findall(r"AUTOSHARD_\w+", Path(debugging.__file__).read_text()))
+    assert len(variables) == 4 and variables <= set(re.findall(r"AUTOSHARD_\w+", page))

@@ -85,7 +85,7 @@ def all_raise(results: list[tuple[str, str]], kind: type[Exception], *texts: str
         ({"mesh": {"tp": 3}}, ["the mesh tp 3 needs 3 processes, and there are 2"]),
         ({"mesh": {"tp": 1}}, ["the mesh tp 1 needs 1 processes, and there are 2"]),
         ({"mesh": {"model": 2}}, ["mesh={'model': 2} is not allowed", "dp_shard, tp"]),
-        ({"rng": "tracker"}, ["rng='tracker' is not available in this version"]),
+        ({"rng": "native"}, ["rng='native' is not allowed"]),
     ],
 )
 def test_options(gloo2: Any, options: dict[str, Any], texts: list[str]) -> None:

@@ -26,6 +26,7 @@ class Request:
     parameters: name of each parameter placeholder.
     stored: the state in which a parameter is stored already; one without an entry is free.
     arriving: the state of inputs that come sharded (values that cross a graph break).
+    prices: what a stored byte costs where there is no memory_budget.
     """
 
     parameters: Mapping[fx.Node, str]
@@ -35,6 +36,7 @@ class Request:
     lazy_outputs: bool = True
     memory_budget: int | None = None
     plan: Plan | None = None
+    prices: Prices = field(default_factory=Prices)
 
 
 @dataclass
@@ -92,7 +94,7 @@ def plan_graph(
     Raises PlanError where a loaded plan asks for what the graph does not offer, and where no
     plan fits `memory_budget` bytes a rank.
     """
-    default = _solve(gm, n, hardware, request, Prices())
+    default = _solve(gm, n, hardware, request, request.prices)
     budget = request.memory_budget
     if budget is None or stored_bytes(default, n) <= budget:
         return default

@@ -1,0 +1,88 @@
+"""The examples, each on two processes beside the same on one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+EXAMPLES = ("custom_model", "hf_trainer", "lora", "inference")
+
+pytestmark = pytest.mark.slow
+
+
+def run(name: str, *options: str, processes: int = 2, **environment: str) -> str:
+    """What rank 0 prints."""
+    if name == "lora":
+        pytest.importorskip("peft")
+    if name == "hf_trainer":
+        pytest.importorskip("accelerate")
+    command = [sys.executable, *(TWO if processes == 2 else ()), f"examples/{name}.py", *options]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses(printed: str) -> list[float]:
+    """The losses of the steps."""
+    return [float(loss) for loss in re.findall(r"^step \d+ loss ([\d.]+)", printed, re.MULTILINE)]
+
+
+def test_custom_model_trains_like_on_one_process() -> None:
+    options = ("--steps", "4", "--inner", "aot_eager")
+    sharded = run("custom_model", *options)
+    assert "autoshard: tp=2, " in sharded and "\nDearest: " in sharded
+    assert losses(sharded) == pytest.approx(losses(run("custom_model", *options, processes=1)))
+    assert len(losses(sharded)) == 4 and losses(sharded)[-1] < losses(sharded)[0]
+
+
+@pytest.mark.parametrize("name", ["hf_trainer", "lora"])
+def test_trains_like_the_serial_model(name: str) -> None:
+    options = ("--steps", "4", "--inner", "aot_eager")
+    sharded = run(name, *options)
+    serial = run(name, *options, "--serial", processes=1)
+    assert len(losses(sharded)) == 4
+    assert losses(sharded) == pytest.approx(losses(serial), rel=1e-4)
+    if name == "lora":
+        held, total = re.search(r"^frozen: rank 0 holds (\d+) of (\d+)", sharded, re.M).groups()  # type: ignore[union-attr]
+        assert int(held) < 0.6 * int(total)
+    else:
+        assert "compiled 1 graphs" in sharded and "compiled 0 graphs" in serial
+        norms = [re.findall(r"norm ([\d.]+)", text) for text in (sharded, serial)]
+        assert [*map(float, norms[0])] == pytest.approx([*map(float, norms[1])], rel=1e-3)
+
+
+def test_inference_gives_the_same_text() -> None:
+    sharded = run("inference", "--inner", "aot_eager")
+    serial = run("inference", "--serial", processes=1)
+    rows = [re.findall(r"^tokens (.*)$", text, re.MULTILINE) for text in (sharded, serial)]
+    assert rows[0] == rows[1] and len(rows[0]) == 2
+    logits = [re.findall(r"-?\d\.\d{5}", text) for text in (sharded, serial)]
+    assert [*map(float, logits[0])] == pytest.approx([*map(float, logits[1])], abs=2e-5)
+    assert re.search(r"compiled [1-9]\d* graphs", sharded)
+
+
+def test_autoshard_disabled_runs_the_model_unsharded() -> None:
+    options = ("--steps", "2", "--inner", "aot_eager")
+    plain = run("lora", *options, AUTOSHARD_DISABLE="1")
+    assert losses(plain) == pytest.approx(losses(run("lora", *options, "--serial", processes=1)))
+    held, total = re.search(r"^frozen: rank 0 holds (\d+) of (\d+)", plain, re.M).groups()  # type: ignore[union-attr]
+    assert held == total
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_are_short(name: str) -> None:
+    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) <= 80
