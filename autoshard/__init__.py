@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from autoshard.planning.plan import Plan
     from autoshard.planning.registry import sharding_rule
     from autoshard.program import Program
+    from autoshard.proof import Proof, verify
     from autoshard.rendering import render
     from autoshard.storing import shard
     from autoshard.tracing import trace
@@ -26,11 +27,13 @@ _HOME = {
     "Config": "autoshard.config",
     "Plan": "autoshard.planning.plan",
     "Program": "autoshard.program",
+    "Proof": "autoshard.proof",
     "programs": "autoshard.backend",
     "render": "autoshard.rendering",
     "shard": "autoshard.storing",
     "sharding_rule": "autoshard.planning.registry",
     "trace": "autoshard.tracing",
+    "verify": "autoshard.proof",
 }
 
 __all__ = [
@@ -38,11 +41,13 @@ __all__ = [
     "Config",
     "Plan",
     "Program",
+    "Proof",
     "programs",
     "render",
     "shard",
     "sharding_rule",
     "trace",
+    "verify",
 ]
 
 
