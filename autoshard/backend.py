@@ -22,13 +22,16 @@ from autoshard.config import Config
 from autoshard.lower import compile_local
 from autoshard.program import Program
 from autoshard.runtime import compat
+from autoshard.runtime.agreement import agree, attempt, wait_at_most
+from autoshard.runtime.axis import Axis
+from autoshard.runtime.batches import compare_batch, send_batch
 from autoshard.runtime.lazy import LazyGather, wrap_outputs
 from autoshard.runtime.materialize import unwrap
-from autoshard.runtime.mesh import Mesh, data_coordinate, init_mesh
+from autoshard.runtime.mesh import Mesh, data_coordinate, init_mesh, start_world
 from autoshard.runtime.placement import State
 from autoshard.runtime.random_ops import draw_apart
 from autoshard.runtime.storage import as_dtensors
-from autoshard.storing import build_agreed, store
+from autoshard.storing import batch_of, build_agreed, store
 
 compat.allow_rnn()
 
@@ -47,13 +50,26 @@ def autoshard(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
     """The backend function that the entry point names. `options`: the fields of `Config`."""
-    config = Config.from_options(options or {})
     compat.probe()
     inputs = compat.graph_inputs(gm)
     device = build.device_type(inputs)
+    start_world(device)
+    with attempt():
+        return _compile(gm, example_inputs, inputs, device, options or {})
+
+
+def _compile(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    inputs: list[compat.GraphInput],
+    device: str,
+    options: dict[str, Any],
+) -> Callable[..., Any]:
+    config = Config.from_options(options)
+    wait_at_most(config.timeout)
     mesh = init_mesh(config.mesh, device)
     draw_apart(data_coordinate(mesh))
-    if mesh.size == 1 and "rng" not in (options or {}):
+    if mesh.size == 1 and "rng" not in options:
         return compile_local(gm, list(example_inputs), config.inner)
     # one process that asks for `rng` by name draws what a mesh of any size draws
     program = build_agreed(gm, example_inputs, inputs, mesh, config, device)
@@ -71,6 +87,9 @@ def _runner(
     modes = _modes(program)
     with modes():
         compiled = compile_local(local, fakes, config.inner, program.finish)
+    agree("compiled program", "", [], program.axis)  # nobody runs before everybody can
+    batch, checks = batch_of(inputs), batch_checks(inputs, mesh.axis("tp"), config)
+    sends = config.broadcast_inputs and program.axis.size > 1
     sharded = [i for i, item in enumerate(inputs) if isinstance(item.real, DTensor)]
     owned = weakref.WeakSet(
         item.real for item in inputs if isinstance(item.real, nn.Parameter)
@@ -83,12 +102,36 @@ def _runner(
     @compat.not_traced
     def run(*args: Any) -> Any:
         values: list[Any] = [a.full_tensor() if isinstance(a, LazyGather) else a for a in args]
+        if checks:
+            checks.pop()(values)
+        if sends:
+            send_batch(values, batch, program.axis)
         with modes():
             for i, shard in zip(sharded, unwrap(*[values[i] for i in sharded])):
                 values[i] = shard
             return present(compiled(*values))
 
     return run
+
+
+def batch_checks(
+    inputs: list[compat.GraphInput], axis: Axis, config: Config
+) -> list[Callable[[Sequence[Any]], None]]:
+    """What to do with the arguments of the first calls, the last one first; by default of two:
+    the second is often the first with a batch of its own."""
+    batch = batch_of(inputs)
+    if config.check_batches == "never" or axis.size == 1 or not batch:
+        return []
+    checks: list[Callable[[Sequence[Any]], None]] = []
+
+    def check(number: int, args: Sequence[Any]) -> None:
+        if config.check_batches == "always":
+            checks.append(functools.partial(check, number + 1))
+        compare_batch(args, batch, axis, f"call {number}", not config.broadcast_inputs)
+
+    first = 1 if config.check_batches == "always" else 2
+    checks += [functools.partial(check, number) for number in range(first, 0, -1)]
+    return checks
 
 
 def _modes(program: Program) -> Callable[[], contextlib.AbstractContextManager[None]]:

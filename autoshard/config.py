@@ -19,7 +19,6 @@ from autoshard.runtime.mesh import AXIS_ORDER
 UNAVAILABLE: dict[str, Callable[[Any], bool]] = {
     "precision": lambda precision: precision is not None,
     "rng": lambda rng: rng != "invariant",
-    "broadcast_inputs": lambda broadcast_inputs: broadcast_inputs,
 }
 
 
@@ -131,6 +130,18 @@ class Config:
         "Dropout that does not depend on the mesh, or one random stream an axis.",
     )
     broadcast_inputs: bool = _flag(False, "Send rank 0's batch to its tp group at each call.")
+    check_batches: str = _choice(
+        "first",
+        ("first", "always", "never"),
+        "Compare the batches of the ranks of a tp group at the first two calls of each graph, or "
+        "at all of them.",
+    )
+    timeout: float = _option(
+        600.0,
+        "a positive number of seconds",
+        lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and v > 0,
+        "How long a rank waits for the others to compile, or to compare batches, before an error.",
+    )
     initial_weights: str = _choice(
         "broadcast",
         ("broadcast", "trust"),
@@ -158,6 +169,15 @@ class Config:
                         remedy=f"Only {field.default!r} is.",
                     )
                 )
+
+    def lines(self) -> list[str]:
+        """The options that must be the same on all ranks, one a line.
+
+        The mesh and the plan are compared by what they come to.
+        """
+        own = ("mesh", "plan", "timeout")
+        names = [field.name for field in dataclasses.fields(self) if field.name not in own]
+        return [f"option {name}: {getattr(self, name)!r}" for name in names]
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,9 +15,10 @@ from autoshard import build
 from autoshard.config import Config
 from autoshard.program import Program
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import agree
+from autoshard.runtime.agreement import agree, attempt, wait_at_most
+from autoshard.runtime.batches import Input
 from autoshard.runtime.data_axes import data_states
-from autoshard.runtime.mesh import Mesh, init_mesh
+from autoshard.runtime.mesh import Mesh, init_mesh, start_world
 from autoshard.runtime.parameters import related_parameters, shard_parameters, unstorable
 from autoshard.runtime.placement import R, S, State
 from autoshard.tracing import intercept
@@ -38,11 +40,25 @@ def shard(
     args, kwargs: an example batch on any device. options: the fields of `autoshard.Config`, the
     same that torch.compile gets. Collective over the mesh; returns `model`.
     """
-    config = Config.from_options(options)
     device = build.example_device(model, (args, kwargs))
-    mesh = init_mesh(config.mesh, device)
-    if mesh.size == 1:
-        return model
+    start_world(device)
+    with attempt():
+        config = Config.from_options(options)
+        wait_at_most(config.timeout)
+        mesh = init_mesh(config.mesh, device)
+        if mesh.size > 1:
+            _shard(model, args, kwargs, mesh, config, device)
+    return model
+
+
+def _shard(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    mesh: Mesh,
+    config: Config,
+    device: str,
+) -> None:
     if any(p.is_meta for p in model.parameters()):
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, lambda t: t.to("meta"), (args, dict(kwargs or {}))
@@ -59,7 +75,6 @@ def shard(
     intercept(model, args, kwargs, plan)
     if found[0]:
         store(found[0], mesh, config)
-    return model
 
 
 def build_agreed(
@@ -72,19 +87,29 @@ def build_agreed(
 ) -> Program:
     """`build_program`, and the proof that every rank of the axis built the same.
 
-    Raises PlanMismatchError on all ranks where they did not, or where one of them failed.
+    Raises PlanMismatchError on all ranks where they did not. One that fails raises its own error,
+    and the others PlanMismatchError with it (`attempt` tells them).
     """
-    axis = mesh.axis("tp")
-    try:
-        program = build.build_program(
-            gm, example_inputs, inputs, mesh, config, build.hardware_of(device)
-        )
-    except Exception as error:
-        # the peers wait in `agree`: tell them, so that every rank ends with this error
-        agree("plan", f"failed: {type(error).__name__}", [f"{type(error).__name__}: {error}"], axis)
-        raise
-    agree("plan", program.plan.digest(), build.plan_lines(program), axis)
+    machine = build.hardware_of(device)
+    program = build.build_program(gm, example_inputs, inputs, mesh, config, machine)
+    lines = build.plan_lines(program)
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    given = ((item.name, inputs[item.index].real) for item in batch_of(inputs))
+    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given if t is not None)
+    agree("plan", digest, lines, mesh.axis("tp"), note=shapes)
     return program
+
+
+def batch_of(inputs: Sequence[compat.GraphInput]) -> list[Input]:
+    """The inputs of a graph that the caller gave: tensors that are no parameters or buffers."""
+    return [
+        Input(index, build.parameter_name(item.source).removeprefix("L."))
+        for index, item in enumerate(inputs)
+        if isinstance(item.real, torch.Tensor)
+        and not isinstance(item.real, nn.Parameter)
+        and item.source.startswith("L[")
+        and not item.source.startswith("L['self']")
+    ]
 
 
 def store(

@@ -77,7 +77,6 @@ def test_config_error_is_a_value_error_and_ours() -> None:
 UNAVAILABLE_VALUES: dict[str, Any] = {
     "precision": {"param": torch.bfloat16},
     "rng": "tracker",
-    "broadcast_inputs": True,
 }
 
 
