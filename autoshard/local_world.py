@@ -3,9 +3,8 @@
 Each process runs `job(role, folder)` and leaves a result file; the first that fails is the one
 whose traceback is raised, and nobody outlives the time limit or the caller.
 
-Processes are started afresh and the job travels as a pickle. What cannot travel (a class or function of an
-interactive session or of the running script, a lambda) is inherited instead: the process is
-forked.
+Processes are started afresh and the job travels as a pickle. What cannot travel (a class of an
+interactive session or of the running script, a lambda) is inherited: the process is forked.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from autoshard.errors import AutoshardError, message
 
@@ -43,12 +42,6 @@ _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 class WorldError(AutoshardError):
     """A process of a local world failed, died, or did not end in time."""
-
-
-class _Process(Protocol):
-    @property
-    def pid(self) -> int | None: ...
-    def kill(self) -> None: ...
 
 
 def run(
@@ -151,6 +144,7 @@ def _forked(job: Job, role: str, folder: Path) -> None:
     import torch
 
     torch.compiler.reset()
+    torch.set_num_threads(1)  # the parent's pool of threads does not exist here
     serve(role, folder, job)
     os._exit(0)  # nothing that the parent registered to run at its exit runs here
 
@@ -161,9 +155,6 @@ def serve(role: str, folder: Path, job: Job | None = None) -> None:
     with (folder / f"{role}.stack").open("w") as stacks:
         if hasattr(signal, "SIGUSR1"):
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        import torch
-
-        torch.set_num_threads(1)
         try:
             if job is None:
                 job = pickle.loads((folder / "job").read_bytes())

@@ -14,6 +14,7 @@ from autoshard import local_world
 from autoshard.comparing import SERIAL, Comparison, Row
 from autoshard.config import Config
 from autoshard.errors import ConfigError, message
+from autoshard.in_process import rows_in_process
 from autoshard.runtime.mesh import offline_mesh
 from autoshard.subject import Subject, resolve
 
@@ -89,6 +90,7 @@ def verify(
     loss: Callable[[Any], torch.Tensor] | None = None,
     tolerance: float | None = None,
     limit: float = 600.0,
+    processes: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> Proof:
     """Train `model` serially and sharded on local processes (gloo, CPU), and compare them.
@@ -103,7 +105,9 @@ def verify(
         default what `Subject.loss_of` finds.
     tolerance: of every comparison; None: by dtype and by the serial model's distance from its
         own float64 run (docs/verification.md).
-    limit: seconds for everything. progress: called with a line now and then.
+    limit: seconds for everything. processes: False runs the ranks as threads of this process, which
+        takes a second or two and checks the rewritten graphs alone (`in_process`): outputs and
+        gradients, without backend, storage and optimizer; not with graph breaks. progress: called with a line now and then.
 
     Compared: loss, outputs, the gradient of every parameter, every parameter after the step, and
     buffers; random numbers, too, for rng="invariant". Raises ConfigError for what cannot be
@@ -124,6 +128,9 @@ def verify(
         if any(t.is_cuda for t in (*model.parameters(), *model.buffers())):
             model = copy.deepcopy(model).cpu()
     subject = Subject(model, args, kwargs, dtype, loss, seed)
+    if not processes:
+        rows = rows_in_process(subject, sizes, settings, tolerance)
+        return Proof(sizes, tuple(worst(rows)), 1, ("ranks were threads of one process",))
     job = Comparison(subject, sizes, settings, steps, lr, tolerance, limit)
     ranks = [f"rank {rank}" for rank in range(job.ranks)]
     if progress is not None:

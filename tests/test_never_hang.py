@@ -92,12 +92,12 @@ def fails_in(stage: str, rank: int) -> tuple[str, str]:
 
 @pytest.mark.parametrize("stage", ["capture", "store", "inner"])
 def test_a_rank_fails_while_it_compiles(gloo2: Any, stage: str) -> None:
-    for rank in (0, 1):
-        results = both(gloo2, fails_in, stage, rank)
-        assert results[rank] == ("ZeroDivisionError", f"a fault of the {stage}")
-        kind, text = results[1 - rank]
-        assert kind == "PlanMismatchError"
-        assert f"rank {rank}: ZeroDivisionError: a fault of the {stage}" in text
+    rank = int(stage == "store")
+    results = both(gloo2, fails_in, stage, rank)
+    assert results[rank] == ("ZeroDivisionError", f"a fault of the {stage}")
+    kind, text = results[1 - rank]
+    assert kind == "PlanMismatchError"
+    assert f"rank {rank}: ZeroDivisionError: a fault of the {stage}" in text
 
 
 class Scaled(nn.Module):
