@@ -21,59 +21,10 @@ from torch import nn
 
 from autoshard.errors import ConfigError, message
 from autoshard.local_world import report
-from autoshard.subject import Key, Run, Subject, chunks
+from autoshard.measuring import FLOORS, Expected, Row, compare, expectations, floor_of
+from autoshard.subject import Key, Run, Subject, chunks, converted
 
-FLOORS = {
-    torch.float64: 1e-10,
-    torch.float32: 1e-5,
-    torch.float16: 4e-3,
-    torch.bfloat16: 3e-2,
-}
-"""The smallest tolerance by the model's dtype."""
-FACTOR, CEILING = 8.0, 0.25
-"""A tolerance is FACTOR times the serial model's own error, at least its floor, at most CEILING."""
 SERIAL = "serial"
-_BROKEN = float("inf")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One comparison: the norm of the difference, relative to the norm of what is wanted.
-
-    kind: "loss", "output", "gradient", "parameter", "buffer", or "capture" (the captured graph on
-    one process against the model). placement: where the parameter is stored, by axis. A gradient
-    smaller than a hundredth of the largest is measured by that; a parameter by how far the step
-    moved it. step counts from 1; rank is the one that was furthest off.
-    """
-
-    kind: str
-    name: str
-    placement: str
-    error: float
-    tolerance: float
-    step: int
-    rank: int
-
-    @property
-    def ok(self) -> bool:
-        """Whether the error is within the tolerance; NaN is not."""
-        return self.error <= self.tolerance
-
-    @property
-    def excess(self) -> float:
-        """The error in units of the tolerance."""
-        ratio = self.error / max(self.tolerance, 1e-30)
-        return ratio if ratio == ratio else _BROKEN
-
-
-class Expected(NamedTuple):
-    """What the serial model has for a key, the unit errors are measured in, and the tolerance."""
-
-    value: torch.Tensor
-    scale: float
-    tolerance: float
-
-
 class RankResult(NamedTuple):
     """The rows of one rank, how many programs it ran, and remarks."""
 
@@ -120,13 +71,15 @@ class Comparison:
             notes.append("random numbers: the serial model drew those of the mesh")
             rows = self._capture(model, parts[0])
         exact = self._exact(model, parts, drawn, notes)
-        before = {("parameter", n, None): p.detach().clone() for n, p in model.named_parameters()}
+        before: dict[Key, torch.Tensor] = {
+            ("parameter", name, None): p.detach().clone() for name, p in model.named_parameters()
+        }
         run = Run(self.subject, model, self._call(model, drawn), parts, self.lr)
         for step in range(self.steps):
             report(folder, f"serial model: step {step + 1} of {self.steps}")
             found = run.step(step)
             truth = exact(step)
-            write(folder / f"step {step}", self._expected(found, before, truth))
+            write(folder / f"step {step}", expectations(found, before, truth, self.tolerance))
             before = {key: value for key, value in found.items() if key[0] == "parameter"}
         return RankResult(rows, 0, notes)
 
@@ -146,42 +99,13 @@ class Comparison:
             return lambda step: {}
         try:
             double = copy.deepcopy(model).double()
-            wide = {i: converted_parts(batch) for i, batch in parts.items()}
+            wide = {i: converted(batch, torch.float64) for i, batch in parts.items()}
             run = Run(self.subject, double, self._call(double, drawn), wide, self.lr)
             steps = [run.step(step) for step in range(self.steps)]
         except Exception as error:  # a dtype written into the model, an operator without float64
             notes.append(f"no float64 run to scale tolerances by: {type(error).__name__}")
             return lambda step: {}
         return lambda step: steps[step]
-
-    def _expected(
-        self,
-        found: Mapping[Key, torch.Tensor],
-        before: Mapping[Key, torch.Tensor],
-        truth: Mapping[Key, torch.Tensor],
-    ) -> dict[Key, Expected]:
-        sizes = {key: norm(t - before.get(key, torch.zeros_like(t))) for key, t in found.items()
-                 if t.is_floating_point()}
-        largest = {
-            kind: max([size for key, size in sizes.items() if key[0] == kind], default=0.0)
-            for kind in ("gradient", "parameter")
-        }
-        expected: dict[Key, Expected] = {}
-        for key, value in found.items():
-            if key not in sizes:
-                expected[key] = Expected(value, 1.0, 0.0)
-                continue
-            scale = max(sizes[key], 1e-2 * largest.get(key[0], 0.0)) or 1.0
-            tolerance = self.tolerance
-            if tolerance is None:
-                tolerance = floor_of(value)
-                if key in truth and truth[key].shape == value.shape:
-                    own = norm(value.double() - truth[key].double()) / scale
-                    tolerance = max(tolerance, min(FACTOR * own, CEILING))
-            if key[0] == "parameter":  # the rounding of the parameter itself
-                tolerance += 4 * torch.finfo(value.dtype).eps * norm(value) / scale
-            expected[key] = Expected(value, scale, tolerance)
-        return expected
 
     def _capture(self, model: nn.Module, batch: Any) -> list[Row]:
         """The one-process program against the model itself, where neither draws."""
@@ -190,7 +114,7 @@ class Comparison:
             return []
         want = Run(self.subject, plain, plain, {0: batch}, self.lr).step(0)
         got = Run(self.subject, other, self._call(other, True), {0: batch}, self.lr).step(0)
-        expected = self._expected(want, {}, {})
+        expected = expectations(want, {}, {}, self.tolerance)
         torch.compiler.reset()
         rows = compare(got, expected, {}, 1, 0)
         return [Row("capture", f"{r.kind} {r.name}", "", r.error, r.tolerance, 1, 0) for r in rows]
@@ -253,68 +177,6 @@ class Comparison:
     def data_ranks(self) -> int:
         """Ranks that hold different batches."""
         return self.ranks // self.sizes.get("tp", 1)
-
-
-def compare(
-    got: Mapping[Key, torch.Tensor],
-    expected: Mapping[Key, Expected],
-    stored: Mapping[str, str],
-    step: int,
-    rank: int,
-) -> list[Row]:
-    """A row for each key that either side has.
-
-    A gradient of zeros where the serial model has none is no difference; anything else that one
-    side lacks is.
-    """
-    rows = []
-    for key in dict.fromkeys((*expected, *got)):
-        kind, name, _ = key
-        if key not in expected:
-            error = 0.0 if kind == "gradient" and not got[key].any() else _BROKEN
-            tolerance = 0.0
-        elif key not in got:
-            error, tolerance = _BROKEN, expected[key].tolerance
-        else:
-            error, tolerance = _error(got[key], expected[key]), expected[key].tolerance
-        rows.append(Row(kind, name, stored.get(name, ""), error, tolerance, step, rank))
-    return rows
-
-
-def _error(got: torch.Tensor, expected: Expected) -> float:
-    want = expected.value
-    if got.shape != want.shape or got.dtype != want.dtype:
-        return _BROKEN
-    if not want.is_floating_point():
-        return float((got != want).double().mean()) if want.numel() else 0.0
-    finite = torch.isfinite(want)
-    if not bool(finite.all()):  # masked scores are -inf on both sides
-        if not bool((got[~finite].nan_to_num() == want[~finite].nan_to_num()).all()):
-            return _BROKEN
-        got, want = got[finite], want[finite]
-    return norm(got.double() - want.double()) / expected.scale
-
-
-def norm(tensor: torch.Tensor) -> float:
-    """The 2-norm of all elements, summed in float64."""
-    return float(tensor.detach().double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).norm()) if (
-        tensor.numel()
-    ) else 0.0
-
-
-def floor_of(value: nn.Module | torch.Tensor) -> float:
-    """The smallest tolerance for a tensor, or for a model by the dtype of its parameters."""
-    dtypes = [value.dtype] if isinstance(value, torch.Tensor) else [
-        p.dtype for p in value.parameters() if p.is_floating_point()
-    ]
-    return max((FLOORS.get(dtype, FLOORS[torch.bfloat16]) for dtype in dtypes), default=1e-5)
-
-
-def converted_parts(batch: Any) -> Any:
-    """The batch of the float64 run."""
-    from autoshard.subject import converted
-
-    return converted(batch, torch.float64)
 
 
 def draws(model: nn.Module, args: Any, kwargs: Any) -> bool:

@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from autoshard.build import build_program, hardware_of
-from autoshard.comparing import Row, floor_of
 from autoshard.config import Config
+from autoshard.measuring import Row, floor_of
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import Mesh, offline_mesh

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +12,11 @@ import torch
 from torch import nn
 
 from autoshard import local_world
-from autoshard.comparing import SERIAL, Comparison, Row
+from autoshard.comparing import SERIAL, Comparison
 from autoshard.config import Config
 from autoshard.errors import ConfigError, message
 from autoshard.in_process import rows_in_process
+from autoshard.measuring import Row
 from autoshard.runtime.mesh import offline_mesh
 from autoshard.subject import Subject, resolve
 
@@ -105,9 +107,10 @@ def verify(
         default what `Subject.loss_of` finds.
     tolerance: of every comparison; None: by dtype and by the serial model's distance from its
         own float64 run (docs/verification.md).
-    limit: seconds for everything. processes: False runs the ranks as threads of this process, which
-        takes a second or two and checks the rewritten graphs alone (`in_process`): outputs and
-        gradients, without backend, storage and optimizer; not with graph breaks. progress: called with a line now and then.
+    limit: seconds for everything. processes: False runs the ranks as threads of this process,
+        which takes a second or two and checks the rewritten graphs alone (`in_process`): outputs
+        and gradients, without backend, storage and optimizer; not with graph breaks. progress:
+        called with a line now and then.
 
     Compared: loss, outputs, the gradient of every parameter, every parameter after the step, and
     buffers; random numbers, too, for rng="invariant". Raises ConfigError for what cannot be
@@ -138,7 +141,7 @@ def verify(
     results = local_world.run(job, [SERIAL, *ranks], limit, progress)
     rows = [row for result in results.values() for row in result.rows]
     rows += [
-        Row("program", "nothing was compiled: the backend was not called", "", float("inf"), 0.0, 1, i)
+        Row("program", "nothing was compiled: no call of the backend", "", math.inf, 0.0, 1, i)
         for i, rank in enumerate(ranks)
         if not results[rank].programs
     ]

@@ -94,7 +94,7 @@ def build_agreed(
     program = build.build_program(gm, example_inputs, inputs, mesh, config, machine)
     lines = build.plan_lines(program)
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    given = ((item.name, inputs[item.index].real) for item in batch_of(inputs))
+    given = ((item.name, inputs[item.position].real) for item in batch_of(inputs))
     shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given if t is not None)
     agree("plan", digest, lines, mesh.axis("tp"), note=shapes)
     return program

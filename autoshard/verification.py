@@ -148,11 +148,11 @@ def verify_program(
     results = run_mesh(sizes, rank, prepare=program_of)
     lines = [results[index * tp : (index + 1) * tp] for index in range(ranks)]
     report = Report()
-    for index, (_, expected, _) in enumerate(serial_runs):
+    for own, (_, expected, _) in enumerate(serial_runs):
         for i, (out, state) in enumerate(zip(expected, states)):
             if isinstance(out, torch.Tensor):
-                got = join([r[0][i].detach() for r in lines[index]], forward_value(state))
-                name = f"output {i}" if ranks == 1 else f"output {i} of data rank {index}"
+                got = join([r[0][i].detach() for r in lines[own]], forward_value(state))
+                name = f"output {i}" if ranks == 1 else f"output {i} of data rank {own}"
                 report.outputs[name] = _difference(got, out.detach())
     data_states = [[program.data.get(node, {}).get(name, R) for name in sizes if name != "tp"]
                    for node in placeholders]

@@ -25,7 +25,7 @@ REMEDY = (
 class Input(NamedTuple):
     """A tensor of the batch: its place among the graph's arguments, and its name in the call."""
 
-    index: int
+    position: int
     name: str
 
 
@@ -39,11 +39,11 @@ def compare_batch(
     is copied to the host. call: which call of which graph, for the error text.
     """
     lines = [
-        f"input {number} ({item.name}): {_described(args[item.index], contents)}"
+        f"input {number} ({item.name}): {_described(args[item.position], contents)}"
         for number, item in enumerate(inputs)
     ]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    shapes = ", ".join(f"{item.name} {tuple(args[item.index].shape)}" for item in inputs)
+    shapes = ", ".join(f"{item.name} {tuple(args[item.position].shape)}" for item in inputs)
     agree(
         "batch", digest, lines, axis, note=f"{call}: {shapes}", error=BatchMismatchError,
         remedy=REMEDY,
@@ -57,8 +57,8 @@ def send_batch(args: MutableSequence[Any], inputs: Sequence[Input], axis: Axis) 
     autograd made of other tensors stays: its own inputs were sent. Collective over the axis.
     """
     for item in inputs:
-        if not _derived(args[item.index]):
-            args[item.index] = _Send.apply(args[item.index], axis)
+        if not _derived(args[item.position]):
+            args[item.position] = _Send.apply(args[item.position], axis)
 
 
 class _Send(torch.autograd.Function):
@@ -91,4 +91,5 @@ def _described(tensor: torch.Tensor, contents: bool) -> str:
 def _hash(tensor: torch.Tensor) -> str:
     with compat.real_tensors():
         flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-        return hashlib.blake2b(memoryview(flat.view(torch.uint8).numpy()), digest_size=6).hexdigest()
+        octets: Any = flat.view(torch.uint8).numpy()
+        return hashlib.blake2b(octets, digest_size=6).hexdigest()

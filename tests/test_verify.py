@@ -19,9 +19,9 @@ import jobs
 import mistakes
 from autoshard import local_world
 from autoshard.cli import main
-from autoshard.comparing import Row
 from autoshard.errors import ConfigError
 from autoshard.local_world import WorldError
+from autoshard.measuring import Row
 from autoshard.proof import Proof, worst
 from autoshard.subject import Subject, chunks
 
