@@ -18,20 +18,19 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard import build
+from autoshard.arrival import arrival
 from autoshard.config import Config
 from autoshard.lower import compile_local
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree, attempt, wait_at_most
-from autoshard.runtime.axis import Axis
-from autoshard.runtime.batches import compare_batch, send_batch
 from autoshard.runtime.lazy import LazyGather, wrap_outputs
 from autoshard.runtime.materialize import unwrap
 from autoshard.runtime.mesh import Mesh, data_coordinate, init_mesh, start_world
 from autoshard.runtime.placement import State
 from autoshard.runtime.random_ops import draw_apart
 from autoshard.runtime.storage import as_dtensors
-from autoshard.storing import batch_of, build_agreed, store
+from autoshard.storing import build_agreed, store
 
 compat.allow_rnn()
 
@@ -88,8 +87,7 @@ def _runner(
     with modes():
         compiled = compile_local(local, fakes, config.inner, program.finish)
     agree("compiled program", "", [], program.axis)  # nobody runs before everybody can
-    batch, checks = batch_of(inputs), batch_checks(inputs, mesh.axis("tp"), config)
-    sends = config.broadcast_inputs and program.axis.size > 1
+    arrive = arrival(inputs, program.axis, config)
     sharded = [i for i, item in enumerate(inputs) if isinstance(item.real, DTensor)]
     owned = weakref.WeakSet(
         item.real for item in inputs if isinstance(item.real, nn.Parameter)
@@ -102,36 +100,14 @@ def _runner(
     @compat.not_traced
     def run(*args: Any) -> Any:
         values: list[Any] = [a.full_tensor() if isinstance(a, LazyGather) else a for a in args]
-        if checks:
-            checks.pop()(values)
-        if sends:
-            send_batch(values, batch, program.axis)
+        if arrive is not None:
+            arrive(values)
         with modes():
             for i, shard in zip(sharded, unwrap(*[values[i] for i in sharded])):
                 values[i] = shard
             return present(compiled(*values))
 
     return run
-
-
-def batch_checks(
-    inputs: list[compat.GraphInput], axis: Axis, config: Config
-) -> list[Callable[[Sequence[Any]], None]]:
-    """What to do with the arguments of the first calls, the last one first; by default of two:
-    the second is often the first with a batch of its own."""
-    batch = batch_of(inputs)
-    if config.check_batches == "never" or axis.size == 1 or not batch:
-        return []
-    checks: list[Callable[[Sequence[Any]], None]] = []
-
-    def check(number: int, args: Sequence[Any]) -> None:
-        if config.check_batches == "always":
-            checks.append(functools.partial(check, number + 1))
-        compare_batch(args, batch, axis, f"call {number}", not config.broadcast_inputs)
-
-    first = 1 if config.check_batches == "always" else 2
-    checks += [functools.partial(check, number) for number in range(first, 0, -1)]
-    return checks
 
 
 def _modes(program: Program) -> Callable[[], contextlib.AbstractContextManager[None]]:

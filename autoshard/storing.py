@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard import build
+from autoshard.arrival import batch_shapes
 from autoshard.config import Config
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree, attempt, wait_at_most
-from autoshard.runtime.batches import Input
 from autoshard.runtime.data_axes import data_states
 from autoshard.runtime.mesh import Mesh, init_mesh, start_world
 from autoshard.runtime.parameters import related_parameters, shard_parameters, unstorable
@@ -94,22 +94,8 @@ def build_agreed(
     program = build.build_program(gm, example_inputs, inputs, mesh, config, machine)
     lines = build.plan_lines(program)
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    given = ((item.name, inputs[item.position].real) for item in batch_of(inputs))
-    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given if t is not None)
-    agree("plan", digest, lines, mesh.axis("tp"), note=shapes)
+    agree("plan", digest, lines, mesh.axis("tp"), note=batch_shapes(inputs))
     return program
-
-
-def batch_of(inputs: Sequence[compat.GraphInput]) -> list[Input]:
-    """The inputs of a graph that the caller gave: tensors that are no parameters or buffers."""
-    return [
-        Input(index, build.parameter_name(item.source).removeprefix("L."))
-        for index, item in enumerate(inputs)
-        if isinstance(item.real, torch.Tensor)
-        and not isinstance(item.real, nn.Parameter)
-        and item.source.startswith("L[")
-        and not item.source.startswith("L['self']")
-    ]
 
 
 def store(

@@ -157,8 +157,10 @@ def batches(steps: list[list[list[int]]], **options: Any) -> tuple[str, str]:
         # one rank compiles for a new length, the other has a graph for the old one
         ([[4, 1], [5, 1]], [[4, 1], [4, 1]],
          ["at different things", "plan (x (5, 8, 64)", "batch (call 2: x (4, 8, 64)"]),
-        # both have a graph for any length
+        # both have a graph for any length: its first call, and a later one
         ([[4, 1], [5, 1], [6, 1]], [[4, 1], [5, 1], [7, 1]], ["(6, 8, 64)", "(7, 8, 64)"]),
+        ([[4, 1], [5, 1], [6, 1], [7, 1], [8, 1]], [[4, 1], [5, 1], [6, 1], [7, 1], [9, 1]],
+         ["disagree on the batch", "(8, 8, 64)", "(9, 8, 64)"]),
     ],
 )
 def test_batches_that_differ(
