@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autoshard.planning.registry import sharding_rule
     from autoshard.precision import Precision
     from autoshard.program import Program
+    from autoshard.proof import Proof, verify
     from autoshard.rendering import render
     from autoshard.runtime.accumulation import discard_pending, no_sync
     from autoshard.search import plan
@@ -31,6 +32,7 @@ _HOME = {
     "Plan": "autoshard.planning.plan",
     "Precision": "autoshard.precision",
     "Program": "autoshard.program",
+    "Proof": "autoshard.proof",
     "load_safetensors": "autoshard.weights",
     "discard_pending": "autoshard.runtime.accumulation",
     "no_sync": "autoshard.runtime.accumulation",
@@ -41,6 +43,7 @@ _HOME = {
     "shard": "autoshard.storing",
     "sharding_rule": "autoshard.planning.registry",
     "trace": "autoshard.tracing",
+    "verify": "autoshard.proof",
 }
 
 __all__ = [
@@ -49,6 +52,7 @@ __all__ = [
     "Plan",
     "Precision",
     "Program",
+    "Proof",
     "load_safetensors",
     "discard_pending",
     "no_sync",
@@ -59,6 +63,7 @@ __all__ = [
     "shard",
     "sharding_rule",
     "trace",
+    "verify",
 ]
 
 

@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard import build
+from autoshard.arrival import arrival
 from autoshard.choice import choose
 from autoshard.config import Config
 from autoshard.debugging import refuse_unsharded, settings
@@ -29,9 +30,10 @@ from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.access import lower
 from autoshard.runtime.accumulation import attend, is_used, pending_of, set_use, use_of
+from autoshard.runtime.agreement import agree, attempt, wait_at_most
 from autoshard.runtime.lazy import LazyGather, wrap_outputs
 from autoshard.runtime.materialize import unwrap
-from autoshard.runtime.mesh import Mesh, data_coordinate, init_mesh
+from autoshard.runtime.mesh import Mesh, data_coordinate, init_mesh, start_world
 from autoshard.runtime.parameters import related_parameters
 from autoshard.runtime.placement import State
 from autoshard.runtime.random_ops import draw_apart
@@ -58,17 +60,30 @@ def autoshard(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
     """The backend function that the entry point names. `options`: the fields of `Config`."""
-    config = Config.from_options(options or {})
     compat.probe()
     inputs = compat.graph_inputs(gm)
     device = build.device_type(inputs)
+    start_world(device)
+    with attempt():
+        return _compile(gm, example_inputs, inputs, device, options or {})
+
+
+def _compile(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    inputs: list[compat.GraphInput],
+    device: str,
+    options: dict[str, Any],
+) -> Callable[..., Any]:
+    config = Config.from_options(options)
+    wait_at_most(config.timeout)
     choice = choose(gm, example_inputs, inputs, config, device)
     mesh = init_mesh(choice.mesh, device)
     draw_apart(data_coordinate(mesh))
     TRACKER.place(mesh.axis("tp").rank, data_coordinate(mesh))
     if lowered := _lower(inputs, use_by(config, mesh)):
         raise compat.RestartTrace("autoshard reads parameters in another dtype", keep=lowered)
-    if mesh.size == 1 and "rng" not in (options or {}):
+    if mesh.size == 1 and "rng" not in options:
         return compile_local(gm, list(example_inputs), config.inner)
     if settings().unsharded:
         refuse_unsharded({axis.name: axis.size for axis in mesh.axes})
@@ -111,6 +126,8 @@ def _runner(
     modes = _modes(program)
     with modes():
         compiled = compile_local(local, fakes, config.inner, program.finish, program.settings())
+    agree("compiled program", "", [], program.axis)  # nobody runs before everybody can
+    arrive = arrival(inputs, program.axis, config)
     sharded = [i for i, item in enumerate(inputs) if isinstance(item.real, DTensor)]
     owned = weakref.WeakSet(item.real for item in inputs if isinstance(item.real, nn.Parameter))
     _programs.append((owned, program))
@@ -123,6 +140,8 @@ def _runner(
     @compat.not_traced
     def run(*args: Any) -> Any:
         values: list[Any] = [a.full_tensor() if isinstance(a, LazyGather) else a for a in args]
+        if arrive is not None:
+            arrive(values)
         with modes():
             shards = unwrap(*[values[i] for i in sharded])
             if waiting:

@@ -217,16 +217,22 @@ def load_plan(plan: Any, axis: Axis) -> Plan | None:
     return loaded
 
 
+# Which device of its kind a rank uses, and where an object lies, are its own affair.
+_OF_THIS_PROCESS = re.compile(r":\d+(?=['\"])|(?: object)? at 0x[0-9a-f]+|, index=\d+")
+
+
 def plan_lines(program: Program) -> list[str]:
-    """What ranks compare: where each parameter lives, then each node, its shape and strategy."""
-    lines = [f"gradients: {program.microbatch}"]
+    """What ranks compare: options, where each parameter lives, and each node with its constants,
+    shape, dtype and strategy."""
+    lines = [f"gradients: {program.microbatch}", *program.config.lines()]
     lines += [f"parameter {name}: {state}" for name, state in program.plan.parameters.items()]
     strategies = program.decisions.strategies
     for node in program.serial.graph.nodes:
         val = value(node)
-        shape = f" {tuple(val.shape)}" if isinstance(val, torch.Tensor) else ""
+        shape = f" {tuple(val.shape)} {val.dtype}" if isinstance(val, torch.Tensor) else ""
         text = f": {strategy_text(strategies[node])}" if node in strategies else ""
-        lines.append(f"{node.op} {program.parameters.get(node, node.name)}{shape}{text}")
+        args = _OF_THIS_PROCESS.sub("", f"{node.args}") if node.op == "call_function" else ""
+        lines.append(f"{node.op} {program.parameters.get(node, node.name)}{args}{shape}{text}")
     copies = program.plan.graphs[fingerprint(program.serial)].copies
     return lines + [f"copy of {name}: {state}" for name, state in copies.items()]
 

@@ -29,7 +29,9 @@ from autoshard.planning.cluster import Cluster, Efficiency, cluster
 from autoshard.planning.hardware import HARDWARE
 from autoshard.planning.plan import Plan
 from autoshard.runtime import compat
-from autoshard.runtime.mesh import world_size
+from autoshard.runtime.agreement import from_first, gather
+from autoshard.runtime.axis import Axis
+from autoshard.runtime.mesh import start_world
 from autoshard.search import Row, candidates, search_captured
 
 
@@ -68,7 +70,7 @@ def choose(
         if isinstance(real, nn.Parameter) and isinstance(real, DTensor) and is_planned(real):
             kept = [one for one in _chosen.values() if _is_of(real.device_mesh, one)]
             return kept[0] if kept else Choice(real.device_mesh)
-    world = world_size(device)
+    world = start_world(device)
     if world == 1:
         return Choice(None)
     key = (device, id(dist.group.WORLD))
@@ -93,28 +95,17 @@ def _search(
     batch: Sequence[Any],
 ) -> Choice:
     machine = detected(device)
-    with compat.real_tensors():
-        mine = (digest(batch), machine.device.memory_bytes)
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, mine)
-    digests = [one for one, _ in found]
-    machine = replace(
-        machine, device=replace(machine.device, memory_bytes=min(size for _, size in found))
-    )
-    answer: list[Any] = [None]
-    error: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = _best(capture(gm, example_inputs), inputs, config, machine, digests)
-        except Exception as raised:  # the others wait for the answer: they must get one
-            error, answer[0] = raised, f"{type(raised).__name__}: {raised}"
-    with compat.real_tensors():
-        dist.broadcast_object_list(answer, src=0)
-    if error is not None:
-        raise error
-    if isinstance(answer[0], str):
-        raise PlanError(message(f"rank 0 could not choose a mesh: {answer[0]}"))
-    mesh, line = answer[0]
+    assert dist.group.WORLD is not None
+    ranks = dist.get_world_size()
+    world = Axis("world", ranks, dist.get_rank(), dist.group.WORLD.group_name)
+    found = gather([digest(batch), machine.device.memory_bytes], "choice of a mesh", world)
+    smallest = min(size for _, size in found)
+    machine = replace(machine, device=replace(machine.device, memory_bytes=smallest))
+    answer = None
+    if world.rank == 0:  # if it fails, the others raise in `from_first`
+        digests = [one for one, _ in found]
+        answer = _best(capture(gm, example_inputs), inputs, config, machine, digests)
+    mesh, line = from_first(answer, "choice of a mesh", world)
     return Choice(mesh, line)
 
 

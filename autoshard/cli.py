@@ -1,4 +1,4 @@
-"""The command line: `autoshard plan MODEL`, `explain MODEL`, `export FORMAT MODEL DIRECTORY`."""
+"""The command line: `autoshard plan`, `explain`, `verify` and `export`, each with `--help`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from autoshard import explain_command, plan_command
+from autoshard import explain_command, plan_command, verify_command
 from autoshard.errors import AutoshardError
 
 
@@ -17,11 +17,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0, 1 after an error, 2 for wrong usage (argparse)."""
     options = _parser().parse_args(arguments)
     try:
-        options.run(options)
+        status = options.run(options)
     except (AutoshardError, OSError) as error:
         print(f"autoshard: error: {error}", file=sys.stderr)
         return 1
-    return 0
+    return status or 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     hf.add_argument("--dtype", choices=dtypes, help="default: as the parameters are")
     hf.add_argument("--max-shard-bytes", type=int, default=5 * 2**30)
     hf.set_defaults(run=_huggingface)
+    verify_command.add(commands)
     return parser
 
 

@@ -15,12 +15,6 @@ from autoshard.planning.plan import Plan
 from autoshard.precision import Precision
 from autoshard.runtime.mesh import AXIS_ORDER
 
-#: Option -> does the value ask for something this version cannot do? The one place to shrink as
-#: the version grows; a value found here is an error, never a quiet fallback.
-UNAVAILABLE: dict[str, Callable[[Any], bool]] = {
-    "broadcast_inputs": lambda broadcast_inputs: broadcast_inputs,
-}
-
 
 def axis_sizes(mesh: DeviceMesh | Mapping[str, int] | None) -> dict[str, int]:
     """Sizes by axis name, in the mesh's order; empty where the mesh is left to be chosen."""
@@ -152,6 +146,18 @@ class Config:
         "ranks.",
     )
     broadcast_inputs: bool = _flag(False, "Send rank 0's batch to its tp group at each call.")
+    check_batches: str = _choice(
+        "first",
+        ("first", "always", "never"),
+        "Compare the batches of the ranks of a tp group at the first two calls of each graph, or "
+        "at all of them.",
+    )
+    timeout: float = _option(
+        600.0,
+        "a positive number of seconds",
+        lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and v > 0,
+        "How long a rank waits for the others to compile, or to compare batches, before an error.",
+    )
     initial_weights: str = _choice(
         "broadcast",
         ("broadcast", "trust"),
@@ -171,14 +177,15 @@ class Config:
                         remedy=f"It takes {field.metadata['values']}.",
                     )
                 )
-            if field.name in UNAVAILABLE and UNAVAILABLE[field.name](value):
-                raise ConfigError(
-                    message(
-                        f"autoshard option {field.name}={_show(value)} is not available in this "
-                        "version",
-                        remedy=f"Only {field.default!r} is.",
-                    )
-                )
+
+    def lines(self) -> list[str]:
+        """The options that must be the same on all ranks, one a line.
+
+        The mesh and the plan are compared by what they come to.
+        """
+        own = ("mesh", "plan", "timeout")
+        names = [field.name for field in dataclasses.fields(self) if field.name not in own]
+        return [f"option {name}: {getattr(self, name)!r}" for name in names]
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> Config:
@@ -203,8 +210,7 @@ class Config:
         rows = ["| option | default | takes | meaning |", "|---|---|---|---|"]
         for field in dataclasses.fields(cls):
             values, doc = field.metadata["values"], field.metadata["doc"]
-            only = f" Now only {field.default!r}." if field.name in UNAVAILABLE else ""
-            rows.append(f"| `{field.name}` | `{field.default!r}` | {values} | {doc}{only} |")
+            rows.append(f"| `{field.name}` | `{field.default!r}` | {values} | {doc} |")
         return "\n".join(rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard import build
+from autoshard.arrival import batch_shapes
 from autoshard.choice import choose
 from autoshard.config import Config
 from autoshard.debugging import settings
@@ -19,9 +21,9 @@ from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.access import lower
 from autoshard.runtime.accumulation import set_use
-from autoshard.runtime.agreement import agree, from_first
+from autoshard.runtime.agreement import agree, attempt, from_first, wait_at_most
 from autoshard.runtime.data_axes import data_axes, data_states
-from autoshard.runtime.mesh import Mesh, init_mesh, world_size
+from autoshard.runtime.mesh import Mesh, init_mesh, start_world
 from autoshard.runtime.parameters import related_parameters, shard_parameters, unstorable
 from autoshard.runtime.placement import R, S, State
 from autoshard.tracing import intercept
@@ -46,11 +48,25 @@ def shard(
     args, kwargs: an example batch on any device. options: the fields of `autoshard.Config`, the
     same that torch.compile gets. Collective over the mesh; returns `model`.
     """
-    config = Config.from_options(options)
     device = build.example_device(model, (args, kwargs))
-    given = None if config.mesh is None else init_mesh(config.mesh, device)
-    if (world_size(device) if given is None else given.size) == 1:
-        return model
+    world = start_world(device)
+    with attempt():
+        config = Config.from_options(options)
+        wait_at_most(config.timeout)
+        given = None if config.mesh is None else init_mesh(config.mesh, device)
+        if (world if given is None else given.size) > 1:
+            _shard(model, args, kwargs, given, config, device)
+    return model
+
+
+def _shard(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    given: Mesh | None,
+    config: Config,
+    device: str,
+) -> None:
     batch = pytree.tree_leaves((args, kwargs))
     if any(p.is_meta for p in model.parameters()):
         args, kwargs = pytree.tree_map_only(
@@ -72,7 +88,6 @@ def shard(
     if planned:
         store(planned, mesh, config)
     initialise_buffers(model, device)
-    return model
 
 
 def build_agreed(
@@ -85,24 +100,17 @@ def build_agreed(
 ) -> Program:
     """`build_program`, and the proof that every rank of the axis built the same.
 
-    Raises PlanMismatchError on all ranks where they did not, or where one of them failed.
+    Raises PlanMismatchError on all ranks where they did not. One that fails raises its own error,
+    and the others PlanMismatchError with it (`attempt` tells them).
     """
-    axis = mesh.axis("tp")
-    try:
-        program = build.build_program(
-            gm, example_inputs, inputs, mesh, config, build.hardware_of(device)
-        )
-    except Exception as error:
-        # the peers wait in `agree`: tell them, so that every rank ends with this error
-        agree("plan", f"failed: {type(error).__name__}", [f"{type(error).__name__}: {error}"], axis)
-        raise
+    machine = build.hardware_of(device)
+    program = build.build_program(gm, example_inputs, inputs, mesh, config, machine)
     wishes = settings().text()  # of the environment, which may differ between machines
-    digest = f"{program.plan.digest()}, gradients: {program.microbatch}, {wishes}"
     lines = [wishes, *build.plan_lines(program)]
     if config.rng == "tracker":  # values that all ranks hold are drawn from states of one seed
         lines.append(f"torch.initial_seed() {torch.initial_seed()}")
-        digest += lines[-1]
-    agree("plan", digest, lines, axis)
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    agree("plan", digest, lines, mesh.axis("tp"), note=batch_shapes(inputs))
     return program
 
 
@@ -148,9 +156,9 @@ def _as_first(planned: dict[nn.Parameter, State], mesh: Mesh) -> dict[nn.Paramet
     """
     if mesh.axis("tp").size == 1:
         return planned
-    said = [(tuple(parameter.shape), state) for parameter, state in planned.items()]
+    said: list[Any] = [[list(parameter.shape), state] for parameter, state in planned.items()]
     for axis in reversed(data_axes(mesh.axes)):
-        first = from_first(said, axis)
+        first = from_first(said, "storage of parameters", axis)
         if [shape for shape, _ in first] == [shape for shape, _ in said]:
             said = first
     return {parameter: state for parameter, (_, state) in zip(planned, said)}

@@ -7,6 +7,7 @@ gradient of one loss). Ranks run in lockstep threads, so no process group is nee
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +15,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.passes.base import Context
+from autoshard.passes.data_parallel import DataParallel
 from autoshard.passes.localize import Localize
 from autoshard.program import Program
 from autoshard.runtime.axis import Axis, chunk_bounds
-from autoshard.runtime.lockstep import run_ranks
+from autoshard.runtime.data_axes import data_axes
+from autoshard.runtime.lockstep import run_mesh
+from autoshard.runtime.mesh import Mesh, data_coordinate
 from autoshard.runtime.placement import (
     P,
     R,
@@ -26,15 +31,20 @@ from autoshard.runtime.placement import (
     gradient_value,
     shard_dim,
 )
+from autoshard.runtime.storage import local_part, owned
+
+_SEED = torch.ops.autoshard.random_seed.default
 
 
 @dataclass
 class Report:
     """Worst differences: outputs relative to the largest entry of the serial output, gradients
-    relative to the largest entry of any serial gradient."""
+    relative to the largest entry of any serial gradient. norms: of each gradient, the norm of the
+    difference relative to its own norm, or to a hundredth of the largest norm."""
 
     outputs: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
+    norms: dict[str, float] = field(default_factory=dict)
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -68,65 +78,135 @@ def join(parts: Sequence[torch.Tensor], state: State) -> torch.Tensor:
     return parts[0]
 
 
-def verify_program(program: Program, inputs: Sequence[Any], *, seed: int = 0) -> Report:
-    """Compare `program` on all ranks of its axis with its serial graph on `inputs`.
+def verify_program(
+    program: Program,
+    inputs: Sequence[Any],
+    *,
+    seed: int = 0,
+    others: Sequence[Sequence[Any]] = (),
+) -> Report:
+    """Compare `program` on all ranks of its mesh with its serial graph on `inputs`.
 
-    inputs: one value a placeholder of `program.serial`, whole and real.
+    inputs: one value a placeholder of `program.serial`, whole and real; on a mesh with
+    data-parallel axes those of its first rank, and `others` has as many for each further one
+    (their parameters are not read). Random numbers of data-parallel ranks, which draw apart,
+    need processes of their own: ValueError.
     """
-    n = program.axis.size
     serial, decisions = program.serial, program.decisions
     placeholders = [node for node in serial.graph.nodes if node.op == "placeholder"]
     n_outputs = serial.meta["n_outputs"]
-
-    whole = [_leaf(v, node) for v, node in zip(inputs, placeholders, strict=True)]
-    torch.manual_seed(seed)
-    expected = list(serial(*whole))[:n_outputs]
-    grads = [torch.randn_like(out) if _has_grad(out) else None for out in expected]
-    _backward(expected, grads)
-
-    shards = [
-        split(v.detach(), decisions.stored.get(node, R), n)
-        if isinstance(v, torch.Tensor)
-        else [v] * n
-        for v, node in zip(inputs, placeholders, strict=True)
-    ]
     states = decisions.outputs[:n_outputs]
+    batches = [
+        [v if node in program.parameters else own for v, own, node in zip(inputs, b, placeholders)]
+        for b in (inputs, *others)
+    ]
+    sizes = _mesh_sizes(program)
+    tp = sizes["tp"]
+    ranks = math.prod(sizes.values()) // tp
+    if len(batches) != ranks:
+        raise ValueError(f"{ranks} data-parallel ranks need as many batches, not {len(batches)}")
+    if ranks > 1 and any(n.target is _SEED for n in serial.graph.nodes):
+        raise ValueError("threads cannot draw apart: verify this model in processes")
+
+    serial_runs = []
+    for values in batches:
+        whole = [_leaf(v, node) for v, node in zip(values, placeholders, strict=True)]
+        torch.manual_seed(seed)
+        expected = list(serial(*whole))[:n_outputs]
+        grads = [torch.randn_like(out) if _has_grad(out) else None for out in expected]
+        _backward(expected, grads)
+        serial_runs.append((whole, expected, grads))
     grad_parts = [
-        None if g is None else split(g, gradient_value(s), n) for g, s in zip(grads, states)
+        [None if g is None else split(g, gradient_value(s), tp) for g, s in zip(grads, states)]
+        for _, _, grads in serial_runs
     ]
 
-    def program_of(axis: Axis) -> fx.GraphModule:
-        return Localize(serial, decisions, axis).run()
+    def stored(node: fx.Node) -> dict[str, State]:
+        return {program.axis.name: decisions.stored.get(node, R), **program.data.get(node, {})}
 
-    def rank(axis: Axis, local: fx.GraphModule) -> tuple[list[Any], list[Any]]:
-        values = [_leaf(shard[axis.rank], node) for shard, node in zip(shards, placeholders)]
+    def program_of(axes: tuple[Axis, ...]) -> fx.GraphModule:
+        local = Localize(serial, decisions, axes[-1]).run()
+        spread = {i: program.data[n] for i, n in enumerate(placeholders) if n in program.data}
+        if ranks > 1:
+            DataParallel(data_axes(axes), spread).run(local, Context(axes[-1], program.config))
+        return local
+
+    def rank(axes: tuple[Axis, ...], local: fx.GraphModule) -> tuple[list[Any], list[Any]]:
+        axis = axes[-1]
+        index = data_coordinate(Mesh(axes, None))
+        values = [
+            _leaf(owned(local_part(v, stored(node), axes)), node)
+            if isinstance(v, torch.Tensor)
+            else v
+            for v, node in zip(batches[index], placeholders)
+        ]
         outputs = list(local(*values))
-        _backward(outputs, [None if g is None else g[axis.rank] for g in grad_parts])
+        _backward(outputs, [None if g is None else g[axis.rank] for g in grad_parts[index]])
         return outputs, [getattr(v, "grad", None) for v in values]
 
     torch.manual_seed(seed)  # the ranks draw what the serial graph drew
-    results = run_ranks(n, rank, name=program.axis.name, prepare=program_of)
+    results = run_mesh(sizes, rank, prepare=program_of)
+    lines = [results[index * tp : (index + 1) * tp] for index in range(ranks)]
     report = Report()
-    for i, (out, state) in enumerate(zip(expected, states)):
-        if isinstance(out, torch.Tensor):
-            got = join([r[0][i].detach() for r in results], forward_value(state))
-            report.outputs[f"output {i}"] = _difference(got, out.detach())
+    for own, (_, expected, _) in enumerate(serial_runs):
+        for i, (out, state) in enumerate(zip(expected, states)):
+            if isinstance(out, torch.Tensor):
+                got = join([r[0][i].detach() for r in lines[own]], forward_value(state))
+                name = f"output {i}" if ranks == 1 else f"output {i} of data rank {own}"
+                report.outputs[name] = _difference(got, out.detach())
+    data_states = [[program.data.get(node, {}).get(name, R) for name in sizes if name != "tp"]
+                   for node in placeholders]
+    wanted = _serial_gradients(program, placeholders, [whole for whole, _, _ in serial_runs])
     # Some gradients are zero but for rounding (a key's bias under softmax): the yardstick is the
-    # largest gradient of the model.
-    largest = max(
-        (float(v.grad.abs().max()) for v in whole if getattr(v, "grad", None) is not None),
-        default=0.0,
-    )
-    for i, (value, node) in enumerate(zip(whole, placeholders)):
-        grad = getattr(value, "grad", None)
-        if grad is None:
-            continue
-        state = gradient_value(decisions.stored.get(node, R))
+    # largest gradient of the model, or a hundredth of the largest norm.
+    largest = max((float(g.abs().max()) for g in wanted.values() if g.numel()), default=0.0)
+    floor = 1e-2 * max((float(g.norm()) for g in wanted.values()), default=0.0)
+    for (i, index), want in wanted.items():
+        node = placeholders[i]
         name = program.parameters.get(node, node.name)
-        parts = [r[1][i] for r in results]
+        on_tp = gradient_value(decisions.stored.get(node, R))
+        if index is None:
+            parts = [r[1][i] for r in results]
+            line_sizes, line_states = list(sizes.values()), [*data_states[i], on_tp]
+        else:
+            parts, line_sizes, line_states = [r[1][i] for r in lines[index]], [tp], [on_tp]
+            name += f" of data rank {index}" if ranks > 1 else ""
         assert all(p is not None for p in parts), f"{name}: no gradient on some rank"
-        report.gradients[name] = _difference(join(parts, state), grad, largest)
+        got = _join_mesh(parts, line_sizes, line_states)
+        report.gradients[name] = _difference(got, want, largest)
+        report.norms[name] = float((got - want).norm()) / max(float(want.norm()), floor, 1e-30)
     return report
+
+
+def _mesh_sizes(program: Program) -> dict[str, int]:
+    """By name, tp last; a mesh without it has one of size 1."""
+    sizes = {axis.name: axis.size for axis in program.mesh.axes}
+    return {**sizes, program.axis.name: sizes.get(program.axis.name, 1)}
+
+
+def _join_mesh(
+    parts: Sequence[torch.Tensor], sizes: Sequence[int], states: Sequence[State]
+) -> torch.Tensor:
+    """The whole of what each rank holds; outer axes, which were split last, are joined first."""
+    for size, state in zip(sizes, states, strict=True):
+        stride = len(parts) // size
+        parts = [join(parts[first::stride], state) for first in range(stride)]
+    return parts[0]
+
+
+def _serial_gradients(
+    program: Program, placeholders: Sequence[fx.Node], runs: Sequence[Sequence[Any]]
+) -> dict[tuple[int, int | None], torch.Tensor]:
+    """By placeholder and data-parallel rank: of a parameter, whose rank is None, the mean."""
+    found: dict[tuple[int, int | None], torch.Tensor] = {}
+    for i, node in enumerate(placeholders):
+        grads = {index: getattr(whole[i], "grad", None) for index, whole in enumerate(runs)}
+        there = {index: g for index, g in grads.items() if g is not None}
+        if node in program.parameters and there:
+            found[i, None] = torch.stack(list(there.values())).sum(0) / len(runs)
+        elif there:
+            found.update({(i, index): g for index, g in there.items()})
+    return found
 
 
 def _leaf(value: Any, node: fx.Node) -> Any:

@@ -30,6 +30,10 @@ class PlanMismatchError(AutoshardError):
     """Ranks made different plans; running them would be silently wrong, so none runs."""
 
 
+class BatchMismatchError(AutoshardError):
+    """Ranks that compute one batch together were given different ones."""
+
+
 class ShardingRuleError(AutoshardError, ValueError):
     """A sharding rule that cannot be read, or that contradicts its operator."""
 

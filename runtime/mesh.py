@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autoshard.runtime.agreement import agree
 from autoshard.runtime.axis import Axis
 from autoshard.runtime.errors import ConfigError, message
 
@@ -59,7 +60,7 @@ def init_mesh(sizes: Mapping[str, int] | DeviceMesh | None, device_type: str) ->
     """
     if isinstance(sizes, DeviceMesh):
         return _of_device_mesh(sizes)
-    world = world_size(device_type)
+    world = start_world(device_type)
     ordered = _ordered({"tp": world} if sizes is None else sizes)
     product = math.prod(ordered.values())
     if product != world:
@@ -79,6 +80,11 @@ def init_mesh(sizes: Mapping[str, int] | DeviceMesh | None, device_type: str) ->
     # other groups
     key = (device_type, tuple(ordered.items()), id(dist.group.WORLD))
     if key not in _meshes:
+        lines = [f"{name} {size}" for name, size in ordered.items()] + [device_type]
+        group = dist.group.WORLD
+        assert group is not None
+        everyone = Axis("world", world, dist.get_rank(), group.group_name)
+        agree("mesh", " ".join(lines), lines, everyone)
         mesh = init_device_mesh(device_type, tuple(ordered.values()), mesh_dim_names=tuple(ordered))
         _meshes[key] = Mesh(axes_of(mesh), mesh)
     return _meshes[key]
@@ -168,8 +174,8 @@ def _ordered(sizes: Mapping[str, int]) -> dict[str, int]:
     return {name: sizes[name] for name in AXIS_ORDER if name in sizes}
 
 
-def world_size(device_type: str) -> int:
-    """Processes in the world; starts the default process group from torchrun's variables."""
+def start_world(device_type: str) -> int:
+    """The number of processes; starts the default process group where torchrun asks for one."""
     if not dist.is_initialized():
         if not all(os.environ.get(name) for name in _TORCHRUN):
             return 1

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from autoshard.config import UNAVAILABLE, Config
+from autoshard.config import Config
 from autoshard.errors import AutoshardError, ConfigError
 
 
@@ -71,17 +71,6 @@ def test_wrong_value_says_what_is_allowed(option: str, value: Any, allowed: str)
 
 def test_config_error_is_a_value_error_and_ours() -> None:
     assert issubclass(ConfigError, ValueError) and issubclass(ConfigError, AutoshardError)
-
-
-UNAVAILABLE_VALUES: dict[str, Any] = {"broadcast_inputs": True}
-
-
-@pytest.mark.parametrize("option", UNAVAILABLE)
-def test_unavailable_value_is_an_error_and_the_default_is_not(option: str) -> None:
-    with pytest.raises(ConfigError, match=f"{option}=.* is not available in this version"):
-        Config.from_options({option: UNAVAILABLE_VALUES[option]})
-    fields = {field.name: field.default for field in dataclasses.fields(Config)}
-    Config.from_options({option: fields[option]})
 
 
 def test_data_parallel_axes() -> None:

@@ -1,0 +1,200 @@
+"""Messages between ranks that nobody waits for without end: a board in the process group's store.
+
+A collective that one rank does not enter holds the others for as long as the process group allows.
+Here a rank that waits looks at where the missing one is: failed, gone, or waiting for another
+thing, which would wait for ever; all of these, and the time limit, are errors at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+DEFAULT_LIMIT = 600.0
+_FAILED, _GONE, _WAITS = "failed", "gone", "waits"
+_LOOK = 0.2  # seconds between looks at where the missing ranks are
+
+
+class Failure(NamedTuple):
+    """A failed attempt: the rank it began on, which of that rank's failures it is (from 1; 0: the
+    rank itself did not tell), what happened, and the ranks that learned of it as it happened."""
+
+    origin: int
+    serial: int
+    story: str
+    known_to: list[int]
+
+
+class Absent(Exception):
+    """A rank will not answer, or did not in time; see `failure`."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.origin, failure.story)
+        self.failure = failure
+
+
+class Board:
+    """The messages of one process group world, as one rank writes and reads them.
+
+    Every rank of a group must make the same exchanges in the same order. The failure of an old
+    attempt must not be taken for a new one: attempt counts the tries (compilations) this rank has
+    begun, and of each failure a rank remembers that it has heard.
+    """
+
+    def __init__(self, world: Any, generation: int) -> None:
+        self.world, self.rank = world, dist.get_rank()
+        self.limit = DEFAULT_LIMIT
+        self.attempt = 0
+        self.trying = False
+        self._prefix = f"autoshard/{generation}"
+        self._store: Any = world.get_group_store()
+        self._counts: dict[str, int] = {}
+        self._failures = 0
+        self._heard: dict[int, int] = {}  # origin -> the last serial
+
+    def exchange(self, value: Any, what: str, members: Sequence[int]) -> list[Any]:
+        """What every member gave, in their order; `value` is anything that JSON holds.
+
+        what: where this rank is, for the errors of others. Raises Absent where a member will not
+        come, or has not come within `limit` seconds.
+        """
+        name = hashlib.sha256(repr(tuple(members)).encode()).hexdigest()[:12]
+        count = self._counts[name] = self._counts.get(name, 0) + 1
+        here = {"name": name, "count": count, "members": list(members), "what": what}
+        self._put(self._slot(name, count, self.rank), value)
+        self._say(_WAITS, **here)
+        try:
+            got = self._collect(name, count, members, what)
+        except Absent:
+            self._counts[name] = count - 1  # the absent one never entered it
+            self._drop(self._slot(name, count, self.rank))
+            raise
+        got[self.rank] = value
+        if count > 1:  # whoever wrote this one has read the one before
+            self._drop(self._slot(name, count - 1, self.rank))
+        return [got[member] for member in members]
+
+    def failure(self, story: str, known_to: Sequence[int] = ()) -> Failure:
+        """A failure that begins on this rank."""
+        self._failures += 1
+        return Failure(self.rank, self._failures, story, list(known_to))
+
+    def fail(self, failure: Failure) -> None:
+        """Tell whoever waits for this rank that its attempt failed."""
+        self._say(_FAILED, failure=failure)
+
+    def leave(self) -> None:
+        """Tell whoever waits, now or later, that this process has ended."""
+        try:
+            self._say(_GONE)
+        except Exception:  # the store is gone, and so are those who would read it
+            return
+
+    def _collect(
+        self, name: str, count: int, members: Sequence[int], what: str
+    ) -> dict[int, Any]:
+        got: dict[int, Any] = {}
+        missing = [member for member in members if member != self.rank]
+        started, looked, pause = time.monotonic(), 0.0, 0.0005
+        while True:
+            for member in list(missing):
+                slot = self._slot(name, count, member)
+                if self._store.check([slot]):
+                    got[member] = json.loads(self._store.get(slot))
+                    missing.remove(member)
+            if not missing:
+                return got
+            now = time.monotonic()
+            if now - looked > _LOOK:
+                looked = now
+                for member in missing:
+                    self._look(member, name)
+            if now - started > self.limit:
+                raise _absent(
+                    missing[0],
+                    f"did not arrive within {self.limit:g} seconds; it is elsewhere, or slower: "
+                    "ranks whose batches differ in shape, or that take different branches, run "
+                    "different graphs",
+                )
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.05)
+
+    def _look(self, member: int, name: str) -> None:
+        """Raise Absent where `member` certainly does not come to where this rank waits."""
+        key = f"{self._prefix}/at/{member}"
+        if not self._store.check([key]):
+            return
+        at = json.loads(self._store.get(key))
+        if at["state"] == _GONE:
+            raise _absent(member, "has ended")
+        if at["state"] == _FAILED:
+            failure = Failure(*at["failure"])
+            new = at["attempt"] >= self.attempt if self.trying else at["attempt"] > self.attempt
+            heard = failure.serial and failure.serial <= self._heard.get(failure.origin, 0)
+            if new and not heard and self.rank not in (failure.origin, *failure.known_to):
+                self._heard[failure.origin] = failure.serial
+                raise Absent(failure)
+        elif (
+            at["name"] != name
+            and self.rank in at["members"]
+            and at["count"] > self._counts.get(at["name"], 0)
+        ):
+            # it waits for this rank there, and this rank for it here
+            raise _absent(member, f"is elsewhere: {at['what']}")
+
+    def _say(self, state: str, **more: Any) -> None:
+        self._put(
+            f"{self._prefix}/at/{self.rank}", {"state": state, "attempt": self.attempt, **more}
+        )
+
+    def _slot(self, name: str, count: int, rank: int) -> str:
+        return f"{self._prefix}/{name}/{count}/{rank}"
+
+    def _put(self, key: str, value: Any) -> None:
+        self._store.set(key, json.dumps(value))
+
+    def _drop(self, key: str) -> None:
+        self._store.delete_key(key)
+
+
+def _absent(rank: int, story: str) -> Absent:
+    return Absent(Failure(rank, 0, story, []))
+
+
+class _Worlds(NamedTuple):
+    """The board of the present world, and how many worlds there have been."""
+
+    board: Board | None
+    generation: int
+
+
+_current = _Worlds(None, 0)
+
+
+def board() -> Board | None:
+    """The board of the running world; None where there is none, or nobody else in it.
+
+    Ranks count the worlds they have been in, so that a store which outlives one holds no old
+    message for the next.
+    """
+    global _current
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return None
+    world = dist.group.WORLD
+    if _current.board is None or _current.board.world is not world:
+        made = Board(world, _current.generation)
+        if _current.board is None:
+            atexit.register(_leave)
+        _current = _Worlds(made, _current.generation + 1)
+    return _current.board
+
+
+def _leave() -> None:
+    if _current.board is not None and dist.is_initialized():
+        _current.board.leave()
