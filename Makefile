@@ -31,8 +31,8 @@ check: $(VENV)/dev.stamp ## lint and type-check
 	@ln -s $(CURDIR)/autoshard/* $(CURDIR)/passes $(CURDIR)/runtime build/types/autoshard/
 	MYPYPATH=build/types $(BIN)/mypy -p autoshard
 
-bench: $(VENV)/demo.stamp ## time capture, planning and rewriting of a 7B-shape Llama
-	$(BIN)/python benchmarks/planning.py $(ARGS)
+bench: $(VENV)/demo.stamp ## run the benchmarks (ARGS="planning training" selects)
+	$(BIN)/python benchmarks/run_all.py $(ARGS)
 
 clean: ## remove everything make created
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +45,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     x = torch.randn(arguments.shape, device=arguments.device, requires_grad=True)
@@ -55,6 +58,7 @@ def main() -> None:
         "invariant": lambda x: native_dropout(x, seed, 0.1, 0)[0],
         "invariant, shard of the last dim": lambda x: native_dropout(x, seed, 0.1, 0, part)[0],
     }
+    rows = []
     for compiler in ("eager", "inductor"):
         first = 0.0
         for name, function in kinds.items():
@@ -74,11 +78,15 @@ def main() -> None:
                 for step in (forward, both)
             ]
             first = first or times[1]
+            rows.append({"compiler": compiler, "kind": name, "forward_ms": times[0],
+                         "both_ms": times[1], "ratio": times[1] / first})
             print(
                 f"{compiler:9} {name:34} forward {times[0]:8.2f} ms   "
                 f"and backward {times[1]:8.2f} ms   ratio {times[1] / first:5.2f}",
                 flush=True,
             )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
 
 
 if __name__ == "__main__":

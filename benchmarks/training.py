@@ -1,0 +1,158 @@
+"""A training step of a Llama on two gloo processes, beside what users would write by hand.
+
+    torchrun --nproc-per-node=2 benchmarks/training.py [--steps 10] [--only tp] [--json PATH]
+
+Tensor parallelism against `parallelize_module` plans (column, row and vocab-parallel; with and
+without sequence parallelism) and data parallelism against DDP and FSDP2, each of torch's eager and
+under torch.compile, in one run: the contestants take turns step by step, on the same global batch
+(data-parallel ranks take half of it each). Step time, peak memory and bytes sent are measured as in
+data_parallel.py; `first s` is the first step, compilation included. A ratio is to the best of
+torch's two of the same kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.parallel import DistributedDataParallel
+
+from data_parallel import SETTLING, Contestant, Measured, figures, table
+from llama_model import Llama, Shape, WithLoss, loss_of, parallelize_by_hand
+
+
+class InLossParallel:
+    """A loss over logits that are split by vocabulary; its backward needs the context too."""
+
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+    def backward(self) -> None:
+        with loss_parallel():
+            self.loss.backward()
+
+
+def by_hand(model: Llama, sequence_parallel: bool, compiled: bool) -> Contestant:
+    """A `parallelize_module` plan with torch's vocab-parallel loss."""
+    own = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_by_hand(own, mesh, sequence_parallel)
+    run = torch.compile(own) if compiled else own
+
+    def call(ids: torch.Tensor) -> InLossParallel:
+        with loss_parallel():
+            return InLossParallel(loss_of(run(ids), ids))
+
+    return Contestant(own, call, "TP+SP by hand" if sequence_parallel else "TP by hand")
+
+
+def contestants(model: Llama, only: str) -> dict[str, Callable[[], Contestant]]:
+    """How to make each of them, by name; each has a copy of the model."""
+    n = dist.get_world_size()
+
+    def ours(rival: str, sizes: dict[str, int], **options: Any) -> Contestant:
+        own = WithLoss(copy.deepcopy(model))
+        options = {"mesh": sizes, **options}
+        return Contestant(own, torch.compile(own, backend="autoshard", options=options), rival)
+
+    def data_parallel(kind: str, compiled: bool) -> Contestant:
+        own = copy.deepcopy(model)
+        if kind == "DDP":
+            wrapped: Any = DistributedDataParallel(WithLoss(own))
+        else:
+            mesh = init_device_mesh("cpu", (n,))
+            for block in own.blocks:
+                fully_shard(block, mesh=mesh)
+            wrapped = fully_shard(WithLoss(own), mesh=mesh)
+        return Contestant(wrapped, torch.compile(wrapped) if compiled else wrapped, kind)
+
+    found: dict[str, Callable[[], Contestant]] = {}
+    if only in ("", "tp"):
+        for rival, sequence in (("TP by hand", False), ("TP+SP by hand", True)):
+            name = f"autoshard {'TP+SP' if sequence else 'TP'}"
+            found[name] = lambda rival=rival, sequence=sequence: ours(
+                rival, {"tp": n}, sequence_parallel=sequence
+            )
+            for kind in ("eager", "compiled"):
+                found[f"{rival} {kind}"] = lambda sequence=sequence, kind=kind: by_hand(
+                    model, sequence, kind == "compiled"
+                )
+    if only in ("", "dp"):
+        block = sum(p.numel() * p.element_size() for p in model.blocks[0].parameters())
+        found["autoshard DDP"] = lambda: ours("DDP", {"dp_replicate": n}, bucket_bytes=25 << 20)
+        for zero in (1, 2, 3):
+            found[f"autoshard ZeRO-{zero}"] = lambda zero=zero: ours(
+                "FSDP2", {"dp_shard": n}, zero=zero, bucket_bytes=block - 4096
+            )
+        for kind in ("DDP", "FSDP2"):
+            for form in ("eager", "compiled"):
+                found[f"{kind} {form}"] = lambda kind=kind, form=form: data_parallel(
+                    kind, form == "compiled"
+                )
+    return found
+
+
+def main() -> None:
+    """Run all contestants and print the table on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--batch", type=int, default=2, help="rows, over all ranks")
+    parser.add_argument("--layers", type=int, default=Shape.layers)
+    parser.add_argument("--only", choices=("tp", "dp"), default="")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    rank, n = dist.get_rank(), dist.get_world_size()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    shape = Shape(layers=args.layers)
+    model = Llama(shape)
+    measured: dict[str, Measured] = {}
+    first: dict[str, float] = {}
+
+    def batch_for(one: Measured, ids: torch.Tensor) -> torch.Tensor:
+        rival = one.contestant.rival
+        return ids if rival.startswith("TP") else ids.chunk(n)[rank]
+
+    for name, make in contestants(model, args.only).items():
+        started = time.perf_counter()
+        one = measured[name] = Measured(make())
+        one.step(batch_for(one, torch.randint(shape.vocab, (args.batch, shape.length))))
+        first[name] = time.perf_counter() - started
+        if rank == 0:
+            print(f"{name}: first step {first[name]:.1f} s", flush=True)
+    for number in range(1, SETTLING + args.steps):
+        ids = torch.randint(shape.vocab, (args.batch, shape.length))
+        for one in measured.values():
+            mine = batch_for(one, ids)
+            if number < SETTLING - 1:
+                one.step(mine)
+            elif number == SETTLING - 1:
+                one.profiled(mine)
+            else:
+                one.timed(mine)
+    rows = figures(measured)
+    if rank == 0:
+        for name, row in rows.items():
+            row["first_s"] = first[name]
+        parameters = sum(p.numel() for p in model.parameters())
+        print(f"\n{parameters / 1e6:.1f} million parameters, {args.batch * shape.length} tokens")
+        print(table(rows))
+        if args.json:
+            settings = {key: str(value) for key, value in vars(args).items()}
+            args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=2) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
