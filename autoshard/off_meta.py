@@ -13,6 +13,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+aten = torch.ops.aten
+
 
 def off_meta(gm: fx.GraphModule, fakes: Sequence[Any]) -> tuple[fx.GraphModule, list[Any]]:
     """`gm` and its inputs, with CPU in the place of meta; themselves where nothing is on meta.
@@ -23,9 +25,15 @@ def off_meta(gm: fx.GraphModule, fakes: Sequence[Any]) -> tuple[fx.GraphModule, 
         return gm, list(fakes)
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
-    for node in graph.nodes:
+    for node in list(graph.nodes):
         node.args = fx.node.map_aggregate(node.args, _elsewhere)
         node.kwargs = fx.node.map_aggregate(node.kwargs, _elsewhere)
+        if node.target is aten.histc.default:  # on a CPU it counts floating numbers only
+            with graph.inserting_before(node):
+                source = graph.call_function(
+                    aten._to_copy.default, node.args[:1], {"dtype": torch.float32}
+                )
+            node.args = (source, *node.args[1:])
     return fx.GraphModule(gm, graph), [_moved(fake) for fake in fakes]
 
 

@@ -114,7 +114,12 @@ class Board:
             if now - looked > _LOOK:
                 looked = now
                 for member in missing:
-                    self._look(member, name)
+                    try:
+                        self._look(member, name)
+                    except Absent:
+                        # it may have come between the two looks, and gone on
+                        if not self._store.check([self._slot(name, count, member)]):
+                            raise
             if now - started > self.limit:
                 raise _absent(
                     missing[0],

@@ -23,7 +23,7 @@ LAYERS = {
         {"torch"},
     ),
     "autoshard/export": (("autoshard",), {"torch"}),
-    "autoshard": (("autoshard",), {"torch"}),
+    "autoshard": (("autoshard",), {"torch", "safetensors"}),  # the latter an extra
 }
 
 
