@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -62,8 +63,8 @@ def shapes(sizes: list[tuple[int, int]], activation_byte: float | None = None) -
     activation_byte: the price of a kept activation, to make sequence parallelism worth it.
     """
     import autoshard
-    from autoshard import backend
-    from autoshard.planning import planner, problem
+    from autoshard import backend, build
+    from autoshard.planning import problem
 
     pair = Pair(Block())
     counts: list[int] = []
@@ -75,14 +76,15 @@ def shapes(sizes: list[tuple[int, int]], activation_byte: float | None = None) -
         return torch.compiler.disable(lambda *values: (ran.append(number), run(*values))[1])
 
     backend._runner = recorded
-    planner.Prices = lambda: problem.Prices(activation_byte=activation_byte)  # type: ignore
+    prices, request = problem.Prices(activation_byte=activation_byte), build.Request
+    build.Request = functools.partial(request, prices=prices)  # type: ignore[misc,assignment]
     try:
         for step, (rows, length) in enumerate(sizes):
             batch = ids(step, rows, length)
             pair.train([lambda m, b=batch: m(b)])
             counts.append(pair.programs())
     finally:
-        planner.Prices = problem.Prices  # type: ignore[misc]
+        build.Request = request  # type: ignore[misc]
         backend._runner = runner
     split = [split_sizes(program) for program in autoshard.programs(pair.model)]
     return {**pair.result(), "counts": counts, "ran": ran, "split": split}
