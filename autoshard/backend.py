@@ -27,7 +27,7 @@ from autoshard.errors import ConfigError, message
 from autoshard.lower import compile_local
 from autoshard.passes.data_parallel import Waiting
 from autoshard.program import Program
-from autoshard.runtime import compat
+from autoshard.runtime import compat, compat_dynamo
 from autoshard.runtime.access import lower
 from autoshard.runtime.accumulation import attend, is_used, pending_of, set_use, use_of
 from autoshard.runtime.agreement import agree, attempt, wait_at_most
@@ -44,6 +44,7 @@ from autoshard.storing import build_agreed, store
 from autoshard.uses import use_by
 
 compat.allow_rnn()
+compat_dynamo.trace_leaves()
 
 _programs: list[tuple[weakref.WeakSet[nn.Parameter], Program]] = []
 
@@ -66,6 +67,9 @@ def autoshard(
     start_world(device)
     with attempt():
         return _compile(gm, example_inputs, inputs, device, options or {})
+
+
+setattr(autoshard, compat_dynamo.MARK, True)
 
 
 def _compile(
