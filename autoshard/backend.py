@@ -27,7 +27,7 @@ from autoshard.errors import ConfigError, message
 from autoshard.lower import compile_local
 from autoshard.passes.data_parallel import Waiting
 from autoshard.program import Program
-from autoshard.runtime import compat
+from autoshard.runtime import compat, compat_dynamo
 from autoshard.runtime.access import lower
 from autoshard.runtime.accumulation import attend, is_used, pending_of, set_use, use_of
 from autoshard.runtime.agreement import agree, attempt, wait_at_most
@@ -44,6 +44,7 @@ from autoshard.storing import build_agreed, store
 from autoshard.uses import use_by
 
 compat.allow_rnn()
+compat_dynamo.trace_leaves()
 
 _programs: list[tuple[weakref.WeakSet[nn.Parameter], Program]] = []
 
@@ -68,6 +69,9 @@ def autoshard(
         return _compile(gm, example_inputs, inputs, device, options or {})
 
 
+setattr(autoshard, compat_dynamo.MARK, True)
+
+
 def _compile(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -77,12 +81,13 @@ def _compile(
 ) -> Callable[..., Any]:
     config = Config.from_options(options)
     wait_at_most(config.timeout)
+    if config.mesh is None:  # a mesh is chosen for the dtypes in which it will compute
+        _read_lowered(inputs, use_by(config, None))
     choice = choose(gm, example_inputs, inputs, config, device)
     mesh = init_mesh(choice.mesh, device)
     draw_apart(data_coordinate(mesh))
     TRACKER.place(mesh.axis("tp").rank, data_coordinate(mesh))
-    if lowered := _lower(inputs, use_by(config, mesh)):
-        raise compat.RestartTrace("autoshard reads parameters in another dtype", keep=lowered)
+    _read_lowered(inputs, use_by(config, mesh))
     if mesh.size == 1 and "rng" not in options:
         return compile_local(gm, list(example_inputs), config.inner)
     if settings().unsharded:
@@ -97,8 +102,9 @@ def _compile(
     return _runner(program, inputs, mesh, config)
 
 
-def _lower(inputs: list[compat.GraphInput], use: Use) -> list[nn.Module]:
-    """Have the parameters of the graph read in the dtype of `use`, if they are not; see `lower`."""
+def _read_lowered(inputs: list[compat.GraphInput], use: Use) -> None:
+    """Have the parameters of the graph read in the dtype of `use`; see `lower`. Dynamo has to trace
+    again where they were not."""
     found = [item.real for item in inputs if isinstance(item.real, nn.Parameter)]
     for parameter in found:
         has = use_of(parameter).param
@@ -113,9 +119,10 @@ def _lower(inputs: list[compat.GraphInput], use: Use) -> list[nn.Module]:
             )
     new = [p for p in found if not is_used(p)]
     if use.param is None or not new:
-        return []
+        return
     with compat.real_tensors():
-        return lower([p for p in related_parameters(new) if not is_used(p)], use)
+        owners = lower([p for p in related_parameters(new) if not is_used(p)], use)
+    raise compat.RestartTrace("autoshard reads parameters in another dtype", keep=owners)
 
 
 def _runner(

@@ -27,6 +27,7 @@ from autoshard.passes.weigh_tokens import WeighTokens
 from autoshard.planning.hardware import HARDWARE, Hardware
 from autoshard.planning.plan import Plan, strategy_text
 from autoshard.planning.planner import Decisions, Request, fingerprint, merged, plan_graph
+from autoshard.planning.profile import STORED
 from autoshard.planning.strategy import value
 from autoshard.planning.whole import whole_graph
 from autoshard.program import Program
@@ -101,7 +102,7 @@ def build_program(
         states = {i: planned.data[n] for i, n in enumerate(placeholders) if n in planned.data}
         stored_dtypes = {i: inputs[i].real.dtype for i in dtypes}  # type: ignore[union-attr]
         for i, dtype in stored_dtypes.items():
-            placeholders[i].meta["stored_dtype"] = dtype
+            placeholders[i].meta[STORED] = dtype
         replicas = DataParallel(
             data_axes(mesh.axes),
             states,

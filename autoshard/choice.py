@@ -33,6 +33,7 @@ from autoshard.runtime.agreement import from_first, gather
 from autoshard.runtime.axis import Axis
 from autoshard.runtime.mesh import start_world
 from autoshard.search import Row, candidates, search_captured
+from autoshard.uses import lowered_dtypes
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ def _search(
     answer = None
     if world.rank == 0:  # if it fails, the others raise in `from_first`
         digests = [one for one, _ in found]
-        answer = _best(capture(gm, example_inputs), inputs, config, machine, digests)
+        captured = capture(gm, example_inputs, lowered_dtypes(inputs))
+        answer = _best(captured, inputs, config, machine, digests)
     mesh, line = from_first(answer, "choice of a mesh", world)
     return Choice(mesh, line)
 

@@ -31,6 +31,7 @@ from autoshard.passes.localize import local_value
 from autoshard.passes.pipeline import BEFORE_COMPILATION, finish, run_passes
 from autoshard.planning.plan import Plan
 from autoshard.planning.planner import Decisions
+from autoshard.planning.profile import STORED
 from autoshard.planning.values import tensor_bytes
 from autoshard.runtime import compat
 from autoshard.runtime.axis import Axis
@@ -214,7 +215,7 @@ class Program:
         val = local_value(node.meta["val"], self.decisions.stored[node], self.axis)
         for axis in reversed(data_axes(self.mesh.axes)):
             val = local_value(val, self.data[node].get(axis.name, R), axis)
-        dtype = node.meta.get("stored_dtype", val.dtype)
+        dtype = node.meta.get(STORED, val.dtype)
         return val if dtype == val.dtype else torch.empty_like(val, dtype=dtype)
 
     def _axis_of(self, node: fx.Node) -> str:

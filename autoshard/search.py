@@ -33,8 +33,10 @@ from autoshard.planning.plan import Plan
 from autoshard.planning.profile import Profile, profile
 from autoshard.planning.training import Training
 from autoshard.runtime import compat
+from autoshard.runtime.access import lowered
 from autoshard.runtime.mesh import AXIS_ORDER, offline_mesh
 from autoshard.tracing import intercept
+from autoshard.uses import lowered_dtypes, say_stored, use_by
 
 Mesh = dict[str, int]
 Progress = Callable[[str, int, int], None]
@@ -98,7 +100,8 @@ def plan(
         one, instead of all factorisations with tp inside a node. training: dtypes and optimizer.
     memory: what estimates a rank's bytes. batches: how many different batches the world is given,
         where that is less than one for each data-parallel rank: the others repeat work. progress:
-        called with (what is next, steps done, steps in all). config: `zero`, `bucket_bytes`,
+        called with (what is next, steps done, steps in all). config: `zero`, `precision`,
+        `bucket_bytes`,
         `memory_budget`, `sequence_parallel`, ... as in `autoshard.Config`.
 
     Raises ConfigError for a mesh that does not fit the world, and what `trace` raises.
@@ -111,7 +114,7 @@ def plan(
         gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: list[compat.GraphInput]
     ) -> Search:
         say("capturing", 1, steps)
-        captured = capture(gm, example_inputs)
+        captured = capture(gm, example_inputs, lowered_dtypes(inputs))
         return search_captured(
             captured, inputs, meshes, machine, settings, training, memory, batches, progress
         )
@@ -119,7 +122,8 @@ def plan(
     steps = len(_tp_sizes(meshes)) + 2
     say = progress or _silent
     say("tracing", 0, steps)
-    with _no_collector():
+    use = use_by(settings, None)
+    with _no_collector(), contextlib.nullcontext() if use.param is None else lowered(model, use):
         found = intercept(model, args, kwargs, search)
     say("done", steps, steps)
     return found
@@ -148,7 +152,10 @@ def search_captured(
     batches: int | None = None,
     progress: Progress | None = None,
 ) -> Search:
-    """`plan`, of a serial graph that is captured already; `captured` stays as it is."""
+    """`plan`, of a serial graph that is captured already; `captured` stays as it is.
+
+    inputs: whose parameters may be read in another dtype than they are stored in (`lowered`).
+    """
     training = training or Training()
     # the budget is one of the whole rank: rows are held to it, not the plan of the tp axis alone
     limit, config = config.memory_budget, replace(config, memory_budget=None)
@@ -158,6 +165,7 @@ def search_captured(
     for done, n in enumerate(sizes):
         (progress or _silent)(f"planning tp={n}", done + 2, len(sizes) + 2)
         serial = copied(captured)
+        say_stored(serial, inputs, config)
         device = machine.planned({"tp": n})
         planned = plan_captured(serial, inputs, offline_mesh({"tp": n}, 0), config, device)
         one = profile(

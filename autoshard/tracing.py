@@ -13,13 +13,14 @@ from autoshard.build import build_program, example_device, hardware_of
 from autoshard.config import Config
 from autoshard.planning.hardware import hardware as known_hardware
 from autoshard.program import Program
-from autoshard.runtime import compat
+from autoshard.runtime import compat, compat_dynamo
 from autoshard.runtime.access import lowered
 from autoshard.runtime.mesh import offline_mesh
 from autoshard.runtime.unshard import MICROBATCH, SINGLE
 from autoshard.uses import use_by
 
 compat.allow_rnn()
+compat_dynamo.trace_leaves()
 
 T = TypeVar("T")
 
@@ -94,6 +95,7 @@ def intercept(
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         raise _Traced(plan(gm, example_inputs, compat.graph_inputs(gm)))
 
+    setattr(backend, compat_dynamo.MARK, True)
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
     try:
         compiled(*args, **(kwargs or {}))

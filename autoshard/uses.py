@@ -8,6 +8,7 @@ from torch import fx, nn
 from autoshard.config import Config
 from autoshard.errors import ConfigError, message
 from autoshard.interpreter import execution
+from autoshard.planning.profile import REDUCED, STORED
 from autoshard.precision import Precision
 from autoshard.runtime import compat
 from autoshard.runtime.accumulation import use_of
@@ -40,6 +41,20 @@ def lowered_dtypes(inputs: list[compat.GraphInput]) -> dict[int, torch.dtype]:
             if dtype is not None and dtype != item.real.dtype:
                 found[i] = dtype
     return found
+
+
+def say_stored(gm: fx.GraphModule, inputs: list[compat.GraphInput], config: Config) -> None:
+    """Write the dtypes of storage and of reduction into the meta of parameters that have others
+    than those of compute."""
+    reduced = use_by(config, None).reduce
+    lowered = lowered_dtypes(inputs)
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for i, (node, item) in enumerate(zip(placeholders, inputs, strict=True)):
+        if isinstance(item.real, nn.Parameter) and item.real.is_floating_point():
+            if i in lowered:
+                node.meta[STORED] = item.real.dtype
+            if reduced is not None:
+                node.meta[REDUCED] = reduced
 
 
 def traced_microbatch(gm: fx.GraphModule) -> str:

@@ -3,9 +3,11 @@
     before (dp_replicate=2, one rank)               after (loss_tokens="global")
     %x: f32[6,9]                                    %x: f32[6,9]
     %t: i64[6]                                      %t: i64[6]
-    %0: f32[] = cross_entropy_loss(%x, %t)          %0: f32[] = cross_entropy_loss(%x, %t)
-                                                    %1: f32[] = share_of_tokens(%0, %t, None, -100,
-                                                        (), (dp_replicate,))
+    %0: f32[] = cross_entropy_loss(%x, %t)          %0: f32[] = own_tokens(%t, None, -100, ())
+                                                    %1: i64[6] = stand_in_targets(%t, %0, -100)
+                                                    %2: f32[] = cross_entropy_loss(%x, %1)
+                                                    %3: f32[] = share_of_tokens(%2, %0,
+                                                        (dp_replicate,))
 
 Runs on the local graph, after `localize`. What ranks average is then the mean over all tokens,
 where otherwise it is the mean of the ranks' means.
@@ -24,7 +26,12 @@ from torch import fx
 from autoshard.passes.base import CARRIED, Context, Report
 from autoshard.runtime import vocab_parallel
 from autoshard.runtime.axis import Axis
-from autoshard.runtime.token_mean import share_of_tokens
+from autoshard.runtime.token_mean import (
+    own_tokens,
+    share_of_tokens,
+    stand_in_targets,
+    stand_in_weight,
+)
 
 aten = torch.ops.aten
 _LOSSES = (aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default)
@@ -53,17 +60,38 @@ class WeighTokens:
             if given["reduction"] != vocab_parallel.MEAN:
                 report.skip(node, "it is not a mean")
                 continue
-            arguments = (node, given["target"], given["weight"], given["ignore_index"])
-            with gm.graph.inserting_after(node):
-                new = gm.graph.call_function(share_of_tokens, (*arguments, split, self.axes))
-            new.meta = {key: node.meta[key] for key in (*CARRIED, "val", "diff")
-                        if key in node.meta}
-            change = {"autoshard_change": f"{node.name}: tokens of all ranks"}
-            new.meta["custom"] = {**new.meta.get("custom", {}), **change}
-            node.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
+            self._weigh(gm.graph, node, given, split)
             report.hits += 1
         gm.recompile()
         return report
+
+    def _weigh(
+        self, graph: fx.Graph, node: fx.Node, given: dict[str, Any], split: tuple[Axis, ...]
+    ) -> None:
+        target, weight, ignored = given["target"], given["weight"], given["ignore_index"]
+
+        def made(
+            what: Any, arguments: tuple[Any, ...], like: fx.Node | None = None, said: str = ""
+        ) -> fx.Node:
+            new = graph.call_function(what, arguments)
+            new.meta = {key: node.meta[key] for key in CARRIED if key in node.meta}
+            new.meta["custom"] = {**node.meta.get("custom", {}), "autoshard_pass": self.name}
+            if said:
+                new.meta["custom"]["autoshard_change"] = f"{node.name}: {said}"
+            if like is not None:
+                new.meta.update({k: like.meta[k] for k in ("val", "diff") if k in like.meta})
+            return new
+
+        with graph.inserting_before(node):
+            own = made(own_tokens, (target, weight, ignored, split), None, "tokens of this rank")
+            instead = {target: made(stand_in_targets, (target, own, ignored), target)}
+            if weight is not None:
+                instead[weight] = made(stand_in_weight, (weight, own), weight)
+        with graph.inserting_after(node):
+            share = made(share_of_tokens, (node, own, self.axes), node, "tokens of all ranks")
+        node.replace_all_uses_with(share, delete_user_cb=lambda user: user is not share)
+        node.args = fx.node.map_arg(node.args, lambda n: instead.get(n, n))
+        node.kwargs = fx.node.map_arg(node.kwargs, lambda n: instead.get(n, n))
 
 
 def _split(node: fx.Node, axis: Axis) -> tuple[Axis, ...] | None:

@@ -32,11 +32,12 @@ class Failure(NamedTuple):
 
 
 class Absent(Exception):
-    """A rank will not answer, or did not in time; see `failure`."""
+    """A rank will not answer, or did not in time; see `failure`. attempt: which one of that rank
+    failed, where it is known."""
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: Failure, attempt: int = 0) -> None:
         super().__init__(failure.origin, failure.story)
-        self.failure = failure
+        self.failure, self.attempt = failure, attempt
 
 
 class Board:
@@ -44,7 +45,10 @@ class Board:
 
     Every rank of a group must make the same exchanges in the same order. The failure of an old
     attempt must not be taken for a new one: attempt counts the tries (compilations) this rank has
-    begun, and of each failure a rank remembers that it has heard.
+    begun, and of each failure a rank remembers that it has heard. A rank that failed alone may
+    have begun more tries than the others, so whenever ranks meet, or hear of a failure, they go on
+    from the highest count among them (L. Lamport, "Time, Clocks, and the Ordering of Events in a
+    Distributed System", 1978).
     """
 
     def __init__(self, world: Any, generation: int) -> None:
@@ -67,18 +71,21 @@ class Board:
         name = hashlib.sha256(repr(tuple(members)).encode()).hexdigest()[:12]
         count = self._counts[name] = self._counts.get(name, 0) + 1
         here = {"name": name, "count": count, "members": list(members), "what": what}
-        self._put(self._slot(name, count, self.rank), value)
+        self._put(self._slot(name, count, self.rank), [self.attempt, value])
         self._say(_WAITS, **here)
         try:
             got = self._collect(name, count, members, what)
         except Absent:
             self._counts[name] = count - 1  # the absent one never entered it
-            self._drop(self._slot(name, count, self.rank))
+            # withdrawn, not deleted: a rank that has seen it may be about to read it
+            self._put(self._slot(name, count, self.rank), None)
             raise
-        got[self.rank] = value
+        self.attempt = max([self.attempt, *(attempt for attempt, _ in got.values())])
+        found = {member: given for member, (_, given) in got.items()}
+        found[self.rank] = value
         if count > 1:  # whoever wrote this one has read the one before
-            self._drop(self._slot(name, count - 1, self.rank))
-        return [got[member] for member in members]
+            self._store.delete_key(self._slot(name, count - 1, self.rank))
+        return [found[member] for member in members]
 
     def failure(self, story: str, known_to: Sequence[int] = ()) -> Failure:
         """A failure that begins on this rank."""
@@ -101,25 +108,30 @@ class Board:
     ) -> dict[int, Any]:
         got: dict[int, Any] = {}
         missing = [member for member in members if member != self.rank]
-        started, looked, pause = time.monotonic(), 0.0, 0.0005
+        started = looked = time.monotonic()
+        pause = 0.0005
         while True:
-            for member in list(missing):
-                slot = self._slot(name, count, member)
-                if self._store.check([slot]):
-                    got[member] = json.loads(self._store.get(slot))
-                    missing.remove(member)
+            # one question for all of them; whom it is that one waits for, only now and then
+            if self._store.check([self._slot(name, count, member) for member in missing]):
+                got.update(self._read(name, count, missing))
+                missing = [member for member in missing if member not in got]
             if not missing:
                 return got
             now = time.monotonic()
-            if now - looked > _LOOK:
+            if now - looked > _LOOK * max(1, len(missing) / 8):
                 looked = now
-                for member in missing:
-                    try:
-                        self._look(member, name)
-                    except Absent:
-                        # it may have come between the two looks, and gone on
-                        if not self._store.check([self._slot(name, count, member)]):
-                            raise
+                for member in list(missing):
+                    absent = self._look(member, name)
+                    # asked after the look: what a rank gave before it failed is given
+                    if self._store.check([self._slot(name, count, member)]):
+                        got.update(self._read(name, count, [member]))
+                    if member in got:
+                        missing.remove(member)
+                    elif absent is not None:
+                        self._hear(absent)
+                        raise absent
+                if not missing:
+                    return got
             if now - started > self.limit:
                 raise _absent(
                     missing[0],
@@ -130,28 +142,46 @@ class Board:
             time.sleep(pause)
             pause = min(1.5 * pause, 0.05)
 
-    def _look(self, member: int, name: str) -> None:
-        """Raise Absent where `member` certainly does not come to where this rank waits."""
+    def _read(self, name: str, count: int, members: Sequence[int]) -> dict[int, Any]:
+        slots = [self._slot(name, count, member) for member in members]
+        if self._store.has_extended_api():
+            texts = self._store.multi_get(slots)
+        else:
+            texts = [self._store.get(slot) for slot in slots]
+        given = {member: json.loads(text) for member, text in zip(members, texts)}
+        return {member: value for member, value in given.items() if value is not None}
+
+    def _look(self, member: int, name: str) -> Absent | None:
+        """Why `member`, unless it has come already, will not come to where this rank waits; None
+        where it may come."""
         key = f"{self._prefix}/at/{member}"
         if not self._store.check([key]):
-            return
+            return None
         at = json.loads(self._store.get(key))
         if at["state"] == _GONE:
-            raise _absent(member, "has ended")
+            return _absent(member, "has ended")
         if at["state"] == _FAILED:
             failure = Failure(*at["failure"])
             new = at["attempt"] >= self.attempt if self.trying else at["attempt"] > self.attempt
             heard = failure.serial and failure.serial <= self._heard.get(failure.origin, 0)
             if new and not heard and self.rank not in (failure.origin, *failure.known_to):
-                self._heard[failure.origin] = failure.serial
-                raise Absent(failure)
+                return Absent(failure, at["attempt"])
         elif (
             at["name"] != name
             and self.rank in at["members"]
             and at["count"] > self._counts.get(at["name"], 0)
         ):
             # it waits for this rank there, and this rank for it here
-            raise _absent(member, f"is elsewhere: {at['what']}")
+            return _absent(member, f"is elsewhere: {at['what']}")
+        return None
+
+    def _hear(self, absent: Absent) -> None:
+        failure = absent.failure
+        self.attempt = max(self.attempt, absent.attempt)
+        if failure.serial:
+            self._heard[failure.origin] = max(
+                failure.serial, self._heard.get(failure.origin, 0)
+            )
 
     def _say(self, state: str, **more: Any) -> None:
         self._put(
@@ -163,9 +193,6 @@ class Board:
 
     def _put(self, key: str, value: Any) -> None:
         self._store.set(key, json.dumps(value))
-
-    def _drop(self, key: str) -> None:
-        self._store.delete_key(key)
 
 
 def _absent(rank: int, story: str) -> Absent:

@@ -70,6 +70,38 @@ def test_batches_decide_and_ranks_agree(gloo2: GlooPool, batches: list[int]) -> 
         assert "the same batch" in first["line"] and "tp=2" in first["line"]
 
 
+def planned_dtypes() -> list[list[str]]:
+    """The dtypes of the parameters in the graph for which a mesh is chosen, and when it runs."""
+    torch.compiler.reset()
+    choice._chosen.clear()
+    seen: list[str] = []
+    original = choice.search_captured
+
+    def recorded(captured: Any, *rest: Any, **more: Any) -> Any:
+        found = [n.meta["val"] for n in captured.graph.nodes if n.op == "placeholder"]
+        seen.extend(sorted({str(v.dtype) for v in found if v.is_floating_point()}))
+        return original(captured, *rest, **more)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(64, WIDTH), nn.Linear(WIDTH, WIDTH))
+    options = {"inner": "eager", "precision": {"param": "bfloat16"}}
+    choice.search_captured = recorded
+    try:
+        out = torch.compile(model, backend="autoshard", options=options)(torch.arange(8))
+    finally:
+        choice.search_captured = original
+    out.square().mean().backward()
+    grads = [p.grad for p in model.parameters()]
+    assert all(isinstance(g, DTensor) and g.dtype == torch.float32 for g in grads)
+    return [seen, [str(out.dtype)]]
+
+
+def test_a_mesh_is_chosen_for_the_dtypes_it_computes_in(gloo2: GlooPool) -> None:
+    first, second = gloo2(planned_dtypes)
+    assert first == [["torch.bfloat16"], ["torch.bfloat16"]]
+    assert second == [[], ["torch.bfloat16"]]  # rank 0 searches
+
+
 def fail_without_memory() -> str:
     torch.compiler.reset()
     choice._chosen.clear()

@@ -15,6 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.planning.plan import Plan
 from autoshard.program import Program
+from autoshard.runtime.axis import Axis, chunk_bounds
+from autoshard.runtime.lockstep import run_mesh
+from autoshard.runtime.token_mean import (
+    own_tokens,
+    share_of_tokens,
+    stand_in_targets,
+    stand_in_weight,
+)
 from autoshard.runtime.vocab_parallel import vocab_parallel_cross_entropy, vocab_parallel_nll
 from autoshard.verification import verify_program
 from steps import serial_step, sharded_step
@@ -153,8 +161,8 @@ def test_16_bit_scores_are_reduced_in_fp32() -> None:
         assert abs(float(sharded_loss) - float(exact)) / float(exact) <= max(own, 2.0**-8), loss
 
 
-def uneven_tokens(loss_tokens: str, inner: str) -> dict[str, float]:
-    """One step of two data-parallel ranks with 3 and 9 tokens, against all 12 in one batch."""
+def uneven_tokens(loss_tokens: str, inner: str, few: int = 3) -> dict[str, float]:
+    """One step of two data-parallel ranks with `few` and 9 tokens, against all in one batch."""
     import torch.distributed as dist
 
     class Small(nn.Module):
@@ -171,7 +179,7 @@ def uneven_tokens(loss_tokens: str, inner: str) -> dict[str, float]:
     torch.manual_seed(0)
     model = Small()
     ids, target = torch.randint(16, (2, 10)), torch.randint(16, (2, 10))
-    target[0, 3:] = IGNORED
+    target[0, few:] = IGNORED
     target[1, 9:] = IGNORED
     want = model(ids.flatten(), target.flatten())
     want.backward()
@@ -182,7 +190,7 @@ def uneven_tokens(loss_tokens: str, inner: str) -> dict[str, float]:
     arguments = [ids[rank], target[rank]]
     if loss_tokens == "by hand":
         # what a user writes without the option: a rank's share of all tokens
-        arguments.append(torch.tensor(12 / 2))
+        arguments.append(torch.tensor((few + 9) / 2))
     else:
         options["loss_tokens"] = loss_tokens
     compiled: Any = torch.compile(model, backend="autoshard", options=options)
@@ -203,6 +211,71 @@ def test_uneven_tokens_of_data_parallel_ranks(gloo2: Any, loss_tokens: str) -> N
     for found in gloo2(uneven_tokens, loss_tokens, "aot_eager"):
         right = max(found["gradient"], found["loss"]) < 1e-6
         assert right == (loss_tokens != "local"), found
+
+
+def test_a_rank_without_tokens_adds_nothing(gloo2: Any) -> None:
+    for found in gloo2(uneven_tokens, "global", "aot_eager", few=0):
+        assert max(found.values()) < 1e-6, found
+
+
+@pytest.mark.parametrize("ignored", [IGNORED, 0])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("split", [False, True])
+def test_no_tokens_in_every_form_of_the_loss(
+    ignored: int, weighted: bool, smoothing: float, split: bool
+) -> None:
+    """Two data-parallel ranks, the first without tokens, of two ranks that split the classes."""
+    torch.manual_seed(0)
+    classes, tokens = 9, 6
+    weight = torch.rand(classes) + 0.1 if weighted else None
+    scores, target = torch.randn(2, tokens, classes), torch.randint(1, classes, (2, tokens))
+    target[0], target[1, 2] = ignored, ignored
+    want = scores.clone().requires_grad_()
+    whole = F.cross_entropy(want.flatten(0, 1), target.flatten(), weight, ignore_index=ignored,
+                            label_smoothing=smoothing)
+    whole.backward()
+
+    def rank(axes: tuple[Axis, ...]) -> tuple[T, T]:
+        dp, tp = axes
+        own = own_tokens(target[dp.rank], weight, ignored, ())
+        given = stand_in_targets(target[dp.rank], own, ignored)
+        counts = None if weight is None else stand_in_weight(weight, own)
+        if split:
+            start, length = chunk_bounds(classes, tp)
+            mine = scores[dp.rank].narrow(-1, start, length).clone().requires_grad_()
+            loss = vocab_parallel_cross_entropy(
+                mine, given, counts, 1, ignored, smoothing, classes=classes, axis=tp
+            )
+        else:
+            mine = scores[dp.rank].clone().requires_grad_()
+            loss = F.cross_entropy(
+                mine, given, counts, ignore_index=ignored, label_smoothing=smoothing
+            )
+        shared = share_of_tokens(loss, own, (dp,))
+        shared.backward()
+        assert mine.grad is not None
+        return shared.detach(), mine.grad
+
+    found = run_mesh({"dp_replicate": 2, "tp": 2}, rank)
+    torch.testing.assert_close((found[0][0] + found[2][0]) / 2, whole.detach())
+    assert want.grad is not None
+    for data in range(2):
+        pieces = [found[2 * data + i][1] for i in range(2)]
+        grad = torch.cat(pieces, -1) if split else pieces[0]
+        torch.testing.assert_close(grad / 2, want.grad[data])
+
+
+def test_no_tokens_anywhere_is_the_mean_of_nothing() -> None:
+    scores = torch.randn(4, 5, requires_grad=True)
+    target = torch.full((4,), IGNORED)
+
+    def rank(axes: tuple[Axis, ...]) -> T:
+        own = own_tokens(target, None, IGNORED, ())
+        mean = F.cross_entropy(scores, stand_in_targets(target, own, IGNORED))
+        return share_of_tokens(mean, own, axes).detach()
+
+    assert all(bool(loss.isnan()) for loss in run_mesh({"dp_replicate": 2}, rank))
 
 
 def test_global_tokens_without_a_mean_loss_are_told() -> None:

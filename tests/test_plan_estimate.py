@@ -64,6 +64,34 @@ def test_candidates_are_all_factorisations_with_tp_in_a_node() -> None:
     assert candidates(3, cluster("h100")) == [{"dp_replicate": 3}, {"dp_shard": 3}]
 
 
+@pytest.mark.parametrize(
+    ("precision", "itemsizes"),
+    [
+        (None, (4, 4, 4)),
+        ({"param": "bfloat16"}, (4, 2, 2)),
+        ({"param": "bfloat16", "reduce": "float32"}, (4, 2, 4)),
+        ({"reduce": "bfloat16"}, (4, 4, 2)),
+    ],
+)
+def test_precision_is_what_is_stored_gathered_and_reduced(
+    precision: Any, itemsizes: tuple[int, int, int]
+) -> None:
+    """An embedding of 50 x 20 and a linear of 40 x 20 on two ranks: adamw keeps two moments."""
+    model = nn.Sequential(nn.Embedding(50, 20), nn.Linear(20, 40, bias=False))
+    ids = torch.zeros(10, dtype=torch.long)
+    (row,) = plan(
+        model, (ids,), world=2, hardware=ROUND, mesh={"dp_shard": 2}, precision=precision
+    ).rows
+    elements, (stored, gathered, reduced) = 50 * 20 + 40 * 20, itemsizes
+    assert row.memory.parameters == row.memory.gradients == elements // 2 * stored
+    assert row.memory.optimizer == elements * stored
+    # half of the whole is sent; backward reads the linear's weight again, the table's not
+    sent = row.timing.traffic["dp_shard"].nbytes
+    assert sent == (elements + 40 * 20) // 2 * gathered + elements // 2 * reduced
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert all(type(m) in (nn.Embedding, nn.Linear) for m in model)
+
+
 class One(nn.Module):
     def __init__(self) -> None:
         super().__init__()

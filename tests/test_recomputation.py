@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import Counter
 from typing import Any
@@ -184,3 +185,33 @@ def test_no_mask_is_kept() -> None:
         masks = [n for n in kept(how) if not n.meta["val"].is_floating_point()]
         assert {tuple(n.meta["val"].shape) for n in masks} == {()}, masks
     assert elements("full") < elements("selective") < elements("off")
+
+
+class ZerosThatWantGradients(nn.Module):
+    """What T5 of Hugging Face does in a checkpointed layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        zeros = torch.zeros(16)
+        zeros.requires_grad = True
+        y = self.down(F.gelu(self.up(x))) + zeros
+        return x + y if zeros.requires_grad else x
+
+
+def test_a_leaf_made_in_a_region_does_not_break_the_graph() -> None:
+    torch.manual_seed(0)
+    model, x = Stack("full", ZerosThatWantGradients), torch.randn(2, 8, 16)
+    want = copy.deepcopy(model)
+    want(x).backward()
+    torch.compiler.reset()
+    options = {"inner": "aot_eager", "rng": "invariant"}
+    compiled: Any = torch.compile(model, backend="autoshard", fullgraph=True, options=options)
+    compiled(x).backward()
+    for got, expected in zip(model.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, expected.grad)
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="requires_grad"):  # of others, nothing changes
+        torch.compile(want, backend="aot_eager", fullgraph=True)(x)

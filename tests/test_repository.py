@@ -28,7 +28,7 @@ WIDELY_USED = (
     "torch.utils._python_dispatch",
     "torch.ops",
 )
-COMPAT = ("runtime/compat.py", "runtime/compat_trace.py")
+COMPAT = ("runtime/compat.py", "runtime/compat_dynamo.py", "runtime/compat_trace.py")
 
 
 def sources() -> Iterator[Path]:

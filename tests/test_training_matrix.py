@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+import autoshard
 from autoshard.program import Program
 from autoshard.runtime import philox
 from autoshard.runtime.philox import Part
+from side_by_side import whole
 from steps import error, placeholders, serial_step, sharded_step
 from test_invariant_random import dropped
 from traced import WithLoss, programs
@@ -64,19 +66,24 @@ def descend(values: list[Any], program: Program, gradients: dict[str, torch.Tens
     return found
 
 
-def train(name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def made(name: str, checkpointing: bool) -> WithLoss:
+    """The model with dropout everywhere and its loss."""
     torch.compiler.reset()
-    torch.manual_seed(0)
-    case = dropped(name)
-    model = WithLoss(case)
+    model = WithLoss(dropped(name))
     if name == "gpt2":
         model.model.loss_type = "ForCausalLM"  # it would log that it guesses, and break the graph
     if checkpointing:
         model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def train(name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made(name, checkpointing)
+    case = model.case
     options = [{"mesh": {"tp": n}, "sequence_parallel": sequence} for n, sequence in MESHES]
-    made, values = programs(model.train(), (case.make_batch(0),), options)
+    found, values = programs(model, (case.make_batch(0),), options)
     masks = Masks(monkeypatch)
-    for program in made:
+    for program in found:
         ours, theirs = list(values), list(values)
         for step in range(3):
             want = serial_step(program, theirs, seed=step)
@@ -98,8 +105,7 @@ def train(name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> No
             pytest.param(name, again, marks=pytest.mark.slow)
             for name in ("vit", "gpt2", "bert", "t5")
             for again in (False, True)
-            # checkpointed, T5 breaks the graph, which one trace of the whole cannot have
-            if (name, again) not in (("vit", False), ("t5", True))
+            if (name, again) != ("vit", False)
         ],
     ],
 )
@@ -107,6 +113,46 @@ def test_three_steps_on_every_mesh(
     name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(name, checkpointing, monkeypatch)
+
+
+def three_steps(
+    name: str, checkpointing: bool, options: dict[str, Any], steps: int = 3
+) -> tuple[list[float], list[torch.Tensor], int]:
+    """Losses, then the whole trained parameters, through torch.compile and AOTAutograd's graphs,
+    where a checkpointed region is computed again; and how many programs it took."""
+    model = made(name, checkpointing)
+    compiled: Any = torch.compile(
+        model, backend="autoshard", options={"inner": "aot_eager", **options}
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss = compiled(model.case.make_batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    trained = [whole(p).detach() for p in model.parameters()]
+    return losses, trained, len(autoshard.programs(model))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+@pytest.mark.parametrize(
+    ("name", "sequence"), [("t5", True), ("gpt2", False)]
+)
+def test_checkpointed_on_processes_and_not_on_one(gloo2: Any, name: str, sequence: bool) -> None:
+    """What two ranks train with recomputation is what one process trains without."""
+    options = {"mesh": {"tp": 2}, "sequence_parallel": sequence}
+    losses, trained, _ = three_steps(name, False, {"rng": "invariant"})
+    start = [p.detach() for p in made(name, False).parameters()]
+    for got, parameters, graphs in gloo2(three_steps, name, True, options):
+        assert graphs == 1, "the graph breaks"
+        assert got == pytest.approx(losses, rel=TOLERANCE)
+        off = sum((g - w).double().square().sum() for g, w in zip(parameters, trained))
+        way = sum((w - s).double().square().sum() for w, s in zip(trained, start))
+        assert float(off / way) ** 0.5 < TOLERANCE
 
 
 def test_the_comparison_sees_one_wrong_element() -> None:

@@ -72,10 +72,10 @@ def footprint(profile: Profile, layout: Layout, training: Training) -> Footprint
     parameters = gradients = optimizer = 0
     for weight in profile.weights:
         part = weight.part(layout.shard)
-        parameters += part * training.stored(weight.itemsize)
+        parameters += part * training.stored(weight.kept)
         if weight.trained:
-            gradients += part * training.gradient(weight.itemsize)
-            optimizer += part * training.state(weight.itemsize)
+            gradients += part * training.gradient(weight.kept)
+            optimizer += part * training.state(weight.kept)
     kept = profile.kept.saved + profile.kept.passing
     waiting = _bucket_bytes(profile, layout, training)
     return Footprint(parameters, gradients, optimizer, kept, waiting, profile.buffers)
@@ -88,7 +88,7 @@ def _bucket_bytes(profile: Profile, layout: Layout, training: Training) -> int:
     for bucket in buckets(profile, layout):
         gathered.append(sum(w.numel * w.itemsize for w in bucket))
         reduced.append(
-            sum(w.numel * training.gradient(w.itemsize) for w in bucket if w.trained)
+            sum(w.numel * _sent(w, training) for w in bucket if w.trained)
         )
     # a gradient bucket is there twice: its members, and the joined one that is sent
     sending = 2 * max(reduced, default=0)
@@ -97,6 +97,11 @@ def _bucket_bytes(profile: Profile, layout: Layout, training: Training) -> int:
     if layout.zero < 3:
         return sum(gathered) + sending
     return max((a + b for a, b in zip(gathered, [*gathered[1:], 0])), default=0) + sending
+
+
+def _sent(weight: Weight, training: Training) -> int:
+    """Bytes an element of a gradient while it is reduced."""
+    return training.gradient(weight.itemsize) if weight.reduced is None else weight.reduced
 
 
 def buckets(profile: Profile, layout: Layout) -> list[list[Weight]]:
@@ -160,7 +165,7 @@ def timing(
         whole = sum(layout.shard * part[w.name] * w.itemsize for w in bucket)
         twice = sum(layout.shard * part[w.name] * w.itemsize for w in bucket if w.again)
         reduced = sum(
-            part[w.name] * training.gradient(w.itemsize) for w in bucket if w.trained
+            part[w.name] * _sent(w, training) for w in bucket if w.trained
         )
         gather = send("dp_shard", "all_gather", whole)
         again = send("dp_shard", "all_gather", twice) if layout.zero == 3 else 0.0
@@ -190,7 +195,7 @@ def _update_seconds(
     moved = 0
     for weight in profile.weights:
         if weight.trained:
-            stored = training.stored(weight.itemsize) + training.state(weight.itemsize)
-            each = training.gradient(weight.itemsize) + 2 * stored
+            stored = training.stored(weight.kept) + training.state(weight.kept)
+            each = training.gradient(weight.kept) + 2 * stored
             moved += weight.part(layout.shard) * each
     return moved / (cluster.device.memory_bandwidth * cluster.efficiency.memory)

@@ -37,6 +37,9 @@ from autoshard.planning.values import (
 from autoshard.runtime.axis import chunk_size
 from autoshard.runtime.placement import State, forward_value, shard_dim
 
+STORED, REDUCED = "stored_dtype", "reduced_dtype"
+"""Keys in the meta of a parameter that is computed with in another dtype than it is stored in."""
+
 
 class Sent(NamedTuple):
     """One collective on the tp axis; `nbytes` is its logical size (planning/cost.py)."""
@@ -50,7 +53,9 @@ class Sent(NamedTuple):
 class Weight:
     """A parameter as the tp axis leaves it: local shape, and where it is first used (None: never).
 
-    itemsize: bytes an element while it is computed with. again: whether backward reads it.
+    itemsize: bytes an element while it is computed with. again: whether backward reads it. stored:
+    bytes an element as it is kept, where that is in another dtype (the option `precision`).
+    reduced: those of its gradient while it travels, where that is told.
     """
 
     name: str
@@ -59,6 +64,13 @@ class Weight:
     trained: bool
     use: int | None
     again: bool
+    stored: int | None = None
+    reduced: int | None = None
+
+    @property
+    def kept(self) -> int:
+        """Bytes an element as it is kept, by the optimizer too."""
+        return self.itemsize if self.stored is None else self.stored
 
     @property
     def numel(self) -> int:
@@ -255,12 +267,19 @@ class _Profiler:
             use = min((place[user] for user in node.users), default=None)
             trained = bool(val.requires_grad)
             found.append(
-                Weight(name, tuple(shape), val.element_size(), trained, use, node in again)
+                Weight(
+                    *(name, tuple(shape), val.element_size(), trained, use, node in again),
+                    *(_size(node.meta.get(key)) for key in (STORED, REDUCED)),
+                )
             )
         return tuple(found)
 
     def _split(self, state: State) -> int:
         return 1 if shard_dim(state) is None else self.n
+
+
+def _size(dtype: torch.dtype | None) -> int | None:
+    return None if dtype is None else dtype.itemsize
 
 
 def _backward(node: fx.Node) -> float:
