@@ -115,7 +115,9 @@ def _read(node: fx.Node) -> list[fx.Node]:
     """What must be there while the node runs: a collective reads its input until it is done."""
     reads = list(node.all_input_nodes)
     if node.target is _c10d.wait_tensor.default:
-        reads += [source for collective in node.all_input_nodes for source in _read(collective)]
+        for source in node.all_input_nodes:
+            collective = source.all_input_nodes[0] if source.target is operator.getitem else source
+            reads += _read(collective)
     return reads
 
 

@@ -15,7 +15,7 @@ from torch import fx
 from autoshard.liveness import Held, Storage, storages, walk
 from autoshard.passes.bucket_gradients import BucketGradients
 from autoshard.passes.bucket_parameters import BucketParameters
-from autoshard.passes.buckets import ALL_GATHER
+from autoshard.passes.buckets import GATHERS
 from autoshard.planning.values import tensor_bytes
 from autoshard.runtime import compat
 
@@ -250,7 +250,7 @@ def _gathered(graph: fx.Graph, weights: Container[str]) -> list[fx.Node]:
             stored.add(node)
         elif node.op == "call_function" and sources and all(n in stored for n in sources):
             # until it is gathered, a weight may be padded or cast
-            if node.target is ALL_GATHER:
+            if node.target in GATHERS:
                 found.append(node)
             else:
                 stored.add(node)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from autoshard.config import Config
 from autoshard.memory import (
@@ -44,6 +45,7 @@ _c10d = torch.ops._c10d_functional
 _LOGICAL_SIZE = {  # which tensor's bytes are the size of the collective: megatron's ledger
     _c10d.all_reduce.default: ("all_reduce", "input"),
     _c10d.all_gather_into_tensor.default: ("all_gather", "output"),
+    _c10d.all_gather_into_tensor_coalesced.default: ("all_gather", "output"),
     _c10d.reduce_scatter_tensor.default: ("reduce_scatter", "input"),
     _c10d.all_to_all_single.default: ("all_to_all", "input"),
     _c10d.broadcast.default: ("broadcast", "input"),
@@ -231,7 +233,7 @@ class Program:
         return Collective(
             op,
             self._axis_of(node),
-            tensor_bytes(source.meta["val"]),
+            sum(map(tensor_bytes, pytree.tree_leaves(source.meta["val"]))),
             phase,
             custom.get("autoshard_module", ""),
             custom.get("autoshard_change", ""),

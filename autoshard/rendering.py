@@ -160,6 +160,7 @@ _CALLS: dict[Any, Callable[[_Text, fx.Node], str]] = {
     _c10d.all_reduce.default: _collective("all_reduce", reduced=True),
     _c10d.reduce_scatter_tensor.default: _collective("reduce_scatter", reduced=True),
     _c10d.all_gather_into_tensor.default: _collective("all_gather", reduced=False),
+    _c10d.all_gather_into_tensor_coalesced.default: _collective("all_gather", reduced=False),
     _c10d.all_to_all_single.default: _collective("all_to_all", reduced=False),
 }
 

@@ -75,20 +75,20 @@ class Contestant(NamedTuple):
     rival: str
 
 
-def contestants(model: Model, bucket_bytes: int) -> dict[str, Contestant]:
-    """All of them by name, each with a copy of the model."""
+def contestants(model: Model, bucket_bytes: int | None) -> dict[str, Contestant]:
+    """All of them by name, each with a copy of the model. bucket_bytes: of this backend and of DDP;
+    None: the default of each. FSDP2 gathers and reduces block by block."""
     n = dist.get_world_size()
-    block_bytes = sum(p.numel() * p.element_size() for p in model.blocks[0].parameters()) - 4096
     mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("dp_shard",))
 
     def ours(mesh_sizes: dict[str, int], zero: int, rival: str) -> Contestant:
         own = copy.deepcopy(model)
-        size = bucket_bytes if rival == "DDP" else block_bytes  # the bucket of the rival
-        options = {"mesh": mesh_sizes, "zero": zero, "bucket_bytes": size}
+        options = {"mesh": mesh_sizes, "zero": zero, "bucket_bytes": bucket_bytes}
         return Contestant(own, torch.compile(own, backend="autoshard", options=options), rival)
 
     def ddp() -> nn.Module:
-        return DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=bucket_bytes >> 20)
+        size = None if bucket_bytes is None else bucket_bytes >> 20
+        return DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=size)
 
     def fsdp() -> nn.Module:
         own = copy.deepcopy(model)
@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--bucket-bytes", type=int, default=25 << 20, help="DDP's default")
+    parser.add_argument("--bucket-bytes", type=int, help="else the defaults")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     dist.init_process_group("gloo")

@@ -1,14 +1,14 @@
 """What a step costs the host besides the work: microseconds a parameter over plain torch.compile.
 
-    python benchmarks/host_overhead.py [--parameters 300] [--steps 200] [--json PATH]
-    torchrun --nproc-per-node=2 benchmarks/host_overhead.py
+    python benchmarks/host_overhead.py [--parameters 300] [--inner inductor] [--json PATH]
+    torchrun --nproc-per-node=2 benchmarks/host_overhead.py [--axis dp_shard]
 
 The model is so small that the host's work is the step: `--parameters` vectors of one element, added
 up. Forward and backward through torch.compile and through this backend take turns, so that other
 load meets both; each figure is the CPU time of the process's main thread, the least of all steps.
-At world size 1 this backend adds nothing of its own; at 2 it unwraps the stored parameters, wraps
-their gradients in DTensors, and autograd accumulates those. The mesh is `dp_shard`, and the loss
-does not depend on the other rank; its collectives' waits are not CPU time, starting them is.
+At world size 1 this backend adds nothing of its own; at 2 it unwraps the stored parameters, gathers
+them, reduces their gradients, wraps these in DTensors, and autograd accumulates those. The loss
+does not depend on the other rank; waits of collectives are not CPU time, starting them is.
 """
 
 from __future__ import annotations
@@ -53,19 +53,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parameters", type=int, default=300)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--inner", default="inductor", choices=["inductor", "aot_eager"])
+    parser.add_argument("--axis", default="dp_shard", choices=["dp_shard", "dp_replicate"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     world = int(os.environ.get("WORLD_SIZE", 1))
     plain, sharded = Vectors(args.parameters), Vectors(args.parameters)
     sharded.load_state_dict(copy.deepcopy(plain.state_dict()))
-    options = {"mesh": {"dp_shard": world}}
+    options = {"mesh": {args.axis: world}, "inner": args.inner}
     calls = {
-        "torch.compile": (torch.compile(plain, backend="aot_eager"), plain),
-        "autoshard": (
-            torch.compile(sharded, backend="autoshard", options={**options, "inner": "aot_eager"}),
-            sharded,
-        ),
+        "torch.compile": (torch.compile(plain, backend=args.inner), plain),
+        "autoshard": (torch.compile(sharded, backend="autoshard", options=options), sharded),
     }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     x = torch.ones(())
@@ -79,7 +78,7 @@ def main() -> None:
         for name, found in times.items()
     }
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"world size {world}, {args.parameters} parameters: us a parameter")
+        print(f"world size {world}, {args.inner}, {args.axis}, {args.parameters} parameters: us a parameter")
         for name, (forward, backward) in each.items():
             print(f"{name:14} forward {forward:6.2f}  backward {backward:6.2f}")
         over = sum(each["autoshard"]) - sum(each["torch.compile"])

@@ -1,30 +1,38 @@
 """bucket_parameters: gathers of parameters that are used one after another become one gather.
 
-    before (4 ranks)                                      after
-    %0: f32[8,4] = all_gather(%w: f32[2,4])               %b: f32[12] = cat(%w[8], %v[4])
-    %1 = wait(%0)                                         %0: f32[48] = all_gather(%b)
-    ...                                                   %1 = wait(%0)
-    %2: f32[4,4] = all_gather(%v: f32[1,4])               %2: f32[4,12] = reshape(%1)
-    %3 = wait(%2)                                         %w', %v' = columns of %2, reshaped
+    before (4 ranks)                                after
+    %0: f32[512,512] = all_gather(%w)               %p: f32[256] = cat(%n[128], %b[128])
+    %1 = wait(%0)                                   %g = all_gather([%w, %v, %p])
+    ...                                             %1: f32[512,512] = wait(%g[0])
+    %2: f32[512,512] = all_gather(%v)               %3: f32[512,512] = wait(%g[1])
+    %3 = wait(%2)                                   %4: f32[1024] = wait(%g[2])
+    ... (norm %n and bias %b likewise)              %n', %b' = columns of reshape(%4, [4, 256])
+
+One collective with a result a weight: a large weight is copied neither into a bucket nor out of it,
+and is freed after its own last use. (NCCL runs the parts as one group; gloo, which sends flat
+tensors only, copies in its own threads, as it does for a single gather.) Small ones, of which a
+model has many, share one flat result: each result costs the host a wait.
 
 Works on the forward and on the backward graph (ZeRO-3 gathers again there, in the order of
 backward). Only gathers whose input comes from graph inputs alone are merged: their order can be
 chosen freely, and the bucket stands where its first member stood.
 
 Not done: padding (an uneven shard is padded before its own gather, which reaches here as a member
-of even size), and zero-copy layouts: each weight is copied out of the bucket once, as FSDP2 does.
+of even size).
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
 from autoshard.passes.base import Context, Report
 from autoshard.passes.buckets import (
     ALL_GATHER,
+    GATHER_TOGETHER,
     WAIT,
     Maker,
     Member,
@@ -38,7 +46,7 @@ from autoshard.passes.buckets import (
 
 @dataclass(frozen=True)
 class BucketParameters:
-    """bucket_bytes: a bucket closes at this size of its gathered form; None: `default_bytes`.
+    """bucket_bytes: the most that a bucket holds, gathered; None: `bucket_size`.
 
     apart: a group whose gathers stay. In a backward graph what a checkpointed region gathers again
     over tp is made from inputs, too: merged, all of it would be alive from the start.
@@ -62,7 +70,7 @@ class BucketParameters:
                     members.append(found)
                 else:
                     free.add(node)
-        for bucket in fill(members, self.bucket_bytes):
+        for bucket in fill(members, self.bucket_bytes, most=True):
             _merge(gm.graph, bucket, self.name)
             report.hits += len(bucket)
         return report
@@ -75,21 +83,40 @@ def _merge(graph: fx.Graph, bucket: list[Member], provenance: str) -> None:
     for node in sorted(needed, key=position.__getitem__):
         if position[node] > position[first]:  # what stands before it may have users there
             first.prepend(node)
-    size, group = first.args[1], first.args[2]
-    assert isinstance(size, int)
+    small = [one for one in bucket if one.nbytes < _SMALL]
+    packed = small if len(small) > 1 else []
+    apart = [one for one in bucket if one not in packed]
     make = Maker(graph, bucket, provenance)
     with graph.inserting_before(first):
-        flat = make(aten.cat.default, [make(aten.reshape.default, m.source, [-1]) for m in bucket])
-        gathered = make(WAIT, make(ALL_GATHER, flat, size, group))
-        rows = make(aten.reshape.default, gathered, [size, -1])
-        results, start = [], 0
-        for one in bucket:
-            end = start + numel(one.source.meta["val"].shape)
-            columns = make(aten.slice.Tensor, rows, 1, start, end)
-            shape = list(one.wait.meta["val"].shape)
-            results.append(make(aten.reshape.default, columns, shape))
-            start = end
-    replace(bucket, results)
+        sources = [one.source for one in apart]
+        if packed:
+            flat = [make(aten.reshape.default, one.source, [-1]) for one in packed]
+            sources.append(make(aten.cat.default, flat))
+        if len(sources) == 1:
+            results = [make(ALL_GATHER, sources[0], *first.args[1:])]  # type: ignore[arg-type]
+        else:
+            started = make(GATHER_TOGETHER, sources, *first.args[1:])  # type: ignore[arg-type]
+            results = [make(operator.getitem, started, i) for i in range(len(sources))]
+        waits = [make(WAIT, result) for result in results]
+        unpacked = _unpack(make, waits[-1], packed) if packed else []
+    replace(apart, waits[: len(apart)])
+    replace(packed, unpacked)
+
+
+_SMALL = 1 << 18  # bytes: what costs less to copy than to wait for by itself
+
+
+def _unpack(make: Maker, gathered: fx.Node, packed: list[Member]) -> list[fx.Node]:
+    """The weights in a flat result: each rank's part of it is one row."""
+    ranks: Any = packed[0].node.args[1]
+    rows = make(aten.reshape.default, gathered, [ranks, -1])
+    results, start = [], 0
+    for one in packed:
+        end = start + numel(one.source.meta["val"].shape)
+        columns = make(aten.slice.Tensor, rows, 1, start, end)
+        results.append(make(aten.reshape.default, columns, list(one.wait.meta["val"].shape)))
+        start = end
+    return results
 
 
 def _made_from_inputs(node: fx.Node) -> set[fx.Node]:

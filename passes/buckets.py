@@ -18,18 +18,21 @@ import torch
 from torch import fx
 
 from autoshard.passes.base import emit
+from autoshard.planning.values import tensor_bytes
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 ALL_REDUCE = c10d.all_reduce.default
 ALL_GATHER = c10d.all_gather_into_tensor.default
+GATHER_TOGETHER = c10d.all_gather_into_tensor_coalesced.default
 REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 WAIT = c10d.wait_tensor.default
 KIND = "autoshard_bucket"
 """Key of a node's `custom`: weights of one kind share buckets, see `kind_of`."""
 
-COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, c10d.all_to_all_single.default)
+GATHERS = (ALL_GATHER, GATHER_TOGETHER)
+COLLECTIVES = (ALL_REDUCE, *GATHERS, REDUCE_SCATTER, c10d.all_to_all_single.default)
 
 
 class Member(NamedTuple):
@@ -62,23 +65,59 @@ def member(node: fx.Node) -> Member | None:
     return Member(node, users[0], source, nbytes)
 
 
-def default_bytes(one: Member) -> int:
-    """Megatron-Core's rule: 40 million elements, or a million a rank where that is more."""
+def waits_of(start: fx.Node) -> list[fx.Node]:
+    """The waits for a collective, one a result, in the order of the results."""
+    results = [start] if start.target is not GATHER_TOGETHER else list(start.users)
+    return [user for result in results for user in result.users if user.target is WAIT]
+
+
+def _reference_bytes(one: Member) -> int:
+    """Megatron-Core's size: 40 million elements, or a million a rank where that is more."""
     from_input = one.source.meta["val"]
     sizes = [arg for arg in one.node.args[1:] if isinstance(arg, int)]
     ranks = sizes[0] if sizes else 1
     return max(40_000_000, 1_000_000 * ranks) * from_input.element_size()
 
 
-def fill(members: Sequence[Member], bucket_bytes: int | None) -> list[list[Member]]:
-    """Buckets of members with one key, in order; one closes when it holds `bucket_bytes`."""
+def bucket_size(members: Sequence[Member]) -> int:
+    """The most that a bucket holds where nothing is said: Megatron-Core's size, but no more than an
+    eighth of all members, so that a model smaller than eight of those buckets is not whole at once
+    and overlaps, too; and no less than 4 MiB, below which there is only latency."""
+    if not members:
+        return 0
+    eighth = sum(one.nbytes for one in members) // 8
+    return min(max(_reference_bytes(one) for one in members), max(eighth, 4 << 20))
+
+
+def gathered(node: fx.Node) -> list[Member]:
+    """What a gather, of one tensor or of several, makes whole."""
+    if node.target is not GATHER_TOGETHER:
+        found = member(node)
+        return [] if found is None else [found]
+    sources: Any = node.args[0]
+    return [
+        Member(node, wait, source, tensor_bytes(wait.meta["val"]))
+        for source, wait in zip(sources, waits_of(node), strict=True)
+    ]
+
+
+def fill(
+    members: Sequence[Member], bucket_bytes: int | None, most: bool = False
+) -> list[list[Member]]:
+    """Buckets of members with one key, in order; one closes when it holds `bucket_bytes`.
+
+    most: it closes before it would hold more. Without `bucket_bytes` it does, at `bucket_size`.
+    """
+    limit = bucket_size(members) if bucket_bytes is None else bucket_bytes
+    most = most or bucket_bytes is None
     open_buckets: dict[tuple[Any, ...], list[Member]] = {}
     buckets: list[list[Member]] = []
     for one in members:
-        limit = default_bytes(one) if bucket_bytes is None else bucket_bytes
         if one.nbytes >= limit:
             continue
         bucket = open_buckets.get(one.key)
+        if bucket is not None and most and sum(m.nbytes for m in bucket) + one.nbytes > limit:
+            bucket = None
         if bucket is None:
             bucket = open_buckets[one.key] = []
             buckets.append(bucket)

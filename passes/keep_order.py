@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import fx
 
-from autoshard.passes.buckets import COLLECTIVES, WAIT, aten
+from autoshard.passes.buckets import COLLECTIVES, WAIT, aten, waits_of
 
 # One kernel and one output each, and never fused with what stands far from them.
 _PRODUCTS = frozenset(
@@ -58,15 +58,18 @@ def order_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         after[i] = following
         following = nodes[i] if nodes[i].target in _PRODUCTS else following
     for start in nodes:
-        waits = [user for user in start.users if user.target is WAIT]
-        if start.target not in COLLECTIVES or len(waits) != 1:
+        if start.target not in COLLECTIVES:
+            continue
+        waits = sorted(waits_of(start), key=position.__getitem__)
+        if not waits:
             continue
         wait = waits[0]
         first, final = after[position[start]], before[position[wait]]
         if first is None or final is None or position[first] > position[wait]:
             continue
         found.setdefault(first, []).append(start)
-        found.setdefault(wait, []).append(final)
+        for one in waits:
+            found.setdefault(one, []).append(final)
         earlier = before[position[start]]
         if earlier is not None:
             found.setdefault(start, []).append(earlier)

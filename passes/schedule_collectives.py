@@ -9,10 +9,10 @@
     return (%1, %4, %2)                           return (%1, %4, %2)
 
 A wait moves to its first reader that is not a view; the waits of gradients so reach the end of
-backward, except that no more than two reduce-scatters are under way at once. Each bucket of
-parameter gathers starts where the bucket before it is waited for: one bucket ahead, so that at most
+backward, except that a reduce-scatter is waited for before the next one starts. Each bucket of
+parameter gathers starts when the bucket before it has arrived: one bucket ahead, so that at most
 two are held; and not ahead where the two are more than both the largest gather of the graph and two
-buckets, each of which holds less than twice `bucket_bytes`.
+full buckets.
 
 On a hybrid mesh a bucket is scattered over the inner axis and then reduced over the outer one. The
 second waits for the first, and so starts where the next bucket's first one has started: each
@@ -32,17 +32,20 @@ from typing import ClassVar
 from torch import fx
 
 from autoshard.passes.base import Context, Report
+from autoshard.passes.bucket_gradients import BucketGradients
 from autoshard.passes.buckets import (
-    ALL_GATHER,
     ALL_REDUCE,
     COLLECTIVES,
+    GATHER_TOGETHER,
+    GATHERS,
     REDUCE_SCATTER,
     WAIT,
     aten,
-    default_bytes,
-    member,
+    bucket_size,
+    gathered,
     single_chains,
     sort_stable,
+    waits_of,
 )
 
 _VIEWS = (aten.slice.Tensor, aten.reshape.default, aten.view.default, aten.permute.default)
@@ -71,32 +74,29 @@ class ScheduleCollectives:
 
 
 def _prefetch(graph: fx.Graph, bucket_bytes: int | None) -> int:
-    """Start each input-only gather where the one before it in its group is waited for."""
-    waited: dict[object, fx.Node] = {}
+    """Start each input-only gather where the one before it in its group has arrived."""
+    arrived: dict[object, fx.Node] = {}
     held: dict[object, int] = {}
     order = {node: i for i, node in enumerate(graph.nodes)}
     inputs_only = _inputs_only(graph)
-    gathers = [n for n in graph.nodes if n.target is ALL_GATHER and n in inputs_only]
-    members = {node: found for node in gathers if (found := member(node)) is not None}
-    largest = max((m.nbytes for m in members.values()), default=0)
+    gathers = [n for n in graph.nodes if n.target in GATHERS and n in inputs_only]
+    members = {node: gathered(node) for node in gathers}
+    sizes = {node: sum(one.nbytes for one in found) for node, found in members.items()}
+    every = [one for found in members.values() for one in found]
+    limit = bucket_size(every) if bucket_bytes is None else bucket_bytes
+    most = max(2 * limit, *sizes.values()) if sizes else 0
     moved = 0
     for node in gathers:
-        group, before = node.args[-1], waited.get(node.args[-1])
-        waits = [user for user in node.users if user.target is WAIT]
-        nbytes = 0
-        if node in members:
-            nbytes = members[node].nbytes
-            limit = default_bytes(members[node]) if bucket_bytes is None else bucket_bytes
-            if held.get(group, 0) + nbytes > max(largest, 4 * limit):
-                before = None
-        held[group] = nbytes
+        group, waits = node.args[-1], waits_of(node)
+        before = arrived.get(group) if held.get(group, 0) + sizes[node] <= most else None
+        held[group] = sizes[node]
         if before is not None:
             needed = sorted(_above(node, order[before], order), key=order.__getitem__)
-            for one in needed:
-                before.prepend(one)
+            for one in reversed(needed):
+                before.append(one)
             moved += 1
         if waits:
-            waited[group] = waits[0]
+            arrived[group] = max(waits, key=order.__getitem__)
     return moved
 
 
@@ -158,24 +158,35 @@ def _sink_waits(graph: fx.Graph) -> int:
         before.prepend(node)
         leader[reader] = node
         moved += node.target is WAIT
+    for node in graph.nodes:
+        if node.target is GATHER_TOGETHER:
+            first, *rest = sorted(waits_of(node))
+            for wait in reversed(rest):  # when one has arrived, all have
+                first.append(wait)
     return moved
 
 
 def _limit_in_flight(graph: fx.Graph) -> None:
-    """Wait for a reduce-scatter of gradients before the second one after it starts.
+    """Wait for a reduce-scatter of gradients before the next one starts.
 
-    It holds the whole bucket until then, of which a rank keeps a part. (The bucket of an
-    all-reduce becomes the gradients: to wait for it earlier would free nothing.)
+    It holds the whole bucket until then, of which a rank keeps a part, and overlaps with the making
+    of the next bucket as it is: two under way would share one network. (The bucket of an all-reduce
+    becomes the gradients: to wait for it earlier would free nothing.)
     """
     finishing = single_chains(graph)
     starts = [n for n in graph.nodes if n.target is REDUCE_SCATTER and n in finishing]
-    for start, later in zip(starts, starts[_IN_FLIGHT:]):
+    for start, later in zip(starts, starts[1:]):
         wait = next(iter(start.users))
-        if wait.target is WAIT and later < wait:
-            later.prepend(wait)
+        making = min({later, *_made_by_bucketing(later)})
+        if wait.target is WAIT and making < wait:
+            making.prepend(wait)
 
 
-_IN_FLIGHT = 2
+def _made_by_bucketing(node: fx.Node) -> set[fx.Node]:
+    """A merged reduction and what puts its bucket together."""
+    if (node.meta.get("custom") or {}).get("autoshard_pass") != BucketGradients.name:
+        return set()
+    return {node}.union(*(_made_by_bucketing(source) for source in node.all_input_nodes))
 
 
 def _late(node: fx.Node, finishing: set[fx.Node]) -> bool:

@@ -266,8 +266,11 @@ def spec_of(tensor: DTensor) -> Any:
 
 
 def dtensor(local: torch.Tensor, spec: Any) -> DTensor:
-    """A DTensor around `local`, four times cheaper than from_local, without autograd."""
-    return DTensor(local, spec, requires_grad=False)
+    """A DTensor around `local`, without autograd.
+
+    Without `__init__` too, which does nothing and asks Dynamo's leave for it: 5 of 7 microseconds.
+    """
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:

@@ -89,17 +89,18 @@ def shared(parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     of its storage is copied: it would keep the rest alive.
     """
     used: dict[int, int] = {}
-    storages = [None if part is None else part.untyped_storage() for part in parts]
-    for part, storage in zip(parts, storages):
-        if part is not None and storage is not None:
-            at = storage.data_ptr()
-            used[at] = used.get(at, 0) + part.numel() * part.element_size()
-    found = list(parts)
-    for i, (part, storage) in enumerate(zip(parts, storages)):
-        if part is None or storage is None:
+    held: list[tuple[int, int]] = []  # of each part: where its storage is, and its bytes
+    for part in parts:
+        if part is None:
+            held.append((0, 0))
             continue
-        mostly = 4 * used[storage.data_ptr()] >= 3 * storage.nbytes()
-        if not (mostly and part.is_contiguous()):
+        storage = part.untyped_storage()
+        at = storage.data_ptr()
+        held.append((at, storage.nbytes()))
+        used[at] = used.get(at, 0) + part.nbytes
+    found = list(parts)
+    for i, (part, (at, nbytes)) in enumerate(zip(parts, held)):
+        if part is not None and not (4 * used[at] >= 3 * nbytes and part.is_contiguous()):
             found[i] = part.clone(memory_format=torch.contiguous_format)
     return found
 
