@@ -30,6 +30,7 @@ Finish = Callable[[fx.GraphModule, bool], Any]
 """Called with each graph AOTAutograd makes, and whether it is the backward, to rewrite it."""
 
 allow_in_graph = torch.compiler.allow_in_graph
+mark_dynamic = torch._dynamo.mark_dynamic  # documented, and under no other name
 
 
 class RestartTrace(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):

@@ -6,12 +6,12 @@ decomposed; what is left then has no name here, and an exporter says so, node by
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch._decomp import core_aten_decompositions
 from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -66,39 +66,24 @@ CORE: frozenset[Any] = frozenset(
 )
 """Every ATen operator and collective a normalised graph may hold."""
 
-_ROUNDS = 5  # a decomposition of a decomposition of ...
+_ROUNDS = 3  # a decomposition may leave what only another one knows
 
 
 def reduce_to_core(gm: fx.GraphModule, fakes: Sequence[Any], mode: Any) -> fx.GraphModule:
-    """`gm` traced again with decompositions until only CORE is left, or no progress is made.
+    """`gm` traced again with decompositions until only CORE is left, or nothing can be done.
 
     fakes: the value of each placeholder, under the fake mode `mode`. Nodes keep `stack_trace`.
     """
+    table = dict(_table())
     for _ in range(_ROUNDS):
-        table = {
-            target: decomposition
-            for node in gm.graph.nodes
-            if (target := node.target) not in CORE and isinstance(target, OpOverload)
-            if (decomposition := _decomposition(target)) is not None
-        }
         gm = _trace(gm, fakes, mode, table)
-        if all(_is_core(node) or node.target not in table for node in gm.graph.nodes):
-            if not any(_can_go_on(node) for node in gm.graph.nodes):
-                break
+        left = {n.target for n in gm.graph.nodes if n.op == "call_function"} - CORE
+        composite = {t for t in left if isinstance(t, OpOverload) and t not in table}
+        if left.isdisjoint(table) and not composite:
+            break
+        # torch's table leaves out composite views; one that is no composite stays as it is
+        table |= {target: target.decompose for target in composite}
     return gm
-
-
-def _can_go_on(node: fx.Node) -> bool:
-    return (
-        node.op == "call_function"
-        and node.target not in CORE
-        and isinstance(node.target, OpOverload)
-        and _decomposition(node.target) is not None
-    )
-
-
-def _is_core(node: fx.Node) -> bool:
-    return node.op != "call_function" or node.target in CORE
 
 
 def _trace(
@@ -113,22 +98,12 @@ def _trace(
     return traced
 
 
-_core_table: dict[Any, Callable[..., Any]] = {}
-
-
-def _decomposition(target: OpOverload) -> Callable[..., Any] | None:
-    """What replaces an operator, if anything does."""
-    if target in _OWN:
-        return _OWN[target]
-    if not _core_table:
-        _core_table.update(core_aten_decompositions())
-    if target in _core_table:
-        return _core_table[target]
-    if target.namespace == "aten" and target.has_kernel_for_dispatch_key(
-        torch._C.DispatchKey.CompositeImplicitAutograd
-    ):
-        return lambda *args, **kwargs: target.decompose(*args, **kwargs)
-    return None
+@functools.cache
+def _table() -> dict[Any, Callable[..., Any]]:
+    """What replaces each operator outside of CORE that can be replaced."""
+    known = torch.export.default_decompositions()
+    table = {target: decompose for target, decompose in known.items() if target not in CORE}
+    return {**table, **_OWN}
 
 
 def _split(x: torch.Tensor, size: int, dim: int = 0) -> list[torch.Tensor]:
@@ -199,6 +174,8 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.div.Scalar: lambda x, y: aten.div.Tensor(x, y),
     aten.rsub.Scalar: lambda x, y, alpha=1: aten.add.Tensor(aten.mul.Tensor(x, -alpha), y),
     aten.floor_divide.default: lambda x, y: aten.div.Tensor_mode(x, y, rounding_mode="floor"),
+    aten.to.dtype: lambda x, dtype, *rest, **more: aten._to_copy.default(x, dtype=dtype),
+    aten.scalar_tensor.default: lambda value, **kwargs: aten.full.default([], value, **kwargs),
     aten.__and__.Tensor: lambda x, y: aten.bitwise_and.Tensor(x, y),
     aten.__or__.Tensor: lambda x, y: aten.bitwise_or.Tensor(x, y),
 }

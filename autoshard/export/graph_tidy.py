@@ -18,18 +18,30 @@ _COPIES = (
 _OPTIONS = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 
 
-def tidy(gm: fx.GraphModule, inputs: set[str], mode: Any) -> None:
-    """Rewrite `gm.graph` in place; `propagate` must follow.
+def on_cpu(gm: fx.GraphModule, mode: Any) -> list[Any]:
+    """Take every device out of the nodes of `gm`; the placeholders' values, on the CPU."""
+    values = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            val = node.meta["val"]
+            if isinstance(val, torch.Tensor):
+                with mode:
+                    val = torch.empty(val.shape, dtype=val.dtype)
+            values.append(val)
+        elif node.op == "call_function" and "device" in node.kwargs:
+            node.kwargs = {k: v for k, v in node.kwargs.items() if k != "device"}
+    gm.recompile()
+    return values
+
+
+def tidy(gm: fx.GraphModule, inputs: set[str]) -> None:
+    """Rewrite `gm.graph` in place.
 
     inputs: targets of the placeholders that the caller gives, which tell the symbolic sizes.
     """
     graph = gm.graph
     _sizes_from_inputs(graph, inputs)
     for node in list(graph.nodes):
-        if node.op == "placeholder" and isinstance(node.meta["val"], torch.Tensor):
-            val = node.meta["val"]
-            with mode:
-                node.meta["val"] = torch.empty(val.shape, dtype=val.dtype, device="cpu")
         if node.op != "call_function":
             continue
         node.kwargs = {k: v for k, v in node.kwargs.items() if k not in _OPTIONS}
@@ -37,18 +49,28 @@ def tidy(gm: fx.GraphModule, inputs: set[str], mode: Any) -> None:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     graph.eliminate_dead_code()
-    propagate(gm, mode)
 
 
 def propagate(gm: fx.GraphModule, mode: Any) -> None:
-    """Compute `meta["val"]` of every node from those of the placeholders."""
+    """Compute `meta["val"]` of every node that has none, or that reads one whose shape changed."""
+    changed: set[fx.Node] = set()
     with mode, torch.no_grad():
         for node in gm.graph.nodes:
-            if node.op == "call_function":
-                args, kwargs = fx.node.map_arg(
-                    (node.args, dict(node.kwargs)), lambda n: n.meta["val"]
-                )
-                node.meta["val"] = node.target(*args, **kwargs)
+            if node.op != "call_function":
+                continue
+            before = node.meta.get("val")
+            if before is not None and not any(n in changed for n in node.all_input_nodes):
+                continue
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+            node.meta["val"] = val = node.target(*args, **kwargs)
+            if before is None or not _same(before, val):
+                changed.add(node)
+
+
+def _same(before: Any, after: Any) -> bool:
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    return before.dtype == after.dtype and str(before.shape) == str(after.shape)
 
 
 def _sizes_from_inputs(graph: fx.Graph, inputs: set[str]) -> None:

@@ -15,7 +15,7 @@ import inspect
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from autoshard.config import Config
 from autoshard.export.core_operators import reduce_to_core
 from autoshard.export.errors import export_error
 from autoshard.export.graph import unwrapped
-from autoshard.export.graph_tidy import propagate, tidy
+from autoshard.export.graph_tidy import on_cpu, propagate, tidy
 from autoshard.export.plain_attention import plain_attention
 from autoshard.export.shadow import shadow
 from autoshard.export.with_cache import with_cache
@@ -37,7 +37,7 @@ from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.axis import Axis
 from autoshard.runtime.mesh import offline_mesh
-from autoshard.runtime.placement import State
+from autoshard.runtime.placement import State, shard_dim
 from autoshard.tracing import intercept
 
 AXES = ("batch", "sequence")
@@ -65,6 +65,12 @@ class Port:
     dtype: torch.dtype
     shape: tuple[int | str, ...]
     role: str
+    output: bool = False
+
+    @property
+    def tensor(self) -> str:
+        """The name of the engine's tensor: that of an updated cache is not that of the cache."""
+        return f"{self.name}_out" if self.output and self.role.endswith("cache") else self.name
 
 
 @dataclass(frozen=True)
@@ -124,15 +130,16 @@ class InferencePlan:
     def rank_graph(self, rank: int) -> RankGraph:
         """The graph of one rank. Raises ExportError for what no engine can hold."""
         axis = offline_mesh({"tp": self.tp}, rank).axis("tp")
+        self._check_divisible()
         local = Localize(self.program.serial, self.program.decisions, axis).run()
         if self.program.serial.meta.get("mutated"):
             raise export_error("the model writes to one of its inputs or buffers in forward")
         given = [n for n in local.graph.nodes if n.op == "placeholder"]
         mode = next(v.fake_mode for n in given if hasattr(v := n.meta["val"], "fake_mode"))
-        module = reduce_to_core(local, [n.meta["val"] for n in given], mode)
+        module = reduce_to_core(local, on_cpu(local, mode), mode)
         serial = [n for n in self.program.serial.graph.nodes if n.op == "placeholder"]
         weights, constants = self._name_placeholders(module, serial)
-        tidy(module, set(self.inputs.values()), mode)
+        tidy(module, set(self.inputs.values()))
         proven = {name: extent.maximum for name, extent in self.symbols.items()}
         plain_attention(module, constants, self.sizes, proven)
         ports = [self._port(n) for n in module.graph.find_nodes(op="placeholder")]
@@ -160,6 +167,24 @@ class InferencePlan:
             self.max_length,
             self.sizes,
         )
+
+    def _check_divisible(self) -> None:
+        """Ranks of different shapes would need padding in every engine."""
+        decisions = self.program.decisions
+        for node in self.program.serial.graph.nodes:
+            if node not in decisions.strategies:
+                continue
+            val, state = node.meta.get("val"), decisions.state(node)
+            dim = shard_dim(state) if isinstance(val, torch.Tensor) else None
+            size = 0 if dim is None else val.shape[dim]  # type: ignore[union-attr]
+            if isinstance(size, int) and size % self.tp:
+                name = self.weights.get(node.name)
+                what = f"size {size} of dim {dim}" + (f" of {name}" if name else "")
+                raise export_error(
+                    f"{what} is split among {self.tp} ranks: {size} % {self.tp} != 0",
+                    node,
+                    "Pad it to a multiple, or export for another number of ranks.",
+                )
 
     def _name_placeholders(
         self, module: fx.GraphModule, serial: Sequence[fx.Node]
@@ -216,12 +241,11 @@ class InferencePlan:
         for i, node in enumerate(own):
             if not isinstance(node, fx.Node) or not isinstance(node.meta["val"], torch.Tensor):
                 raise export_error(f"output {i} of the model is no tensor")
-            made.append(
-                self._port(node, "output", "logits" if len(own) == 1 else f"output_{i}")
-            )
+            name = "logits" if len(own) == 1 else f"output_{i}"
+            made.append(self._port(node, "output", name))
         for node, name in zip(results[len(own) :], names):
             made.append(self._port(node, caches[name], name))
-        return tuple(made)
+        return tuple(replace(port, output=True) for port in made)
 
 
 def plan_inference(
@@ -325,7 +349,7 @@ def _examples(call: Mapping[str, Any], symbols: Mapping[str, Extent], tp: int) -
         made = torch.empty(shape, dtype=tensor.dtype, device="meta")
         for dim, name in enumerate(AXES[: tensor.dim()]):
             if name in chosen:
-                torch._dynamo.mark_dynamic(made, dim)
+                compat.mark_dynamic(made, dim)
         return made
 
     return pytree.tree_map(example, dict(call))  # type: ignore[no-any-return]

@@ -93,7 +93,7 @@ def _outputs(low: Lowering, node: fx.Node) -> None:
     named: set[str] = set()
     for port, result in zip(low.graph.outputs, results, strict=True):
         tensor = low[result]
-        name = f"{port.name}_out" if port.role.endswith("cache") else port.name
+        name = port.tensor
         if tensor.is_network_input or tensor.name in named:
             tensor = low.out("add_identity", tensor)
         tensor.name = name
