@@ -162,6 +162,11 @@ def backend_error(error: BaseException) -> BaseException | None:
     return getattr(error, "inner_exception", None)
 
 
+def nccl_communicator(group: Any) -> int:
+    """The address of a process group's ncclComm_t, which no public function tells."""
+    return int(group._get_backend(torch.device("cuda"))._comm_ptr())
+
+
 def process_group(name: str) -> Any:
     """The process group of a name; torch's public functions take groups, its operators names."""
     from torch._C._distributed_c10d import _resolve_process_group

@@ -33,6 +33,7 @@ from autoshard.export.shadow import shadow
 from autoshard.export.with_cache import with_cache
 from autoshard.passes.localize import Localize
 from autoshard.planning.hardware import hardware as known_hardware
+from autoshard.planning.values import producer
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.axis import Axis
@@ -141,6 +142,8 @@ class InferencePlan:
         weights, constants = self._name_placeholders(module, serial)
         tidy(module, set(self.inputs.values()))
         proven = {name: extent.maximum for name, extent in self.symbols.items()}
+        if self.max_length is not None:
+            proven["sequence"] = self.max_length
         plain_attention(module, constants, self.sizes, proven)
         ports = [self._port(n) for n in module.graph.find_nodes(op="placeholder")]
         inputs = [port for port in ports if port.name in self.inputs.values()]
@@ -172,11 +175,11 @@ class InferencePlan:
         """Ranks of different shapes would need padding in every engine."""
         decisions = self.program.decisions
         for node in self.program.serial.graph.nodes:
-            if node not in decisions.strategies:
+            val = node.meta.get("val")
+            if producer(node)[0] not in decisions.strategies or not isinstance(val, torch.Tensor):
                 continue
-            val, state = node.meta.get("val"), decisions.state(node)
-            dim = shard_dim(state) if isinstance(val, torch.Tensor) else None
-            size = 0 if dim is None else val.shape[dim]  # type: ignore[union-attr]
+            dim = shard_dim(decisions.state(node))
+            size = 0 if dim is None else val.shape[dim]
             if isinstance(size, int) and size % self.tp:
                 name = self.weights.get(node.name)
                 what = f"size {size} of dim {dim}" + (f" of {name}" if name else "")
@@ -261,7 +264,8 @@ def plan_inference(
 ) -> InferencePlan:
     """Capture `model(*args, **kwargs)` in eval mode without gradients, and plan it for `tp` ranks.
 
-    args, kwargs: an example batch; only shapes and dtypes of its tensors count. dtype: of the
+    args, kwargs: an example batch, of which shapes and dtypes count; without one, token ids
+    [2, 8]. dtype: of the
     weights and, with them, of the computation; None: as they are. dynamic: (minimum, optimum,
     maximum) of the sizes "batch" (dim 0 of every input) and "sequence" (dim 1); a size that is
     not named is that of the example. max_length: tokens of a key-value cache, None for none.
@@ -272,6 +276,8 @@ def plan_inference(
     """
     symbols = {name: _extent(name, sizes) for name, sizes in (dynamic or {}).items()}
     model = unwrapped(model)
+    if not args and not kwargs:
+        args = (torch.zeros(2, 8, dtype=torch.int64),)
     bound = inspect.signature(model.forward).bind(*args, **(kwargs or {}))
     call = dict(bound.arguments)
     for parameter in bound.signature.parameters.values():
