@@ -131,7 +131,7 @@ class InferencePlan:
     def rank_graph(self, rank: int) -> RankGraph:
         """The graph of one rank. Raises ExportError for what no engine can hold."""
         axis = offline_mesh({"tp": self.tp}, rank).axis("tp")
-        self._check_divisible()
+        self._check()
         local = Localize(self.program.serial, self.program.decisions, axis).run()
         if self.program.serial.meta.get("mutated"):
             raise export_error("the model writes to one of its inputs or buffers in forward")
@@ -171,10 +171,12 @@ class InferencePlan:
             self.sizes,
         )
 
-    def _check_divisible(self) -> None:
-        """Ranks of different shapes would need padding in every engine."""
+    def _check(self) -> None:
+        """Refuse random numbers, and ranks of different shapes: each would need padding."""
         decisions = self.program.decisions
         for node in self.program.serial.graph.nodes:
+            if getattr(node.target, "namespace", "") == "autoshard":
+                raise export_error("draws random numbers, which no engine does", node)
             val = node.meta.get("val")
             if producer(node)[0] not in decisions.strategies or not isinstance(val, torch.Tensor):
                 continue
@@ -266,7 +268,8 @@ def plan_inference(
 
     args, kwargs: an example batch, of which shapes and dtypes count; without one, token ids
     [2, 8]. dtype: of the
-    weights and, with them, of the computation; None: as they are. dynamic: (minimum, optimum,
+    weights, of inputs that are floating-point numbers and so of the computation; None: as they
+    are. dynamic: (minimum, optimum,
     maximum) of the sizes "batch" (dim 0 of every input) and "sequence" (dim 1); a size that is
     not named is that of the example. max_length: tokens of a key-value cache, None for none.
     hardware: the machine to plan for, a key of `planning.hardware.HARDWARE`.
@@ -283,7 +286,7 @@ def plan_inference(
     for parameter in bound.signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             call.update(call.pop(parameter.name, {}))
-    examples = _examples(call, symbols, tp)
+    examples = _examples(call, symbols, tp, dtype)
     config = Config(mesh={"tp": tp}, sequence_parallel=False, outputs="replicate")
     traced = shadow(model, dtype)
     names = {id(p): name for name, p in traced.named_parameters()}
@@ -318,7 +321,7 @@ def plan_inference(
         return program
 
     with torch.no_grad():
-        intercept(traced, (), examples, plan)
+        intercept(traced, (), examples, plan, dynamic=False)
     return found[0]
 
 
@@ -331,7 +334,9 @@ def _extent(name: str, sizes: tuple[int, int, int]) -> Extent:
     return Extent(low, best, high)
 
 
-def _examples(call: Mapping[str, Any], symbols: Mapping[str, Extent], tp: int) -> dict[str, Any]:
+def _examples(
+    call: Mapping[str, Any], symbols: Mapping[str, Extent], tp: int, dtype: torch.dtype | None
+) -> dict[str, Any]:
     """The example on the meta device, its dynamic dims marked.
 
     A dynamic size is given a prime no other size has: sharding asks whether a size is divisible,
@@ -352,7 +357,8 @@ def _examples(call: Mapping[str, Any], symbols: Mapping[str, Extent], tp: int) -
         shape = list(tensor.shape)
         for dim, name in enumerate(AXES[: tensor.dim()]):
             shape[dim] = chosen.get(name, shape[dim])
-        made = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        made = torch.empty(shape, dtype=kind, device="meta")
         for dim, name in enumerate(AXES[: tensor.dim()]):
             if name in chosen:
                 compat.mark_dynamic(made, dim)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.export.errors import export_error
+from autoshard.export.errors import ExportError, export_error
 from autoshard.export.rank_graph import Port, RankGraph
 from autoshard.export.trt import attention, collectives, lookups, pointwise, products, reductions, shapes
 from autoshard.export.trt.lowering import CONVERTERS, Lowering
@@ -49,7 +49,12 @@ def convert(
             if node.op == "placeholder":
                 low.values[node] = _placeholder(low, str(node.target), ports, weights)
             elif node.op == "call_function":
-                low.values[node] = CONVERTERS[node.target](low, node)
+                try:
+                    low.values[node] = CONVERTERS[node.target](low, node)
+                except RuntimeError as error:
+                    if isinstance(error, ExportError):
+                        raise
+                    raise low.error(f"TensorRT says: {error}") from error
             elif node.op == "output":
                 _outputs(low, node)
                 continue
