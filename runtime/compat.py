@@ -40,6 +40,7 @@ Order = Callable[[fx.Graph], dict[fx.Node, list[fx.Node]]]
 """The nodes of a graph that each of its nodes must come after, besides those it reads."""
 
 allow_in_graph = torch.compiler.allow_in_graph
+mark_dynamic = torch._dynamo.mark_dynamic  # documented, and under no other name
 
 
 class RestartTrace(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):
@@ -174,6 +175,11 @@ def not_traced(fn: F) -> F:
 def backend_error(error: BaseException) -> BaseException | None:
     """The exception a backend raised, from the one Dynamo wrapped it in; None for others."""
     return getattr(error, "inner_exception", None)
+
+
+def nccl_communicator(group: Any) -> int:
+    """The address of a process group's ncclComm_t, which no public function tells."""
+    return int(group._get_backend(torch.device("cuda"))._comm_ptr())
 
 
 def process_group(name: str) -> Any:
