@@ -112,6 +112,6 @@ def _is_identity(node: fx.Node) -> bool:
         return plain and val.dtype == have.dtype
     if node.target in (aten.expand.default, aten.reshape.default, aten.slice.Tensor):
         step = node.args[4] if node.target is aten.slice.Tensor and len(node.args) > 4 else 1
-        return step == 1 and [str(e) for e in val.shape] == [str(e) for e in have.shape]
+        return bool(step == 1) and [str(e) for e in val.shape] == [str(e) for e in have.shape]
     return False
 

@@ -213,7 +213,7 @@ class InferencePlan:
                 constants[node.target] = self.constants[like.name]
             else:
                 node.target = f"size_{like.name}"
-        for i, node in enumerate(module.graph.find_nodes(op="get_attr")):
+        for node in module.graph.find_nodes(op="get_attr"):
             value = getattr(module, str(node.target))
             if not isinstance(value, torch.Tensor):
                 raise export_error(f"is a {type(value).__name__}, not a tensor", node)
@@ -330,7 +330,8 @@ def _extent(name: str, sizes: tuple[int, int, int]) -> Extent:
         raise export_error(f"dynamic size {name!r} is not known; there are {', '.join(AXES)}")
     low, best, high = sizes
     if not 1 <= low <= best <= high:
-        raise export_error(f"dynamic {name} {tuple(sizes)}: give 1 <= minimum <= optimum <= maximum")
+        bounds = "1 <= minimum <= optimum <= maximum"
+        raise export_error(f"dynamic {name} {tuple(sizes)}: give {bounds}")
     return Extent(low, best, high)
 
 

@@ -6,8 +6,8 @@
     %1: i64[1,s] = unsqueeze(%0, 0)                 %kc: f32[b,2,64,16]    %vc: f32[b,2,64,16]
     ...                                             %0: i64[b,s] = past + arange(0, s, 1)
     %5: f32[b,8,s,16] = attention(%q, %k, %v,       ...
-        causal="upper_left", scale=0.25)            %3: f32[b,2,64,16] = update_cache(%kc, %k, %past)
-                                                    %4: f32[b,2,64,16] = update_cache(%vc, %v, %past)
+        causal="upper_left", scale=0.25)            %3 = update_cache(%kc, %k, %past)
+                                                    %4 = update_cache(%vc, %v, %past)
                                                     %5: f32[b,8,s,16] = attention(%q, %3, %4,
                                                         lengths=past + s, causal="lower_right",
                                                         scale=0.25)

@@ -39,7 +39,7 @@ def file_name(rank: int) -> str:
 def digest(tensor: torch.Tensor) -> str:
     """SHA-256 of a tensor's bytes."""
     data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(data.numpy()).hexdigest()
+    return hashlib.sha256(data.numpy().data).hexdigest()
 
 
 def configuration(

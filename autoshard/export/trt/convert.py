@@ -98,7 +98,8 @@ def _agree(low: Lowering, node: fx.Node) -> None:
     if len(made.shape) != val.dim() or any(
         isinstance(e, int) and m >= 0 and e != m for m, e in zip(made.shape, val.shape)
     ):
-        raise low.error(f"has shape {tuple(made.shape)} in TensorRT and {tuple(val.shape)} in torch")
+        said = f"{tuple(made.shape)} in TensorRT and {tuple(val.shape)} in torch"
+        raise low.error(f"has shape {said}")
 
 
 def _outputs(low: Lowering, node: fx.Node) -> None:

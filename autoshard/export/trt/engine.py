@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from autoshard.export.trt.interpreter import check_collectives
 from autoshard.export.trt.spy import Spy
 
 Progress = Callable[[str, int, int], None]
+T = TypeVar("T")
 
 
 def tensorrt(
@@ -62,14 +64,14 @@ def tensorrt(
     """
     tp = tp_of(mesh)
     trt = builder_module(builder)
-    capabilities = [compute_capability] if isinstance(compute_capability, str) else compute_capability
-    capabilities = [str(one) for one in capabilities or ()]
+    if isinstance(compute_capability, str):
+        compute_capability = [compute_capability]
+    capabilities = [str(one) for one in compute_capability or ()]
     memory = Memory(model)
     directory = Path(directory)
     rounds = -(-tp // memory.world)
-    prepared: dict[str, Any] = {}
 
-    def prepare() -> None:
+    def prepare() -> tuple[InferencePlan, RankGraph, list[Any]]:
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise export_error(f"{directory} exists", remedy="Give another directory.")
         plan = plan_inference(
@@ -82,59 +84,60 @@ def tensorrt(
             max_length=max_length,
             hardware=hardware,
         )
-        prepared["plan"] = plan
-        prepared["graph"] = graph = plan.rank_graph(min(memory.rank, tp - 1))
-        prepared["levels"] = check_capabilities(trt, capabilities, graph)
+        graph = plan.rank_graph(min(memory.rank, tp - 1))
+        levels = check_capabilities(trt, capabilities, graph)
         check_convertible(graph)
+        return plan, graph, levels
 
-    together(memory, prepare)
-    plan: InferencePlan = prepared["plan"]
+    plan, graph, levels = together(memory, prepare)
     same_plan(memory, plan)
     entries: dict[int, dict[str, Any]] = {}
-    destination: Destination | None = None
+    weights = read_weights(memory, plan, graph)
+    network: Network | None
+    network, _ = together(memory, functools.partial(checked_network, trt, graph, weights))
+    destination = Destination(directory, memory.world, memory.rank)
     for turn in range(rounds):
         rank = turn * memory.world + memory.rank
-        graph = prepared["graph"] if turn == 0 else plan.rank_graph(min(rank, tp - 1))
-        weights = read_weights(memory, plan, graph, turn)
-        made: list[Network] = []
-        if destination is None:
-            together(memory, lambda: made.append(checked_network(trt, graph, weights)[0]))
-            destination = Destination(directory, memory.world, memory.rank)
+        if turn > 0:
+            network, weights = None, {}  # this memory goes before the next rank's comes
+            graph = plan.rank_graph(min(rank, tp - 1))
+            weights = read_weights(memory, plan, graph, turn)
         if rank < tp:
-            goal = destination
+            file = destination.partial / file_name(rank)
             destination.attempt(
-                lambda: entries.update(
-                    _write(trt, made, graph, weights, prepared["levels"], goal.partial)
-                )
+                functools.partial(_write, trt, network, graph, weights, levels, file, entries)
             )
             if progress is not None:
                 progress(file_name(rank), rank + 1, tp)
-        prepared.pop("graph", None)
-    assert destination is not None
     everybody = gathered(memory, entries)
     if memory.rank == 0:
         name = None if dtype is None else str(dtype_of(dtype)).removeprefix("torch.")
         config = configuration(trt, graph, capabilities, name)
         ranks = [everybody[r] for r in range(tp) if r in everybody]
         text = json.dumps({**config, "ranks": ranks}, indent=1) + "\n"
-        partial = destination.partial
-        destination.attempt(lambda: void((partial / "config.json").write_text(text)))
+        destination.attempt(functools.partial(_save, destination.partial / "config.json", text))
     destination.finish()
     return directory
 
 
 def _write(
     trt: Any,
-    made: list[Network],
+    network: Network | None,
     graph: RankGraph,
     weights: Mapping[str, torch.Tensor],
     capabilities: Sequence[Any],
-    folder: Path,
-) -> dict[int, dict[str, Any]]:
-    network = made.pop() if made else checked_network(trt, graph, weights)[0]
+    file: Path,
+    entries: dict[int, dict[str, Any]],
+) -> None:
+    if network is None:
+        network, _ = checked_network(trt, graph, weights)
     engine = memoryview(build(network, capabilities))
-    (folder / file_name(graph.rank)).write_bytes(engine)
-    return {graph.rank: rank_entry(graph, weights, hashlib.sha256(engine).hexdigest())}
+    file.write_bytes(engine)
+    entries[graph.rank] = rank_entry(graph, weights, hashlib.sha256(engine).hexdigest())
+
+
+def _save(path: Path, text: str) -> None:
+    path.write_text(text)
 
 
 def checked_network(
@@ -208,11 +211,11 @@ def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return found
 
 
-def together(memory: Memory, action: Callable[[], Any]) -> None:
+def together(memory: Memory, action: Callable[[], T]) -> T:
     """Run `action` on every process; an error on one is an error on all."""
     error: Exception | None = None
     try:
-        action()
+        result = action()
     except Exception as caught:
         error = caught
     if memory.world > 1:
@@ -223,6 +226,7 @@ def together(memory: Memory, action: Callable[[], Any]) -> None:
             raise ExportError(f"rank {failed[0][0]} failed: {failed[0][1]}")
     if error is not None:
         raise error
+    return result
 
 
 def same_plan(memory: Memory, plan: InferencePlan) -> None:
@@ -245,6 +249,3 @@ def gathered(memory: Memory, mine: dict[int, Any]) -> dict[int, Any]:
     dist.all_gather_object(said, mine)
     return {rank: entry for part in said for rank, entry in part.items()}
 
-
-def void(_: Any) -> None:
-    """Nothing."""

@@ -46,7 +46,8 @@ def check_collectives(spy: Spy, graph: RankGraph) -> None:
     for node, want, have in zip(nodes, wanted, found, strict=True):
         if want != have:
             names = ("operation", "reduction", "root", "groups", "ranks")
-            said = ", ".join(f"{n} {h!r}, not {w!r}" for n, w, h in zip(names, want, have) if w != h)
+            differ = [(n, w, h) for n, w, h in zip(names, want, have) if w != h]
+            said = ", ".join(f"{n} {h!r}, not {w!r}" for n, w, h in differ)
             raise export_error(f"the network's collective has {said}", node)
 
 

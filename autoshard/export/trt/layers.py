@@ -223,7 +223,7 @@ LAYERS: dict[str, Kind] = {
     ),
     "SHUFFLE": Kind("IShuffleLayer", _shuffle),
     "SLICE": Kind("ISliceLayer", _slice),
-    "SHAPE": Kind("IShapeLayer", lambda layer, given: [torch.tensor(given[0].shape)]),
+    "SHAPE": Kind("IShapeLayer", lambda layer, given: [torch.tensor(list(given[0].shape))]),
     "CONCATENATION": Kind(
         "IConcatenationLayer", lambda layer, given: [torch.cat(list(given), layer.axis)]
     ),
@@ -235,7 +235,9 @@ LAYERS: dict[str, Kind] = {
     ),
     "SOFTMAX": Kind("ISoftMaxLayer", _softmax),
     "TOPK": Kind("ITopKLayer", _topk),
-    "SELECT": Kind("ISelectLayer", lambda layer, given: [torch.where(*given)]),
+    "SELECT": Kind(
+        "ISelectLayer", lambda layer, given: [torch.where(given[0], given[1], given[2])]
+    ),
     "FILL": Kind("IFillLayer", _fill),
     "CUMULATIVE": Kind("ICumulativeLayer", _cumulative),
     "NORMALIZATION": Kind("INormalizationLayer", _norm),

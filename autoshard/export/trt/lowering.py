@@ -154,7 +154,8 @@ class Lowering:
             return int(extent)
         if tensor.name not in self._shapes:
             self._shapes[tensor.name] = self.out("add_shape", tensor)
-        return self.out("add_slice", self._shapes[tensor.name], (dim % len(tensor.shape),), (1,), (1,))
+        start = (dim % len(tensor.shape),)
+        return self.out("add_slice", self._shapes[tensor.name], start, (1,), (1,))
 
     def sizes(self, sizes: Sequence[Size]) -> Tensor:
         """Sizes as one shape tensor; neighbours that are known become one constant."""

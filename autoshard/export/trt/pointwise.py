@@ -11,7 +11,7 @@ from autoshard.export.trt.lowering import Lowering, Tensor, converts
 
 aten = torch.ops.aten
 
-_BINARY = {
+_BINARY: dict[Any, str] = {
     aten.add.Tensor: "SUM",
     aten.sub.Tensor: "SUB",
     aten.mul.Tensor: "PROD",
@@ -20,15 +20,21 @@ _BINARY = {
     aten.maximum.default: "MAX",
     aten.minimum.default: "MIN",
 }
-_LOGICAL = {
+_LOGICAL: dict[Any, str] = {
     aten.bitwise_and.Tensor: "AND",
     aten.logical_and.default: "AND",
     aten.bitwise_or.Tensor: "OR",
     aten.logical_or.default: "OR",
 }
-_COMPARISONS = {"eq": ("EQUAL",), "lt": ("LESS",), "gt": ("GREATER",)}
-_COMPARISONS |= {"le": ("LESS", "EQUAL"), "ge": ("GREATER", "EQUAL"), "ne": ("NOT", "EQUAL")}
-_UNARY = {
+_COMPARISONS: dict[str, tuple[str, ...]] = {
+    "eq": ("EQUAL",),
+    "lt": ("LESS",),
+    "gt": ("GREATER",),
+    "le": ("LESS", "EQUAL"),
+    "ge": ("GREATER", "EQUAL"),
+    "ne": ("NOT", "EQUAL"),
+}
+_UNARY: dict[Any, str] = {
     aten.neg.default: "NEG",
     aten.abs.default: "ABS",
     aten.exp.default: "EXP",
@@ -41,7 +47,7 @@ _UNARY = {
     aten.floor.default: "FLOOR",
     aten.ceil.default: "CEIL",
 }
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[Any, str] = {
     aten.tanh.default: "TANH",
     aten.sigmoid.default: "SIGMOID",
     aten.relu.default: "RELU",
@@ -135,8 +141,8 @@ def compare(low: Lowering, node: fx.Node) -> Tensor:
     left, right = (low.operand(arg, dtype, rank) for arg in node.args[:2])
     if operations[0] == "NOT":
         return unary(low, elementwise(low, left, right, operations[1]), "NOT")
-    results = [elementwise(low, left, right, operation) for operation in operations]
-    return results[0] if len(results) == 1 else elementwise(low, *results, "OR")
+    first, *others = (elementwise(low, left, right, operation) for operation in operations)
+    return elementwise(low, first, others[0], "OR") if others else first
 
 
 @converts(*_UNARY)

@@ -87,7 +87,7 @@ def topk(low: Lowering, node: fx.Node) -> tuple[Tensor, Tensor]:
     x, k = low[node.args[0]], node.args[1]
     if not isinstance(k, int):
         raise low.error("takes a number of values that is not known before it runs")
-    operation = low.trt.TopKOperation.MAX if given.get("largest", True) else low.trt.TopKOperation.MIN
+    operation = getattr(low.trt.TopKOperation, "MAX" if given.get("largest", True) else "MIN")
     dim: Any = given.get("dim", -1)
     layer = low.add("add_topk", x, operation, k, _mask([dim], len(x.shape)))
     return layer.get_output(0), low.cast(layer.get_output(1), torch.int64)
@@ -110,13 +110,17 @@ def argmax(low: Lowering, node: fx.Node) -> Tensor:
 @converts(aten.layer_norm.default)
 def layer_norm(low: Lowering, node: fx.Node) -> Tensor:
     """Layer norm over the last dims."""
-    given = dict(zip(("shape", "weight", "bias", "eps"), node.args[1:])) | dict(node.kwargs)
+    names = ("shape", "weight", "bias", "eps")
+    given: dict[str, Any] = dict(zip(names, node.args[1:])) | dict(node.kwargs)
     x, shape, rank = low[node.args[0]], given["shape"], len(low[node.args[0]].shape)
     dtype = node.meta["val"].dtype
     factors = []
     for name, plain in (("weight", 1.0), ("bias", 0.0)):
         arg = given.get(name)
-        value = low.constant(torch.full(tuple(shape), plain, dtype=dtype)) if arg is None else low[arg]
+        if arg is None:
+            value = low.constant(torch.full(tuple(shape), plain, dtype=dtype))
+        else:
+            value = low[arg]
         factors.append(low.with_rank(low.cast(value, dtype), rank))
     axes = _mask(range(rank - len(shape), rank), rank)
     layer = low.add("add_normalization_v2", x, *factors, axes)

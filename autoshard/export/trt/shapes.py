@@ -13,7 +13,7 @@ from autoshard.export.trt.pointwise import elementwise
 
 aten = torch.ops.aten
 
-_ARITHMETIC = {
+_ARITHMETIC: dict[Any, str] = {
     operator.add: "SUM",
     operator.sub: "SUB",
     operator.mul: "PROD",
@@ -34,8 +34,8 @@ def arithmetic(low: Lowering, node: fx.Node) -> Size:
     left, right = (low[arg] for arg in node.args)
     if isinstance(left, int) and isinstance(right, int):
         return node.target(left, right)  # type: ignore[operator]
-    operands = [low.sizes([value]) for value in (left, right)]
-    return elementwise(low, *operands, _ARITHMETIC[node.target])
+    target: Any = node.target
+    return elementwise(low, low.sizes([left]), low.sizes([right]), _ARITHMETIC[target])
 
 
 @converts(operator.getitem)
@@ -74,7 +74,8 @@ def transpose(low: Lowering, node: fx.Node) -> Tensor:
     """Two dims exchanged."""
     x = low[node.args[0]]
     order = list(range(len(x.shape)))
-    a, b = (d % len(order) for d in node.args[1:3])  # type: ignore[operator]
+    dims: Any = node.args[1:3]
+    a, b = (d % len(order) for d in dims)
     order[a], order[b] = order[b], order[a]
     layer = low.add("add_shuffle", x)
     layer.first_transpose = tuple(order)
@@ -120,7 +121,8 @@ def expand(low: Lowering, node: fx.Node) -> Tensor:
 @converts(aten.slice.Tensor)
 def part(low: Lowering, node: fx.Node) -> Tensor:
     """A range of one dim, its bounds cut to the size as Python does."""
-    given = dict(zip(("dim", "start", "end", "step"), node.args[1:])) | dict(node.kwargs)
+    names = ("dim", "start", "end", "step")
+    given: dict[str, Any] = dict(zip(names, node.args[1:])) | dict(node.kwargs)
     x = low[node.args[0]]
     rank = len(x.shape)
     dim, step = given.get("dim", 0) % rank, given.get("step", 1)
@@ -158,15 +160,17 @@ def _dynamic_length(low: Lowering, given: Any, start: int, full: Size, step: int
 @converts(aten.select.int)
 def select(low: Lowering, node: fx.Node) -> Tensor:
     """One of a dim, which goes."""
-    x, dim, index = low[node.args[0]], node.args[1], low[node.args[2]]
+    x, index = low[node.args[0]], low[node.args[2]]
+    dim: Any = node.args[1]
     if not isinstance(index, int):
         raise low.error("selects by an index that depends on a size")
-    dim = dim % len(x.shape)  # type: ignore[operator]
+    dim %= len(x.shape)
     if index < 0:
         full = low.size(x, dim)
-        place = full + index if isinstance(full, int) else elementwise(
-            low, full, low.sizes([index]), "SUM"
-        )
+        if isinstance(full, int):
+            place = full + index
+        else:
+            place = elementwise(low, full, low.sizes([index]), "SUM")
     else:
         place = index
     indices = low.sizes([place])
@@ -212,7 +216,7 @@ def full(low: Lowering, node: fx.Node) -> Tensor:
     val = node.meta["val"]
     one = low.scalar(node.args[1], val.dtype, val.dim())
     wanted = [s if isinstance(s, int) else low[g] for s, g in zip(val.shape, sizes, strict=True)]
-    if all(s == 1 for s in wanted if isinstance(s, int)) and all(isinstance(s, int) for s in wanted):
+    if all(isinstance(s, int) and s == 1 for s in wanted):
         return one
     steps = [0 if not (isinstance(s, int) and s == 1) else 1 for s in wanted]
     return low.slice(one, [0] * len(wanted), wanted, steps)
