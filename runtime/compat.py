@@ -287,6 +287,12 @@ def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
             setattr(new, name, hooks)
 
 
+def registered_backend(name: str) -> Callable[..., Any]:
+    """The function torch.compile(backend=name) calls, which only Dynamo's registry knows."""
+    found: Callable[..., Any] = torch._dynamo.lookup_backend(name)
+    return found
+
+
 def aot_eager(
     gm: fx.GraphModule, fakes: Sequence[Any], finish: Finish | None = None
 ) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,12 @@ from autoshard.export.onnx_model import DOMAIN, OPERATOR
 from autoshard.runtime import lockstep
 from autoshard.runtime.axis import Axis
 
-_REDUCE = {"sum": torch.sum, "prod": torch.prod, "max": torch.amax, "min": torch.amin}
+_REDUCE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.sum,
+    "prod": torch.prod,
+    "max": torch.amax,
+    "min": torch.amin,
+}
 
 
 def evaluate(
