@@ -22,7 +22,7 @@ import autoshard
 
 TEXT = "a model that is trained in shards is served in shards. "
 LETTERS = sorted(set(TEXT))
-STEPS, WINDOW, PROMPT = 60, 32, "a model that is "
+STEPS, WINDOW, PROMPT = 100, 32, "a model that is "
 SIZES: dict[str, Any] = {
     "mesh": {"tp": 2},
     "dynamic": {"batch": (1, 1, 4), "sequence": (1, 16, 32)},
@@ -61,7 +61,7 @@ def train() -> nn.Module:
     """The trained model, its parameters stored as shards."""
     torch.manual_seed(0)
     model = tiny_llama()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     options = {"mesh": {"dp_shard": 2, "tp": 2}, "inner": "aot_eager"}
     compiled = torch.compile(model, backend="autoshard", options=options)
     for step in range(STEPS):

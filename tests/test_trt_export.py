@@ -118,11 +118,21 @@ def test_compute_capability_7_5_serves_one_rank(tmp_path: Path) -> None:
     assert (tmp_path / "engines" / "rank0.engine").stat().st_size > 2 * 8 * 2**20
 
 
+def test_the_benchmark_of_engines_measures_each_step() -> None:
+    from export import measure
+
+    found = measure(layers=1, width=128, vocab=256, tp=2, dtype=torch.float16)
+    steps = [row["step"] for row in found["steps"]]
+    assert steps == ["plan", "graph", "weights", "convert", "build"]
+    assert found["weight_bytes"] == 2 * found["parameters"] > 0.49 * found["model_bytes"] / 2
+    assert found["engine_bytes"] > found["weight_bytes"]
+
+
 def test_from_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a_decoder.py").write_text(
-        "from engine_cases import make\n\ndef tiny():\n    return make('llama')\n"
+        "from engine_cases import make\n\ndef tiny():\n    return make('llama', num_hidden_layers=1)\n"
     )
     monkeypatch.chdir(tmp_path)
     sizes = ["--max-batch", "2", "--max-sequence", "16", "--max-length", "32"]
@@ -132,7 +142,7 @@ def test_from_the_command_line(
     assert "2 ranks of bfloat16" in said.out and "[2/2] rank1.engine" in said.err
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["kv_cache"]["max_length"] == 32
-    assert config["kv_cache"]["heads_per_rank"] == [2, 2]
+    assert config["kv_cache"]["heads_per_rank"] == [2]
     assert main(["export", "tensorrt", "a_decoder:tiny", "out"]) == 1
     assert "exists" in capsys.readouterr().err
     assert cases.SIZES["num_key_value_heads"] == 4

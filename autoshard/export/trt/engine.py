@@ -93,8 +93,8 @@ def tensorrt(
     same_plan(memory, plan)
     entries: dict[int, dict[str, Any]] = {}
     weights = read_weights(memory, plan, graph)
-    network: Network | None
-    network, _ = together(memory, functools.partial(checked_network, trt, graph, weights))
+    builds = memory.rank < tp  # a job may have more processes than engines have ranks
+    network = together(memory, lambda: checked_network(trt, graph, weights)[0] if builds else None)
     destination = Destination(directory, memory.world, memory.rank)
     for turn in range(rounds):
         rank = turn * memory.world + memory.rank
