@@ -40,6 +40,7 @@ from autoshard.runtime.random_ops import draw_apart
 from autoshard.runtime.storage import as_dtensors
 from autoshard.runtime.streams import TRACKER
 from autoshard.runtime.unshard import Use
+from autoshard.serving import check_serving
 from autoshard.storing import build_agreed, store
 from autoshard.uses import use_by
 
@@ -85,6 +86,8 @@ def _compile(
         _read_lowered(inputs, use_by(config, None))
     choice = choose(gm, example_inputs, inputs, config, device)
     mesh = init_mesh(choice.mesh, device)
+    if config.inner == "tensorrt":
+        check_serving({axis.name: axis.size for axis in mesh.axes}, device)
     draw_apart(data_coordinate(mesh))
     TRACKER.place(mesh.axis("tp").rank, data_coordinate(mesh))
     _read_lowered(inputs, use_by(config, mesh))

@@ -48,6 +48,22 @@ def _parser() -> argparse.ArgumentParser:
     hf.add_argument("--dtype", choices=dtypes, help="default: as the parameters are")
     hf.add_argument("--max-shard-bytes", type=int, default=5 * 2**30)
     hf.set_defaults(run=_huggingface)
+    engines = formats.add_parser("tensorrt", help="TensorRT engines, one a rank")
+    _common(engines)
+    engines.add_argument("--tp", type=int, default=1, help="ranks (default 1)")
+    engines.add_argument("--dtype", choices=dtypes, default="float16")
+    engines.add_argument("--max-batch", type=int, default=8, help="rows at once (default 8)")
+    engines.add_argument(
+        "--max-sequence", type=int, default=1024, help="tokens of a row at once (default 1024)"
+    )
+    engines.add_argument(
+        "--max-length", type=int, help="tokens of the key-value cache (default: no cache)"
+    )
+    engines.add_argument(
+        "--compute-capability", nargs="+", metavar="X.Y", help="of the GPUs to build for"
+    )
+    engines.add_argument("--builder", choices=("tensorrt", "tensorrt_rtx"))
+    engines.set_defaults(run=_tensorrt)
     verify_command.add(commands)
     return parser
 
@@ -95,6 +111,25 @@ def _huggingface(options: argparse.Namespace) -> None:
         progress=_Progress(),
     )
     print(f"wrote {options.directory}")
+
+
+def _tensorrt(options: argparse.Namespace) -> None:
+    from autoshard.export import tensorrt
+    from autoshard.export.loading import load_model
+
+    sizes = {"batch": options.max_batch, "sequence": options.max_sequence}
+    tensorrt(
+        load_model(options.model),
+        mesh={"tp": options.tp},
+        directory=options.directory,
+        dtype=options.dtype,
+        dynamic={name: (1, largest, largest) for name, largest in sizes.items()},
+        max_length=options.max_length,
+        compute_capability=options.compute_capability,
+        builder=options.builder,
+        progress=_Progress(),
+    )
+    print(f"wrote {options.directory}: {options.tp} ranks of {options.dtype}")
 
 
 class _Progress:

@@ -97,8 +97,9 @@ class Config:
     )
     inner: str = _choice(
         "inductor",
-        ("inductor", "aot_eager", "eager"),
-        "What compiles the rank's program after sharding.",
+        ("inductor", "aot_eager", "eager", "tensorrt"),
+        "What compiles the rank's program after sharding; tensorrt: torch-tensorrt, for inference "
+        "(export.md).",
     )
     plan: Plan | str | os.PathLike[str] | None = _option(
         None,

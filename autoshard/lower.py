@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,17 @@ def compile_local(
     """Compile a local graph with the chosen inner compiler.
 
     inner: "inductor" (AOTAutograd, then Inductor), "aot_eager" (AOTAutograd's graphs, run
-    operator by operator) or "eager" (the local graph itself; autograd records as it runs).
-    finish: rewrites each of AOTAutograd's graphs; "eager" has none. settings: all that `finish`
-    depends on besides the graph and our source: torch's caches on disk are keyed by them.
+    operator by operator), "eager" (the local graph itself; autograd records as it runs) or
+    "tensorrt" (torch-tensorrt's backend; `serving.check_serving` says when).
+    finish: rewrites each of AOTAutograd's graphs; "eager" and "tensorrt" have none. settings: all
+    that `finish` depends on besides the graph and our source: torch's caches on disk are keyed by
+    them.
     """
     if inner == "eager":
         return gm
+    if inner == "tensorrt":
+        importlib.import_module("torch_tensorrt")  # registers its backend
+        return compat.registered_backend("torch_tensorrt")(gm, fakes)
     if inner == "aot_eager":
         return compat.aot_eager(gm, fakes, finish)
     return compat.inductor(gm, fakes, finish, settings + _source_digest(), order_dependencies)

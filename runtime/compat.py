@@ -40,6 +40,7 @@ Order = Callable[[fx.Graph], dict[fx.Node, list[fx.Node]]]
 """The nodes of a graph that each of its nodes must come after, besides those it reads."""
 
 allow_in_graph = torch.compiler.allow_in_graph
+mark_dynamic = torch._dynamo.mark_dynamic  # documented, and under no other name
 
 
 class RestartTrace(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):
@@ -176,6 +177,11 @@ def backend_error(error: BaseException) -> BaseException | None:
     return getattr(error, "inner_exception", None)
 
 
+def nccl_communicator(group: Any) -> int:
+    """The address of a process group's ncclComm_t, which no public function tells."""
+    return int(group._get_backend(torch.device("cuda"))._comm_ptr())
+
+
 def process_group(name: str) -> Any:
     """The process group of a name; torch's public functions take groups, its operators names."""
     from torch._C._distributed_c10d import _resolve_process_group
@@ -282,6 +288,12 @@ def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
         hooks = getattr(old, name, None)
         if hooks:
             setattr(new, name, hooks)
+
+
+def registered_backend(name: str) -> Callable[..., Any]:
+    """The function torch.compile(backend=name) calls, which only Dynamo's registry knows."""
+    found: Callable[..., Any] = torch._dynamo.lookup_backend(name)
+    return found
 
 
 def aot_eager(

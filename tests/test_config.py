@@ -53,7 +53,7 @@ def test_unknown_option_like_no_other_lists_all() -> None:
         ("zero", 4, "1, 2 or 3"),
         ("zero", True, "1, 2 or 3"),
         ("sequence_parallel", 1, "True or False"),
-        ("inner", "induct", "'inductor', 'aot_eager' or 'eager'"),
+        ("inner", "induct", "'inductor', 'aot_eager', 'eager' or 'tensorrt'"),
         ("plan", 3, "the path of a saved one"),
         ("memory_budget", 0, "positive number of bytes"),
         ("memory_budget", 1.5, "positive number of bytes"),

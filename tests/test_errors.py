@@ -80,7 +80,7 @@ def all_raise(results: list[tuple[str, str]], kind: type[Exception], *texts: str
     ("options", "texts"),
     [
         ({"meshh": 2}, ["unknown autoshard option 'meshh'", "Did you mean 'mesh'?"]),
-        ({"inner": "fast"}, ["inner='fast' is not allowed", "'inductor', 'aot_eager' or 'eager'"]),
+        ({"inner": "fast"}, ["inner='fast' is not allowed", "'eager' or 'tensorrt'"]),
         ({"mesh": {"tp": 4}}, ["the mesh tp 4 needs 4 processes, and there are 2", "torchrun"]),
         ({"mesh": {"tp": 3}}, ["the mesh tp 3 needs 3 processes, and there are 2"]),
         ({"mesh": {"tp": 1}}, ["the mesh tp 1 needs 1 processes, and there are 2"]),

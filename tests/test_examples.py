@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -9,9 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+
+from autoshard.export.trt.config import digest
 
 ROOT = Path(__file__).parents[1]
-TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 EXAMPLES = ("custom_model", "hf_trainer", "lora", "inference")
 
 pytestmark = pytest.mark.slow
@@ -23,7 +28,8 @@ def run(name: str, *options: str, processes: int = 2, **environment: str) -> str
         pytest.importorskip("peft")
     if name == "hf_trainer":
         pytest.importorskip("accelerate")
-    command = [sys.executable, *(TWO if processes == 2 else ()), f"examples/{name}.py", *options]
+    start = (*TORCHRUN, str(processes)) if processes > 1 else ()
+    command = [sys.executable, *start, f"examples/{name}.py", *options]
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -81,6 +87,49 @@ def test_autoshard_disabled_runs_the_model_unsharded() -> None:
     assert losses(plain) == pytest.approx(losses(run("lora", *options, "--serial", processes=1)))
     held, total = re.search(r"^frozen: rank 0 holds (\d+) of (\d+)", plain, re.M).groups()  # type: ignore[union-attr]
     assert held == total
+
+
+def test_every_rank_exports_what_it_holds(tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="builds the engines")
+    printed = run("export_distributed", str(tmp_path))
+    for name in ("engines/rank1.engine", "huggingface/config.json", "trtllm/rank1.safetensors"):
+        assert f"  {name}\n" in printed
+    config = json.loads((tmp_path / "engines" / "config.json").read_text())
+    gathered = load_file(tmp_path / "huggingface" / "model.safetensors")
+    sharded = 0
+    for rank, entry in enumerate(config["ranks"]):
+        for name, weight in entry["weights"].items():
+            part = gathered[name]
+            if weight["state"] != "R":
+                part = part.chunk(2, int(weight["state"][2:-1]))[rank]
+                sharded += 1
+            assert weight["sha256"] == digest(part), name
+    assert sharded > len(gathered)  # most of both ranks' weights
+
+
+def test_what_was_trained_is_what_the_engines_say(tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="builds the engines")
+    import transformers
+
+    printed = run("train_then_export", str(tmp_path), processes=4)
+    prompt, answer = re.search(r"^(.*)\[(.*)\]$", printed, re.M).groups()  # type: ignore[union-attr]
+    letters = sorted(set(re.search(r'TEXT = "(.*)"', example("train_then_export"))[1]))  # type: ignore[index]
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "huggingface")
+    row = [letters.index(letter) for letter in prompt]
+    for _ in range(40):
+        with torch.no_grad():
+            row.append(int(model(torch.tensor([row])).logits[0, -1].argmax()))
+    assert "".join(letters[token] for token in row[len(prompt) :]) == answer
+    assert sorted(p.name for p in (tmp_path / "engines").iterdir()) == [
+        "config.json",
+        "rank0.engine",
+        "rank1.engine",
+    ]
+
+
+def example(name: str) -> str:
+    """The text of an example."""
+    return (ROOT / "examples" / f"{name}.py").read_text()
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

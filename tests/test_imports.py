@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 #: Folder -> (what of autoshard it may import, third parties). functorch is a part
-#: of the torch distribution.
+#: of the torch distribution; safetensors and transformers are imported where they are used, by
+#: those who have the extra.
 LAYERS = {
     "runtime": (("autoshard.runtime",), {"torch", "functorch"}),
     "autoshard/planning": (
@@ -22,8 +23,9 @@ LAYERS = {
         ("autoshard.passes", "autoshard.planning", "autoshard.runtime"),
         {"torch"},
     ),
-    "autoshard/export": (("autoshard",), {"torch"}),
-    "autoshard": (("autoshard",), {"torch", "safetensors"}),  # the latter an extra
+    "autoshard/export": (("autoshard",), {"torch", "transformers"}),
+    "autoshard/export/trt": (("autoshard",), {"torch"}),
+    "autoshard": (("autoshard",), {"torch", "safetensors"}),
 }
 
 

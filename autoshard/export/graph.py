@@ -85,7 +85,8 @@ def model_graph(
     for module in training:
         module.training = False
     try:
-        torch.compile(model, backend=backend, fullgraph=True)(*args, **call)
+        # the model may have been trained with batches of other shapes: sizes stay plain here
+        torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*args, **call)
     except Exception as error:
         captured = compat.backend_error(error)
         if isinstance(captured, _Captured):

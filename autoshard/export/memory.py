@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,12 +13,19 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.export.errors import export_error
 from autoshard.export.graph import unwrapped
-from autoshard.export.pieces import Piece
 from autoshard.runtime import compat
 from autoshard.runtime.axis import Axis
 from autoshard.runtime.materialize import materialize
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.storage import local_bounds, stored_states
+
+
+class Wanted(Protocol):
+    """A piece of a parameter, as far as what it needs of it."""
+
+    def needs(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+        """For each dim of the parameter, the first index it needs and one past the last."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,7 @@ class Memory:
                     f"parameter {name} is on the meta device: it has no values to write"
                 )
 
-    def read(self, name: str, wanted: Sequence[Sequence[Piece]]) -> Part:
+    def read(self, name: str, wanted: Sequence[Sequence[Wanted]]) -> Part:
         """What this rank holds of a parameter, where that is enough for every rank, else all of it.
 
         wanted: for each rank, the pieces it will take. Collective over the model's mesh where the

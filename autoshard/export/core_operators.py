@@ -1,0 +1,181 @@
+"""The operators a rank graph is made of, and the tracing that reduces any graph to them.
+
+A graph is traced again with decompositions until only these are left, or nothing more can be
+decomposed; what is left then has no name here, and an exporter says so, node by node.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.fx.experimental.proxy_tensor import make_fx
+
+aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+
+POINTWISE = (
+    *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.div.Tensor_mode),
+    *(aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.maximum.default, aten.minimum.default),
+    *(aten.neg.default, aten.abs.default, aten.exp.default, aten.log.default, aten.sqrt.default),
+    *(aten.rsqrt.default, aten.reciprocal.default, aten.sin.default, aten.cos.default),
+    *(aten.tanh.default, aten.sigmoid.default, aten.relu.default, aten.silu.default),
+    *(aten.gelu.default, aten.erf.default, aten.floor.default, aten.ceil.default),
+    *(aten.eq.Tensor, aten.ne.Tensor, aten.lt.Tensor, aten.le.Tensor, aten.gt.Tensor),
+    *(aten.ge.Tensor, aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar, aten.le.Scalar),
+    *(aten.gt.Scalar, aten.ge.Scalar, aten.bitwise_and.Tensor, aten.bitwise_or.Tensor),
+    *(aten.bitwise_not.default, aten.logical_and.default, aten.logical_or.default),
+    *(aten.logical_not.default, aten.where.self, aten.clamp.default, aten._to_copy.default),
+)
+PRODUCTS = (aten.linear.default, aten.matmul.default, aten.addmm.default)
+REDUCTIONS = (
+    *(aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default),
+    *(aten.any.dim, aten.cumsum.default, aten.softmax.int, aten._softmax.default),
+    *(aten.topk.default, aten.argmax.default),
+)
+NORMS = (aten.layer_norm.default,)
+LOOKUPS = (aten.embedding.default, aten.index.Tensor, aten.index_select.default)
+LAYOUT = (
+    *(aten.reshape.default, aten.permute.default, aten.transpose.int, aten.expand.default),
+    *(aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor, aten.select.int),
+    *(aten.cat.default,),
+)
+FACTORIES = (aten.arange.start_step, aten.full.default)
+SIZES = (aten.sym_size.int,)
+ATTENTION = (aten.scaled_dot_product_attention.default,)
+COLLECTIVES = (
+    *(_c10d.all_reduce.default, _c10d.all_gather_into_tensor.default),
+    *(_c10d.reduce_scatter_tensor.default, _c10d.all_to_all_single.default),
+    *(_c10d.broadcast.default, _c10d.wait_tensor.default),
+)
+CORE: frozenset[Any] = frozenset(
+    POINTWISE
+    + PRODUCTS
+    + REDUCTIONS
+    + NORMS
+    + LOOKUPS
+    + LAYOUT
+    + FACTORIES
+    + SIZES
+    + ATTENTION
+    + COLLECTIVES
+)
+"""Every ATen operator and collective a normalised graph may hold."""
+
+_ROUNDS = 3  # a decomposition may leave what only another one knows
+
+
+def reduce_to_core(gm: fx.GraphModule, fakes: Sequence[Any], mode: Any) -> fx.GraphModule:
+    """`gm` traced again with decompositions until only CORE is left, or nothing can be done.
+
+    fakes: the value of each placeholder, under the fake mode `mode`. Nodes keep `stack_trace`.
+    """
+    table = dict(_table())
+    for _ in range(_ROUNDS):
+        gm = _trace(gm, fakes, mode, table)
+        left = {n.target for n in gm.graph.nodes if n.op == "call_function"} - CORE
+        composite = {t for t in left if isinstance(t, OpOverload) and t not in table}
+        if left.isdisjoint(table) and not composite:
+            break
+        # torch's table leaves out composite views; one that is no composite stays as it is
+        table |= {target: target.decompose for target in composite}
+    return gm
+
+
+def _trace(
+    gm: fx.GraphModule, fakes: Sequence[Any], mode: Any, table: dict[Any, Callable[..., Any]]
+) -> fx.GraphModule:
+    def run(*values: Any) -> Any:
+        return fx.Interpreter(gm).run(*values)
+
+    with mode, torch.no_grad(), fx.traceback.preserve_node_meta():
+        traced = make_fx(run, pre_dispatch=True, decomposition_table=table)(*fakes)
+    traced.graph.eliminate_dead_code()
+    return traced
+
+
+@functools.cache
+def _table() -> dict[Any, Callable[..., Any]]:
+    """What replaces each operator outside of CORE that can be replaced."""
+    known = torch.export.default_decompositions()
+    table = {target: decompose for target, decompose in known.items() if target not in CORE}
+    return {**table, **_OWN}
+
+
+def _split(x: torch.Tensor, size: int, dim: int = 0) -> list[torch.Tensor]:
+    starts = range(0, x.shape[dim], size)
+    return [aten.slice.Tensor(x, dim, s, min(s + size, x.shape[dim])) for s in starts]
+
+
+def _split_with_sizes(x: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> list[torch.Tensor]:
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(aten.slice.Tensor(x, dim, start, start + size))
+        start += size
+    return parts
+
+
+def _pow_scalar(base: Any, exponent: torch.Tensor) -> torch.Tensor:
+    return aten.pow.Tensor_Tensor(
+        torch.full((), base, dtype=exponent.dtype, device=exponent.device), exponent
+    )
+
+
+def _arange(end: Any, **kwargs: Any) -> torch.Tensor:
+    return aten.arange.start_step(0, end, 1, **kwargs)
+
+
+def _arange_start(start: Any, end: Any, **kwargs: Any) -> torch.Tensor:
+    return aten.arange.start_step(start, end, 1, **kwargs)
+
+
+def _any(x: torch.Tensor) -> torch.Tensor:
+    return aten.any.dim(x.reshape(-1), 0)
+
+
+def _pad(x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> torch.Tensor:
+    """Constant padding as concatenation; negative padding cuts."""
+    for i in range(len(pad) // 2):
+        dim = x.dim() - 1 - i
+        before, after = pad[2 * i], pad[2 * i + 1]
+        parts = [x]
+        for amount, place in ((before, 0), (after, 1)):
+            if isinstance(amount, int) and amount == 0:
+                continue
+            shape = [*x.shape[:dim], amount, *x.shape[dim + 1 :]]
+            block = aten.full.default(shape, value, dtype=x.dtype, device=x.device)
+            parts.insert(len(parts) * place, block)
+        if len(parts) > 1:
+            x = aten.cat.default(parts, dim)
+    return x
+
+
+_OWN: dict[Any, Callable[..., Any]] = {
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split_with_sizes,
+    aten.view.default: lambda x, size: aten.reshape.default(x, size),
+    aten._unsafe_view.default: lambda x, size: aten.reshape.default(x, size),
+    aten.pow.Scalar: _pow_scalar,
+    aten.arange.default: _arange,
+    aten.arange.start: _arange_start,
+    aten.any.default: _any,
+    aten.constant_pad_nd.default: _pad,
+    aten.pad.default: lambda x, pad, mode="constant", value=None: _pad(x, pad, value or 0),
+    aten.mm.default: lambda x, y: aten.matmul.default(x, y),
+    aten.bmm.default: lambda x, y: aten.matmul.default(x, y),
+    aten.t.default: lambda x: aten.transpose.int(x, 0, 1) if x.dim() == 2 else x,
+    aten.add.Scalar: lambda x, y, alpha=1: aten.add.Tensor(x, y * alpha),
+    aten.sub.Scalar: lambda x, y, alpha=1: aten.sub.Tensor(x, y * alpha),
+    aten.mul.Scalar: lambda x, y: aten.mul.Tensor(x, y),
+    aten.div.Scalar: lambda x, y: aten.div.Tensor(x, y),
+    aten.rsub.Scalar: lambda x, y, alpha=1: aten.add.Tensor(aten.mul.Tensor(x, -alpha), y),
+    aten.floor_divide.default: lambda x, y: aten.div.Tensor_mode(x, y, rounding_mode="floor"),
+    aten.to.dtype: lambda x, dtype, *rest, **more: aten._to_copy.default(x, dtype=dtype),
+    aten.scalar_tensor.default: lambda value, **kwargs: aten.full.default([], value, **kwargs),
+    aten.__and__.Tensor: lambda x, y: aten.bitwise_and.Tensor(x, y),
+    aten.__or__.Tensor: lambda x, y: aten.bitwise_or.Tensor(x, y),
+}

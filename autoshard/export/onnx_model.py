@@ -1,0 +1,175 @@
+"""A rank graph as an ONNX model: collectives are `DistCollective` nodes, all else standard ONNX.
+
+torch's own exporter translates, operator by operator, so that nothing of it is shared with the
+converters in `autoshard.export.trt`: where the two answer alike, neither has misread the graph.
+The nodes are as TensorRT's ONNX parser reads them: lower-case names of the operation and the
+reduction, `root` -1, the number of ranks in `nb_rank`, one group, which is not written.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autoshard.export.errors import export_error
+from autoshard.export.rank_graph import Port, RankGraph
+
+DOMAIN, OPERATOR, OPSET = "autoshard", "DistCollective", 23
+
+_c10d = torch.ops._c10d_functional
+_EXAMPLE = {"batch": 3, "sequence": 7}
+
+
+def onnx_model(graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> Any:
+    """The `onnx.ModelProto` of one rank, its weights inside (so at most 2 GiB of them).
+
+    weights: this rank's parts, by placeholder. Inputs and outputs are named as the engine's, and
+    dynamic dims "batch" and "sequence". Raises ExportError where the extra `onnx` is missing, for a
+    collective that is not of the engine's one group, and for what torch cannot translate.
+    """
+    _require("onnx")
+    _require("onnxscript")
+    _check_groups(graph)
+    module = _bound(graph, weights)
+    examples = tuple(_example(port) for port in graph.inputs)
+    sizes = tuple(
+        {dim: torch.export.Dim.AUTO for dim, size in enumerate(port.shape) if isinstance(size, str)}
+        for port in graph.inputs
+    )
+    with _quiet(), torch.no_grad():
+        try:
+            program = torch.onnx.export(
+                torch.export.export(module, examples, dynamic_shapes=sizes),
+                dynamo=True,
+                custom_translation_table=_translations(graph.tp),
+                input_names=[port.tensor for port in graph.inputs],
+                output_names=[port.tensor for port in graph.outputs],
+                opset_version=OPSET,
+                optimize=True,
+                verbose=False,
+            )
+        except torch.onnx.errors.OnnxExporterError as error:
+            cause = error.__cause__ or error
+            raise export_error(f"torch cannot translate the graph to ONNX: {cause}") from error
+    assert program is not None
+    model = program.model_proto
+    for values, ports in ((model.graph.input, graph.inputs), (model.graph.output, graph.outputs)):
+        for value, port in zip(values, ports, strict=True):
+            for dim, size in zip(value.type.tensor_type.shape.dim, port.shape, strict=True):
+                if isinstance(size, str):
+                    dim.dim_param = size
+    return model
+
+
+def collectives_of(model: Any) -> list[tuple[str, str, int, int]]:
+    """(operation, reduction, root, number of ranks) of each collective of a model, in order."""
+    found = []
+    for node in model.graph.node:
+        if node.op_type == OPERATOR:
+            given = {a.name: a.s.decode() if a.s else a.i for a in node.attribute}
+            names = ("collective_operation", "reduce_op", "root", "nb_rank")
+            found.append(tuple(given[name] for name in names))
+    return found
+
+
+def _require(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise export_error(
+            f"{name} is not installed", remedy="pip install 'autoshard[onnx]'."
+        ) from None
+
+
+def _check_groups(graph: RankGraph) -> None:
+    for node in graph.module.graph.nodes:
+        collective = getattr(node.target, "namespace", "") == "_c10d_functional"
+        if collective and node.args[-1] != graph.axis.group:
+            raise export_error(
+                f"communicates in the group {node.args[-1]}; an engine has one group, "
+                f"{graph.axis.group}",
+                node,
+            )
+
+
+def _bound(graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> fx.GraphModule:
+    """The graph with weights and constants as buffers, so that only ports are inputs."""
+    held = {**graph.constants, **weights}
+    root, copy = nn.Module(), fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    for node in graph.module.graph.nodes:
+        if node.op == "placeholder" and node.target in held:
+            root.register_buffer(str(node.target), held[str(node.target)])
+            known[node] = copy.get_attr(str(node.target))
+        else:
+            known[node] = copy.node_copy(node, known.__getitem__)
+    return fx.GraphModule(root, copy)
+
+
+def _example(port: Port) -> torch.Tensor:
+    shape = [size if isinstance(size, int) else _EXAMPLE[size] for size in port.shape]
+    return torch.zeros(shape, dtype=port.dtype)
+
+
+def _translations(ranks: int) -> dict[Any, Callable[..., Any]]:
+    """torch's collectives as DistCollective nodes of `ranks` ranks."""
+
+    def made(operation: str, reduction: str) -> Callable[..., Any]:
+        def translate(x: Any, *rest: Any) -> Any:
+            return _operator()(
+                x, collective_operation=operation, reduce_op=reduction, root=-1, nb_rank=ranks
+            )
+
+        return translate
+
+    return {
+        _c10d.all_reduce.default: made("all_reduce", "sum"),
+        _c10d.all_gather_into_tensor.default: made("all_gather", "none"),
+        _c10d.reduce_scatter_tensor.default: made("reduce_scatter", "sum"),
+        _c10d.all_to_all_single.default: made("all_to_all", "none"),
+    }
+
+
+@functools.cache
+def _operator() -> Any:
+    """DistCollective, as onnxscript calls an operator; it takes no node without a schema."""
+    defs = importlib.import_module("onnx.defs")
+    values = importlib.import_module("onnxscript.values")
+    kinds = defs.OpSchema.AttrType
+    kind = {"collective_operation": kinds.STRING, "reduce_op": kinds.STRING}
+    kind |= {"root": kinds.INT, "nb_rank": kinds.INT}
+    types = [f"tensor({name})" for name in ("float", "float16", "bfloat16", "int32", "int64")]
+    schema = defs.OpSchema(
+        OPERATOR,
+        DOMAIN,
+        1,
+        inputs=[defs.OpSchema.FormalParameter("x", "T")],
+        outputs=[defs.OpSchema.FormalParameter("y", "T")],
+        type_constraints=[("T", types, "")],
+        attributes=[
+            defs.OpSchema.Attribute(name, type, "", required=True) for name, type in kind.items()
+        ],
+    )
+    return values.Op(values.Opset(DOMAIN, 1), OPERATOR, schema)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch's exporter says of itself: deprecations, absent torchvision."""
+    logger = logging.getLogger("torch.onnx")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)

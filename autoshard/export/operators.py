@@ -1,0 +1,69 @@
+"""The operators of a rank graph that ATen has not: what an engine runs as one layer.
+
+Plain functions of tensors: a rank graph that holds them runs in torch, which is how it is checked.
+"""
+
+from __future__ import annotations
+
+import torch
+
+NONE = "none"
+UPPER_LEFT = "upper_left"
+LOWER_RIGHT = "lower_right"
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    *,
+    causal: str = NONE,
+    scale: float,
+) -> torch.Tensor:
+    """softmax(scale · query keyᵀ) value, over grouped heads: [b, h, t, d] like `query`.
+
+    query: [b, h, t, d]. key, value: [b, g, s, d], g dividing h; consecutive query heads share one.
+    mask: broadcast to [b, h, t, s]; True or 0 where a query may look. lengths: [b], how many keys
+    of each row count, all where it is None. causal: "upper_left": query i sees the keys up to i;
+    "lower_right": the last query sees all keys that count, the one before one less, ...
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    t, s = query.shape[2], key.shape[2]
+    rows = torch.arange(t, device=query.device).view(1, 1, t, 1)
+    columns = torch.arange(s, device=query.device).view(1, 1, 1, s)
+    seen = None
+    if lengths is not None:
+        ends = lengths.view(-1, 1, 1, 1)
+        seen = columns < ends
+    if causal == UPPER_LEFT:
+        seen = columns <= rows if seen is None else seen & (columns <= rows)
+    elif causal == LOWER_RIGHT:
+        last = rows + ((s if lengths is None else ends) - t)
+        seen = columns <= last if seen is None else seen & (columns <= last)
+    if seen is not None:
+        if mask is None:
+            mask = seen
+        elif mask.dtype == torch.bool:
+            mask = mask & seen
+        else:
+            mask = mask.masked_fill(~seen, float("-inf"))
+    result: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, scale=scale
+    )
+    return result
+
+
+def update_cache(
+    cache: torch.Tensor, update: torch.Tensor, start: torch.Tensor
+) -> torch.Tensor:
+    """`cache` [b, g, s, d] with `update` [b, g, t, d] written at rows start[b] ... of each row.
+
+    start: [b] integers; start + t <= s. In an engine the result is the memory of `cache`.
+    """
+    t = update.shape[2]
+    rows = start.long().view(-1, 1) + torch.arange(t, device=cache.device)
+    index = rows.view(-1, 1, t, 1).expand(update.shape)
+    return cache.scatter(2, index, update.to(cache.dtype))

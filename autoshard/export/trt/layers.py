@@ -1,0 +1,248 @@
+"""Each kind of TensorRT layer as torch computes it, from the attributes the layer has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+Values = Sequence[Any]
+
+
+class Kind(NamedTuple):
+    """A kind of layer: the name of its class, and (layer, inputs) -> outputs."""
+
+    cls: str
+    run: Callable[[Any, Values], Sequence[torch.Tensor]]
+
+
+_DTYPES = {
+    "FLOAT": torch.float32,
+    "HALF": torch.float16,
+    "BF16": torch.bfloat16,
+    "INT64": torch.int64,
+    "INT32": torch.int32,
+    "BOOL": torch.bool,
+}
+_ELEMENTWISE: dict[str, Callable[..., torch.Tensor]] = {
+    "SUM": torch.add,
+    "PROD": torch.mul,
+    "MAX": torch.maximum,
+    "MIN": torch.minimum,
+    "SUB": torch.sub,
+    "POW": torch.pow,
+    "AND": torch.logical_and,
+    "OR": torch.logical_or,
+    "XOR": torch.logical_xor,
+    "EQUAL": torch.eq,
+    "GREATER": torch.gt,
+    "LESS": torch.lt,
+    "FLOOR_DIV": lambda x, y: torch.div(x, y, rounding_mode="floor"),
+    "DIV": lambda x, y: x / y if x.is_floating_point() else torch.div(x, y, rounding_mode="trunc"),
+}
+_UNARY: dict[str, Callable[..., torch.Tensor]] = {
+    "EXP": torch.exp,
+    "LOG": torch.log,
+    "SQRT": torch.sqrt,
+    "RECIP": torch.reciprocal,
+    "ABS": torch.abs,
+    "NEG": torch.neg,
+    "SIN": torch.sin,
+    "COS": torch.cos,
+    "ERF": torch.erf,
+    "FLOOR": torch.floor,
+    "CEIL": torch.ceil,
+    "NOT": torch.logical_not,
+}
+_ACTIVATION: dict[str, Callable[..., torch.Tensor]] = {
+    "RELU": torch.relu,
+    "SIGMOID": torch.sigmoid,
+    "TANH": torch.tanh,
+    "GELU_ERF": F.gelu,
+    "GELU_TANH": lambda x: F.gelu(x, approximate="tanh"),
+}
+_REDUCE: dict[str, Callable[..., torch.Tensor]] = {
+    "SUM": lambda x, dims, keep: x.sum(dims, keepdim=keep, dtype=x.dtype),
+    "AVG": lambda x, dims, keep: x.mean(dims, keepdim=keep),
+    "MAX": lambda x, dims, keep: x.amax(dims, keepdim=keep),
+    "MIN": lambda x, dims, keep: x.amin(dims, keepdim=keep),
+}
+
+
+def _dims(mask: int) -> list[int]:
+    return [d for d in range(8) if mask >> d & 1]
+
+
+def _own_type(layer: Any) -> str:
+    """The operation of an activation layer, whose `type` hides the kind of the layer."""
+    name: str = layer.type.name
+    return name
+
+
+def _shuffle(layer: Any, given: Values) -> list[torch.Tensor]:
+    x = given[0]
+    x = x.permute([layer.first_transpose[d] for d in range(x.dim())])
+    if len(given) > 1 and given[1] is not None:
+        sizes = given[1].tolist()
+    else:
+        sizes = list(x.shape if layer.reshape_dims is None else layer.reshape_dims)
+    if layer.zero_is_placeholder and 0 in sizes:
+        sizes = [x.shape[d] if s == 0 else s for d, s in enumerate(sizes)]
+    x = x.reshape(sizes)
+    return [x.permute([layer.second_transpose[d] for d in range(x.dim())])]
+
+
+def _slice(layer: Any, given: Values) -> list[torch.Tensor]:
+    x, *rest = given
+    start = rest[0].tolist() if rest and rest[0] is not None else list(layer.start)
+    size = rest[1].tolist() if len(rest) > 1 and rest[1] is not None else list(layer.shape)
+    step = list(layer.stride)
+    for dim in range(x.dim()):
+        index = torch.arange(size[dim]) * step[dim] + start[dim]
+        if size[dim] and (int(index.min()) < 0 or int(index.max()) >= x.shape[dim]):
+            raise IndexError(f"{layer.name}: takes {index.tolist()} of {x.shape[dim]} in dim {dim}")
+        x = x.index_select(dim, index)
+    return [x]
+
+
+def _gather(layer: Any, given: Values) -> list[torch.Tensor]:
+    x, index = given
+    flat = x.index_select(layer.axis, index.reshape(-1).long())
+    shape = (*x.shape[: layer.axis], *index.shape, *x.shape[layer.axis + 1 :])
+    return [flat.reshape(shape)]
+
+
+def _matmul(layer: Any, given: Values) -> list[torch.Tensor]:
+    sides = [
+        x.transpose(-1, -2) if operation.name == "TRANSPOSE" else x
+        for x, operation in zip(given, (layer.op0, layer.op1))
+    ]
+    return [torch.matmul(*sides)]
+
+
+def _topk(layer: Any, given: Values) -> list[torch.Tensor]:
+    (dim,) = _dims(layer.axes)
+    values, indices = given[0].topk(layer.k, dim, largest=layer.op.name == "MAX")
+    return [values, indices.int()]
+
+
+def _softmax(layer: Any, given: Values) -> list[torch.Tensor]:
+    (dim,) = _dims(layer.axes)
+    return [given[0].softmax(dim)]
+
+
+def _norm(layer: Any, given: Values) -> list[torch.Tensor]:
+    x, scale, bias = given
+    wide, dims = x.float(), _dims(layer.axes)
+    wide = wide - wide.mean(dims, keepdim=True)
+    wide = wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + layer.epsilon)
+    return [(wide * scale.float() + bias.float()).to(x.dtype)]
+
+
+def _fill(layer: Any, given: Values) -> list[torch.Tensor]:
+    count, start, step = given
+    total = int(count)
+    steps = torch.arange(total) * step.reshape(()) + start.reshape(())
+    return [steps.to(_DTYPES[layer.get_output_type(0).name])]
+
+
+def _cumulative(layer: Any, given: Values) -> list[torch.Tensor]:
+    if layer.exclusive or layer.reverse:
+        raise NotImplementedError(f"{layer.name}: an exclusive or reverse sum")
+    return [given[0].cumsum(int(given[1]), dtype=given[0].dtype)]
+
+
+def _unsqueeze(layer: Any, given: Values) -> list[torch.Tensor]:
+    x = given[0]
+    for axis in sorted(given[1].tolist()):
+        x = x.unsqueeze(axis)
+    return [x]
+
+
+def _squeeze(layer: Any, given: Values) -> list[torch.Tensor]:
+    x = given[0]
+    for axis in sorted(given[1].tolist(), reverse=True):
+        if x.shape[axis] != 1:
+            raise ValueError(f"{layer.name}: squeezes dim {axis} of {tuple(x.shape)}")
+        x = x.squeeze(axis)
+    return [x]
+
+
+def _cache(layer: Any, given: Values) -> list[torch.Tensor]:
+    cache, update, starts = given
+    written = cache.clone()
+    for row, start in enumerate(starts.tolist()):
+        end = start + update.shape[2]
+        if not 0 <= start <= end <= cache.shape[2]:
+            raise IndexError(f"{layer.name}: writes {start}..{end} of {cache.shape[2]}")
+        written[row, :, start:end] = update[row]
+    return [written]
+
+
+def attend(layer: Any, given: Values) -> torch.Tensor:
+    """IAttention: no scale, grouped heads, causal alignment to the keys that count."""
+    query, key, value, mask, lengths = given
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.float().repeat_interleave(groups, 1) for t in (key, value))
+    scores = query.float() @ key.transpose(-1, -2)
+    t, s = scores.shape[-2:]
+    ends = torch.full((query.shape[0],), s) if lengths is None else lengths
+    ends = ends.view(-1, 1, 1, 1)
+    columns = torch.arange(s).view(1, 1, 1, s)
+    rows = torch.arange(t).view(1, 1, t, 1)
+    hidden = columns >= ends
+    kind = layer.causal_kind.name
+    if kind == "UPPER_LEFT":
+        hidden = hidden | (columns > rows)
+    elif kind == "LOWER_RIGHT":
+        hidden = hidden | (columns > rows + ends - t)
+    if mask is not None and mask.dtype == torch.bool:
+        hidden = hidden | ~mask
+    elif mask is not None:
+        scores = scores + mask.float()
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if layer.norm_op.name == "SOFTMAX":
+        scores = scores.softmax(-1)
+    return (scores @ value).to(query.dtype)
+
+
+LAYERS: dict[str, Kind] = {
+    "CONSTANT": Kind("IConstantLayer", lambda layer, given: []),
+    "CAST": Kind(
+        "ICastLayer", lambda layer, given: [given[0].to(_DTYPES[layer.get_output_type(0).name])]
+    ),
+    "IDENTITY": Kind("IIdentityLayer", lambda layer, given: [given[0]]),
+    "ELEMENTWISE": Kind(
+        "IElementWiseLayer", lambda layer, given: [_ELEMENTWISE[layer.op.name](*given)]
+    ),
+    "UNARY": Kind("IUnaryLayer", lambda layer, given: [_UNARY[layer.op.name](given[0])]),
+    "ACTIVATION": Kind(
+        "IActivationLayer", lambda layer, given: [_ACTIVATION[_own_type(layer)](given[0])]
+    ),
+    "SHUFFLE": Kind("IShuffleLayer", _shuffle),
+    "SLICE": Kind("ISliceLayer", _slice),
+    "SHAPE": Kind("IShapeLayer", lambda layer, given: [torch.tensor(list(given[0].shape))]),
+    "CONCATENATION": Kind(
+        "IConcatenationLayer", lambda layer, given: [torch.cat(list(given), layer.axis)]
+    ),
+    "GATHER": Kind("IGatherLayer", _gather),
+    "MATRIX_MULTIPLY": Kind("IMatrixMultiplyLayer", _matmul),
+    "REDUCE": Kind(
+        "IReduceLayer",
+        lambda layer, given: [_REDUCE[layer.op.name](given[0], _dims(layer.axes), layer.keep_dims)],
+    ),
+    "SOFTMAX": Kind("ISoftMaxLayer", _softmax),
+    "TOPK": Kind("ITopKLayer", _topk),
+    "SELECT": Kind(
+        "ISelectLayer", lambda layer, given: [torch.where(given[0], given[1], given[2])]
+    ),
+    "FILL": Kind("IFillLayer", _fill),
+    "CUMULATIVE": Kind("ICumulativeLayer", _cumulative),
+    "NORMALIZATION": Kind("INormalizationLayer", _norm),
+    "UNSQUEEZE": Kind("IUnsqueezeLayer", _unsqueeze),
+    "SQUEEZE": Kind("ISqueezeLayer", _squeeze),
+    "KV_CACHE_UPDATE": Kind("IKVCacheUpdateLayer", _cache),
+}
+"""The layers the interpreter knows, by the name of their LayerType."""

@@ -1,0 +1,38 @@
+"""Lookups by index."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.export.trt.lowering import Lowering, Tensor, converts
+
+aten = torch.ops.aten
+
+
+@converts(aten.embedding.default)
+def embedding(low: Lowering, node: fx.Node) -> Tensor:
+    """Rows of a table."""
+    return low.out("add_gather", low[node.args[0]], low[node.args[1]], 0)
+
+
+@converts(aten.index_select.default)
+def index_select(low: Lowering, node: fx.Node) -> Tensor:
+    """Entries of one dim."""
+    x, dim = low[node.args[0]], node.args[1]
+    return low.out("add_gather", x, low[node.args[2]], dim % len(x.shape))  # type: ignore[operator]
+
+
+@converts(aten.index.Tensor)
+def index(low: Lowering, node: fx.Node) -> Tensor:
+    """Entries of one dim by an index of any shape."""
+    indices: Any = node.args[1]
+    given = [(dim, i) for dim, i in enumerate(indices) if i is not None]
+    if len(given) != 1 or given[0][1].meta["val"].dtype == torch.bool:
+        raise low.error(
+            f"looks up by {len(given)} indices; engines look up by one index of whole numbers"
+        )
+    dim, where = given[0]
+    return low.out("add_gather", low[node.args[0]], low[where], dim)

@@ -1,0 +1,196 @@
+"""What converters build with: a network that refuses loudly, constants that live, sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.export.errors import ExportError, export_error
+from autoshard.export.rank_graph import RankGraph
+
+Tensor = Any
+"""A tensor of the network (ITensor)."""
+
+Size = Any
+"""An int, or a network tensor of shape [1] and type int64 where the size is dynamic."""
+
+Converter = Callable[["Lowering", fx.Node], Any]
+
+CONVERTERS: dict[Any, Converter] = {}
+"""The converter of each operator; a module of converters adds its own when it is imported."""
+
+
+def converts(*targets: Any) -> Callable[[Converter], Converter]:
+    """Register a converter: it gets the lowering and a node, and returns the node's value."""
+
+    def register(function: Converter) -> Converter:
+        for target in targets:
+            if target in CONVERTERS:
+                raise AssertionError(f"two converters of {target}")
+            CONVERTERS[target] = function
+        return function
+
+    return register
+
+
+class Lowering:
+    """One rank graph on its way into one network.
+
+    trt: the module. network: its INetworkDefinition, or what stands in for it. graph: the source.
+    values: what each node has become: a network tensor, a size, or a number.
+    constants: the memory of every constant by the name of its layer; TensorRT does not copy it, so
+    this object must live until the engine is built.
+    """
+
+    def __init__(self, trt: Any, network: Any, graph: RankGraph) -> None:
+        self.trt, self.network, self.graph = trt, network, graph
+        self.values: dict[fx.Node, Any] = {}
+        self.constants: dict[str, torch.Tensor] = {}
+        self.node: fx.Node | None = None
+        self._dtypes = {
+            torch.float32: trt.float32,
+            torch.float16: trt.float16,
+            torch.bfloat16: trt.bfloat16,
+            torch.int64: trt.int64,
+            torch.int32: trt.int32,
+            torch.bool: trt.bool,
+        }
+        self._count = 0
+        self._shapes: dict[str, Tensor] = {}
+
+    # Layers
+
+    def add(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """`network.<method>(...)`. TensorRT returns None where it refuses, and only logs why."""
+        layer = getattr(self.network, method)(*args, **kwargs)
+        if layer is None:
+            raise self.error(f"TensorRT refused {method}{self._shown(args)}")
+        name = "constants" if self.node is None else self.node.name
+        layer.name = f"{name}/{self._count}"
+        self._count += 1
+        return layer
+
+    def out(self, method: str, *args: Any, **kwargs: Any) -> Tensor:
+        """The first output of a new layer."""
+        return self.add(method, *args, **kwargs).get_output(0)
+
+    def error(self, what: str, remedy: str | None = None) -> ExportError:
+        """An error at the node that is being converted."""
+        return export_error(what, self.node, remedy)
+
+    @contextmanager
+    def at(self, node: fx.Node) -> Iterator[None]:
+        """Layers and errors belong to `node`."""
+        self.node = node
+        yield
+        self.node = None
+
+    @staticmethod
+    def _shown(args: Sequence[Any]) -> str:
+        return "(" + ", ".join(str(getattr(a, "shape", a)) for a in args) + ")"
+
+    # Values
+
+    def __getitem__(self, arg: Any) -> Any:
+        """The value of an argument: of a node what it became, of anything else itself."""
+        return self.values[arg] if isinstance(arg, fx.Node) else arg
+
+    def dtype(self, dtype: torch.dtype) -> Any:
+        """TensorRT's type."""
+        if dtype not in self._dtypes:
+            raise self.error(f"has type {dtype}, which no engine has")
+        return self._dtypes[dtype]
+
+    def constant(self, value: torch.Tensor) -> Tensor:
+        """A constant; its memory is kept."""
+        if value.dtype == torch.bool:
+            return self.cast(self.constant(value.to(torch.int32)), torch.bool)
+        kept = value.detach().contiguous()
+        weights = self.trt.Weights(self.dtype(kept.dtype), kept.data_ptr(), kept.numel())
+        layer = self.add("add_constant", tuple(kept.shape), weights)
+        self.constants[layer.name] = kept
+        return layer.get_output(0)
+
+    def scalar(self, value: Any, dtype: torch.dtype, rank: int = 0) -> Tensor:
+        """A number as a tensor of `rank` dims of size 1."""
+        return self.constant(torch.full((1,) * rank, value, dtype=dtype))
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """`tensor` in a type; itself where it has it."""
+        if tensor.dtype == self.dtype(dtype):
+            return tensor
+        return self.out("add_cast", tensor, self.dtype(dtype))
+
+    def with_rank(self, tensor: Tensor, rank: int) -> Tensor:
+        """`tensor` with dims of size 1 in front, as broadcasting has them."""
+        missing = rank - len(tensor.shape)
+        if missing <= 0:
+            return tensor
+        axes = self.constant(torch.arange(missing))
+        return self.out("add_unsqueeze", tensor, axes)
+
+    def operand(self, arg: Any, dtype: torch.dtype, rank: int) -> Tensor:
+        """An argument, number or node, as a tensor of this type and rank."""
+        value = self[arg]
+        if isinstance(value, (bool, int, float)):
+            return self.scalar(value, dtype, rank)
+        if isinstance(arg, fx.Node) and not isinstance(arg.meta["val"], torch.Tensor):
+            value = self.cast(value, dtype)  # a dynamic size: [1]
+            if rank == 0:
+                value = self.out("add_squeeze", value, self.constant(torch.zeros(1).long()))
+            return self.with_rank(value, rank)
+        return self.with_rank(self.cast(value, dtype), rank)
+
+    # Sizes
+
+    def size(self, tensor: Tensor, dim: int) -> Size:
+        """The size of a dim."""
+        extent = tensor.shape[dim]
+        if extent >= 0:
+            return int(extent)
+        if tensor.name not in self._shapes:
+            self._shapes[tensor.name] = self.out("add_shape", tensor)
+        start = (dim % len(tensor.shape),)
+        return self.out("add_slice", self._shapes[tensor.name], start, (1,), (1,))
+
+    def sizes(self, sizes: Sequence[Size]) -> Tensor:
+        """Sizes as one shape tensor; neighbours that are known become one constant."""
+        parts: list[Tensor] = []
+        known: list[int] = []
+        for size in [*sizes, None]:
+            if isinstance(size, int):
+                known.append(size)
+                continue
+            if known:
+                parts.append(self.constant(torch.tensor(known, dtype=torch.int64)))
+                known = []
+            if size is not None:
+                parts.append(size)
+        if len(parts) == 1:
+            return parts[0]
+        layer = self.add("add_concatenation", parts)
+        layer.axis = 0
+        return layer.get_output(0)
+
+    def slice(
+        self, tensor: Tensor, starts: Sequence[Size], sizes: Sequence[Size], steps: Sequence[int]
+    ) -> Tensor:
+        """add_slice; a dynamic start or size becomes an input of the layer."""
+        fixed = [isinstance(s, int) for s in (*starts, *sizes)]
+        rank = len(steps)
+        zeros = (0,) * rank
+        start = tuple(starts) if all(fixed[:rank]) else zeros
+        size = tuple(sizes) if all(fixed[rank:]) else zeros
+        more = []
+        if not all(fixed[:rank]):
+            more.append((1, self.sizes(starts)))
+        if not all(fixed[rank:]):
+            more.append((2, self.sizes(sizes)))
+        layer = self.add("add_slice", tensor, start, size, tuple(steps))
+        for index, value in more:
+            layer.set_input(index, value)
+        return layer.get_output(0)

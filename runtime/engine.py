@@ -1,0 +1,302 @@
+"""Run the engines of an engine directory, one a rank: buffers, communicator, generation.
+
+    torchrun --nproc-per-node=2 serve.py
+
+    engine = autoshard.runtime.engine.load("engines")
+    print(engine.generate([[1, 2, 3], [4, 5]], max_new_tokens=32))
+
+TensorRT is imported when an engine is loaded, by the name the directory's config.json gives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autoshard.runtime import compat
+from autoshard.runtime.errors import AutoshardError, message
+
+FORMAT, VERSION = "autoshard-engine", 1
+
+Execute = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+"""What runs an engine once: tensors by input name -> tensors by output name. The output of a cache,
+`<cache>_out`, may be the tensor that came in."""
+
+
+def load(directory: str | Path, group: Any = None) -> Engine:
+    """This process's engine, ready to run on its GPU.
+
+    group: the process group of the ranks, of the size of the engine's mesh; None: the whole world,
+    which is started from torchrun's variables where it is not. Collective. Raises AutoshardError
+    where sizes differ, the file is not an engine directory's, or TensorRT cannot load it.
+    """
+    config = read_config(directory)
+    ranks = len(config["ranks"])
+    if ranks > 1 and group is None:
+        if not dist.is_initialized():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+            dist.init_process_group("nccl")
+        group = dist.group.WORLD
+    size = 1 if group is None else dist.get_world_size(group)
+    if size != ranks:
+        raise AutoshardError(
+            message(
+                f"{directory} holds engines of {ranks} ranks, and the group has {size}",
+                remedy=f"Start {ranks} processes, or give load(..., group=) of {ranks}.",
+            )
+        )
+    rank = 0 if group is None else dist.get_rank(group)
+    data = (Path(directory) / config["ranks"][rank]["file"]).read_bytes()
+    return Engine(config, TensorRT(config, data, group), torch.device("cuda"), group)
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """The config.json of an engine directory, its format and version checked."""
+    path = Path(directory) / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise AutoshardError(message(f"{path} cannot be read: {error}")) from error
+    found = config.get("format"), config.get("format_version")
+    if found != (FORMAT, VERSION):
+        raise AutoshardError(
+            message(
+                f"{path} is of format {found[0]} {found[1]}, this version reads {FORMAT} {VERSION}",
+                remedy="Export the engines again with this version.",
+            )
+        )
+    return config
+
+
+class TensorRT:
+    """A deserialized engine and its execution context; an `Execute`.
+
+    config: of the directory. data: the engine's bytes. group: the ranks it communicates with.
+    """
+
+    def __init__(self, config: Mapping[str, Any], data: bytes, group: Any) -> None:
+        builder = config["builder"]
+        try:
+            trt = importlib.import_module(builder["module"])
+        except ImportError as error:
+            raise AutoshardError(
+                message(
+                    f"the engine was built by {builder['module']} {builder['version']}, which is "
+                    "not installed"
+                )
+            ) from error
+        self._runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
+        self._engine = self._runtime.deserialize_cuda_engine(data)
+        if self._engine is None:
+            raise AutoshardError(
+                message(
+                    f"{builder['module']} {trt.__version__} cannot load the engine",
+                    remedy=f"It was built by version {builder['version']} for compute capability "
+                    f"{', '.join(builder['compute_capabilities']) or 'of its machine'}.",
+                )
+            )
+        self._context = self._engine.create_execution_context()
+        self._group = group
+        if group is not None:
+            # torch makes the communicator at the first collective, and keeps it with the group
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+            if self._context.set_communicator(_capsule(compat.nccl_communicator(group))) is False:
+                raise AutoshardError(message("the engine refused the NCCL communicator"))
+        self._outputs = config["outputs"]
+
+    def __call__(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Run once on the current stream."""
+        context = self._context
+        for name, tensor in inputs.items():
+            context.set_input_shape(name, tuple(tensor.shape))
+            context.set_tensor_address(name, tensor.data_ptr())
+        outputs: dict[str, torch.Tensor] = {}
+        for port in self._outputs:
+            name = port["name"]
+            cache = name.removesuffix("_out")
+            if port["role"].endswith("cache"):
+                outputs[name] = inputs[cache]  # by contract the same memory
+            else:
+                shape = tuple(context.get_tensor_shape(name))
+                dtype = getattr(torch, port["dtype"])
+                outputs[name] = torch.empty(shape, dtype=dtype, device="cuda")
+            context.set_tensor_address(name, outputs[name].data_ptr())
+        if not context.execute_async_v3(torch.cuda.current_stream().cuda_stream):
+            raise AutoshardError(message("the engine failed to run; TensorRT has logged why"))
+        return outputs
+
+
+class Engine:
+    """One rank's engine with its key-value buffers.
+
+    config: of the directory. execute: runs the engine once. device: where its tensors live.
+    group: of the ranks; the tokens that its rank 0 draws are everybody's. None: nothing is sent.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        execute: Execute,
+        device: torch.device | str = "cpu",
+        group: Any = None,
+    ) -> None:
+        self.config, self.execute, self.device, self.group = config, execute, device, group
+        roles: dict[str, list[Any]] = {}
+        for port in config["inputs"]:
+            role = "cache" if port["role"].endswith("cache") else port["role"]
+            roles.setdefault(role, []).append(port)
+        if len(roles.get("input", ())) != 1:
+            raise AutoshardError(
+                message(
+                    f"the engine has the inputs {[p['name'] for p in roles.get('input', ())]}; "
+                    "tokens are generated from one, the token ids"
+                )
+            )
+        self._tokens = roles["input"][0]["name"]
+        self._lengths = [port["name"] for port in roles.get("lengths", ())]
+        self._caches = roles.get("cache", [])
+        self._logits = next(p["name"] for p in config["outputs"] if p["role"] == "output")
+        profile = config["profiles"][0]
+        shape = roles["input"][0]["shape"]
+        self.max_batch, self.max_tokens = (
+            profile[size]["maximum"] if isinstance(size, str) else size for size in shape
+        )
+        self.max_length = config["kv_cache"]["max_length"] if self._caches else self.max_tokens
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        seed: int = 0,
+        stop: int | None = None,
+    ) -> list[list[int]]:
+        """The tokens that follow each prompt, at most `max_new_tokens`.
+
+        temperature: 0 takes the likeliest token; otherwise tokens are drawn from
+        softmax(logits / temperature), of the `top_k` likeliest where it is given. seed: of the
+        drawing; the same on every rank. stop: ends a row, and is not returned. Collective.
+        Raises AutoshardError for more rows or tokens than the engine holds.
+        """
+        self._check(prompts, max_new_tokens)
+        generator = torch.Generator().manual_seed(seed)
+        lengths = [len(prompt) for prompt in prompts]
+        rows: list[list[int]] = [list(prompt) for prompt in prompts]
+        finished = [False] * len(rows)
+        logits = self._prompt(rows)
+        for step in range(max_new_tokens):
+            drawn = self._shared(_draw(logits, temperature, top_k, generator)).tolist()
+            for row, token, done in zip(range(len(rows)), drawn, list(finished)):
+                finished[row] = done or token == stop
+                rows[row].append(token)
+            if all(finished) or step + 1 == max_new_tokens:
+                break
+            logits = self._next(rows)
+        made = [row[length:] for row, length in zip(rows, lengths)]
+        return [row[: row.index(stop)] if stop in row else row for row in made]
+
+    def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+        if not prompts or not all(prompts):
+            raise AutoshardError(message("there is no prompt, or an empty one"))
+        if len(prompts) > self.max_batch:
+            raise AutoshardError(
+                message(f"{len(prompts)} prompts, and the engine takes at most {self.max_batch}")
+            )
+        # the last new token is never fed
+        longest = max(map(len, prompts)) + max_new_tokens - 1
+        if longest > self.max_length:
+            raise AutoshardError(
+                message(
+                    f"prompts and new tokens are up to {longest} tokens long, and the engine "
+                    f"holds {self.max_length}",
+                    remedy="Generate fewer, or export with a larger max_length.",
+                )
+            )
+
+    def _prompt(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        """The logits after each row's last token, [rows, vocabulary]; caches begin anew.
+
+        A prompt longer than the engine takes at once is fed in parts. Shorter rows are filled up:
+        what that writes lies behind their end, and later tokens overwrite it.
+        """
+        if not self._caches:
+            return self._whole(rows)
+        self._buffers = {port["name"]: self._buffer(port, len(rows)) for port in self._caches}
+        longest = max(map(len, rows))
+        last: list[torch.Tensor | None] = [None] * len(rows)
+        start = 0
+        while start < longest:
+            width = min(self.max_tokens, longest - start)
+            part = [list(row[start : start + width]) for row in rows]
+            logits = self._run(_padded(part, width), [start] * len(rows))
+            for i, row in enumerate(rows):
+                if start < len(row) <= start + width:
+                    last[i] = logits[i, len(row) - 1 - start]
+            start += width
+        return torch.stack([found for found in last if found is not None])
+
+    def _next(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        """The logits after one more token a row."""
+        if not self._caches:
+            return self._whole(rows)
+        tokens = torch.tensor([[row[-1]] for row in rows])
+        return self._run(tokens, [len(row) - 1 for row in rows])[:, -1]
+
+    def _whole(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Without a cache: everything again."""
+        logits = self._run(_padded(rows, max(map(len, rows))), [0] * len(rows))
+        return torch.stack([logits[i, len(row) - 1] for i, row in enumerate(rows)])
+
+    def _run(self, tokens: torch.Tensor, past: Sequence[int]) -> torch.Tensor:
+        feed = {self._tokens: tokens.to(self.device)}
+        for name in self._lengths:
+            feed[name] = torch.tensor(past, dtype=torch.int32, device=self.device)
+        outputs = self.execute({**feed, **self._buffers})
+        self._buffers = {name: outputs[f"{name}_out"] for name in self._buffers}
+        return outputs[self._logits].float()
+
+    def _buffer(self, port: Mapping[str, Any], rows: int) -> torch.Tensor:
+        shape = [rows if isinstance(size, str) else size for size in port["shape"]]
+        return torch.zeros(shape, dtype=getattr(torch, port["dtype"]), device=self.device)
+
+    def _shared(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.group is not None and dist.get_world_size(self.group) > 1:
+            tokens = tokens.to(self.device)
+            dist.broadcast(tokens, group=self.group, group_src=0)
+        return tokens.cpu()
+
+
+def _capsule(address: int) -> Any:
+    """What TensorRT takes a communicator as."""
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype = ctypes.py_object
+    new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    return new(address, None, None)
+
+
+def _padded(rows: Sequence[Sequence[int]], width: int) -> torch.Tensor:
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+
+
+def _draw(
+    logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator
+) -> torch.Tensor:
+    """One token a row of [rows, vocabulary]."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    scores = logits.cpu() / temperature
+    if top_k is not None:
+        least = scores.topk(min(top_k, scores.shape[-1])).values[:, -1:]
+        scores = scores.masked_fill(scores < least, float("-inf"))
+    return torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(-1)

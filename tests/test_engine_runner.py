@@ -1,0 +1,128 @@
+"""The runner of engines, with a stand-in for the engine: no TensorRT and no GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autoshard.runtime.engine import Engine, load, read_config
+from autoshard.runtime.errors import AutoshardError
+
+VOCAB, WIDTH, LENGTH = 16, 4, 12
+
+
+def config(cached: bool = True) -> dict[str, Any]:
+    cache = {"dtype": "float32", "shape": ["batch", 1, LENGTH, 1], "role": "key_cache"}
+    tokens = {"name": "ids", "dtype": "int64", "shape": ["batch", "sequence"], "role": "input"}
+    lengths = {"name": "past", "dtype": "int32", "shape": ["batch"], "role": "lengths"}
+    logits = {"name": "logits", "dtype": "float32", "role": "output"}
+    sizes = {"batch": {"maximum": 3}, "sequence": {"maximum": WIDTH if cached else LENGTH}}
+    return {
+        "format": "autoshard-engine",
+        "format_version": 1,
+        "builder": {"module": "no_such_builder", "version": "1", "compute_capabilities": []},
+        "inputs": [tokens, lengths, {"name": "seen", **cache}] if cached else [tokens],
+        "outputs": [logits, {"name": "seen_out", **cache}] if cached else [logits],
+        "profiles": [sizes],
+        "kv_cache": {"max_length": LENGTH} if cached else None,
+        "ranks": [{"file": "rank0.engine"}],
+    }
+
+
+def following(tokens: list[int]) -> int:
+    """What the stand-in says comes next: it depends on every token and on its place."""
+    return sum((i + 1) * token for i, token in enumerate(tokens)) % VOCAB
+
+
+class Standin:
+    """Keeps tokens in its cache, and answers by `following` of those up to each."""
+
+    def __init__(self) -> None:
+        self.fed: list[tuple[int, ...]] = []
+
+    def __call__(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        ids = inputs["ids"]
+        self.fed.append(tuple(ids.shape))
+        rows, width = ids.shape
+        past = inputs.get("past", torch.zeros(rows, dtype=torch.int32)).tolist()
+        seen = inputs.get("seen", torch.zeros(rows, 1, LENGTH, 1)).clone()
+        logits = torch.zeros(rows, width, VOCAB)
+        for row in range(rows):
+            for i in range(width):
+                assert past[row] + i < LENGTH
+                seen[row, 0, past[row] + i, 0] = ids[row, i]
+                known = seen[row, 0, : past[row] + i + 1, 0].int().tolist()
+                logits[row, i, following(known)] = 5.0
+        return {"logits": logits, "seen_out": seen}
+
+
+def answer(prompt: list[int], steps: int) -> list[int]:
+    row = list(prompt)
+    for _ in range(steps):
+        row.append(following(row))
+    return row[len(prompt) :]
+
+
+PROMPTS = [[3, 1], [7], [1, 2, 3, 4, 5, 6]]
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_rows_of_any_length_continue_by_themselves(cached: bool) -> None:
+    standin = Standin()
+    engine = Engine(config(cached), standin)
+    assert engine.generate(PROMPTS, 7) == [answer(prompt, 7) for prompt in PROMPTS]
+    prompt = [(3, 4), (3, 2)] if cached else [(3, 6)]
+    later = [(3, 1)] * 6 if cached else [(3, 6 + i) for i in range(1, 7)]
+    assert standin.fed == prompt + later
+    # buffers begin anew
+    assert engine.generate(PROMPTS[:1], 3) == [answer(PROMPTS[0], 3)]
+
+
+def test_a_row_ends_at_its_stop_token() -> None:
+    whole = answer(PROMPTS[0], 7)
+    stop = whole[3]
+    engine = Engine(config(), Standin())
+    assert engine.generate(PROMPTS[:1], 7, stop=stop) == [whole[: whole.index(stop)]]
+
+
+def test_drawn_tokens_depend_on_the_seed_only() -> None:
+    def draw(seed: int, **options: Any) -> list[list[int]]:
+        return Engine(config(), Standin()).generate(PROMPTS, 7, seed=seed, **options)
+
+    assert draw(0, temperature=3.0) == draw(0, temperature=3.0)
+    assert draw(0, temperature=3.0) != draw(1, temperature=3.0)
+    likeliest = [answer(prompt, 7) for prompt in PROMPTS]
+    assert draw(0, temperature=3.0, top_k=1) == likeliest != draw(0, temperature=3.0)
+    assert draw(5, temperature=0.1) == likeliest
+
+
+@pytest.mark.parametrize(
+    ("prompts", "steps", "said"),
+    [
+        ([[1]] * 4, 1, "4 prompts, and the engine takes at most 3"),
+        ([[1] * 6], 8, "13 tokens long, and the engine holds 12"),
+        ([[1], []], 1, "no prompt, or an empty one"),
+    ],
+)
+def test_what_the_engine_cannot_hold_is_an_error(
+    prompts: list[list[int]], steps: int, said: str
+) -> None:
+    with pytest.raises(AutoshardError, match=said):
+        Engine(config(), Standin()).generate(prompts, steps)
+
+
+def test_loading_says_what_does_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(AutoshardError, match=r"config.json cannot be read"):
+        read_config(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**config(), "format_version": 9}))
+    with pytest.raises(AutoshardError, match="autoshard-engine 9, this version reads .* 1"):
+        read_config(tmp_path)
+    path.write_text(json.dumps(config()))
+    (tmp_path / "rank0.engine").write_bytes(b"")
+    with pytest.raises(AutoshardError, match="built by no_such_builder 1, which is not installed"):
+        load(tmp_path)
