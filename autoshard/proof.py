@@ -52,7 +52,8 @@ class Proof:
         mesh = ", ".join(f"{name}={size}" for name, size in self.mesh.items())
         wrong = [row for row in self.rows if not row.ok]
         shown = self.rows[: max(SHOWN, min(len(wrong), 3 * SHOWN))]
-        table: list[tuple[str, ...]] = [("what", "name", "stored", "step", "rank", "error", "tolerance", "")]
+        header = ("what", "name", "stored", "step", "rank", "error", "tolerance", "")
+        table: list[tuple[str, ...]] = [header]
         table += [
             (
                 row.kind,
