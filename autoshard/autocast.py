@@ -45,6 +45,8 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+# An LSTM is one oneDNN kernel here, all of whose operands are cast. Its parts, traced below
+# autograd, would be that kernel for inference, whose gradients are wrong.
 _CPU = Policy(
     lower=_names(
         """
@@ -52,6 +54,7 @@ _CPU = Policy(
         _convolution.deprecated bmm mm baddbmm addmm addbmm linear matmul linalg_vecdot prelu
         scaled_dot_product_attention _native_multi_head_attention _addmm_activation
         mkldnn_rnn_layer
+        lstm
         """
     ),
     fp32=_names(
@@ -79,7 +82,7 @@ _CPU = Policy(
     banned=frozenset(),
     inside=_names(
         """
-        einsum tensordot inner bilinear chain_matmul linalg_multi_dot lstm gru rnn_tanh rnn_relu
+        einsum tensordot inner bilinear chain_matmul linalg_multi_dot gru rnn_tanh rnn_relu
         lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
         """
     ),

@@ -22,6 +22,8 @@ from autoshard.subject import Subject, resolve
 
 SHOWN = 10
 """Rows of the printed table."""
+WIDTH, NAME = 80, 20
+"""Columns of the table, and those that a name gets whatever it takes."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Proof:
         mesh = ", ".join(f"{name}={size}" for name, size in self.mesh.items())
         wrong = [row for row in self.rows if not row.ok]
         shown = self.rows[: max(SHOWN, min(len(wrong), 3 * SHOWN))]
-        table = [("what", "name", "stored", "step", "rank", "error", "tolerance", "")]
+        header = ("what", "name", "stored", "step", "rank", "error", "tolerance", "")
+        table: list[tuple[str, ...]] = [header]
         table += [
             (
                 row.kind,
@@ -65,6 +68,8 @@ class Proof:
             for row in shown
         ]
         widths = [max(map(len, column)) for column in zip(*table)]
+        widths[1] = max(NAME, min(widths[1], WIDTH - sum(widths) + widths[1] - 2 * len(widths) + 2))
+        table = [(line[0], _ending(line[1], widths[1]), *line[2:]) for line in table]
         lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths)).rstrip() for line in table]
         lines.insert(1, "  ".join("-" * w for w in widths[:-1]))
         hidden = len(self.rows) - len(shown)
@@ -146,6 +151,11 @@ def verify(
         if not results[rank].programs
     ]
     return Proof(sizes, tuple(worst(rows)), steps, tuple(results[SERIAL].notes))
+
+
+def _ending(name: str, width: int) -> str:
+    """The end of a name, which tells it from its neighbours, in at most `width` characters."""
+    return name if len(name) <= width else "..." + name[3 - width :]
 
 
 def worst(rows: Sequence[Row]) -> list[Row]:

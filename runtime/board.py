@@ -74,7 +74,7 @@ class Board:
         self._put(self._slot(name, count, self.rank), [self.attempt, value])
         self._say(_WAITS, **here)
         try:
-            got = self._collect(name, count, members, what)
+            got = self._collect(name, count, members)
         except Absent:
             self._counts[name] = count - 1  # the absent one never entered it
             # withdrawn, not deleted: a rank that has seen it may be about to read it
@@ -103,44 +103,39 @@ class Board:
         except Exception:  # the store is gone, and so are those who would read it
             return
 
-    def _collect(
-        self, name: str, count: int, members: Sequence[int], what: str
-    ) -> dict[int, Any]:
-        got: dict[int, Any] = {}
-        missing = [member for member in members if member != self.rank]
+    def _collect(self, name: str, count: int, members: Sequence[int]) -> dict[int, Any]:
+        others = [member for member in members if member != self.rank]
         started = looked = time.monotonic()
         pause = 0.0005
         while True:
             # one question for all of them; whom it is that one waits for, only now and then
-            if self._store.check([self._slot(name, count, member) for member in missing]):
-                got.update(self._read(name, count, missing))
-                missing = [member for member in missing if member not in got]
-            if not missing:
-                return got
+            if self._store.check([self._slot(name, count, member) for member in others]):
+                got = self._read(name, count, others)
+                if len(got) == len(others):
+                    return got
             now = time.monotonic()
-            if now - looked > _LOOK * max(1, len(missing) / 8):
+            if now - looked > _LOOK * max(1, len(others) / 8):
                 looked = now
-                for member in list(missing):
+                for member in others:
                     absent = self._look(member, name)
                     # asked after the look: what a rank gave before it failed is given
-                    if self._store.check([self._slot(name, count, member)]):
-                        got.update(self._read(name, count, [member]))
-                    if member in got:
-                        missing.remove(member)
-                    elif absent is not None:
+                    if absent is not None and not self._gave(member, name, count):
                         self._hear(absent)
                         raise absent
-                if not missing:
-                    return got
             if now - started > self.limit:
+                late = [m for m in others if not self._gave(m, name, count)] or others
                 raise _absent(
-                    missing[0],
+                    late[0],
                     f"did not arrive within {self.limit:g} seconds; it is elsewhere, or slower: "
                     "ranks whose batches differ in shape, or that take different branches, run "
                     "different graphs",
                 )
             time.sleep(pause)
             pause = min(1.5 * pause, 0.05)
+
+    def _gave(self, member: int, name: str, count: int) -> bool:
+        slot = self._slot(name, count, member)
+        return bool(self._store.check([slot])) and bool(self._read(name, count, [member]))
 
     def _read(self, name: str, count: int, members: Sequence[int]) -> dict[int, Any]:
         slots = [self._slot(name, count, member) for member in members]

@@ -21,7 +21,7 @@ from autoshard.runtime.board import Board
 from autoshard.runtime.errors import PlanMismatchError
 
 N = 3
-LIMIT = 20.0  # seconds; never reached where nothing hangs
+LIMIT = 3.0  # seconds; never reached where nothing hangs
 LOOK = 0.02
 
 
@@ -74,6 +74,7 @@ class Ranks:
                 results[rank] = job(rank, self.boards[rank])
             except Exception as error:
                 results[rank] = error
+            self.boards[rank].leave()
 
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(results))]
         for thread in threads:
@@ -105,6 +106,7 @@ def compile_once(rank: int, fails: bool, what: str = "plan") -> str:
     except PlanMismatchError as error:
         return str(error)
     except ValueError:
+        time.sleep(8 * LOOK)  # whoever tries again at once is not seen to have failed
         return "own"
     return ""
 
@@ -169,6 +171,7 @@ def test_what_a_rank_gave_before_it_failed_is_given(ranks: Ranks) -> None:
                 gather(rank, "compiled program", axis_of(rank))
         except (ValueError, PlanMismatchError) as error:
             failed.set()
+            time.sleep(8 * LOOK)
             return met, str(error)
         return met, ""
 
@@ -178,57 +181,56 @@ def test_what_a_rank_gave_before_it_failed_is_given(ranks: Ranks) -> None:
 
 
 def test_a_value_that_was_withdrawn_is_not_waited_for_in_the_store(ranks: Ranks) -> None:
-    """Rank 0 gives up; its value is neither read later nor a key that a read would wait for."""
+    """Rank 0 gives up and tries again; what it gave first is not read, nor waited for."""
 
     def job(rank: int, board: Board) -> Any:
         axis = axis_of(rank)
         if rank == 0:
             board.limit = 0.3
         elif rank == 2:
-            time.sleep(1.0)
+            time.sleep(0.5)
         try:
             with attempt():
                 return gather(f"old {rank}", "plan", axis)
         except PlanMismatchError:
+            time.sleep(0.6 if rank == 0 else 0)  # rank 2 comes in between
             with attempt():
                 board.limit = LIMIT
                 return gather(f"new {rank}", "plan", axis)
 
     results = ranks(job)
-    assert all(isinstance(found, list) and found[0] == "new 0" for found in results), results
+    for found in results:
+        assert isinstance(found, list) and found[0] == "new 0", results
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
-    st.lists(st.lists(st.booleans(), min_size=N, max_size=N), max_size=4),
+    st.lists(st.integers(0, 2), min_size=N, max_size=N),
     st.lists(st.sampled_from([0.0, 0.01, 0.05]), min_size=N, max_size=N),
 )
-def test_any_failures_are_told_and_then_all_meet(
-    turns: list[list[bool]], pauses: list[float]
+def test_ranks_that_try_until_it_works_all_get_there(
+    failures: list[int], pauses: list[float]
 ) -> None:
-    """Each turn is one attempt; whoever does not fail hears of a failure; a last one works."""
+    """Each rank fails so many times by itself; every error is told, and nobody waits in vain."""
 
     def job(rank: int, board: Board) -> list[str]:
         said = []
-        for fails in turns:
+        for turn in range(12):
             time.sleep(pauses[rank])
-            said.append(compile_once(rank, fails[rank]))
-            if fails[rank]:
-                time.sleep(8 * LOOK)  # whoever tries again at once is not seen to have failed
-        return [*said, compile_once(rank, False)]
+            said.append(compile_once(rank, turn < failures[rank]))
+            if not said[-1]:
+                break
+        return said
 
     with pytest.MonkeyPatch.context() as patch:
         results = Ranks(patch)(job)
-    for number, fails in enumerate(turns):
-        for rank in range(N):
-            said = results[rank][number]
-            wanted = "own" if fails[rank] else "no rule" if any(fails) else ""
-            assert said == wanted or wanted == "no rule" in said, (turns, pauses, results)
-    assert [result[-1] for result in results] == [""] * N
+    for rank, said in enumerate(results):
+        assert said[-1] == "" and said.count("own") == failures[rank], (failures, results)
+        assert "did not arrive" not in "".join(said) and "has ended" not in "".join(said), results
 
 
 def test_an_exchange_costs_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each rank is, its value, and those of the others in one request."""
+    """Its value, where it is, and where it ended; those of the others in one request."""
     store = CountingStore()
 
     def job(rank: int, board: Board) -> None:
@@ -237,5 +239,5 @@ def test_an_exchange_costs_few_requests(monkeypatch: pytest.MonkeyPatch) -> None
     ranks = Ranks(monkeypatch, 8, store)
     monkeypatch.setattr(board_module, "_LOOK", LIMIT)  # nobody is late
     assert ranks(job) == [None] * 8
-    assert store.calls["multi_get"] == 8 and store.calls["set"] == 16, store.calls
+    assert store.calls["multi_get"] == 8 and store.calls["set"] == 24, store.calls
     assert store.calls["get"] == store.calls["delete_key"] == 0, store.calls

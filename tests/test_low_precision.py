@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from autoshard.program import Program
 from models import CASES
@@ -76,3 +77,25 @@ def test_error_of_a_model_cast_as_a_whole(name: str, dtype: torch.dtype) -> None
         assert error(got, want) <= 1.5 * own
         assert got.loss.dtype == serial.loss.dtype
         assert abs(float(got.loss) - float(want.loss)) <= 2e-2 * abs(float(want.loss))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm = nn.Embedding(64, 32), nn.LSTM(32, 32, 2, batch_first=True)
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return (self.lstm(self.embed(ids))[0].float().square().mean(),)
+
+
+def test_an_lstm_under_autocast_has_the_gradients_of_eager_torch() -> None:
+    """oneDNN has a kernel for inference, which a trace below autograd would take."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model, ids = Recurrent(), torch.randint(64, (4, 12))
+    model(ids)[0].backward()
+    (program,), values = programs(model, (ids,), [{"mesh": {"tp": 2}}])
+    for found in (serial_step(program, values), sharded_step(program, values)):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found.gradients[name], parameter.grad, rtol=1e-5, atol=1e-7)

@@ -183,6 +183,15 @@ def test_the_worst_comes_first_and_decides() -> None:
     assert Proof({"tp": 2}, (fine,), 1).ok
 
 
+def test_the_table_fits_80_columns_and_names_keep_their_end() -> None:
+    name = "model.encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    row = Row("parameter", name, "tp S(0)", 1e-7, 1e-5, 1, 0)
+    wrong = dataclasses.replace(row, name="a", error=1.0)
+    lines = str(Proof({"tp": 2}, (row, wrong), 1)).split("\n")
+    assert max(map(len, lines)) <= 80, lines
+    assert "  ..." in lines[2] and "bias.weight  tp S(0)" in lines[2], lines
+
+
 def test_chunks_of_a_batch() -> None:
     batch = ((torch.arange(4), 7), {"mask": torch.ones(3, 3), "y": torch.arange(8).view(4, 2)})
     (first, one), (second, two) = chunks(batch, 2)
