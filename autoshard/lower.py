@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from autoshard import passes
-from autoshard.passes.keep_order import order_dependencies
+from autoshard.passes.keep_order import hold_order
 from autoshard.runtime import compat
 
 
@@ -33,7 +33,7 @@ def compile_local(
         return gm
     if inner == "aot_eager":
         return compat.aot_eager(gm, fakes, finish)
-    return compat.inductor(gm, fakes, finish, settings + _source_digest(), order_dependencies)
+    return compat.inductor(gm, fakes, finish, settings + _source_digest(), hold_order)
 
 
 @functools.cache

@@ -18,8 +18,8 @@ from autoshard.passes.bucket_gradients import BucketGradients
 from autoshard.passes.buckets import (
     ALL_GATHER,
     ALL_REDUCE,
-    KIND,
     GATHERS,
+    KIND,
     REDUCE_SCATTER,
     WAIT,
     Member,
