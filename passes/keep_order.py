@@ -57,7 +57,7 @@ def reduce_in_place(graph: fx.Graph) -> None:
         while source.target in _VIEWS and len(source.users) == 1:
             source = source.args[0]
         if source.target is aten.cat.default and len(source.users) == 1:
-            node.target = _IN_PLACE
+            node.target = IN_PLACE
 
 
 def order_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -79,7 +79,7 @@ def order_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         after[i] = following
         following = nodes[i] if nodes[i].target in _PRODUCTS else following
     for start in nodes:
-        if start.target not in (*COLLECTIVES, _IN_PLACE):
+        if start.target not in (*COLLECTIVES, IN_PLACE):
             continue
         waits = sorted(waits_of(start), key=position.__getitem__)
         if not waits:
@@ -127,4 +127,4 @@ def _behind(nodes: Any) -> list[fx.Node]:
 
 
 _VIEWS = (aten.reshape.default, aten.view.default)
-_IN_PLACE = c10d.all_reduce_.default
+IN_PLACE = c10d.all_reduce_.default

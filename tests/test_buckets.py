@@ -31,7 +31,7 @@ from autoshard.passes.buckets import (
     sort_stable,
     waits_of,
 )
-from autoshard.passes.keep_order import order_dependencies
+from autoshard.passes.keep_order import IN_PLACE, order_dependencies, reduce_in_place
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.axis import Axis
@@ -398,3 +398,12 @@ def test_sort_stable() -> None:
     sort_stable(graph)
     assert [n.name for n in graph.nodes] == ["x", "abs_1", "neg", "exp", "output"]
     graph.lint()
+
+
+def test_an_all_reduce_writes_to_the_bucket_that_only_it_reads() -> None:
+    """One that fills a bucket by itself reads a gradient, which others may read too."""
+    gm = reductions([[64], [10, 10], [1000], [64], [10]])
+    assert sorted(merged(gm, 900)) == [10, 64 + 128 + 64, 1000]
+    reduce_in_place(gm.graph)
+    targets = [n.target for n in gm.graph.nodes if n.target in (ALL_REDUCE, IN_PLACE)]
+    assert Counter(targets) == {IN_PLACE: 1, ALL_REDUCE: 2}
