@@ -122,7 +122,7 @@ class Config:
     )
     memory_budget: int | None = _bytes("Bytes a rank may use; the planner shards until it fits.")
     bucket_bytes: int | None = _bytes(
-        "A bucket of merged collectives closes at this size; None: 40 million elements."
+        "Size of a bucket of collectives; None: 40 million elements, or an eighth of the model."
     )
     outputs: str = _choice(
         "lazy",

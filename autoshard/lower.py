@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from autoshard import passes
-from autoshard.passes.keep_order import order_dependencies
+from autoshard.passes.keep_order import hold_order
 from autoshard.runtime import compat
 
 
@@ -39,7 +39,7 @@ def compile_local(
         return compat.registered_backend("torch_tensorrt")(gm, fakes)
     if inner == "aot_eager":
         return compat.aot_eager(gm, fakes, finish)
-    return compat.inductor(gm, fakes, finish, settings + _source_digest(), order_dependencies)
+    return compat.inductor(gm, fakes, finish, settings + _source_digest(), hold_order)
 
 
 @functools.cache

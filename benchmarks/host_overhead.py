@@ -28,14 +28,14 @@ from torch import nn
 
 
 class Vectors(nn.Module):
-    """Many parameters, hardly any arithmetic."""
+    """Many parameters, hardly any arithmetic; gradients that differ, or they would be one."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
         self.all = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(count)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * sum(p.sum() for p in self.all)
+        return x * sum(p.square().sum() for p in self.all)
 
 
 def spent(call: Callable[..., Any], model: nn.Module, x: torch.Tensor) -> tuple[float, float]:
@@ -78,7 +78,8 @@ def main() -> None:
         for name, found in times.items()
     }
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"world size {world}, {args.inner}, {args.axis}, {args.parameters} parameters: us a parameter")
+        print(f"world size {world}, {args.inner}, {args.axis}, {args.parameters} parameters:")
+        print("microseconds a parameter")
         for name, (forward, backward) in each.items():
             print(f"{name:14} forward {forward:6.2f}  backward {backward:6.2f}")
         over = sum(each["autoshard"]) - sum(each["torch.compile"])

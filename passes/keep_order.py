@@ -16,6 +16,9 @@ each would be held twice until then), and parameters when the bucket starts, not
 
 Runs on Inductor's graph, after its pattern matching, which does not see through the dependencies.
 
+Inductor's pass that reduces in place what nobody else reads does not see through the dependencies
+either, and would copy each bucket of all-reduced gradients: `reduce_in_place` does it before.
+
 Not done: products that Inductor lowers to loops (very small ones) are not held.
 """
 
@@ -25,7 +28,7 @@ from typing import Any
 
 from torch import fx
 
-from autoshard.passes.buckets import COLLECTIVES, WAIT, aten, waits_of
+from autoshard.passes.buckets import ALL_REDUCE, COLLECTIVES, aten, c10d, waits_of
 
 # One kernel and one output each, and never fused with what stands far from them.
 _PRODUCTS = frozenset(
@@ -37,6 +40,24 @@ _PRODUCTS = frozenset(
         aten.convolution.default,
     }
 )
+
+
+def hold_order(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """What Inductor is given: buckets reduced in place, and the dependencies."""
+    reduce_in_place(graph)
+    return order_dependencies(graph)
+
+
+def reduce_in_place(graph: fx.Graph) -> None:
+    """Let an all-reduce write to the bucket it reads, where only it reads that."""
+    for node in graph.nodes:
+        if node.target is not ALL_REDUCE or _bucket(node) is None:
+            continue
+        source: Any = node.args[0]
+        while source.target in _VIEWS and len(source.users) == 1:
+            source = source.args[0]
+        if source.target is aten.cat.default and len(source.users) == 1:
+            node.target = IN_PLACE
 
 
 def order_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -58,7 +79,7 @@ def order_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         after[i] = following
         following = nodes[i] if nodes[i].target in _PRODUCTS else following
     for start in nodes:
-        if start.target not in COLLECTIVES:
+        if start.target not in (*COLLECTIVES, IN_PLACE):
             continue
         waits = sorted(waits_of(start), key=position.__getitem__)
         if not waits:
@@ -106,3 +127,4 @@ def _behind(nodes: Any) -> list[fx.Node]:
 
 
 _VIEWS = (aten.reshape.default, aten.view.default)
+IN_PLACE = c10d.all_reduce_.default

@@ -18,20 +18,16 @@ from autoshard.passes.bucket_gradients import BucketGradients
 from autoshard.passes.buckets import (
     ALL_GATHER,
     ALL_REDUCE,
-    KIND,
     GATHERS,
+    KIND,
     REDUCE_SCATTER,
     WAIT,
-    Member,
     aligned,
-    bucket_size,
-    fill,
     kind_of,
-    member,
     sort_stable,
     waits_of,
 )
-from autoshard.passes.keep_order import order_dependencies
+from autoshard.passes.keep_order import IN_PLACE, order_dependencies, reduce_in_place
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.axis import Axis
@@ -124,38 +120,6 @@ def test_a_bucket_of_gathers_never_holds_more_than_its_size() -> None:
         4 * weight + norm,  # down, norm
         4 * weight,  # head
     ]
-
-
-def gathers(count: int, width: int) -> list[Member]:
-    """Gathers over two ranks of weights of `width` fp32 elements."""
-    graph, found = fx.Graph(), []
-    with FakeTensorMode():
-        half, whole = torch.empty(width // 2), torch.empty(width)
-    for i in range(count):
-        source = graph.placeholder(f"w{i}")
-        started = graph.call_function(ALL_GATHER, (source, 2, "dp"))
-        wait = graph.call_function(WAIT, (started,))
-        for node, val in ((source, half), (started, whole), (wait, whole)):
-            node.meta["val"] = val
-        one = member(started)
-        assert one is not None
-        found.append(one)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("count", "elements", "limit"),
-    [
-        (4, 1_000, 4 << 20),  # at least 4 MiB
-        (32, 1_000_000, 16_000_000),  # an eighth of the model
-        (64, 10_000_000, 160_000_000),  # at most 40 million elements
-    ],
-)
-def test_the_default_holds_a_part_of_the_model(count: int, elements: int, limit: int) -> None:
-    found = gathers(count, elements)
-    assert bucket_size(found) == limit
-    buckets = fill(found, None)
-    assert [len(bucket) for bucket in buckets] == [min(4, count)] * max(count // 4, 1)
 
 
 @pytest.mark.parametrize(
@@ -398,3 +362,12 @@ def test_sort_stable() -> None:
     sort_stable(graph)
     assert [n.name for n in graph.nodes] == ["x", "abs_1", "neg", "exp", "output"]
     graph.lint()
+
+
+def test_an_all_reduce_writes_to_the_bucket_that_only_it_reads() -> None:
+    """One that fills a bucket by itself reads a gradient, which others may read too."""
+    gm = reductions([[64], [10, 10], [1000], [64], [10]])
+    assert sorted(merged(gm, 900)) == [10, 64 + 128 + 64, 1000]
+    reduce_in_place(gm.graph)
+    targets = [n.target for n in gm.graph.nodes if n.target in (ALL_REDUCE, IN_PLACE)]
+    assert Counter(targets) == {IN_PLACE: 1, ALL_REDUCE: 2}

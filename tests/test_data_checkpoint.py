@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from typing import Any
 
@@ -84,3 +85,74 @@ def test_from_tp_to_fsdp(gloo2: Any) -> None:
         assert max(gloo2(moved, folder, {"tp": 2}, {"dp_shard": 2})) < 1e-6
     with tempfile.TemporaryDirectory() as folder:
         assert max(gloo2(moved, folder, {"dp_shard": 2}, {"tp": 2})) < 1e-6
+
+
+def save(folder: str, model: nn.Module, optimizer: Any) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+
+
+def everything(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Whole parameters and optimizer state, by name."""
+    found = {}
+    for name, p in model.named_parameters():
+        found[name] = whole(p.detach())
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            found[f"{name} {key}"] = whole(optimizer.state[p][key])
+    return found
+
+
+def begin(folder: str, sizes: Sizes) -> dict[str, torch.Tensor]:
+    """Train on a mesh, save, and take one more step; the state after it."""
+    model, optimizer, step = trained(sizes)
+    save(folder, model, optimizer)
+    step()
+    return everything(model, optimizer)
+
+
+def go_on(source: str, sizes: Sizes, target: str) -> dict[str, torch.Tensor]:
+    """Load on a mesh, in a model that has trained differently, save it again where there is a
+    `target`, else take a step; the state after that."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, optimizer, step = trained(sizes)
+    step()
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=source)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    if target:
+        save(target, model, optimizer)
+    else:
+        step()
+    return everything(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"dp_replicate": 2, "dp_shard": 2}, {"tp": 2}),
+        ({"tp": 2}, {"dp_shard": 4}),
+        ({"tp": 2}, {"dp_replicate": 2, "tp": 2}),
+    ],
+)
+def test_there_and_back_is_as_if_never_moved(
+    gloo2: Any, gloo4: Any, first: Sizes, second: Sizes
+) -> None:
+    """Through another mesh of another size and back: the next step is the same, bit for bit."""
+
+    def on(sizes: Sizes) -> Any:
+        return gloo2 if math.prod(sizes.values()) == 2 else gloo4
+
+    with tempfile.TemporaryDirectory() as a, tempfile.TemporaryDirectory() as b:
+        expected = on(first)(begin, a, first)[0]
+        there = on(second)(go_on, a, second, b)[0]
+        continued = on(second)(go_on, a, second, "")[0]
+        back = on(first)(go_on, b, first, "")[0]
+    assert not all(torch.equal(there[key], expected[key]) for key in expected)
+    for key, value in expected.items():
+        assert torch.equal(back[key], value), key
+        torch.testing.assert_close(continued[key], value, rtol=1e-5, atol=1e-6)
