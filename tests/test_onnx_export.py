@@ -18,8 +18,6 @@ pytest.importorskip("onnxscript")
 from autoshard.export.onnx_evaluator import evaluate  # noqa: E402
 from autoshard.export.onnx_model import collectives_of, onnx_model  # noqa: E402
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
 
 @functools.cache
 def models(
@@ -63,7 +61,7 @@ def test_onnx_says_what_the_model_says_and_what_the_network_says() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tp", "dtype"), [(1, torch.float32), (2, torch.float16), (2, torch.bfloat16), (4, DTYPES[0])]
+    ("tp", "dtype"), [(1, torch.float32), (2, torch.float16), (4, torch.float32)]
 )
 @pytest.mark.parametrize("name", cases.NAMES)
 def test_every_model(name: str, tp: int, dtype: torch.dtype) -> None:
