@@ -1,5 +1,5 @@
-"""One process, no GPU: a model becomes a TensorRT-LLM checkpoint for 2 x 2 ranks, and a Hugging
-Face directory.
+"""One process, no GPU: a model becomes a TensorRT-LLM checkpoint for 2 x 2 ranks, a Hugging Face
+directory and, where TensorRT-RTX or TensorRT 11 is installed, engines of 2 ranks.
 
     python examples/export_single_device.py OUT [HUGGING_FACE_DIRECTORY]
 
@@ -23,7 +23,7 @@ def tiny_llama() -> nn.Module:
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=259,
+        vocab_size=256,
         hidden_size=64,
         intermediate_size=112,
         num_hidden_layers=2,
@@ -36,7 +36,7 @@ def tiny_llama() -> nn.Module:
 
 
 def main(out: Path, source: str | None) -> None:
-    """Export to OUT/trtllm and OUT/huggingface and print what was written."""
+    """Export to OUT/trtllm, OUT/huggingface and OUT/engines, and print what was written."""
     if source is None:
         model = tiny_llama()
     else:
@@ -45,6 +45,17 @@ def main(out: Path, source: str | None) -> None:
         model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     autoshard.export.trtllm(model, out / "trtllm", tp=2, pp=2, dtype="float16")
     autoshard.export.huggingface(model, out / "huggingface", dtype=torch.float16)
+    try:
+        autoshard.export.tensorrt(
+            model,
+            mesh={"tp": 2},
+            directory=out / "engines",
+            dtype="float16",
+            dynamic={"batch": (1, 1, 4), "sequence": (1, 64, 128)},
+            max_length=128,
+        )
+    except autoshard.export.ExportError as error:
+        print(f"no engines: {error}")
     for path in sorted(out.rglob("*")):
         if path.is_file():
             print(f"{path.stat().st_size:>12,}  {path.relative_to(out)}")

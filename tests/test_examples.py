@@ -89,6 +89,13 @@ def test_autoshard_disabled_runs_the_model_unsharded() -> None:
     assert held == total
 
 
+def test_one_process_exports_for_many_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="builds the engines")
+    printed = run("export_single_device", str(tmp_path), processes=1)
+    for name in ("engines/rank1.engine", "huggingface/config.json", "trtllm/rank3.safetensors"):
+        assert f"  {name}\n" in printed
+
+
 def test_every_rank_exports_what_it_holds(tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx", reason="builds the engines")
     printed = run("export_distributed", str(tmp_path))

@@ -30,6 +30,7 @@ def check(name: str, tp: int, length: int | None) -> None:
         assert cases.error(found, cases.expected(name, length)) < 1e-5
 
 
+@pytest.mark.slow
 def test_llama_with_a_cache_says_what_the_model_says() -> None:
     check("llama", 2, cases.LENGTH)
 
@@ -46,7 +47,8 @@ def test_a_graph_is_of_few_operators_and_one_group() -> None:
     nodes = list(graph.module.graph.nodes)
     calls = [n for n in nodes if n.op == "call_function"]
     assert {n.target for n in calls} <= CORE | SIZES | {attention, update_cache, operator.getitem}
-    assert {n.args[-1] for n in calls if "c10d" in str(n.target)} == {graph.axis.group}
+    collectives = [n for n in calls if "c10d" in str(n.target)]
+    assert {n.args[-1] for n in collectives} == {graph.axis.group}
     attentions = [n for n in calls if n.target is attention]
     assert len(attentions) == 2
     for node in attentions:
@@ -60,7 +62,19 @@ def test_a_graph_is_of_few_operators_and_one_group() -> None:
     assert graph.outputs[0].shape == ("batch", "sequence", 256)
 
 
-@pytest.mark.parametrize(("window", "causal"), [(16, True), (15, False)])
+@pytest.mark.parametrize("length", [pytest.param(None, marks=pytest.mark.slow), 1024])
+def test_with_a_cache_ranks_send_activations_not_weights(length: int | None) -> None:
+    model = cases.make("llama", num_hidden_layers=1, vocab_size=4096, hidden_size=256)
+    dynamic = {"batch": (1, 2, 4), "sequence": (1, 512, 1024)}
+    graph = plan_inference(model, tp=2, dynamic=dynamic, max_length=length).rank_graph(0)
+    calls = [n for n in graph.module.graph.nodes if "c10d" in str(n.target)]
+    weights = [n for n in calls if n.args[0].op == "placeholder"]
+    assert calls and bool(weights) == (length is None)  # of whole prompts the weight is smaller
+
+
+@pytest.mark.parametrize(
+    ("window", "causal"), [(16, True), pytest.param(15, False, marks=pytest.mark.slow)]
+)
 def test_a_window_is_causal_where_no_sequence_is_longer(window: int, causal: bool) -> None:
     model = cases.make("mistral", sliding_window=window, num_hidden_layers=1)
     dynamic = {"batch": (1, 2, 4), "sequence": (1, 8, 16)}

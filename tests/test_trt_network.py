@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +79,15 @@ def test_collectives_are_recorded_as_they_were_made() -> None:
     assert made == [recorded.arguments for recorded in second.collectives]
     assert ("ALL_REDUCE", "SUM", -1, None, 2) in made
     assert set(made) <= {("ALL_REDUCE", "SUM", -1, None, 2), ("ALL_GATHER", "NONE", -1, None, 2)}
+
+
+def test_a_second_process_group_is_refused() -> None:
+    graph, weights = cases.rank("llama", 2, 0, length=cases.LENGTH)
+    module = copy.deepcopy(graph.module)
+    node = next(n for n in module.graph.nodes if "all_reduce" in str(n.target))
+    node.args = (*node.args[:-1], "another")
+    with pytest.raises(ExportError, match=r"in the group another; an engine has one.*\.py:\d+"):
+        make_network(trt, dataclasses.replace(graph, module=module), weights)
 
 
 class Faulty(Spy):

@@ -286,7 +286,7 @@ def plan_inference(
     for parameter in bound.signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             call.update(call.pop(parameter.name, {}))
-    examples = _examples(call, symbols, tp, dtype)
+    examples = _examples(call, _priced(symbols, max_length), tp, dtype)
     config = Config(mesh={"tp": tp}, sequence_parallel=False, outputs="replicate")
     traced = shadow(model, dtype)
     names = {id(p): name for name, p in traced.named_parameters()}
@@ -335,8 +335,17 @@ def _extent(name: str, sizes: tuple[int, int, int]) -> Extent:
     return Extent(low, best, high)
 
 
+def _priced(symbols: Mapping[str, Extent], max_length: int | None) -> dict[str, int]:
+    """The sizes to plan for. With a cache nearly every call has the fewest tokens: a plan for
+    prompts would send weights between ranks at each of them, where activations are smaller."""
+    sizes = {name: extent.optimum for name, extent in symbols.items()}
+    if max_length is not None and "sequence" in symbols:
+        sizes["sequence"] = symbols["sequence"].minimum
+    return sizes
+
+
 def _examples(
-    call: Mapping[str, Any], symbols: Mapping[str, Extent], tp: int, dtype: torch.dtype | None
+    call: Mapping[str, Any], sizes: Mapping[str, int], tp: int, dtype: torch.dtype | None
 ) -> dict[str, Any]:
     """The example on the meta device, its dynamic dims marked.
 
@@ -345,8 +354,8 @@ def _examples(
     """
     taken = {tp}
     chosen: dict[str, int] = {}
-    for name, extent in symbols.items():
-        size = max(extent.optimum, 2 * tp + 1, 3)
+    for name, wanted in sizes.items():
+        size = max(wanted, 2 * tp + 1, 3)
         while size in taken or any(size % i == 0 for i in range(2, math.isqrt(size) + 1)):
             size += 1
         taken.add(size)

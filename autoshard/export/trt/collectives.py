@@ -40,6 +40,8 @@ def _sum_only(low: Lowering, node: fx.Node) -> None:
 def _divisible(low: Lowering, node: fx.Node) -> None:
     source: Any = node.args[0]
     rows, n = source.meta["val"].shape[0], low.graph.axis.size
+    if not isinstance(rows, int) and rows.node.expr % n == 0:
+        return  # the ranks' parts in front of a dynamic size: n * batch
     if not isinstance(rows, int):
         raise low.error(
             f"splits a dim of dynamic size among {n} ranks",
