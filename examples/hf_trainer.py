@@ -9,6 +9,7 @@ batches. On a tp axis the processes are one worker: `ShardedTrainer` says so in 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 
 import torch
@@ -60,8 +61,10 @@ def main() -> None:
     args = parser.parse_args()
     model = tiny_llama()
     if not args.serial:
+        # every process has the same batch; without a mesh autoshard would choose one
+        options = {"mesh": {"tp": int(os.environ.get("WORLD_SIZE", 1))}, "inner": args.inner}
         # in place, so that Trainer sees the model it knows
-        model.compile(backend="autoshard", options={"inner": args.inner})
+        model.compile(backend="autoshard", options=options)
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
             folder, max_steps=args.steps, learning_rate=3e-3, logging_steps=1, disable_tqdm=True,

@@ -31,7 +31,9 @@ def main() -> None:
     )
     model = LlamaForCausalLM(config).eval()
     if not args.serial:
-        model.compile(backend="autoshard", options={"inner": args.inner})
+        # every process has the same batch; without a mesh autoshard would choose one
+        options = {"mesh": {"tp": int(os.environ.get("WORLD_SIZE", 1))}, "inner": args.inner}
+        model.compile(backend="autoshard", options=options)
     prompt = torch.arange(12).reshape(2, 6)
     with torch.inference_mode():
         logits = model(prompt, use_cache=False).logits

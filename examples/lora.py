@@ -33,7 +33,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     call = model
     if not args.serial:
-        call = torch.compile(model, backend="autoshard", options={"inner": args.inner})
+        # every process has the same batch; without a mesh autoshard would choose one
+        options = {"mesh": {"tp": int(os.environ.get("WORLD_SIZE", 1))}, "inner": args.inner}
+        call = torch.compile(model, backend="autoshard", options=options)
     tokens = torch.arange(32).repeat(4, 1) + torch.arange(4)[:, None]
     first = os.environ.get("RANK", "0") == "0"
     for step in range(args.steps):

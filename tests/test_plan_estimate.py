@@ -242,8 +242,11 @@ def test_memory_and_traffic_are_near_those_of_the_program(name: str) -> None:
         theirs: Counter[tuple[str, bool]] = Counter()
         for made in program.collectives():
             theirs[made.op, made.phase == "backward"] += made.bytes
-        for key in ours | theirs:  # AOTAutograd drops a sum of one number that nobody needs
-            assert ours[key] == pytest.approx(theirs[key], abs=16), key
+        for key in ours | theirs:
+            # AOTAutograd drops a sum of one number that nobody needs; in a bucket of gradients
+            # each begins at a multiple of 64 elements
+            padding = 64 * 4 * (len(program.parameters) + n) if key[1] else 0
+            assert ours[key] - 16 <= theirs[key] <= ours[key] + 16 + padding, key
         assert (n == 1) == (not ours)
 
 
