@@ -24,6 +24,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "host_overhead": (*TWO, str(HERE / "host_overhead.py")),
     "memory": (*TWO, str(HERE / "memory.py")),
     "data_parallel": (*TWO, str(HERE / "data_parallel.py")),
+    "export": (str(HERE / "export.py"),),
     "training": (*TWO, str(HERE / "training.py")),
 }
 

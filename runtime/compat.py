@@ -366,6 +366,13 @@ def _cache_keys(gm: fx.GraphModule, digest: str) -> dict[str, str]:
     return {name: key for name in sorted(functions)}
 
 
+def fresh_cache() -> contextlib.AbstractContextManager[Any]:
+    """Caches of Inductor and of AOTAutograd that are empty, and gone at the end; for measuring."""
+    from torch._inductor.utils import fresh_cache
+
+    return fresh_cache()  # type: ignore[no-any-return]
+
+
 def allocators() -> Any:
     """The module by whose `_empty_strided_cpu` Inductor's code allocates, past every mode."""
     return torch._C._dynamo.guards

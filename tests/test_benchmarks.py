@@ -17,7 +17,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 def test_every_benchmark_is_run_by_make_bench() -> None:
     with_main = {path.stem for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()}
-    assert set(run_all.RUNS) == with_main - {"run_all"}
+    assert set(run_all.RUNS) == with_main - {"run_all"}, "benchmarks/run_all.py"
     assert all("--json" in (BENCHMARKS / f"{name}.py").read_text() for name in run_all.RUNS)
 
 
