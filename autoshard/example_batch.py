@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Mapping
@@ -21,8 +22,8 @@ def load_example(
     """The model that `source` names, on the meta device, and keyword arguments for one call.
 
     source: a Hugging Face directory (its config.json is read, no weights), or `module:factory`.
-    A factory takes no arguments and returns the module, or the module and the call's keyword
-    arguments; a module alone is called as a language model, with input_ids and labels of
+    A factory takes no arguments and returns the module, or the module and the call's arguments, a
+    dict by name or a tuple by position; a module alone is called as a language model, with input_ids and labels of
     [batch, sequence]. dtype: of the parameters; None: as they are made. Raises ConfigError.
     """
     with torch.device("meta"):
@@ -44,6 +45,8 @@ def load_example(
     config: Any = getattr(model, "config", None)
     if hasattr(config, "use_cache"):
         config.use_cache = False
+    if isinstance(call, tuple):
+        call = inspect.signature(model.forward).bind(*call).arguments
     return model, dict(call)
 
 

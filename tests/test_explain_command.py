@@ -41,6 +41,7 @@ def test_a_factory_says_how_it_is_called(
     (tmp_path / "explained_model.py").write_text(
         "import torch\nfrom models_plain import MLP\n\n"
         "def batch():\n    return MLP(), {'x': torch.ones(8, 64)}\n\n"
+        "def tuple_batch():\n    return MLP(), (torch.ones(8, 64),)\n\n"
         "def number():\n    return 3\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -48,6 +49,7 @@ def test_a_factory_says_how_it_is_called(
     arguments = ["--mesh", "dp_shard=2,tp=2", "--hardware", "cpu"]
     assert main(["explain", "explained_model:batch", *arguments]) == 0
     assert "dp_shard" in capsys.readouterr().out
+    assert main(["explain", "explained_model:tuple_batch", *arguments]) == 0
     for wrong, why in (
         (["explained_model:number", *arguments], "returned a int. Return a torch.nn.Module"),
         (["explained_model:nothing"], "cannot be found"),
