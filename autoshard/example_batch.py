@@ -23,8 +23,9 @@ def load_example(
 
     source: a Hugging Face directory (its config.json is read, no weights), or `module:factory`.
     A factory takes no arguments and returns the module, or the module and the call's arguments, a
-    dict by name or a tuple by position; a module alone is called as a language model, with input_ids and labels of
-    [batch, sequence]. dtype: of the parameters; None: as they are made. Raises ConfigError.
+    dict by name or a tuple by position; a module alone is called as a language model, with
+    input_ids and labels of [batch, sequence]. dtype: of the parameters; None: as they are made.
+    Raises ConfigError.
     """
     with torch.device("meta"):
         made = _pretrained(source) if _is_directory(source) else _made(source)

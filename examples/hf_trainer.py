@@ -46,10 +46,9 @@ class Counting(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 def tiny_llama() -> nn.Module:
     """104 thousand parameters."""
     torch.manual_seed(0)
-    sizes = dict(vocab_size=128, hidden_size=64, intermediate_size=128)
-    model: nn.Module = LlamaForCausalLM(
-        LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, use_cache=False)
-    )
+    sizes = dict(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    config = LlamaConfig(**sizes, num_attention_heads=4, use_cache=False)
+    model: nn.Module = LlamaForCausalLM(config)
     return model
 
 
@@ -61,9 +60,8 @@ def main() -> None:
     args = parser.parse_args()
     model = tiny_llama()
     if not args.serial:
-        # every process has the same batch; without a mesh autoshard would choose one
+        # every process has the same batch; in place, so that Trainer sees the model it knows
         options = {"mesh": {"tp": int(os.environ.get("WORLD_SIZE", 1))}, "inner": args.inner}
-        # in place, so that Trainer sees the model it knows
         model.compile(backend="autoshard", options=options)
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(

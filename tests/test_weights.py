@@ -145,7 +145,7 @@ def test_tensor_parallel(gloo2: Any, tmp_path: Path) -> None:
     [
         ("llama_uneven", {"dp_shard": 2, "tp": 2}),
         ("llama_tied", {"dp_replicate": 2, "dp_shard": 2}),
-        ("gpt2", {"dp_shard": 4}),
+        ("llama", {"dp_shard": 4}),
         ("llama", {"tp": 4}),
     ],
 )
