@@ -62,6 +62,7 @@ def run(options: argparse.Namespace) -> None:
     """Search, print, and write the plan; ConfigError where --out is asked and nothing fits."""
     import torch
 
+    from autoshard.names import parse_mesh
     from autoshard.plan_source import load_source
     from autoshard.planning.training import Training
     from autoshard.search import plan
@@ -112,19 +113,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 _MORE = "Use more ranks, a smaller batch, or devices with more memory."
-
-
-def parse_mesh(spelled: str) -> dict[str, int]:
-    """`dp_shard=8,tp=8` -> {"dp_shard": 8, "tp": 8}."""
-    sizes = {}
-    for part in spelled.split(","):
-        name, equals, size = part.strip().partition("=")
-        if not equals or not size.isdigit():
-            raise ConfigError(
-                message(f"--mesh {spelled!r} is not a list of axis=size", remedy="dp_shard=8,tp=8")
-            )
-        sizes[name] = int(size)
-    return sizes
 
 
 def text(found: Search, tokens: int | None = None) -> str:

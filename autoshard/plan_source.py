@@ -1,4 +1,4 @@
-"""The model that `autoshard plan` is asked about, on the meta device, and a batch for it."""
+"""The model that a command plans, on the meta device, and a batch for it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import difflib
 import importlib
 import inspect
 import json
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import ConfigError, message
+from autoshard.names import callable_named, model_and_call
 
 
 @dataclass
@@ -36,9 +35,10 @@ def load_source(
     """The model `name` means, its floating-point parameters in `dtype`.
 
     name: a directory with a Hugging Face `config.json` (weights are not read), the name of a
-        configuration class of transformers (`LlamaConfig`), or `module:factory`. A factory returns
-        a module, or (module, args), or (module, args, kwargs); it is called under
-        torch.device("meta"), with `batch` and `sequence` where it takes arguments of these names.
+        configuration class of transformers (`LlamaConfig`), or `module:factory`. A factory is
+        called under torch.device("meta"), with `batch` and `sequence` where it takes arguments of
+        these names; `names.model_and_call` says what it returns. A language model may come
+        alone: it is called with input_ids and labels of [batch, sequence].
     settings: `key=value` entries of the Hugging Face configuration; values are read as JSON.
 
     Raises ConfigError for what cannot be found.
@@ -51,33 +51,23 @@ def load_source(
 
 
 def _from_factory(name: str, batch: int, sequence: int, dtype: torch.dtype) -> Source:
-    module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        factory: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            factory = getattr(factory, part)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise ConfigError(message(f"{name} cannot be found: {error}")) from error
+    factory = callable_named(name)
     known = inspect.signature(factory).parameters
     given = {k: v for k, v in (("batch", batch), ("sequence", sequence)) if k in known}
     with torch.device("meta"):
-        made = factory(**given)
-    parts = made if isinstance(made, tuple) else (made,)
-    if not parts or not isinstance(parts[0], nn.Module) or len(parts) > 3:
-        raise ConfigError(
-            message(
-                f"{name} returned {type(parts[0] if parts else made).__name__}",
-                remedy="A factory returns a module, or (module, args), or (module, args, kwargs).",
-            )
-        )
-    example: tuple[Any, Any] = (
-        parts[1] if len(parts) > 1 else (),
-        parts[2] if len(parts) > 2 else {},
-    )
-    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), example)
-    return Source(parts[0].to("meta", dtype), tuple(args), dict(kwargs))
+        model, args, kwargs = model_and_call(factory(**given), name)
+    model = model.to("meta", dtype)
+    if hasattr(getattr(model, "config", None), "use_cache"):
+        model.config.use_cache = False  # type: ignore[union-attr]
+    if not args and not kwargs and "input_ids" in inspect.signature(model.forward).parameters:
+        return _language_model(model, batch, sequence)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
+    return Source(model, args, kwargs)
+
+
+def _language_model(model: nn.Module, batch: int, sequence: int) -> Source:
+    ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
+    return Source(model, (), {"input_ids": ids, "labels": ids.clone()}, ids.numel())
 
 
 def _configuration(name: str, settings: Sequence[str]) -> Any:
@@ -143,9 +133,7 @@ def _causal_lm(config: Any, batch: int, sequence: int, dtype: torch.dtype) -> So
         ) from error
     if getattr(model, "loss_type", None) is None:
         model.loss_type = "ForCausalLM"  # else its guess is logged, which Dynamo cannot trace
-    ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
-    batch_of = {"input_ids": ids, "labels": ids.clone()}
-    return Source(model.to(dtype), (), batch_of, ids.numel())
+    return _language_model(model.to(dtype), batch, sequence)
 
 
 def _transformers(name: str) -> Any:

@@ -17,8 +17,9 @@ from autoshard.config import Config
 from autoshard.errors import ConfigError, message
 from autoshard.in_process import rows_in_process
 from autoshard.measuring import Row
+from autoshard.names import callable_named
 from autoshard.runtime.mesh import offline_mesh
-from autoshard.subject import Subject, resolve
+from autoshard.subject import Subject
 
 SHOWN = 10
 """Rows of the printed table."""
@@ -130,7 +131,7 @@ def verify(
     Config.from_options({**settings, "mesh": sizes})
     sizes = {axis.name: axis.size for axis in offline_mesh(sizes, 0).axes}
     if isinstance(model, str):
-        resolve(model)  # a wrong name is the caller's error, not a process's
+        callable_named(model)  # a wrong name is the caller's error, not a process's
     if isinstance(model, nn.Module):
         model = getattr(model, "_orig_mod", model)
         if any(t.is_cuda for t in (*model.parameters(), *model.buffers())):

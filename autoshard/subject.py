@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import ConfigError, message
+from autoshard.names import callable_named, model_and_call
 from autoshard.runtime.lazy import LazyGather
 from autoshard.runtime.random_ops import draw_apart
 
@@ -45,12 +43,16 @@ class Subject:
     def load(self) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
         """The model and its whole batch, on the CPU, the same at each call."""
         torch.manual_seed(self.seed)
-        source = resolve(self.source) if isinstance(self.source, str) else self.source
+        source = callable_named(self.source) if isinstance(self.source, str) else self.source
         given = (tuple(self.args), dict(self.kwargs or {}))
         made: Any = copy.deepcopy(source) if isinstance(source, nn.Module) else source()
-        model, args, kwargs = _parts(made)
+        model, args, kwargs = model_and_call(made, "the factory")
         if any(given):
             args, kwargs = given
+        if any(isinstance(p, DTensor) for p in model.parameters()):
+            raise ConfigError(
+                message("the model is sharded already", remedy="Give the model as it was made.")
+            )
         if any(t.is_meta for t in model.parameters()):
             raise ConfigError(
                 message(
@@ -86,46 +88,6 @@ class Subject:
         generator = torch.Generator().manual_seed(self.seed)
         noisy = [t * torch.randn(t.shape, generator=generator).to(t.dtype) for t in leaves]
         return torch.stack([t.abs().sum() if t.is_complex() else t.sum() for t in noisy]).sum()
-
-
-def _parts(made: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    model, *rest = made if isinstance(made, tuple) else (made,)
-    args = rest[0] if rest else ()
-    kwargs = rest[1] if len(rest) > 1 else {}
-    if isinstance(args, Mapping):  # (model, kwargs) has one reading only
-        args, kwargs = (), args
-    args = args if isinstance(args, (tuple, list)) else (args,)
-    model = getattr(model, "_orig_mod", model)
-    if not isinstance(model, nn.Module) or len(rest) > 2:
-        raise ConfigError(
-            message(
-                f"the factory returned {type(made).__name__}, not a model",
-                remedy="It returns the model, or (model, args), or (model, args, kwargs).",
-            )
-        )
-    if any(isinstance(p, DTensor) for p in model.parameters()):
-        raise ConfigError(
-            message("the model is sharded already", remedy="Give the model as it was made.")
-        )
-    return model, tuple(args), dict(kwargs)
-
-
-def resolve(name: str) -> Callable[[], Any]:
-    """The callable of "module:function"; modules of the working directory are found too."""
-    module, colon, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found: Any = importlib.import_module(module) if colon else None
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise ConfigError(
-            message(f"{name!r} cannot be found: {error}", remedy="Give module:function.")
-        ) from error
-    if not callable(found):
-        raise ConfigError(message(f"{name!r} is a {type(found).__name__}, not a function"))
-    return found  # type: ignore[no-any-return]
 
 
 def converted(batch: Any, dtype: torch.dtype) -> Any:

@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
         help="module:function that returns (model, args), (model, args, kwargs) or a model that "
         "is called without arguments; or a Hugging Face directory of a causal language model",
     )
-    parser.add_argument("--mesh", type=_sizes, required=True, metavar="tp=2,dp_shard=2")
+    parser.add_argument("--mesh", required=True, metavar="tp=2,dp_shard=2")
     parser.add_argument(
         "--option",
         action="append",
@@ -49,6 +49,7 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from autoshard.errors import ConfigError
+    from autoshard.names import parse_mesh
     from autoshard.proof import verify
 
     started = time.monotonic()
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         proof = verify(
             source,
-            mesh=options.mesh,
+            mesh=parse_mesh(options.mesh),
             options={"inner": options.inner, **dict(options.option)},
             steps=options.steps,
             lr=options.lr,
@@ -94,16 +95,6 @@ class Pretrained:
         config: Any = model.config
         tokens = torch.randint(config.get_text_config().vocab_size, (self.rows, self.length))
         return model, (), {"input_ids": tokens, "labels": tokens}
-
-
-def _sizes(text: str) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for item in text.split(","):
-        name, equals, size = item.partition("=")
-        if not equals or not size.isdigit() or name in sizes:
-            raise argparse.ArgumentTypeError(f"{item!r} is not AXIS=SIZE, such as tp=2")
-        sizes[name] = int(size)
-    return sizes
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -6,7 +6,8 @@ This backend (DDP, ZeRO-1, 2 and 3) beside DistributedDataParallel and FSDP2's f
 eager and under torch.compile, in one run. The contestants take turns step by step, so that other
 load on the machine meets all of them. A row is the median over steps, and each column is followed
 by its ratio to the best of torch's of the same kind: DDP for what stores whole parameters, FSDP2
-for what stores shards.
+for ZeRO-3, and FSDP2 with reshard_after_forward=False for ZeRO-1 and 2, which like it keep gathered
+parameters from the forward to the backward.
 
 How each is measured, the same for all and through compiled code as well:
 - step: forward, backward, optimizer, zero_grad, between two barriers; the slower rank counts.
@@ -90,20 +91,21 @@ def contestants(model: Model, bucket_bytes: int | None) -> dict[str, Contestant]
         size = None if bucket_bytes is None else bucket_bytes >> 20
         return DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=size)
 
-    def fsdp() -> nn.Module:
+    def fsdp(reshard: bool) -> nn.Module:
         own = copy.deepcopy(model)
         for block in own.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(own, mesh=mesh)
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(own, mesh=mesh, reshard_after_forward=reshard)
         return own
 
     found = {
         "autoshard DDP": ours({"dp_replicate": n}, 3, "DDP"),
-        "autoshard ZeRO-1": ours({"dp_shard": n}, 1, "FSDP2"),
-        "autoshard ZeRO-2": ours({"dp_shard": n}, 2, "FSDP2"),
+        "autoshard ZeRO-1": ours({"dp_shard": n}, 1, "FSDP2 kept"),
+        "autoshard ZeRO-2": ours({"dp_shard": n}, 2, "FSDP2 kept"),
         "autoshard ZeRO-3": ours({"dp_shard": n}, 3, "FSDP2"),
     }
-    for name, make in (("DDP", ddp), ("FSDP2", fsdp)):
+    rivals = {"DDP": ddp, "FSDP2": lambda: fsdp(True), "FSDP2 kept": lambda: fsdp(False)}
+    for name, make in rivals.items():
         eager, compiled = make(), make()
         found[f"{name} eager"] = Contestant(eager, eager, name)
         found[f"{name} compiled"] = Contestant(compiled, torch.compile(compiled), name)
@@ -162,6 +164,15 @@ class Measured:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def turn(self, number: int, x: torch.Tensor) -> None:
+        """Step `number` of the run: the first to settle, then the profiled one, then timed ones."""
+        if number < SETTLING - 1:
+            self.step(x)
+        elif number == SETTLING - 1:
+            self.profiled(x)
+        else:
+            self.timed(x)
+
     def timed(self, x: torch.Tensor) -> None:
         """A step on the clock."""
         dist.barrier()
@@ -212,6 +223,14 @@ def table(rows: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
+def report(rows: dict[str, dict[str, float]], args: argparse.Namespace) -> None:
+    """Print the table; write it and the settings to `args.json` where that is given."""
+    print(table(rows))
+    if args.json:
+        settings = {key: str(value) for key, value in vars(args).items()}
+        args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=2) + "\n")
+
+
 def main() -> None:
     """Run all contestants and print the table on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -230,18 +249,10 @@ def main() -> None:
     for number in range(SETTLING + args.steps):
         x = torch.randn(args.batch, args.width)
         for one in measured.values():
-            if number < SETTLING - 1:
-                one.step(x)
-            elif number == SETTLING - 1:
-                one.profiled(x)
-            else:
-                one.timed(x)
+            one.turn(number, x)
     rows = figures(measured)
     if dist.get_rank() == 0:
-        print(table(rows))
-        if args.json:
-            settings = {key: str(value) for key, value in vars(args).items()}
-            args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=2) + "\n")
+        report(rows, args)
     dist.destroy_process_group()
 
 

@@ -7,14 +7,13 @@ without sequence parallelism) and data parallelism against DDP and FSDP2, each o
 under torch.compile, in one run: the contestants take turns step by step, on the same global batch
 (data-parallel ranks take half of it each). Step time, peak memory and bytes sent are measured as in
 data_parallel.py; `first s` is the first step, compilation included. A ratio is to the best of
-torch's two of the same kind.
+torch's two of the same kind; "FSDP2 kept" is FSDP2 with reshard_after_forward=False.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from data_parallel import SETTLING, Contestant, Measured, figures, table
+from data_parallel import SETTLING, Contestant, Measured, figures, report
 from llama_model import Llama, Shape, WithLoss, loss_of, parallelize_by_hand
 
 
@@ -71,9 +70,10 @@ def contestants(model: Llama, only: str) -> dict[str, Callable[[], Contestant]]:
             wrapped: Any = DistributedDataParallel(WithLoss(own))
         else:
             mesh = init_device_mesh("cpu", (n,))
+            reshard = kind == "FSDP2"
             for block in own.blocks:
-                fully_shard(block, mesh=mesh)
-            wrapped = fully_shard(WithLoss(own), mesh=mesh)
+                fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+            wrapped = fully_shard(WithLoss(own), mesh=mesh, reshard_after_forward=reshard)
         return Contestant(wrapped, torch.compile(wrapped) if compiled else wrapped, kind)
 
     found: dict[str, Callable[[], Contestant]] = {}
@@ -92,9 +92,12 @@ def contestants(model: Llama, only: str) -> dict[str, Callable[[], Contestant]]:
         found["autoshard DDP"] = lambda: ours("DDP", {"dp_replicate": n}, bucket_bytes=25 << 20)
         for zero in (1, 2, 3):
             found[f"autoshard ZeRO-{zero}"] = lambda zero=zero: ours(
-                "FSDP2", {"dp_shard": n}, zero=zero, bucket_bytes=block - 4096
+                "FSDP2" if zero == 3 else "FSDP2 kept",
+                {"dp_shard": n},
+                zero=zero,
+                bucket_bytes=block - 4096,
             )
-        for kind in ("DDP", "FSDP2"):
+        for kind in ("DDP", "FSDP2", "FSDP2 kept"):
             for form in ("eager", "compiled"):
                 found[f"{kind} {form}"] = lambda kind=kind, form=form: data_parallel(
                     kind, form == "compiled"
@@ -134,23 +137,14 @@ def main() -> None:
     for number in range(1, SETTLING + args.steps):
         ids = torch.randint(shape.vocab, (args.batch, shape.length))
         for one in measured.values():
-            mine = batch_for(one, ids)
-            if number < SETTLING - 1:
-                one.step(mine)
-            elif number == SETTLING - 1:
-                one.profiled(mine)
-            else:
-                one.timed(mine)
+            one.turn(number, batch_for(one, ids))
     rows = figures(measured)
     if rank == 0:
         for name, row in rows.items():
             row["first_s"] = first[name]
         parameters = sum(p.numel() for p in model.parameters())
         print(f"\n{parameters / 1e6:.1f} million parameters, {args.batch * shape.length} tokens")
-        print(table(rows))
-        if args.json:
-            settings = {key: str(value) for key, value in vars(args).items()}
-            args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=2) + "\n")
+        report(rows, args)
     dist.destroy_process_group()
 
 

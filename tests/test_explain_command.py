@@ -9,7 +9,7 @@ import pytest
 
 from autoshard.cli import main
 from autoshard.errors import ConfigError
-from autoshard.example_batch import parse_mesh
+from autoshard.names import parse_mesh
 
 CONFIG = {
     "model_type": "llama",
@@ -42,7 +42,11 @@ def test_a_factory_says_how_it_is_called(
         "import torch\nfrom models_plain import MLP\n\n"
         "def batch():\n    return MLP(), {'x': torch.ones(8, 64)}\n\n"
         "def tuple_batch():\n    return MLP(), (torch.ones(8, 64),)\n\n"
-        "def number():\n    return 3\n"
+        "def number():\n    return 3\n\n"
+        "def language():\n"
+        "    from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "    return LlamaForCausalLM(LlamaConfig(hidden_size=64, intermediate_size=128,\n"
+        "        num_hidden_layers=1, num_attention_heads=4, vocab_size=96))\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -50,10 +54,12 @@ def test_a_factory_says_how_it_is_called(
     assert main(["explain", "explained_model:batch", *arguments]) == 0
     assert "dp_shard" in capsys.readouterr().out
     assert main(["explain", "explained_model:tuple_batch", *arguments]) == 0
+    assert main(["explain", "explained_model:language", *arguments, "--sequence", "16"]) == 0
+    assert "embed_tokens" in capsys.readouterr().out
     for wrong, why in (
-        (["explained_model:number", *arguments], "returned a int. Return a torch.nn.Module"),
+        (["explained_model:number", *arguments], "returned a int, not a torch.nn.Module"),
         (["explained_model:nothing"], "cannot be found"),
-        (["nowhere"], "neither a directory"),
+        (["nowhere"], "no directory with a config.json, no module:factory"),
         (["explained_model:batch", "--mesh", "tp:2"], "is no mesh"),
         (["explained_model:batch", "--hardware", "h10"], "Did you mean 'h100'"),
     ):
@@ -63,5 +69,6 @@ def test_a_factory_says_how_it_is_called(
 
 def test_meshes() -> None:
     assert parse_mesh("dp_shard=2, tp=4") == {"dp_shard": 2, "tp": 4}
-    with pytest.raises(ConfigError, match="is no mesh"):
-        parse_mesh("8")
+    for wrong in ("8", "tp=", "=2", "tp=two", "tp=2,tp=2", ""):
+        with pytest.raises(ConfigError, match="is no mesh"):
+            parse_mesh(wrong)

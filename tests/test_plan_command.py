@@ -12,7 +12,6 @@ import torch
 
 import autoshard
 from autoshard.cli import main
-from autoshard.plan_command import parse_mesh
 from autoshard.planning.cluster import cluster
 
 FACTORY = """
@@ -97,10 +96,10 @@ def test_a_directory_and_a_class_are_the_same_model(
 @pytest.mark.parametrize(
     "asked, why",
     [
-        (["my_nets:nothing"], "my_nets:nothing cannot be found"),
-        (["my_nets:number"], "my_nets:number returned int"),
+        (["my_nets:nothing"], "'my_nets:nothing' cannot be found"),
+        (["my_nets:number"], "my_nets:number returned a int"),
         (["nowhere"], "no directory with a config.json, no module:factory"),
-        (["my_nets:net", "--mesh", "tp"], "--mesh 'tp' is not a list of axis=size"),
+        (["my_nets:net", "--mesh", "tp"], "'tp' is no mesh"),
         (["my_nets:net", "--mesh", "tp=3"], "the mesh tp 3 has 3 ranks, the world 2"),
         (["my_nets:net", "--mesh", "xp=2"], "unknown mesh axis 'xp'"),
         (["my_nets:net", "--hardware", "h10"], "Did you mean 'h100'"),
@@ -162,7 +161,3 @@ def test_a_bar_on_a_terminal(
     said = capsys.readouterr().err
     assert "[###############---------------] capturing" in said and said.endswith("\r\x1b[K")
     assert "\n" not in said
-
-
-def test_meshes_are_spelled() -> None:
-    assert parse_mesh("dp_shard=8, tp=4") == {"dp_shard": 8, "tp": 4}

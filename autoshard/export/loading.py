@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from autoshard.export.errors import export_error
+from autoshard.names import callable_named, model_and_call
 
 
 def load_model(source: str) -> nn.Module:
@@ -21,21 +20,9 @@ def load_model(source: str) -> nn.Module:
     """
     if (Path(source) / "config.json").is_file():
         return _pretrained(source)
-    name, colon, attribute = source.partition(":")
-    if not colon:
+    if ":" not in source:
         raise export_error(f"{source} is neither a directory with a config.json nor module:factory")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        factory: Any = importlib.import_module(name)
-        for part in attribute.split("."):
-            factory = getattr(factory, part)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise export_error(f"{source} cannot be found: {error}") from error
-    model = factory()
-    if not isinstance(model, nn.Module):
-        raise export_error(f"{source} returned a {type(model).__name__}, not a torch.nn.Module")
-    return model
+    return model_and_call(callable_named(source)(), source)[0]
 
 
 def load_tokenizer(source: str) -> Any:

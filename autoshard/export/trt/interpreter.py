@@ -15,7 +15,7 @@ import torch
 from autoshard.export.errors import export_error
 from autoshard.export.rank_graph import RankGraph
 from autoshard.export.trt.build import Network
-from autoshard.export.trt.layers import LAYERS, attend
+from autoshard.export.trt.layers import DTYPES, LAYERS, attend
 from autoshard.export.trt.spy import Spy
 from autoshard.runtime import lockstep
 from autoshard.runtime.axis import Axis
@@ -152,23 +152,13 @@ class NetworkInterpreter:
         """The independent part: what TensorRT inferred for this tensor."""
         said = str(tensor.dtype).rpartition(".")[2]
         shape = tuple(tensor.shape)
-        if _TYPES[said] != value.dtype:
+        if DTYPES[said] != value.dtype:
             raise export_error(f"{name}: TensorRT inferred {said}, the value is {value.dtype}")
         if len(shape) != value.dim() or any(s not in (-1, v) for s, v in zip(shape, value.shape)):
             raise export_error(
                 f"{name}: TensorRT inferred shape {shape}, the value has {tuple(value.shape)}"
             )
         return value
-
-
-_TYPES = {
-    "FLOAT": torch.float32,
-    "HALF": torch.float16,
-    "BF16": torch.bfloat16,
-    "INT64": torch.int64,
-    "INT32": torch.int32,
-    "BOOL": torch.bool,
-}
 
 
 def interpret(

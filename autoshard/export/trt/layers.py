@@ -18,7 +18,7 @@ class Kind(NamedTuple):
     run: Callable[[Any, Values], Sequence[torch.Tensor]]
 
 
-_DTYPES = {
+DTYPES = {
     "FLOAT": torch.float32,
     "HALF": torch.float16,
     "BF16": torch.bfloat16,
@@ -145,7 +145,7 @@ def _fill(layer: Any, given: Values) -> list[torch.Tensor]:
     count, start, step = given
     total = int(count)
     steps = torch.arange(total) * step.reshape(()) + start.reshape(())
-    return [steps.to(_DTYPES[layer.get_output_type(0).name])]
+    return [steps.to(DTYPES[layer.get_output_type(0).name])]
 
 
 def _cumulative(layer: Any, given: Values) -> list[torch.Tensor]:
@@ -211,7 +211,7 @@ def attend(layer: Any, given: Values) -> torch.Tensor:
 LAYERS: dict[str, Kind] = {
     "CONSTANT": Kind("IConstantLayer", lambda layer, given: []),
     "CAST": Kind(
-        "ICastLayer", lambda layer, given: [given[0].to(_DTYPES[layer.get_output_type(0).name])]
+        "ICastLayer", lambda layer, given: [given[0].to(DTYPES[layer.get_output_type(0).name])]
     ),
     "IDENTITY": Kind("IIdentityLayer", lambda layer, given: [given[0]]),
     "ELEMENTWISE": Kind(
