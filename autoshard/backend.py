@@ -137,6 +137,7 @@ def _runner(
     with modes():
         compiled = compile_local(local, fakes, config.inner, program.finish, program.settings())
     agree("compiled program", "", [], program.axis)  # nobody runs before everybody can
+    compat_dynamo.lighten_guards()
     arrive = arrival(inputs, program.axis, config)
     sharded = [i for i, item in enumerate(inputs) if isinstance(item.real, DTensor)]
     owned = weakref.WeakSet(item.real for item in inputs if isinstance(item.real, nn.Parameter))

@@ -70,10 +70,15 @@ def contestants(model: Llama, only: str) -> dict[str, Callable[[], Contestant]]:
             wrapped: Any = DistributedDataParallel(WithLoss(own))
         else:
             mesh = init_device_mesh("cpu", (n,))
+            # compiled block by block: Dynamo breaks at FSDP2's hooks, between the blocks, and would
+            # from then on leave the model's own forward eager, for every contestant
             reshard = kind == "FSDP2"
             for block in own.blocks:
+                if compiled:
+                    block.compile()
                 fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
             wrapped = fully_shard(WithLoss(own), mesh=mesh, reshard_after_forward=reshard)
+            return Contestant(wrapped, wrapped, kind)
         return Contestant(wrapped, torch.compile(wrapped) if compiled else wrapped, kind)
 
     found: dict[str, Callable[[], Contestant]] = {}

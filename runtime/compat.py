@@ -279,6 +279,23 @@ def dtensor(local: torch.Tensor, spec: Any) -> DTensor:
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
+def stores_gradient(node: Any) -> bool:
+    """Whether an autograd node is the one that writes a leaf's `.grad`; its class has no name."""
+    return isinstance(node, torch._C._functions.AccumulateGrad)  # type: ignore[attr-defined]
+
+
+def will_execute(leaf: Any) -> bool:
+    """Whether the backward that runs now is going to execute the node of a leaf.
+
+    `backward(inputs=...)` leaves others out. Under `autograd.grad` the engine refuses the question:
+    there the gradient is handed to the caller, and nothing is stored.
+    """
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:
+        return False
+
+
 def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
     """Give `new` the hooks registered on the leaf `old`, so that their handles still remove them.
 

@@ -1,15 +1,23 @@
-"""What Dynamo is asked to trace that it would break the graph at: private parts of torch."""
+"""What Dynamo is asked to trace and to guard otherwise than it would: private parts of torch."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import torch
 import torch._dynamo.variables.builtin as _builtins
 
 MARK = "autoshard_traces_leaves"
 """Attribute of a backend function for whose graphs `trace_leaves` holds."""
+
+
+def keep_variants(count: int) -> None:
+    """Let Dynamo keep `count` compiled variants of a function. torch.compile has no option for it."""
+    torch._dynamo.config.recompile_limit = count
 
 
 def trace_leaves() -> None:
@@ -47,6 +55,46 @@ def _passing_over(original: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(set_attribute, MARK, True)
     return set_attribute
+
+
+def lighten_guards() -> None:
+    """Make the guards that Dynamo has for every DTensor of the graph being compiled cheap.
+
+    It compares each spec, device mesh included, with a deep copy field by field: seven microseconds
+    a parameter and call. A spec is never written to, so the object itself is equal at once; another
+    one is compared as before. That a device mesh is one with another parameter's mesh, which it
+    also asks, in Python, follows from the specs.
+    """
+    context = torch._guards.TracingContext.try_get()
+    if context is None:
+        return
+    found = context.guards_context.dynamo_guards.inner
+    for guard in list(found):
+        kind = guard.create_fn_name()
+        if kind == "DTENSOR_SPEC_MATCH":
+            found.discard(guard)
+            new = _quick(guard.create_fn)
+            found.add(dataclasses.replace(guard, create_fn=new, _hash=None))
+        elif kind == "DUPLICATE_INPUT" and guard.name.endswith(".device_mesh"):
+            found.discard(guard)
+
+
+def _quick(create: Callable[..., Any]) -> Callable[..., Any]:
+    """What creates the guard that `create` does, but lets the object of now pass at once."""
+
+    @functools.wraps(create)
+    def created(builder: Any, guard: Any) -> None:
+        now, manager = builder.get(guard), builder.get_guard_manager(guard)
+
+        class Manager:
+            @staticmethod
+            def add_lambda_guard(check: Callable[[Any], bool], *said: Any) -> None:
+                manager.add_lambda_guard(lambda spec: spec is now or check(spec), *said)
+
+        with mock.patch.object(builder, "get_guard_manager", lambda _: Manager):
+            create(builder, guard)
+
+    return created
 
 
 def _is_marked(backend: Any) -> bool:

@@ -12,9 +12,10 @@ from autoshard.runtime.accumulation import attend, pending_of, use_of
 from autoshard.runtime.axis import Axis
 from autoshard.runtime.collectives import change
 from autoshard.runtime.data_axes import data_axes
+from autoshard.runtime.deliver import apart, deliver
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.placement import R, State, shard_dim
-from autoshard.runtime.storage import extents, shared, stored_states
+from autoshard.runtime.storage import extents, stored_states
 from autoshard.runtime.unshard import ACCUMULATE, SINGLE, deferred_at, unshard
 
 
@@ -88,7 +89,7 @@ class _Unwrap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: DTensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         ctx.set_materialize_grads(False)
-        ctx.specs = [compat.spec_of(parameter) for parameter in parameters]
+        ctx.parameters = parameters
         # A fresh tensor object each: autograd marks what a Function returns.
         local = tuple(compat.local_of(parameter).detach() for parameter in parameters)
         frozen = [x for x, p in zip(local, parameters) if not p.requires_grad]
@@ -98,7 +99,9 @@ class _Unwrap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:  # type: ignore[override]
-        return tuple(
-            None if grad is None else compat.dtensor(grad, spec)
-            for grad, spec in zip(shared(grads), ctx.specs)
-        )
+        parameters = ctx.parameters
+        wrapped = [
+            None if grad is None else compat.dtensor(grad, compat.spec_of(parameter))
+            for grad, parameter in zip(apart(grads), parameters)
+        ]
+        return deliver(ctx, parameters, wrapped)

@@ -82,29 +82,6 @@ def owned(part: torch.Tensor) -> torch.Tensor:
     return part.clone(memory_format=torch.contiguous_format)
 
 
-def shared(parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """`parts`, contiguous; views of one storage stay views where they are most of it together.
-
-    A bucket of reduced gradients is so handed out in pieces, without a copy. What is a small part
-    of its storage is copied: it would keep the rest alive.
-    """
-    used: dict[int, int] = {}
-    held: list[tuple[int, int]] = []  # of each part: where its storage is, and its bytes
-    for part in parts:
-        if part is None:
-            held.append((0, 0))
-            continue
-        storage = part.untyped_storage()
-        at = storage.data_ptr()
-        held.append((at, storage.nbytes()))
-        used[at] = used.get(at, 0) + part.nbytes
-    found = list(parts)
-    for i, (part, (at, nbytes)) in enumerate(zip(parts, held)):
-        if part is not None and not (4 * used[at] >= 3 * nbytes and part.is_contiguous()):
-            found[i] = part.clone(memory_format=torch.contiguous_format)
-    return found
-
-
 def extents(
     shape: Sequence[int], states: Mapping[str, State], axes: Sequence[Axis]
 ) -> dict[str, int]:

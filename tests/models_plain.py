@@ -47,6 +47,19 @@ class Regression(nn.Module):
         return F.mse_loss(self.body(x), y)
 
 
+class Parallel(nn.Module):
+    """Two branches that are added: their biases have one gradient, which a graph computes once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.head = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.head(torch.tanh(self.left(x) + self.right(x)))
+        return y
+
+
 class Branch(nn.Module):
     """Takes one of two branches by the value of its input: a graph break."""
 
@@ -168,6 +181,7 @@ def vectors(step: int) -> Batch:
 
 HAND_WRITTEN = [
     Case("mlp", lambda: Regression(MLP()), vectors, returned_loss),
+    Case("parallel", lambda: Regression(Parallel()), vectors, returned_loss),
     Case("branch", lambda: Regression(Branch()), vectors, returned_loss),
     Case("twice", lambda: Regression(Twice()), vectors, returned_loss),
     Case("lstm", Recurrent, tokens, returned_loss),
