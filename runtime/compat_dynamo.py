@@ -16,7 +16,7 @@ MARK = "autoshard_traces_leaves"
 
 
 def keep_variants(count: int) -> None:
-    """Let Dynamo keep `count` compiled variants of a function. torch.compile has no option for it."""
+    """Let Dynamo keep `count` variants of a function; torch.compile has no option for it."""
     torch._dynamo.config.recompile_limit = count
 
 

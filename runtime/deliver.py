@@ -36,7 +36,7 @@ def apart(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
             found[i] = _copy(grad)
             continue
         end = start + grad.nbytes
-        base = start - grad.storage_offset() * grad.element_size()
+        base = start - int(grad.storage_offset()) * grad.element_size()
         used[base] = used.get(base, 0) + grad.nbytes
         alone.append((i, base, grad))
     sizes: dict[int, int] = {}
