@@ -220,6 +220,8 @@ def views() -> Iterator[Sample]:
     yield Sample("aten.tensor_split.indices", (f(3, 16), [4, 8], 1))
     yield Sample("aten.unflatten", (f(2, 36), -1, [3, 12]), n=BOTH)
     yield Sample("aten.view", (f(2, 36, 5), [2, 3, 4, 3, 5]), n=BOTH)
+    for op in ("aten.view.dtype", "aten.view_copy.dtype"):
+        yield Sample(op, (f(4, 6), torch.int32))
     yield Sample("aten.tensor_split.sections", (f(4, 6), 3, 1))
     yield Sample("aten.unfold", (f(4, 8), 1, 3, 2))
     yield Sample("aten.roll", (f(4, 6), [1], [1]))
@@ -379,6 +381,8 @@ def layers() -> Iterator[Sample]:
         yield Sample(f"aten.avg_pool{k}d", (x, [2] * k))
         yield Sample(f"aten.adaptive_avg_pool{k}d", (x, [2] * k))
         yield Sample(f"aten.upsample_nearest{k}d", (x, [8] * k))
+        yield Sample(f"aten.upsample_nearest{k}d.vec", (x, None, [2.0] * k))
+    yield Sample("aten.upsample_bilinear2d.vec", (f(2, 4, 4, 4), None, False, [2.0, 1.5]))
     yield Sample("aten.upsample_linear1d", (f(2, 4, 4), [8], False))
     yield Sample("aten.upsample_bilinear2d", (f(2, 4, 4, 4), [8, 8], False))
     yield Sample("aten.upsample_bicubic2d", (f(2, 4, 4, 4), [8, 8], False))

@@ -117,6 +117,9 @@ VIEWS: dict[str, Entry] = {
         ],
         (along(views.reshaped), fused.unfolded),
     ),
+    # of another dtype: bits do not add up as numbers do, and the last dim may change its size
+    "aten.view.dtype": along(except_last(1), linear=False),
+    "aten.view_copy.dtype": along(except_last(1), linear=False),
     "aten.squeeze": along(views.squeezed),
     "aten.expand": views.expanded,
     "aten.transpose": along(views.permuted(views.swapped("dim0", "dim1"))),

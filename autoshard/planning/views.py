@@ -31,10 +31,12 @@ DimMap = Callable[[Call], Iterable[Pair]]
 Rule = Callable[[Call], Iterable[Strategy]]
 
 
-def along(dim_map: DimMap, operand: str = "self", *, linear: bool = True) -> Rule:
-    """The rule of an operator of one tensor: each pair of the map, and P -> P where linear."""
+def along(dim_map: DimMap, *, linear: bool = True) -> Rule:
+    """The rule of an operator of one tensor, its first argument: each pair of the map, and P -> P
+    where linear."""
 
     def rule(call: Call) -> Iterator[Strategy]:
+        operand = call.schema.arguments[0].name  # overloads differ: upsample's are self and input
         tensor = call.tensor(operand)
         assert tensor is not None
         for pair in dim_map(call):
@@ -310,7 +312,7 @@ def size_entry(node: fx.Node, dim: int) -> tuple[int, int] | None:
     if not isinstance(target, torch._ops.OpOverload):
         return None
     name = str(target.overloadpacket)
-    if name in _SIZES:
+    if name in _SIZES and target._overloadname != "dtype":
         return _SIZES[name], dim
     if name == "aten.unflatten":
         first = node.args[1] % value(node.all_input_nodes[0]).dim()
