@@ -26,6 +26,7 @@ def explain(program: Program, width: int | None = None) -> str:
     sections = [
         _headline(program),
         program.chosen,
+        _held(program),
         explain_costs.dearest(program, columns),
         explain_costs.by_module(program, columns),
         _parameters(program, columns),
@@ -43,6 +44,7 @@ def explain_plan(program: Program, width: int | None = None) -> str:
     columns = page_width(width)
     sections = [
         _headline(program),
+        _held(program),
         explain_costs.by_module(program, columns),
         _parameters(program, columns),
         _unsharded(program, columns),
@@ -60,6 +62,18 @@ def _headline(program: Program) -> str:
         f"autoshard: {', '.join(f'{axis.name}={axis.size}' for axis in axes)}, "
         f"{len(program.parameters)} parameters, {human(total)} in all, "
         f"{share:.1f}% of the bytes sharded"
+    )
+
+
+def _held(program: Program) -> str:
+    held = program.decisions.held
+    if not held:
+        return ""
+    names = ", ".join(node.name for node in held[:4]) + (", ..." if len(held) > 4 else "")
+    total = len(program.decisions.strategies)
+    return (
+        f"Not the cheapest plan: {len(held)} of {total} values are held "
+        f"replicated, since to choose for all of them at once would take too long ({names})"
     )
 
 

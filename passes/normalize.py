@@ -16,6 +16,7 @@
   shape, aliases, dropout that drops nothing, detach of what has no gradient.
 - Copies go where nobody can tell: not where the memory of the copy reaches an output, and nowhere
   in a graph with an operator that depends on strides.
+- repeat_interleave loses `output_size`, which says what its other arguments say, of the whole.
 - cat with legacy empty operands (the first step of a Hugging Face cache) becomes cat of the rest.
 
 Not done: an identity that the graph returns directly stays, because the caller may rely on its
@@ -86,6 +87,8 @@ class Normalize:
                 report.hits += _type_as(graph, node)
             elif node.target is aten.cat.default:
                 report.hits += _cat(graph, node)
+            elif node.target is aten.repeat_interleave.self_int:
+                report.hits += _unsaid(node)
         graph.eliminate_dead_code()
         return report
 
@@ -125,6 +128,13 @@ def same_shape(left: torch.Tensor, right: torch.Tensor) -> bool:
         a == b if isinstance(a, int) and isinstance(b, int) else str(a) == str(b)
         for a, b in zip(left.shape, right.shape)
     )
+
+
+def _unsaid(node: fx.Node) -> int:
+    before = (node.args, node.kwargs)
+    node.args = node.args[:3]
+    node.kwargs = {name: said for name, said in node.kwargs.items() if name != "output_size"}
+    return (node.args, node.kwargs) != before
 
 
 def _identity(node: fx.Node) -> fx.Node | None:

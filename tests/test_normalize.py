@@ -54,6 +54,14 @@ def test_views_become_one_reshape() -> None:
     assert report.hits == 2
 
 
+def test_the_size_of_a_repetition_is_not_said_twice() -> None:
+    def fn(m: Any, x: T) -> T:
+        return torch.repeat_interleave(m.lin(x), 2, dim=0, output_size=8).relu()
+
+    names, report, recorder = normalized(fn, x48())
+    assert "repeat_interleave.self_int" in names and report.hits == 1
+
+
 def test_reshape_with_two_readers_is_kept() -> None:
     def fn(m: Any, x: T) -> T:
         y = m.lin(x).view(32)

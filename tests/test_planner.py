@@ -14,13 +14,15 @@ from torch import nn
 
 import autoshard
 from autoshard.planning.planner import stored_bytes
+from autoshard.planning.solver import FactorGraph
 from autoshard.program import Program
 from autoshard.runtime.errors import PlanError
 from autoshard.runtime.placement import R, shard_dim
+from autoshard.verification import verify_program
 from models import CASES
 from models_hf import llama
 from models_plain import MLP
-from traced import WithLoss
+from traced import WithLoss, programs
 
 PRINT_PLAN = """
 import torch
@@ -35,6 +37,21 @@ print(program.plan.text())
 def planned(name: str, **options: Any) -> Program:
     case = CASES[name]
     return autoshard.trace(WithLoss(case), (case.make_batch(0),), **options)
+
+
+def test_a_graph_too_entangled_for_the_exact_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an unrolled recurrence is; here the solver is allowed next to nothing."""
+    case = CASES["llama"]
+    model, batch = WithLoss(case), (case.make_batch(0),)
+    (exact,), _ = programs(model, batch, [{"mesh": {"tp": 2}}])
+    assert not exact.decisions.held and "Not the cheapest" not in exact.explain()
+    monkeypatch.setattr(FactorGraph.__init__, "__defaults__", (256, 20_000))
+    (held,), values = programs(model, batch, [{"mesh": {"tp": 2}}])
+    assert held.decisions.held
+    assert exact.decisions.seconds < held.decisions.seconds
+    said = held.explain()
+    assert "Not the cheapest plan: " in said and held.decisions.held[0].name in said
+    assert verify_program(held, values).worst[1] < 1e-5
 
 
 def test_plan_does_not_depend_on_the_process() -> None:

@@ -13,6 +13,7 @@ from torch import fx
 from autoshard.planning.hardware import Hardware
 from autoshard.planning.plan import GraphPlan, Plan, strategy_text
 from autoshard.planning.problem import TRAINED_BYTES, Builder, Prices, Problem
+from autoshard.planning.solver import Solution, TooWide
 from autoshard.planning.strategy import Strategy, value
 from autoshard.planning.values import global_bytes, output_state, producer, shardable
 from autoshard.runtime.errors import PlanError
@@ -52,6 +53,7 @@ class Decisions:
     width: int
     work: int
     builder: Builder
+    held: list[fx.Node] = field(default_factory=list)
 
     def state(self, node: fx.Node) -> State:
         """The state in which `node`'s own value is produced."""
@@ -161,7 +163,7 @@ def _solve(
     problem = builder.build()
     if request.plan:
         _constrain(gm, problem, request.plan)
-    solution = problem.graph.solve()
+    solution, held = _solved(problem)
     strategies, copies = problem.read(solution)
     decisions = Decisions(
         strategies,
@@ -173,9 +175,29 @@ def _solve(
         solution.width,
         solution.work,
         builder,
+        held,
     )
     decisions.stored = {node: decisions.state(node) for node in request.parameters}
     return decisions
+
+
+def _solved(problem: Problem) -> tuple[Solution, list[fx.Node]]:
+    """The cheapest assignment, and the nodes whose value or copy was not chosen by cost.
+
+    Where a graph is too entangled for the exact minimum (a recurrence that is unrolled), the values
+    in the way are held, as a rule replicated, and the plan is the cheapest of the rest.
+    """
+    held: set[int] = set()
+    while True:
+        try:
+            solution = problem.graph.solve()
+        except TooWide as wide:
+            for variable, allowed in wide.entangled.items():
+                _keep(problem, variable, [i == allowed for i in range(problem.graph.size(variable))])
+            held |= wide.entangled.keys()
+        else:
+            choices = (*problem.variables.items(), *problem.copies.items())
+            return solution, list(dict.fromkeys(node for node, i in choices if i in held))
 
 
 def _checked(node: fx.Node, name: str, state: State | None) -> State | None:

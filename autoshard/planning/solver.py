@@ -38,7 +38,14 @@ class Infeasible(PlanError):
 
 
 class TooWide(PlanError):
-    """The exact minimum would take more work than allowed."""
+    """The exact minimum would take more work than allowed.
+
+    entangled: the variables that stand in the way, each with the first value it may take.
+    """
+
+    def __init__(self, text: str, entangled: dict[int, int]) -> None:
+        super().__init__(text)
+        self.entangled = entangled
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,10 @@ class FactorGraph:
         self._unary.append(_checked(np.zeros(size) if cost is None else cost, (size,), name))
         self._prepared = None
         return index
+
+    def size(self, variable: int) -> int:
+        """The number of values of a variable."""
+        return self._sizes[variable]
 
     def add(
         self,
@@ -188,7 +199,8 @@ class FactorGraph:
                     f"of {sum(entries):.3g} table entries, more than {self._work_limit:.3g}; the "
                     f"largest table joins {len(widest)} variables: "
                     f"{', '.join(f'{self._names[v]} ({sizes[v]} values)' for v in widest[:12])}. "
-                    "Offer fewer values for these."
+                    "Offer fewer values for these.",
+                    {v: int(domains[v][0]) for v in cutset or widest[:1]},
                 )
             count = [0] * len(sizes)
             for bucket, size in zip(buckets, entries, strict=True):
