@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ SHOWN = 10
 """Rows of the printed table."""
 WIDTH, NAME = 80, 20
 """Columns of the table, and those that a name gets whatever it takes."""
+ROUNDING = 100.0
+"""Times the tolerance that rounding may reach in a deep model; more is a fault in any dtype."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,8 @@ def verify(
             model = copy.deepcopy(model).cpu()
     subject = Subject(model, args, kwargs, dtype, loss, seed)
     if not processes:
-        rows = rows_in_process(subject, sizes, settings, tolerance)
-        return Proof(sizes, tuple(worst(rows)), 1, ("ranks were threads of one process",))
+        rows, notes = _in_process(subject, sizes, settings, tolerance)
+        return Proof(sizes, tuple(worst(rows)), 1, notes)
     job = Comparison(subject, sizes, settings, steps, lr, tolerance, limit)
     ranks = [f"rank {rank}" for rank in range(job.ranks)]
     if progress is not None:
@@ -152,6 +154,23 @@ def verify(
         if not results[rank].programs
     ]
     return Proof(sizes, tuple(worst(rows)), steps, tuple(results[SERIAL].notes))
+
+
+def _in_process(
+    subject: Subject, sizes: Mapping[str, int], settings: Mapping[str, Any], tolerance: float | None
+) -> tuple[list[Row], tuple[str, ...]]:
+    """The rows and notes of the quick form; in float64 where rounding may be all that differs."""
+    notes = ["ranks were threads of one process"]
+    rows = rows_in_process(subject, sizes, settings, tolerance)
+    furthest = max((row.excess for row in rows), default=0.0)
+    if tolerance is None and subject.dtype is None and 1.0 < furthest < ROUNDING:
+        try:
+            wide = replace(subject, dtype=torch.float64)
+            rows = rows_in_process(wide, sizes, settings, tolerance)
+            notes.append(f"float64: in the model's own dtype, {furthest:.1f} times the tolerance")
+        except Exception as error:  # a dtype written into the model, an operator without float64
+            notes.append(f"no float64 run to tell rounding from faults: {type(error).__name__}")
+    return rows, tuple(notes)
 
 
 def _ending(name: str, width: int) -> str:

@@ -17,7 +17,7 @@ import autoshard
 import faults
 import jobs
 import mistakes
-from autoshard import local_world
+from autoshard import local_world, measuring
 from autoshard.cli import main
 from autoshard.errors import ConfigError
 from autoshard.local_world import WorldError
@@ -165,6 +165,16 @@ def test_forked_worlds_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_usage(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", *arguments]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_rounding_is_told_from_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(measuring.FLOORS, torch.float32, 1e-8)  # rounding alone is more
+    proof = autoshard.verify(faults.model, mesh={"tp": 2}, processes=False)
+    assert proof.ok and proof.notes[1].startswith("float64: in the model's own dtype, ")
+    fault = faults.FAULTS["mean_for_sum"]
+    monkeypatch.setattr(fault.place, fault.name, fault.faulty)
+    proof = autoshard.verify(faults.model, mesh={"tp": 2}, processes=False)
+    assert not proof.ok and len(proof.notes) == 1
 
 
 def test_a_mesh_is_needed() -> None:

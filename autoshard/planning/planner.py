@@ -193,7 +193,8 @@ def _solved(problem: Problem) -> tuple[Solution, list[fx.Node]]:
             solution = problem.graph.solve()
         except TooWide as wide:
             for variable, allowed in wide.entangled.items():
-                _keep(problem, variable, [i == allowed for i in range(problem.graph.size(variable))])
+                values = range(problem.graph.size(variable))
+                _keep(problem, variable, [i == allowed for i in values])
             held |= wide.entangled.keys()
         else:
             choices = (*problem.variables.items(), *problem.copies.items())
