@@ -39,7 +39,7 @@ def onnx_model(graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> Any:
     _require("onnxscript")
     _check_groups(graph)
     module = _bound(graph, weights)
-    examples = tuple(_example(port) for port in graph.inputs)
+    examples = tuple(example(port) for port in graph.inputs)
     sizes = tuple(
         {dim: torch.export.Dim.AUTO for dim, size in enumerate(port.shape) if isinstance(size, str)}
         for port in graph.inputs
@@ -114,7 +114,7 @@ def _bound(graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> fx.GraphMod
     return fx.GraphModule(root, copy)
 
 
-def _example(port: Port) -> torch.Tensor:
+def example(port: Port) -> torch.Tensor:
     shape = [size if isinstance(size, int) else _EXAMPLE[size] for size in port.shape]
     return torch.zeros(shape, dtype=port.dtype)
 
