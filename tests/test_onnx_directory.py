@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -28,6 +29,19 @@ def export(out: Path, **options: Any) -> dict[str, Any]:
     assert autoshard.export.onnx(cases.model("llama"), directory=out, **given) == out
     config: dict[str, Any] = json.loads((out / "config.json").read_text())
     return config
+
+
+def parsed(file: Path) -> None:
+    """Let TensorRT's own parser read a file, and what is beside it."""
+    import tensorrt_rtx as trt
+
+    from autoshard.export.trt.build import log_of
+
+    network = trt.Builder(log_of(trt)).create_network(0)
+    parser = trt.OnnxParser(network, log_of(trt))
+    assert parser.parse_from_file(str(file)), parser.get_error(0)
+    kinds = [network.get_layer(i).type.name for i in range(network.num_layers)]
+    assert kinds.count("DIST_COLLECTIVE") == len(onnx_model.collectives_of(onnx.load(file))) > 4
 
 
 def export_little(out: Path, **options: Any) -> None:
@@ -64,6 +78,8 @@ def test_a_directory_read_back_says_what_the_model_says(tmp_path: Path) -> None:
     assert sorted(path.name for path in out.iterdir()) == names
     assert [path.name for path in tmp_path.iterdir()] == ["onnx"]
 
+    if importlib.util.find_spec("tensorrt_rtx") is not None:
+        parsed(out / "rank0.onnx")
     models = [onnx.load(out / entry["file"]) for entry in config["ranks"]]
     assert [i.name for i in models[0].graph.input] == [port["name"] for port in config["inputs"]]
     outputs = evaluate(models, cases.feeds(cases.LENGTH))
