@@ -6,8 +6,9 @@ import argparse
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from autoshard import explain_command, plan_command, verify_command
 from autoshard.errors import AutoshardError
@@ -49,21 +50,15 @@ def _parser() -> argparse.ArgumentParser:
     hf.add_argument("--max-shard-bytes", type=int, default=5 * 2**30)
     hf.set_defaults(run=_huggingface)
     engines = formats.add_parser("tensorrt", help="TensorRT engines, one a rank")
-    _common(engines)
-    engines.add_argument("--tp", type=int, default=1, help="ranks (default 1)")
-    engines.add_argument("--dtype", choices=dtypes, default="float16")
-    engines.add_argument("--max-batch", type=int, default=8, help="rows at once (default 8)")
-    engines.add_argument(
-        "--max-sequence", type=int, default=1024, help="tokens of a row at once (default 1024)"
-    )
-    engines.add_argument(
-        "--max-length", type=int, help="tokens of the key-value cache (default: no cache)"
-    )
+    _ranks(engines, dtypes)
     engines.add_argument(
         "--compute-capability", nargs="+", metavar="X.Y", help="of the GPUs to build for"
     )
     engines.add_argument("--builder", choices=("tensorrt", "tensorrt_rtx"))
     engines.set_defaults(run=_tensorrt)
+    onnx = formats.add_parser("onnx", help="ONNX models with collectives, one a rank")
+    _ranks(onnx, dtypes)
+    onnx.set_defaults(run=_onnx)
     verify_command.add(commands)
     return parser
 
@@ -71,6 +66,19 @@ def _parser() -> argparse.ArgumentParser:
 def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a Hugging Face directory, or module:factory")
     parser.add_argument("directory", type=Path, help="where to write; must not exist")
+
+
+def _ranks(parser: argparse.ArgumentParser, dtypes: Sequence[str]) -> None:
+    _common(parser)
+    parser.add_argument("--tp", type=int, default=1, help="ranks (default 1)")
+    parser.add_argument("--dtype", choices=dtypes, default="float16")
+    parser.add_argument("--max-batch", type=int, default=8, help="rows at once (default 8)")
+    parser.add_argument(
+        "--max-sequence", type=int, default=1024, help="tokens of a row at once (default 1024)"
+    )
+    parser.add_argument(
+        "--max-length", type=int, help="tokens of the key-value cache (default: no cache)"
+    )
 
 
 def _trtllm(options: argparse.Namespace) -> None:
@@ -115,19 +123,30 @@ def _huggingface(options: argparse.Namespace) -> None:
 
 def _tensorrt(options: argparse.Namespace) -> None:
     from autoshard.export import tensorrt
+
+    capability = options.compute_capability
+    _write_ranks(tensorrt, options, builder=options.builder, compute_capability=capability)
+
+
+def _onnx(options: argparse.Namespace) -> None:
+    from autoshard.export import onnx
+
+    _write_ranks(onnx, options)
+
+
+def _write_ranks(write: Callable[..., Path], options: argparse.Namespace, **more: Any) -> None:
     from autoshard.export.loading import load_model
 
     sizes = {"batch": options.max_batch, "sequence": options.max_sequence}
-    tensorrt(
+    write(
         load_model(options.model),
         mesh={"tp": options.tp},
         directory=options.directory,
         dtype=options.dtype,
         dynamic={name: (1, largest, largest) for name, largest in sizes.items()},
         max_length=options.max_length,
-        compute_capability=options.compute_capability,
-        builder=options.builder,
         progress=_Progress(),
+        **more,
     )
     print(f"wrote {options.directory}: {options.tp} ranks of {options.dtype}")
 

@@ -15,6 +15,10 @@ from autoshard import passes
 from autoshard.passes.keep_order import hold_order
 from autoshard.runtime import compat
 
+# torch-tensorrt's defaults take every mask of attention for the causal one, padding or not, and
+# hand back torch's own operators where an engine cannot be built.
+_TENSORRT = {"attn_bias_is_causal": False, "pass_through_build_failures": True}
+
 
 def compile_local(
     gm: fx.GraphModule,
@@ -36,7 +40,7 @@ def compile_local(
         return gm
     if inner == "tensorrt":
         importlib.import_module("torch_tensorrt")  # registers its backend
-        return compat.registered_backend("torch_tensorrt")(gm, fakes)
+        return compat.registered_backend("torch_tensorrt")(gm, fakes, options=_TENSORRT)
     if inner == "aot_eager":
         return compat.aot_eager(gm, fakes, finish)
     return compat.inductor(gm, fakes, finish, settings + _source_digest(), hold_order)

@@ -31,9 +31,10 @@ from typing import Any
 import torch
 
 from autoshard.export.memory import Memory
+from autoshard.export.rank_files import read_weights
 from autoshard.export.rank_graph import plan_inference
 from autoshard.export.trt.build import build
-from autoshard.export.trt.engine import builder_module, checked_network, read_weights
+from autoshard.export.trt.engine import builder_module, checked_network
 
 PAGE = resource.getpagesize()
 

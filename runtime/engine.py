@@ -11,6 +11,7 @@ TensorRT is imported when an engine is loaded, by the name the directory's confi
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib
 import json
 import os
@@ -96,6 +97,15 @@ class TensorRT:
         self._runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
         self._engine = self._runtime.deserialize_cuda_engine(data)
         if self._engine is None:
+            found = hashlib.sha256(data).hexdigest()
+            if found not in {rank.get("sha256") for rank in config["ranks"]}:
+                raise AutoshardError(
+                    message(
+                        f"the file of the engine is damaged: its SHA-256 is {found}, which is "
+                        "that of no rank in config.json",
+                        remedy="Copy or export the engines again.",
+                    )
+                )
             raise AutoshardError(
                 message(
                     f"{builder['module']} {trt.__version__} cannot load the engine",
@@ -116,7 +126,10 @@ class TensorRT:
         """Run once on the current stream."""
         context = self._context
         for name, tensor in inputs.items():
-            context.set_input_shape(name, tuple(tensor.shape))
+            if not context.set_input_shape(name, tuple(tensor.shape)):
+                raise AutoshardError(
+                    message(f"the engine takes no {name} of shape {tuple(tensor.shape)}")
+                )
             context.set_tensor_address(name, tensor.data_ptr())
         outputs: dict[str, torch.Tensor] = {}
         for port in self._outputs:
@@ -161,13 +174,16 @@ class Engine:
                 )
             )
         self._tokens = roles["input"][0]["name"]
+        self._dtype = getattr(torch, roles["input"][0]["dtype"])
         self._lengths = [port["name"] for port in roles.get("lengths", ())]
         self._caches = roles.get("cache", [])
         self._logits = next(p["name"] for p in config["outputs"] if p["role"] == "output")
         profile = config["profiles"][0]
-        shape = roles["input"][0]["shape"]
-        self.max_batch, self.max_tokens = (
-            profile[size]["maximum"] if isinstance(size, str) else size for size in shape
+        (self.min_batch, self.max_batch), (self.min_tokens, self.max_tokens) = (
+            (profile[size]["minimum"], profile[size]["maximum"])
+            if isinstance(size, str)
+            else (size, size)
+            for size in roles["input"][0]["shape"]
         )
         self.max_length = config["kv_cache"]["max_length"] if self._caches else self.max_tokens
         self._buffers: dict[str, torch.Tensor] = {}
@@ -190,6 +206,12 @@ class Engine:
         Raises AutoshardError for more rows or tokens than the engine holds.
         """
         self._check(prompts, max_new_tokens)
+        if temperature < 0 or (top_k is not None and top_k < 1):
+            raise AutoshardError(
+                message(
+                    f"temperature {temperature} and top_k {top_k}: give 0 or more, and 1 or more"
+                )
+            )
         generator = torch.Generator().manual_seed(seed)
         lengths = [len(prompt) for prompt in prompts]
         rows: list[list[int]] = [list(prompt) for prompt in prompts]
@@ -209,17 +231,22 @@ class Engine:
     def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         if not prompts or not all(prompts):
             raise AutoshardError(message("there is no prompt, or an empty one"))
-        if len(prompts) > self.max_batch:
-            raise AutoshardError(
-                message(f"{len(prompts)} prompts, and the engine takes at most {self.max_batch}")
-            )
-        # the last new token is never fed
-        longest = max(map(len, prompts)) + max_new_tokens - 1
-        if longest > self.max_length:
+        if not self.min_batch <= len(prompts) <= self.max_batch:
             raise AutoshardError(
                 message(
-                    f"prompts and new tokens are up to {longest} tokens long, and the engine "
-                    f"holds {self.max_length}",
+                    f"{len(prompts)} prompts, and the engine takes {self.min_batch} to "
+                    f"{self.max_batch}",
+                )
+            )
+        # the last new token is never fed; what fills up the fewest tokens the engine takes is
+        longest = max(map(len, prompts)) + max(max_new_tokens, 1) - 1
+        filled = self.min_tokens - 1 if self._caches else 0
+        if longest + filled > self.max_length:
+            more = f", and {filled} that fill up the {self.min_tokens} the engine takes at once,"
+            raise AutoshardError(
+                message(
+                    f"prompts and new tokens are up to {longest} tokens long"
+                    f"{more if filled else ','} and the engine holds {self.max_length}",
                     remedy="Generate fewer, or export with a larger max_length.",
                 )
             )
@@ -239,7 +266,7 @@ class Engine:
         while start < longest:
             width = min(self.max_tokens, longest - start)
             part = [list(row[start : start + width]) for row in rows]
-            logits = self._run(_padded(part, width), [start] * len(rows))
+            logits = self._run(part, [start] * len(rows))
             for i, row in enumerate(rows):
                 if start < len(row) <= start + width:
                     last[i] = logits[i, len(row) - 1 - start]
@@ -250,16 +277,18 @@ class Engine:
         """The logits after one more token a row."""
         if not self._caches:
             return self._whole(rows)
-        tokens = torch.tensor([[row[-1]] for row in rows])
-        return self._run(tokens, [len(row) - 1 for row in rows])[:, -1]
+        return self._run([row[-1:] for row in rows], [len(row) - 1 for row in rows])[:, 0]
 
     def _whole(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         """Without a cache: everything again."""
-        logits = self._run(_padded(rows, max(map(len, rows))), [0] * len(rows))
+        logits = self._run(rows, [0] * len(rows))
         return torch.stack([logits[i, len(row) - 1] for i, row in enumerate(rows)])
 
-    def _run(self, tokens: torch.Tensor, past: Sequence[int]) -> torch.Tensor:
-        feed = {self._tokens: tokens.to(self.device)}
+    def _run(self, rows: Sequence[Sequence[int]], past: Sequence[int]) -> torch.Tensor:
+        """The logits of each of these tokens; rows are filled up to one length behind their end."""
+        width = max(self.min_tokens, *map(len, rows))
+        tokens = [[*row, *[0] * (width - len(row))] for row in rows]
+        feed = {self._tokens: torch.tensor(tokens, dtype=self._dtype, device=self.device)}
         for name in self._lengths:
             feed[name] = torch.tensor(past, dtype=torch.int32, device=self.device)
         outputs = self.execute({**feed, **self._buffers})
@@ -283,10 +312,6 @@ def _capsule(address: int) -> Any:
     new.restype = ctypes.py_object
     new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
     return new(address, None, None)
-
-
-def _padded(rows: Sequence[Sequence[int]], width: int) -> torch.Tensor:
-    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
 
 
 def _draw(

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from autoshard.runtime.engine import Engine, load, read_config
+from autoshard.runtime.engine import Engine, TensorRT, load, read_config
 from autoshard.runtime.errors import AutoshardError
 
 VOCAB, WIDTH, LENGTH = 16, 4, 12
 
 
-def config(cached: bool = True) -> dict[str, Any]:
+def config(cached: bool = True, fewest: int = 1, ids: str = "int64") -> dict[str, Any]:
+    """fewest: tokens the engine takes at once at least."""
     cache = {"dtype": "float32", "shape": ["batch", 1, LENGTH, 1], "role": "key_cache"}
-    tokens = {"name": "ids", "dtype": "int64", "shape": ["batch", "sequence"], "role": "input"}
+    tokens = {"name": "ids", "dtype": ids, "shape": ["batch", "sequence"], "role": "input"}
     lengths = {"name": "past", "dtype": "int32", "shape": ["batch"], "role": "lengths"}
     logits = {"name": "logits", "dtype": "float32", "role": "output"}
-    sizes = {"batch": {"maximum": 3}, "sequence": {"maximum": WIDTH if cached else LENGTH}}
+    sequence = {"minimum": fewest, "maximum": WIDTH if cached else LENGTH}
+    sizes = {"batch": {"minimum": 1, "maximum": 3}, "sequence": sequence}
     return {
         "format": "autoshard-engine",
         "format_version": 1,
@@ -46,6 +50,7 @@ class Standin:
 
     def __call__(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         ids = inputs["ids"]
+        self.dtype = ids.dtype
         self.fed.append(tuple(ids.shape))
         rows, width = ids.shape
         past = inputs.get("past", torch.zeros(rows, dtype=torch.int32)).tolist()
@@ -82,6 +87,19 @@ def test_rows_of_any_length_continue_by_themselves(cached: bool) -> None:
     assert engine.generate(PROMPTS[:1], 3) == [answer(PROMPTS[0], 3)]
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_an_engine_is_fed_no_fewer_tokens_than_it_takes(cached: bool) -> None:
+    standin = Standin()
+    engine = Engine(config(cached, fewest=3, ids="int32"), standin)
+    assert engine.generate(PROMPTS, 5) == [answer(prompt, 5) for prompt in PROMPTS]
+    assert min(width for _, width in standin.fed) == (3 if cached else 6)
+    assert engine.generate([[7]], 2) == [answer([7], 2)]
+    assert standin.fed[-1] == (1, 3) and standin.dtype == torch.int32
+    if cached:
+        with pytest.raises(AutoshardError, match="11 tokens long, and 2 that fill up the 3"):
+            engine.generate(PROMPTS, 6)
+
+
 def test_a_row_ends_at_its_stop_token() -> None:
     whole = answer(PROMPTS[0], 7)
     stop = whole[3]
@@ -103,7 +121,8 @@ def test_drawn_tokens_depend_on_the_seed_only() -> None:
 @pytest.mark.parametrize(
     ("prompts", "steps", "said"),
     [
-        ([[1]] * 4, 1, "4 prompts, and the engine takes at most 3"),
+        ([[1]] * 4, 1, "4 prompts, and the engine takes 1 to 3"),
+        ([[1] * 13], 0, "13 tokens long, and the engine holds 12"),
         ([[1] * 6], 8, "13 tokens long, and the engine holds 12"),
         ([[1], []], 1, "no prompt, or an empty one"),
     ],
@@ -113,6 +132,50 @@ def test_what_the_engine_cannot_hold_is_an_error(
 ) -> None:
     with pytest.raises(AutoshardError, match=said):
         Engine(config(), Standin()).generate(prompts, steps)
+
+
+@pytest.mark.parametrize("options", [{"temperature": -1.0}, {"temperature": 1.0, "top_k": 0}])
+def test_nothing_can_be_drawn_from_such_options(options: dict[str, Any]) -> None:
+    with pytest.raises(AutoshardError, match=r"give 0 or more, and 1 or more"):
+        Engine(config(), Standin()).generate(PROMPTS, 1, **options)
+
+
+class Refusing:
+    """A TensorRT that loads only the bytes b"whole", into an engine that takes no shape."""
+
+    __version__ = "1"
+
+    class Logger:
+        WARNING = 0
+
+        def __init__(self, level: int) -> None:
+            pass
+
+    class Runtime:
+        def __init__(self, logger: Any) -> None:
+            pass
+
+        def deserialize_cuda_engine(self, data: bytes) -> Any:
+            return self if data == b"whole" else None
+
+        def create_execution_context(self) -> Any:
+            return self
+
+        def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+            return False
+
+
+def test_an_engine_that_does_not_load_or_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "refusing_trt", Refusing)
+    builder = {"module": "refusing_trt", "version": "0", "compute_capabilities": ["8.9"]}
+    ranks = [{"file": "rank0.engine", "sha256": hashlib.sha256(b"old").hexdigest()}]
+    described = {**config(), "builder": builder, "ranks": ranks}
+    with pytest.raises(AutoshardError, match=r"1 cannot load the engine.*version 0 for .* 8\.9"):
+        TensorRT(described, b"old", None)
+    with pytest.raises(AutoshardError, match="the engine is damaged: its SHA-256 is .* no rank"):
+        TensorRT(described, b"ol", None)
+    with pytest.raises(AutoshardError, match=r"takes no ids of shape \(1, 2\)"):
+        TensorRT(described, b"whole", None)({"ids": torch.zeros(1, 2)})
 
 
 def test_loading_says_what_does_not_fit(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     monkeypatch.setitem(sys.modules, "torch_tensorrt", module)
     graphs: list[torch.fx.GraphModule] = []
 
-    def standin(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+    def standin(gm: torch.fx.GraphModule, example_inputs: Any, options: Any) -> Any:
         from torch._dynamo.backends.common import aot_autograd
 
         def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:

@@ -15,7 +15,7 @@ import autoshard
 import engine_cases as cases
 from autoshard.cli import main
 from autoshard.export import ExportError
-from autoshard.export.trt.config import digest
+from autoshard.export.rank_config import digest
 
 trt = pytest.importorskip("tensorrt_rtx")
 

@@ -4,13 +4,16 @@ autoshard.export.trtllm(model, directory, tp=4, pp=2)      checkpoint of TensorR
 autoshard.export.huggingface(model, directory)             gathered Hugging Face directory
 autoshard.export.tensorrt(model, args, mesh={"tp": 2}, directory=...)
                                                            TensorRT engines, one a rank
+autoshard.export.onnx(model, args, mesh={"tp": 2}, directory=...)
+                                                           ONNX models, one a rank
 """
 
 from __future__ import annotations
 
 from autoshard.export.errors import ExportError
 from autoshard.export.hf_directory import huggingface
+from autoshard.export.onnx_directory import onnx
 from autoshard.export.trt.engine import tensorrt
 from autoshard.export.trtllm_checkpoint import trtllm, trtllm_build
 
-__all__ = ["ExportError", "huggingface", "tensorrt", "trtllm", "trtllm_build"]
+__all__ = ["ExportError", "huggingface", "onnx", "tensorrt", "trtllm", "trtllm_build"]

@@ -28,18 +28,16 @@ _c10d = torch.ops._c10d_functional
 _EXAMPLE = {"batch": 3, "sequence": 7}
 
 
-def onnx_model(graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> Any:
-    """The `onnx.ModelProto` of one rank, its weights inside (so at most 2 GiB of them).
+def onnx_program(graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> Any:
+    """The `torch.onnx.ONNXProgram` of one rank, its weights inside.
 
     weights: this rank's parts, by placeholder. Inputs and outputs are named as the engine's, and
     dynamic dims "batch" and "sequence". Raises ExportError where the extra `onnx` is missing, for a
     collective that is not of the engine's one group, and for what torch cannot translate.
     """
-    _require("onnx")
-    _require("onnxscript")
-    _check_groups(graph)
+    check_onnx(graph)
     module = _bound(graph, weights)
-    examples = tuple(_example(port) for port in graph.inputs)
+    examples = tuple(example(port) for port in graph.inputs)
     sizes = tuple(
         {dim: torch.export.Dim.AUTO for dim, size in enumerate(port.shape) if isinstance(size, str)}
         for port in graph.inputs
@@ -60,13 +58,26 @@ def onnx_model(graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> Any:
             cause = error.__cause__ or error
             raise export_error(f"torch cannot translate the graph to ONNX: {cause}") from error
     assert program is not None
-    model = program.model_proto
-    for values, ports in ((model.graph.input, graph.inputs), (model.graph.output, graph.outputs)):
+    made = program.model.graph
+    for values, ports in ((made.inputs, graph.inputs), (made.outputs, graph.outputs)):
         for value, port in zip(values, ports, strict=True):
-            for dim, size in zip(value.type.tensor_type.shape.dim, port.shape, strict=True):
+            assert value.shape is not None
+            for dim, size in enumerate(port.shape):
                 if isinstance(size, str):
-                    dim.dim_param = size
-    return model
+                    value.shape[dim] = size
+    return program
+
+
+def onnx_model(graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> Any:
+    """`onnx_program` as the `onnx.ModelProto`, which can be serialized up to 2 GiB."""
+    return onnx_program(graph, weights).model_proto
+
+
+def check_onnx(graph: RankGraph) -> None:
+    """Raise ExportError where `onnx_program` would, before it translates anything."""
+    _require("onnx")
+    _require("onnxscript")
+    _check_groups(graph)
 
 
 def collectives_of(model: Any) -> list[tuple[str, str, int, int]]:
@@ -114,7 +125,7 @@ def _bound(graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> fx.GraphMod
     return fx.GraphModule(root, copy)
 
 
-def _example(port: Port) -> torch.Tensor:
+def example(port: Port) -> torch.Tensor:
     shape = [size if isinstance(size, int) else _EXAMPLE[size] for size in port.shape]
     return torch.zeros(shape, dtype=port.dtype)
 

@@ -288,9 +288,9 @@ def plan_inference(
             call.update(call.pop(parameter.name, {}))
     examples = _examples(call, _priced(symbols, max_length), tp, dtype)
     config = Config(mesh={"tp": tp}, sequence_parallel=False, outputs="replicate")
-    traced = shadow(model, dtype)
+    traced, held = shadow(model, dtype)
     names = {id(p): name for name, p in traced.named_parameters()}
-    buffers = dict(model.named_buffers())
+    arguments = {id(leaf) for leaf in pytree.tree_leaves(examples)}
     machine = known_hardware(hardware)
     offline = offline_mesh({"tp": tp}, 0)
     found: list[InferencePlan] = []
@@ -307,8 +307,9 @@ def plan_inference(
         for node, item in zip(given, inputs, strict=True):
             if isinstance(item.real, nn.Parameter):
                 weights[node.name] = names.get(id(item.real), parameter_name(item.source))
-            elif item.real is not None and item.source.startswith("L['self']"):
-                constants[node.name] = buffers[parameter_name(item.source)].detach().cpu()
+            elif item.real is not None and id(item.real) not in arguments:
+                value = held.get(id(item.real), item.real)
+                constants[node.name] = value.detach().to("cpu", item.real.dtype)
             elif item.real is not None:
                 name = re.findall(r"\['(\w+)'\]", item.source)[-1]
                 ports[node.name] = name
@@ -320,8 +321,17 @@ def plan_inference(
         )
         return program
 
-    with torch.no_grad():
-        intercept(traced, (), examples, plan, dynamic=False)
+    try:
+        with torch.no_grad():
+            intercept(traced, (), examples, plan, dynamic=False)
+    except RuntimeError as error:
+        if not re.search(r"device='meta'.* got |devices, meta and", str(error), re.DOTALL):
+            raise
+        raise export_error(
+            "the model makes a tensor on a device of its own, and is traced on the meta device",
+            remedy="Make it where an input is: torch.arange(n, device=x.device); hold what is "
+            f"given by numbers in a buffer. It was traced to:\n{error}",
+        ) from error
     return found[0]
 
 
@@ -375,4 +385,3 @@ def _examples(
         return made
 
     return pytree.tree_map(example, dict(call))  # type: ignore[no-any-return]
-

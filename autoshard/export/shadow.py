@@ -17,29 +17,39 @@ from torch import nn
 from autoshard.export.graph import unwrapped
 
 
-def shadow(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """`model` in eval mode on the meta device, its weights in `dtype` (None: as they are).
+def shadow(
+    model: nn.Module, dtype: torch.dtype | None
+) -> tuple[nn.Module, dict[int, torch.Tensor]]:
+    """`model` in eval mode on the meta device, its weights in `dtype` (None: as they are); and, by
+    the id of the copy, what of the model each tensor that is no parameter stands for.
 
-    What is part of the state dict and a floating-point number takes the dtype; other buffers, such
-    as the frequencies of a rotary embedding, keep theirs. The copy shares no tensor with `model`.
+    What is part of the state dict and a floating-point number takes the dtype; other tensors, such
+    as the frequencies of a rotary embedding, keep theirs, whether they are registered as buffers or
+    not. The copy shares no tensor with `model`.
     """
     model = unwrapped(model)
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         empty = torch.empty(parameter.shape, dtype=_cast(parameter, dtype), device="meta")
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=False)
+    held: dict[int, torch.Tensor] = {}
     for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            stored = name not in module._non_persistent_buffers_set
-            kind = _cast(buffer, dtype if stored else None)
-            memo[id(buffer)] = torch.empty(buffer.shape, dtype=kind, device="meta")
+        buffers = dict(module.named_buffers(recurse=False))
+        stored = buffers.keys() - module._non_persistent_buffers_set
+        plain = {name: value for name, value in vars(module).items() if torch.is_tensor(value)}
+        for name, tensor in {**plain, **buffers}.items():
+            if id(tensor) not in memo:
+                kind = _cast(tensor, dtype if name in stored else None)
+                empty = torch.empty(tensor.shape, dtype=kind, device="meta")
+                memo[id(tensor)] = empty
+                held[id(empty)] = tensor
     made = copy.deepcopy(model, memo).eval()
     config = getattr(made, "config", None)
     if config is not None:
         if getattr(config, "use_cache", False):
             config.use_cache = False  # a cache would become outputs
         _run_all_experts(made)
-    return made
+    return made, held
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -94,6 +94,7 @@ def build(network: Network, capabilities: Sequence[Any] = ()) -> Any:
     Raises ExportError with what TensorRT logged.
     """
     trt, graph = network.trt, network.lowering.graph
+    log_of(trt).errors.clear()
     config = network.builder.create_builder_config()
     preview = getattr(getattr(trt, "PreviewFeature", None), "MULTIDEVICE_RUNTIME_10_16", None)
     if preview is not None and graph.tp > 1:

@@ -10,17 +10,11 @@ from torch import nn
 
 from autoshard.export.errors import export_error
 from autoshard.export.memory import Memory
+from autoshard.export.rank_config import configuration
+from autoshard.export.rank_files import dtype_of, read_weights, same_plan, tp_of
 from autoshard.export.rank_graph import plan_inference
 from autoshard.export.trt.build import Network
-from autoshard.export.trt.config import configuration
-from autoshard.export.trt.engine import (
-    builder_module,
-    checked_network,
-    dtype_of,
-    read_weights,
-    same_plan,
-    tp_of,
-)
+from autoshard.export.trt.engine import builder_module, checked_network
 from autoshard.export.trt.interpreter import NetworkInterpreter
 from autoshard.export.trt.spy import Spy
 from autoshard.runtime import lockstep
@@ -72,8 +66,7 @@ def cpu_engine(network: Network, spy: Spy, axis: Axis | None = None, group: Any 
 
     axis: what the network's collectives go over, None for one rank. group: as of Engine.
     """
-    graph = network.lowering.graph
-    config = configuration(network.trt, graph, [], None)
+    config = configuration(network.lowering.graph, None)
     return Engine(config, NetworkInterpreter(network, spy, axis), "cpu", group)
 
 

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import importlib
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from autoshard.export.destination import Destination
-from autoshard.export.errors import ExportError, export_error
-from autoshard.export.memory import Memory
-from autoshard.export.rank_graph import InferencePlan, RankGraph, plan_inference
-from autoshard.export.rank_weights import rank_weights
+from autoshard.export.errors import export_error
+from autoshard.export.rank_files import Progress, write_ranks
+from autoshard.export.rank_graph import RankGraph
 from autoshard.export.trt.build import Network, build, check_capabilities, make_network
-from autoshard.export.trt.config import configuration, file_name, rank_entry
 from autoshard.export.trt.convert import check_convertible
 from autoshard.export.trt.interpreter import check_collectives
 from autoshard.export.trt.spy import Spy
-
-Progress = Callable[[str, int, int], None]
-T = TypeVar("T")
+from autoshard.runtime.engine import FORMAT, VERSION
 
 
 def tensorrt(
@@ -62,82 +54,53 @@ def tensorrt(
     written, for a mesh with another axis, an operator without a converter, a size the ranks do not
     divide, and a compute capability the builder has not, or has no collectives for.
     """
-    tp = tp_of(mesh)
-    trt = builder_module(builder)
     if isinstance(compute_capability, str):
         compute_capability = [compute_capability]
-    capabilities = [str(one) for one in compute_capability or ()]
-    memory = Memory(model)
-    directory = Path(directory)
-    rounds = -(-tp // memory.world)
+    capabilities = tuple(str(one) for one in compute_capability or ())
+    return write_ranks(
+        Engines(builder_module(builder), capabilities),
+        model,
+        args,
+        kwargs,
+        mesh=mesh,
+        directory=directory,
+        dtype=dtype,
+        dynamic=dynamic,
+        max_length=max_length,
+        hardware=hardware,
+        progress=progress,
+    )
 
-    def prepare() -> tuple[InferencePlan, RankGraph, list[Any]]:
-        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise export_error(f"{directory} exists", remedy="Give another directory.")
-        plan = plan_inference(
-            model,
-            args,
-            kwargs,
-            tp=tp,
-            dtype=dtype_of(dtype),
-            dynamic=dynamic,
-            max_length=max_length,
-            hardware=hardware,
-        )
-        graph = plan.rank_graph(min(memory.rank, tp - 1))
-        levels = check_capabilities(trt, capabilities, graph)
+
+@dataclass
+class Engines:
+    """The format `autoshard-engine`. capabilities: compute capabilities, such as "8.9"."""
+
+    trt: Any
+    capabilities: Sequence[str] = ()
+    name: str = FORMAT
+    version: int = VERSION
+    suffix: str = ".engine"
+
+    def check(self, graph: RankGraph) -> None:
+        """See Format."""
+        check_capabilities(self.trt, self.capabilities, graph)
         check_convertible(graph)
-        return plan, graph, levels
 
-    plan, graph, levels = together(memory, prepare)
-    same_plan(memory, plan)
-    entries: dict[int, dict[str, Any]] = {}
-    weights = read_weights(memory, plan, graph)
-    builds = memory.rank < tp  # a job may have more processes than engines have ranks
-    network = together(memory, lambda: checked_network(trt, graph, weights)[0] if builds else None)
-    destination = Destination(directory, memory.world, memory.rank)
-    for turn in range(rounds):
-        rank = turn * memory.world + memory.rank
-        if turn > 0:
-            network, weights = None, {}  # this memory goes before the next rank's comes
-            graph = plan.rank_graph(min(rank, tp - 1))
-            weights = read_weights(memory, plan, graph, turn)
-        if rank < tp:
-            file = destination.partial / file_name(rank)
-            destination.attempt(
-                functools.partial(_write, trt, network, graph, weights, levels, file, entries)
-            )
-            if progress is not None:
-                progress(file_name(rank), rank + 1, tp)
-    everybody = gathered(memory, entries)
-    if memory.rank == 0:
-        name = None if dtype is None else str(dtype_of(dtype)).removeprefix("torch.")
-        config = configuration(trt, graph, capabilities, name)
-        ranks = [everybody[r] for r in range(tp) if r in everybody]
-        text = json.dumps({**config, "ranks": ranks}, indent=1) + "\n"
-        destination.attempt(functools.partial(_save, destination.partial / "config.json", text))
-    destination.finish()
-    return directory
+    def make(self, graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> Network:
+        """See Format."""
+        return checked_network(self.trt, graph, weights)[0]
 
+    def write(self, made: Network, file: Path) -> Mapping[str, Any]:
+        """See Format."""
+        levels = check_capabilities(self.trt, self.capabilities, made.lowering.graph)
+        file.write_bytes(memoryview(build(made, levels)))
+        return {}
 
-def _write(
-    trt: Any,
-    network: Network | None,
-    graph: RankGraph,
-    weights: Mapping[str, torch.Tensor],
-    capabilities: Sequence[Any],
-    file: Path,
-    entries: dict[int, dict[str, Any]],
-) -> None:
-    if network is None:
-        network, _ = checked_network(trt, graph, weights)
-    engine = memoryview(build(network, capabilities))
-    file.write_bytes(engine)
-    entries[graph.rank] = rank_entry(graph, weights, hashlib.sha256(engine).hexdigest())
-
-
-def _save(path: Path, text: str) -> None:
-    path.write_text(text)
+    def describe(self, graph: RankGraph) -> Mapping[str, Any]:
+        """See Format."""
+        builder = {"module": self.trt.__name__, "version": self.trt.__version__}
+        return {"builder": {**builder, "compute_capabilities": list(self.capabilities)}}
 
 
 def checked_network(
@@ -153,31 +116,6 @@ def checked_network(
     network = make_network(trt, graph, weights, spied)
     check_collectives(spies[0], graph)
     return network, spies[0]
-
-
-def read_weights(
-    memory: Memory, plan: InferencePlan, graph: RankGraph, turn: int = 0
-) -> dict[str, torch.Tensor]:
-    """The weights of the rank each process builds in a turn: turn * world + its own rank."""
-    ranks = [turn * memory.world + process for process in range(memory.world)]
-    axes = [graph.axis._replace(rank=rank) if rank < plan.tp else None for rank in ranks]
-    return rank_weights(memory, [graph.weights if axis else None for axis in axes], axes)
-
-
-def tp_of(mesh: Mapping[str, int]) -> int:
-    """The number of ranks of an engine's mesh: only tp may be larger than 1."""
-    other = {name: size for name, size in mesh.items() if name != "tp" and size != 1}
-    if other:
-        name, size = next(iter(other.items()))
-        raise export_error(
-            f"mesh axis {name} of size {size}: an engine communicates in one process group, that "
-            "of the axis tp",
-            remedy="Give mesh={'tp': n}; replicas of a server each load the same engines.",
-        )
-    tp = mesh.get("tp", 1)
-    if not isinstance(tp, int) or tp < 1:
-        raise export_error(f"mesh axis tp has size {tp!r}")
-    return tp
 
 
 def builder_module(builder: Any = None) -> Any:
@@ -197,55 +135,3 @@ def builder_module(builder: Any = None) -> Any:
         f"no {builder or 'TensorRT'} is installed that builds engines with collectives{old}",
         remedy="pip install 'autoshard[tensorrt-rtx]', or TensorRT 11 or later.",
     )
-
-
-def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """torch's type of a name."""
-    if dtype is None or isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype not in ("float16", "bfloat16", "float32"):
-        raise export_error(
-            f"dtype {dtype!r} is not known", remedy="Give float16, bfloat16 or float32."
-        )
-    found: torch.dtype = getattr(torch, dtype)
-    return found
-
-
-def together(memory: Memory, action: Callable[[], T]) -> T:
-    """Run `action` on every process; an error on one is an error on all."""
-    error: Exception | None = None
-    try:
-        result = action()
-    except Exception as caught:
-        error = caught
-    if memory.world > 1:
-        said: list[Any] = [None] * memory.world
-        dist.all_gather_object(said, None if error is None else f"{type(error).__name__}: {error}")
-        failed = [(rank, text) for rank, text in enumerate(said) if text is not None]
-        if failed and error is None:
-            raise ExportError(f"rank {failed[0][0]} failed: {failed[0][1]}")
-    if error is not None:
-        raise error
-    return result
-
-
-def same_plan(memory: Memory, plan: InferencePlan) -> None:
-    """Engines of different plans would hang, or be wrong together."""
-    states = {name: state for name, state in plan.program.stored().items()}
-    text = json.dumps([states, sorted(plan.program.plan.graphs)])
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    if memory.world > 1:
-        said: list[Any] = [None] * memory.world
-        dist.all_gather_object(said, digest)
-        if len(set(said)) > 1:
-            raise ExportError(f"the processes made different plans: {said}")
-
-
-def gathered(memory: Memory, mine: dict[int, Any]) -> dict[int, Any]:
-    """Every process's entries."""
-    if memory.world == 1:
-        return mine
-    said: list[Any] = [None] * memory.world
-    dist.all_gather_object(said, mine)
-    return {rank: entry for part in said for rank, entry in part.items()}
-

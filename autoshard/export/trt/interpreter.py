@@ -88,15 +88,16 @@ class NetworkInterpreter:
         known = {tensor.name for tensor in self.inputs}
         steps: list[Any] = []
         while left:
-            ready = []
+            waiting = []
             for step in left:
                 if all(t is None or t.name in known for t in step[2]):
-                    ready.append(step)
+                    steps.append(step)
                     known.update(t.name for t in step[3])
-            if not ready:
+                else:
+                    waiting.append(step)
+            if len(waiting) == len(left):
                 raise export_error(f"layer {left[0][1].name} reads what nothing makes")
-            steps += ready
-            left = [step for step in left if step not in ready]
+            left = waiting
         return steps
 
     def __call__(self, feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -104,7 +105,7 @@ class NetworkInterpreter:
         values: dict[str, torch.Tensor] = {}
         for tensor in self.inputs:
             values[tensor.name] = self._checked(tensor, feeds[tensor.name], "input")
-        readers = {name: count for name, count in self._reads().items()}
+        readers = self._reads()
         with torch.no_grad():
             for kind, layer, reads, makes in self.steps:
                 given = [None if t is None else values[t.name] for t in reads]

@@ -55,6 +55,7 @@ _UNARY: dict[str, Callable[..., torch.Tensor]] = {
     "FLOOR": torch.floor,
     "CEIL": torch.ceil,
     "NOT": torch.logical_not,
+    "SIGN": torch.sign,
 }
 _ACTIVATION: dict[str, Callable[..., torch.Tensor]] = {
     "RELU": torch.relu,
@@ -96,9 +97,10 @@ def _shuffle(layer: Any, given: Values) -> list[torch.Tensor]:
 
 def _slice(layer: Any, given: Values) -> list[torch.Tensor]:
     x, *rest = given
-    start = rest[0].tolist() if rest and rest[0] is not None else list(layer.start)
-    size = rest[1].tolist() if len(rest) > 1 and rest[1] is not None else list(layer.shape)
-    step = list(layer.stride)
+    said = [None if value is None else value.tolist() for value in (*rest, None, None, None)]
+    start = list(layer.start) if said[0] is None else said[0]
+    size = list(layer.shape) if said[1] is None else said[1]
+    step = list(layer.stride) if said[2] is None else said[2]
     for dim in range(x.dim()):
         index = torch.arange(size[dim]) * step[dim] + start[dim]
         if size[dim] and (int(index.min()) < 0 or int(index.max()) >= x.shape[dim]):

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from autoshard.export.trt.lowering import Lowering, Tensor, converts
+from autoshard.export.trt.pointwise import elementwise
 
 aten = torch.ops.aten
 
@@ -35,4 +36,16 @@ def index(low: Lowering, node: fx.Node) -> Tensor:
             f"looks up by {len(given)} indices; engines look up by one index of whole numbers"
         )
     dim, where = given[0]
-    return low.out("add_gather", low[node.args[0]], low[where], dim)
+    x, val = low[node.args[0]], where.meta["val"]
+    return low.out("add_gather", x, _from_the_end(low, x, dim, low[where], val), dim)
+
+
+def _from_the_end(low: Lowering, x: Tensor, dim: int, where: Tensor, val: torch.Tensor) -> Tensor:
+    """An index, what is below 0 counted from the end: engines count from the start only."""
+    rank = val.dim()
+    size = low.cast(low.sizes([low.size(x, dim)]), val.dtype)
+    if rank == 0:
+        size = low.out("add_squeeze", size, low.constant(torch.zeros(1, dtype=torch.int64)))
+    below = elementwise(low, where, low.scalar(0, val.dtype, rank), "LESS")
+    moved = elementwise(low, where, low.with_rank(size, rank), "SUM")
+    return low.out("add_select", below, moved, where)

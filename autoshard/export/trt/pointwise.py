@@ -192,10 +192,10 @@ def clamp(low: Lowering, node: fx.Node) -> Tensor:
     """Bounds below and above."""
     dtype, rank = _result(node).dtype, _result(node).dim()
     value = low.operand(node.args[0], dtype, rank)
-    bounds = [*node.args[1:], *node.kwargs.values()]
-    for bound, operation in zip(bounds, ("MAX", "MIN")):
-        if bound is not None:
-            value = elementwise(low, value, low.operand(bound, dtype, rank), operation)
+    bounds = dict(zip(("min", "max"), node.args[1:])) | dict(node.kwargs)
+    for bound, operation in (("min", "MAX"), ("max", "MIN")):
+        if bounds.get(bound) is not None:
+            value = elementwise(low, value, low.operand(bounds[bound], dtype, rank), operation)
     return value
 
 

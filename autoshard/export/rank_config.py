@@ -1,25 +1,19 @@
-"""The `config.json` of an engine directory: all that a runner must know beside the engines."""
+"""The `config.json` of a directory with a file a rank: all that a runner must know beside them."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from autoshard.export.rank_graph import Port, RankGraph
 
-FORMAT, VERSION = "autoshard-engine", 1
 
-
-def rank_entry(
-    graph: RankGraph, weights: Mapping[str, torch.Tensor], engine: str
-) -> dict[str, Any]:
-    """What is particular to one rank: its file and the hash of each of its weights.
-
-    engine: SHA-256 of the engine's bytes.
-    """
+def rank_entry(graph: RankGraph, weights: Mapping[str, torch.Tensor], file: Path) -> dict[str, Any]:
+    """What is particular to one rank: its file, the hash of it and of each of its weights."""
     hashes = {
         graph.weights[target].name: {
             "state": graph.weights[target].state,
@@ -28,12 +22,13 @@ def rank_entry(
         }
         for target, tensor in sorted(weights.items(), key=lambda item: graph.weights[item[0]].name)
     }
-    return {"file": file_name(graph.rank), "sha256": engine, "weights": hashes}
+    return {"file": file.name, "sha256": file_digest(file), "weights": hashes}
 
 
-def file_name(rank: int) -> str:
-    """The file of a rank's engine."""
-    return f"rank{rank}.engine"
+def file_digest(file: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -42,10 +37,8 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(data.numpy().data).hexdigest()
 
 
-def configuration(
-    trt: Any, graph: RankGraph, capabilities: Sequence[str], dtype: str | None
-) -> dict[str, Any]:
-    """All of config.json but "ranks", which holds a `rank_entry` for each."""
+def configuration(graph: RankGraph, dtype: str | None) -> dict[str, Any]:
+    """What config.json says of every format: mesh, inputs and outputs, sizes, cache."""
     keys = [port for port in graph.inputs if port.role == "key_cache"]
     cache = None
     if keys:
@@ -56,13 +49,6 @@ def configuration(
             "heads_per_rank": [port.shape[1] for port in keys],
         }
     return {
-        "format": FORMAT,
-        "format_version": VERSION,
-        "builder": {
-            "module": trt.__name__,
-            "version": trt.__version__,
-            "compute_capabilities": list(capabilities),
-        },
         "mesh": {graph.axis.name: graph.tp},
         "dtype": dtype,
         "inputs": [_port(port) for port in graph.inputs],
