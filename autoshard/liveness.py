@@ -8,8 +8,9 @@ graph, linear in its nodes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -86,38 +87,72 @@ def alias_of(node: fx.Node) -> fx.Node | None:
     return None
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """One thing that runs: what it reads and what it writes. loop: it may write over what it reads
+    element by element."""
+
+    node: fx.Node
+    reads: tuple[Storage, ...]
+    writes: tuple[Storage, ...]
+    loop: bool = False
+
+
+def kernels(graph: fx.Graph, held: Held) -> list[Kernel]:
+    """Every node of a graph that runs operator by operator, in order."""
+    return [
+        Kernel(node, tuple(s for n in read_by(node) for s in held[n]), held[node])
+        for node in graph.nodes
+        if node.op in ("call_function", "output")
+    ]
+
+
+class Change(NamedTuple):
+    """What a step does: storages that are gone before it, that it makes, and gone after it."""
+
+    node: fx.Node
+    taken: list[Storage]
+    made: list[Storage]
+    freed: list[Storage]
+
+
 def walk(
-    graph: fx.Graph, held: Held, inputs: Sequence[fx.Node] = ()
-) -> Iterator[tuple[fx.Node, list[Storage], list[Storage]]]:
-    """(node, storages it makes, storages freed after it), in order, for every operator.
+    run: Sequence[Kernel], inputs: Iterable[Storage] = (), foreign: Container[Storage] = ()
+) -> Iterator[Change]:
+    """The changes of what runs, in order, the output's aside.
 
-    inputs: the graph's inputs that are freed after their last use. Storages that the output reads
-    are never freed.
+    inputs: storages of the graph's inputs, freed after their last use. Storages that the output
+    reads are never freed. A loop takes the memory of what it reads last for a result as large,
+    unless that is `foreign`.
     """
-    last: dict[Storage, fx.Node] = {}
-    for node in graph.nodes:
-        for operand in (*_read(node), node):
-            for storage in held[operand]:
-                last[storage] = node
-    freed: dict[fx.Node, list[Storage]] = {}
-    for storage, node in last.items():
-        freed.setdefault(node, []).append(storage)
-    seen = {storage for node in inputs for storage in held[node]}
-    for node in graph.nodes:
-        if node.op != "call_function":
+    last: dict[Storage, int] = {}
+    for i, kernel in enumerate(run):
+        for storage in (*kernel.reads, *kernel.writes):
+            last[storage] = i
+    gone: list[list[Storage]] = [[] for _ in run]
+    for storage, i in last.items():
+        gone[i].append(storage)
+    seen = set(inputs)
+    for kernel, freed in zip(run, gone):
+        if kernel.node.op != "call_function":
             continue
-        made = [storage for storage in held[node] if storage not in seen]
+        made = [s for s in dict.fromkeys(kernel.writes) if s not in seen]
         seen.update(made)
-        yield node, made, freed.get(node, [])
+        taken: list[Storage] = []
+        if kernel.loop:
+            dead = [s for s in freed if s in kernel.reads and s not in foreign]
+            for new in made:
+                taken += [s for s in dead if s.nbytes == new.nbytes and s not in taken][:1]
+        yield Change(kernel.node, taken, made, [s for s in freed if s not in taken])
 
 
-def _read(node: fx.Node) -> list[fx.Node]:
+def read_by(node: fx.Node) -> list[fx.Node]:
     """What must be there while the node runs: a collective reads its input until it is done."""
     reads = list(node.all_input_nodes)
     if node.target is _c10d.wait_tensor.default:
         for source in node.all_input_nodes:
             collective = source.all_input_nodes[0] if source.target is operator.getitem else source
-            reads += _read(collective)
+            reads += read_by(collective)
     return reads
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 import autoshard
-from autoshard.liveness import alias_of, storages, walk
+from autoshard.liveness import Storage, alias_of, kernels, storages, walk
 from autoshard.memory import KINDS, OPTIMIZERS
 from autoshard.program import Program
 from live_storages import LiveStorages, measure_step
@@ -103,8 +103,7 @@ def test_prediction_of_graphs(gloo2: Any, name: str, sizes: Sizes, options: Any)
     [("llama", {}), ("llama", {"zero": 1}), ("gpt2", {}), ("gpt2", {"zero": 2})],
 )
 def test_prediction_for_inductor(gloo2: Any, name: str, options: Any) -> None:
-    # Inductor reuses memory: GPT-2's peak is up to 14% below that of the graphs, which are counted
-    check(gloo2(measured, name, {"dp_shard": 2}, "inductor", **options), 0.15)
+    check(gloo2(measured, name, {"dp_shard": 2}, "inductor", **options), 0.06)
 
 
 @pytest.mark.slow
@@ -143,7 +142,7 @@ def test_every_operator_of_a_forward_is_exact() -> None:
     recorded = Recorded(graph, live)
     with live:
         recorded.boxed_run(list(inputs))
-    moments = made.memory_timeline()
+    moments = made.memory_timeline(inner="aot_eager")
     first = moments[0].bytes
     predicted = {m.node: m.bytes - first for m in moments if m.phase == "forward" and m.node}
     assert predicted == recorded.bytes
@@ -159,7 +158,7 @@ def traced(fn: Any, *args: torch.Tensor) -> fx.Graph:
 def alive(graph: fx.Graph) -> list[tuple[str, int]]:
     """(operator, bytes alive while it runs), inputs aside."""
     total, found = 0, []
-    for node, made, freed in walk(graph, storages(graph, {}, "x")):
+    for node, _, made, freed in walk(kernels(graph, storages(graph, {}, "x"))):
         total += sum(s.nbytes for s in made)
         found.append((node.name, total))
         total -= sum(s.nbytes for s in freed)
@@ -199,12 +198,10 @@ def test_tuples_and_lists_of_views() -> None:
 def test_inputs_that_may_be_freed() -> None:
     graph = traced(lambda x: (x * 2).exp(), torch.ones(16))
     (x,) = [n for n in graph.nodes if n.op == "placeholder"]
-    from autoshard.liveness import Storage
-
     held = storages(graph, {x: (Storage(64, "x"),)}, "y")
-    steps = {node.name: (made, freed) for node, made, freed in walk(graph, held, [x])}
-    assert [s.kind for s in steps["mul"][1]] == ["x"]
-    assert [s.kind for s in steps["exp"][1]] == ["y"]
+    steps = {change.node.name: change.freed for change in walk(kernels(graph, held), held[x])}
+    assert [s.kind for s in steps["mul"]] == ["x"]
+    assert [s.kind for s in steps["exp"]] == ["y"]
 
 
 def program(zero: int = 3, **options: Any) -> Program:
@@ -221,7 +218,7 @@ def program(zero: int = 3, **options: Any) -> Program:
 def test_recomputation_keeps_less_and_peaks_lower() -> None:
     without, recomputed = program().memory(), program(recompute=True).memory()
     assert recomputed.activations < 0.4 * without.activations
-    assert recomputed.peak < 0.8 * without.peak
+    assert recomputed.peak < 0.85 * without.peak
     assert recomputed.parameters == without.parameters
 
 
@@ -237,13 +234,13 @@ def test_stages_of_zero() -> None:
 
 def test_timeline_covers_every_operator_and_ends_as_it_began() -> None:
     made = program()
-    moments = made.memory_timeline("sgd")
+    moments = made.memory_timeline("sgd", "aot_eager")
     graphs = {"forward": made.running.forward, "backward": made.running.backward}
     for phase, gm in graphs.items():
         assert gm is not None
         names = [n.name for n in gm.graph.nodes if n.op == "call_function"]
         assert [m.node for m in moments if m.phase == phase and m.node in names] == names
-    memory = made.memory("sgd")
+    memory = made.memory("sgd", "aot_eager")
     assert memory.peak == max(m.bytes for m in moments) == memory.peak_at.bytes
     assert memory.optimizer == 0
     last = moments[-1]
@@ -270,6 +267,9 @@ def test_optimizers_differ_in_state_and_scratch() -> None:
 def test_a_program_without_backward() -> None:
     torch.compiler.reset()
     model = MLP().requires_grad_(False)
-    memory = autoshard.trace(model, (torch.ones(8, 64),), mesh={"tp": 2}).memory()
+    made = autoshard.trace(model, (torch.ones(8, 64),), mesh={"tp": 2})
+    memory = made.memory(inner="aot_eager")
     assert memory.activations == memory.gradients == memory.optimizer == 0
     assert memory.peak == memory.parameters + 4 * 8 * (128 + 128)
+    # Inductor applies the activation where the product is; the row bias, divided by the ranks
+    assert made.memory().peak == memory.parameters + 4 * (8 * 128 + 64 + 8 * 64)
