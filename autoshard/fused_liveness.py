@@ -18,8 +18,8 @@ ir.py), in the order of the graph:
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,8 @@ _LOOPS = _overloads(
     "constant_pad_nd", "zeros_like", "ones_like", "scalar_tensor", "copy", "slice_scatter",
     "select_scatter", "triu", "tril", "flip", "repeat", "empty",
 ) | {prims.convert_element_type, prims.iota}  # fmt: skip
+# what writes to memory it is given; others allocate their results themselves
+_PRODUCTS = _overloads("mm", "addmm", "bmm", "baddbmm")
 # loops that write to some elements of their first operand, or of a copy of it
 _SCATTERS = _overloads(
     "index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate", "scatter",
@@ -62,7 +64,8 @@ _VIEWS = _overloads("reshape", "_unsafe_view", "contiguous", "flatten", "expand"
 class _Value:
     """A tensor: stored in `storages`, or to be computed from `sources` where it is read.
 
-    pending: not stored, so far. operators: those that would be computed. into: the concatenation it is computed into.
+    pending: not stored, so far. operators: those that would be computed. into: the concatenation
+    it is computed into.
     """
 
     node: fx.Node
@@ -96,6 +99,7 @@ class Fused:
                 self.kernels.append(Kernel(node, self._memory(node.all_input_nodes), ()))
             else:
                 self._values[node] = [_Value(node, 0, given.get(node, ()))]
+        self.kernels = _calls(_fused(self.kernels))
         self.held = {
             node: tuple(dict.fromkeys(s for v in values for s in _stored(v)))
             for node, values in self._values.items()
@@ -126,7 +130,8 @@ class Fused:
             self._store(self._all(node.all_input_nodes[0]))
             storage = Storage(tensor_bytes(node.meta["val"]), self.kind)
             self._values[node] = [_Value(node, storage.nbytes, (storage,))]
-            self.kernels.append(Kernel(node, self._memory(node.all_input_nodes), (storage,), True))
+            reads = self._memory(node.all_input_nodes)
+            self.kernels.append(Kernel(node, reads, (storage,), _loop(node), True))
         else:
             self._store(self._operands(node))
             made = [
@@ -163,7 +168,7 @@ class Fused:
         storage = whole or Storage(tensor_bytes(node.meta["val"]), self.kind)
         reads = [s for v in self._operands(node) for s in _stored(v)]
         self._values[node] = [_Value(node, storage.nbytes, (storage,))]
-        self.kernels.append(Kernel(node, tuple(dict.fromkeys(reads)), (storage,), True))
+        self.kernels.append(Kernel(node, tuple(dict.fromkeys(reads)), (storage,), _loop(node), True))
 
     def _store(self, values: Iterable[_Value]) -> None:
         """Have the values in memory from here on."""
@@ -174,11 +179,12 @@ class Fused:
             reads = tuple(dict.fromkeys(s for v in value.sources for s in v.storages))
             made = value.into or Storage(value.nbytes, self.kind)
             value.storages = (made,)
-            self.kernels.append(Kernel(value.node, reads, (made,), True))
+            self.kernels.append(Kernel(value.node, reads, (made,), _loop(value.node), True))
 
     def _run(self, node: fx.Node, writes: Iterable[Storage], waits: bool = False) -> None:
         reads = self._memory(read_by(node) if waits else node.all_input_nodes)
-        self.kernels.append(Kernel(node, reads, tuple(writes)))
+        planned = getattr(node.target, "overloadpacket", None) in _PRODUCTS
+        self.kernels.append(Kernel(node, reads, tuple(writes), planned=planned))
 
     def _memory(self, nodes: Iterable[fx.Node]) -> tuple[Storage, ...]:
         found = [s for n in nodes for v in self._all(n) for s in _stored(v)]
@@ -235,4 +241,72 @@ def _wanted(graph: fx.Graph) -> dict[fx.Node, Storage]:
             if piece.op == "call_function" and len(piece.users) == 1 and _is_loop(piece):
                 whole = whole or Storage(tensor_bytes(node.meta["val"]), "")
                 found[piece] = whole
+    return found
+
+
+def _loop(node: fx.Node) -> tuple[int, int]:
+    """`Kernel.loop` of an operator."""
+    leaves = pytree.tree_leaves(node.meta["val"])
+    made = max(_numel(leaf) for leaf in leaves)
+    if not _reduces(node):
+        return made, 0
+    source: Any = node.args[0]
+    read = source.meta["val"]
+    dims = node.args[1] if len(node.args) > 1 else None
+    dims = [dims] if isinstance(dims, int) else dims
+    last = not dims or {d % read.dim() for d in dims} == set(range(read.dim())[-len(dims) :])  # type: ignore
+    return _numel(read), made if last else -made
+
+
+def _join(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether two loops can be one: over the same elements in the same order."""
+    same = one[1] == other[1] or (0 in (one[1], other[1]) and min(one[1], other[1]) >= 0)
+    return one[0] == other[0] and same
+
+
+def _fused(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """Loops over the same elements that read the same, or one what the other makes, as one loop, at
+    the place of the first. What only the loop itself reads is not stored."""
+    groups: list[list[Kernel]] = []
+    made: dict[Storage, int] = {}  # the group that makes it
+    for kernel in kernels:
+        ready = max((made.get(s, 0) for s in kernel.reads), default=0)
+        at = len(groups)
+        if kernel.loop[0]:
+            near = range(len(groups) - 1, ready - 1, -1)
+            at = next((i for i in near if _shares(groups[i], kernel)), at)
+        if at == len(groups):
+            groups.append([])
+        groups[at].append(kernel)
+        for storage in kernel.writes:
+            made[storage] = max(made.get(storage, 0), at)
+    readers: dict[Storage, set[int]] = {}
+    for i, group in enumerate(groups):
+        for storage in (s for kernel in group for s in kernel.reads):
+            readers.setdefault(storage, set()).add(i)
+    found = []
+    for i, group in enumerate(groups):
+        inside = {s for k in group for s in k.writes if readers.get(s) == {i}}
+        inside = inside if len(group) > 1 else set()
+        reads = dict.fromkeys(s for k in group for s in k.reads if s not in inside)
+        writes = dict.fromkeys(s for k in group for s in k.writes if s not in inside)
+        loop = max(kernel.loop for kernel in group)
+        parts = tuple((kernel.reads, kernel.writes) for kernel in group)
+        found.append(replace(group[-1], reads=(*reads,), writes=(*writes,), loop=loop, parts=parts))
+    return found
+
+
+def _shares(group: Sequence[Kernel], kernel: Kernel) -> bool:
+    read = set(kernel.reads)
+    return all(_join(one.loop, kernel.loop) for one in group) and any(
+        not read.isdisjoint(one.reads) or not read.isdisjoint(one.writes) for one in group
+    )
+
+
+def _calls(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """Loops with nothing else between them are one function of C++."""
+    found: list[Kernel] = []
+    for kernel in kernels:
+        joined = bool(kernel.loop[0] and found and found[-1].loop[0])
+        found.append(replace(kernel, joined=joined))
     return found

@@ -8,7 +8,7 @@ graph, linear in its nodes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -89,13 +89,22 @@ def alias_of(node: fx.Node) -> fx.Node | None:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One thing that runs: what it reads and what it writes. loop: it may write over what it reads
-    element by element."""
+    """One thing that runs: what it reads and what it writes.
+
+    loop: elements it runs over, and how many results a reduction in it has: 0 where there is none,
+    negative where it reduces others than the last dims. (0, 0): no loop. planned: its results may
+    be in memory that was used before. joined: one call with the loop before it, so that what either
+    reads is there until both are done. parts: the loops fused to this one, what each reads and
+    writes, with what is never stored.
+    """
 
     node: fx.Node
     reads: tuple[Storage, ...]
     writes: tuple[Storage, ...]
-    loop: bool = False
+    loop: tuple[int, int] = (0, 0)
+    planned: bool = False
+    joined: bool = False
+    parts: tuple[tuple[tuple[Storage, ...], tuple[Storage, ...]], ...] = ()
 
 
 def kernels(graph: fx.Graph, held: Held) -> list[Kernel]:
@@ -108,7 +117,7 @@ def kernels(graph: fx.Graph, held: Held) -> list[Kernel]:
 
 
 class Change(NamedTuple):
-    """What a step does: storages that are gone before it, that it makes, and gone after it."""
+    """What a kernel does: storages whose memory it takes, that it makes, and that are freed."""
 
     node: fx.Node
     taken: list[Storage]
@@ -117,33 +126,40 @@ class Change(NamedTuple):
 
 
 def walk(
-    run: Sequence[Kernel], inputs: Iterable[Storage] = (), foreign: Container[Storage] = ()
+    run: Sequence[Kernel],
+    inputs: Iterable[Storage] = (),
+    reused: Mapping[Storage, Storage] | None = None,
 ) -> Iterator[Change]:
-    """The changes of what runs, in order, the output's aside.
+    """The changes of the kernels, in order, the output's aside.
 
     inputs: storages of the graph's inputs, freed after their last use. Storages that the output
-    reads are never freed. A loop takes the memory of what it reads last for a result as large,
-    unless that is `foreign`.
+    reads are never freed. reused: by storage, the dead one whose memory it is made in; that one is
+    not freed before.
     """
-    last: dict[Storage, int] = {}
-    for i, kernel in enumerate(run):
-        for storage in (*kernel.reads, *kernel.writes):
-            last[storage] = i
-    gone: list[list[Storage]] = [[] for _ in run]
-    for storage, i in last.items():
-        gone[i].append(storage)
+    reused = reused or {}
+    kept = set(reused.values())
     seen = set(inputs)
-    for kernel, freed in zip(run, gone):
-        if kernel.node.op != "call_function":
-            continue
-        made = [s for s in dict.fromkeys(kernel.writes) if s not in seen]
-        seen.update(made)
-        taken: list[Storage] = []
-        if kernel.loop:
-            dead = [s for s in freed if s in kernel.reads and s not in foreign]
-            for new in made:
-                taken += [s for s in dead if s.nbytes == new.nbytes and s not in taken][:1]
-        yield Change(kernel.node, taken, made, [s for s in freed if s not in taken])
+    for kernel, freed in zip(run, freed_after(run)):
+        if kernel.node.op == "call_function":
+            made = [s for s in dict.fromkeys(kernel.writes) if s not in seen]
+            seen.update(made)
+            taken = [reused[s] for s in made if s in reused]
+            yield Change(kernel.node, taken, made, [s for s in freed if s not in kept])
+
+
+def last_uses(run: Sequence[Kernel]) -> dict[Storage, int]:
+    """The position of the last kernel that reads or writes each storage."""
+    return {s: i for i, kernel in enumerate(run) for s in (*kernel.reads, *kernel.writes)}
+
+
+def freed_after(run: Sequence[Kernel]) -> list[list[Storage]]:
+    """The storages that nobody needs after each kernel."""
+    gone: list[list[Storage]] = [[] for _ in run]
+    for storage, i in last_uses(run).items():
+        while i + 1 < len(run) and run[i + 1].joined:
+            i += 1
+        gone[i].append(storage)
+    return gone
 
 
 def read_by(node: fx.Node) -> list[fx.Node]:

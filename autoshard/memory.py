@@ -18,6 +18,7 @@ from autoshard.passes.bucket_gradients import BucketGradients
 from autoshard.passes.bucket_parameters import BucketParameters
 from autoshard.passes.buckets import GATHERS
 from autoshard.planning.values import tensor_bytes
+from autoshard.reused_memory import reused_memory
 from autoshard.runtime import compat
 from autoshard.runtime.compat_inductor import Lowered
 
@@ -181,7 +182,7 @@ class Step:
         """Every operator of the step with what is alive while it runs."""
         alive = {**dict.fromkeys(KINDS, 0), **self.resident}
         yield Moment("forward", "", dict(alive))
-        yield from _run("forward", walk(self.kernels), alive)
+        yield from _run("forward", walk(self.kernels, (), reused_memory(self.kernels)), alive)
         # of the results, the caller keeps the loss: a scalar
         alive[OUTPUTS] = alive[TEMPORARIES] = 0
         alive[ACTIVATIONS] = self.activations
@@ -206,7 +207,8 @@ class Step:
             storage.kind = GRADIENTS
         # autograd lets a graph write over what was saved for it, not over what others may have
         foreign = self.returned.union(*tangents.values())
-        changes = walk(run, [s for n in inputs for s in held[n]], foreign)
+        gone = dict.fromkeys(s for n in inputs for s in held[n])
+        changes = walk(run, gone, reused_memory(run, gone, foreign))
         yield from _run("backward", changes, alive)
         alive[GRADIENTS] += copies
         yield Moment("backward", "unwrap", dict(alive))
