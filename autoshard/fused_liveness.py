@@ -166,9 +166,9 @@ class Fused:
             (v.into for p in node.all_input_nodes for v in self._all(p) if v.into is not None), None
         )
         storage = whole or Storage(tensor_bytes(node.meta["val"]), self.kind)
-        reads = [s for v in self._operands(node) for s in _stored(v)]
+        reads = self._memory(node.all_input_nodes)
         self._values[node] = [_Value(node, storage.nbytes, (storage,))]
-        self.kernels.append(Kernel(node, tuple(dict.fromkeys(reads)), (storage,), _loop(node), True))
+        self.kernels.append(Kernel(node, reads, (storage,), _loop(node), True))
 
     def _store(self, values: Iterable[_Value]) -> None:
         """Have the values in memory from here on."""
@@ -297,10 +297,25 @@ def _fused(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def _shares(group: Sequence[Kernel], kernel: Kernel) -> bool:
+    """Whether a loop becomes one with those before it, which it follows element by element, or
+    result by result of their reduction."""
     read = set(kernel.reads)
-    return all(_join(one.loop, kernel.loop) for one in group) and any(
-        not read.isdisjoint(one.reads) or not read.isdisjoint(one.writes) for one in group
-    )
+    follows = [one for one in group if not read.isdisjoint(one.writes)]
+    if not _in_rows(kernel.node) and any(abs(one.loop[1]) == kernel.loop[0] for one in follows):
+        return True
+    near = follows or [one for one in group if not read.isdisjoint(one.reads)]
+    return bool(near) and all(_join(one.loop, kernel.loop) for one in group)
+
+
+def _in_rows(node: fx.Node) -> bool:
+    """Whether a value is computed into the rows of a concatenation: a loop over two dims."""
+    for user in node.users:
+        if user.target is aten.cat.default:
+            dim = user.args[1] if len(user.args) > 1 else 0
+            shape = user.meta["val"].shape
+            if any(size != 1 for size in shape[: dim % len(shape)]):  # type: ignore[operator]
+                return True
+    return False
 
 
 def _calls(kernels: Sequence[Kernel]) -> list[Kernel]:

@@ -36,9 +36,9 @@ def reused_memory(
         never = sum(s.nbytes for s in written if s not in seen)
         alive.append(now + never)
         now -= sum(s.nbytes for s in after)
-    for new, old in over.items():
+    for heir, old in over.items():  # what is in the memory of an input is not pooled either
         if old in given:
-            given.add(new)
+            given.add(heir)
     free = [[s for s in each if s not in kept and s not in given] for each in freed]
     return over | _from_pool(run, made, free, alive)
 
@@ -55,8 +55,8 @@ def _written_over(
                 if new in seen or new not in kernel.writes:
                     continue
                 for old in reads:
-                    dead = last.get(old) == i and old not in later and old in seen
-                    if dead and old.nbytes == new.nbytes and old not in taken and old not in foreign:
+                    dead = last.get(old) == i and old not in later and old not in taken
+                    if dead and old.nbytes == new.nbytes and old in seen and old not in foreign:
                         over[new] = old
                         taken.add(old)
                         break
