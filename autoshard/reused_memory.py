@@ -49,7 +49,7 @@ def _written_over(
     last = last_uses(run)
     seen, over, taken = set(given), dict[Storage, Storage](), set[Storage]()
     for i, kernel in enumerate(run):
-        for p, (reads, writes) in enumerate(kernel.parts):
+        for p, (reads, writes) in enumerate(kernel.parts if kernel.loop[0] else ()):
             later = {s for others, _ in kernel.parts[p + 1 :] for s in others}
             for new in writes:
                 if new in seen or new not in kernel.writes:

@@ -9,9 +9,11 @@ import torch
 from torch import fx, nn
 
 import autoshard
+from autoshard.fused_liveness import Fused
 from autoshard.liveness import Storage, alias_of, kernels, storages, walk
 from autoshard.memory import KINDS, OPTIMIZERS
 from autoshard.program import Program
+from autoshard.reused_memory import reused_memory
 from live_storages import LiveStorages, measure_step
 from models_hf import llama
 from models_plain import MLP
@@ -72,7 +74,7 @@ def check(results: list[dict[str, Any]], tolerance: float) -> None:
         for kind in ("parameters", "gradients", "optimizer"):
             assert predicted[kind] == result[kind], (kind, result)
         assert abs(predicted["peak"] / result["peak"] - 1) < tolerance, result
-        if tolerance < 0.05:
+        if tolerance <= 0.05:
             pairs = {"forward": "forward", "backward": "backward", "optimizer": "update"}
             for ours, theirs in pairs.items():
                 assert abs(result[f"predicted {ours}"] / result[theirs] - 1) < tolerance, result
@@ -98,12 +100,20 @@ def test_prediction_of_graphs(gloo2: Any, name: str, sizes: Sizes, options: Any)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [("llama", {}), ("llama", {"zero": 1}), ("gpt2", {}), ("gpt2", {"zero": 2})],
+    ("sizes", "options"),
+    [
+        ({"dp_replicate": 2}, {}),
+        ({"dp_shard": 2}, {"zero": 1}),
+        ({"dp_shard": 2}, {"zero": 3}),
+        ({"tp": 2}, {}),
+    ],
+    ids=["ddp", "zero1", "zero3", "tp"],
 )
-def test_prediction_for_inductor(gloo2: Any, name: str, options: Any) -> None:
-    check(gloo2(measured, name, {"dp_shard": 2}, "inductor", **options), 0.06)
+def test_prediction_for_inductor(gloo2: Any, name: str, sizes: Sizes, options: Any) -> None:
+    # zero=2 runs the graphs of zero=1
+    check(gloo2(measured, name, sizes, "inductor", **options), 0.05)
 
 
 @pytest.mark.slow
@@ -202,6 +212,68 @@ def test_inputs_that_may_be_freed() -> None:
     steps = {change.node.name: change.freed for change in walk(kernels(graph, held), held[x])}
     assert [s.kind for s in steps["mul"]] == ["x"]
     assert [s.kind for s in steps["exp"]] == ["y"]
+
+
+def fused(fn: Any) -> tuple[Fused, dict[str, str]]:
+    """What Inductor would run, and which kernel's result is in the memory of which other's."""
+    made = Fused(traced(fn, torch.ones(16, 16)), {}, "x")
+    names = {s: kernel.node.name for kernel in made.kernels for s in kernel.writes}
+    reused = reused_memory(made.kernels)
+    return made, {names[new]: names[old] for new, old in reused.items()}
+
+
+def test_a_loop_stores_what_others_need() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = (x * 2 + 1).relu()  # one loop, stored for the product
+        return (y @ y).exp().sum()  # one loop, of which only the sum is stored
+
+    made, reused = fused(fn)
+    run = [(k.node.name, [s.nbytes for s in k.writes]) for k in made.kernels[:-1]]
+    assert run == [("relu", [1024]), ("mm", [1024]), ("sum_1", [4])]
+    assert reused == {}
+
+
+def test_what_is_dear_is_computed_once_and_cheap_is_computed_again() -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        cheap, dear = x + 1, x.t().tanh()
+        return cheap @ x, cheap * 2, dear * 2, (dear + 3) @ x
+
+    made, _ = fused(fn)
+    stored = {k.node.name for k in made.kernels if k.loop[0]}
+    # tanh is a part of the loop of its readers, which all run over what it does
+    assert stored == {"add", "mul", "add_1"}
+    assert len(made.held[next(n for n in made.held if n.name == "tanh")]) == 1
+
+
+def test_memory_of_the_dead_is_used_again() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        one = x @ x
+        two = one.tanh()  # in place
+        three = two @ x
+        return three @ x  # where two was
+
+    _, reused = fused(fn)
+    assert reused == {"tanh": "mm", "mm_2": "tanh"}
+
+
+def test_memory_is_not_kept_where_the_peak_would_rise() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        one = x @ x
+        two = one @ x  # one is dead after it
+        wide = torch.cat([two] * 8)  # what is alive here is the most there is
+        return (wide.sum() + two) @ x
+
+    _, reused = fused(fn)
+    assert "mm_2" not in reused
+
+
+def test_pieces_are_computed_into_their_concatenation() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x / 2, (x @ x) / 3]) @ x
+
+    made, _ = fused(fn)
+    whole = {s for k in made.kernels if k.node.name.startswith("div") for s in k.writes}
+    assert [s.nbytes for s in whole] == [2048]
 
 
 def program(zero: int = 3, **options: Any) -> Program:
