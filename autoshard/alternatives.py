@@ -18,6 +18,7 @@ from torch import fx
 
 from autoshard.passes.localize import Localize, local_value
 from autoshard.planning import cost
+from autoshard.planning.bucket_size import default_bucket_bytes, reference_bytes
 from autoshard.planning.planner import Decisions, Request, plan_graph
 from autoshard.planning.problem import TRAINED_BYTES, Prices
 from autoshard.planning.strategy import value
@@ -31,9 +32,6 @@ from autoshard.runtime.placement import shard_dim
 # How much dearer than by default a saved activation is, so that what can be split along the
 # sequence is.
 _DEAR = 20.0
-
-# The size at which a bucket of merged collectives closes by default (passes/buckets.py).
-_BUCKET_ELEMENTS = 40_000_000
 
 
 @dataclass(frozen=True)
@@ -176,11 +174,12 @@ def _data_traffic(
         # the backward of a lookup needs the indices only
         again += 0 if all(map(is_lookup, node.users)) else tensor_bytes(val)
         item = max(item, val.element_size())
-    limit = program.config.bucket_bytes or _BUCKET_ELEMENTS * max(item, 1)
+    reference = reference_bytes(max(item, 1), shard)
     found: list[tuple[str, str, int, int]] = []
 
     def add(op: str, on: str, size: int) -> None:
         if size:
+            limit = program.config.bucket_bytes or default_bucket_bytes(size, reference)
             found.append((op, on, size, math.ceil(size / limit)))
 
     if shard > 1:

@@ -8,8 +8,9 @@ graph, linear in its nodes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -86,38 +87,88 @@ def alias_of(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def walk(
-    graph: fx.Graph, held: Held, inputs: Sequence[fx.Node] = ()
-) -> Iterator[tuple[fx.Node, list[Storage], list[Storage]]]:
-    """(node, storages it makes, storages freed after it), in order, for every operator.
+@dataclass(frozen=True)
+class Kernel:
+    """One thing that runs: what it reads and what it writes.
 
-    inputs: the graph's inputs that are freed after their last use. Storages that the output reads
-    are never freed.
+    loop: elements it runs over, and how many results a reduction in it has: 0 where there is none,
+    negative where it reduces others than the last dims. (0, 0): no loop. planned: its results may
+    be in memory that was used before. joined: one call with the loop before it, so that what either
+    reads is there until both are done. parts: the loops fused to this one, what each reads and
+    writes, with what is never stored.
     """
-    last: dict[Storage, fx.Node] = {}
-    for node in graph.nodes:
-        for operand in (*_read(node), node):
-            for storage in held[operand]:
-                last[storage] = node
-    freed: dict[fx.Node, list[Storage]] = {}
-    for storage, node in last.items():
-        freed.setdefault(node, []).append(storage)
-    seen = {storage for node in inputs for storage in held[node]}
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        made = [storage for storage in held[node] if storage not in seen]
-        seen.update(made)
-        yield node, made, freed.get(node, [])
+
+    node: fx.Node
+    reads: tuple[Storage, ...]
+    writes: tuple[Storage, ...]
+    loop: tuple[int, int] = (0, 0)
+    planned: bool = False
+    joined: bool = False
+    parts: tuple[tuple[tuple[Storage, ...], tuple[Storage, ...]], ...] = ()
 
 
-def _read(node: fx.Node) -> list[fx.Node]:
+def kernels(graph: fx.Graph, held: Held) -> list[Kernel]:
+    """Every node of a graph that runs operator by operator, in order."""
+    return [
+        Kernel(node, tuple(s for n in read_by(node) for s in held[n]), held[node])
+        for node in graph.nodes
+        if node.op in ("call_function", "output")
+    ]
+
+
+class Change(NamedTuple):
+    """What a kernel does: storages whose memory it takes, that it makes, and that are freed."""
+
+    node: fx.Node
+    taken: list[Storage]
+    made: list[Storage]
+    freed: list[Storage]
+
+
+def walk(
+    run: Sequence[Kernel],
+    inputs: Iterable[Storage] = (),
+    reused: Mapping[Storage, Storage] | None = None,
+) -> Iterator[Change]:
+    """The changes of the kernels, in order, the output's aside.
+
+    inputs: storages of the graph's inputs, freed after their last use. Storages that the output
+    reads are never freed. reused: by storage, the dead one whose memory it is made in; that one is
+    not freed before.
+    """
+    reused = reused or {}
+    kept = set(reused.values())
+    seen = set(inputs)
+    for kernel, freed in zip(run, freed_after(run)):
+        if kernel.node.op == "call_function":
+            made = [s for s in dict.fromkeys(kernel.writes) if s not in seen]
+            seen.update(made)
+            taken = [reused[s] for s in made if s in reused]
+            yield Change(kernel.node, taken, made, [s for s in freed if s not in kept])
+
+
+def last_uses(run: Sequence[Kernel]) -> dict[Storage, int]:
+    """The position of the last kernel that reads or writes each storage."""
+    return {s: i for i, kernel in enumerate(run) for s in (*kernel.reads, *kernel.writes)}
+
+
+def freed_after(run: Sequence[Kernel]) -> list[list[Storage]]:
+    """The storages that nobody needs after each kernel."""
+    gone: list[list[Storage]] = [[] for _ in run]
+    for storage, i in last_uses(run).items():
+        while i + 1 < len(run) and run[i + 1].joined:
+            i += 1
+        gone[i].append(storage)
+    return gone
+
+
+def read_by(node: fx.Node) -> list[fx.Node]:
     """What must be there while the node runs: a collective reads its input until it is done."""
     reads = list(node.all_input_nodes)
     if node.target is _c10d.wait_tensor.default:
         for source in node.all_input_nodes:
             collective = source.all_input_nodes[0] if source.target is operator.getitem else source
-            reads += _read(collective)
+            reads += read_by(collective)
     return reads
 
 

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autoshard.liveness import Held, Storage, storages, walk
+from autoshard.fused_liveness import Fused
+from autoshard.liveness import Change, Held, Kernel, Storage, kernels, storages, walk
 from autoshard.passes.bucket_gradients import BucketGradients
 from autoshard.passes.bucket_parameters import BucketParameters
 from autoshard.passes.buckets import GATHERS
 from autoshard.planning.values import tensor_bytes
+from autoshard.reused_memory import reused_memory
 from autoshard.runtime import compat
+from autoshard.runtime.compat_inductor import Lowered
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 BUFFERS, ACTIVATIONS, GATHERED = "buffers", "activations", "gathered"
@@ -125,32 +128,50 @@ def summary(step: Step) -> Memory:
 class Step:
     """The forward, the backward and the update of one program, as moments in order.
 
-    parameters: positions of the parameters among the inputs. resident: bytes by kind of what is
-    there whatever runs: parameters, buffers, optimizer state. gradients: bytes of all gradients.
-    scratch: what the optimizer's update allocates at most.
+    graphs: `compat.ForwardBackward`, run operator by operator, or `compat_inductor.Lowered`, as
+    Inductor runs them. parameters: positions of the parameters among the inputs. resident: bytes
+    by kind of what is there whatever runs: parameters, buffers, optimizer state. gradients: bytes
+    of all gradients. scratch: what the optimizer's update allocates at most.
     """
 
     def __init__(
         self,
-        joint: compat.ForwardBackward,
+        graphs: compat.ForwardBackward | Lowered,
         parameters: Container[int],
         resident: Mapping[str, int],
         gradients: int,
         scratch: int,
     ) -> None:
-        self.joint, self.resident = joint, resident
+        self.graphs, self.resident = graphs, resident
         self.gradients, self.scratch = gradients, scratch
-        forward = joint.forward.graph
+        forward = graphs.forward.graph
         inputs = [node.name for node in forward.nodes if node.op == "placeholder"]
         self.weights = {name for i, name in enumerate(inputs) if i in parameters}
-        self.held: Held = storages(forward, {}, TEMPORARIES)
-        backward = () if joint.backward is None else joint.backward.graph.nodes
+        self.held, self.kernels = self._stored(forward, {})
+        results = _results(forward)
+        names: Sequence[str] = [n.name if n else "" for n in results]
+        if isinstance(graphs, Lowered):
+            names = graphs.names
+        backward = () if graphs.backward is None else graphs.backward.graph.nodes
         wanted = {node.name for node in backward if node.op == "placeholder"}
-        saved = [node for node in forward.nodes if node.name in wanted]
-        _mark(self.held, _results(forward), OUTPUTS)
+        self.known = {node.name: node for node in forward.nodes if node.op == "placeholder"}
+        self.known |= {name: node for name, node in zip(names, results) if node is not None}
+        # what is saved comes after the results of the model
+        returned = results[: len(results) - sum(name in wanted for name in self.known)]
+        saved = [node for name, node in self.known.items() if name in wanted]
+        _mark(self.held, [n for n in results if n is not None], OUTPUTS)
         _mark(self.held, saved, ACTIVATIONS)
         _mark(self.held, _gathered(forward, self.weights), GATHERED)
         self.saved = {storage for node in saved for storage in self.held[node]}
+        self.returned = {s for node in returned if node is not None for s in self.held[node]}
+
+    def _stored(self, graph: fx.Graph, given: Held) -> tuple[Held, list[Kernel]]:
+        """Where the values of a graph are, and what runs."""
+        if isinstance(self.graphs, Lowered):
+            fused = Fused(graph, given, TEMPORARIES)
+            return fused.held, fused.kernels
+        held = storages(graph, given, TEMPORARIES)
+        return held, kernels(graph, held)
 
     @property
     def activations(self) -> int:
@@ -161,30 +182,34 @@ class Step:
         """Every operator of the step with what is alive while it runs."""
         alive = {**dict.fromkeys(KINDS, 0), **self.resident}
         yield Moment("forward", "", dict(alive))
-        yield from _run("forward", self.joint.forward.graph, self.held, (), alive)
+        yield from _run("forward", walk(self.kernels, (), reused_memory(self.kernels)), alive)
         # of the results, the caller keeps the loss: a scalar
         alive[OUTPUTS] = alive[TEMPORARIES] = 0
         alive[ACTIVATIONS] = self.activations
         alive[GATHERED] = sum(s.nbytes for s in self.saved if s.kind == GATHERED)
-        if self.joint.backward is None:
+        if self.graphs.backward is None:
             return
-        yield from self._backward(self.joint.backward.graph, alive)
+        yield from self._backward(self.graphs.backward.graph, alive)
         alive.update(dict.fromkeys((ACTIVATIONS, GATHERED), 0))
         alive[TEMPORARIES] = self.scratch
         yield Moment("optimizer", "", dict(alive))
 
     def _backward(self, graph: fx.Graph, alive: dict[str, int]) -> Iterator[Moment]:
-        kept = {node.name: held for node, held in self.held.items()}
-        inputs = tuple(n for n in graph.nodes if n.op == "placeholder")
-        tangents = {n: _tangent(n) for n in inputs if n.name not in kept}
+        inputs = [n for n in graph.nodes if n.op == "placeholder"]
+        tangents = {n: _tangent(n) for n in inputs if n.name not in self.known}
         alive[TEMPORARIES] = sum(s.nbytes for made in tangents.values() for s in made)
-        given = {n: kept[n.name] for n in inputs if n not in tangents} | tangents
-        held = storages(graph, given, TEMPORARIES)
+        given = {n: self.held[self.known[n.name]] for n in inputs if n not in tangents} | tangents
+        held, run = self._stored(graph, given)
         _mark(held, _gathered(graph, self.weights), GATHERED)
-        kept_storages, copies = _handed_out(_results(graph), held)
+        results = [n for n in _results(graph) if n is not None]
+        kept_storages, copies = _handed_out(results, held)
         for storage in kept_storages:
             storage.kind = GRADIENTS
-        yield from _run("backward", graph, held, inputs, alive)
+        # autograd lets a graph write over what was saved for it, not over what others may have
+        foreign = self.returned.union(*tangents.values())
+        gone = dict.fromkeys(s for n in inputs for s in held[n])
+        changes = walk(run, gone, reused_memory(run, gone, foreign))
+        yield from _run("backward", changes, alive)
         alive[GRADIENTS] += copies
         yield Moment("backward", "unwrap", dict(alive))
 
@@ -213,10 +238,10 @@ def _tangent(node: fx.Node) -> tuple[Storage, ...]:
     return (Storage(tensor_bytes(node.meta["val"]), TEMPORARIES),)
 
 
-def _run(
-    phase: str, graph: fx.Graph, held: Held, inputs: Sequence[fx.Node], alive: dict[str, int]
-) -> Iterator[Moment]:
-    for node, made, freed in walk(graph, held, inputs):
+def _run(phase: str, changes: Iterable[Change], alive: dict[str, int]) -> Iterator[Moment]:
+    for node, taken, made, freed in changes:
+        for storage in taken:
+            alive[storage.kind] -= storage.nbytes
         for storage in made:
             alive[storage.kind] += storage.nbytes
         yield Moment(phase, node.name, dict(alive))
@@ -224,9 +249,9 @@ def _run(
             alive[storage.kind] -= storage.nbytes
 
 
-def _results(graph: fx.Graph) -> list[fx.Node]:
+def _results(graph: fx.Graph) -> list[fx.Node | None]:
     output = next(iter(reversed(graph.nodes)))
-    return [n for n in output.args[0] if isinstance(n, fx.Node)]  # type: ignore[union-attr]
+    return [n if isinstance(n, fx.Node) else None for n in output.args[0]]  # type: ignore[union-attr]
 
 
 def _mark(held: Held, nodes: Iterable[fx.Node], kind: str) -> None:

@@ -28,6 +28,7 @@ from autoshard.memory import (
 )
 from autoshard.off_meta import off_meta
 from autoshard.passes.base import SILENT, Context, Watch
+from autoshard.passes.keep_order import reduce_in_place
 from autoshard.passes.localize import local_value
 from autoshard.passes.pipeline import BEFORE_COMPILATION, finish, run_passes
 from autoshard.planning.plan import Plan
@@ -36,6 +37,7 @@ from autoshard.planning.profile import STORED
 from autoshard.planning.values import tensor_bytes
 from autoshard.runtime import compat
 from autoshard.runtime.axis import Axis
+from autoshard.runtime.compat_inductor import Lowered, inductor_graphs
 from autoshard.runtime.data_axes import data_axes
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.placement import R, State
@@ -142,20 +144,31 @@ class Program:
                     found.append(self._collective(node, phase))
         return found
 
-    def memory(self, optimizer: str = "adamw") -> Memory:
+    @cached_property
+    def lowered(self) -> Lowered:
+        """The graphs that Inductor gets to lower, after its own passes."""
+        fakes = [n.meta["val"] for n in self.graph_module.graph.nodes if n.op == "placeholder"]
+        made = inductor_graphs(*off_meta(self.graph_module, fakes), self.finish)
+        if made.backward is not None:
+            reduce_in_place(made.backward.graph)
+        return made
+
+    def memory(self, optimizer: str = "adamw", inner: str | None = None) -> Memory:
         """Bytes a rank holds in a training step; see `autoshard.memory.Memory`.
 
         optimizer: a key of `autoshard.memory.OPTIMIZERS`: "adamw" (one parameter at a time),
-        "adamw_foreach", "adamw_fused", "momentum" (SGD with it) or "sgd". Exact for what is stored;
-        the peak is that of AOTAutograd's graphs, run operator by operator.
+        "adamw_foreach", "adamw_fused", "momentum" (SGD with it) or "sgd". inner: what runs the
+        graphs, None: the program's own; "inductor" stores what Inductor's code would store, others
+        run operator by operator. Exact for what is stored between steps.
         """
-        return summary(self._step(optimizer))
+        return summary(self._step(optimizer, inner))
 
-    def memory_timeline(self, optimizer: str = "adamw") -> list[Moment]:
-        """What is alive while each operator of a step runs: forward, backward, then the update."""
-        return list(self._step(optimizer).moments())
+    def memory_timeline(self, optimizer: str = "adamw", inner: str | None = None) -> list[Moment]:
+        """What is alive while each operator of a step runs: forward, backward, then the update.
+        Arguments as for `memory`; with Inductor an operator is listed where its value is stored."""
+        return list(self._step(optimizer, inner).moments())
 
-    def _step(self, optimizer: str) -> Step:
+    def _step(self, optimizer: str, inner: str | None) -> Step:
         if optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer {optimizer!r} is none of {', '.join(OPTIMIZERS)}")
         kind = OPTIMIZERS[optimizer]
@@ -178,7 +191,8 @@ class Program:
         resident = {
             PARAMETERS: parameters, BUFFERS: buffers, OPTIMIZER: state, PENDING: pending
         }  # fmt: skip
-        return Step(self.running, positions, resident, sum(trained), kind.scratch(trained))
+        graphs = self.lowered if (inner or self.config.inner) == "inductor" else self.running
+        return Step(graphs, positions, resident, sum(trained), kind.scratch(trained))
 
     def without_gradient(self) -> list[str]:
         """Trained parameters that this graph gives no gradient: read only where none is recorded,

@@ -23,6 +23,7 @@ from autoshard import backend
 from autoshard.runtime import compat
 
 _c10d = torch.ops._c10d_functional
+_LET_GO = 0.01  # seconds
 
 
 class LiveStorages(TorchDispatchMode):
@@ -100,6 +101,9 @@ class LiveStorages(TorchDispatchMode):
             self._pending[id(result.untyped_storage())] = args[0]
         elif func is _c10d.wait_tensor.default:
             self._pending.pop(id(args[0].untyped_storage()), None)
+            # gloo's thread lets go of its tensors a moment later, and then needs the interpreter's
+            # lock, as they are watched here
+            time.sleep(_LET_GO)
         return result
 
 
@@ -130,7 +134,6 @@ def measure_step(
     found["forward"] = live.since() - before
     with live:
         value.backward()
-        time.sleep(0.1)  # gloo's thread lets go of a tensor a moment after the wait for it
         found["backward"] = live.since() - before
         optimizer.step()
         found["update"] = live.since() - before

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from autoshard.passes.base import emit
+from autoshard.planning.bucket_size import default_bucket_bytes, reference_bytes
 from autoshard.planning.values import tensor_bytes
 
 aten = torch.ops.aten
@@ -72,21 +73,16 @@ def waits_of(start: fx.Node) -> list[fx.Node]:
 
 
 def _reference_bytes(one: Member) -> int:
-    """Megatron-Core's size: 40 million elements, or a million a rank where that is more."""
-    from_input = one.source.meta["val"]
     sizes = [arg for arg in one.node.args[1:] if isinstance(arg, int)]
-    ranks = sizes[0] if sizes else 1
-    return max(40_000_000, 1_000_000 * ranks) * from_input.element_size()
+    return reference_bytes(one.source.meta["val"].element_size(), sizes[0] if sizes else 1)
 
 
 def bucket_size(members: Sequence[Member]) -> int:
-    """The most that a bucket holds where nothing is said: Megatron-Core's size, but no more than an
-    eighth of all members, so that a model smaller than eight of those buckets is not whole at once
-    and overlaps, too; and no less than 4 MiB, below which there is only latency."""
+    """The most that a bucket holds where nothing is said (`planning/bucket_size.py`)."""
     if not members:
         return 0
-    eighth = sum(one.nbytes for one in members) // 8
-    return min(max(_reference_bytes(one) for one in members), max(eighth, 4 << 20))
+    total = sum(one.nbytes for one in members)
+    return default_bucket_bytes(total, max(_reference_bytes(one) for one in members))
 
 
 def gathered(node: fx.Node) -> list[Member]:

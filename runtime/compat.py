@@ -348,7 +348,6 @@ def inductor(
     Inductor must keep."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-    from torch._inductor.decomposition import decompositions, fast_random_decomps
 
     def inner_compile(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         if finish is None:
@@ -357,16 +356,25 @@ def inductor(
         with config.patch(post_grad_custom_post_pass=_keep_order(order)):
             return compile_fx_inner(graph, inputs, **options)
 
-    # In its own table: a table given by argument is part of the key of Inductor's cache, which
-    # cannot write it down, and then caches nothing.
-    if not decompositions.keys() >= DECOMPOSITIONS.keys():
-        decompositions.update(DECOMPOSITIONS)
-        fast_random_decomps.cache_clear()
+    add_decompositions()
     # AOTAutograd's cache takes only functions it is told of; the value becomes part of the key.
     known = config.unsafe_marked_cacheable_functions
     with config.patch(unsafe_marked_cacheable_functions={**known, **_cache_keys(gm, digest)}):
         compiled: Any = compile_fx(gm, fakes, inner_compile=inner_compile)
     return compiled  # type: ignore[no-any-return]
+
+
+def add_decompositions() -> None:
+    """Give Inductor `DECOMPOSITIONS`.
+
+    In its own table: a table given by argument is part of the key of Inductor's cache, which
+    cannot write it down, and then caches nothing.
+    """
+    from torch._inductor.decomposition import decompositions, fast_random_decomps
+
+    if not decompositions.keys() >= DECOMPOSITIONS.keys():
+        decompositions.update(DECOMPOSITIONS)
+        fast_random_decomps.cache_clear()
 
 
 def _cache_keys(gm: fx.GraphModule, digest: str) -> dict[str, str]:

@@ -9,9 +9,11 @@ import torch
 from torch import fx, nn
 
 import autoshard
-from autoshard.liveness import alias_of, storages, walk
+from autoshard.fused_liveness import Fused
+from autoshard.liveness import Storage, alias_of, kernels, storages, walk
 from autoshard.memory import KINDS, OPTIMIZERS
 from autoshard.program import Program
+from autoshard.reused_memory import reused_memory
 from live_storages import LiveStorages, measure_step
 from models_hf import llama
 from models_plain import MLP
@@ -72,7 +74,7 @@ def check(results: list[dict[str, Any]], tolerance: float) -> None:
         for kind in ("parameters", "gradients", "optimizer"):
             assert predicted[kind] == result[kind], (kind, result)
         assert abs(predicted["peak"] / result["peak"] - 1) < tolerance, result
-        if tolerance < 0.05:
+        if tolerance <= 0.05:
             pairs = {"forward": "forward", "backward": "backward", "optimizer": "update"}
             for ours, theirs in pairs.items():
                 assert abs(result[f"predicted {ours}"] / result[theirs] - 1) < tolerance, result
@@ -98,13 +100,20 @@ def test_prediction_of_graphs(gloo2: Any, name: str, sizes: Sizes, options: Any)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [("llama", {}), ("llama", {"zero": 1}), ("gpt2", {}), ("gpt2", {"zero": 2})],
+    ("sizes", "options"),
+    [
+        ({"dp_replicate": 2}, {}),
+        ({"dp_shard": 2}, {"zero": 1}),
+        ({"dp_shard": 2}, {"zero": 3}),
+        ({"tp": 2}, {}),
+    ],
+    ids=["ddp", "zero1", "zero3", "tp"],
 )
-def test_prediction_for_inductor(gloo2: Any, name: str, options: Any) -> None:
-    # Inductor reuses memory: GPT-2's peak is up to 14% below that of the graphs, which are counted
-    check(gloo2(measured, name, {"dp_shard": 2}, "inductor", **options), 0.15)
+def test_prediction_for_inductor(gloo2: Any, name: str, sizes: Sizes, options: Any) -> None:
+    # zero=2 runs the graphs of zero=1
+    check(gloo2(measured, name, sizes, "inductor", **options), 0.05)
 
 
 @pytest.mark.slow
@@ -143,7 +152,7 @@ def test_every_operator_of_a_forward_is_exact() -> None:
     recorded = Recorded(graph, live)
     with live:
         recorded.boxed_run(list(inputs))
-    moments = made.memory_timeline()
+    moments = made.memory_timeline(inner="aot_eager")
     first = moments[0].bytes
     predicted = {m.node: m.bytes - first for m in moments if m.phase == "forward" and m.node}
     assert predicted == recorded.bytes
@@ -159,7 +168,7 @@ def traced(fn: Any, *args: torch.Tensor) -> fx.Graph:
 def alive(graph: fx.Graph) -> list[tuple[str, int]]:
     """(operator, bytes alive while it runs), inputs aside."""
     total, found = 0, []
-    for node, made, freed in walk(graph, storages(graph, {}, "x")):
+    for node, _, made, freed in walk(kernels(graph, storages(graph, {}, "x"))):
         total += sum(s.nbytes for s in made)
         found.append((node.name, total))
         total -= sum(s.nbytes for s in freed)
@@ -199,12 +208,72 @@ def test_tuples_and_lists_of_views() -> None:
 def test_inputs_that_may_be_freed() -> None:
     graph = traced(lambda x: (x * 2).exp(), torch.ones(16))
     (x,) = [n for n in graph.nodes if n.op == "placeholder"]
-    from autoshard.liveness import Storage
-
     held = storages(graph, {x: (Storage(64, "x"),)}, "y")
-    steps = {node.name: (made, freed) for node, made, freed in walk(graph, held, [x])}
-    assert [s.kind for s in steps["mul"][1]] == ["x"]
-    assert [s.kind for s in steps["exp"][1]] == ["y"]
+    steps = {change.node.name: change.freed for change in walk(kernels(graph, held), held[x])}
+    assert [s.kind for s in steps["mul"]] == ["x"]
+    assert [s.kind for s in steps["exp"]] == ["y"]
+
+
+def fused(fn: Any) -> tuple[Fused, dict[str, str]]:
+    """What Inductor would run, and which kernel's result is in the memory of which other's."""
+    made = Fused(traced(fn, torch.ones(16, 16)), {}, "x")
+    names = {s: kernel.node.name for kernel in made.kernels for s in kernel.writes}
+    reused = reused_memory(made.kernels)
+    return made, {names[new]: names[old] for new, old in reused.items()}
+
+
+def test_a_loop_stores_what_others_need() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = (x * 2 + 1).relu()  # one loop, stored for the product
+        return (y @ y).exp().sum()  # one loop, of which only the sum is stored
+
+    made, reused = fused(fn)
+    run = [(k.node.name, [s.nbytes for s in k.writes]) for k in made.kernels[:-1]]
+    assert run == [("relu", [1024]), ("mm", [1024]), ("sum_1", [4])]
+    assert reused == {}
+
+
+def test_what_is_dear_is_computed_once() -> None:
+    def stored(fn: Any, name: str) -> bool:
+        made, _ = fused(fn)
+        (storages,) = [held for node, held in made.held.items() if node.name == name]
+        return any(s in k.writes for k in made.kernels for s in storages)
+
+    # cheap enough for each reader; a part of the one loop that its readers are; read by a product
+    assert not stored(lambda x: ((x + 1) * 2 @ x, (x + 1).sum(1)), "add")
+    assert not stored(lambda x: (lambda y: (y * 2) @ ((y + 3) @ x))(x.tanh()), "tanh")
+    assert stored(lambda x: (lambda y: (y * 2) @ ((y @ x) + 3))(x.tanh()), "tanh")
+
+
+def test_memory_of_the_dead_is_used_again() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        one = x @ x
+        two = one.tanh()  # in place
+        three = two @ x
+        return three @ x  # where two was
+
+    _, reused = fused(fn)
+    assert reused == {"tanh": "mm", "mm_2": "tanh"}
+
+
+def test_memory_is_not_kept_where_the_peak_would_rise() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        one = x @ x
+        two = one @ x  # one is dead after it
+        wide = torch.cat([two] * 8)  # what is alive here is the most there is
+        return (wide.sum() + two) @ x
+
+    _, reused = fused(fn)
+    assert "mm_2" not in reused
+
+
+def test_pieces_are_computed_into_their_concatenation() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x / 2, (x @ x) / 3]) @ x
+
+    made, _ = fused(fn)
+    whole = {s for k in made.kernels if k.node.name.startswith("div") for s in k.writes}
+    assert [s.nbytes for s in whole] == [2048]
 
 
 def program(zero: int = 3, **options: Any) -> Program:
@@ -221,7 +290,7 @@ def program(zero: int = 3, **options: Any) -> Program:
 def test_recomputation_keeps_less_and_peaks_lower() -> None:
     without, recomputed = program().memory(), program(recompute=True).memory()
     assert recomputed.activations < 0.4 * without.activations
-    assert recomputed.peak < 0.8 * without.peak
+    assert recomputed.peak < 0.85 * without.peak
     assert recomputed.parameters == without.parameters
 
 
@@ -237,13 +306,13 @@ def test_stages_of_zero() -> None:
 
 def test_timeline_covers_every_operator_and_ends_as_it_began() -> None:
     made = program()
-    moments = made.memory_timeline("sgd")
+    moments = made.memory_timeline("sgd", "aot_eager")
     graphs = {"forward": made.running.forward, "backward": made.running.backward}
     for phase, gm in graphs.items():
         assert gm is not None
         names = [n.name for n in gm.graph.nodes if n.op == "call_function"]
         assert [m.node for m in moments if m.phase == phase and m.node in names] == names
-    memory = made.memory("sgd")
+    memory = made.memory("sgd", "aot_eager")
     assert memory.peak == max(m.bytes for m in moments) == memory.peak_at.bytes
     assert memory.optimizer == 0
     last = moments[-1]
@@ -270,6 +339,9 @@ def test_optimizers_differ_in_state_and_scratch() -> None:
 def test_a_program_without_backward() -> None:
     torch.compiler.reset()
     model = MLP().requires_grad_(False)
-    memory = autoshard.trace(model, (torch.ones(8, 64),), mesh={"tp": 2}).memory()
+    made = autoshard.trace(model, (torch.ones(8, 64),), mesh={"tp": 2})
+    memory = made.memory(inner="aot_eager")
     assert memory.activations == memory.gradients == memory.optimizer == 0
     assert memory.peak == memory.parameters + 4 * 8 * (128 + 128)
+    # Inductor applies the activation where the product is; the row bias, divided by the ranks
+    assert made.memory().peak == memory.parameters + 4 * (8 * 128 + 64 + 8 * 64)

@@ -28,7 +28,7 @@ WIDELY_USED = (
     "torch.utils._python_dispatch",
     "torch.ops",
 )
-COMPAT = ("runtime/compat.py", "runtime/compat_dynamo.py", "runtime/compat_trace.py")
+COMPAT = tuple(f"runtime/compat{part}.py" for part in ("", "_dynamo", "_inductor", "_trace"))
 
 
 def sources() -> Iterator[Path]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autoshard.planning import cost
+from autoshard.planning.bucket_size import default_bucket_bytes, reference_bytes
 from autoshard.planning.cluster import Cluster
 from autoshard.planning.hardware import Link
 from autoshard.planning.overlap import Segment, step_seconds
@@ -107,16 +108,21 @@ def _sent(weight: Weight, training: Training) -> int:
 def buckets(profile: Profile, layout: Layout) -> list[list[Weight]]:
     """The parameters in use, in the order of their first use, as the passes merge them."""
     used = sorted((w for w in profile.weights if w.use is not None), key=lambda w: w.use or 0)
+    limit = layout.bucket_bytes or default_bucket_bytes(
+        sum(w.numel * w.itemsize for w in used),
+        max((reference_bytes(w.itemsize, layout.shard) for w in used), default=0),
+    )
     found: list[list[Weight]] = []
     filled = 0
     for weight in used:
-        # Megatron-Core's rule, as passes/buckets.py has it
-        limit = max(40_000_000, 1_000_000 * layout.shard) * weight.itemsize
-        if not found or filled >= (layout.bucket_bytes or limit):
+        nbytes = weight.numel * weight.itemsize
+        # one given closes when it is full, the default before it would hold more (passes/buckets)
+        full = filled if layout.bucket_bytes else filled + nbytes - 1
+        if not found or full >= limit:
             found.append([])
             filled = 0
         found[-1].append(weight)
-        filled += weight.numel * weight.itemsize
+        filled += nbytes
     return found
 
 
