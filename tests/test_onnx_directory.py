@@ -23,14 +23,6 @@ pytest.importorskip("onnxscript")
 from autoshard.export.onnx_evaluator import evaluate  # noqa: E402
 
 
-def export(out: Path, **options: Any) -> dict[str, Any]:
-    """Its config.json."""
-    given = {"mesh": {"tp": 2}, "dtype": "float32", "dynamic": cases.DYNAMIC, **options}
-    assert autoshard.export.onnx(cases.model("llama"), directory=out, **given) == out
-    config: dict[str, Any] = json.loads((out / "config.json").read_text())
-    return config
-
-
 def parsed(file: Path) -> None:
     """Let TensorRT's own parser read a file, and what is beside it."""
     import tensorrt_rtx as trt
@@ -41,7 +33,7 @@ def parsed(file: Path) -> None:
     parser = trt.OnnxParser(network, log_of(trt))
     assert parser.parse_from_file(str(file)), parser.get_error(0)
     kinds = [network.get_layer(i).type.name for i in range(network.num_layers)]
-    assert kinds.count("DIST_COLLECTIVE") == len(onnx_model.collectives_of(onnx.load(file))) > 4
+    assert kinds.count("DIST_COLLECTIVE") == len(onnx_model.collectives_of(onnx.load(file))) > 2
 
 
 def export_little(out: Path, **options: Any) -> None:
@@ -54,14 +46,18 @@ def sha256(file: Path) -> str:
 
 
 def test_a_directory_read_back_says_what_the_model_says(tmp_path: Path) -> None:
-    out = tmp_path / "onnx"
+    model, out = cases.make("llama", num_hidden_layers=1), tmp_path / "onnx"
     seen: list[tuple[str, int, int]] = []
-    config = export(
-        out,
+    given = {"mesh": {"tp": 2}, "dtype": "float32", "dynamic": cases.DYNAMIC}
+    autoshard.export.onnx(
+        model,
+        directory=out,
         max_length=cases.LENGTH,
         external_bytes=2**16,
         progress=lambda *a: seen.append(a),
+        **given,
     )
+    config = json.loads((out / "config.json").read_text())
     assert seen == [("rank0.onnx", 1, 2), ("rank1.onnx", 2, 2)]
     assert (config["format"], config["format_version"]) == ("autoshard-onnx", 1)
     assert config["exporter"]["opset"] == 23 and config["mesh"] == {"tp": 2}
@@ -82,9 +78,11 @@ def test_a_directory_read_back_says_what_the_model_says(tmp_path: Path) -> None:
         parsed(out / "rank0.onnx")
     models = [onnx.load(out / entry["file"]) for entry in config["ranks"]]
     assert [i.name for i in models[0].graph.input] == [port["name"] for port in config["inputs"]]
-    outputs = evaluate(models, cases.feeds(cases.LENGTH))
-    wanted = cases.expected("llama", cases.LENGTH)
-    for rank in outputs:
+    feeds = cases.feeds(cases.LENGTH)
+    parts = [feed["input_ids"] for feed in feeds]
+    with torch.no_grad():
+        wanted = model(torch.cat(parts, 1)).logits.split([part.shape[1] for part in parts], 1)
+    for rank in evaluate(models, feeds):
         assert cases.error([one["logits"] for one in rank], wanted) < 1e-5
 
 
