@@ -11,7 +11,8 @@
 One collective with a result a weight: a large weight is copied neither into a bucket nor out of it,
 and is freed after its own last use. (NCCL runs the parts as one group; gloo, which sends flat
 tensors only, copies in its own threads, as it does for a single gather.) Small ones, of which a
-model has many, share one flat result: each result costs the host a wait.
+model has many, share one flat result: each result costs the host a wait. Not those whose rows are
+read by index, which Inductor cannot compile on a part of a flat result.
 
 Works on the forward and on the backward graph (ZeRO-3 gathers again there, in the order of
 backward). Only gathers whose input comes from graph inputs alone are merged: their order can be
@@ -83,7 +84,7 @@ def _merge(graph: fx.Graph, bucket: list[Member], provenance: str) -> None:
     for node in sorted(needed, key=position.__getitem__):
         if position[node] > position[first]:  # what stands before it may have users there
             first.prepend(node)
-    small = [one for one in bucket if one.nbytes < _SMALL]
+    small = [one for one in bucket if one.nbytes < _SMALL and not _is_looked_up(one.wait)]
     packed = small if len(small) > 1 else []
     apart = [one for one in bucket if one not in packed]
     make = Maker(graph, bucket, provenance)
@@ -104,6 +105,22 @@ def _merge(graph: fx.Graph, bucket: list[Member], provenance: str) -> None:
 
 
 _SMALL = 1 << 18  # bytes: what costs less to copy than to wait for by itself
+_LOOKUPS = (
+    aten.embedding.default,
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.gather.default,
+)
+_PASSED = (aten._to_copy.default, aten.reshape.default, aten.view.default, aten.slice.Tensor)
+
+
+def _is_looked_up(weight: fx.Node) -> bool:
+    """Whether rows of a weight are read by index: Inductor cannot index by data what it would read
+    through the columns of a flat result."""
+    return any(
+        user.target in _LOOKUPS or (user.target in _PASSED and _is_looked_up(user))
+        for user in weight.users
+    )
 
 
 def _unpack(make: Maker, gathered: fx.Node, packed: list[Member]) -> list[fx.Node]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autoshard
@@ -18,6 +18,7 @@ from autoshard.passes.bucket_gradients import BucketGradients
 from autoshard.passes.buckets import (
     ALL_GATHER,
     ALL_REDUCE,
+    GATHER_TOGETHER,
     GATHERS,
     KIND,
     REDUCE_SCATTER,
@@ -371,3 +372,22 @@ def test_an_all_reduce_writes_to_the_bucket_that_only_it_reads() -> None:
     reduce_in_place(gm.graph)
     targets = [n.target for n in gm.graph.nodes if n.target in (ALL_REDUCE, IN_PLACE)]
     assert Counter(targets) == {IN_PLACE: 1, ALL_REDUCE: 2}
+
+
+def test_a_weight_that_is_read_by_index_is_gathered_by_itself() -> None:
+    """Inductor cannot compile a lookup in the columns of a flat result."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.norm = nn.Embedding(64, 32), nn.LayerNorm(32)
+            self.up = nn.Linear(32, 32)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.up(self.norm(self.words(ids))).square().mean()
+
+    ids = torch.zeros(4, 8, dtype=torch.long)
+    program = autoshard.trace(Words(), (ids,), mesh={"dp_shard": 2})
+    (started,) = [n for n in program.joint.forward.graph.nodes if n.target is GATHER_TOGETHER]
+    sizes = [source.meta["val"].numel() for source in started.args[0]]
+    assert sizes == [64 * 32 // 2, (32 + 32 + 32 * 32 + 32) // 2]

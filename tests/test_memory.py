@@ -117,6 +117,11 @@ def test_prediction_for_inductor(gloo2: Any, name: str, sizes: Sizes, options: A
 
 
 @pytest.mark.slow
+def test_prediction_for_inductor_on_two_axes(gloo4: Any) -> None:
+    check(gloo4(measured, "gpt2", {"dp_shard": 2, "tp": 2}, "inductor", bucket_bytes=500_000), 0.05)
+
+
+@pytest.mark.slow
 def test_prediction_on_two_axes(gloo4: Any) -> None:
     for sizes in ({"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}):
         check(gloo4(measured, "llama", sizes, "aot_eager"), 0.02)
