@@ -44,6 +44,8 @@ def materialize(
     (x,) = unwrap(parameter)
     use, pending = use_of(parameter)._replace(param=None), pending_of(parameter)
     data = data_axes(axes)
+    if x.requires_grad and not data and states.get("tp", R) == R:
+        x = _OwnGradient.apply(x)
     waits = None if pending is None or microbatch == SINGLE else deferred_at(data, use)
     held: list[Any] = []
     root = x
@@ -67,6 +69,21 @@ def materialize(
         if axis.name == "tp":
             x = change(x, states["tp"], R, axis, uneven.get("tp"))
     return x
+
+
+class _OwnGradient(torch.autograd.Function):
+    """Copies the gradient: autograd may have handed the same tensor to another parameter, too.
+
+    `deliver.apart` sees one parameter at a time here. For where nothing reduces or cuts it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad.clone(memory_format=torch.contiguous_format)
 
 
 def _whole_on(x: torch.Tensor, state: State, axis: Axis, extent: int | None) -> list[int]:

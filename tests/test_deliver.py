@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.runtime import compat
 from autoshard.runtime.deliver import apart
-from autoshard.runtime.materialize import unwrap
+from autoshard.runtime.materialize import materialize, unwrap
 
 VALUES = torch.tensor([1.0, 2.0])
 
@@ -101,6 +101,22 @@ def test_a_frozen_parameter_and_one_that_is_no_leaf(stored: list[Any]) -> None:
     stored[1].requires_grad_(False)
     loss([stored[0] * 2, stored[1]]).backward()
     assert local(stored[0].grad) == [24.0, 96.0] and stored[1].grad is None
+
+
+def test_parameters_that_are_added_in_eager_code() -> None:
+    """Autograd hands both the same gradient."""
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        a, b = (
+            nn.Parameter(DTensor.from_local(VALUES.clone(), mesh, [Replicate()])) for _ in range(2)
+        )
+        (materialize(a) + materialize(b)).square().sum().backward()
+        compat.local_of(a.grad).mul_(3.0)  # type: ignore[arg-type]
+        assert compat.local_of(a.grad).tolist() == [12.0, 24.0]  # type: ignore[arg-type]
+        assert compat.local_of(b.grad).tolist() == [4.0, 8.0]  # type: ignore[arg-type]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_apart() -> None:
