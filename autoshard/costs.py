@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import linecache
+import operator
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx
@@ -103,8 +105,12 @@ def covered(program: Program) -> dict[fx.Node, float]:
         elapsed = 0.0
         for node in gm.graph.nodes if gm is not None else ():
             before[node] = elapsed
-            if node.target is _WAIT and node.args[0] in before:
-                found[node.args[0]] = elapsed - before[node.args[0]]
+            if node.target is _WAIT:
+                start: Any = node.args[0]
+                if start.target is operator.getitem:  # one of several gathered together, all there
+                    start = start.args[0]
+                if start in before:
+                    found.setdefault(start, elapsed - before[start])
             elif flops := cost.node_flops(node):
                 val = node.meta["val"]
                 dtype = val.dtype if isinstance(val, torch.Tensor) else torch.float32

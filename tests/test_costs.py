@@ -11,7 +11,8 @@ from torch import fx, nn
 import autoshard
 from autoshard import explain_costs
 from autoshard.alternatives import alternatives
-from autoshard.costs import Cost, cause, costs, seconds, sent
+from autoshard.costs import Cost, cause, costs, covered, seconds, sent
+from autoshard.passes.buckets import GATHER_TOGETHER
 from autoshard.planning import cost
 from autoshard.program import Collective, Program
 from models_hf import llama
@@ -63,6 +64,14 @@ def test_the_dearest_collective_has_the_line_that_causes_it() -> None:
     table = made.explain().split("\n\n")[4].splitlines()
     assert "all_reduce" in table[2] and "down (test_costs.py:" in table[3]
     assert first.code in table[4]
+
+
+def test_weights_gathered_together_are_one_cost(meshes: list[Program]) -> None:
+    """A large weight, or one that is looked up, has a result of its own in one collective."""
+    made = meshes[2]
+    together = [c for c in made.collectives() if c.node.target is GATHER_TOGETHER]
+    assert together and {c.node for c in together} <= covered(made).keys()
+    assert sum(c.count for c in costs(made)) == len(made.collectives())
 
 
 def test_a_gather_is_blamed_on_the_operator_that_reads_it() -> None:

@@ -53,8 +53,12 @@ def wires(mesh: tuple[tuple[str, int], ...], precision: Precision, micro: str) -
     program = autoshard.trace(
         Net(), (batch(0),), mesh=dict(mesh), precision=precision, microbatch=micro, zero=1
     )
-    values = [(c, c.node.args[0].meta["val"]) for c in program.collectives()]  # type: ignore[union-attr]
-    return {(c.phase, c.op, c.axis, val.dtype) for c, val in values if c.axis != "tp"}
+    return {
+        (c.phase, c.op, c.axis, source.meta["val"].dtype)
+        for c in program.collectives()
+        for source in c.node.all_input_nodes
+        if c.axis != "tp"
+    }
 
 
 GATHER, SCATTER = ("forward", "all_gather", "dp_shard"), ("backward", "reduce_scatter", "dp_shard")
