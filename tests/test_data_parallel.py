@@ -159,7 +159,7 @@ def test_five_steps_two_ranks(gloo2: Any, name: str, micro: int, sizes: Sizes, z
     check(results, sizes.get("dp_shard", 1))
 
 
-@pytest.mark.parametrize("sizes", [{"dp_replicate": 2}, {"dp_shard": 2}, {"tp": 2}])
+@pytest.mark.parametrize("sizes", [{"dp_replicate": 2}, {"dp_shard": 2}])
 def test_gradients_that_are_one_tensor_are_not_stored_as_one(gloo2: Any, sizes: Sizes) -> None:
     """Accumulating and clipping write to each of them."""
     check(gloo2(train, "parallel", sizes, 3, 2, {}), 1 if "dp_replicate" in sizes else 2)

@@ -61,7 +61,11 @@ def test_without_its_runtime_it_has_no_converter_of_a_collective() -> None:
         assert f"tensorrt.fused_nccl_{name}.default" in missing
 
 
-def compared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "mixtral", "gpt2")]
+
+
+@pytest.mark.parametrize("name", ["llama", *SLOW])
+def test_it_makes_the_network_we_make(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # it takes all processes of the job as the group of every collective
     monkeypatch.setenv("WORLD_SIZE", "2")
     graphs = [cases.rank(name, 2, rank) for rank in range(2)]
@@ -95,16 +99,6 @@ def targets(graph: RankGraph) -> Sequence[str]:
     return [str(node.target) for node in graph.module.graph.find_nodes(op="placeholder")]
 
 
-def test_it_makes_the_network_we_make(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared("llama", monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3", "mixtral", "gpt2"])
-def test_it_makes_the_networks_we_make(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compared(name, monkeypatch)
-
-
 def served() -> dict[str, Any]:
     """A Llama given to torch-tensorrt by torch.compile, with a hole in what may be looked at."""
     axis = init_mesh(MESH, "cpu").axis("tp")
@@ -128,6 +122,7 @@ def served() -> dict[str, Any]:
     return {"error": error, "collectives": collectives, "layers": layers}
 
 
+@pytest.mark.slow
 def test_what_torch_compile_hands_it_becomes_one_network(gloo2: Any) -> None:
     for rank in gloo2(served):
         assert rank["error"] < 1e-5
