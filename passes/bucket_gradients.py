@@ -77,9 +77,14 @@ class BucketGradients:
 
 
 def _stages(members: list[Member]) -> dict[fx.Node, list[Member]]:
-    """The members that are the pieces of one reduced bucket, all of them, by the bucket's wait."""
+    """The members that are the pieces of one reduced bucket, all of them, by the bucket's wait.
+
+    Only what is all-reduced next: a scatter of the bucket would not be a scatter of its pieces.
+    """
     found: dict[fx.Node, list[Member]] = {}
     for one in members:
+        if one.node.target is not ALL_REDUCE:
+            continue
         source = _undivided(one.source)
         while source.target in _VIEWS:
             source = source.args[0]  # type: ignore[assignment]

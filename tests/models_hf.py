@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from model_case import (
@@ -273,3 +274,10 @@ HUGGING_FACE = [
     ),
     Case("llama_tied", llama(tie_word_embeddings=True), tokens),
 ]
+
+
+def sequence_parallel_llama() -> tuple[nn.Module, tuple[()], Batch]:
+    """A model and a batch of two rows that are worth splitting by sequence."""
+    torch.manual_seed(0)
+    ids = torch.randint(3, 256, (2, 512))
+    return llama(hidden_size=256)(), (), {"input_ids": ids, "labels": ids}

@@ -24,6 +24,7 @@ from autoshard.local_world import WorldError
 from autoshard.measuring import Row
 from autoshard.proof import Proof, worst
 from autoshard.subject import Subject, chunks
+from models_hf import sequence_parallel_llama
 
 
 def test_equal_with_dropout() -> None:
@@ -175,6 +176,14 @@ def test_rounding_is_told_from_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fault.place, fault.name, fault.faulty)
     proof = autoshard.verify(faults.model, mesh={"tp": 2}, processes=False)
     assert not proof.ok and len(proof.notes) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["dp_shard", "dp_replicate"])
+def test_sequence_and_data_parallel(data: str) -> None:
+    """The norms' gradients are reduced over both axes."""
+    proof = autoshard.verify(sequence_parallel_llama, mesh={data: 2, "tp": 2})
+    assert proof.ok, str(proof)
 
 
 def test_a_mesh_is_needed() -> None:
