@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import linecache
-import operator
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import fx
 
+from autoshard.passes.buckets import WAIT, start_of
 from autoshard.planning import cost
 from autoshard.program import Collective, Program
 from autoshard.runtime.placement import P
-
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @dataclass(frozen=True)
@@ -105,12 +102,8 @@ def covered(program: Program) -> dict[fx.Node, float]:
         elapsed = 0.0
         for node in gm.graph.nodes if gm is not None else ():
             before[node] = elapsed
-            if node.target is _WAIT:
-                start: Any = node.args[0]
-                if start.target is operator.getitem:  # one of several gathered together, all there
-                    start = start.args[0]
-                if start in before:
-                    found.setdefault(start, elapsed - before[start])
+            if node.target is WAIT and (start := start_of(node)) in before:
+                found.setdefault(start, elapsed - before[start])
             elif flops := cost.node_flops(node):
                 val = node.meta["val"]
                 dtype = val.dtype if isinstance(val, torch.Tensor) else torch.float32

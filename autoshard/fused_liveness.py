@@ -27,10 +27,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.liveness import Held, Kernel, Storage, alias_of, read_by
+from autoshard.passes.buckets import WAIT
 from autoshard.planning.values import tensor_bytes
 
 aten, prims = torch.ops.aten, torch.ops.prims
-_c10d = torch.ops._c10d_functional
 
 _READS, _READS_ONCE, _OPERATORS, _UNROLLED = 4, 8, 30, 8
 
@@ -114,7 +114,7 @@ class Fused:
             values = self._values[node.args[0]]  # type: ignore[index]
             several = len(values) > 1
             self._values[node] = [values[node.args[1]]] if several else values  # type: ignore[index]
-        elif node.target is _c10d.wait_tensor.default:
+        elif node.target is WAIT:
             self._values[node] = self._values[source]  # type: ignore[index]
             self._run(node, (), waits=True)
         elif isinstance(source, fx.Node) and source in self._values:

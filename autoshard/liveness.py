@@ -17,13 +17,13 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from autoshard.passes.buckets import WAIT, start_of
 from autoshard.planning.values import tensor_bytes
 
 aten = torch.ops.aten
-_c10d = torch.ops._c10d_functional
 
 # These return their input's memory, or may, though their schemas do not say which.
-_SAME = (_c10d.wait_tensor.default, aten._unsafe_view.default)
+_SAME = (WAIT, aten._unsafe_view.default)
 _PERHAPS = (aten.reshape.default, aten.contiguous.default, aten.flatten.using_ints)
 
 
@@ -165,10 +165,8 @@ def freed_after(run: Sequence[Kernel]) -> list[list[Storage]]:
 def read_by(node: fx.Node) -> list[fx.Node]:
     """What must be there while the node runs: a collective reads its input until it is done."""
     reads = list(node.all_input_nodes)
-    if node.target is _c10d.wait_tensor.default:
-        for source in node.all_input_nodes:
-            collective = source.all_input_nodes[0] if source.target is operator.getitem else source
-            reads += read_by(collective)
+    if node.target is WAIT:
+        reads += read_by(start_of(node))
     return reads
 
 

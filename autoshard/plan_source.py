@@ -46,8 +46,13 @@ def load_source(
     if ":" in name and not Path(name).exists():
         if settings:
             raise ConfigError(message(f"--set is for configurations, and {name} is a factory"))
-        return _from_factory(name, batch, sequence, dtype)
-    return _causal_lm(_configuration(name, settings), batch, sequence, dtype)
+        found = _from_factory(name, batch, sequence, dtype)
+    else:
+        found = _causal_lm(_configuration(name, settings), batch, sequence, dtype)
+    config: Any = getattr(found.model, "config", None)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # a cache of keys and values has no use in training
+    return found
 
 
 def _from_factory(name: str, batch: int, sequence: int, dtype: torch.dtype) -> Source:
@@ -57,8 +62,6 @@ def _from_factory(name: str, batch: int, sequence: int, dtype: torch.dtype) -> S
     with torch.device("meta"):
         model, args, kwargs = model_and_call(factory(**given), name)
     model = model.to("meta", dtype)
-    if hasattr(getattr(model, "config", None), "use_cache"):
-        model.config.use_cache = False  # type: ignore[union-attr]
     if not args and not kwargs and "input_ids" in inspect.signature(model.forward).parameters:
         return _language_model(model, batch, sequence)
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
@@ -120,7 +123,6 @@ def _causal_lm(config: Any, batch: int, sequence: int, dtype: torch.dtype) -> So
                 remedy=f"Give --sequence {longest}, or --set max_position_embeddings={sequence}.",
             )
         )
-    config.use_cache = False
     try:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)

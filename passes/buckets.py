@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -70,6 +71,12 @@ def waits_of(start: fx.Node) -> list[fx.Node]:
     """The waits for a collective, one a result, in the order of the results."""
     results = [start] if start.target is not GATHER_TOGETHER else list(start.users)
     return [user for result in results for user in result.users if user.target is WAIT]
+
+
+def start_of(wait: fx.Node) -> fx.Node:
+    """The collective that a wait waits for: of a result of several, the one that makes them all."""
+    (result,) = wait.all_input_nodes
+    return result.all_input_nodes[0] if result.target is operator.getitem else result
 
 
 def _reference_bytes(one: Member) -> int:
