@@ -14,6 +14,8 @@ from torch import fx
 from autoshard import passes
 from autoshard.passes.keep_order import hold_order
 from autoshard.runtime import compat
+from autoshard.runtime.compat_aot import Finish, aot_eager
+from autoshard.runtime.compat_inductor import inductor
 
 # torch-tensorrt's defaults take every mask of attention for the causal one, padding or not, and
 # hand back torch's own operators where an engine cannot be built.
@@ -24,7 +26,7 @@ def compile_local(
     gm: fx.GraphModule,
     fakes: list[Any],
     inner: str,
-    finish: compat.Finish | None = None,
+    finish: Finish | None = None,
     settings: str = "",
 ) -> Callable[..., Any]:
     """Compile a local graph with the chosen inner compiler.
@@ -42,8 +44,8 @@ def compile_local(
         importlib.import_module("torch_tensorrt")  # registers its backend
         return compat.registered_backend("torch_tensorrt")(gm, fakes, options=_TENSORRT)
     if inner == "aot_eager":
-        return compat.aot_eager(gm, fakes, finish)
-    return compat.inductor(gm, fakes, finish, settings + _source_digest(), hold_order)
+        return aot_eager(gm, fakes, finish)
+    return inductor(gm, fakes, finish, settings + _source_digest(), hold_order)
 
 
 @functools.cache

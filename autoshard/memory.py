@@ -19,7 +19,7 @@ from autoshard.passes.bucket_parameters import BucketParameters
 from autoshard.passes.buckets import GATHERS
 from autoshard.planning.values import tensor_bytes
 from autoshard.reused_memory import reused_memory
-from autoshard.runtime import compat
+from autoshard.runtime.compat_aot import ForwardBackward
 from autoshard.runtime.compat_inductor import Lowered
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
@@ -128,7 +128,7 @@ def summary(step: Step) -> Memory:
 class Step:
     """The forward, the backward and the update of one program, as moments in order.
 
-    graphs: `compat.ForwardBackward`, run operator by operator, or `compat_inductor.Lowered`, as
+    graphs: `ForwardBackward`, run operator by operator, or `Lowered`, as
     Inductor runs them. parameters: positions of the parameters among the inputs. resident: bytes
     by kind of what is there whatever runs: parameters, buffers, optimizer state. gradients: bytes
     of all gradients. scratch: what the optimizer's update allocates at most.
@@ -136,7 +136,7 @@ class Step:
 
     def __init__(
         self,
-        graphs: compat.ForwardBackward | Lowered,
+        graphs: ForwardBackward | Lowered,
         parameters: Container[int],
         resident: Mapping[str, int],
         gradients: int,

@@ -35,8 +35,8 @@ from autoshard.planning.plan import Plan
 from autoshard.planning.planner import Decisions
 from autoshard.planning.profile import STORED
 from autoshard.planning.values import tensor_bytes
-from autoshard.runtime import compat
 from autoshard.runtime.axis import Axis
+from autoshard.runtime.compat_aot import ForwardBackward, forward_backward
 from autoshard.runtime.compat_inductor import Lowered, inductor_graphs
 from autoshard.runtime.data_axes import data_axes
 from autoshard.runtime.mesh import Mesh
@@ -105,17 +105,17 @@ class Program:
     watch: Watch = field(default=SILENT, repr=False)
 
     @cached_property
-    def joint(self) -> compat.ForwardBackward:
+    def joint(self) -> ForwardBackward:
         """The forward and backward ATen graphs AOTAutograd makes of `graph_module`."""
         fakes = [n.meta["val"] for n in self.graph_module.graph.nodes if n.op == "placeholder"]
-        made = compat.forward_backward(*off_meta(self.graph_module, fakes))
+        made = forward_backward(*off_meta(self.graph_module, fakes))
         finish(made.forward, self.mesh, self.config, False, self.watch)
         if made.backward is not None:
             finish(made.backward, self.mesh, self.config, True, self.watch)
         return made
 
     @cached_property
-    def running(self) -> compat.ForwardBackward:
+    def running(self) -> ForwardBackward:
         """`joint` as it is compiled and run: each collective the way its backend does it best."""
         graphs = (self.joint.forward, self.joint.backward)
         forward, backward = (gm and copy.deepcopy(gm) for gm in graphs)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from autoshard.runtime import compat
+from autoshard.runtime.compat_inductor import inductor
 from autoshard.runtime.philox import Part
 from autoshard.runtime.random_ops import native_dropout
 
@@ -31,11 +31,6 @@ def milliseconds(step: Callable[[], Any], device: str, repeats: int) -> float:
         if i > 1:
             times.append(time.perf_counter() - start)
     return 1e3 * statistics.median(times)
-
-
-def inductor(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-    """Inductor as the backend calls it."""
-    return compat.inductor(gm, inputs)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard import backend
-from autoshard.runtime import compat
+from autoshard.runtime import compat, compat_inductor
 
 _c10d = torch.ops._c10d_functional
 _LET_GO = 0.01  # seconds
@@ -40,7 +40,7 @@ class LiveStorages(TorchDispatchMode):
         self.live = self.peak = 0
         self.counting = False
         self._pending: dict[int, Any] = {}
-        allocators = compat.allocators()
+        allocators = compat_inductor.allocators()
         allocate, compile_local = allocators._empty_strided_cpu, backend.compile_local
 
         def counted(*args: Any) -> torch.Tensor:

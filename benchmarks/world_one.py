@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from autoshard.runtime import compat
+from autoshard.runtime.compat_inductor import fresh_cache
 from data_parallel import peak
 from llama_model import Llama, Shape, WithLoss
 
@@ -99,7 +99,7 @@ def main() -> None:
         for name in names[turn % 3 :] + names[: turn % 3]:
             torch.compiler.reset()
             own = copy.deepcopy(model)
-            with compat.fresh_cache():
+            with fresh_cache():
                 first[name].append(step(compiled(own, WAYS[name]), own, ids))
     torch.compiler.reset()
     for name, options in WAYS.items():

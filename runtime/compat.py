@@ -1,4 +1,5 @@
-"""Everything that touches torch's private parts, one function each, with the reason.
+"""Torch's private parts, one function each, with the reason; compilers' have files of their own,
+`compat_*.py`. Nothing else touches what is private.
 
 Tried on torch 2.13; written to run on 2.11. `probe()` says at import of the backend what is
 missing, by name, where another version moved something.
@@ -7,37 +8,22 @@ missing, by name, where another version moved something.
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch._dynamo.exc
 from torch import fx
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
-from torch._dynamo.symbolic_convert import TensorifyState
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._ordered_set import OrderedSet
 
 from autoshard.runtime.errors import AutoshardError, message
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 MINIMUM = (2, 11)
-
-Finish = Callable[[fx.GraphModule, bool], Any]
-"""Called with each graph AOTAutograd makes, and whether it is the backward, to rewrite it."""
-
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
-"""Operators that Inductor gets in smaller ones, which it fuses."""
-
-Order = Callable[[fx.Graph], dict[fx.Node, list[fx.Node]]]
-"""The nodes of a graph that each of its nodes must come after, besides those it reads."""
 
 allow_in_graph = torch.compiler.allow_in_graph
 mark_dynamic = torch._dynamo.mark_dynamic  # documented, and under no other name
@@ -311,193 +297,6 @@ def registered_backend(name: str) -> Callable[..., Any]:
     """The function torch.compile(backend=name) calls, which only Dynamo's registry knows."""
     found: Callable[..., Any] = torch._dynamo.lookup_backend(name)
     return found
-
-
-def aot_eager(
-    gm: fx.GraphModule, fakes: Sequence[Any], finish: Finish | None = None
-) -> Callable[..., Any]:
-    """AOTAutograd's forward and backward graphs, run operator by operator."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    def compiler(backward: bool) -> Callable[..., Any]:
-        def compile_graph(graph: fx.GraphModule, inputs: Any) -> Any:
-            if finish is not None:
-                finish(graph, backward)
-            return boxed_nop(graph, inputs)
-
-        return compile_graph
-
-    return aot_autograd(
-        fw_compiler=compiler(False),
-        bw_compiler=compiler(True),
-        partition_fn=min_cut_rematerialization_partition,
-        keep_inference_input_mutations=True,
-    )(gm, fakes)
-
-
-def inductor(
-    gm: fx.GraphModule,
-    fakes: Sequence[Any],
-    finish: Finish | None = None,
-    digest: str = "",
-    order: Order | None = None,
-) -> Callable[..., Any]:
-    """AOTAutograd and Inductor. digest: what `finish` depends on besides the graph. order: what
-    Inductor must keep."""
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
-    def inner_compile(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        if finish is None:
-            return compile_fx_inner(graph, inputs, **options)
-        finish(graph, bool(options.get("is_backward")))
-        with config.patch(post_grad_custom_post_pass=_keep_order(order)):
-            return compile_fx_inner(graph, inputs, **options)
-
-    add_decompositions()
-    # AOTAutograd's cache takes only functions it is told of; the value becomes part of the key.
-    known = config.unsafe_marked_cacheable_functions
-    with config.patch(unsafe_marked_cacheable_functions={**known, **_cache_keys(gm, digest)}):
-        compiled: Any = compile_fx(gm, fakes, inner_compile=inner_compile)
-    return compiled  # type: ignore[no-any-return]
-
-
-def add_decompositions() -> None:
-    """Give Inductor `DECOMPOSITIONS`.
-
-    In its own table: a table given by argument is part of the key of Inductor's cache, which
-    cannot write it down, and then caches nothing.
-    """
-    from torch._inductor.decomposition import decompositions, fast_random_decomps
-
-    if not decompositions.keys() >= DECOMPOSITIONS.keys():
-        decompositions.update(DECOMPOSITIONS)
-        fast_random_decomps.cache_clear()
-
-
-def _cache_keys(gm: fx.GraphModule, digest: str) -> dict[str, str]:
-    """A key for each of our functions in the graph: `digest`, and what the graph's text lacks."""
-    functions, tags = set(), [digest]
-    for node in gm.graph.nodes:
-        module = getattr(node.target, "__module__", None) or ""
-        if node.op == "call_function" and module.startswith("autoshard."):
-            functions.add(f"{module}.{node.target.__name__}")
-        tag = [node.meta.get(key) for key in ("recompute", "ac_graph_id")]
-        if any(t is not None for t in tag):
-            tags.append(f"{node.name} {tag}")
-    key = hashlib.sha256("\n".join(tags).encode()).hexdigest()
-    return {name: key for name in sorted(functions)}
-
-
-def fresh_cache() -> contextlib.AbstractContextManager[Any]:
-    """Caches of Inductor and of AOTAutograd that are empty, and gone at the end; for measuring."""
-    from torch._inductor.utils import fresh_cache
-
-    return fresh_cache()  # type: ignore[no-any-return]
-
-
-def allocators() -> Any:
-    """The module by whose `_empty_strided_cpu` Inductor's code allocates, past every mode."""
-    return torch._C._dynamo.guards
-
-
-def _keep_order(order: Order | None) -> Any:
-    """Inductor's pass after its own passes: what is set there, then the dependencies.
-
-    Only a class with a `uuid` lets Inductor cache what it compiles.
-    """
-    from torch._inductor import config
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-
-    theirs: Any = config.post_grad_custom_post_pass
-    if order is None:
-        return theirs
-    chosen = order
-
-    class KeepOrder(CustomGraphPass):
-        def __call__(self, graph: fx.Graph) -> None:
-            from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-
-            if theirs is not None:
-                theirs(graph)
-            needed = chosen(graph)
-            preserve_node_ordering(graph, {n: OrderedSet(deps) for n, deps in needed.items()})
-
-        def uuid(self) -> Any:
-            ours = get_hash_for_files((__file__, chosen.__code__.co_filename))
-            if theirs is None:
-                return ours
-            other = theirs.uuid() if isinstance(theirs, CustomGraphPass) else None
-            return other and (ours, other)
-
-    return KeepOrder()
-
-
-@dataclass(frozen=True)
-class ForwardBackward:
-    """The two ATen graphs of one differentiable graph.
-
-    backward: None where nothing needs a gradient. saved: the forward nodes whose values are kept
-    for backward and that are not inputs, or views of inputs.
-    """
-
-    forward: fx.GraphModule
-    backward: fx.GraphModule | None
-    saved: tuple[fx.Node, ...]
-
-
-def forward_backward(gm: fx.GraphModule, fakes: Sequence[Any]) -> ForwardBackward:
-    """What AOTAutograd and its min-cut partitioner make of `gm`; compiles and runs nothing.
-
-    fakes: one a placeholder, all of one fake mode; requires_grad says what is differentiated.
-    """
-    from torch._functorch.aot_autograd import aot_module_simplified
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    found: list[ForwardBackward] = []
-
-    def partition(joint: fx.GraphModule, args: Any, **options: Any) -> Any:
-        forward, backward = min_cut_rematerialization_partition(joint, args, **options)
-        output = next(iter(reversed(forward.graph.nodes)))
-        kept = output.args[0][options["num_fwd_outputs"] :]
-        saved = [n for n in kept if isinstance(n, fx.Node) and not _is_input(n)]
-        found.append(ForwardBackward(forward, backward, tuple(dict.fromkeys(saved))))
-        return forward, backward
-
-    def compiler(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        if not found:
-            found.append(ForwardBackward(gm, None, ()))
-        run = functools.partial(_not_run, gm)
-        run._boxed_call = True  # type: ignore[attr-defined]  # what AOTAutograd looks for
-        return run
-
-    trace = functools.partial(aot_module_simplified, gm, list(fakes), partition_fn=partition)
-    with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
-        # on meta tensors only, and the graph has its backward
-        warnings.filterwarnings("ignore", message="aten::nll_loss")
-        try:
-            trace(fw_compiler=compiler, bw_compiler=compiler)
-        except TensorifyScalarRestartAnalysis:
-            # asks Dynamo, once, not to make inputs of Python floats; the graph has their values
-            trace(fw_compiler=compiler, bw_compiler=compiler)
-            TensorifyState.clear()
-    return found[0]
-
-
-def _not_run(graph: fx.GraphModule, *args: Any) -> Any:
-    raise AssertionError("this graph was made to be read, not to be run")
-
-
-def _is_input(node: fx.Node) -> bool:
-    while node.op == "call_function":
-        schema = getattr(node.target, "_schema", None)
-        first = schema.arguments[0].alias_info if schema and schema.arguments else None
-        if first is None or first.is_write or not isinstance(node.args[0], fx.Node):
-            return False
-        node = node.args[0]
-    return node.op == "placeholder"
 
 
 def probe() -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autoshard.runtime import compat
+from autoshard.runtime import compat_inductor
 
 ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -227,4 +227,4 @@ torch.library.register_fake(
     ],
     lib=_library,
 )
-compat.DECOMPOSITIONS[torch.ops.autoshard.philox.v1] = composed
+compat_inductor.DECOMPOSITIONS[torch.ops.autoshard.philox.v1] = composed

@@ -29,9 +29,9 @@ from autoshard.passes.buckets import (
 )
 from autoshard.passes.keep_order import IN_PLACE, order_dependencies, reduce_in_place
 from autoshard.program import Program
-from autoshard.runtime import compat
 from autoshard.runtime.axis import Axis
 from autoshard.runtime.collectives import change
+from autoshard.runtime.compat_aot import forward_backward
 from autoshard.runtime.placement import R, V
 from models import CASES
 
@@ -220,7 +220,7 @@ def test_gradients_of_norms_on_tp_are_one_bucket() -> None:
     with FakeTensorMode() as mode:
         fakes = [torch.empty(8, 64)] + [torch.empty(64, requires_grad=True) for _ in weights]
     assert mode is not None
-    made = compat.forward_backward(fx.GraphModule({}, graph), fakes)
+    made = forward_backward(fx.GraphModule({}, graph), fakes)
     assert made.backward is not None
     report = BucketGradients(("offline:tp",)).run(made.backward, Context(axis))
     made.backward.graph.lint()

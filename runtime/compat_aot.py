@@ -1,0 +1,108 @@
+"""AOTAutograd: private parts of torch that make a forward and a backward graph of one graph."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.symbolic_convert import TensorifyState
+
+Finish = Callable[[fx.GraphModule, bool], Any]
+"""Called with each graph AOTAutograd makes, and whether it is the backward, to rewrite it."""
+
+
+def aot_eager(
+    gm: fx.GraphModule, fakes: Sequence[Any], finish: Finish | None = None
+) -> Callable[..., Any]:
+    """AOTAutograd's forward and backward graphs, run operator by operator."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def compiler(backward: bool) -> Callable[..., Any]:
+        def compile_graph(graph: fx.GraphModule, inputs: Any) -> Any:
+            if finish is not None:
+                finish(graph, backward)
+            return boxed_nop(graph, inputs)
+
+        return compile_graph
+
+    return aot_autograd(
+        fw_compiler=compiler(False),
+        bw_compiler=compiler(True),
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )(gm, fakes)
+
+
+@dataclass(frozen=True)
+class ForwardBackward:
+    """The two ATen graphs of one differentiable graph.
+
+    backward: None where nothing needs a gradient. saved: the forward nodes whose values are kept
+    for backward and that are not inputs, or views of inputs.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    saved: tuple[fx.Node, ...]
+
+
+def forward_backward(gm: fx.GraphModule, fakes: Sequence[Any]) -> ForwardBackward:
+    """What AOTAutograd and its min-cut partitioner make of `gm`; compiles and runs nothing.
+
+    fakes: one a placeholder, all of one fake mode; requires_grad says what is differentiated.
+    """
+    from torch._functorch.aot_autograd import aot_module_simplified
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    found: list[ForwardBackward] = []
+
+    def partition(joint: fx.GraphModule, args: Any, **options: Any) -> Any:
+        forward, backward = min_cut_rematerialization_partition(joint, args, **options)
+        output = next(iter(reversed(forward.graph.nodes)))
+        kept = output.args[0][options["num_fwd_outputs"] :]
+        saved = [n for n in kept if isinstance(n, fx.Node) and not _is_input(n)]
+        found.append(ForwardBackward(forward, backward, tuple(dict.fromkeys(saved))))
+        return forward, backward
+
+    def compiler(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        if not found:
+            found.append(ForwardBackward(gm, None, ()))
+        return to_be_read
+
+    trace = functools.partial(aot_module_simplified, gm, list(fakes), partition_fn=partition)
+    with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
+        # on meta tensors only, and the graph has its backward
+        warnings.filterwarnings("ignore", message="aten::nll_loss")
+        try:
+            trace(fw_compiler=compiler, bw_compiler=compiler)
+        except TensorifyScalarRestartAnalysis:
+            # asks Dynamo, once, not to make inputs of Python floats; the graph has their values
+            trace(fw_compiler=compiler, bw_compiler=compiler)
+            TensorifyState.clear()
+    return found[0]
+
+
+def to_be_read(*args: Any) -> Any:
+    """Stands for a compiled graph where nothing is compiled."""
+    raise AssertionError("this graph was made to be read, not to be run")
+
+
+to_be_read._boxed_call = True  # type: ignore[attr-defined]  # what AOTAutograd looks for
+
+
+def _is_input(node: fx.Node) -> bool:
+    while node.op == "call_function":
+        schema = getattr(node.target, "_schema", None)
+        first = schema.arguments[0].alias_info if schema and schema.arguments else None
+        if first is None or first.is_write or not isinstance(node.args[0], fx.Node):
+            return False
+        node = node.args[0]
+    return node.op == "placeholder"
