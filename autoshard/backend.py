@@ -31,6 +31,7 @@ from autoshard.runtime import compat, compat_dynamo
 from autoshard.runtime.access import lower
 from autoshard.runtime.accumulation import attend, is_used, pending_of, set_use, use_of
 from autoshard.runtime.agreement import agree, attempt, wait_at_most
+from autoshard.runtime.deliver import Known
 from autoshard.runtime.lazy import LazyGather, wrap_outputs
 from autoshard.runtime.materialize import unwrap
 from autoshard.runtime.mesh import Mesh, data_coordinate, init_mesh, start_world
@@ -137,7 +138,9 @@ def _runner(
     with modes():
         compiled = compile_local(local, fakes, config.inner, program.finish, program.settings())
     agree("compiled program", "", [], program.axis)  # nobody runs before everybody can
-    compat_dynamo.lighten_guards()
+    compat_dynamo.lighten_guards(
+        {item.source: item.real for item in inputs if isinstance(item.real, nn.Parameter)}
+    )
     arrive = arrival(inputs, program.axis, config)
     sharded = [i for i, item in enumerate(inputs) if isinstance(item.real, DTensor)]
     owned = weakref.WeakSet(item.real for item in inputs if isinstance(item.real, nn.Parameter))
@@ -148,13 +151,15 @@ def _runner(
 
     waiting: list[Waiting] = local.meta.get("pending", [])
 
+    known = Known()
+
     @compat.not_traced
     def run(*args: Any) -> Any:
         values: list[Any] = [a.full_tensor() if isinstance(a, LazyGather) else a for a in args]
         if arrive is not None:
             arrive(values)
         with modes():
-            shards = unwrap(*[values[i] for i in sharded])
+            shards = unwrap(*[values[i] for i in sharded], known=known)
             if waiting:
                 values += _take(waiting, values, shards, program.microbatch)
             for i, shard in zip(sharded, shards):

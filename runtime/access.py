@@ -123,6 +123,20 @@ class Stored:
         with stored():
             super().__setstate__(state)  # type: ignore[misc]
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """`to`, `half`, `double`, ...: of stored parameters the shards are converted."""
+        parameters: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
+        kept = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
+        parameters.update(dict.fromkeys(kept))
+        try:
+            super()._apply(fn, recurse)  # type: ignore[misc]
+        finally:
+            parameters.update(kept)
+        with torch.no_grad():
+            for parameter in kept.values():
+                _convert(parameter, fn)
+        return self
+
     def __repr__(self) -> str:
         # extra_repr reads `self.bias`; printing on one rank must not wait for the others
         with stored():
@@ -194,6 +208,14 @@ def part_like(whole: torch.Tensor, parameter: DTensor) -> DTensor:
     states, mesh = stored_states(parameter), parameter.device_mesh
     part = local_part(whole.detach(), states, axes_of(mesh)).to(mesh.device_type)
     return wrap_local(owned(part), parameter.shape, states, mesh)
+
+
+def _convert(parameter: DTensor, fn: Any) -> None:
+    new, grad = fn(parameter), parameter.grad
+    if new is not parameter:
+        parameter.grad = None  # else it would have to be of the new dtype at once
+        compat.set_stored(parameter, new)
+        parameter.grad = None if grad is None else fn(grad)
 
 
 def _whole(name: str, dtype: torch.dtype | None) -> property:

@@ -8,6 +8,7 @@ missing, by name, where another version moved something.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -252,22 +253,53 @@ def local_of(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
-def spec_of(tensor: DTensor) -> Any:
-    """Mesh, placements and global metadata, to build a DTensor like this one."""
-    return tensor._spec
+def detached_locals(parameters: Sequence[DTensor]) -> list[torch.Tensor]:
+    """The local tensors, a fresh object each, without autograd."""
+    return [parameter._local_tensor.detach() for parameter in parameters]
 
 
-def dtensor(local: torch.Tensor, spec: Any) -> DTensor:
-    """A DTensor around `local`, without autograd.
+def dtensor_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
+    """`local` in a DTensor with the mesh, placements and metadata of `parameter`, without autograd.
 
     Without `__init__` too, which does nothing and asks Dynamo's leave for it: 5 of 7 microseconds.
     """
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return DTensor.__new__(DTensor, local, parameter._spec, requires_grad=False)
 
 
-def stores_gradient(node: Any) -> bool:
-    """Whether an autograd node is the one that writes a leaf's `.grad`; its class has no name."""
-    return isinstance(node, torch._C._functions.AccumulateGrad)  # type: ignore[attr-defined]
+def set_stored(parameter: DTensor, new: DTensor) -> None:
+    """Give a parameter the storage, dtype and device of another DTensor; it stays the same object.
+
+    `torch.utils.swap_tensors`, which modules use, refuses what Dynamo holds weak references to.
+    """
+    parameter.data = new
+    parameter._local_tensor, parameter._spec = new._local_tensor, new._spec
+    share_spec(parameter)
+
+
+def share_spec(parameter: DTensor) -> None:
+    """Make equal specs one object, so that a guard sees by identity that they are equal."""
+    spec = parameter._spec
+    key = (id(spec.mesh), spec.placements, spec.tensor_meta)
+    parameter._spec = _specs.setdefault(key, spec)
+
+
+# Weakly: a mesh, by whose identity they are found, is alive as long as a spec holds it.
+_specs: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+
+
+plain_attributes = torch._C.DisableTorchFunctionSubclass
+"""Inside, reading `grad`, `requires_grad` or hooks of a DTensor does not first ask its class."""
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply` without the search for dead wrappers of torch.func among the arguments."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+"""The class of the autograd nodes that write a leaf's `.grad`."""
 
 
 def will_execute(leaf: Any) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 import torch._dynamo.variables.builtin as _builtins
+from torch import nn
+from torch._dynamo.guards import get_verbose_code_parts
+from torch._guards import Guard
+from torch.distributed.tensor import DTensor
 
 MARK = "autoshard_traces_leaves"
 """Attribute of a backend function for whose graphs `trace_leaves` holds."""
@@ -57,44 +60,66 @@ def _passing_over(original: Callable[..., Any]) -> Callable[..., Any]:
     return set_attribute
 
 
-def lighten_guards() -> None:
-    """Make the guards that Dynamo has for every DTensor of the graph being compiled cheap.
+def lighten_guards(inputs: Mapping[str, nn.Parameter]) -> None:
+    """Make the guards that Dynamo has for stored parameters of the graph being compiled cheap.
 
-    It compares each spec, device mesh included, with a deep copy field by field: seven microseconds
-    a parameter and call. A spec is never written to, so the object itself is equal at once; another
-    one is compared as before. That a device mesh is one with another parameter's mesh, which it
-    also asks, in Python, follows from the specs.
+    inputs: by the source of each (see `compat.graph_inputs`). Dynamo guards of each the type,
+    the spec by a comparison with a deep copy, `requires_grad`, the local tensor and the marks of
+    dynamic sizes it does not have; of its module the property by which it is read, with closure
+    and code. By the next step most of that has left the cache. One guard asks for the spec, by
+    identity first, and `requires_grad`: the local tensor of a stored parameter follows from its
+    spec, and the classes that `access` makes are never written to.
     """
     context = torch._guards.TracingContext.try_get()
     if context is None:
         return
+    parameters: dict[str, Any] = {s: p for s, p in inputs.items() if isinstance(p, DTensor)}
+    modules = {source.rpartition("._parameters[")[0] for source in parameters}
+    checks: dict[tuple[int, bool], Callable[[Any], bool]] = {}
     found = context.guards_context.dynamo_guards.inner
     for guard in list(found):
-        kind = guard.create_fn_name()
-        if kind == "DTENSOR_SPEC_MATCH":
+        owner, _, part = guard.name.rpartition(".")
+        if guard.create_fn_name() == "TYPE_MATCH":
+            owner, part = guard.name, "type"
+        read = _CLASS.search(guard.name)
+        if owner in parameters and part in _ASKED:
             found.discard(guard)
-            new = _quick(guard.create_fn)
-            found.add(dataclasses.replace(guard, create_fn=new, _hash=None))
-        elif kind == "DUPLICATE_INPUT" and guard.name.endswith(".device_mesh"):
+            if part == "_spec":
+                of = parameters[owner]
+                key = id(of._spec), of.requires_grad
+                check = checks.setdefault(key, _stored_alike(of._spec, of.requires_grad))
+                create = functools.partial(_guard_parameter, check)
+                source = guard.originating_source.base  # type: ignore[attr-defined]
+                found.add(Guard(source, create, stack=guard.stack, user_stack=guard.user_stack))
+        elif part == "device_mesh" and guard.create_fn_name() == "DUPLICATE_INPUT":
+            found.discard(guard)  # that parameters share a mesh follows from their specs
+        elif read and read[1] in modules:
             found.discard(guard)
 
 
-def _quick(create: Callable[..., Any]) -> Callable[..., Any]:
-    """What creates the guard that `create` does, but lets the object of now pass at once."""
+_ASKED = ("type", "_spec", "requires_grad", "_local_tensor", "device_mesh")
+"""What Dynamo asks of a DTensor."""
 
-    @functools.wraps(create)
-    def created(builder: Any, guard: Any) -> None:
-        now, manager = builder.get(guard), builder.get_guard_manager(guard)
+_CLASS = re.compile(r"\btype\((.+?)\)\.(?:__mro__\[1\]\.)?__dict__")
+"""What is read from a module's own class, or the next one: those that `access` makes."""
 
-        class Manager:
-            @staticmethod
-            def add_lambda_guard(check: Callable[[Any], bool], *said: Any) -> None:
-                manager.add_lambda_guard(lambda spec: spec is now or check(spec), *said)
 
-        with mock.patch.object(builder, "get_guard_manager", lambda _: Manager):
-            create(builder, guard)
+def _guard_parameter(check: Callable[[Any], bool], builder: Any, guard: Guard) -> None:
+    said = get_verbose_code_parts(f"stored as before: {guard.name}", guard)
+    builder.get_guard_manager(guard).add_lambda_guard(check, said, guard.user_stack)
 
-    return created
+
+def _stored_alike(spec: Any, needs: bool) -> Callable[[Any], bool]:
+    """Whether a parameter is a DTensor of this spec, needing a gradient or not."""
+
+    def check(now: Any) -> bool:
+        return (
+            type(now) is DTensor
+            and now.requires_grad is needs
+            and (now._spec is spec or now._spec == spec)
+        )
+
+    return check
 
 
 def _is_marked(backend: Any) -> bool:

@@ -7,10 +7,9 @@ that is there already, hooks, `autograd.grad`, `backward(inputs=...)`, `create_g
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,67 +17,100 @@ from torch.distributed.tensor import DTensor
 from autoshard.runtime import compat
 
 
-def apart(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+class Known:
+    """What `apart` found of the gradients of one graph: it lays them out alike in every step."""
+
+    def __init__(self) -> None:
+        self.layouts: dict[tuple[bool, ...], Layout] = {}  # by which gradients are there
+
+
+class Layout(NamedTuple):
+    """nbytes: of each gradient. wasteful: those to copy for what they would keep alive."""
+
+    nbytes: list[int]
+    wasteful: list[int]
+
+
+def apart(
+    grads: Sequence[torch.Tensor | None], known: Known | None = None
+) -> list[torch.Tensor | None]:
     """`grads`, contiguous, no two of the same memory.
 
     Views of one storage stay views where they are most of it together: a bucket of reduced
     gradients is handed out in pieces, without a copy. What is a small part of its storage is
     copied, since it would keep the rest alive; and so is what another one overlaps, since `.grad`
     is written to: two biases that are added have one gradient, which a graph computes once.
+
+    known: of earlier calls for the same graph, which spares asking each gradient for its storage;
+    that no two overlap is looked at each time.
     """
+    present = tuple([grad is not None for grad in grads])
+    layout = None if known is None else known.layouts.get(present)
+    nbytes = [0 if grad is None else grad.nbytes for grad in grads] if layout is None else layout[0]
+    held = [(grad.data_ptr(), i) for i, grad in enumerate(grads) if grad is not None]
+    held.sort()
     found = list(grads)
-    held = [(grad.data_ptr(), i, grad) for i, grad in enumerate(grads) if grad is not None]
-    held.sort(key=_address)
-    used: dict[int, int] = {}  # of each storage, by its address
-    end, alone = 0, []
-    for start, i, grad in held:
+    end, overlap = 0, set()
+    for start, i in held:
         if start < end:
-            found[i] = _copy(grad)
-            continue
-        end = start + grad.nbytes
-        base = start - int(grad.storage_offset()) * grad.element_size()
-        used[base] = used.get(base, 0) + grad.nbytes
-        alone.append((i, base, grad))
-    sizes: dict[int, int] = {}
-    for i, base, grad in alone:
-        if base not in sizes:
-            sizes[base] = grad.untyped_storage().nbytes()
-        if 4 * used[base] < 3 * sizes[base] or not grad.is_contiguous():
-            found[i] = _copy(grad)
+            overlap.add(i)
+        else:
+            end = start + nbytes[i]
+    if layout is None:
+        layout = Layout(nbytes, _wasteful(grads, overlap))
+        if known is not None:
+            known.layouts[present] = layout
+    for i in overlap.union(layout.wasteful):
+        grad = grads[i]
+        assert grad is not None
+        found[i] = grad.clone(memory_format=torch.contiguous_format)
     return found
 
 
-_address = operator.itemgetter(0, 1)
-
-
-def _copy(grad: torch.Tensor) -> torch.Tensor:
-    return grad.clone(memory_format=torch.contiguous_format)
+def _wasteful(grads: Sequence[torch.Tensor | None], overlap: set[int]) -> list[int]:
+    """Which of the gradients use little of their storage, all together, or are not contiguous."""
+    alone = {i: grad for i, grad in enumerate(grads) if grad is not None and i not in overlap}
+    storages = {i: grad.untyped_storage() for i, grad in alone.items()}
+    used: dict[int, int] = {}  # of each storage, by its address
+    for i, grad in alone.items():
+        base = storages[i].data_ptr()
+        used[base] = used.get(base, 0) + grad.nbytes
+    return [
+        i
+        for i, grad in alone.items()
+        if 4 * used[storages[i].data_ptr()] < 3 * storages[i].nbytes() or not grad.is_contiguous()
+    ]
 
 
 def deliver(
-    node: Any, parameters: Sequence[DTensor], grads: Sequence[DTensor | None]
+    node: Any, parameters: Sequence[DTensor], grads: Sequence[torch.Tensor | None]
 ) -> tuple[DTensor | None, ...]:
     """What the backward of `node` returns: None where the parameter has got its gradient.
 
     node: the autograd node whose inputs are `parameters`, in whose backward this is called.
-    grads: one a parameter, of its placements; owned by nobody else.
+    grads: the local part of each parameter's gradient; owned by nobody else.
     """
+    left = [
+        None if grad is None else compat.dtensor_like(parameter, grad)
+        for parameter, grad in zip(parameters, grads)
+    ]
     if torch.is_grad_enabled() or torch.compiler.is_compiling():  # a graph of the backward
-        return tuple(grads)
-    left = list(grads)
+        return tuple(left)
     leaves = _targets(node)
-    for i, (parameter, grad) in enumerate(zip(parameters, grads)):
-        if (
-            grad is not None
-            and compat.stores_gradient(leaves[i])
-            and parameter.grad is None
-            and sys.getrefcount(leaves[i]) == _ALONE
-            and not parameter._backward_hooks
-            and not parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-            and compat.will_execute(leaves[i])
-        ):
-            parameter.grad = grad
-            left[i] = None
+    stores = compat.AccumulateGrad
+    with compat.plain_attributes():
+        for i, parameter in enumerate(parameters):
+            if (
+                left[i] is not None
+                and type(leaves[i]) is stores
+                and parameter.grad is None
+                and sys.getrefcount(leaves[i]) == _ALONE
+                and not parameter._backward_hooks
+                and not parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+                and compat.will_execute(leaves[i])
+            ):
+                parameter.grad = left[i]
+                left[i] = None
     return tuple(left)
 
 

@@ -12,7 +12,7 @@ from autoshard.runtime.accumulation import attend, pending_of, use_of
 from autoshard.runtime.axis import Axis
 from autoshard.runtime.collectives import change
 from autoshard.runtime.data_axes import data_axes
-from autoshard.runtime.deliver import apart, deliver
+from autoshard.runtime.deliver import Known, apart, deliver
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.placement import R, State, shard_dim
 from autoshard.runtime.storage import extents, stored_states
@@ -93,32 +93,29 @@ def _whole_on(x: torch.Tensor, state: State, axis: Axis, extent: int | None) -> 
     return shape
 
 
-def unwrap(*parameters: DTensor) -> tuple[torch.Tensor, ...]:
+def unwrap(*parameters: DTensor, known: Known | None = None) -> tuple[torch.Tensor, ...]:
     """The local tensors of stored parameters, through one autograd.Function for all of them.
 
     Backward wraps each local gradient in a DTensor of its parameter's placements; a parameter
     without gradient gets None. Frozen parameters give local tensors that need no gradient.
+    known: see `deliver.apart`; for parameters that go to one and the same graph each time.
     """
-    return _Unwrap.apply(*parameters) if parameters else ()  # type: ignore[no-any-return]
+    return compat.apply(_Unwrap, known, *parameters) if parameters else ()
 
 
 class _Unwrap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *parameters: DTensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, known: Known | None, *parameters: DTensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         ctx.set_materialize_grads(False)
-        ctx.parameters = parameters
-        # A fresh tensor object each: autograd marks what a Function returns.
-        local = tuple(compat.local_of(parameter).detach() for parameter in parameters)
-        frozen = [x for x, p in zip(local, parameters) if not p.requires_grad]
+        ctx.known, ctx.parameters = known, parameters
+        # a fresh tensor object each: autograd marks what a Function returns
+        local = compat.detached_locals(parameters)
+        with compat.plain_attributes():
+            frozen = [x for x, p in zip(local, parameters) if not p.requires_grad]
         if frozen:
             ctx.mark_non_differentiable(*frozen)
-        return local
+        return tuple(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:  # type: ignore[override]
-        parameters = ctx.parameters
-        wrapped = [
-            None if grad is None else compat.dtensor(grad, compat.spec_of(parameter))
-            for grad, parameter in zip(apart(grads), parameters)
-        ]
-        return deliver(ctx, parameters, wrapped)
+        return None, *deliver(ctx, ctx.parameters, apart(grads, ctx.known))

@@ -168,6 +168,7 @@ def _move(
 
     shape = old.shape
     new = nn.Parameter(store(old, states), requires_grad=old.requires_grad)
+    compat.share_spec(new)  # type: ignore[arg-type]
     if old.grad is not None:
         new.grad = store(old.grad, states)
         old.grad = None

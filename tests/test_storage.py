@@ -163,6 +163,7 @@ def run_peak_memory(device: str) -> tuple[int, int, int, int]:
     """Bytes of the model, of its largest parameter, of a rank's shards, and the highest seen."""
     from autoshard.runtime import parameters as module
 
+    mesh = tp()  # it holds a tensor of its own
     with torch.device(device):
         model = nn.Sequential(nn.Linear(64, 96, bias=False), nn.Linear(96, 64, bias=False))
         model.extend([nn.Linear(64, 64, bias=False) for _ in range(6)])
@@ -178,7 +179,7 @@ def run_peak_memory(device: str) -> tuple[int, int, int, int]:
 
     module._store = watched
     try:
-        shard_parameters({p: by_dim(p) for p in model.parameters()}, tp(), broadcast=True)
+        shard_parameters({p: by_dim(p) for p in model.parameters()}, mesh, broadcast=True)
     finally:
         module._store = original
     after = live_bytes() - others
