@@ -7,7 +7,7 @@ in one pass over the objects Python's garbage collector tracks.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,11 +40,13 @@ def find_owners(parameters: Sequence[nn.Parameter]) -> Owners:
     optimizers: list[tuple[str, list[int], Optimizer]] = []
     containers: list[list[Any] | dict[Any, Any]] = []
     registries: set[int] = set()
-    kinds: dict[type, type | None] = {}
+    kinds = _Kinds()
     for item in _tracked():
-        kind = _kind(type(item), kinds)
+        kind = kinds[type(item)]
+        if kind is None:
+            continue
         if kind is list or kind is dict:
-            if _holds(item, ids):
+            if item and _holds(item, ids.keys()):
                 containers.append(item)
         elif kind is nn.Module:
             registry = item.__dict__.get("_parameters") or {}
@@ -76,10 +78,8 @@ def related_parameters(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]
     ids = {id(parameter) for parameter in parameters}
     parents: dict[int, list[nn.Module]] = {}
     climbing: list[nn.Module] = []
-    kinds: dict[type, type | None] = {}
-    for item in _tracked():
-        if _kind(type(item), kinds) is not nn.Module:
-            continue
+    kinds = _Kinds()
+    for item in [item for item in _tracked() if kinds[type(item)] is nn.Module]:
         for child in (item.__dict__.get("_modules") or {}).values():
             parents.setdefault(id(child), []).append(item)
         if any(id(p) in ids for p in (item.__dict__.get("_parameters") or {}).values()):
@@ -122,21 +122,23 @@ def _tracked() -> list[Any]:
     return objects
 
 
-def _kind(cls: type, kinds: dict[type, type | None]) -> type | None:
-    # issubclass of the type, not isinstance: that asks __class__, and lazy proxies then import
-    # what they stand for.
-    if cls not in kinds:
-        kinds[cls] = next(
+class _Kinds(dict[type, type | None]):
+    """What an object of a class may hold parameters as: a look-up for each of a million objects."""
+
+    def __missing__(self, cls: type) -> type | None:
+        # issubclass of the type, not isinstance: that asks __class__, and lazy proxies then import
+        # what they stand for.
+        self[cls] = next(
             (base for base in (nn.Module, Optimizer) if issubclass(cls, base)),
             cls if cls is list or cls is dict else None,
         )
-    return kinds[cls]
+        return self[cls]
 
 
-def _holds(container: list[Any] | dict[Any, Any], ids: dict[int, int]) -> bool:
+def _holds(container: list[Any] | dict[Any, Any], ids: Set[int]) -> bool:
     while True:
         try:
             items = container if type(container) is list else container.values()  # type: ignore[union-attr]
-            return any(map(ids.__contains__, map(id, items)))
+            return not ids.isdisjoint(map(id, items))
         except RuntimeError:  # another thread changed the dict
             continue
