@@ -49,7 +49,8 @@ def gpt2(width: int, layers: int, vocab: int) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"n_embd": width, "n_layer": layers, "n_head": 4, "vocab_size": vocab}
-    config = GPT2Config(**sizes, n_positions=1024, use_cache=False)
+    no_tokens = {"bos_token_id": None, "eos_token_id": None}  # its own lie outside of `vocab`
+    config = GPT2Config(**sizes, **no_tokens, n_positions=1024, use_cache=False)
     model = GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # else a warning breaks the graph before the loss
     return model
