@@ -31,7 +31,7 @@ from autoshard.runtime import compat, compat_dynamo
 from autoshard.runtime.access import lower
 from autoshard.runtime.accumulation import attend, is_used, pending_of, set_use, use_of
 from autoshard.runtime.agreement import agree, attempt, wait_at_most
-from autoshard.runtime.deliver import Known
+from autoshard.runtime.deliver import Layouts
 from autoshard.runtime.lazy import LazyGather, wrap_outputs
 from autoshard.runtime.materialize import unwrap
 from autoshard.runtime.mesh import Mesh, data_coordinate, init_mesh, start_world
@@ -151,7 +151,7 @@ def _runner(
 
     waiting: list[Waiting] = local.meta.get("pending", [])
 
-    known = Known()
+    known: Layouts = {}
 
     @compat.not_traced
     def run(*args: Any) -> Any:

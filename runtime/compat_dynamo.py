@@ -73,16 +73,25 @@ def lighten_guards(inputs: Mapping[str, nn.Parameter]) -> None:
     context = torch._guards.TracingContext.try_get()
     if context is None:
         return
-    parameters: dict[str, Any] = {s: p for s, p in inputs.items() if isinstance(p, DTensor)}
+    found = context.guards_context.dynamo_guards.inner
+    guarded = {g.name for g in found if g.create_fn_name() == "DTENSOR_SPEC_MATCH"}
+    parameters: dict[str, Any] = {
+        source: parameter
+        for source, parameter in inputs.items()
+        if isinstance(parameter, DTensor) and f"{source}._spec" in guarded
+    }
+    # torch 2.11 skips what hangs on the tensors of a dict that nobody wrote to, unless one of their
+    # attributes is asked for; then a frozen parameter would pass
+    skips = getattr(torch._dynamo.config, "use_recursive_dict_tags_for_guards", False)
+    asked = _ASKED - {"requires_grad"} if skips else _ASKED
     modules = {source.rpartition("._parameters[")[0] for source in parameters}
     checks: dict[tuple[int, bool], Callable[[Any], bool]] = {}
-    found = context.guards_context.dynamo_guards.inner
     for guard in list(found):
         owner, _, part = guard.name.rpartition(".")
         if guard.create_fn_name() == "TYPE_MATCH":
             owner, part = guard.name, "type"
         read = _CLASS.search(guard.name)
-        if owner in parameters and part in _ASKED:
+        if owner in parameters and part in asked:
             found.discard(guard)
             if part == "_spec":
                 of = parameters[owner]
@@ -97,7 +106,7 @@ def lighten_guards(inputs: Mapping[str, nn.Parameter]) -> None:
             found.discard(guard)
 
 
-_ASKED = ("type", "_spec", "requires_grad", "_local_tensor", "device_mesh")
+_ASKED = {"type", "_spec", "requires_grad", "_local_tensor", "device_mesh"}
 """What Dynamo asks of a DTensor."""
 
 _CLASS = re.compile(r"\btype\((.+?)\)\.(?:__mro__\[1\]\.)?__dict__")

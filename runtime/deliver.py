@@ -17,22 +17,22 @@ from torch.distributed.tensor import DTensor
 from autoshard.runtime import compat
 
 
-class Known:
-    """What `apart` found of the gradients of one graph: it lays them out alike in every step."""
-
-    def __init__(self) -> None:
-        self.layouts: dict[tuple[bool, ...], Layout] = {}  # by which gradients are there
-
-
 class Layout(NamedTuple):
-    """nbytes: of each gradient. wasteful: those to copy for what they would keep alive."""
+    """What `apart` found of the gradients of a graph, which lays them out alike in every step.
+
+    nbytes: of each gradient. wasteful: those to copy for what they would keep alive.
+    """
 
     nbytes: list[int]
     wasteful: list[int]
 
 
+Layouts = dict[tuple[bool, ...], Layout]
+"""Of one graph, by which of the gradients are there."""
+
+
 def apart(
-    grads: Sequence[torch.Tensor | None], known: Known | None = None
+    grads: Sequence[torch.Tensor | None], known: Layouts | None = None
 ) -> list[torch.Tensor | None]:
     """`grads`, contiguous, no two of the same memory.
 
@@ -45,8 +45,11 @@ def apart(
     that no two overlap is looked at each time.
     """
     present = tuple([grad is not None for grad in grads])
-    layout = None if known is None else known.layouts.get(present)
-    nbytes = [0 if grad is None else grad.nbytes for grad in grads] if layout is None else layout[0]
+    layout = None if known is None else known.get(present)
+    if layout is None:
+        nbytes = [0 if grad is None else grad.nbytes for grad in grads]
+    else:
+        nbytes = layout.nbytes
     held = [(grad.data_ptr(), i) for i, grad in enumerate(grads) if grad is not None]
     held.sort()
     found = list(grads)
@@ -59,7 +62,7 @@ def apart(
     if layout is None:
         layout = Layout(nbytes, _wasteful(grads, overlap))
         if known is not None:
-            known.layouts[present] = layout
+            known[present] = layout
     for i in overlap.union(layout.wasteful):
         grad = grads[i]
         assert grad is not None

@@ -12,7 +12,7 @@ from autoshard.runtime.accumulation import attend, pending_of, use_of
 from autoshard.runtime.axis import Axis
 from autoshard.runtime.collectives import change
 from autoshard.runtime.data_axes import data_axes
-from autoshard.runtime.deliver import Known, apart, deliver
+from autoshard.runtime.deliver import Layouts, apart, deliver
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.placement import R, State, shard_dim
 from autoshard.runtime.storage import extents, stored_states
@@ -93,7 +93,7 @@ def _whole_on(x: torch.Tensor, state: State, axis: Axis, extent: int | None) -> 
     return shape
 
 
-def unwrap(*parameters: DTensor, known: Known | None = None) -> tuple[torch.Tensor, ...]:
+def unwrap(*parameters: DTensor, known: Layouts | None = None) -> tuple[torch.Tensor, ...]:
     """The local tensors of stored parameters, through one autograd.Function for all of them.
 
     Backward wraps each local gradient in a DTensor of its parameter's placements; a parameter
@@ -105,7 +105,7 @@ def unwrap(*parameters: DTensor, known: Known | None = None) -> tuple[torch.Tens
 
 class _Unwrap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, known: Known | None, *parameters: DTensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, known: Layouts | None, *parameters: DTensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         ctx.set_materialize_grads(False)
         ctx.known, ctx.parameters = known, parameters
         # a fresh tensor object each: autograd marks what a Function returns
