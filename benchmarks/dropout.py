@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from autoshard.runtime.compat_inductor import inductor
+from autoshard.runtime.compat_inductor import fresh_cache, inductor
 from autoshard.runtime.philox import Part
 from autoshard.runtime.random_ops import native_dropout
 
@@ -85,4 +85,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with fresh_cache():  # the cache of AOTAutograd does not know how we decompose our operators
+        main()

@@ -197,3 +197,24 @@ def test_data_parallel_ranks_draw_apart_from_one_generator() -> None:
         assert seed(5) == seeds[5]
     finally:
         draw_apart(0)
+
+
+@pytest.mark.parametrize(
+    "divisor", [1, 2, 3, 7, 641, 2048, 65535, 65537, 10**6 + 3, 2**30 - 1, 2**30, 2**31 - 1]
+)
+def test_division_without_a_division(divisor: int) -> None:
+    most = 2**31 - 1
+    multiples = torch.arange(0, most // divisor + 1, max(1, most // divisor // 1000)) * divisor
+    near = torch.cat([multiples - 1, multiples, multiples + 1, torch.arange(64), most - multiples])
+    x = near.clamp(0, most)
+    assert torch.equal(philox._divided(x, divisor, most + 1), x // divisor)
+
+
+@pytest.mark.parametrize("part", [Part(0, 2, 8), Part(1, 3, 7), Part(2, 10, 25), Part(2, 0, 5)])
+def test_elements_of_a_part(part: Part) -> None:
+    shape, whole = [3, 4, 5], [3, 4, 5]
+    whole[part.dim] = part.extent
+    shape[part.dim] = min(shape[part.dim], part.extent - part.start)
+    every = torch.arange(math.prod(whole)).reshape(whole)
+    mine = every.narrow(part.dim, part.start, shape[part.dim])
+    assert torch.equal(philox.element_index(shape, part, torch.device("cpu")), mine)
