@@ -314,6 +314,11 @@ def will_execute(leaf: Any) -> bool:
         return False
 
 
+def is_in_a_graph(leaf: torch.Tensor) -> bool:
+    """Whether a graph of autograd waits to hand a leaf its gradient; nothing says so in public."""
+    return leaf._use_count() > 1  # type: ignore[attr-defined, no-any-return]
+
+
 def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
     """Give `new` the hooks registered on the leaf `old`, so that their handles still remove them.
 

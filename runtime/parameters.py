@@ -180,12 +180,34 @@ def _move(
     for module, key in owners.modules[old]:
         module._parameters[key] = new
     if not isinstance(old, DTensor):
-        # Dynamo, in whose backend call this runs, still holds the object: free what it holds.
-        old.data = torch.empty(0, dtype=old.dtype, device=old.device)
+        if compat.is_in_a_graph(old):
+            _pass_on_gradient(old, *owners.modules[old][0])
+        else:
+            # Dynamo, in whose backend call this runs, still holds the object: free what it holds.
+            old.data = torch.empty(0, dtype=old.dtype, device=old.device)
         old.__dict__.clear()
         old._autoshard_moved = name  # type: ignore[attr-defined]
         old.__class__ = MovedParameter
     return new
+
+
+def _pass_on_gradient(old: nn.Parameter, module: nn.Module, name: str) -> None:
+    """Send the gradient that is still to come to the parameter that replaces `old`.
+
+    Eager code has read `old` in this very step, before the first compiled region stored it: the
+    embedding of a model whose layers are compiled one by one. Its values stay until the graph is
+    gone, and its gradient goes the way of a weight that eager code reads.
+    """
+
+    def arrived(old: torch.Tensor) -> None:
+        with compat.plain_attributes():
+            grad, old.grad = old.grad, None
+        with torch.enable_grad():
+            whole = getattr(module, name)
+        torch.autograd.backward(whole, grad.to(whole.dtype))
+
+    old._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]  # they are the new one's
+    old.register_post_accumulate_grad_hook(arrived)
 
 
 def _store(

@@ -48,13 +48,15 @@ def test_three_steps_equal_serial_tp2(gloo2: Any, name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [n if n in ("gpt2", "bert") else pytest.param(n, marks=pytest.mark.slow) for n in SHARDED],
+    [n if n == "bert" else pytest.param(n, marks=pytest.mark.slow) for n in SHARDED],
 )
 def test_three_steps_equal_serial_tp4(gloo4: Any, name: str) -> None:
     check_each(gloo4(train, [name], 4, "aot_eager", pool_timeout=PATIENCE), share=0.9)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "t5"))]
+)
 def test_three_steps_with_inductor(gloo2: Any, name: str) -> None:
     check_each(gloo2(train, [name], 2, "inductor", pool_timeout=PATIENCE), share=0.9)
 

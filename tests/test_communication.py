@@ -201,7 +201,7 @@ def test_a_rank_never_sends_more_than_the_ledger(name: str, sequence: bool) -> N
         assert sharded_share(program) > 0.99
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_other_layers_reduce_as_often_as_a_llama(name: str) -> None:
     counts, _ = per_layer(name, TENSOR)
     assert counts["forward", "all_reduce"] == counts["backward", "all_reduce"] == 2

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -54,6 +56,7 @@ def test_readme_graphs_are_what_the_example_prints() -> None:
         assert block.strip() in printed
 
 
+@pytest.mark.slow
 def test_demo_agrees_with_serial() -> None:
     command = "-m torch.distributed.run --standalone --nproc-per-node 2 examples/train_llama.py"
     done = subprocess.run(

@@ -81,7 +81,7 @@ def on_shards(program: Program) -> list[fx.Node]:
             if n.target is on_shard]
 
 
-@pytest.mark.parametrize("name", ["bert", "t5", "vit"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("t5", marks=pytest.mark.slow), "vit"])
 def test_models_with_dropout_compute_what_one_device_computes(name: str) -> None:
     case = dropped(name)
     options = [{"mesh": {"tp": 2}}, {"mesh": {"tp": 4}, "sequence_parallel": False}]
@@ -330,7 +330,8 @@ def compare(results: list[dict[str, Any]], serial: dict[str, Any]) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("name", "checkpointing"), [("gpt2", True), ("bert", False)]
+    ("name", "checkpointing"),
+    [pytest.param("gpt2", True, marks=pytest.mark.slow), ("bert", False)],
 )
 def test_three_steps_equal_one_process(gloo2: Any, name: str, checkpointing: bool) -> None:
     """Ranks whose generators start apart train as one process does, recomputation included."""

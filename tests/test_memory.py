@@ -299,6 +299,7 @@ def test_recomputation_keeps_less_and_peaks_lower() -> None:
     assert recomputed.parameters == without.parameters
 
 
+@pytest.mark.slow
 def test_stages_of_zero() -> None:
     """Kept weights count as gathered, not as activations; a bucket at a time is less."""
     three, two = program(3).memory(), program(2).memory()

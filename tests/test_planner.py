@@ -39,6 +39,7 @@ def planned(name: str, **options: Any) -> Program:
     return autoshard.trace(WithLoss(case), (case.make_batch(0),), **options)
 
 
+@pytest.mark.slow
 def test_a_graph_too_entangled_for_the_exact_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an unrolled recurrence is; here the solver is allowed next to nothing."""
     case = CASES["llama"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -98,6 +99,7 @@ def test_batch_sizes(gloo2: Any) -> None:
     assert results[0]["counts"] == results[1]["counts"]
 
 
+@pytest.mark.slow
 def test_sequence_lengths_of_a_sequence_sharded_plan(gloo2: Any) -> None:
     """Even lengths run the variant that splits the sequence, odd ones another."""
     lengths = [32, 48, 33, 64, 35, 50]

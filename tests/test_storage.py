@@ -287,7 +287,12 @@ def run_two_axes(sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 4}]
+    "sizes",
+    [
+        {"dp_shard": 2, "tp": 2},
+        pytest.param({"dp_replicate": 2, "dp_shard": 2}, marks=pytest.mark.slow),
+        pytest.param({"dp_shard": 4}, marks=pytest.mark.slow),
+    ],
 )
 def test_two_axes(gloo4: GlooPool, sizes: dict[str, int]) -> None:
     gloo4(run_two_axes, sizes)

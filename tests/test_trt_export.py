@@ -119,6 +119,7 @@ def test_compute_capability_7_5_serves_one_rank(tmp_path: Path) -> None:
     assert (tmp_path / "engines" / "rank0.engine").stat().st_size > 2 * 8 * 2**20
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_engines_measures_each_step() -> None:
     from export import measure
 
@@ -129,6 +130,7 @@ def test_the_benchmark_of_engines_measures_each_step() -> None:
     assert found["engine_bytes"] > found["weight_bytes"]
 
 
+@pytest.mark.slow
 def test_from_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,7 @@ from autoshard.subject import Subject, chunks
 from models_hf import sequence_parallel_llama
 
 
+@pytest.mark.slow
 def test_equal_with_dropout() -> None:
     """The serial model draws the masks of the mesh; everything is compared at both steps."""
     said: list[str] = []
