@@ -24,8 +24,10 @@ from autoshard.runtime.accumulation import set_use
 from autoshard.runtime.agreement import agree, attempt, from_first, wait_at_most
 from autoshard.runtime.data_axes import data_axes, data_states
 from autoshard.runtime.mesh import Mesh, init_mesh, start_world
-from autoshard.runtime.parameters import related_parameters, shard_parameters, unstorable
+from autoshard.runtime.owners import models_of
+from autoshard.runtime.parameters import shard_parameters, unstorable
 from autoshard.runtime.placement import R, S, State
+from autoshard.siblings import siblings
 from autoshard.tracing import intercept
 from autoshard.uses import use_by
 
@@ -117,7 +119,8 @@ def build_agreed(
 def store(
     planned: dict[nn.Parameter, State], mesh: Mesh, config: Config
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Store the parameters a graph planned as planned, and the rest of their models split.
+    """Store the parameters a graph planned as planned, their like in other layers as well
+    (`siblings`), and the rest of their models split.
 
     Optimizers and clip_grad_norm_ cannot mix DTensors with plain tensors, so parameters that the
     graph never read become DTensors too; the first graph that reads one decides where it lives.
@@ -126,14 +129,19 @@ def store(
     """
     axis = mesh.axis("tp")
     planned = _as_first(planned, mesh)
+    models = models_of(list(planned))
+    if axis.size > 1:
+        alike = siblings(planned, models).items()
+        planned = {**planned, **{p: state for p, state in alike if _is_whole(p)}}
     states = {
         parameter: {axis.name: state, **data_states(parameter.dim(), mesh.axes)}
         for parameter, state in planned.items()
     }
     rest = [
         p
-        for p in related_parameters(list(planned))
-        if not isinstance(p, DTensor) and p not in states and unstorable(p) is None
+        for model in models
+        for p in model.parameters()
+        if p not in states and _is_whole(p)
     ]
     for p in rest:
         resting = {axis.name: _resting_state(p, axis.size)} if axis.size > 1 else {}
@@ -162,6 +170,11 @@ def _as_first(planned: dict[nn.Parameter, State], mesh: Mesh) -> dict[nn.Paramet
         if [shape for shape, _ in first] == [shape for shape, _ in said]:
             said = first
     return {parameter: state for parameter, (_, state) in zip(planned, said)}
+
+
+def _is_whole(parameter: nn.Parameter) -> bool:
+    """Whether it can be stored, and is not yet."""
+    return not isinstance(parameter, DTensor) and unstorable(parameter) is None
 
 
 def _resting_state(parameter: nn.Parameter, n: int) -> State:

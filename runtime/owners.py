@@ -70,9 +70,21 @@ def find_owners(parameters: Sequence[nn.Parameter]) -> Owners:
 def related_parameters(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Every parameter of the models that the given ones belong to, the given ones included.
 
-    A model is a module that no other module contains. Optimizers and gradient clipping mix
-    parameters of one model in one call, and torch does not mix DTensors with plain tensors there:
-    parameters that the graph at hand never read must be stored as DTensors too.
+    Optimizers and gradient clipping mix parameters of one model in one call, and torch does not mix
+    DTensors with plain tensors there: parameters that the graph at hand never read must be stored
+    as DTensors too.
+    """
+    found = {id(p): p for p in parameters}
+    for model in models_of(parameters):
+        for parameter in model.parameters():
+            found.setdefault(id(parameter), parameter)
+    return list(found.values())
+
+
+def models_of(parameters: Sequence[nn.Parameter]) -> list[nn.Module]:
+    """The models the parameters belong to: modules that no other module contains.
+
+    In the same order on every rank: by the first of the parameters each holds, then by name.
     """
     parameters = tuple(parameters)
     ids = {id(parameter) for parameter in parameters}
@@ -95,9 +107,6 @@ def related_parameters(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]
         climbing.extend(above)
         if not above:
             roots.append(module)
-    found = {id(p): p for p in parameters}
-    # the same on every rank: by the position of the first given parameter each root holds, then
-    # by name
     order = {id(p): i for i, p in enumerate(parameters)}
 
     def rank(root: nn.Module) -> tuple[int, str, list[str]]:
@@ -105,11 +114,7 @@ def related_parameters(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]
         first = min(order.get(id(p), len(order)) for _, p in named)
         return first, type(root).__qualname__, [name for name, _ in named]
 
-    roots.sort(key=rank)
-    for root in roots:
-        for parameter in root.parameters():
-            found.setdefault(id(parameter), parameter)
-    return list(found.values())
+    return sorted(roots, key=rank)
 
 
 def _tracked() -> list[Any]:

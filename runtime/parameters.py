@@ -204,9 +204,11 @@ def _pass_on_gradient(old: nn.Parameter, module: nn.Module, name: str) -> None:
             grad, old.grad = old.grad, None
         with torch.enable_grad():
             whole = getattr(module, name)
+        assert grad is not None
         torch.autograd.backward(whole, grad.to(whole.dtype))
 
-    old._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]  # they are the new one's
+    # those of the user are the new one's
+    old._post_accumulate_grad_hooks = None  # type: ignore[attr-defined, assignment]
     old.register_post_accumulate_grad_hook(arrived)
 
 
