@@ -66,7 +66,9 @@ def autoshard(
     compat.probe()
     inputs = compat.graph_inputs(gm)
     device = build.device_type(inputs)
-    start_world(device)
+    world = start_world(device)
+    if world > 1 or "rng" in (options or {}):  # else the inner compiler gets the graph as it is
+        compat_dynamo.specialize_floats(gm)
     with attempt():
         return _compile(gm, example_inputs, inputs, device, options or {})
 

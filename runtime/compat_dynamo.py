@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 import torch._dynamo.variables.builtin as _builtins
-from torch import nn
+from torch import fx, nn
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.guards import get_verbose_code_parts
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._guards import Guard
 from torch.distributed.tensor import DTensor
 
@@ -58,6 +60,26 @@ def _passing_over(original: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(set_attribute, MARK, True)
     return set_attribute
+
+
+def specialize_floats(gm: fx.GraphModule) -> None:
+    """Have Dynamo trace again with the Python floats that it made inputs of `gm` as constants.
+
+    It does so to floats that change between calls, and to all with `dynamic=True`: a tensor that
+    holds the float, and its item, which AOTAutograd takes apart with the symbol Dynamo left on it.
+    Our capture has no such symbols. The float is guarded: another one is another program.
+    """
+    found = set()
+    for node in gm.graph.nodes:
+        item = getattr(node.meta.get("example_value"), "item_memo", None)
+        # a float that a tensor of the user holds has no value yet
+        if node.op == "placeholder" and isinstance(item, torch.SymFloat) and item.node.has_hint():
+            found.add(item.node._expr.name)
+    new = {name for name in found if not TensorifyState.should_specialize(name)}
+    for name in new:
+        TensorifyState.specialize(name)
+    if new:
+        raise TensorifyScalarRestartAnalysis("autoshard takes Python floats for constants")
 
 
 def lighten_guards(inputs: Mapping[str, nn.Parameter]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import autoshard
 from models_plain import MLP
 from side_by_side import Pair, check
 
@@ -63,7 +65,6 @@ def shapes(sizes: list[tuple[int, int]], activation_byte: float | None = None) -
 
     activation_byte: the price of a kept activation, to make sequence parallelism worth it.
     """
-    import autoshard
     from autoshard import backend, build
     from autoshard.planning import problem
 
@@ -195,3 +196,41 @@ def test_a_parameter_seen_by_several_graphs_stays_where_it_is(gloo2: Any) -> Non
     check(results, share=0.9)
     assert not any(r["moved"] for r in results), results
     assert results[0]["programs"] == 3
+
+
+class Scaled(nn.Module):
+    """Takes a Python float, and has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.slope = 0.1
+
+    def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+        hidden = F.leaky_relu(self.up(x), self.slope) * scale
+        return (self.down(hidden) / (scale + 1)).square().mean()
+
+
+def changing_floats(dynamic: bool | None) -> list[tuple[float, int]]:
+    """The largest difference from the serial model, and the programs, for each of three floats."""
+    model = Scaled()
+    serial = copy.deepcopy(model)
+    options = {"mesh": {"tp": 2}, "inner": "aot_eager"}
+    compiled = torch.compile(model, backend="autoshard", options=options, dynamic=dynamic)
+    found = []
+    for rows, scale in ((4, 0.5), (6, 0.25), (6, 0.75)):
+        x = torch.randn(rows, WIDTH)
+        for each, call in ((model, compiled), (serial, serial)):
+            each.zero_grad()
+            call(x, scale).backward()
+        pairs: Any = zip(model.parameters(), serial.parameters())
+        worst = max((p.grad.full_tensor() - q.grad).abs().max().item() for p, q in pairs)
+        found.append((worst, len(autoshard.programs(model))))
+    return found
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_float_that_changes_is_a_constant_of_each_program(gloo2: Any, dynamic: bool) -> None:
+    for found in gloo2(changing_floats, dynamic):
+        assert max(worst for worst, _ in found) < 1e-6
+        assert [programs for _, programs in found] == [1, 2, 3]
