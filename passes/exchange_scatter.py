@@ -15,8 +15,9 @@ this is one way to do it. Other backends, such as NCCL, have their own.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -43,8 +44,8 @@ class ExchangeScatter:
             source, op, n, group = node.args
             if val.device.type != "cpu" or op != "sum":
                 continue
-            rows, rest = val.shape[0], list(val.shape[1:])
             with gm.graph.inserting_before(node):
+                rows, *rest = self._sizes(gm.graph, node, source, n)
                 args = (source, [rows] * n, [rows] * n, group)
                 exchanged = emit(gm.graph, node, ALL_TO_ALL, args, provenance=self.name)
             with gm.graph.inserting_before(wait):
@@ -59,3 +60,15 @@ class ExchangeScatter:
             gm.graph.erase_node(node)
             report.hits += 1
         return report
+
+    def _sizes(self, graph: fx.Graph, node: fx.Node, source: fx.Node, n: int) -> list[Any]:
+        """The sizes of the result; symbolic ones as nodes, which a graph can be run with."""
+        found: list[Any] = list(node.meta["val"].shape)
+        for dim, size in enumerate(found):
+            if not isinstance(size, int):
+                whole = (source, dim)
+                found[dim] = emit(graph, node, aten.sym_size.int, whole, provenance=self.name)
+                if dim == 0:
+                    rows = (found[0], n)
+                    found[0] = emit(graph, node, operator.floordiv, rows, provenance=self.name)
+        return found
