@@ -29,17 +29,16 @@ def siblings(
             for name, parameter in model.named_parameters(remove_duplicate=False)
             if parameter in planned
         }
-        prefix = _common([name.split(".")[:-1] for name in names])
-        if not prefix:
+        path = ".".join(_common([name.split(".")[:-1] for name in names]))
+        if not path:
             continue
-        first = model.get_submodule(".".join(prefix))
-        depth = sum(len(part) + 1 for part in prefix)
+        first = model.get_submodule(path)
         for other in model.modules():
             if type(other) is not type(first) or other is first:
                 continue
             own = dict(other.named_parameters(remove_duplicate=False))
             for name, parameter in names.items():
-                its = own.get(name[depth:])
+                its = own.get(name.removeprefix(f"{path}."))
                 if its is not None and its not in planned and _alike(its, parameter):
                     found.setdefault(its, planned[parameter])
     return found

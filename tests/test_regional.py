@@ -50,7 +50,7 @@ class Model(nn.Module):
 
 
 def train(sizes: dict[str, int]) -> tuple[int, int, float]:
-    """Programs, calls of a hook of the user, and the largest difference after three steps."""
+    """Programs, parameters, and the largest difference from the serial ones after three steps."""
     model = Model().double()
     serial = copy.deepcopy(model)
     called: list[bool] = []
