@@ -11,60 +11,46 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autoshard.backend import programs
-    from autoshard.config import Config
-    from autoshard.errors import AutoshardError
-    from autoshard.planning.plan import Plan
-    from autoshard.planning.registry import sharding_rule
-    from autoshard.precision import Precision
-    from autoshard.program import Program
-    from autoshard.proof import Proof, verify
-    from autoshard.rendering import render
-    from autoshard.runtime.accumulation import discard_pending, no_sync
-    from autoshard.search import plan
-    from autoshard.storing import shard
-    from autoshard.tracing import trace
-    from autoshard.weights import load_safetensors, save_safetensors
+    from autoshard.backend import programs as programs
+    from autoshard.compiling import render as render
+    from autoshard.config import Config as Config
+    from autoshard.errors import AutoshardError as AutoshardError
+    from autoshard.mesh_search import plan as plan
+    from autoshard.parameters import load_safetensors as load_safetensors
+    from autoshard.parameters import save_safetensors as save_safetensors
+    from autoshard.parameters import shard as shard
+    from autoshard.planning import Plan as Plan
+    from autoshard.planning.rules import sharding_rule as sharding_rule
+    from autoshard.precision import Precision as Precision
+    from autoshard.program import Program as Program
+    from autoshard.runtime.parameters import discard_pending as discard_pending
+    from autoshard.runtime.parameters import no_sync as no_sync
+    from autoshard.tracing import trace as trace
+    from autoshard.verification import Proof as Proof
+    from autoshard.verification import verify as verify
 
+#: Public name -> where it is defined.
 _HOME = {
     "AutoshardError": "autoshard.errors",
     "Config": "autoshard.config",
-    "Plan": "autoshard.planning.plan",
+    "Plan": "autoshard.planning",
     "Precision": "autoshard.precision",
     "Program": "autoshard.program",
-    "Proof": "autoshard.proof",
-    "load_safetensors": "autoshard.weights",
-    "discard_pending": "autoshard.runtime.accumulation",
-    "no_sync": "autoshard.runtime.accumulation",
-    "plan": "autoshard.search",
+    "Proof": "autoshard.verification",
+    "discard_pending": "autoshard.runtime.parameters",
+    "load_safetensors": "autoshard.parameters",
+    "no_sync": "autoshard.runtime.parameters",
+    "plan": "autoshard.mesh_search",
     "programs": "autoshard.backend",
-    "render": "autoshard.rendering",
-    "save_safetensors": "autoshard.weights",
-    "shard": "autoshard.storing",
-    "sharding_rule": "autoshard.planning.registry",
+    "render": "autoshard.compiling",
+    "save_safetensors": "autoshard.parameters",
+    "shard": "autoshard.parameters",
+    "sharding_rule": "autoshard.planning.rules",
     "trace": "autoshard.tracing",
-    "verify": "autoshard.proof",
+    "verify": "autoshard.verification",
 }
 
-__all__ = [
-    "AutoshardError",
-    "Config",
-    "Plan",
-    "Precision",
-    "Program",
-    "Proof",
-    "load_safetensors",
-    "discard_pending",
-    "no_sync",
-    "plan",
-    "programs",
-    "render",
-    "save_safetensors",
-    "shard",
-    "sharding_rule",
-    "trace",
-    "verify",
-]
+__all__ = [*_HOME]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:

@@ -19,34 +19,36 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard import build
-from autoshard.arrival import arrival
-from autoshard.choice import choose
+from autoshard.batch_check import arrival
+from autoshard.compiling import check_serving, compile_local, refuse_unsharded, settings, use_by
 from autoshard.config import Config
-from autoshard.debugging import refuse_unsharded, settings
 from autoshard.errors import ConfigError, message
-from autoshard.lower import compile_local
-from autoshard.passes.data_parallel import Waiting
+from autoshard.mesh_search import choose
+from autoshard.parameters import build_agreed, store
+from autoshard.passes import Waiting
 from autoshard.program import Program
-from autoshard.runtime import compat, compat_dynamo
-from autoshard.runtime.access import lower
-from autoshard.runtime.accumulation import attend, is_used, pending_of, set_use, use_of
+from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree, attempt, wait_at_most
-from autoshard.runtime.deliver import Layouts
+from autoshard.runtime.collectives import State
 from autoshard.runtime.lazy import LazyGather, wrap_outputs
-from autoshard.runtime.materialize import unwrap
 from autoshard.runtime.mesh import Mesh, data_coordinate, init_mesh, start_world
-from autoshard.runtime.parameters import related_parameters
-from autoshard.runtime.placement import State
-from autoshard.runtime.random_ops import draw_apart
-from autoshard.runtime.storage import as_dtensors
-from autoshard.runtime.streams import TRACKER
-from autoshard.runtime.unshard import Use
-from autoshard.serving import check_serving
-from autoshard.storing import build_agreed, store
-from autoshard.uses import use_by
+from autoshard.runtime.parameters import (
+    Layouts,
+    Use,
+    as_dtensors,
+    attend,
+    is_used,
+    lower,
+    pending_of,
+    related_parameters,
+    set_use,
+    unwrap,
+    use_of,
+)
+from autoshard.runtime.randomness import TRACKER, draw_apart
 
 compat.allow_rnn()
-compat_dynamo.trace_leaves()
+compat.trace_leaves()
 
 _programs: list[tuple[weakref.WeakSet[nn.Parameter], Program]] = []
 
@@ -68,12 +70,12 @@ def autoshard(
     device = build.device_type(inputs)
     world = start_world(device)
     if world > 1 or "rng" in (options or {}):  # else the inner compiler gets the graph as it is
-        compat_dynamo.specialize_floats(gm)
+        compat.specialize_floats(gm)
     with attempt():
         return _compile(gm, example_inputs, inputs, device, options or {})
 
 
-setattr(autoshard, compat_dynamo.MARK, True)
+setattr(autoshard, compat.MARK, True)
 
 
 def _compile(
@@ -140,7 +142,7 @@ def _runner(
     with modes():
         compiled = compile_local(local, fakes, config.inner, program.finish, program.settings())
     agree("compiled program", "", [], program.axis)  # nobody runs before everybody can
-    compat_dynamo.lighten_guards(
+    compat.lighten_guards(
         {item.source: item.real for item in inputs if isinstance(item.real, nn.Parameter)}
     )
     arrive = arrival(inputs, program.axis, config)

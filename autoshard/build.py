@@ -14,36 +14,51 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autoshard.capture import GLOBAL_TYPES, capture
+from autoshard.capture import GLOBAL_TYPES, IDENTITY_TARGETS, capture
+from autoshard.compiling import Following, lowered_dtypes, settings, traced_microbatch, use_by
 from autoshard.config import Config
-from autoshard.debugging import Following, settings
 from autoshard.errors import CaptureError, message
-from autoshard.interpreter import IDENTITY_TARGETS
-from autoshard.passes.base import SILENT, Context, Report, Watch
-from autoshard.passes.data_parallel import DataParallel
-from autoshard.passes.localize import Localize
-from autoshard.passes.pipeline import prepare, run_passes
-from autoshard.passes.weigh_tokens import WeighTokens
-from autoshard.planning.hardware import HARDWARE, Hardware
-from autoshard.planning.plan import Plan, strategy_text
-from autoshard.planning.planner import Decisions, Request, fingerprint, merged, plan_graph
-from autoshard.planning.profile import STORED
-from autoshard.planning.strategy import value
-from autoshard.planning.whole import whole_graph
+from autoshard.explain import check_strict, explain_plan
+from autoshard.passes import (
+    SILENT,
+    Context,
+    DataParallel,
+    Localize,
+    Report,
+    Watch,
+    WeighTokens,
+    prepare,
+    run_passes,
+)
+from autoshard.planning import (
+    Decisions,
+    Plan,
+    Request,
+    fingerprint,
+    merged,
+    plan_graph,
+    strategy_text,
+    value,
+    whole_graph,
+)
+from autoshard.planning.cost import HARDWARE, Hardware
+from autoshard.planning.estimate import STORED
 from autoshard.program import Program
-from autoshard.reasons import check_strict
-from autoshard.report import explain_plan
 from autoshard.runtime import compat
-from autoshard.runtime.axis import Axis
-from autoshard.runtime.compat_trace import artifact
-from autoshard.runtime.data_axes import DATA_AXES, data_axes, data_states
+from autoshard.runtime.collectives import (
+    DATA_AXES,
+    Axis,
+    R,
+    State,
+    data_axes,
+    data_states,
+    shard_dim,
+)
+from autoshard.runtime.compat import artifact
 from autoshard.runtime.errors import PlanError
 from autoshard.runtime.lazy import LazyGather
-from autoshard.runtime.materialize import materialize
 from autoshard.runtime.mesh import Mesh
-from autoshard.runtime.placement import R, State, shard_dim
-from autoshard.runtime.storage import stored_states
-from autoshard.uses import lowered_dtypes, traced_microbatch, use_by
+from autoshard.runtime.parameters import materialize, stored_states
 
 # What capture reads through: a stored parameter and a lazy output are tensors of global shape.
 IDENTITY_TARGETS.add(materialize)

@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import ConfigError, message
-from autoshard.planning.plan import Plan
+from autoshard.planning import Plan
 from autoshard.precision import Precision
 from autoshard.runtime.mesh import AXIS_ORDER
 

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from autoshard.compiling import off_meta, reduce_in_place
 from autoshard.config import Config
 from autoshard.memory import (
     BUFFERS,
@@ -26,22 +27,21 @@ from autoshard.memory import (
     Step,
     summary,
 )
-from autoshard.off_meta import off_meta
-from autoshard.passes.base import SILENT, Context, Watch
-from autoshard.passes.keep_order import reduce_in_place
-from autoshard.passes.localize import local_value
-from autoshard.passes.pipeline import BEFORE_COMPILATION, finish, run_passes
-from autoshard.planning.plan import Plan
-from autoshard.planning.planner import Decisions
-from autoshard.planning.profile import STORED
-from autoshard.planning.values import tensor_bytes
-from autoshard.runtime.axis import Axis
-from autoshard.runtime.compat_aot import ForwardBackward, forward_backward
-from autoshard.runtime.compat_inductor import Lowered, inductor_graphs
-from autoshard.runtime.data_axes import data_axes
+from autoshard.passes import (
+    BEFORE_COMPILATION,
+    SILENT,
+    Context,
+    Watch,
+    finish,
+    local_value,
+    run_passes,
+)
+from autoshard.planning import Decisions, Plan, tensor_bytes
+from autoshard.planning.estimate import STORED
+from autoshard.runtime.collectives import Axis, R, State, data_axes
+from autoshard.runtime.compat import ForwardBackward, Lowered, forward_backward, inductor_graphs
 from autoshard.runtime.mesh import Mesh
-from autoshard.runtime.placement import R, State
-from autoshard.runtime.unshard import SINGLE
+from autoshard.runtime.parameters import SINGLE
 
 _c10d = torch.ops._c10d_functional
 _LOGICAL_SIZE = {  # which tensor's bytes are the size of the collective: megatron's ledger
@@ -154,9 +154,9 @@ class Program:
         return made
 
     def memory(self, optimizer: str = "adamw", inner: str | None = None) -> Memory:
-        """Bytes a rank holds in a training step; see `autoshard.memory.Memory`.
+        """Bytes a rank holds in a training step; see `autoshard.memory.step.Memory`.
 
-        optimizer: a key of `autoshard.memory.OPTIMIZERS`: "adamw" (one parameter at a time),
+        optimizer: a key of `autoshard.memory.step.OPTIMIZERS`: "adamw" (one parameter at a time),
         "adamw_foreach", "adamw_fused", "momentum" (SGD with it) or "sgd". inner: what runs the
         graphs, None: the program's own; "inductor" stores what Inductor's code would store, others
         run operator by operator. Exact for what is stored between steps.
@@ -217,13 +217,13 @@ class Program:
 
         width: columns to use; None: the terminal's, or 100 where the output is no terminal.
         """
-        from autoshard.report import explain
+        from autoshard.explain import explain
 
         return explain(self, width)
 
     def explain_html(self, path: str | os.PathLike[str]) -> None:
         """Write the same, with the graph and the memory over a step, as one HTML page."""
-        from autoshard.page import write_page
+        from autoshard.explain import write_page
 
         write_page(self, path)
 

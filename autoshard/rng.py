@@ -13,7 +13,7 @@ import torch
 
 from autoshard.errors import AutoshardError, message
 from autoshard.runtime import compat
-from autoshard.runtime.streams import TRACKER, State, fork
+from autoshard.runtime.randomness import TRACKER, State, fork
 
 __all__ = ["add", "checkpoint_contexts", "fork", "get_state", "manual_seed", "set_state"]
 

@@ -10,17 +10,16 @@ import torch
 from torch import fx, nn
 
 from autoshard.build import build_program, example_device, hardware_of
+from autoshard.compiling import use_by
 from autoshard.config import Config
-from autoshard.planning.hardware import hardware as known_hardware
+from autoshard.planning.cost import hardware as known_hardware
 from autoshard.program import Program
-from autoshard.runtime import compat, compat_dynamo
-from autoshard.runtime.access import lowered
+from autoshard.runtime import compat
 from autoshard.runtime.mesh import offline_mesh
-from autoshard.runtime.unshard import MICROBATCH, SINGLE
-from autoshard.uses import use_by
+from autoshard.runtime.parameters import MICROBATCH, SINGLE, lowered
 
 compat.allow_rnn()
-compat_dynamo.trace_leaves()
+compat.trace_leaves()
 
 T = TypeVar("T")
 
@@ -95,7 +94,7 @@ def intercept(
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         raise _Traced(plan(gm, example_inputs, compat.graph_inputs(gm)))
 
-    setattr(backend, compat_dynamo.MARK, True)
+    setattr(backend, compat.MARK, True)
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
     try:
         compiled(*args, **(kwargs or {}))

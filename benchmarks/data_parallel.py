@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from autoshard.runtime import compat_dynamo
+from autoshard.runtime.compat import dynamo as compat_dynamo
 
 # All contestants are one class, and Dynamo keeps 8 variants of a function: more would run eagerly.
 compat_dynamo.keep_variants(64)

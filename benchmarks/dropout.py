@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from autoshard.runtime.compat_inductor import fresh_cache, inductor
-from autoshard.runtime.philox import Part
-from autoshard.runtime.random_ops import native_dropout
+from autoshard.runtime.compat.inductor import fresh_cache
+from autoshard.runtime.randomness.operators import native_dropout
+from autoshard.runtime.randomness.philox import Part
 
 
 def milliseconds(step: Callable[[], Any], device: str, repeats: int) -> float:
@@ -58,7 +58,8 @@ def main() -> None:
         first = 0.0
         for name, function in kinds.items():
             torch.compiler.reset()
-            run = torch.compile(function, backend=inductor) if compiler == "inductor" else function
+            compiled = compiler == "inductor"
+            run = torch.compile(function, backend=inductor_compile) if compiled else function
 
             def forward(run: Any = run) -> None:
                 with torch.no_grad():

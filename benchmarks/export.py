@@ -30,11 +30,11 @@ from typing import Any
 
 import torch
 
-from autoshard.export.memory import Memory
-from autoshard.export.rank_files import read_weights
-from autoshard.export.rank_graph import plan_inference
-from autoshard.export.trt.build import build
-from autoshard.export.trt.engine import builder_module, checked_network
+from autoshard.export.rank_graph.files import read_weights
+from autoshard.export.rank_graph.graph import plan_inference
+from autoshard.export.to_tensorrt.build import build
+from autoshard.export.to_tensorrt.engine import builder_module, checked_network
+from autoshard.export.weights import Memory
 
 PAGE = resource.getpagesize()
 

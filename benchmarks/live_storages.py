@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard import backend
-from autoshard.runtime import compat, compat_inductor
+from autoshard.runtime.compat import core as compat
+from autoshard.runtime.compat import inductor as compat_inductor
 
 _c10d = torch.ops._c10d_functional
 _LET_GO = 0.01  # seconds

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from autoshard.runtime.compat_inductor import fresh_cache
+from autoshard.runtime.compat.inductor import fresh_cache
 from data_parallel import peak
 from llama_model import Llama, Shape, WithLoss
 

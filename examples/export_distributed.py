@@ -37,7 +37,7 @@ def tiny_llama() -> nn.Module:
 
 def can_build_engines() -> bool:
     """Whether a builder of engines with collectives is installed."""
-    from autoshard.export.trt.engine import builder_module
+    from autoshard.export.to_tensorrt import builder_module
 
     try:
         builder_module()

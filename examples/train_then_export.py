@@ -77,8 +77,8 @@ def train() -> nn.Module:
 
 def generated(model: nn.Module) -> str:
     """What the network of the engines says after PROMPT, run on the CPU by ranks 0 and 1."""
-    from autoshard.export.trt.check import cpu_engine, networks
-    from autoshard.runtime.axis import Axis
+    from autoshard.export.to_tensorrt import cpu_engine, networks
+    from autoshard.runtime.collectives import Axis
 
     group = dist.new_group([0, 1])
     found = networks(model, dtype="float32", **SIZES)

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autoshard.runtime.axis import Axis
+from autoshard.runtime.collectives import Axis
 from autoshard.runtime.errors import source_line
 
 CARRIED = ("stack_trace", "nn_module_stack", "custom", "recompute", "ac_graph_id")
@@ -66,7 +66,7 @@ class Pass(Protocol):
 class Watch:
     """Follows the passes over the graphs of one program, and says which run; this one is silent.
 
-    The runner calls it; autoshard.debugging has the one that obeys the environment.
+    The runner calls it; autoshard.compiling.debugging has the one that obeys the environment.
     """
 
     def runs(self, name: str) -> bool:

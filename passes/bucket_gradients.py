@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from autoshard.passes.base import Context, Report
-from autoshard.passes.buckets import (
+from autoshard.passes.bucketing import (
     ALL_REDUCE,
     REDUCE_SCATTER,
     WAIT,

@@ -34,12 +34,10 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard.passes.base import Context, Report
-from autoshard.passes.buckets import KIND, kind_of
+from autoshard.passes.bucketing import KIND, kind_of
 from autoshard.passes.localize import local_value
-from autoshard.runtime.axis import Axis
-from autoshard.runtime.placement import R, State, shard_dim
-from autoshard.runtime.storage import extents
-from autoshard.runtime.unshard import ACCUMULATE, SINGLE, Use, deferred_at, unshard
+from autoshard.runtime.collectives import Axis, R, State, shard_dim
+from autoshard.runtime.parameters import ACCUMULATE, SINGLE, Use, deferred_at, extents, unshard
 
 # Later than every region of activation checkpointing: a gather that is used inside one must not
 # count as its boundary, which is saved (slice2.md, section 5).

@@ -8,8 +8,8 @@
 
 The seed is one draw from torch's generator a call of the graph; the last integer counts the random
 operators of the graph, so that no two draw alike. The new operators shard along every dim and give
-what the graph gives on one device (runtime/random_ops.py). Attention with dropout inside is
-computed with its scores written out. A region that is computed again finds the same seed.
+what the graph gives on one device (runtime/randomness/operators.py). Attention with dropout inside
+is computed with its scores written out. A region that is computed again finds the same seed.
 
 With `rng="tracker"` the seed is a pair from named states, `%0: i64[2] = tracked_seeds(cpu,
 data-parallel, tensor-parallel)`, of which an operator on a shard takes the second.
@@ -30,11 +30,11 @@ from torch import fx
 
 from autoshard.passes.base import CARRIED, Context, Report
 from autoshard.passes.normalize import same_shape
-from autoshard.runtime import random_ops, streams
+from autoshard.runtime import randomness
 
 aten = torch.ops.aten
 _ops = torch.ops.autoshard
-_VERSION = random_ops.VERSION
+_VERSION = randomness.VERSION
 
 # An operator's arguments by name -> (the new operator, what stands before the seed, and after it up
 # to the call number, and after that); a string instead says why it stays.
@@ -258,10 +258,10 @@ def _states(node: fx.Node) -> tuple[str, str]:
 
     A block of `rng.fork` names one of the two; which one is used follows from the plan.
     """
-    name = node.meta.get("custom", {}).get(streams.RANDOM_STATE)
-    if name in (streams.DEFAULT, streams.DATA):
-        return name, streams.TENSOR
-    return streams.DATA, name or streams.TENSOR
+    name = node.meta.get("custom", {}).get(randomness.RANDOM_STATE)
+    if name in (randomness.DEFAULT, randomness.DATA):
+        return name, randomness.TENSOR
+    return randomness.DATA, name or randomness.TENSOR
 
 
 def _arguments(node: fx.Node) -> Arguments:

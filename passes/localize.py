@@ -28,14 +28,19 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard.passes.base import module_path, user_line
-from autoshard.planning.planner import Decisions
-from autoshard.planning.strategy import Strategy, operands, value
-from autoshard.planning.values import output_state, producer
-from autoshard.planning.views import size_entry
-from autoshard.runtime.axis import Axis, chunk_bounds
-from autoshard.runtime.bound import unbound
-from autoshard.runtime.collectives import change
-from autoshard.runtime.placement import P, R, State, forward_value, shard_dim
+from autoshard.planning import Decisions, Strategy, operands, output_state, producer, value
+from autoshard.planning.rules import size_entry
+from autoshard.runtime.collectives import (
+    Axis,
+    P,
+    R,
+    State,
+    change,
+    chunk_bounds,
+    forward_value,
+    shard_dim,
+)
+from autoshard.runtime.operators import unbound
 
 aten = torch.ops.aten
 

@@ -15,8 +15,7 @@ from autoshard.passes.invariant_random import InvariantRandom
 from autoshard.passes.normalize import Normalize
 from autoshard.passes.schedule_collectives import ScheduleCollectives
 from autoshard.passes.split_recurrent import SplitRecurrent
-from autoshard.runtime.axis import Axis
-from autoshard.runtime.data_axes import data_axes
+from autoshard.runtime.collectives import Axis, data_axes
 from autoshard.runtime.mesh import Mesh
 
 # Before planning, on the serial graph. `localize` then rewrites it to one rank's program.

@@ -33,7 +33,7 @@ from torch import fx
 
 from autoshard.passes.base import Context, Report
 from autoshard.passes.bucket_gradients import BucketGradients
-from autoshard.passes.buckets import (
+from autoshard.passes.bucketing import (
     ALL_REDUCE,
     COLLECTIVES,
     GATHER_TOGETHER,

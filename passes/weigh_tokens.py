@@ -24,9 +24,9 @@ import torch
 from torch import fx
 
 from autoshard.passes.base import CARRIED, Context, Report
-from autoshard.runtime import vocab_parallel
-from autoshard.runtime.axis import Axis
-from autoshard.runtime.token_mean import (
+from autoshard.runtime import operators
+from autoshard.runtime.collectives import Axis
+from autoshard.runtime.operators import (
     own_tokens,
     share_of_tokens,
     stand_in_targets,
@@ -35,10 +35,10 @@ from autoshard.runtime.token_mean import (
 
 aten = torch.ops.aten
 _LOSSES = (aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default)
-_BY_CLASSES = (vocab_parallel.vocab_parallel_cross_entropy, vocab_parallel.vocab_parallel_nll)
+_BY_CLASSES = (operators.vocab_parallel_cross_entropy, operators.vocab_parallel_nll)
 _NAMES = ("self", "target", "weight", "reduction", "ignore_index")
 _DEFAULTS: dict[str, Any] = {
-    "weight": None, "reduction": vocab_parallel.MEAN, "ignore_index": -100
+    "weight": None, "reduction": operators.MEAN, "ignore_index": -100
 }
 
 
@@ -57,7 +57,7 @@ class WeighTokens:
             if split is None:
                 continue
             given = {**_DEFAULTS, **dict(zip(_NAMES, node.args)), **node.kwargs}
-            if given["reduction"] != vocab_parallel.MEAN:
+            if given["reduction"] != operators.MEAN:
                 report.skip(node, "it is not a mean")
                 continue
             self._weigh(gm.graph, node, given, split)
@@ -97,7 +97,7 @@ class WeighTokens:
 def _split(node: fx.Node, axis: Axis) -> tuple[Axis, ...] | None:
     """The axes over which a loss' tokens are split; None where the node is no loss over classes."""
     target = node.target
-    if target is vocab_parallel.mean_of_all_tokens:
+    if target is operators.mean_of_all_tokens:
         return (axis,)
     if target in _BY_CLASSES:
         return ()

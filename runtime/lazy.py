@@ -17,9 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autoshard.runtime import compat
-from autoshard.runtime.axis import Axis
-from autoshard.runtime.collectives import convert
-from autoshard.runtime.placement import P, R, State, gradient_value, shard_dim
+from autoshard.runtime.collectives import Axis, P, R, State, convert, gradient_value, shard_dim
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.runtime.agreement import agree
-from autoshard.runtime.axis import Axis
+from autoshard.runtime.collectives import Axis
 from autoshard.runtime.errors import ConfigError, message
 
 AXIS_ORDER = ("dp_replicate", "dp_shard", "tp")

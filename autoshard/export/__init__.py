@@ -11,9 +11,19 @@ autoshard.export.onnx(model, args, mesh={"tp": 2}, directory=...)
 from __future__ import annotations
 
 from autoshard.export.errors import ExportError
-from autoshard.export.hf_directory import huggingface
-from autoshard.export.onnx_directory import onnx
-from autoshard.export.trt.engine import tensorrt
-from autoshard.export.trtllm_checkpoint import trtllm, trtllm_build
+from autoshard.export.loading import load_model, load_tokenizer
+from autoshard.export.to_huggingface import huggingface
+from autoshard.export.to_onnx import onnx
+from autoshard.export.to_tensorrt import tensorrt
+from autoshard.export.to_trtllm import trtllm, trtllm_build
 
-__all__ = ["ExportError", "huggingface", "onnx", "tensorrt", "trtllm", "trtllm_build"]
+__all__ = [
+    "ExportError",
+    "huggingface",
+    "load_model",
+    "load_tokenizer",
+    "onnx",
+    "tensorrt",
+    "trtllm",
+    "trtllm_build",
+]

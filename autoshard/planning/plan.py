@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.planning.strategy import Strategy
+from autoshard.runtime.collectives import State, is_state
 from autoshard.runtime.errors import PlanError
-from autoshard.runtime.placement import State, is_state
 
 VERSION = 1
 

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import fx
 
-from autoshard.planning.hardware import Hardware
+from autoshard.planning.cost import Hardware
 from autoshard.planning.plan import GraphPlan, Plan, strategy_text
 from autoshard.planning.problem import TRAINED_BYTES, Builder, Prices, Problem
 from autoshard.planning.solver import Solution, TooWide
 from autoshard.planning.strategy import Strategy, value
 from autoshard.planning.values import global_bytes, output_state, producer, shardable
+from autoshard.runtime.collectives import R, State, shard_dim
 from autoshard.runtime.errors import PlanError
-from autoshard.runtime.placement import R, State, shard_dim
 
 
 @dataclass

@@ -18,9 +18,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autoshard.planning import cost, registry
+from autoshard.planning import cost, rules
+from autoshard.planning.cost import Hardware
 from autoshard.planning.fusion import joined, stages
-from autoshard.planning.hardware import Hardware
 from autoshard.planning.solver import FactorGraph, Solution
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.values import (
@@ -33,7 +33,7 @@ from autoshard.planning.values import (
     stored_domain,
     tensor_bytes,
 )
-from autoshard.runtime.placement import P, R, State, V, shard_dim
+from autoshard.runtime.collectives import P, R, State, V, shard_dim
 
 # Bytes the training state keeps for each byte of a parameter: itself, its gradient, and two
 # moments of Adam.
@@ -211,7 +211,7 @@ class Builder:
     ) -> tuple[list[Strategy], list[str]]:
         key = self._signature(node)
         if key not in self._strategies:
-            found, declined = registry.strategies(node, self.n)
+            found, declined = rules.strategies(node, self.n)
             if not self._weighted[node] and not differentiable(node):
                 found = found[:1]  # masks and positions: never worth a collective
             self._strategies[key] = (found, declined)

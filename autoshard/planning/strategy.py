@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autoshard.runtime.placement import State
+from autoshard.runtime.collectives import State
 
 
 class Traffic(NamedTuple):

@@ -10,8 +10,7 @@ from torch import fx
 
 from autoshard.planning import cost
 from autoshard.planning.strategy import Strategy, value
-from autoshard.runtime.axis import chunk_size
-from autoshard.runtime.placement import R, S, State
+from autoshard.runtime.collectives import R, S, State, chunk_size
 
 aten = torch.ops.aten
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from torch import fx
 
-from autoshard.planning.hardware import Hardware
+from autoshard.planning.cost import Hardware
 from autoshard.planning.planner import Decisions, Request
 from autoshard.planning.problem import Builder, Prices
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.values import producer
-from autoshard.runtime.placement import R
+from autoshard.runtime.collectives import R
 
 
 def whole_graph(gm: fx.GraphModule, hardware: Hardware, request: Request) -> Decisions:

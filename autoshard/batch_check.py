@@ -1,0 +1,73 @@
+"""What happens to a call's batch before its graph runs: it is compared over the group, or sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.build import parameter_name
+from autoshard.config import Config
+from autoshard.runtime import compat
+from autoshard.runtime.agreement import Input, compare_batch, send_batch
+from autoshard.runtime.collectives import Axis
+
+CHECKED = 2
+"""First calls of a graph that are compared; the second is often the first with its own batch."""
+
+
+def batch_of(inputs: Sequence[compat.GraphInput]) -> list[Input]:
+    """The inputs of a graph that the caller gave: tensors that are no parameters or buffers."""
+    return [
+        Input(index, parameter_name(item.source).removeprefix("L."))
+        for index, item in enumerate(inputs)
+        if isinstance(item.real, torch.Tensor)
+        and not isinstance(item.real, nn.Parameter)
+        and item.source.startswith("L[")
+        and not item.source.startswith("L['self']")
+    ]
+
+
+def batch_shapes(inputs: Sequence[compat.GraphInput]) -> str:
+    """The shapes of this rank's batch, for error texts."""
+    given = ((item.name, inputs[item.position].real) for item in batch_of(inputs))
+    return ", ".join(f"{name} {tuple(t.shape)}" for name, t in given if t is not None)
+
+
+def arrival(
+    inputs: Sequence[compat.GraphInput], axis: Axis, config: Config
+) -> Callable[[list[Any]], None] | None:
+    """What to call with the arguments of each call of one graph, in place; None for nothing."""
+    batch = batch_of(inputs)
+    if axis.size == 1 or not batch:
+        return None
+    if config.check_batches == "never" and not config.broadcast_inputs:
+        return None
+    sizes = [index for index, item in enumerate(inputs) if item.real is None]
+    return _Arrival(batch, sizes, axis, config)
+
+
+class _Arrival:
+    def __init__(
+        self, batch: list[Input], sizes: list[int], axis: Axis, config: Config
+    ) -> None:
+        self.batch, self.sizes, self.axis = batch, sizes, axis
+        self.send, self.checks = config.broadcast_inputs, config.check_batches
+        self.calls = 0
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __call__(self, values: list[Any]) -> None:
+        self.calls += 1
+        if self.checks != "never":
+            # A graph for any size is compared again at sizes it has not had: ranks that were given
+            # the same batches all find them new.
+            key = tuple(int(values[index]) for index in self.sizes)
+            often = self.checks == "always" or self.calls <= CHECKED
+            if often or key not in self.seen:
+                self.seen.add(key)
+                call = f"call {self.calls}"
+                compare_batch(values, self.batch, self.axis, call, often and not self.send)
+        if self.send:
+            send_batch(values, self.batch, self.axis)

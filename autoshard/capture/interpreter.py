@@ -1,0 +1,354 @@
+"""The interpreter behind `capture`: runs Dynamo's graph node by node under the tracing modes.
+
+It gives a meaning to what an ATen trace cannot hold: grad-mode and autocast regions (kept as
+state, no nodes), checkpointed regions (inlined and tagged) and opaque higher-order operators.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointPolicy
+
+from autoshard.capture.autocast import AutocastMode
+from autoshard.runtime import compat
+from autoshard.runtime.errors import CaptureError, message, source_line
+from autoshard.runtime.randomness import RANDOM_STATE, region
+
+IDENTITY_TARGETS: set[Callable[..., Any]] = set()
+"""Functions of one tensor that capture reads as the identity (`materialize`)."""
+
+NO_GRAD = "autoshard.no_grad"
+"""Key in `meta["custom"]` of a node made inside a no_grad region; gone when capture returns."""
+
+# name -> index of the subgraph's first operand in the node's arguments
+_INLINED = {
+    "tag_activation_checkpoint": 1,
+    "wrap_activation_checkpoint": 1,
+    "invoke_subgraph": 2,
+    "wrap": 1,
+}
+_CHECKPOINTS = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
+
+# They write into their operands, which a functional graph cannot hold.
+_MUTATING = ("triton_kernel_wrapper_mutation", "auto_functionalized", "auto_functionalized_v2")
+
+_REGION = itertools.count(1)
+
+
+class Hop(NamedTuple):
+    """An opaque higher-order node as the trace saw it.
+
+    operands: (args, kwargs) flattened; a tensor or a symbol is replaced by `Slot`.
+    first, n_values: its values among the extra inputs.
+    """
+
+    node: fx.Node
+    operands: list[Any]
+    spec: pytree.TreeSpec
+    first: int
+    n_values: int
+    meta: dict[str, Any]
+
+
+class Slot(NamedTuple):
+    """Index among the extra outputs of the trace."""
+
+    position: int
+
+
+class Extra(NamedTuple):
+    """An input of the trace that is not one of the graph: a constant or an opaque node's value."""
+
+    value: Any
+    constant: str | None
+
+
+def subgraph(gm: torch.nn.Module, node: fx.Node) -> fx.GraphModule:
+    """The GraphModule that a get_attr node names."""
+    found: Any = gm
+    for atom in str(node.target).split("."):
+        found = getattr(found, atom)
+    return found  # type: ignore[no-any-return]
+
+
+def execution(gm: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
+    """Every node in the order of its execution, inlined subgraphs included."""
+    for node in gm.graph.nodes:
+        yield gm, node
+        if is_inlined(node) and isinstance(node.args[0], fx.Node):
+            yield from execution(subgraph(gm, node.args[0]))
+
+
+def is_inlined(node: fx.Node) -> bool:
+    """Whether a node is a higher-order operator whose subgraph is traced through."""
+    return isinstance(node.target, HigherOrderOperator) and node.target.name() in _INLINED
+
+
+def extras(gm: fx.GraphModule) -> list[Extra]:
+    """What the trace of `gm` needs as extra inputs, in the order in which it meets them."""
+    found: list[Extra] = []
+    for owner, node in execution(gm):
+        if node.op == "get_attr":
+            value: Any = subgraph(owner, node)
+            if isinstance(value, torch.Tensor):
+                found.append(Extra(value, str(node.target).replace(".", "_")))
+        elif node.target is torch.tensor and not node.all_input_nodes and not is_scalar(node.args):
+            found.append(Extra(torch.tensor(*node.args, **node.kwargs), node.name))
+        elif is_opaque(node):
+            values, _ = _opaque_values(node)
+            found += [Extra(value, None) for value in values]
+    return found
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """Whether a node is a higher-order operator that stays whole."""
+    return isinstance(node.target, HigherOrderOperator) and not is_inlined(node)
+
+
+def is_scalar(args: Any) -> bool:
+    """Whether the arguments of a `torch.tensor` call say one number, or none at all."""
+    return args[0] == [] or isinstance(args[0], (bool, int, float, complex))
+
+
+def _opaque_values(node: fx.Node) -> tuple[list[Any], bool]:
+    """The fake values of an opaque node, and whether they come as one tuple."""
+    assert isinstance(node.target, HigherOrderOperator)
+    name = node.target.name()
+    value = node.meta.get("example_value", node.meta.get("val"))
+    values = list(value) if isinstance(value, (tuple, list)) else [value]
+    flat = all(v is None or isinstance(v, (torch.Tensor, torch.SymInt, int)) for v in values)
+    if name in _MUTATING or value is None or not flat:
+        reason = "writes into its operands" if name in _MUTATING else "has no flat fake value"
+        raise CaptureError(
+            message(
+                f"the higher-order operator {name} cannot be captured: it {reason}",
+                where=source_line(node.stack_trace),
+                remedy="Call it outside of the compiled model (torch.compiler.disable), "
+                "or replace it.",
+            )
+        )
+    return values, isinstance(value, (tuple, list))
+
+
+class Interpreter(fx.Interpreter):
+    """Runs one GraphModule; the nested one of an inlined region shares `state`."""
+
+    def __init__(self, gm: fx.GraphModule, state: TraceState) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.state = state
+
+    def run_node(self, n: fx.Node) -> Any:
+        try:
+            self.state.node = n
+            return super().run_node(n)
+        except CaptureError:
+            raise
+        except Exception as error:
+            what = f"cannot capture {n.target}: {type(error).__name__}: {error}"
+            raise CaptureError(message(what, where=source_line(n.stack_trace))) from error
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return self.state.next_extra() if isinstance(value, torch.Tensor) else value
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        with self.state.at(args, kwargs):
+            return self._call_function(target, args, kwargs)
+
+    def _call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        state = self.state
+        if target in IDENTITY_TARGETS:
+            return args[0]
+        if target is compat.GET_DATA:
+            return args[0].detach()
+        if target is torch.tensor and not state.node.all_input_nodes:
+            return self._constant(args, kwargs)
+        if region := _REGIONS.get(target):
+            return region(state, args)
+        if isinstance(target, HigherOrderOperator):
+            if target.name() in _INLINED:
+                return self._inline(target.name(), args)
+            return state.opaque(args, kwargs)
+        return super().call_function(target, args, kwargs)
+
+    def _constant(self, args: Any, kwargs: Any) -> Any:
+        """torch.tensor of Python numbers; one number becomes `full`, none `empty`: no attribute."""
+        if not is_scalar(args):
+            return self.state.next_extra()
+        device = kwargs.get("device")
+        if args[0] == []:
+            return torch.empty((0,), dtype=kwargs.get("dtype"), device=device)
+        dtype = kwargs.get("dtype") or torch.result_type(args[0], args[0])
+        return torch.full((), args[0], dtype=dtype, device=device)
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        with self.state.at(args, kwargs):
+            return super().call_method(target, args, kwargs)
+
+    def _inline(self, name: str, args: Any) -> Any:
+        body, operands = args[0], args[_INLINED[name] :]
+        state = self.state
+        outer = state.region
+        if name in _CHECKPOINTS:
+            state.region = next(_REGION)
+            if policy := _policy(body):
+                state.policies[state.region] = policy
+        try:
+            return Interpreter(body, state).run(*operands)
+        finally:
+            state.region = outer
+
+
+def _policy(body: fx.GraphModule) -> Callable[..., Any] | None:
+    context_fn = body.meta.get("_checkpoint_context_fn")
+    if context_fn is None:
+        return None
+    forward, _ = context_fn()
+    policy: Callable[..., Any] | None = getattr(forward, "policy_fn", None)
+    return policy
+
+
+class TraceState:
+    """What a trace knows at the node it is at.
+
+    extra: values of `extras(gm)`, consumed in order. grad: the grad mode at the graph's start.
+    replaced: (value before, value after) of each write into a tensor.
+    """
+
+    def __init__(self, mode: AutocastMode, extra: list[Any], grad: bool) -> None:
+        self.mode = mode
+        self.grad = grad
+        self.random_states: list[str] = []  # of the `rng.fork` blocks around the node
+        self.region: int | None = None  # ids increase, as torch's partitioner needs
+        self.policies: dict[int, Callable[..., Any]] = {}
+        self.hops: list[Hop] = []
+        self.extra_outputs: list[Any] = []
+        self.replaced: list[tuple[Slot, Slot]] = []
+        self.node: fx.Node
+        self._seen: dict[int, tuple[Any, Any]] = {}
+        self._extra = extra
+        self._position = 0
+        self._inference: list[bool] = []
+
+    def next_extra(self) -> Any:
+        self._position += 1
+        return self._extra[self._position - 1]
+
+    @contextmanager
+    def at(self, args: Any, kwargs: Any) -> Iterator[None]:
+        """Tag the nodes made inside, and look at the operands before and after.
+
+        Looking applies pending writes to views, whose nodes must not carry the tags.
+        """
+        operands = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if _is_traced(x)]
+        self._look(operands)
+        meta = fx.traceback.get_current_meta()  # tracing copies it onto every node
+        before = dict(meta)
+        if not self.grad or any(self._inference):
+            meta["custom"] = {**meta.get("custom", {}), NO_GRAD: True}
+        if self.random_states:
+            meta["custom"] = {**meta.get("custom", {}), RANDOM_STATE: self.random_states[-1]}
+        if self.region is not None:
+            meta["ac_graph_id"] = self.region
+            meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+        yield
+        meta.clear()
+        meta.update(before)
+        self._look(operands)
+
+    def _look(self, operands: list[Any]) -> None:
+        """Record each operand whose value was replaced since it was last looked at."""
+        for operand in operands:
+            now = unwrap(operand)
+            _, last = self._seen.get(id(operand), (operand, now))
+            if now is not last:
+                self.replaced.append((self._output(last), self._output(now)))
+            self._seen[id(operand)] = (operand, now)
+
+    def _output(self, value: Any) -> Slot:
+        self.extra_outputs.append(value)
+        return Slot(len(self.extra_outputs) - 1)
+
+    def nothing(self, args: Any) -> None:
+        """Saved-tensor hooks are the caller's; no tensor is saved during a trace."""
+
+    def enter_inference(self, args: Any) -> None:
+        self._inference.append(bool(args[0]))
+
+    def exit_inference(self, args: Any) -> None:
+        self._inference.pop()
+
+    def set_grad(self, args: Any) -> None:
+        self.grad = bool(args[0])
+
+    def fork(self, args: Any) -> None:
+        if args[0] is None:
+            self.random_states.pop()
+        else:
+            self.random_states.append(args[0])
+
+    def enter_autocast(self, args: Any) -> None:
+        self.mode.enter_region(*args)
+
+    def exit_autocast(self, args: Any) -> None:
+        self.mode.leave_region()
+
+    def opaque(self, args: Any, kwargs: Any) -> Any:
+        """Record an opaque node and return its values, which are extra inputs."""
+        values, is_tuple = _opaque_values(self.node)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        operands: list[Any] = []
+        # The second body of a custom function is its backward, which runs outside of autocast.
+        bodies, backward = 0, self.node.target is torch.ops.higher_order.autograd_function_apply
+        for leaf in leaves:
+            if isinstance(leaf, (torch.Tensor, torch.SymInt)):
+                operands.append(self._output(unwrap(leaf)))
+            elif isinstance(leaf, fx.GraphModule) and not (bodies and backward):
+                bodies += 1
+                operands.append(self.mode.wrap_subgraph(leaf))
+            else:
+                operands.append(leaf)
+        meta = dict(fx.traceback.get_current_meta())
+        self.hops.append(Hop(self.node, operands, spec, self._position, len(values), meta))
+        found = [self.next_extra() for _ in values]
+        return tuple(found) if is_tuple else found[0]
+
+
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, FunctionalTensor)
+
+
+def unwrap(value: Any) -> Any:
+    """The traced tensor inside a functional one, all pending mutations applied."""
+    if isinstance(value, FunctionalTensor):
+        return value.from_functional()
+    return value
+
+
+# Functions Dynamo leaves in its graph that set a mode; run as state, they leave no node.
+_REGIONS: dict[Any, Callable[[TraceState, Any], None]] = {
+    compat.SET_GRAD: TraceState.set_grad,
+    region: TraceState.fork,
+    compat.ENTER_AUTOCAST: TraceState.enter_autocast,
+    compat.EXIT_AUTOCAST: TraceState.exit_autocast,
+    compat.ENTER_INFERENCE: TraceState.enter_inference,
+    compat.EXIT_INFERENCE: TraceState.exit_inference,
+    **dict.fromkeys(compat.SAVED_TENSOR_HOOKS, TraceState.nothing),
+}
+
+
+def turns_grad_on(gm: fx.GraphModule) -> bool:
+    """Whether some node of `gm` enables gradients."""
+    return any(
+        node.target is compat.SET_GRAD and node.args[0] is True
+        for _, node in execution(gm)
+    )

@@ -1,0 +1,326 @@
+"""The second half of capture: the trace becomes the graph that is handed out.
+
+The trace has extra inputs (constants, values of opaque operators), extra outputs (operands of
+opaque operators) and marks of no_grad regions. Here they are joined, and every node gets `diff`.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+from autoshard.capture.interpreter import NO_GRAD, Extra, Hop, Slot, TraceState
+from autoshard.runtime import compat
+
+aten = torch.ops.aten
+
+# Results that depend on an operand's shape only, or on nothing that has a derivative.
+_NOT_DIFFERENTIABLE = frozenset(
+    """
+    detach zeros_like ones_like full_like empty_like rand_like randn_like randint_like new_zeros
+    new_ones new_full new_empty new_empty_strided
+    """.split()
+)
+# Elements of a tuple result that carry state, not gradients: new running statistics.
+_STATE_ELEMENTS = {
+    aten._native_batch_norm_legit_functional.default: (3, 4),
+    aten._batch_norm_with_update_functional.default: (3, 4, 5),
+}
+_KEPT_META = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id", "unbacked_bindings")
+
+# Kernels under a composite operator, for checkpoint policies, which speak of kernels.
+_KERNELS = {
+    aten.linear.default: (aten.mm.default, aten.addmm.default),
+    aten.matmul.default: (aten.mm.default, aten.bmm.default),
+    aten.scaled_dot_product_attention.default: (
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    ),
+}
+
+
+class Seen(NamedTuple):
+    """What the trace of a Dynamo graph saw besides the operators.
+
+    n_outputs: the number of the user's outputs, flattened. mutated: the indices of inputs that
+    have a new value; the new values follow the user's outputs, and then come the operands of
+    opaque operators.
+    """
+
+    state: TraceState
+    n_outputs: int
+    mutated: tuple[int, ...]
+
+
+class Rebuild:
+    """The trace -> the graph that is handed out: readable names, joined extras, `diff`.
+
+    gm: Dynamo's graph. traced: its trace, whose inputs are `inputs`, then `extra`.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        traced: fx.GraphModule,
+        seen: Seen,
+        inputs: list[Any],
+        extra: list[Extra],
+    ) -> None:
+        self.gm, self.traced, self.seen = gm, traced, seen
+        self.inputs, self.extra = inputs, extra
+        self.graph = fx.Graph()
+        self.root = torch.nn.Module()
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.detached: dict[fx.Node, fx.Node] = {}
+        self.hops: dict[int, Hop] = {}
+        for hop in seen.state.hops:
+            self.hops.update(dict.fromkeys(range(hop.first, hop.first + hop.n_values), hop))
+        self.hop_values: dict[int, fx.Node] = {}
+        self.placeholders: list[fx.Node] = []
+        self.position: dict[fx.Node, int] = {}
+        self.outputs: list[Any] = []
+        self.earlier: dict[fx.Node, list[fx.Node]] = {}
+        self.overwritten: set[fx.Node] = set()
+        self.stored: dict[fx.Node, fx.Node] = {}
+
+    def run(self) -> fx.GraphModule:
+        """The graph, with `meta["n_outputs"]` and `meta["mutated"]`."""
+        nodes = list(self.traced.graph.nodes)
+        self.outputs = list(nodes[-1].args[0])
+        for before, after in self.seen.state.replaced:
+            old, new = self._output(before), self._output(after)
+            if isinstance(old, fx.Node) and isinstance(new, fx.Node):
+                self.earlier.setdefault(new, []).append(old)
+        self.placeholders = [node for node in nodes if node.op == "placeholder"]
+        self.position = {node: i for i, node in enumerate(self.placeholders)}
+        sources = [node for node in self.gm.graph.nodes if node.op == "placeholder"]
+        for node, source, val in zip(self.placeholders, sources, self.inputs):
+            new = self.graph.placeholder(source.name)
+            new.meta = {k: v for k, v in source.meta.items() if k != "example_value"}
+            self._value(new, val, _requires_grad(val))
+            self.env[node] = new
+        for node in nodes:
+            if node.op == "call_function" and node.target is not compat.SET_GRAD:
+                self._call(node)
+            elif node.op == "get_attr":
+                self._get_attr(node)
+        count = self.seen.n_outputs + len(self.seen.mutated)
+        kept = [self._at(v) if isinstance(v, fx.Node) else v for v in self.outputs[:count]]
+        for i in range(self.seen.n_outputs, count):
+            kept[i] = self.stored.get(kept[i], kept[i])
+        output = self.graph.output(tuple(kept))
+        output.meta["val"] = tuple(v.meta.get("val") if isinstance(v, fx.Node) else v for v in kept)
+        self.graph.eliminate_dead_code()
+        result = fx.GraphModule(self.root, self.graph)
+        result.meta["n_outputs"] = self.seen.n_outputs
+        result.meta["mutated"] = self.seen.mutated
+        return result
+
+    def _output(self, slot: Slot) -> Any:
+        """An extra output of the trace."""
+        return self.outputs[self.seen.n_outputs + len(self.seen.mutated) + slot.position]
+
+    def _at(self, node: fx.Node) -> fx.Node:
+        """The new node of a traced one; constants and opaque values are made at first use."""
+        if node not in self.env:
+            self.env[node] = self._extra(self.position[node] - len(self.inputs))
+        return self.env[node]
+
+    def _extra(self, index: int) -> fx.Node:
+        item = self.extra[index]
+        if item.constant is None:
+            return self._hop_value(index)
+        name = self._attribute(item.constant, item.value)
+        new = self.graph.get_attr(name)
+        self._value(new, self._traced_input(index).meta["val"], _requires_grad(item.value))
+        return new
+
+    def _traced_input(self, index: int) -> fx.Node:
+        return self.placeholders[index + len(self.inputs)]
+
+    def _attribute(self, name: str, value: Any) -> str:
+        """Attach a constant or a subgraph to the result under a free name."""
+        free, count = name, 0
+        while hasattr(self.root, free):
+            count += 1
+            free = f"{name}_{count}"
+        if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+            self.root.register_buffer(free, value, persistent=False)
+        else:
+            setattr(self.root, free, value)
+        return free
+
+    def _get_attr(self, node: fx.Node) -> None:
+        value = getattr(self.traced, str(node.target))
+        if isinstance(value, torch.Tensor) and value.dim() == 0:
+            options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+            new = self.graph.call_function(aten.full.default, ([], value.item()), options)
+        else:
+            new = self.graph.get_attr(self._attribute(str(node.target).lstrip("_"), value))
+        self._value(new, node.meta.get("val", value), False)
+        self.env[node] = new
+
+    def _call(self, node: fx.Node) -> None:
+        if node.target is aten.copy.default:
+            self.env[node] = self._with_gradient(node, self._copy(node))
+            return
+        custom = dict(node.meta.get("custom", {}))
+        no_grad = custom.pop(NO_GRAD, False) and node.target is not operator.getitem
+        new = self.graph.node_copy(node, self._at)
+        new.meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+        if custom:
+            new.meta["custom"] = custom
+        if no_grad:
+            self._detach_operands(new)
+        self._value(new, node.meta.get("val"), self._is_differentiable(new))
+        self._apply_policy(new)
+        self.env[node] = self._with_gradient(node, new)
+
+    def _with_gradient(self, node: fx.Node, new: fx.Node) -> fx.Node:
+        """The value of a tensor that was written where autograd does not see it.
+
+        Written in a no_grad region or through `.data`, a tensor keeps its gradient: the new value
+        flows forward, and the gradient reaches what the tensor was before. `new + (x - x.detach())`
+        says both, exactly.
+        """
+        for old in self.earlier.get(node, ()):
+            before = self._at(old)
+            if not before.meta.get("diff") or new.meta.get("diff") or new in self.overwritten:
+                continue
+            cut = self._detached(before, node)
+            zero = self._derived(node, aten.sub.Tensor, (before, cut), {})
+            value = self._derived(node, aten.add.Tensor, (new, zero), {})
+            self.stored[value] = new
+            return value
+        return new
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        """`copy(destination, source)`, which has no derivative, as cast or clone and expand."""
+        destination, source = (self._at(arg) for arg in node.args[:2])  # type: ignore[arg-type]
+        hidden = bool(node.meta.get("custom", {}).get(NO_GRAD))
+        if hidden and source.meta["diff"]:
+            source = self._detached(source, node)
+        want, have = node.meta["val"], source.meta["val"]
+        if (want.dtype, want.device) != (have.dtype, have.device):
+            options = {"dtype": want.dtype, "device": want.device}
+            source = self._derived(node, aten._to_copy.default, (source,), options)
+        else:
+            source = self._derived(node, aten.clone.default, (source,), {})
+        if want.shape != have.shape:
+            if all(isinstance(size, int) for size in want.shape):
+                arguments: tuple[Any, ...] = (source, list(want.shape))
+                source = self._derived(node, aten.expand.default, arguments, {})
+            else:
+                source = self._derived(node, aten.expand_as.default, (source, destination), {})
+        if destination.meta["diff"] and not hidden:
+            self.overwritten.add(source)  # an ordinary write: what was there gets no gradient
+        return source
+
+    def _derived(self, like: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node:
+        """A node that is not in the trace, on behalf of one that is."""
+        new = self.graph.call_function(target, args, kwargs)
+        new.meta = {key: like.meta[key] for key in _KEPT_META if key in like.meta}
+        custom = {k: v for k, v in like.meta.get("custom", {}).items() if k != NO_GRAD}
+        if custom:
+            new.meta["custom"] = custom
+        values = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        self._value(new, target(*values[0], **values[1]), self._is_differentiable(new))
+        return new
+
+    def _detach_operands(self, node: fx.Node) -> None:
+        with self.graph.inserting_before(node):
+            for operand in node.all_input_nodes:
+                if operand.meta.get("diff"):
+                    node.replace_input_with(operand, self._detached(operand, node))
+
+    def _detached(self, operand: fx.Node, user: fx.Node) -> fx.Node:
+        """The one detached copy of a value that enters no_grad regions."""
+        if operand not in self.detached:
+            self.detached[operand] = self._derived(user, aten.detach.default, (operand,), {})
+        return self.detached[operand]
+
+    def _hop_value(self, index: int) -> fx.Node:
+        """One value of an opaque node; all of them are made when the first is needed."""
+        hop = self.hops[index]
+        if index not in self.hop_values:
+            self._hop(hop)
+        return self.hop_values[index]
+
+    def _hop(self, hop: Hop) -> None:
+        operands: list[Any] = []
+        for operand in hop.operands:
+            if isinstance(operand, Slot):
+                slot = self._output(operand)
+                operand = self._at(slot) if isinstance(slot, fx.Node) else slot
+            elif isinstance(operand, fx.GraphModule):
+                name = self._attribute("body", operand)
+                operand = self.graph.get_attr(name)
+            operands.append(operand)
+        args, kwargs = pytree.tree_unflatten(operands, hop.spec)
+        new = self.graph.call_function(hop.node.target, args, kwargs)  # type: ignore[arg-type]
+        custom = dict(hop.meta.get("custom", {}))
+        new.meta = {key: hop.meta[key] for key in _KEPT_META if key in hop.meta}
+        if custom.pop(NO_GRAD, False):
+            self._detach_operands(new)
+        if custom:
+            new.meta["custom"] = custom
+        val = hop.node.meta["example_value"]
+        self._value(new, val, self._is_differentiable(new))
+        if not isinstance(val, (tuple, list)):
+            self.hop_values[hop.first] = new
+            return
+        for i, element in enumerate(val):
+            item = self.graph.call_function(operator.getitem, (new, i))
+            item.meta = {k: v for k, v in new.meta.items() if k not in ("val", "diff")}
+            self._value(item, element, new.meta["diff"])
+            self.hop_values[hop.first + i] = item
+
+    def _is_differentiable(self, node: fx.Node) -> bool:
+        """Whether a gradient can flow to the node's value, as far as its operands say."""
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload):
+            if target.overloadpacket.__name__ in _NOT_DIFFERENTIABLE:
+                return False
+        elif target is operator.getitem:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            if node.args[1] in _STATE_ELEMENTS.get(source.target, ()):  # type: ignore[call-overload]
+                return False
+        return any(operand.meta.get("diff") for operand in node.all_input_nodes)
+
+    def _apply_policy(self, node: fx.Node) -> None:
+        """Ask the user's policy of a selectively checkpointed region about one node."""
+        policy = self.seen.state.policies.get(node.meta.get("ac_graph_id", -1))
+        if policy is None or not isinstance(node.target, torch._ops.OpOverload):
+            return
+        val = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
+        args, kwargs = val
+        context = SelectiveCheckpointContext(is_recompute=False)
+        for kernel in (node.target, *_KERNELS.get(node.target, ())):
+            decided = policy(context, kernel, *args, **kwargs)
+            if isinstance(decided, bool):
+                decided = CheckpointPolicy.MUST_SAVE if decided else None
+            if decided in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
+                node.meta["recompute"] = decided
+                return
+
+    @staticmethod
+    def _value(node: fx.Node, val: Any, differentiable: bool) -> None:
+        """Set `val`, and `diff` where the value is a tensor or holds tensors."""
+        node.meta["val"] = val
+        tensors = [t for t in pytree.tree_leaves(val) if isinstance(t, torch.Tensor)]
+        if tensors:
+            node.meta["diff"] = differentiable and any(
+                t.dtype.is_floating_point or t.dtype.is_complex for t in tensors
+            )
+
+
+def _requires_grad(val: Any) -> bool:
+    return isinstance(val, torch.Tensor) and val.requires_grad

@@ -1,0 +1,193 @@
+"""Capture: Dynamo's torch-level graph -> functional, pre-dispatch ATen graph of serial shapes.
+
+The captured graph is the graph of the unsharded model, whatever is sharded already: a parameter
+that is stored as a DTensor enters as a plain fake of its global shape and `materialize` is the
+identity. Composite operators (linear, scaled_dot_product_attention, layer_norm, ...) stay whole,
+because that is the level at which they are sharded.
+
+What tracing cannot express is made explicit here:
+
+- no_grad regions become `aten.detach` of the values that enter them;
+- autocast, in the graph or around the call, becomes casts (autocast.py);
+- checkpointed regions are inlined, their nodes tagged as torch's partitioner reads them;
+- mutation of an input becomes an additional output;
+- higher-order operators that have no ATen form (a custom autograd.Function, flex_attention)
+  stay as one opaque node that holds Dynamo's own subgraphs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.distributed.tensor import DTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from autoshard.capture import autocast
+from autoshard.capture.interpreter import (
+    Extra,
+    Interpreter,
+    TraceState,
+    extras,
+    turns_grad_on,
+    unwrap,
+)
+from autoshard.capture.rebuild import Rebuild, Seen
+from autoshard.capture.transforms import inline_transforms
+from autoshard.runtime import compat
+from autoshard.runtime.errors import CaptureError, message, source_line
+
+GLOBAL_TYPES: list[type] = [DTensor]
+"""Tensor subclasses whose own shape is the global one; captured as plain tensors of that shape."""
+
+
+def capture(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    dtypes: Mapping[int, torch.dtype] | None = None,
+) -> fx.GraphModule:
+    """The functional ATen graph of Dynamo's `gm`, one placeholder for each of its placeholders.
+
+    example_inputs: one a placeholder; used where a placeholder has no `meta["example_value"]`.
+    dtypes: {index of a placeholder: dtype it is read in}, for parameters that are stored in
+    another one than they are computed with.
+
+    The result has, on every node, `meta["val"]` (fake value, serial shape) and, where that is a
+    tensor or holds tensors, `meta["diff"]`: whether a gradient can flow to it. On the module:
+
+    - `meta["n_outputs"]`: the number of the user's outputs, which come first;
+    - `meta["mutated"]`: for each further output, the index of the placeholder whose new value it
+      is. The node is the same as that of a user's output where both are the mutated input;
+    - `meta["enable_grad"]`: True where the caller's grad mode is off and the graph turns it on;
+      the result must then be differentiated, that is compiled and run under torch.enable_grad().
+
+    Grad mode, autocast, inference mode and random state are as before when it returns or raises.
+    Raises CaptureError.
+    """
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    given = list(example_inputs) + [None] * (len(placeholders) - len(example_inputs))
+    found = [node.meta.get("example_value", example) for node, example in zip(placeholders, given)]
+    mode = _fake_mode(found)
+    ambient_grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    # With gradients off around the call the graph still says what training needs, unless the
+    # model itself turns them on: then its regions count literally.
+    literal = not ambient_grad and turns_grad_on(gm) and not torch.is_inference_mode_enabled()
+    with torch.inference_mode(False), torch.no_grad():
+        inputs = [_plain(value, mode, (dtypes or {}).get(i)) for i, value in enumerate(found)]
+        gm = inline_transforms(gm, inputs, mode)
+        extra = extras(gm)
+        traced, seen = _trace(gm, inputs, extra, mode, grad=not literal)
+        _refuse_aliases(placeholders, inputs, seen.mutated)
+        result = Rebuild(gm, traced, seen, inputs, extra).run()
+    outputs = result.graph.output_node().all_input_nodes
+    result.meta["enable_grad"] = literal and any(n.meta.get("diff") for n in outputs)
+    return result
+
+
+def _fake_mode(found: list[Any]) -> FakeTensorMode:
+    """The mode of the placeholders' fakes; TracingContext's own may be another one."""
+    for value in found:
+        if isinstance(value, torch.Tensor) and (fake := _inner_fake(value)) is not None:
+            return fake.fake_mode
+    return FakeTensorMode()
+
+
+def _inner_fake(value: torch.Tensor) -> FakeTensor | None:
+    """The first fake inside a tensor, which may be a subclass around others."""
+    if isinstance(value, FakeTensor):
+        return value
+    if is_traceable_wrapper_subclass(value):
+        for name in value.__tensor_flatten__()[0]:
+            if (fake := _inner_fake(getattr(value, name))) is not None:
+                return fake
+    return None
+
+
+def _plain(value: Any, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Any:
+    """A fake of the global shape, usable outside of inference mode."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    dtype = dtype or value.dtype
+    if isinstance(value, tuple(GLOBAL_TYPES)) or value.is_inference() or dtype != value.dtype:
+        with mode:
+            fake = torch.empty_strided(
+                value.shape, value.stride(), dtype=dtype, device=value.device
+            )
+    elif isinstance(value, FakeTensor):
+        return value
+    else:
+        fake = mode.from_tensor(value, static_shapes=True)
+    if fake.requires_grad != value.requires_grad:
+        fake = fake.detach().requires_grad_(value.requires_grad)
+    return fake
+
+
+def _trace(
+    gm: fx.GraphModule, inputs: list[Any], extra: list[Extra], fake: FakeTensorMode, *, grad: bool
+) -> tuple[fx.GraphModule, Seen]:
+    ambient = autocast.ambient()
+    seen: list[Seen] = []
+
+    def run(*values: Any) -> list[Any]:
+        with autocast.AutocastMode(ambient) as mode:
+            wrapped = [
+                FunctionalTensor.to_functional(v) if isinstance(v, torch.Tensor) else v
+                for v in values
+            ]
+            mode.parameters = frozenset(
+                id(w)
+                for w, v in zip(wrapped, inputs)
+                if isinstance(v, torch.Tensor) and v.requires_grad and v.is_leaf
+            )
+            own = wrapped[: len(inputs)]
+            state = TraceState(mode, wrapped[len(inputs) :], grad)
+            outputs = pytree.tree_leaves(Interpreter(gm, state).run(*own))
+            mutated = tuple(i for i, w in enumerate(own) if _mutated(w))
+            seen.append(Seen(state, len(outputs), mutated))
+            outputs += [own[i] for i in mutated]
+            return [unwrap(value) for value in outputs] + state.extra_outputs
+
+    with contextlib.ExitStack() as stack:
+        for device in ambient:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(fake)
+        stack.enter_context(fx.traceback.preserve_node_meta())
+        if fake.shape_env is not None:
+            stack.enter_context(fake.shape_env.ignore_fresh_unbacked_symbols())
+        values = [
+            _plain(e.value, fake) if isinstance(e.value, torch.Tensor) else e.value for e in extra
+        ]
+        traced = make_fx(run, pre_dispatch=True)(*inputs, *values)
+    return traced, seen[0]
+
+
+def _refuse_aliases(
+    placeholders: list[fx.Node], inputs: list[Any], mutated: tuple[int, ...]
+) -> None:
+    """Raise where a mutated input shares memory with another, which would not see the write."""
+    for i in mutated:
+        for j, other in enumerate(inputs):
+            if i == j or not isinstance(other, torch.Tensor):
+                continue
+            if inputs[i].untyped_storage() is other.untyped_storage():
+                names = f"{placeholders[i].name} and {placeholders[j].name}"
+                raise CaptureError(
+                    message(
+                        f"the inputs {names} share memory, and the model writes into the first",
+                        where=source_line(placeholders[i].meta.get("stack_trace")),
+                        remedy="Pass one of them as a clone().",
+                    )
+                )
+
+
+def _mutated(wrapped: Any) -> bool:
+    if not isinstance(wrapped, FunctionalTensor):
+        return False
+    return compat.has_data_mutation(wrapped)

@@ -1,0 +1,190 @@
+"""What the environment asks to see, or to leave out: logs, dumps of graphs, fewer passes.
+
+    AUTOSHARD_DEBUG=1|2|3       log each pass; and why it declined; and the graph it left
+    AUTOSHARD_DUMP=DIR          write each graph before and after each pass
+    AUTOSHARD_DISABLE=a,b|all   leave out optional passes
+    AUTOSHARD_DISABLE=1         run the model unsharded
+    AUTOSHARD_STOP_AFTER=pass   leave out the passes after this one
+
+Names and levels are checked; what cannot be obeyed is a ConfigError (docs/debugging.md).
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import logging
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import fx
+
+from autoshard.compiling.rendering import render
+from autoshard.errors import AutoshardError, ConfigError, message
+from autoshard.passes import OPTIONAL, ORDER, Report, Watch
+from autoshard.runtime.collectives import Axis
+from autoshard.runtime.compat import artifact
+
+_log = logging.getLogger("autoshard.passes")
+_graphs = logging.getLogger("autoshard.graphs")
+_programs = itertools.count()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The environment's wishes, checked.
+
+    level: of AUTOSHARD_DEBUG. folder: of AUTOSHARD_DUMP. left_out: the passes that do not run.
+    unsharded: run the caller's graph as it is. stop_after: the last pass that runs.
+    """
+
+    level: int = 0
+    folder: Path | None = None
+    left_out: tuple[str, ...] = ()
+    unsharded: bool = False
+    stop_after: str = ""
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Settings:
+        """The settings that AUTOSHARD_* variables spell; ConfigError for what is not known."""
+        level = environment.get("AUTOSHARD_DEBUG", "0") or "0"
+        if level not in ("0", "1", "2", "3"):
+            raise ConfigError(f"AUTOSHARD_DEBUG={level!r} is no level: it takes 0, 1, 2 or 3.")
+        folder = environment.get("AUTOSHARD_DUMP", "")
+        disable = environment.get("AUTOSHARD_DISABLE", "")
+        stop_after = environment.get("AUTOSHARD_STOP_AFTER", "")
+        left_out: tuple[str, ...] = ()
+        if disable == "all":
+            left_out = OPTIONAL
+        elif disable not in ("", "0", "1"):
+            left_out = tuple(name.strip() for name in disable.split(","))
+            for name in left_out:
+                _known("AUTOSHARD_DISABLE", name)
+                if name not in OPTIONAL:
+                    raise ConfigError(
+                        message(
+                            f"AUTOSHARD_DISABLE={name}: without this pass the program is wrong",
+                            remedy=f"It takes {', '.join(OPTIONAL)}; all for all of these; or 1, "
+                            "which runs the model unsharded.",
+                        )
+                    )
+        if stop_after:
+            _known("AUTOSHARD_STOP_AFTER", stop_after)
+        return cls(
+            int(level), Path(folder) if folder else None, left_out, disable == "1", stop_after
+        )
+
+    def text(self) -> str:
+        """What changes a program: ranks whose texts differ must not run together."""
+        return f"passes left out {list(self.left_out)}, stop after {self.stop_after!r}"
+
+
+def settings() -> Settings:
+    """The settings of this process's environment, and the loggers set up for them."""
+    found = Settings.of(os.environ)
+    _configure(found.level)
+    return found
+
+
+def refuse_unsharded(sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError where running unsharded would lose the sum of the gradients."""
+    data = {name: size for name, size in sizes.items() if name != "tp" and size > 1}
+    if data:
+        spelled = ", ".join(f"{name}={size}" for name, size in data.items())
+        raise ConfigError(
+            message(
+                f"AUTOSHARD_DISABLE=1 on a mesh with {spelled}: gradients would not be reduced",
+                remedy="Use it with a tp axis alone, where every rank then does the same.",
+            )
+        )
+
+
+@dataclass
+class Following(Watch):
+    """A Watch that obeys `settings`, for one program: `number` counts them in this process."""
+
+    settings: Settings
+    axes: Sequence[Axis] = ()
+    number: int = field(default_factory=lambda: next(_programs))
+    steps: int = 0
+
+    def runs(self, name: str) -> bool:
+        """Raises AutoshardError where a needed pass comes after the one to stop after."""
+        stop = self.settings.stop_after
+        if stop and ORDER.index(name) > ORDER.index(stop):
+            if name not in OPTIONAL:
+                where = self.settings.folder
+                raise AutoshardError(
+                    message(
+                        f"stopped before {name}: AUTOSHARD_STOP_AFTER={stop}, and no program is "
+                        "right without it",
+                        remedy=f"The graphs so far are in {where}." if where else
+                        "Set AUTOSHARD_DUMP to see the graphs so far.",
+                    )
+                )
+            return False
+        return name not in self.settings.left_out
+
+    def key(self) -> str:
+        """What is to be shown must be made: no program but this one has the key."""
+        shows = self.settings.level or self.settings.folder
+        return f"{self.settings.text()} {uuid.uuid4() if shows else ''}"
+
+    def before(self, name: str, gm: fx.GraphModule, phase: str = "") -> None:
+        """Dump."""
+        self._dump(name, phase, "before", gm)
+
+    def after(
+        self, name: str, gm: fx.GraphModule, report: Report | None = None, phase: str = ""
+    ) -> None:
+        """Dump and log."""
+        self._dump(name, phase, "after", gm)
+        head = f"program {self.number}: {' '.join(filter(None, (phase, name)))}"
+        if report is None:
+            _log.info("%s", head)
+        else:
+            _log.info("%s: %d rewritten, %d declined", head, report.hits, len(report.skips))
+            for skip in report.skips:
+                _log.debug("%s: declined at %s: %s", head, skip.node, skip.reason)
+        if _graphs.isEnabledFor(logging.DEBUG):
+            _graphs.debug("%s left\n%s", head, render(gm, axes=self.axes))
+        artifact(f"autoshard_{self._name(name, phase)}_after", lambda: render(gm, axes=self.axes))
+        self.steps += 1
+
+    def _name(self, name: str, phase: str) -> str:
+        return ".".join(filter(None, (f"{self.number:02}-{self.steps:02}-{name}", phase)))
+
+    def _dump(self, name: str, phase: str, side: str, gm: fx.GraphModule) -> None:
+        folder = self.settings.folder
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"{self._name(name, phase)}.rank{_rank()}.{side}.txt"
+            path.write_text(render(gm, axes=self.axes, modules=True))
+
+
+def _rank() -> str:
+    return os.environ.get("RANK", "0")
+
+
+def _known(variable: str, name: str) -> None:
+    if name not in ORDER:
+        near = difflib.get_close_matches(name, ORDER, n=1)
+        remedy = f"Did you mean {near[0]!r}?" if near else f"The passes are {', '.join(ORDER)}."
+        raise ConfigError(message(f"{variable}: there is no pass {name!r}", remedy=remedy))
+
+
+def _configure(level: int) -> None:
+    """Let the loggers `autoshard.*` write to stderr; without AUTOSHARD_DEBUG nothing is touched."""
+    top = logging.getLogger("autoshard")
+    if not level:
+        return
+    top.setLevel(logging.INFO if level == 1 else logging.DEBUG)
+    _graphs.setLevel(logging.DEBUG if level == 3 else logging.INFO)
+    if not top.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(f"[rank{_rank()}] %(name)s: %(message)s"))
+        top.addHandler(handler)
+        top.propagate = False

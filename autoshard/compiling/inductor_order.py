@@ -1,0 +1,130 @@
+"""keep_order: dependencies that make Inductor keep the order which schedule_collectives chose.
+
+    before                                        after
+    %0 = all_reduce(%b, sum, dp)                  %0 = all_reduce(%b, sum, dp)
+    %1 = mm(%g, %w)                               %1 = mm(%g, %w)         after %0
+    %2 = mm(%1, %v)                               %2 = mm(%1, %v)
+    %3 = wait(%0)                                 %3 = wait(%0)           after %2
+
+Inductor orders kernels anew, for peak memory, and fuses kernels of distant layers (all norm
+gradients of a model into one, at the end of backward). Both see only data: a collective then
+starts late and is waited for at once, and nothing overlaps. What stands fixed here are the matrix
+products around each collective: the first one between its start and its wait comes after the
+start, the wait comes after the last one, and a start comes after the last one before it. So does
+the making of a bucket: gradients are put into it one by one, before the next product (all at once,
+each would be held twice until then), and parameters when the bucket starts, not when forward does.
+
+Runs on Inductor's graph, after its pattern matching, which does not see through the dependencies.
+
+Inductor's pass that reduces in place what nobody else reads does not see through the dependencies
+either, and would copy each bucket of all-reduced gradients: `reduce_in_place` does it before.
+
+Not done: products that Inductor lowers to loops (very small ones) are not held.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from autoshard.passes import ALL_REDUCE, COLLECTIVES, aten, c10d, waits_of
+
+# One kernel and one output each, and never fused with what stands far from them.
+_PRODUCTS = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.convolution.default,
+    }
+)
+
+
+def hold_order(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """What Inductor is given: buckets reduced in place, and the dependencies."""
+    reduce_in_place(graph)
+    return order_dependencies(graph)
+
+
+def reduce_in_place(graph: fx.Graph) -> None:
+    """Let an all-reduce write to the bucket it reads, where only it reads that."""
+    for node in graph.nodes:
+        if node.target is not ALL_REDUCE or _bucket(node) is None:
+            continue
+        source: Any = node.args[0]
+        while source.target in _VIEWS and len(source.users) == 1:
+            source = source.args[0]
+        if source.target is aten.cat.default and len(source.users) == 1:
+            node.target = IN_PLACE
+
+
+def order_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """The nodes that each node must come after, besides those it reads, in the order of the graph.
+
+    A collective with no product between its start and its wait needs none.
+    """
+    found: dict[fx.Node, list[fx.Node]] = {}
+    nodes = list(graph.nodes)
+    position = {node: i for i, node in enumerate(nodes)}
+    before: list[fx.Node | None] = []  # the last product before each node
+    last: fx.Node | None = None
+    for node in nodes:
+        before.append(last)
+        last = node if node.target in _PRODUCTS else last
+    after: list[fx.Node | None] = [None] * len(nodes)  # the first product after each node
+    following: fx.Node | None = None
+    for i in range(len(nodes) - 1, -1, -1):
+        after[i] = following
+        following = nodes[i] if nodes[i].target in _PRODUCTS else following
+    for start in nodes:
+        if start.target not in (*COLLECTIVES, IN_PLACE):
+            continue
+        waits = sorted(waits_of(start), key=position.__getitem__)
+        if not waits:
+            continue
+        wait = waits[0]
+        first, final = after[position[start]], before[position[wait]]
+        if first is None or final is None or position[first] > position[wait]:
+            continue
+        found.setdefault(first, []).append(start)
+        for one in waits:
+            found.setdefault(one, []).append(final)
+        earlier = before[position[start]]
+        if earlier is not None:
+            found.setdefault(start, []).append(earlier)
+        bucket = _bucket(start)
+        if bucket is None:
+            continue
+        pieces: Any = bucket.args[0]
+        if earlier is not None and all(n.op == "placeholder" for n in _behind(pieces)):
+            found.setdefault(bucket, []).append(earlier)
+        for piece in pieces:
+            product = after[position[piece]]
+            divided = piece.target is aten.div.Tensor
+            if divided and product is not None and position[product] < position[wait]:
+                found.setdefault(product, []).append(piece)
+    return dict(sorted(found.items(), key=lambda item: position[item[0]]))
+
+
+def _bucket(start: fx.Node) -> fx.Node | None:
+    """The concatenation that a collective moves."""
+    source: Any = start.args[0]
+    while isinstance(source, fx.Node) and source.target in _VIEWS:
+        source = source.args[0]
+    return source if isinstance(source, fx.Node) and source.target is aten.cat.default else None
+
+
+def _behind(nodes: Any) -> list[fx.Node]:
+    """What `nodes` are views of."""
+    found = []
+    for node in nodes:
+        while node.target in _VIEWS:
+            node = node.args[0]
+        found.append(node)
+    return found
+
+
+_VIEWS = (aten.reshape.default, aten.view.default)
+IN_PLACE = c10d.all_reduce_.default

@@ -1,0 +1,75 @@
+"""How the options, and the graph itself, say that stored parameters are read and reduced."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx, nn
+
+from autoshard.capture import execution
+from autoshard.config import Config
+from autoshard.errors import ConfigError, message
+from autoshard.planning.estimate import REDUCED, STORED
+from autoshard.precision import Precision
+from autoshard.runtime import compat
+from autoshard.runtime.collectives import deferred_axes
+from autoshard.runtime.mesh import Mesh
+from autoshard.runtime.parameters import ACCUMULATE, FLUSH, SINGLE, Use, materialize, use_of
+
+
+def use_by(config: Config, mesh: Mesh | None) -> Use:
+    """How the options say that parameters are used on the mesh; None: one not chosen yet."""
+    precision = Precision.of(config.precision)
+    return Use(
+        param=precision.param,
+        reduce=precision.reduce or precision.param,
+        accumulate=precision.accumulate,
+        average=config.gradient_reduction == "average",
+        deferred=()
+        if mesh is None
+        else deferred_axes(mesh.axes, config.zero, config.defer_reduction),
+    )
+
+
+def lowered_dtypes(inputs: list[compat.GraphInput]) -> dict[int, torch.dtype]:
+    """The dtype in which the graph computes with each parameter that is stored in another."""
+    found: dict[int, torch.dtype] = {}
+    for i, item in enumerate(inputs):
+        if isinstance(item.real, nn.Parameter) and item.real.is_floating_point():
+            dtype = use_of(item.real).param
+            if dtype is not None and dtype != item.real.dtype:
+                found[i] = dtype
+    return found
+
+
+def say_stored(gm: fx.GraphModule, inputs: list[compat.GraphInput], config: Config) -> None:
+    """Write the dtypes of storage and of reduction into the meta of parameters that have others
+    than those of compute."""
+    reduced = use_by(config, None).reduce
+    lowered = lowered_dtypes(inputs)
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for i, (node, item) in enumerate(zip(placeholders, inputs, strict=True)):
+        if isinstance(item.real, nn.Parameter) and item.real.is_floating_point():
+            if i in lowered:
+                node.meta[STORED] = item.real.dtype
+            if reduced is not None:
+                node.meta[REDUCED] = reduced
+
+
+def traced_microbatch(gm: fx.GraphModule) -> str:
+    """What the reads of parameters in the graph say that its backward does with gradients.
+
+    A parameter that came later than the others may still say SINGLE: nothing of it is pending.
+    """
+    said = {
+        node.args[1]
+        for _, node in execution(gm)
+        if node.op == "call_function" and node.target is materialize and len(node.args) > 1
+    }
+    if ACCUMULATE in said and len(said) > 1:
+        raise ConfigError(
+            message(
+                "one graph reads parameters of modules inside and outside of no_sync",
+                remedy="Give autoshard.no_sync the whole model that is compiled.",
+            )
+        )
+    return next((each for each in (ACCUMULATE, FLUSH) if each in said), SINGLE)

@@ -1,0 +1,134 @@
+"""The parts of `explain` that are about cost: the dearest collective, all of them, alternatives."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter, defaultdict
+
+from autoshard.explain.alternatives import Alternative, alternatives
+from autoshard.explain.costs import Cost, costs, folded, named, short
+from autoshard.explain.module_graph import planned
+from autoshard.explain.reasons import operator_name
+from autoshard.explain.tables import clipped, human, milliseconds, table
+from autoshard.passes import module_path
+from autoshard.program import Program
+
+
+def dearest(program: Program, width: int) -> str:
+    """One sentence: the collective that costs most, and the line that causes it."""
+    found = costs(program)
+    if not found:
+        return ""
+    one = found[0]
+    share = _share(one.seconds, sum(each.seconds for each in found))
+    lines = [
+        f"Dearest: {one.op} in {one.phase} on {one.axis}, {one.count} of {human(one.bytes)}: "
+        f"{milliseconds(one.seconds)} ms, {share} of the communication of a step",
+        f"  caused in {named(one.modules) or 'the graph'}; matrix products may hide "
+        f"{_share(one.hidden, one.seconds)} of it",
+    ]
+    if one.line:
+        lines.append(f"  by {one.line}")
+        lines.append(f"     {clipped(one.code, width - 5)}")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def by_module(program: Program, width: int) -> str:
+    """What each module runs, and how: one row for equal places of repeated layers."""
+    groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for node, how in planned(program):
+        groups[folded(module_path(node)), operator_name(node), how].append(module_path(node))
+    rows = [
+        [named(paths) or "(top)", str(len(paths)), operator, how]
+        for (_, operator, how), paths in groups.items()
+    ]
+    if not rows:
+        return ""
+    header = ["module", "count", "operator", "states of its inputs -> of its result"]
+    return table(header, rows, width, right=(1,))
+
+
+def collectives(program: Program, width: int) -> str:
+    """Every collective by cost; under each, where it comes from.
+
+    `hidden` is the share of the time that matrix products may cover.
+    """
+    found = costs(program)
+    if not found:
+        return "no collectives"
+    header = ["ms", "hidden", "count", "collective", "axis", "phase", "bytes each", "change"]
+    lines = table(header, [_row(one) for one in found], right=(0, 1, 2, 6)).splitlines()
+    text = [clipped(line, width) for line in lines[:2]]
+    for one, line in zip(found, lines[2:], strict=True):
+        text += [clipped(line, width), *_where(one, width)]
+    return "\n".join([*text, *_totals(program, found, width)])
+
+
+def _row(one: Cost) -> list[str]:
+    return [
+        milliseconds(one.seconds),
+        _share(one.hidden, one.seconds),
+        str(one.count),
+        one.op,
+        one.axis,
+        one.phase,
+        human(one.bytes),
+        one.change or "-",
+    ]
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole if whole else 0:.0f}%"
+
+
+def _where(one: Cost, width: int) -> list[str]:
+    place = " ".join(filter(None, (named(one.modules), f"({short(one.line)})" * bool(one.line))))
+    return [clipped(f"       {text}", width) for text in (place, one.code) if text]
+
+
+def _totals(program: Program, found: list[Cost], width: int) -> list[str]:
+    """What a rank sends in each phase, about how long that takes, and the count of each kind."""
+    lines = []
+    for phase in ("forward", "backward"):
+        these = [one for one in found if one.phase == phase]
+        lines.append(
+            f"{phase}: a rank sends {human(sum(one.sent for one in these))}, about "
+            f"{milliseconds(sum(one.seconds for one in these))} ms "
+            f"on {program.decisions.builder.hardware.name}"
+        )
+    by_op: Counter[tuple[str, str]] = Counter()
+    for one in found:
+        by_op[one.phase, one.op] += one.count
+    total = ", ".join(f"{count} {op} {phase}" for (phase, op), count in sorted(by_op.items()))
+    total = f"{sum(by_op.values())} collectives a step: {total}"
+    return [*lines, *textwrap.wrap(total, width, subsequent_indent="  ")]
+
+
+def beside(program: Program, width: int) -> str:
+    """The cost of the plan beside plans with a name, as a table with a note."""
+    found = alternatives(program)
+    if not found:
+        return ""
+    header = ["plan", "mesh", "sends", "comm ms", "matmul ms", "ms a batch", "weights", "saved"]
+    rows = [_alternative(one) for one in found]
+    lines = [table(header, rows, width, right=(2, 3, 4, 5, 6))]
+    note = (
+        "ms a batch: comm + matmul for one example batch, nothing overlapped. weights: with "
+        "gradients and Adam's moments, a rank. saved: for the backward, about."
+    )
+    if more := next((one for one in found if one.batches > 1), None):
+        note += f" Without tp the ranks consume {more.batches} times the batches a step."
+    return "\n".join([*lines, *textwrap.wrap(note, width)])
+
+
+def _alternative(one: Alternative) -> list[str]:
+    return [
+        one.name,
+        " ".join(f"{name}={size}" for name, size in one.mesh.items()),
+        human(one.sent),
+        milliseconds(one.communication),
+        milliseconds(one.arithmetic),
+        milliseconds(one.seconds),
+        human(one.stored),
+        human(one.activations),
+    ]

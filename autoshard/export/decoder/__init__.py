@@ -1,0 +1,19 @@
+"""The roles of a decoder's weights, read from its serial graph."""
+
+from __future__ import annotations
+
+from autoshard.export.decoder.hf_config import Described, described
+from autoshard.export.decoder.reading import read_decoder
+from autoshard.export.decoder.structure import Attention, Decoder, Layer, Linear, Mlp, Norm
+
+__all__ = [
+    "Attention",
+    "Decoder",
+    "Described",
+    "Layer",
+    "Linear",
+    "Mlp",
+    "Norm",
+    "described",
+    "read_decoder",
+]

@@ -1,0 +1,72 @@
+"""The `config.json` of a directory with a file a rank: all that a runner must know beside them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoshard.export.rank_graph.graph import Port, RankGraph
+
+
+def rank_entry(graph: RankGraph, weights: Mapping[str, torch.Tensor], file: Path) -> dict[str, Any]:
+    """What is particular to one rank: its file, the hash of it and of each of its weights."""
+    hashes = {
+        graph.weights[target].name: {
+            "state": graph.weights[target].state,
+            "shape": list(tensor.shape),
+            "sha256": digest(tensor),
+        }
+        for target, tensor in sorted(weights.items(), key=lambda item: graph.weights[item[0]].name)
+    }
+    return {"file": file.name, "sha256": file_digest(file), "weights": hashes}
+
+
+def file_digest(file: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of a tensor's bytes."""
+    data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(data.numpy().data).hexdigest()
+
+
+def configuration(graph: RankGraph, dtype: str | None) -> dict[str, Any]:
+    """What config.json says of every format: mesh, inputs and outputs, sizes, cache."""
+    keys = [port for port in graph.inputs if port.role == "key_cache"]
+    cache = None
+    if keys:
+        cache = {
+            "layers": len(keys),
+            "max_length": graph.max_length,
+            "layout": ["batch", "heads_per_rank", "max_length", "head_dim"],
+            "heads_per_rank": [port.shape[1] for port in keys],
+        }
+    return {
+        "mesh": {graph.axis.name: graph.tp},
+        "dtype": dtype,
+        "inputs": [_port(port) for port in graph.inputs],
+        "outputs": [_port(port) for port in graph.outputs],
+        "profiles": [
+            {
+                name: {"minimum": e.minimum, "optimum": e.optimum, "maximum": e.maximum}
+                for name, e in graph.symbols.items()
+            }
+        ],
+        "kv_cache": cache,
+    }
+
+
+def _port(port: Port) -> dict[str, Any]:
+    return {
+        "name": port.tensor,
+        "dtype": str(port.dtype).removeprefix("torch."),
+        "shape": list(port.shape),
+        "role": port.role,
+    }

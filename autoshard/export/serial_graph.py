@@ -1,0 +1,123 @@
+"""The captured serial graph of a model, for a reader: what is a parameter, what is a constant.
+
+The graph is the one that is planned and sharded, whether the model's parameters are whole or
+stored as shards: in both cases it has the shapes of the unsharded model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autoshard import build  # registers what capture reads through
+from autoshard.capture import capture
+from autoshard.export.errors import export_error
+from autoshard.passes import Context, Normalize
+from autoshard.runtime import compat
+from autoshard.runtime.collectives import Axis
+
+SEQUENCE = 8
+"""Length of the example sequence where the caller gives no example."""
+
+
+@dataclass(frozen=True)
+class ModelGraph:
+    """A normalised serial graph, and what its placeholders are.
+
+    parameters: name of each parameter by placeholder; a tied one has its first name. constants:
+    value of each buffer by placeholder. The other placeholders are the caller's inputs.
+    """
+
+    module: fx.GraphModule
+    parameters: Mapping[fx.Node, str]
+    constants: Mapping[fx.Node, torch.Tensor]
+
+    @property
+    def nodes(self) -> Sequence[fx.Node]:
+        """All nodes, in order."""
+        return list(self.module.graph.nodes)
+
+
+class _Captured(Exception):
+    """Carries the graph out of Dynamo: nothing is compiled and nothing runs."""
+
+    def __init__(self, graph: ModelGraph) -> None:
+        self.graph = graph
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's module, where `model` is what torch.compile made of it."""
+    return getattr(model, "_orig_mod", model)  # type: ignore[no-any-return]
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """First name of every parameter, by the id of the parameter."""
+    return {id(p): name for name, p in unwrapped(model).named_parameters()}
+
+
+def model_graph(
+    model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> ModelGraph:
+    """Capture `model(*args, **kwargs)` in eval mode; without an example, of a [1, 8] of token ids.
+
+    The model is neither run nor changed. Raises what torch.compile(fullgraph=True) raises where
+    the model breaks the graph, and CaptureError.
+    """
+    model = unwrapped(model)
+    call = dict(kwargs or {})
+    if not args and not call:
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        args = (torch.arange(SEQUENCE, device=device).unsqueeze(0),)
+    if getattr(getattr(model, "config", None), "use_cache", False):
+        call.setdefault("use_cache", False)  # Hugging Face: a cache would become outputs
+    names = parameter_names(model)
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        inputs = compat.graph_inputs(gm)
+        raise _Captured(_read(capture(gm, example_inputs), inputs, names))
+
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        # the model may have been trained with batches of other shapes: sizes stay plain here
+        torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*args, **call)
+    except Exception as error:
+        captured = compat.backend_error(error)
+        if isinstance(captured, _Captured):
+            return captured.graph
+        if captured is not None:
+            raise captured from None
+        raise
+    finally:
+        for module in training:
+            module.training = True
+    raise export_error(
+        f"torch.compile did not trace {type(model).__name__}",
+        remedy="It runs no tensor operation, or TORCHDYNAMO_DISABLE is set.",
+    )
+
+
+def _read(
+    gm: fx.GraphModule, inputs: list[compat.GraphInput], names: Mapping[int, str]
+) -> ModelGraph:
+    Normalize().run(gm, Context(Axis("tp", 1, 0, ""), None))
+    parameters: dict[fx.Node, str] = {}
+    constants: dict[fx.Node, torch.Tensor] = {}
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for node, item in zip(placeholders, inputs, strict=True):
+        if isinstance(item.real, nn.Parameter):
+            name = names.get(id(item.real), build.parameter_name(item.source))
+            parameters[node] = name
+        elif item.real is not None and item.source.startswith("L['self']"):
+            constants[node] = item.real
+    for node in gm.graph.nodes:
+        if node.op == "get_attr" and isinstance(
+            value := getattr(gm, str(node.target)), torch.Tensor
+        ):
+            constants[node] = value
+    return ModelGraph(gm, parameters, constants)

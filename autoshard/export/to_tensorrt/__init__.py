@@ -1,0 +1,13 @@
+"""TensorRT engines with collectives inside, one a rank."""
+
+from __future__ import annotations
+
+from autoshard.export.to_tensorrt.check import cpu_engine, networks
+from autoshard.export.to_tensorrt.engine import builder_module, tensorrt
+
+__all__ = [
+    "builder_module",
+    "cpu_engine",
+    "networks",
+    "tensorrt",
+]

@@ -1,0 +1,131 @@
+"""From a network to the bytes of an engine: profiles, capabilities, and what the builder says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoshard.export.errors import ExportError, export_error
+from autoshard.export.rank_graph import RankGraph
+from autoshard.export.to_tensorrt.convert import convert
+from autoshard.export.to_tensorrt.converters import Lowering
+
+_logs: dict[int, Any] = {}
+
+
+def log_of(trt: Any) -> Any:
+    """The one logger of a process: TensorRT warns of a second. Errors are kept in `.errors`."""
+    if id(trt) not in _logs:
+
+        class Log(trt.ILogger):  # type: ignore[misc, name-defined]
+            def __init__(self) -> None:
+                super().__init__()
+                self.errors: list[str] = []
+
+            def log(self, severity: Any, text: str) -> None:
+                if severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR):
+                    self.errors.append(text)
+
+        _logs[id(trt)] = Log()
+    return _logs[id(trt)]
+
+
+@dataclass
+class Network:
+    """A network that was filled, and what must live as long as it."""
+
+    trt: Any
+    builder: Any
+    definition: Any
+    lowering: Lowering
+
+
+def make_network(
+    trt: Any, graph: RankGraph, weights: Mapping[str, torch.Tensor], spy: Any = None
+) -> Network:
+    """Convert a rank graph. spy: called with the network definition; what it returns is filled in
+    its place. Raises ExportError, with what TensorRT logged."""
+    log = log_of(trt)
+    log.errors.clear()
+    builder = trt.Builder(log)
+    flags = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
+    definition = builder.create_network(0 if flags is None else 1 << int(flags))
+    try:
+        filled = convert(trt, spy(definition) if spy else definition, graph, weights)
+    except ExportError as error:
+        raise _with_log(error, log) from None
+    return Network(trt, builder, definition, filled)
+
+
+def check_capabilities(trt: Any, capabilities: Sequence[str], graph: RankGraph) -> list[Any]:
+    """The builder's names of compute capabilities such as "8.9" or "SM89".
+
+    Raises ExportError for one the builder has not, and for 7.5 where ranks communicate: it builds,
+    and the collectives need 8.0.
+    """
+    known = getattr(trt, "ComputeCapability", None)
+    found = []
+    for capability in capabilities:
+        name = "SM" + str(capability).upper().removeprefix("SM").replace(".", "")
+        if known is None or not hasattr(known, name):
+            offered = [] if known is None else [n for n in known.__members__ if n.startswith("SM")]
+            raise export_error(
+                f"{trt.__name__} {trt.__version__} builds no engine for compute capability "
+                f"{capability}",
+                remedy=f"It builds for {', '.join(offered)}." if offered else
+                "It builds for the GPU of the machine it runs on; give no compute_capability.",
+            )
+        if int(name[2:]) < 80 and graph.tp > 1:
+            raise export_error(
+                f"compute capability {capability} has no collectives inside engines, and the mesh "
+                f"has {graph.tp} ranks",
+                remedy="They need 8.0 or later. Export with tp=1 for this GPU.",
+            )
+        found.append(getattr(known, name))
+    return found
+
+
+def build(network: Network, capabilities: Sequence[Any] = ()) -> Any:
+    """The serialized engine (a host memory of the builder).
+
+    Raises ExportError with what TensorRT logged.
+    """
+    trt, graph = network.trt, network.lowering.graph
+    log_of(trt).errors.clear()
+    config = network.builder.create_builder_config()
+    preview = getattr(getattr(trt, "PreviewFeature", None), "MULTIDEVICE_RUNTIME_10_16", None)
+    if preview is not None and graph.tp > 1:
+        config.set_preview_feature(preview, True)
+    if capabilities:
+        config.num_compute_capabilities = len(capabilities)
+        for i, capability in enumerate(capabilities):
+            if not config.set_compute_capability(capability, i):
+                raise export_error(f"{trt.__name__} refused compute capability {capability}")
+    profile = network.builder.create_optimization_profile()
+    for port in graph.inputs:
+        if all(isinstance(size, int) for size in port.shape):
+            continue
+        profile.set_shape(port.name, *shapes_of(graph, port.shape))
+    if config.add_optimization_profile(profile) < 0:
+        raise _with_log(export_error("TensorRT refused the profile of sizes"), log_of(trt))
+    made = network.builder.build_serialized_network(network.definition, config)
+    if made is None:
+        raise _with_log(export_error("TensorRT built no engine"), log_of(trt))
+    return made
+
+
+def shapes_of(graph: RankGraph, shape: Sequence[int | str]) -> list[tuple[int, ...]]:
+    """The smallest, the best and the largest shape of a port."""
+    made = []
+    for bound in ("minimum", "optimum", "maximum"):
+        sizes = [s if isinstance(s, int) else getattr(graph.symbols[s], bound) for s in shape]
+        made.append(tuple(sizes))
+    return made
+
+
+def _with_log(error: ExportError, log: Any) -> ExportError:
+    said = [text.strip() for text in log.errors]
+    return ExportError(f"{error} TensorRT says: {said[-1]}") if said else error

@@ -1,0 +1,128 @@
+"""Sums, means, extremes, softmax, top-k and norms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.export.to_tensorrt.converters.network import Lowering, Tensor, converts
+from autoshard.export.to_tensorrt.converters.pointwise import elementwise, unary
+
+aten = torch.ops.aten
+
+
+def _mask(dims: Sequence[int], rank: int) -> int:
+    return sum(1 << (dim % rank) for dim in dims)
+
+
+def _reduce(low: Lowering, node: fx.Node, x: Tensor, operation: str) -> Tensor:
+    """args: x, dims (absent or empty: all), keepdim."""
+    rank = len(x.shape)
+    dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    dims = [dims] if isinstance(dims, int) else list(dims or range(rank))
+    keep = bool(node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False))
+    return low.out(
+        "add_reduce", x, getattr(low.trt.ReduceOperation, operation), _mask(dims, rank), keep
+    )
+
+
+@converts(aten.sum.dim_IntList)
+def total(low: Lowering, node: fx.Node) -> Tensor:
+    """A sum, in the type of the result."""
+    return _reduce(low, node, low.cast(low[node.args[0]], node.meta["val"].dtype), "SUM")
+
+
+@converts(aten.mean.dim)
+def mean(low: Lowering, node: fx.Node) -> Tensor:
+    """A mean, in the type of the result."""
+    return _reduce(low, node, low.cast(low[node.args[0]], node.meta["val"].dtype), "AVG")
+
+
+@converts(aten.amax.default)
+def amax(low: Lowering, node: fx.Node) -> Tensor:
+    """The largest."""
+    return _reduce(low, node, low[node.args[0]], "MAX")
+
+
+@converts(aten.amin.default)
+def amin(low: Lowering, node: fx.Node) -> Tensor:
+    """The smallest."""
+    return _reduce(low, node, low[node.args[0]], "MIN")
+
+
+@converts(aten.any.dim)
+def some(low: Lowering, node: fx.Node) -> Tensor:
+    """Whether any is true; engines reduce numbers only."""
+    number = low.cast(low[node.args[0]], torch.int32)
+    largest = _reduce(low, node, number, "MAX")
+    zero = low.scalar(0, torch.int32, len(largest.shape))
+    return unary(low, elementwise(low, largest, zero, "EQUAL"), "NOT")
+
+
+@converts(aten.cumsum.default)
+def cumsum(low: Lowering, node: fx.Node) -> Tensor:
+    """Sums of all up to each."""
+    x = low.cast(low[node.args[0]], node.meta["val"].dtype)
+    dim: Any = node.args[1]
+    axis = low.constant(torch.tensor(dim % len(x.shape), dtype=torch.int32))
+    return low.out("add_cumulative", x, axis, low.trt.CumulativeOperation.SUM, False, False)
+
+
+@converts(aten.softmax.int, aten._softmax.default)
+def softmax(low: Lowering, node: fx.Node) -> Tensor:
+    """Softmax over one dim."""
+    dim: Any = node.args[1]
+    layer = low.add("add_softmax", low.cast(low[node.args[0]], node.meta["val"].dtype))
+    layer.axes = _mask([dim], len(layer.get_output(0).shape))
+    return layer.get_output(0)
+
+
+@converts(aten.topk.default)
+def topk(low: Lowering, node: fx.Node) -> tuple[Tensor, Tensor]:
+    """The largest or smallest k of one dim, with where they are."""
+    given = dict(zip(("dim", "largest", "sorted"), node.args[2:])) | dict(node.kwargs)
+    x, k = low[node.args[0]], node.args[1]
+    if not isinstance(k, int):
+        raise low.error("takes a number of values that is not known before it runs")
+    operation = getattr(low.trt.TopKOperation, "MAX" if given.get("largest", True) else "MIN")
+    dim: Any = given.get("dim", -1)
+    layer = low.add("add_topk", x, operation, k, _mask([dim], len(x.shape)))
+    return layer.get_output(0), low.cast(layer.get_output(1), torch.int64)
+
+
+@converts(aten.argmax.default)
+def argmax(low: Lowering, node: fx.Node) -> Tensor:
+    """Where the largest of one dim is."""
+    given = dict(zip(("dim", "keepdim"), node.args[1:])) | dict(node.kwargs)
+    x, dim = low[node.args[0]], given.get("dim")
+    if not isinstance(dim, int):
+        raise low.error("looks for the largest of all dims; engines look along one")
+    layer = low.add("add_topk", x, low.trt.TopKOperation.MAX, 1, _mask([dim], len(x.shape)))
+    where = low.cast(layer.get_output(1), torch.int64)
+    if given.get("keepdim", False):
+        return where
+    return low.out("add_squeeze", where, low.constant(torch.tensor([dim % len(x.shape)])))
+
+
+@converts(aten.layer_norm.default)
+def layer_norm(low: Lowering, node: fx.Node) -> Tensor:
+    """Layer norm over the last dims."""
+    names = ("shape", "weight", "bias", "eps")
+    given: dict[str, Any] = dict(zip(names, node.args[1:])) | dict(node.kwargs)
+    x, shape, rank = low[node.args[0]], given["shape"], len(low[node.args[0]].shape)
+    dtype = node.meta["val"].dtype
+    factors = []
+    for name, plain in (("weight", 1.0), ("bias", 0.0)):
+        arg = given.get(name)
+        if arg is None:
+            value = low.constant(torch.full(tuple(shape), plain, dtype=dtype))
+        else:
+            value = low[arg]
+        factors.append(low.with_rank(low.cast(value, dtype), rank))
+    axes = _mask(range(rank - len(shape), rank), rank)
+    layer = low.add("add_normalization_v2", x, *factors, axes)
+    layer.epsilon = float(given.get("eps", 1e-5))
+    return layer.get_output(0)

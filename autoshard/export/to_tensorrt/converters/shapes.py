@@ -1,0 +1,222 @@
+"""Sizes, and operators that move values without changing them."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.export.to_tensorrt.converters.network import Lowering, Size, Tensor, converts
+from autoshard.export.to_tensorrt.converters.pointwise import elementwise
+
+aten = torch.ops.aten
+
+_ARITHMETIC: dict[Any, str] = {
+    operator.add: "SUM",
+    operator.sub: "SUB",
+    operator.mul: "PROD",
+    operator.floordiv: "FLOOR_DIV",
+}
+
+
+@converts(aten.sym_size.int)
+def size(low: Lowering, node: fx.Node) -> Size:
+    """A size of a tensor."""
+    dim: Any = node.args[1]
+    return low.size(low[node.args[0]], dim)
+
+
+@converts(*_ARITHMETIC)
+def arithmetic(low: Lowering, node: fx.Node) -> Size:
+    """Arithmetic of sizes."""
+    left, right = (low[arg] for arg in node.args)
+    if isinstance(left, int) and isinstance(right, int):
+        return node.target(left, right)  # type: ignore[operator]
+    target: Any = node.target
+    return elementwise(low, low.sizes([left]), low.sizes([right]), _ARITHMETIC[target])
+
+
+@converts(operator.getitem)
+def getitem(low: Lowering, node: fx.Node) -> Any:
+    """One of several results."""
+    return low[node.args[0]][node.args[1]]
+
+
+@converts(aten.reshape.default)
+def reshape(low: Lowering, node: fx.Node) -> Tensor:
+    """Other sizes, the same values in order. At most one size is left to be inferred."""
+    known = node.meta["val"].shape
+    given: Any = node.args[1]
+    sizes = [k if isinstance(k, int) else low[g] for k, g in zip(known, given, strict=True)]
+    layer = low.add("add_shuffle", low[node.args[0]])
+    open_sizes = [i for i, s in enumerate(sizes) if not isinstance(s, int) or s < 0]
+    if len(open_sizes) <= 1:
+        layer.reshape_dims = tuple(-1 if i in open_sizes else s for i, s in enumerate(sizes))
+    else:
+        layer.set_input(1, low.sizes(sizes))
+    layer.zero_is_placeholder = False
+    return layer.get_output(0)
+
+
+@converts(aten.permute.default)
+def permute(low: Lowering, node: fx.Node) -> Tensor:
+    """Dims in another order."""
+    order: Any = node.args[1]
+    layer = low.add("add_shuffle", low[node.args[0]])
+    layer.first_transpose = tuple(d % len(order) for d in order)
+    return layer.get_output(0)
+
+
+@converts(aten.transpose.int)
+def transpose(low: Lowering, node: fx.Node) -> Tensor:
+    """Two dims exchanged."""
+    x = low[node.args[0]]
+    order = list(range(len(x.shape)))
+    dims: Any = node.args[1:3]
+    a, b = (d % len(order) for d in dims)
+    order[a], order[b] = order[b], order[a]
+    layer = low.add("add_shuffle", x)
+    layer.first_transpose = tuple(order)
+    return layer.get_output(0)
+
+
+@converts(aten.unsqueeze.default)
+def unsqueeze(low: Lowering, node: fx.Node) -> Tensor:
+    """A dim of size 1 more."""
+    x, dim = low[node.args[0]], node.args[1]
+    axes = low.constant(torch.tensor([dim % (len(x.shape) + 1)]))  # type: ignore[operator]
+    return low.out("add_unsqueeze", x, axes)
+
+
+@converts(aten.squeeze.dim)
+def squeeze(low: Lowering, node: fx.Node) -> Tensor:
+    """A dim of size 1 less."""
+    x, dim = low[node.args[0]], node.args[1]
+    if len(node.meta["val"].shape) == len(x.shape):
+        return x
+    return low.out("add_squeeze", x, low.constant(torch.tensor([dim % len(x.shape)])))  # type: ignore[operator]
+
+
+@converts(aten.expand.default)
+def expand(low: Lowering, node: fx.Node) -> Tensor:
+    """Dims of size 1 repeated, by slices of step 0."""
+    given: Any = node.args[1]
+    x = low.with_rank(low[node.args[0]], len(given))
+    sizes: list[Size] = []
+    steps = []
+    for dim, (wanted, result) in enumerate(zip(given, node.meta["val"].shape, strict=True)):
+        repeated = x.shape[dim] == 1
+        if isinstance(result, int):
+            sizes.append(result)
+        elif repeated and not (isinstance(wanted, int) and wanted == -1):
+            sizes.append(low[wanted])
+        else:
+            sizes.append(low.size(x, dim))
+        steps.append(0 if repeated and sizes[-1] != 1 else 1)
+    return low.slice(x, [0] * len(sizes), sizes, steps)
+
+
+@converts(aten.slice.Tensor)
+def part(low: Lowering, node: fx.Node) -> Tensor:
+    """A range of one dim, its bounds cut to the size as Python does."""
+    names = ("dim", "start", "end", "step")
+    given: dict[str, Any] = dict(zip(names, node.args[1:])) | dict(node.kwargs)
+    x = low[node.args[0]]
+    rank = len(x.shape)
+    dim, step = given.get("dim", 0) % rank, given.get("step", 1)
+    result = node.meta["val"].shape[dim]
+    start = low[given.get("start") or 0]
+    starts: list[Size] = [0] * rank
+    sizes: list[Size] = [low.size(x, d) if d != dim else 0 for d in range(rank)]
+    full = sizes[dim] = low.size(x, dim)
+    if not isinstance(start, int) or start < 0:
+        if not isinstance(full, int) or not isinstance(start, int):
+            raise low.error("starts at a place that depends on a dynamic size")
+        start = max(full + start, 0)
+    starts[dim] = min(start, full) if isinstance(full, int) else start
+    if isinstance(result, int):
+        sizes[dim] = result
+    else:
+        sizes[dim] = _dynamic_length(low, given, start, full, step)
+    return low.slice(x, starts, sizes, [step if d == dim else 1 for d in range(rank)])
+
+
+def _dynamic_length(low: Lowering, given: Any, start: int, full: Size, step: int) -> Size:
+    """How many a range of a dynamic dim has."""
+    end = low[given.get("end")]
+    if step != 1:
+        raise low.error(f"takes every {step}th of a dim of dynamic size")
+    if end is None or (isinstance(end, int) and end >= 2**31):
+        length = full
+    elif isinstance(end, int) and end < 0:
+        length = elementwise(low, full, low.sizes([end]), "SUM")
+    else:
+        length = elementwise(low, low.sizes([full]), low.sizes([end]), "MIN")
+    return elementwise(low, length, low.sizes([start]), "SUB") if start else length
+
+
+@converts(aten.select.int)
+def select(low: Lowering, node: fx.Node) -> Tensor:
+    """One of a dim, which goes."""
+    x, index = low[node.args[0]], low[node.args[2]]
+    dim: Any = node.args[1]
+    if not isinstance(index, int):
+        raise low.error("selects by an index that depends on a size")
+    dim %= len(x.shape)
+    if index < 0:
+        full = low.size(x, dim)
+        if isinstance(full, int):
+            place = full + index
+        else:
+            place = elementwise(low, full, low.sizes([index]), "SUM")
+    else:
+        place = index
+    indices = low.sizes([place])
+    chosen = low.out("add_gather", x, indices, dim)
+    return low.out("add_squeeze", chosen, low.constant(torch.tensor([dim])))
+
+
+@converts(aten.cat.default)
+def cat(low: Lowering, node: fx.Node) -> Tensor:
+    """Tensors one after the other."""
+    parts: Any = node.args[0]
+    dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    val = node.meta["val"]
+    layer = low.add("add_concatenation", [low.cast(low[p], val.dtype) for p in parts])
+    layer.axis = dim % val.dim()
+    return layer.get_output(0)
+
+
+@converts(aten.arange.start_step)
+def arange(low: Lowering, node: fx.Node) -> Tensor:
+    """Numbers in equal steps."""
+    start, end, step = (low[arg] for arg in (*node.args, 1)[:3])
+    val = node.meta["val"]
+    if isinstance(val.shape[0], int):
+        return low.constant(torch.arange(start, end, step, dtype=val.dtype))
+    if step != 1 or not isinstance(start, int) or val.dtype.is_floating_point:
+        raise low.error(f"counts from {start} in steps of {step} to a dynamic end")
+    count = low.sizes([end])
+    if start:
+        count = elementwise(low, count, low.sizes([start]), "SUB")
+    operation = low.trt.FillOperation.LINSPACE
+    layer = low.add("add_fill", (1,), operation, low.dtype(torch.int64))
+    layer.set_input(0, count)
+    layer.set_input(1, low.scalar(start, torch.int64))
+    layer.set_input(2, low.constant(torch.ones(1, dtype=torch.int64)))
+    return low.cast(layer.get_output(0), val.dtype)
+
+
+@converts(aten.full.default)
+def full(low: Lowering, node: fx.Node) -> Tensor:
+    """One value everywhere."""
+    sizes: Any = node.args[0]
+    val = node.meta["val"]
+    one = low.scalar(node.args[1], val.dtype, val.dim())
+    wanted = [s if isinstance(s, int) else low[g] for s, g in zip(val.shape, sizes, strict=True)]
+    if all(isinstance(s, int) and s == 1 for s in wanted):
+        return one
+    steps = [0 if not (isinstance(s, int) and s == 1) else 1 for s in wanted]
+    return low.slice(one, [0] * len(wanted), wanted, steps)

@@ -1,0 +1,136 @@
+"""`autoshard.export.tensorrt`: a model becomes a directory of engines, one a rank."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.export.errors import export_error
+from autoshard.export.rank_graph import Progress, RankGraph, write_ranks
+from autoshard.export.to_tensorrt.build import Network, build, check_capabilities, make_network
+from autoshard.export.to_tensorrt.convert import check_convertible
+from autoshard.export.to_tensorrt.interpreter import check_collectives
+from autoshard.export.to_tensorrt.spy import Spy
+from autoshard.runtime.engine import FORMAT, VERSION
+
+
+def tensorrt(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    mesh: Mapping[str, int],
+    directory: str | Path,
+    dtype: str | torch.dtype | None = "float16",
+    dynamic: Mapping[str, tuple[int, int, int]] | None = None,
+    max_length: int | None = None,
+    compute_capability: str | Sequence[str] | None = None,
+    hardware: str = "h100",
+    builder: Any = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Write `config.json` and `rank{r}.engine` for each rank of `mesh`; return the directory.
+
+    args, kwargs: an example batch; shapes and types count, values do not. mesh: {"tp": n}.
+    dtype: "float16", "bfloat16" or "float32", of the weights; None: as they are.
+    dynamic: (minimum, optimum, maximum) of "batch", dim 0 of every input, and of "sequence",
+        dim 1; what is not named has the size of the example.
+    max_length: tokens a key-value cache holds; None: whole sequences, without a cache.
+    compute_capability: of the GPUs to build for, such as "8.9", or several; None: the builder's
+        default. hardware: the machine to plan for (`planning.hardware.HARDWARE`).
+    builder: the module `tensorrt` (11 or later) or `tensorrt_rtx`; None: the one installed.
+    progress: called with (what, done, total).
+
+    From one process: all ranks, one after the other. From a running sharded job: every process
+    calls, all see one file system, and each builds the ranks r, r + world, ... from the weights it
+    holds. The directory appears complete or not at all. Raises ExportError, before any file is
+    written, for a mesh with another axis, an operator without a converter, a size the ranks do not
+    divide, and a compute capability the builder has not, or has no collectives for.
+    """
+    if isinstance(compute_capability, str):
+        compute_capability = [compute_capability]
+    capabilities = tuple(str(one) for one in compute_capability or ())
+    return write_ranks(
+        Engines(builder_module(builder), capabilities),
+        model,
+        args,
+        kwargs,
+        mesh=mesh,
+        directory=directory,
+        dtype=dtype,
+        dynamic=dynamic,
+        max_length=max_length,
+        hardware=hardware,
+        progress=progress,
+    )
+
+
+@dataclass
+class Engines:
+    """The format `autoshard-engine`. capabilities: compute capabilities, such as "8.9"."""
+
+    trt: Any
+    capabilities: Sequence[str] = ()
+    name: str = FORMAT
+    version: int = VERSION
+    suffix: str = ".engine"
+
+    def check(self, graph: RankGraph) -> None:
+        """See Format."""
+        check_capabilities(self.trt, self.capabilities, graph)
+        check_convertible(graph)
+
+    def make(self, graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> Network:
+        """See Format."""
+        return checked_network(self.trt, graph, weights)[0]
+
+    def write(self, made: Network, file: Path) -> Mapping[str, Any]:
+        """See Format."""
+        levels = check_capabilities(self.trt, self.capabilities, made.lowering.graph)
+        file.write_bytes(memoryview(build(made, levels)))
+        return {}
+
+    def describe(self, graph: RankGraph) -> Mapping[str, Any]:
+        """See Format."""
+        builder = {"module": self.trt.__name__, "version": self.trt.__version__}
+        return {"builder": {**builder, "compute_capabilities": list(self.capabilities)}}
+
+
+def checked_network(
+    trt: Any, graph: RankGraph, weights: Mapping[str, torch.Tensor]
+) -> tuple[Network, Spy]:
+    """A rank's network, whose collectives are those of the graph."""
+    spies: list[Spy] = []
+
+    def spied(definition: Any) -> Spy:
+        spies.append(Spy(definition))
+        return spies[0]
+
+    network = make_network(trt, graph, weights, spied)
+    check_collectives(spies[0], graph)
+    return network, spies[0]
+
+
+def builder_module(builder: Any = None) -> Any:
+    """The module that builds: the one given, or `tensorrt` of 11 or later, or `tensorrt_rtx`."""
+    if builder is not None and not isinstance(builder, str):
+        return builder
+    old = ""
+    for name in ("tensorrt", "tensorrt_rtx") if builder is None else (builder,):
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            continue
+        if hasattr(module.INetworkDefinition, "add_dist_collective"):
+            return module
+        old = f"; {name} {module.__version__} has no collectives"
+    raise export_error(
+        f"no {builder or 'TensorRT'} is installed that builds engines with collectives{old}",
+        remedy="pip install 'autoshard[tensorrt-rtx]', or TensorRT 11 or later.",
+    )

@@ -1,0 +1,10 @@
+"""A TensorRT network computed by torch, to check it without a GPU."""
+
+from __future__ import annotations
+
+from autoshard.export.to_tensorrt.interpreter.network import NetworkInterpreter, check_collectives
+
+__all__ = [
+    "NetworkInterpreter",
+    "check_collectives",
+]

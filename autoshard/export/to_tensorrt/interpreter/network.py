@@ -1,0 +1,190 @@
+"""What a network computes, on the CPU: every layer in torch, all ranks in lockstep.
+
+It reads the network that TensorRT holds, not the converter's intentions, and every value it
+computes must have the type and the known sizes that TensorRT inferred. A collective does what its
+recorded arguments say: with a wrong reduction the numbers are wrong, with one rank it does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.export.errors import export_error
+from autoshard.export.rank_graph import RankGraph
+from autoshard.export.to_tensorrt.build import Network
+from autoshard.export.to_tensorrt.interpreter.layers import DTYPES, LAYERS, attend
+from autoshard.export.to_tensorrt.spy import Spy
+from autoshard.runtime import collectives
+from autoshard.runtime.collectives import Axis, all_gather, all_reduce, all_to_all
+
+_EXPECTED = {
+    "all_reduce": ("ALL_REDUCE", "SUM"),
+    "all_gather_into_tensor": ("ALL_GATHER", "NONE"),
+    "reduce_scatter_tensor": ("REDUCE_SCATTER", "SUM"),
+    "all_to_all_single": ("ALL_TO_ALL", "NONE"),
+}
+
+
+def check_collectives(spy: Spy, graph: RankGraph) -> None:
+    """Raise ExportError unless the network has the graph's collectives, in order, each over all
+    ranks of one group, reducing by sum."""
+    nodes = [
+        node
+        for node in graph.module.graph.nodes
+        if getattr(node.target, "namespace", "") == "_c10d_functional"
+    ]
+    wanted = [
+        (*_EXPECTED[node.target._schema.name.split("::")[1]], -1, None, graph.tp) for node in nodes
+    ]
+    found = [recorded.arguments for recorded in spy.collectives]
+    if len(found) != len(wanted):
+        raise export_error(f"{len(found)} collectives in the network, {len(wanted)} in the graph")
+    for node, want, have in zip(nodes, wanted, found, strict=True):
+        if want != have:
+            names = ("operation", "reduction", "root", "groups", "ranks")
+            differ = [(n, w, h) for n, w, h in zip(names, want, have) if w != h]
+            said = ", ".join(f"{n} {h!r}, not {w!r}" for n, w, h in differ)
+            raise export_error(f"the network's collective has {said}", node)
+
+
+class NetworkInterpreter:
+    """One rank's network, callable: inputs by name -> outputs by name.
+
+    network: as `make_network` made it with `spy`. axis: the ranks it communicates with, by a
+    process group or in lockstep; None where the mesh has one rank.
+    """
+
+    def __init__(self, network: Network, spy: Spy, axis: Axis | None = None) -> None:
+        trt, definition = network.trt, network.definition
+        self.trt, self.axis = trt, axis
+        self.constants = network.lowering.constants
+        self.inputs = [definition.get_input(i) for i in range(definition.num_inputs)]
+        self.outputs = [definition.get_output(i) for i in range(definition.num_outputs)]
+        self.recorded = {one.layer.name: one for one in spy.collectives}
+        self.steps = self._ordered(definition, spy.attentions)
+
+    def _ordered(self, definition: Any, attentions: Sequence[Any]) -> list[Any]:
+        """(kind, layer, input tensors, output tensors), each after what it reads."""
+        left: list[Any] = []
+        for i in range(definition.num_layers):
+            layer = definition.get_layer(i)
+            kind = layer.type.name  # before the class changes: an activation's own type hides it
+            if kind.startswith("ATTENTION_"):
+                continue
+            if kind not in LAYERS and kind != "DIST_COLLECTIVE":
+                raise export_error(f"the interpreter has no layer {kind} ({layer.name})")
+            if kind in LAYERS:
+                layer.__class__ = getattr(self.trt, LAYERS[kind].cls)
+            reads = [layer.get_input(i) for i in range(layer.num_inputs)]
+            makes = [layer.get_output(i) for i in range(layer.num_outputs)]
+            left.append((kind, layer, reads, makes))
+        for one in attentions:
+            reads = [one.get_input(i) for i in range(3)] + [one.mask, one.key_value_lengths]
+            left.append(("ATTENTION", one, reads, [one.get_output(0)]))
+        known = {tensor.name for tensor in self.inputs}
+        steps: list[Any] = []
+        while left:
+            waiting = []
+            for step in left:
+                if all(t is None or t.name in known for t in step[2]):
+                    steps.append(step)
+                    known.update(t.name for t in step[3])
+                else:
+                    waiting.append(step)
+            if len(waiting) == len(left):
+                raise export_error(f"layer {left[0][1].name} reads what nothing makes")
+            left = waiting
+        return steps
+
+    def __call__(self, feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Run once. feeds: a tensor for each input; shapes must fit those of the network."""
+        values: dict[str, torch.Tensor] = {}
+        for tensor in self.inputs:
+            values[tensor.name] = self._checked(tensor, feeds[tensor.name], "input")
+        readers = self._reads()
+        with torch.no_grad():
+            for kind, layer, reads, makes in self.steps:
+                given = [None if t is None else values[t.name] for t in reads]
+                results = self._run(kind, layer, given)
+                for tensor, result in zip(makes, results, strict=True):
+                    values[tensor.name] = self._checked(tensor, result, layer.name)
+                for tensor in reads:
+                    if tensor is not None:
+                        readers[tensor.name] -= 1
+                        if readers[tensor.name] == 0:
+                            del values[tensor.name]
+        return {tensor.name: values[tensor.name] for tensor in self.outputs}
+
+    def _reads(self) -> dict[str, int]:
+        """How often each value is read, outputs once more."""
+        counts: dict[str, int] = {}
+        tensors = [t for _, _, reads, _ in self.steps for t in reads if t is not None]
+        for tensor in [*tensors, *self.outputs]:
+            counts[tensor.name] = counts.get(tensor.name, 0) + 1
+        return counts
+
+    def _run(self, kind: str, layer: Any, given: Sequence[Any]) -> Sequence[torch.Tensor]:
+        if kind == "CONSTANT":
+            return [self.constants[layer.name]]
+        if kind == "ATTENTION":
+            return [attend(layer, given)]
+        if kind == "DIST_COLLECTIVE":
+            return [self._collective(layer, given[0])]
+        return LAYERS[kind].run(layer, given)
+
+    def _collective(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        recorded = self.recorded[layer.name]
+        if layer.num_ranks == 1 or self.axis is None:
+            return x
+        if recorded.operation == "ALL_GATHER":
+            return all_gather(x, self.axis)
+        if recorded.operation == "ALL_TO_ALL":
+            return all_to_all(x, self.axis)
+        result = all_reduce(x, recorded.reduction.lower(), self.axis)
+        if recorded.operation == "REDUCE_SCATTER":
+            return result.chunk(self.axis.size)[self.axis.rank].contiguous()
+        return result
+
+    def _checked(self, tensor: Any, value: torch.Tensor, name: str) -> torch.Tensor:
+        """The independent part: what TensorRT inferred for this tensor."""
+        said = str(tensor.dtype).rpartition(".")[2]
+        shape = tuple(tensor.shape)
+        if DTYPES[said] != value.dtype:
+            raise export_error(f"{name}: TensorRT inferred {said}, the value is {value.dtype}")
+        if len(shape) != value.dim() or any(s not in (-1, v) for s, v in zip(shape, value.shape)):
+            raise export_error(
+                f"{name}: TensorRT inferred shape {shape}, the value has {tuple(value.shape)}"
+            )
+        return value
+
+
+def interpret(
+    networks: Sequence[tuple[Network, Spy]], feeds: Sequence[Mapping[str, torch.Tensor]]
+) -> list[list[dict[str, torch.Tensor]]]:
+    """For each rank, the outputs of each of `feeds`, which every rank gets.
+
+    A cache output becomes the cache input of the next feed; the first begins with zeros.
+    """
+    ranks = len(networks)
+
+    def work(axis: Axis) -> list[dict[str, torch.Tensor]]:
+        network, spy = networks[axis.rank]
+        runner = NetworkInterpreter(network, spy, axis if ranks > 1 else None)
+        graph = network.lowering.graph
+        caches: dict[str, torch.Tensor] = {}
+        results = []
+        for feed in feeds:
+            rows = next(iter(feed.values())).shape[0]
+            for port in graph.inputs:
+                if port.role.endswith("cache") and port.name not in caches:
+                    shape = [rows if s == "batch" else int(s) for s in port.shape]
+                    caches[port.name] = torch.zeros(shape, dtype=port.dtype)
+            out = runner({**feed, **caches})
+            caches = {name: out[f"{name}_out"] for name in caches}
+            results.append(out)
+        return results
+
+    return collectives.run_ranks(ranks, work, timeout=300)

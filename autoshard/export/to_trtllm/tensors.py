@@ -1,0 +1,184 @@
+"""The tensors of one rank of a TensorRT-LLM checkpoint, as pieces of a model's parameters.
+
+Linear weights are (out, in). Layers count from 0 within a pipeline stage. Names differ from the
+usual ones in one place: `mlp.fc` is the activated projection and `mlp.gate` the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from autoshard.export.decoder import Attention, Decoder, Layer, Linear, Mlp, Norm
+from autoshard.export.errors import export_error
+from autoshard.export.to_trtllm.pieces import Entry, Piece
+
+_LAYERS = "transformer.layers"
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a checkpoint is divided. dtype: of all tensors but a router's, which is float32.
+
+    parallel_embedding: each tensor rank holds a part of the token embedding. share_embedding: no
+    head of its own is written.
+    """
+
+    tp: int
+    pp: int
+    dtype: torch.dtype
+    parallel_embedding: bool
+    share_embedding: bool
+
+
+def check_split(decoder: Decoder, split: Split) -> None:
+    """Raise ExportError for a size the split does not divide, naming both numbers."""
+    attention, mlp = decoder.layers[0].attention, decoder.layers[0].mlp
+    sizes = [("pp", split.pp, "layers", len(decoder.layers))]
+    sizes += [("tp", split.tp, "heads", attention.heads), ("tp", split.tp, "MLP width", mlp.width)]
+    if attention.kv_heads >= split.tp:
+        sizes.append(("tp", split.tp, "key-value heads", attention.kv_heads))
+    for name, parts, what, size in sizes:
+        if size % parts:
+            raise export_error(f"{what} {size} % {name} {parts} = {size % parts}, not 0")
+    if attention.kv_heads < split.tp and split.tp % attention.kv_heads:
+        raise export_error(
+            f"tp {split.tp} % key-value heads {attention.kv_heads} = "
+            f"{split.tp % attention.kv_heads}, not 0: a head cannot be repeated evenly"
+        )
+    if split.share_embedding and split.pp > 1:
+        raise export_error(
+            f"pp {split.pp}: TensorRT-LLM shares this family's embedding with its head, and "
+            "cannot share it between pipeline stages",
+            remedy="Export with pp=1.",
+        )
+
+
+def rank_tensors(decoder: Decoder, split: Split, rank: int) -> list[Entry]:
+    """The tensors of `rank{rank}.safetensors`, where rank = pp_rank * tp + tp_rank."""
+    stage, part = divmod(rank, split.tp)
+    return list(_Rank(decoder, split, part).tensors(stage))
+
+
+class _Rank:
+    def __init__(self, decoder: Decoder, split: Split, rank: int) -> None:
+        self.decoder, self.split, self.rank = decoder, split, rank
+
+    def tensors(self, stage: int) -> Iterator[Entry]:
+        decoder, split = self.decoder, self.split
+        count = len(decoder.layers) // split.pp
+        if stage == 0:
+            shards = split.tp if split.parallel_embedding else 1
+            yield self._vocab("transformer.vocab_embedding.weight", decoder.embedding, shards)
+            if decoder.positions is not None:
+                assert decoder.max_positions is not None
+                shape = (decoder.max_positions, decoder.hidden)
+                yield self._whole("transformer.position_embedding.weight", decoder.positions, shape)
+        for i, layer in enumerate(decoder.layers[stage * count : (stage + 1) * count]):
+            yield from self._layer(f"{_LAYERS}.{i}", layer)
+        if stage == split.pp - 1:
+            yield from self._norm("transformer.ln_f", decoder.norm)
+            if not split.share_embedding:
+                yield self._vocab("lm_head.weight", decoder.head.weight, split.tp)
+
+    def _layer(self, prefix: str, layer: Layer) -> Iterator[Entry]:
+        yield from self._norm(f"{prefix}.input_layernorm", layer.attention_norm)
+        if layer.mlp_norm is not layer.attention_norm:
+            name = "mlp_layernorm" if layer.parallel else "post_layernorm"
+            yield from self._norm(f"{prefix}.{name}", layer.mlp_norm)
+        yield from self._attention(f"{prefix}.attention", layer.attention)
+        if layer.mlp.router is not None:
+            yield from self._experts(f"{prefix}.mlp", layer.mlp, layer.mlp.router)
+            return
+        activated = layer.mlp.gate or layer.mlp.up
+        yield from self._columns(f"{prefix}.mlp.fc", activated)
+        if layer.mlp.gate is not None:
+            yield from self._columns(f"{prefix}.mlp.gate", layer.mlp.up)
+        yield from self._rows(f"{prefix}.mlp.proj", layer.mlp.down)
+
+    def _attention(self, prefix: str, attention: Attention) -> Iterator[Entry]:
+        linears = (attention.query, attention.key, attention.value)
+        rows = [self._heads(one, attention) for one in linears]
+        total = sum(len(r) for r in rows)
+        weights = tuple(
+            Piece(one.weight, r, transposed=one.transposed) for one, r in zip(linears, rows)
+        )
+        yield self._entry(f"{prefix}.qkv.weight", (total, attention.query.inputs), weights)
+        biases = [one.bias for one in linears]
+        if any(biases):
+            if not all(biases):
+                raise export_error(
+                    f"biases of query, key and value {biases}: all or none", attention.node
+                )
+            pieces = tuple(Piece(name, r) for name, r in zip(biases, rows) if name)
+            yield self._entry(f"{prefix}.qkv.bias", (total,), pieces)
+        yield from self._rows(f"{prefix}.dense", attention.dense)
+
+    def _heads(self, linear: Linear, attention: Attention) -> torch.Tensor:
+        """This rank's rows; fewer heads than ranks are each repeated for consecutive ranks."""
+        assert linear.rows is not None
+        by_head = linear.rows.view(-1, attention.head_dim)
+        repeats = max(1, self.split.tp // len(by_head))
+        heads = by_head.repeat_interleave(repeats, 0)
+        return self._part(heads).flatten()
+
+    def _columns(self, prefix: str, linear: Linear) -> Iterator[Entry]:
+        """A projection split by its outputs."""
+        rows = self._part(_rows_of(linear))
+        weight = Piece(linear.weight, rows, transposed=linear.transposed)
+        yield self._entry(f"{prefix}.weight", (len(rows), linear.inputs), (weight,))
+        if linear.bias is not None:
+            yield self._entry(f"{prefix}.bias", (len(rows),), (Piece(linear.bias, rows),))
+
+    def _rows(self, prefix: str, linear: Linear) -> Iterator[Entry]:
+        """A projection split by its inputs; every rank holds the whole bias."""
+        length = linear.inputs // self.split.tp
+        columns = (self.rank * length, length)
+        weight = Piece(linear.weight, linear.rows, columns, linear.transposed)
+        yield self._entry(f"{prefix}.weight", (linear.outputs, length), (weight,))
+        if linear.bias is not None:
+            yield self._whole(f"{prefix}.bias", linear.bias, (linear.outputs,))
+
+    def _experts(self, prefix: str, mlp: Mlp, router: Linear) -> Iterator[Entry]:
+        assert mlp.gate is not None and mlp.gate.weight == mlp.up.weight
+        rows = torch.cat([self._part(_rows_of(mlp.up)), self._part(_rows_of(mlp.gate))])
+        both = Piece(mlp.up.weight, rows, transposed=mlp.up.transposed)
+        shape = (mlp.experts, len(rows), mlp.up.inputs)
+        yield self._entry(f"{prefix}.fc.weight", shape, (both,))
+        length = mlp.width // self.split.tp
+        down = Piece(mlp.down.weight, None, (self.rank * length, length), mlp.down.transposed)
+        shape = (mlp.experts, mlp.down.outputs, length)
+        yield self._entry(f"{prefix}.proj.weight", shape, (down,))
+        choose = Piece(router.weight, transposed=router.transposed)
+        size = (router.outputs, router.inputs)
+        yield Entry(f"{prefix}.router.weight", size, torch.float32, (choose,))
+
+    def _norm(self, prefix: str, norm: Norm) -> Iterator[Entry]:
+        size = (self.decoder.hidden,)
+        weight = Piece(norm.weight, plus_one=norm.zero_centred)
+        yield self._entry(f"{prefix}.weight", size, (weight,))
+        if norm.bias is not None:
+            yield self._whole(f"{prefix}.bias", norm.bias, size)
+
+    def _vocab(self, name: str, parameter: str, shards: int) -> Entry:
+        """One of `shards` equal parts of a [vocab, hidden] table, padded with rows of zeros."""
+        vocab = self.decoder.vocab
+        size = (vocab + shards - 1) // shards
+        start = min(vocab, (self.rank if shards > 1 else 0) * size)
+        rows = torch.arange(start, min(vocab, start + size))
+        return self._entry(name, (size, self.decoder.hidden), (Piece(parameter, rows),))
+
+    def _whole(self, name: str, parameter: str, shape: tuple[int, ...]) -> Entry:
+        return self._entry(name, shape, (Piece(parameter),))
+
+    def _entry(self, name: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> Entry:
+        return Entry(name, shape, self.split.dtype, pieces)
+
+    def _part(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.chunk(self.split.tp)[self.rank]
+
+
+def _rows_of(linear: Linear) -> torch.Tensor:
+    return torch.arange(linear.outputs) if linear.rows is None else linear.rows

@@ -1,0 +1,13 @@
+"""Which mesh: every factorisation priced, and the choice at a first call."""
+
+from __future__ import annotations
+
+from autoshard.mesh_search.first_call import choose
+from autoshard.mesh_search.search import Row, Search, plan
+
+__all__ = [
+    "Row",
+    "Search",
+    "choose",
+    "plan",
+]

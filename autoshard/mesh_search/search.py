@@ -1,0 +1,267 @@
+"""`autoshard.plan`: every mesh of a world, planned exactly and priced, without starting a process.
+
+The model is captured once. Each size of the tp axis is planned once, by the exact solver, and
+serves all ways to split the rest of the world into `dp_replicate` x `dp_shard`, which follow from
+the mesh (planning/estimate.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx, nn
+
+from autoshard.build import plan_captured
+from autoshard.capture import capture
+from autoshard.compiling import lowered_dtypes, say_stored, use_by
+from autoshard.config import Config
+from autoshard.errors import ConfigError, message
+from autoshard.planning import Plan
+from autoshard.planning.cost import Cluster, cluster
+from autoshard.planning.estimate import (
+    Footprint,
+    Layout,
+    MemoryModel,
+    Profile,
+    Timing,
+    Training,
+    footprint,
+    profile,
+    timing,
+)
+from autoshard.runtime import compat
+from autoshard.runtime.mesh import AXIS_ORDER, offline_mesh
+from autoshard.runtime.parameters import lowered
+from autoshard.tracing import intercept
+
+Mesh = dict[str, int]
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One mesh: what a rank holds and how long a step takes.
+
+    mesh: sizes of the axes above 1. memory, timing: of one rank, bytes and seconds. mfu: the
+    model's own operations over what the world's devices could do in a step. unfit: why it does not
+    fit, empty where it does. plan: the tp axis's decisions and the mesh, ready to `save`.
+    """
+
+    mesh: Mesh
+    memory: Footprint
+    timing: Timing
+    mfu: float
+    unfit: str
+    plan: Plan
+
+    @property
+    def fits(self) -> bool:
+        """Whether a rank's memory holds it."""
+        return not self.unfit
+
+
+@dataclass(frozen=True)
+class Search:
+    """All meshes tried: `rows`, those that fit first, then by the work a second does."""
+
+    rows: tuple[Row, ...]
+    cluster: Cluster
+    world: int
+
+    @property
+    def best(self) -> Row | None:
+        """The recommendation; None where nothing fits."""
+        return self.rows[0] if self.rows and self.rows[0].fits else None
+
+
+def plan(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    world: int,
+    hardware: str | Cluster = "h100",
+    mesh: Mapping[str, int] | None = None,
+    training: Training | None = None,
+    memory: MemoryModel = footprint,
+    batches: int | None = None,
+    progress: Progress | None = None,
+    **config: Any,
+) -> Search:
+    """Try the meshes of `world` ranks for training `model` on batches like `args` and `kwargs`.
+
+    model, args, kwargs: as for `autoshard.trace`; on the meta device nothing is allocated. The
+        batch is that of one data-parallel rank.
+    hardware: a key of `planning.hardware.HARDWARE`, a cluster file, or a Cluster. mesh: only this
+        one, instead of all factorisations with tp inside a node. training: dtypes and optimizer.
+    memory: what estimates a rank's bytes. batches: how many different batches the world is given,
+        where that is less than one for each data-parallel rank: the others repeat work. progress:
+        called with (what is next, steps done, steps in all). config: `zero`, `precision`,
+        `bucket_bytes`,
+        `memory_budget`, `sequence_parallel`, ... as in `autoshard.Config`.
+
+    Raises ConfigError for a mesh that does not fit the world, and what `trace` raises.
+    """
+    machine = cluster(hardware)
+    meshes = [_checked(mesh, world)] if mesh is not None else candidates(world, machine)
+    settings = Config.from_options(config)
+
+    def search(
+        gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: list[compat.GraphInput]
+    ) -> Search:
+        say("capturing", 1, steps)
+        captured = capture(gm, example_inputs, lowered_dtypes(inputs))
+        return search_captured(
+            captured, inputs, meshes, machine, settings, training, memory, batches, progress
+        )
+
+    steps = len(_tp_sizes(meshes)) + 2
+    say = progress or _silent
+    say("tracing", 0, steps)
+    use = use_by(settings, None)
+    with _no_collector(), contextlib.nullcontext() if use.param is None else lowered(model, use):
+        found = intercept(model, args, kwargs, search)
+    say("done", steps, steps)
+    return found
+
+
+@contextlib.contextmanager
+def _no_collector() -> Iterator[None]:
+    """Hold the cycle collector: a fifth of the time goes into scanning graphs that all live on."""
+    held = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if held:
+            gc.enable()
+
+
+def search_captured(
+    captured: fx.GraphModule,
+    inputs: list[compat.GraphInput],
+    meshes: Sequence[Mesh],
+    machine: Cluster,
+    config: Config,
+    training: Training | None = None,
+    memory: MemoryModel = footprint,
+    batches: int | None = None,
+    progress: Progress | None = None,
+) -> Search:
+    """`plan`, of a serial graph that is captured already; `captured` stays as it is.
+
+    inputs: whose parameters may be read in another dtype than they are stored in (`lowered`).
+    """
+    training = training or Training()
+    # the budget is one of the whole rank: rows are held to it, not the plan of the tp axis alone
+    limit, config = config.memory_budget, replace(config, memory_budget=None)
+    limit = limit or machine.usable_bytes
+    sizes = _tp_sizes(meshes)
+    rows: list[Row] = []
+    for done, n in enumerate(sizes):
+        (progress or _silent)(f"planning tp={n}", done + 2, len(sizes) + 2)
+        serial = copied(captured)
+        say_stored(serial, inputs, config)
+        device = machine.planned({"tp": n})
+        planned = plan_captured(serial, inputs, offline_mesh({"tp": n}, 0), config, device)
+        one = profile(
+            planned.serial, planned.decisions, planned.parameters, n, machine, device.links["tp"]
+        )
+        for mesh in meshes:
+            if mesh.get("tp", 1) == n:
+                made = replace(planned.plan, mesh=dict(mesh))
+                layout = Layout(
+                    mesh.get("dp_shard", 1),
+                    mesh.get("dp_replicate", 1),
+                    config.zero,
+                    config.bucket_bytes,
+                )
+                held = memory(one, layout, training)
+                took = timing(one, layout, training, machine, machine.links(mesh))
+                mfu = _utilisation(one, layout, took.step, batches)
+                unfit = _unfit(held, limit, layout, one)
+                rows.append(Row(dict(mesh), held, took, mfu, unfit, made))
+    # the same work in every row where the batch is; utilisation counts it either way
+    rows.sort(key=lambda row: (not row.fits, -row.mfu))
+    return Search(tuple(rows), machine, math.prod(meshes[0].values()))
+
+
+def _tp_sizes(meshes: Sequence[Mesh]) -> list[int]:
+    return list(dict.fromkeys(mesh.get("tp", 1) for mesh in meshes))
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    pass
+
+
+def candidates(world: int, machine: Cluster) -> list[Mesh]:
+    """Every dp_replicate x dp_shard x tp that multiplies to `world`, with tp inside a node.
+
+    Across nodes a tp axis would send whole activations, several times a layer, over the slower
+    network: name such a mesh to see it.
+    """
+    found = []
+    for tp in _divisors(world):
+        if tp > 1 and machine.per_node % tp:
+            continue
+        for shard in _divisors(world // tp):
+            found.append(_named(world // tp // shard, shard, tp))
+    return found
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _named(replicate: int, shard: int, tp: int) -> Mesh:
+    sizes = dict(zip(AXIS_ORDER, (replicate, shard, tp), strict=True))
+    return {name: size for name, size in sizes.items() if size > 1} or {"tp": 1}
+
+
+def _checked(mesh: Mapping[str, int], world: int) -> Mesh:
+    sizes = {axis.name: axis.size for axis in offline_mesh(mesh, 0).axes}
+    if math.prod(sizes.values()) != world:
+        spelled = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ConfigError(
+            message(
+                f"the mesh {spelled} has {math.prod(sizes.values())} ranks, the world {world}",
+                remedy="Give sizes whose product is the world.",
+            )
+        )
+    return sizes
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a captured graph that passes may rewrite; the values are shared."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))  # type: ignore[arg-type]
+    made = fx.GraphModule(gm, graph)
+    made.meta = dict(gm.meta)
+    return made
+
+
+def _utilisation(one: Profile, layout: Layout, step: float, batches: int | None) -> float:
+    """The model's operations over those the devices could do in a step; 0 for an empty step."""
+    copies = layout.shard * layout.replicate
+    useful = min(copies, batches or copies)
+    return useful * one.flops / (step * copies * one.n * one.peak) if step else 0.0
+
+
+def _unfit(held: Footprint, limit: int, layout: Layout, one: Profile) -> str:
+    """Why a rank's memory does not hold it, with the numbers and what would help."""
+    if held.total <= limit:
+        return ""
+    states = held.parameters + held.gradients + held.optimizer
+    split = layout.shard * one.n
+    if states > held.activations:
+        why = f"parameters and their states alone are {states / 1e9:.3g}"
+        remedy = f"split over {split}, they need more of dp_shard or tp"
+    else:
+        why = f"activations are {held.activations / 1e9:.3g}"
+        remedy = "a smaller batch, more tp, or activation checkpointing"
+    return f"{held.total / 1e9:.3g} of {limit / 1e9:.3g} GB: {why}; {remedy}"

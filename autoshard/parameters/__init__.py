@@ -1,0 +1,14 @@
+"""Give parameters the storage a plan chose; fill and save them."""
+
+from __future__ import annotations
+
+from autoshard.parameters.safetensors import load_safetensors, save_safetensors
+from autoshard.parameters.storage import build_agreed, shard, store
+
+__all__ = [
+    "build_agreed",
+    "load_safetensors",
+    "save_safetensors",
+    "shard",
+    "store",
+]

@@ -1,0 +1,251 @@
+"""Weights from and to safetensors: each rank reads its shard's bytes; rank 0 writes them gathered.
+
+    autoshard.load_safetensors(model, "path/to/hf")
+    autoshard.save_safetensors(model, "path/to/new")
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoshard.errors import AutoshardError, message
+from autoshard.parameters.meta_buffers import initialise_buffers, meta_buffers
+from autoshard.runtime import compat
+from autoshard.runtime.mesh import axes_of
+from autoshard.runtime.parameters import local_bounds, stored_states
+
+_INDEX = "model.safetensors.index.json"
+
+
+class Keys(NamedTuple):
+    """What `load_state_dict` returns: names the file lacks, and names the model lacks."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A parameter or buffer to fill. holders: where a whole tensor on meta is replaced."""
+
+    name: str
+    tensor: torch.Tensor
+    holders: list[tuple[dict[str, Any], str]]
+
+
+def load_safetensors(model: nn.Module, path: str | Path, *, strict: bool = True) -> Keys:
+    """Fill a model from a safetensors file, or from a Hugging Face directory of them.
+
+    model: stored as shards (after `autoshard.shard`, or after the first call of the compiled
+        model), on any mesh; or whole, in a single process. On the meta device is fine. Of a stored
+        parameter this rank reads the bytes of its own part, and nothing more. No communication.
+    path: a file, or a directory with `model.safetensors.index.json` or files `*.safetensors`.
+    strict: names that only one side has are an error, as in `load_state_dict`. A tied parameter is
+        there if one of its names is.
+
+    Values are converted to the dtype of what they fill. Buffers that no file holds are computed
+    where the model is on meta and knows how (Hugging Face's `_init_weights`).
+
+    Returns the names that only one side has. Raises AutoshardError, before anything is written,
+    for such names where `strict`, for a shape that differs (with the file and both shapes), and for
+    a parameter on meta that nothing stores yet; after it for buffers that are still on meta.
+    """
+    model = getattr(model, "_orig_mod", model)
+    files = _files(Path(path))
+    targets = list(_targets(model))
+    _refuse_whole_meta(targets)
+    found: dict[str, tuple[Path, str]] = {}
+    missing = []
+    of: dict[str, _Target] = {}
+    for names, target in _aliases(targets):
+        present = [name for name in names if name in files]
+        of.update(dict.fromkeys(names, target))
+        if present:
+            found[target.name] = (files[present[0]], present[0])
+        else:
+            missing.extend(names)
+    unexpected = [name for name in files if name not in of]
+    if strict and (missing or unexpected):
+        raise _names_differ(path, missing, unexpected)
+    _read(found, of)
+    initialise_buffers(model, _device(targets))
+    left = [name for name, *_ in meta_buffers(model)]
+    if left:
+        raise AutoshardError(
+            message(
+                f"{len(left)} buffers are on the meta device and {path} does not hold them: "
+                f"{_few(left)}",
+                remedy="Their values were computed when the module was made, on meta, and are "
+                "lost. Give them again: module.register_buffer(name, value, persistent=False).",
+            )
+        )
+    return Keys(missing, unexpected)
+
+
+def save_safetensors(model: nn.Module, directory: str | Path, **options: Any) -> None:
+    """Write the model as a Hugging Face directory, which `from_pretrained` opens.
+
+    Another name of `autoshard.export.huggingface`; options are the same.
+    """
+    from autoshard.export import huggingface
+
+    huggingface(model, directory, **options)
+
+
+def _read(found: Mapping[str, tuple[Path, str]], of: Mapping[str, _Target]) -> None:
+    """Check every shape, then fill: file by file, each opened once."""
+    by_file: dict[Path, list[tuple[str, _Target]]] = {}
+    for name, (file, stored_as) in found.items():
+        by_file.setdefault(file, []).append((stored_as, of[name]))
+    for write in (False, True):
+        for file, wanted in by_file.items():
+            with _opened(file) as opened:
+                for stored_as, target in wanted:
+                    source = opened.get_slice(stored_as)
+                    if write:
+                        _fill(target, source)
+                        continue
+                    shape, want = tuple(source.get_shape()), tuple(target.tensor.shape)
+                    if shape != want:
+                        raise AutoshardError(
+                            message(
+                                f"{stored_as} has shape {shape} in {file}, and {want} in the model",
+                                remedy="Load the checkpoint of this configuration.",
+                            )
+                        )
+
+
+def _fill(target: _Target, source: Any) -> None:
+    tensor = target.tensor
+    if isinstance(tensor, DTensor):
+        states, axes = stored_states(tensor), axes_of(tensor.device_mesh)
+        bounds = local_bounds(tensor.shape, states, axes)
+        local = compat.local_of(tensor)
+    else:
+        bounds = [(0, size) for size in tensor.shape]
+        local = tensor
+    if any(first >= end for first, end in bounds):
+        return  # fewer rows than ranks: this one holds none
+    value = source[tuple(slice(first, end) for first, end in bounds)] if bounds else source[...]
+    if local.is_meta:
+        value = value.to(local.dtype, copy=True)  # what was read is a view of the mapped file
+        whole = isinstance(tensor, nn.Parameter)
+        new = nn.Parameter(value, tensor.requires_grad) if whole else value
+        for holder, name in target.holders:
+            holder[name] = new
+    else:
+        with torch.no_grad():
+            local.copy_(value)
+
+
+def _targets(model: nn.Module) -> Iterator[_Target]:
+    """What the state dict has, a tied parameter once a name."""
+    holders: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for module in model.modules():
+        for registry in (module._parameters, module._buffers):
+            for name, tensor in registry.items():
+                holders.setdefault(id(tensor), []).append((registry, name))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor):
+            yield _Target(name, tensor, holders.get(id(tensor), []))
+
+
+def _aliases(targets: list[_Target]) -> Iterator[tuple[list[str], _Target]]:
+    """Every tensor once, with all its names."""
+    names: dict[int, list[str]] = {}
+    for target in targets:
+        names.setdefault(id(target.tensor), []).append(target.name)
+    for target in targets:
+        if names[id(target.tensor)][0] == target.name:
+            yield names[id(target.tensor)], target
+
+
+def _refuse_whole_meta(targets: list[_Target]) -> None:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    for target in targets:
+        tensor = target.tensor
+        if isinstance(tensor, nn.Parameter) and tensor.is_meta and not isinstance(tensor, DTensor):
+            raise AutoshardError(
+                message(
+                    f"parameter {target.name} is on the meta device and nothing stores it yet",
+                    remedy="Call autoshard.shard(model, ...) with an example batch first: each "
+                    "rank then reads its shard only.",
+                )
+            )
+
+
+def _files(path: Path) -> dict[str, Path]:
+    """Tensor name -> file."""
+    if path.is_file():
+        return dict.fromkeys(_names(path), path)
+    index = path / _INDEX
+    if index.is_file():
+        weights: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return {name: path / file for name, file in weights.items()}
+    found = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    if not found:
+        raise AutoshardError(
+            message(
+                f"{path} is neither a safetensors file nor a directory with one",
+                remedy="Give a file, or a Hugging Face directory of safetensors.",
+            )
+        )
+    return {name: file for file in found for name in _names(file)}
+
+
+def _names(file: Path) -> list[str]:
+    with _opened(file) as opened:
+        return list(opened.keys())
+
+
+def _opened(file: Path) -> Any:
+    try:
+        import safetensors
+    except ModuleNotFoundError as error:
+        raise AutoshardError(
+            message(
+                "reading safetensors needs the package of that name",
+                remedy="pip install 'autoshard[export]'.",
+            )
+        ) from error
+    if not file.is_file():
+        raise AutoshardError(message(f"{file} is named in the index and does not exist"))
+    return safetensors.safe_open(file, framework="pt")
+
+
+def _names_differ(path: str | Path, missing: list[str], unexpected: list[str]) -> AutoshardError:
+    parts = []
+    if missing:
+        parts.append(f"{len(missing)} names of the model are not in it: {_few(missing)}")
+    if unexpected:
+        parts.append(f"{len(unexpected)} of its names are not in the model: {_few(unexpected)}")
+    return AutoshardError(
+        message(
+            f"{path} does not fit the model; " + "; ".join(parts),
+            remedy="strict=False loads what both have.",
+        )
+    )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+def _device(targets: list[_Target]) -> str:
+    """Where buffers belong: where the parameters are."""
+    for target in targets:
+        if isinstance(target.tensor, DTensor):
+            return target.tensor.device_mesh.device_type
+        if not target.tensor.is_meta:
+            return target.tensor.device.type
+    return "cpu"

@@ -1,0 +1,41 @@
+"""What an operator and a collective cost on a described machine."""
+
+from __future__ import annotations
+
+from autoshard.planning.cost.bucket_size import default_bucket_bytes, reference_bytes
+from autoshard.planning.cost.clusters import Cluster, Efficiency, cluster
+from autoshard.planning.cost.machines import HARDWARE, Hardware, Link, hardware
+from autoshard.planning.cost.model import (
+    change_collectives,
+    change_seconds,
+    collective_seconds,
+    hint,
+    node_bytes,
+    node_flops,
+    node_seconds,
+    numel,
+    outer_dim,
+    ring_bytes,
+)
+
+__all__ = [
+    "Cluster",
+    "Efficiency",
+    "HARDWARE",
+    "Hardware",
+    "Link",
+    "change_collectives",
+    "change_seconds",
+    "cluster",
+    "collective_seconds",
+    "default_bucket_bytes",
+    "hardware",
+    "hint",
+    "node_bytes",
+    "node_flops",
+    "node_seconds",
+    "numel",
+    "outer_dim",
+    "reference_bytes",
+    "ring_bytes",
+]

@@ -1,0 +1,172 @@
+"""Machines joined by links: what a rank of a mesh axis talks over, and the files that describe one.
+
+A cluster is nodes of equal devices. Ranks are laid out with `tp` innermost, then `dp_shard`, then
+`dp_replicate`, as `runtime.mesh.AXIS_ORDER` has it and torchrun numbers them, so the layout says
+which axis stays inside a node. A description in a file (JSON, or YAML with the extra):
+
+    name: eight-h100
+    devices_per_node: 8
+    memory: {gigabytes: 80, gigabytes_per_second: 3350}
+    tera_flops: {float8: 1979, half: 989, float32: 67, float64: 67}
+    inside: {microseconds: 1.5, gigabytes_per_second: 450}
+    between: {microseconds: 5, gigabytes_per_second: 50}
+    efficiency: {compute: 0.7, memory: 0.8, links: 0.8, fits: 0.92}
+
+Bandwidths are one rank's, in one direction. `efficiency` may be left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autoshard.planning.cost.machines import HARDWARE, Hardware, Link, hardware
+from autoshard.runtime.collectives import DATA_AXES
+from autoshard.runtime.errors import ConfigError, message
+from autoshard.runtime.mesh import AXIS_ORDER
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What a well-tuned program gets of the data sheet: fractions of peak arithmetic, of memory
+    bandwidth and of link bandwidth; `fits` is the part of device memory that tensors may fill,
+    beside the runtime, communication buffers and fragmentation. The defaults are assumptions of
+    this project, not measurements: put your own into a cluster file.
+    """
+
+    compute: float = 0.7
+    memory: float = 0.8
+    links: float = 0.8
+    fits: float = 0.92
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of `per_node` equal devices; `inside` and `between` are the links of one rank."""
+
+    device: Hardware
+    per_node: int
+    inside: Link
+    between: Link
+    efficiency: Efficiency = Efficiency()
+
+    @property
+    def name(self) -> str:
+        """The device's name."""
+        return self.device.name
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes of a device that a rank's tensors may fill."""
+        return int(self.device.memory_bytes * self.efficiency.fits)
+
+    def link(self, size: int, stride: int) -> Link:
+        """The link of an axis of `size` ranks that are `stride` ranks apart.
+
+        Inside a node, the node's link. An axis with m of its ranks in each node crosses to the
+        next node once for these m, over the m links to the network that they own: a ring gets the
+        slower of the node's link and m of the network's (the picture behind the "bus bandwidth" of
+        nccl-tests). Its latency is the mean over the ring's steps.
+        """
+        if size * stride <= self.per_node:
+            return self.inside
+        here = max(1, self.per_node // stride)
+        crossing = 1 / here
+        return Link(
+            self.between.latency * crossing + self.inside.latency * (1 - crossing),
+            min(self.inside.bandwidth, here * self.between.bandwidth),
+            self.inside.copy_bandwidth,
+        )
+
+    def links(self, sizes: Mapping[str, int]) -> dict[str, Link]:
+        """The link of each axis of a mesh of these sizes, at the data sheet's rates."""
+        found, stride = {}, 1
+        for name in reversed(AXIS_ORDER):
+            size = sizes.get(name, 1)
+            found[name] = self.link(size, stride)
+            stride *= size
+        return found
+
+    def real(self, link: Link) -> Link:
+        """The link at the rate that a program gets of it."""
+        share = self.efficiency
+        return Link(
+            link.latency, link.bandwidth * share.links, link.copy_bandwidth * share.memory
+        )
+
+    def planned(self, sizes: Mapping[str, int]) -> Hardware:
+        """What the planner needs to know of the cluster for a mesh of these sizes."""
+        return replace(self.device, links=self.links(sizes))
+
+
+def cluster(source: str | Cluster) -> Cluster:
+    """A built-in cluster (a key of HARDWARE: eight GPUs a node, or a pair of CPU processes), or
+    the one that a .json, .yaml or .yml file describes. ConfigError where there is neither."""
+    if isinstance(source, Cluster):
+        return source
+    if Path(source).suffix in (".json", ".yaml", ".yml"):
+        return read_cluster(Path(source))
+    if source not in HARDWARE:
+        hardware(source)  # raises, naming the closest
+    machine = HARDWARE[source]
+    per_node = 2 if source == "cpu" else 8
+    return Cluster(machine, per_node, machine.links["tp"], machine.links["dp_shard"])
+
+
+def read_cluster(path: Path) -> Cluster:
+    """The cluster that a file describes; ConfigError names the file and the entry."""
+    body = _parsed(path)
+    try:
+        memory, rates = body["memory"], body["tera_flops"]
+        bandwidth = float(memory["gigabytes_per_second"]) * 1e9
+        links = {
+            name: Link(
+                float(body[name]["microseconds"]) * 1e-6,
+                float(body[name]["gigabytes_per_second"]) * 1e9,
+                bandwidth,
+            )
+            for name in ("inside", "between")
+        }
+        device = Hardware(
+            str(body["name"]),
+            {k: float(rates[k]) * 1e12 for k in ("float8", "half", "float32", "float64")},
+            bandwidth,
+            int(float(memory["gigabytes"]) * 1e9),
+            {"tp": links["inside"], **dict.fromkeys(DATA_AXES, links["between"])},
+        )
+        shares = {k: float(v) for k, v in body.get("efficiency", {}).items()}
+        return Cluster(
+            device, int(body["devices_per_node"]), **links, efficiency=Efficiency(**shares)
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            message(
+                f"the cluster file {path} has no usable entry {error}",
+                remedy="docs/planning.md shows a complete file.",
+            )
+        ) from error
+
+
+def _parsed(path: Path) -> Any:
+    text = path.read_text()
+    try:
+        if path.suffix == ".json":
+            return json.loads(text)
+        yaml = importlib.import_module("yaml")
+    except json.JSONDecodeError as error:
+        raise ConfigError(message(f"the cluster file {path} is not JSON: {error}")) from error
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            message(
+                f"the cluster file {path} needs PyYAML, which is not installed",
+                remedy="pip install 'autoshard[yaml]', or write it as JSON.",
+            )
+        ) from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(message(f"the cluster file {path} is not YAML: {error}")) from error

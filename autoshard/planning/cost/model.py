@@ -1,0 +1,261 @@
+"""What a state change and an operator cost, in seconds.
+
+Collectives follow the alpha-beta model of a ring: a latency for each step, and the bytes a rank
+sends over its bandwidth. The *logical size* of a collective, everywhere in this project, is in
+bytes: of the tensor for an all-reduce, of the output for an all-gather, of the input for a
+reduce-scatter, of the local tensor for an all-to-all.
+
+    collective      steps     bytes a rank sends
+    all_reduce      2(n-1)    2(n-1)/n * size
+    all_gather        n-1      (n-1)/n * size
+    reduce_scatter    n-1      (n-1)/n * size
+    all_to_all        n-1      (n-1)/n * size
+
+Operators follow the roofline model (S. Williams, A. Waterman, D. Patterson, "Roofline",
+Communications of the ACM 52(4), 2009).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autoshard.planning import sizes as extents
+from autoshard.planning.cost.machines import Hardware, Link
+from autoshard.runtime import randomness
+from autoshard.runtime.collectives import P, R, State, forward_value, gradient_value, shard_dim
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+# A change is never free, so that of two plans with equal traffic the one with fewer changes wins
+# and ties, which ranks could break differently, do not exist.
+CHANGE_SECONDS = 1e-7
+
+
+def ring_bytes(op: str, nbytes: float, n: int) -> float:
+    """Bytes each of `n` ranks sends for a collective of logical size `nbytes`."""
+    if op not in COLLECTIVES:
+        raise ValueError(f"unknown collective {op!r}; known: {', '.join(COLLECTIVES)}")
+    return (2 if op == "all_reduce" else 1) * (n - 1) / n * nbytes
+
+
+def collective_seconds(op: str, nbytes: float, n: int, link: Link) -> float:
+    """Seconds of one collective of logical size `nbytes` over `n` ranks."""
+    steps = ring_bytes(op, n, n)
+    return steps * link.latency + ring_bytes(op, nbytes, n) / link.bandwidth
+
+
+def conversion(src: State, dst: State) -> str | None:
+    """The step that turns a value in R, P or S(d) into another; None where it is there already.
+
+    Besides the collectives: "scale" (divide by n), "slice", "pad" (with zeros), all local.
+    """
+    if src == dst:
+        return None
+    if src == R:
+        return "scale" if dst == P else "slice"
+    if src == P:
+        return "all_reduce" if dst == R else "reduce_scatter"
+    return {R: "all_gather", P: "pad"}.get(dst, "all_to_all")
+
+
+def change_collectives(src: State, dst: State) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The collectives of a state change: (in the forward pass, in the backward pass)."""
+    forward, backward = (conversion(a, b) for a, b in _conversions(src, dst))
+    return (
+        (forward,) if forward in COLLECTIVES else (),
+        (backward,) if backward in COLLECTIVES else (),
+    )
+
+
+def change_seconds(
+    src: State,
+    dst: State,
+    nbytes_global: float,
+    n: int,
+    link: Link,
+    differentiable: bool,
+    outer: int = 0,
+) -> float:
+    """Seconds of a state change, forward and (where `differentiable`) backward.
+
+    nbytes_global: bytes of the whole tensor, before it is sharded. outer: the `outer_dim` of its
+    shape. Zero only where src == dst. Collectives work on the outermost dim; on another dim the
+    tensor is rearranged in memory first or afterwards, which is charged as a copy.
+    """
+    if src == dst:
+        return 0.0
+    passes = _conversions(src, dst)[: 2 if differentiable else 1]
+    return CHANGE_SECONDS + sum(
+        _conversion_seconds(a, b, nbytes_global, n, link, outer) for a, b in passes
+    )
+
+
+def outer_dim(shape: Sequence[int | torch.SymInt]) -> int:
+    """The last dim before which all sizes are 1: splitting it leaves each shard contiguous."""
+    for dim, extent in enumerate(shape):
+        if hint(extent) != 1 or not isinstance(extent, int):
+            return dim
+    return 0
+
+
+def _conversions(src: State, dst: State) -> tuple[tuple[State, State], tuple[State, State]]:
+    return (
+        (forward_value(src), forward_value(dst)),
+        (gradient_value(dst), gradient_value(src)),
+    )
+
+
+def _conversion_seconds(
+    src: State, dst: State, nbytes: float, n: int, link: Link, outer: int
+) -> float:
+    step = conversion(src, dst)
+    if step is None or n == 1:
+        return 0.0
+    whole, shard = nbytes, nbytes / n
+    rearranged = sum((shard_dim(state) or 0) > outer for state in (src, dst))
+    if step == "all_to_all":
+        return (
+            collective_seconds(step, shard, n, link) + 2 * rearranged * shard / link.copy_bandwidth
+        )
+    if step in COLLECTIVES:
+        return (
+            collective_seconds(step, whole, n, link) + 2 * rearranged * whole / link.copy_bandwidth
+        )
+    read_and_written = {"scale": 2 * whole, "slice": 2 * shard, "pad": whole + shard}[step]
+    return read_and_written / link.copy_bandwidth
+
+
+def node_seconds(flops: float, nbytes: float, dtype: torch.dtype, hardware: Hardware) -> float:
+    """Roofline time of an operator: the slower of its arithmetic and its memory traffic."""
+    return max(flops / hardware.peak(dtype), nbytes / hardware.memory_bandwidth)
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """The size as a number. One known at run time only counts as 1, which no axis can split."""
+    found = extents.hint(size)
+    return 1 if found is None else found
+
+
+def numel(tensor: torch.Tensor) -> int:
+    """Elements of a (fake) tensor, symbolic sizes counted with their hints."""
+    return math.prod(hint(extent) for extent in tensor.shape)
+
+
+def node_bytes(node: fx.Node) -> int:
+    """Bytes an operator reads and writes: inputs plus outputs.
+
+    Nothing for a view. A lookup (an embedding, an index) reads of its table what it returns.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.is_view:
+        return 0
+    args, result = _values(node)
+    written = _tensor_bytes(result)
+    if target.overloadpacket in _LOOKUPS:
+        table, *indices = args
+        return min(written, _tensor_bytes(table)) + _tensor_bytes(indices) + written
+    return _tensor_bytes(args) + written
+
+
+def node_flops(node: fx.Node) -> int:
+    """Floating-point operations (a multiply-add is two) of a matrix-product-like operator.
+
+    Zero for every other: memory traffic bounds those. Attention counts the whole square of
+    scores, causal or not.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return 0
+    count = _FLOPS.get(node.target.overloadpacket) or _CUSTOM_FLOPS.get(node.target._schema.name)
+    if count is None:
+        return 0
+    args, result = _values(node)
+    return count(args, result)
+
+
+def _values(node: fx.Node) -> tuple[list[Any], Any]:
+    args = fx.map_arg(node.args, lambda n: n.meta.get("val"))
+    kwargs = fx.map_arg(node.kwargs, lambda n: n.meta.get("val"))
+    return [*args, *kwargs.values()], node.meta.get("val")
+
+
+def _tensor_bytes(tree: Any) -> int:
+    leaves = pytree.tree_leaves(tree)
+    return sum(numel(x) * x.element_size() for x in leaves if isinstance(x, torch.Tensor))
+
+
+def _product(left: int) -> Callable[[Sequence[Any], Any], int]:
+    """For operators whose argument `left` is contracted over its last dim."""
+    return lambda args, out: 2 * numel(out) * hint(args[left].shape[-1])
+
+
+def _convolution(args: Sequence[Any], out: Any) -> int:
+    weight = args[1]
+    return 2 * numel(out) * numel(weight) // hint(weight.shape[0])
+
+
+def _transposed_convolution(args: Sequence[Any], out: Any) -> int:
+    weight = args[1]
+    return 2 * numel(args[0]) * numel(weight) // hint(weight.shape[0])
+
+
+def _general_convolution(args: Sequence[Any], out: Any) -> int:
+    return (_transposed_convolution if args[6] else _convolution)(args, out)
+
+
+def _attention(args: Sequence[Any], out: Any) -> int:
+    query, key, value = args[:3]
+    scores = numel(query) // hint(query.shape[-1]) * hint(key.shape[-2])
+    return 2 * scores * (hint(query.shape[-1]) + hint(value.shape[-1]))
+
+
+def _einsum(args: Sequence[Any], out: Any) -> int:
+    equation, tensors = args[:2]
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if len(terms) < 2:
+        return 0
+    sizes: dict[str, int] = {}
+    for term, tensor in zip(terms, tensors, strict=True):
+        head, _, tail = term.partition("...")
+        extents_of = [hint(extent) for extent in tensor.shape]
+        sizes.update(zip(head, extents_of, strict=False))
+        sizes.update(zip(reversed(tail), reversed(extents_of), strict=False))
+    kept = right if arrow else [letter for letter in sizes if left.count(letter) == 1]
+    contracted = math.prod(size for letter, size in sizes.items() if letter not in kept)
+    return 2 * (len(terms) - 1) * numel(out) * contracted
+
+
+def _recurrent(args: Sequence[Any], out: Any) -> int:
+    # A padded input has the flag `has_biases` after the weights, a packed one has it a place later.
+    weights = args[2] if isinstance(args[3], bool) else args[3]
+    tokens = numel(args[0]) // hint(args[0].shape[-1])
+    return 2 * tokens * sum(numel(w) for w in weights if w.dim() == 2)
+
+
+_aten = torch.ops.aten
+_LOOKUPS = (_aten.embedding, _aten.index, _aten.index_select, _aten.gather, _aten.take)
+_FLOPS: dict[Any, Callable[[Sequence[Any], Any], int]] = {
+    **dict.fromkeys((_aten.linear, _aten.mm, _aten.bmm, _aten.matmul, _aten.mv), _product(0)),
+    **dict.fromkeys((_aten._grouped_mm, _aten._scaled_mm, _aten._scaled_grouped_mm), _product(0)),
+    **dict.fromkeys((_aten.addmm, _aten.baddbmm, _aten.addmv), _product(1)),
+    **dict.fromkeys((_aten.conv1d, _aten.conv2d, _aten.conv3d), _convolution),
+    **dict.fromkeys(
+        (_aten.conv_transpose1d, _aten.conv_transpose2d, _aten.conv_transpose3d),
+        _transposed_convolution,
+    ),
+    **dict.fromkeys((_aten.convolution, _aten._convolution), _general_convolution),
+    **dict.fromkeys((_aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu), _recurrent),
+    _aten.scaled_dot_product_attention: _attention,
+    randomness.ATTENTION: _attention,
+    _aten.einsum: _einsum,
+}
+# Operators of other libraries, by name: they exist only once the library is imported.
+_CUSTOM_FLOPS: dict[str, Callable[[Sequence[Any], Any], int]] = {
+    "transformers::grouped_mm_fallback": _product(0),
+}

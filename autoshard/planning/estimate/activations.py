@@ -1,0 +1,201 @@
+"""What the forward pass keeps for the backward pass, estimated from the plan alone.
+
+The exact answer is AOTAutograd's partition of the joint graph, which takes minutes on a deep model
+for each mesh; this takes one pass over the serial graph. Each operator's derivative needs some of
+its operands or its result (`_needs`). A needed value that a kernel writes to memory is kept; one
+that lives inside a fused kernel is computed again from what that kernel reads, where keeping that
+takes fewer additional bytes: a greedy form of the minimum cut that torch's partitioner solves (its
+own account: H. He and S. Zhang, "Min-cut optimal(*) recomputation with AOTAutograd", 2022).
+Attention is assumed to be of the flash kind (T. Dao et al., "FlashAttention", 2022): it keeps its
+operands, its result and one number a row, never the scores.
+
+Not counted: regions of activation checkpointing (all counts as if there were none).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autoshard.planning import cost
+from autoshard.planning.fusion import Kernels
+from autoshard.planning.planner import Decisions
+from autoshard.planning.strategy import operands, value
+from autoshard.planning.values import differentiable, fusible, global_bytes, producer, tensor_bytes
+from autoshard.runtime import randomness
+from autoshard.runtime.collectives import State, forward_value, shard_dim
+
+aten = torch.ops.aten
+_ops = torch.ops.autoshard
+
+ATTENTION = (aten.scaled_dot_product_attention, randomness.ATTENTION)
+_RESULT = {
+    *(aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax, aten.sigmoid),
+    *(aten.tanh, aten.exp, aten.rsqrt, aten.sqrt, aten.relu, aten.reciprocal),
+}
+_NOTHING = {
+    *(aten.add, aten.sub, aten.rsub, aten.neg, aten.sum, aten.mean, aten.cat, aten.stack),
+    *(aten._to_copy, aten.to, aten.clone, aten.contiguous, aten.repeat, aten.constant_pad_nd),
+    *(aten.pad, aten.detach, aten.cumsum, aten.roll, aten.flip, aten.index_put),
+    *(_ops.dropout, _ops.native_dropout, _ops.feature_dropout),  # drawn again from the seed
+}
+_LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather, aten.where}
+_LOOKUPS |= {aten.masked_fill, aten.scatter, aten.scatter_add, aten.index_add}
+_LOSSES = {aten.cross_entropy_loss, aten.nll_loss, aten.nll_loss_nd}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes a rank: `saved` until the backward pass, `passing` at the worst single operator.
+
+    weights: the parameters that the backward pass reads; an embedding's table is none.
+    """
+
+    saved: int
+    passing: int
+    weights: frozenset[fx.Node] = frozenset()
+
+
+def kept(gm: fx.GraphModule, decisions: Decisions, n: int) -> Kept:
+    """What a rank of an axis of `n` keeps of the activations of one planned serial graph."""
+    return _Keeper(gm, decisions, n).run()
+
+
+class _Keeper:
+    def __init__(self, gm: fx.GraphModule, decisions: Decisions, n: int) -> None:
+        self.gm, self.decisions, self.n = gm, decisions, n
+        self.kernels = Kernels(gm)
+        self.found: dict[tuple[fx.Node, State], int] = {}
+
+    def run(self) -> Kept:
+        later: list[fx.Node] = []
+        weights: set[fx.Node] = set()
+        rows = 0
+        for node in self.gm.graph.nodes:
+            if node.op != "call_function" or self.kernels.is_view(node):
+                continue
+            if not differentiable(node):
+                continue
+            if _packet(node) in ATTENTION:
+                rows += self._rows(node)
+            if _packet(node) in _LOSSES and self.decisions.strategies[node].impl is None:
+                # its logarithms of probabilities, which no partition computes twice
+                scores, state = operands(node)[0], self.decisions.strategies[node].inputs[0]
+                self.found[node, state] = self._bytes(scores, state)
+                continue
+            for tensor, want in self._needs(node):
+                if self.kernels.base[tensor] in self.decisions.stored:
+                    weights.add(self.kernels.base[tensor])
+                if self._moved(tensor, want):
+                    self.found[tensor, forward_value(want)] = self._bytes(tensor, want)
+                elif self._in_memory(self.kernels.base[tensor]):
+                    self.found.update(self._keep(self.kernels.base[tensor]))
+                else:
+                    later.append(self.kernels.base[tensor])
+        for node in dict.fromkeys(later):
+            self.found.update(self._cheapest(node))
+        return Kept(sum(self.found.values()) + rows, self._passing(), frozenset(weights))
+
+    def _needs(self, node: fx.Node) -> list[tuple[fx.Node, State]]:
+        """The (value, state it is used in) that the derivative of `node` reads."""
+        strategy = self.decisions.strategies[node]
+        packet, tensors = _packet(node), operands(node)
+        used = list(zip(tensors, strategy.inputs, strict=True))
+        output = strategy.output if isinstance(strategy.output, str) else strategy.output[0]
+        result = [(node, output)]
+        if packet in _NOTHING:
+            return []
+        if packet in ATTENTION:
+            return used + result
+        if packet in _RESULT:
+            return result
+        if packet in _LOOKUPS:
+            return [(t, s) for t, s in used if not differentiable(t)]
+        if packet in _LOSSES:
+            return used
+        if cost.node_flops(node) or packet in (aten.mul, aten.div):
+            two = used[1:3] if packet in (aten.addmm, aten.baddbmm, aten.addmv) else used[:2]
+            return [
+                pair for i, pair in enumerate(two) if any(differentiable(t) for t, _ in two[:i])
+                or any(differentiable(t) for t, _ in two[i + 1 :])
+            ] + (used[2:] if packet == aten.lstm else [])
+        return [(t, s) for t, s in used if differentiable(t)]
+
+    def _in_memory(self, node: fx.Node) -> bool:
+        """Whether the value is in memory anyway; a loss reads its operand through a kernel."""
+        if node.op != "call_function" or not fusible(node):
+            return True
+        readers = self.kernels.readers.get(node, [])
+        return self.kernels.writes(node) and not all(
+            _packet(reader) in _LOSSES or reader.op == "output" for reader in readers
+        )
+
+    def _keep(self, node: fx.Node) -> dict[tuple[fx.Node, State], int]:
+        """Keeping what a node made; parameters, inputs and constants are there without it."""
+        if node.op != "call_function" or node not in self.decisions.strategies:
+            return {}
+        state = self._state(node)
+        return {(node, forward_value(state)): self._bytes(node, state)}
+
+    def _cheapest(self, node: fx.Node) -> dict[tuple[fx.Node, State], int]:
+        """Keep the value of `node`, or what its kernel computed it from: the fewer new bytes."""
+        if self._in_memory(node):
+            return self._keep(node)
+        itself = self._keep(node)
+        sources: dict[tuple[fx.Node, State], int] = {}
+        strategy = self.decisions.strategies.get(node)
+        for tensor, want in zip(operands(node), strategy.inputs if strategy else ()):
+            if self._moved(tensor, want):
+                sources[tensor, forward_value(want)] = self._bytes(tensor, want)
+            else:
+                sources.update(self._cheapest(self.kernels.base[tensor]))
+            if self._new(sources) > self._new(itself):
+                return itself
+        return sources
+
+    def _new(self, kept_too: dict[tuple[fx.Node, State], int]) -> int:
+        return sum(size for key, size in kept_too.items() if key not in self.found)
+
+    def _passing(self) -> int:
+        """The gradient of the largest value in memory, and the value where it is not kept."""
+        largest = 0
+        for node in self.gm.graph.nodes:
+            if node.op == "call_function" and differentiable(node) and node.users:
+                if isinstance(value(node), torch.Tensor) and self._in_memory(node):
+                    state = self._state(node)
+                    here = (node, forward_value(state)) in self.found
+                    largest = max(largest, self._bytes(node, state) * (1 if here else 2))
+        return largest
+
+    # Sizes and states
+
+    def _rows(self, node: fx.Node) -> int:
+        """The float32 number that attention keeps of each of its rows."""
+        query = operands(node)[0]
+        each = 4 * cost.numel(value(query)) // cost.hint(value(query).shape[-1])
+        return each // self._split(self.decisions.strategies[node].inputs[0])
+
+    def _moved(self, tensor: fx.Node, want: State) -> bool:
+        return forward_value(self._state(tensor)) != forward_value(want)
+
+    def _state(self, node: fx.Node) -> State:
+        owner, index = producer(node)
+        output = self.decisions.strategies[owner].output
+        if isinstance(output, str):
+            return output
+        return output[0 if index is None else index]
+
+    def _bytes(self, node: fx.Node, state: State) -> int:
+        made = value(node)
+        if isinstance(made, (tuple, list)):
+            return sum(tensor_bytes(each) for each in made) // self._split(state)
+        return global_bytes(node) // self._split(state)
+
+    def _split(self, state: State) -> int:
+        return 1 if shard_dim(state) is None else self.n
+
+
+def _packet(node: fx.Node) -> object:
+    return getattr(node.target, "overloadpacket", None)

@@ -1,0 +1,131 @@
+"""Normalisations, convolutions, attention and recurrent layers: the text depends on the call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from autoshard.planning.rules.call import Call
+from autoshard.planning.rules.language import TextRule
+from autoshard.planning.sizes import hint, is_one
+from autoshard.planning.strategy import Strategy
+from autoshard.runtime.collectives import R, S, V
+from autoshard.runtime.operators import Bound, attend_to_shared_head, with_local_groups
+
+
+def layer_normalized(template: str) -> Any:
+    """A rule for norms over the last dims; {D} in the text stands for those dims, {A} for ones."""
+
+    def rule(call: Call) -> Iterable[Strategy]:
+        count = len(call["normalized_shape"])
+        whole = " ".join(f"D{i}" for i in range(count))
+        ones = " ".join(f"A{i}" for i in range(count))
+        return TextRule(template.format(D=whole, A=ones))(call)
+
+    return rule
+
+
+_PER_CHANNEL = TextRule("B c X..., c, c, c, c -> B c X...")
+_PER_SAMPLE = TextRule("b c X..., c, c, c, c -> b c X...")
+
+
+def batch_normalized(call: Call) -> Iterable[Strategy]:
+    """batch_norm: channels; the batch too where the statistics are given, not computed from it."""
+    given = call.tensor("running_mean") is not None and not call["training"]
+    return (_PER_SAMPLE if given else _PER_CHANNEL)(call)
+
+
+def instance_normalized(call: Call) -> Iterable[Strategy]:
+    """instance_norm: batch and channels, unless running statistics average over the batch."""
+    averaged = call.tensor("running_mean") is not None and call["use_input_stats"]
+    return (_PER_CHANNEL if averaged else _PER_SAMPLE)(call)
+
+
+def batch_normalized_functional(call: Call) -> Iterator[Strategy]:
+    """The functional form, which also returns the batch's and the new running statistics."""
+    tensor = call.tensor("input")
+    assert tensor is not None
+    training = call["training"]
+    if call.fits(tensor.shape[1], f"{call.op}: channels"):
+        names = ["weight", "bias", "running_mean", "running_var"]
+        saved = S(0) if training else R  # empty tensors in evaluation
+        states = {"input": S(1), **dict.fromkeys(names, S(0))}
+        yield call.strategy(states, [S(1), saved, saved, S(0), S(0)])
+    if not training and call.fits(tensor.shape[0], f"{call.op}: batch"):
+        yield call.strategy({"input": S(0)}, [S(0), R, R, R, R])
+
+
+def group_normalized(call: Call) -> Iterator[Strategy]:
+    """group_norm: the batch, or the channels where whole groups stay together."""
+    yield from TextRule("b C X..., C, C -> b C X...")(call)
+    if call.fits(call["num_groups"], f"{call.op}: groups", even=True):
+        impl = Bound.of(with_local_groups, op=call.target, position=1)
+        yield call.strategy({"input": S(1), "weight": S(0), "bias": S(0)}, S(1), impl)
+
+
+def convolved(*texts: str) -> Any:
+    """A rule for convolutions: `texts` for groups == 1; else the batch, or whole groups."""
+    ungrouped = [TextRule(text) for text in texts]
+    batch = TextRule("b I X..., O J K..., O -> b O Y...")
+
+    def rule(call: Call) -> Iterator[Strategy]:
+        if call["groups"] == 1:
+            for text in ungrouped:
+                yield from text(call)
+            return
+        tensor, weight = call.tensor("input"), call.tensor("weight")
+        assert tensor is not None and weight is not None
+        batched = tensor.dim() == weight.dim()
+        if batched:
+            yield from batch(call)
+        if call.fits(call["groups"], f"{call.op}: groups", even=True):
+            channel = 1 if batched else 0
+            names = [argument.name for argument in call.schema.arguments]
+            impl = Bound.of(
+                with_local_groups, op=call.target, position=names.index("groups")
+            )
+            states = {"input": S(channel), "weight": S(0), "bias": S(0)}
+            yield call.strategy(states, S(channel), impl)
+
+    return rule
+
+
+_ATTENTION = TextRule("... Q E, ... K E, * ... K F, ... Q K -> ... Q F")
+_ATTENTION_BY_QUERY = TextRule("... q E, ... K E, * ... K F, ... q K -> ... q F")
+
+
+def attention(call: Call) -> Iterator[Strategy]:
+    """scaled_dot_product_attention: batch and heads; query rows too unless it is causal.
+
+    With is_causal the position of a query row decides what it sees, and a shard's rows would be
+    counted from the shard's first one.
+    """
+    if call["is_causal"]:
+        call.decline(f"{call.op}: query rows of causal attention")
+        yield from _ATTENTION(call)
+    else:
+        yield from _ATTENTION_BY_QUERY(call)
+    query, key, mask = call.tensor("query"), call.tensor("key"), call.tensor("attn_mask")
+    assert query is not None and key is not None
+    if not call["enable_gqa"] or query.dim() != 4:
+        return
+    heads, shared = hint(query.shape[1]) or 0, hint(key.shape[1]) or 0
+    if shared > 1 and shared < call.n and call.n % shared == 0 and heads % call.n == 0:
+        by_head = mask is not None and mask.dim() == 4 and not is_one(mask.shape[1])
+        states = {"query": S(1), "key": V, "value": V, "attn_mask": S(1) if by_head else V}
+        impl = Bound.of(attend_to_shared_head, op=call.target, dim=1)
+        yield call.strategy(states, S(1), impl)
+
+
+def recurrent(call: Call) -> Iterator[Strategy]:
+    """lstm, gru, rnn over padded input: the batch, with every weight used as V."""
+    tensor = call.tensor("input")
+    assert tensor is not None
+    if tensor.dim() != 3:
+        call.decline(f"{call.op}: no batch dim to shard")
+        return
+    batch = 0 if call["batch_first"] else 1
+    if call.fits(tensor.shape[batch], f"{call.op}: batch"):
+        hidden = [S(1)] * len(call.tensors("hx"))
+        states = {"input": S(batch), "hx": hidden, "params": [V] * len(call.tensors("params"))}
+        yield call.strategy(states, [S(batch), *[S(1)] * len(hidden)])

@@ -1,0 +1,77 @@
+"""Losses over classes: sharded by tokens, or by classes without ever gathering the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from autoshard.planning.rules.call import Call, differentiable
+from autoshard.planning.sizes import count, same_shape
+from autoshard.planning.strategy import Strategy, Traffic
+from autoshard.runtime import operators
+from autoshard.runtime.collectives import P, R, S
+from autoshard.runtime.operators import Bound, share_of_equal_mean
+
+NONE, MEAN, SUM = 0, 1, 2  # at::Reduction
+
+
+def classified(by_classes: Callable[..., Any], output: str) -> Callable[[Call], Iterator[Strategy]]:
+    """A rule for cross_entropy_loss and nll_loss.
+
+    by_classes: what runs where the classes are sharded; `output`: the state of its result.
+    """
+
+    def rule(call: Call) -> Iterator[Strategy]:
+        scores, target = call.tensor("self"), call.tensor("target")
+        assert scores is not None and target is not None
+        if differentiable(target):
+            call.decline(f"{call.op}: targets are class probabilities")
+            return
+        classes = 0 if scores.dim() == 1 else 1
+        extent = scores.shape[classes]
+        label = f"{call.op}: classes"
+        if not isinstance(extent, int):
+            call.decline(f"{label} of symbolic number")
+        elif call.fits(extent, label):
+            impl = Bound.of(by_classes, classes=extent)
+            states = {"self": S(classes), "target": R, "weight": R}
+            tokens = max(4, scores.element_size()) * count(target.shape)
+            sums = 3 if call.get("label_smoothing") else 2
+            traffic = [Traffic("all_reduce", tokens), Traffic("all_reduce", sums * tokens)]
+            yield call.strategy(states, output, impl, traffic if output == R else [])
+        for d in range(scores.dim()):
+            if d == classes or not call.fits(scores.shape[d], f"{call.op}: dim {d}"):
+                continue
+            t = d - (d > classes)
+            states = {"self": S(d), "target": S(t), "weight": R}
+            if call["reduction"] == NONE:
+                yield call.strategy(states, S(t))
+            elif call["reduction"] == SUM:
+                yield call.strategy(states, P)
+            else:
+                impl = Bound.of(operators.mean_of_all_tokens, op=call.target)
+                yield call.strategy(states, P, impl, [Traffic("all_reduce", 8)])
+
+    return rule
+
+
+def elementwise_loss(call: Call) -> Iterator[Strategy]:
+    """mse_loss, l1_loss and other losses of one value an element: sharded by any dim.
+
+    The mean is taken over equal shares only.
+    """
+    given, target = call.tensor("self"), call.tensor("target")
+    assert given is not None and target is not None
+    if not same_shape(given, target):
+        call.decline(f"{call.op}: broadcast operands")
+        return
+    reduction = call["reduction"]
+    for d in range(given.dim()):
+        if not call.fits(given.shape[d], f"{call.op}: dim {d}", even=reduction == MEAN):
+            continue
+        states = {"self": S(d), "target": S(d)}
+        if reduction == NONE:
+            yield call.strategy(states, S(d))
+        else:
+            impl = Bound.of(share_of_equal_mean, op=call.target)
+            yield call.strategy(states, P, impl if reduction == MEAN else None)

@@ -1,0 +1,130 @@
+"""Which strategies a node of the serial graph may use, and why not others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import fx
+
+from autoshard.planning.rules.call import Call, differentiable
+from autoshard.planning.rules.elementwise import elementwise
+from autoshard.planning.rules.language import TextRule
+from autoshard.planning.rules.random import SEEDS
+from autoshard.planning.rules.table import RULES
+from autoshard.planning.strategy import Strategy, operands, value
+from autoshard.runtime.collectives import R, V
+
+Rule = Callable[[Call], Iterable[Strategy]]
+Operator = str | torch._ops.OpOverload | torch._ops.OpOverloadPacket
+
+_rules: dict[str, tuple[Rule, ...]] = {}
+
+
+def sharding_rule(op: Operator, *rules: str | Rule) -> None:
+    """Tell the planner how an operator may be sharded.
+
+    op: an operator of torch.ops, or its name ("mylib::op", "mylib.op", "mylib.op.overload"). A rule
+        for a packet holds for every overload that has none of its own.
+    rules: each a line of the rule language (see autoshard.planning.rules.language), or a callable
+        that takes a Call and yields Strategy objects. All that match a call are offered. They
+        replace the rules the operator had.
+
+    Raises ValueError where a text is wrong, naming the column and the remedy.
+
+        autoshard.sharding_rule("mylib::scale_rows", "* r c, * r -> r c")
+    """
+    name = str(op).replace("::", ".")
+    if not rules:
+        raise ValueError(f'sharding_rule("{name}"): give at least one rule, such as "... -> ..."')
+    parsed: list[Rule] = []
+    for rule in rules:
+        if isinstance(rule, str):
+            text = TextRule(rule)
+            for schema in _schemas(name):
+                text.check_operator(schema)
+            parsed.append(text)
+        else:
+            parsed.append(rule)
+    _rules[name] = tuple(parsed)
+
+
+def registered() -> list[str]:
+    """The names of the operators that have rules."""
+    return list(_rules)
+
+
+def _schemas(name: str) -> list[torch.FunctionSchema]:
+    """The schemas a name stands for; none where the operator is not defined (yet)."""
+    namespace, _, rest = name.partition(".")
+    packet_name, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), packet_name, None)
+    if packet is None:
+        return []
+    names = [overload] if overload else packet.overloads()[:1]
+    return [getattr(packet, one)._schema for one in names]
+
+
+def rules_for(target: torch._ops.OpOverload) -> tuple[Rule, ...] | None:
+    """The rules of an operator: its own, its packet's, or the pointwise one; None if unknown."""
+    found = _rules.get(str(target)) or _rules.get(str(target.overloadpacket))
+    if found is None and torch.Tag.pointwise in target.tags:
+        found = (elementwise,)
+    return found
+
+
+def strategies(node: fx.Node, n: int) -> tuple[list[Strategy], list[str]]:
+    """The ways `node` may run on an axis of `n` ranks, and the reasons for what is not offered.
+
+    Never empty: [0] consumes and produces everything replicated (R), which is right for any
+    operator whose random draws are alike on all ranks.
+    """
+    count = len(operands(node))
+    replicated = Strategy((R,) * count, _same_for_all(node, R))
+    target = node.target
+    if target in SEEDS:
+        return [SEEDS[target]], []
+    if not count or n == 1 or not isinstance(target, torch._ops.OpOverload):
+        return [replicated], []
+    call = Call(node, n)
+    if draws_random_numbers(call):
+        return [replicated], ["it draws random numbers, which must be alike on all ranks"]
+    offered = [replicated]
+    if _any_differentiable(node):
+        offered.append(call.uniform(V))
+    rules = rules_for(target)
+    if call.schema.is_mutable:
+        rules = ()
+        call.decline(f"{target} writes to its operands")
+    if rules is None:
+        call.decline(f"{target} has no sharding rule (see autoshard.sharding_rule)")
+    for rule in rules or ():
+        offered += rule(call)
+    return list(dict.fromkeys(offered)), call.reasons
+
+
+def draws_random_numbers(call: Call) -> bool:
+    """Whether the call, as its arguments stand, draws random numbers."""
+    tagged = torch.Tag.nondeterministic_seeded in call.target.tags
+    if not tagged and "dropout" not in call:  # the recurrent layers lack the tag
+        return False
+    if call.get("train", call.get("training")) is False:
+        return False
+    return 0 not in [call.get(name) for name in ("p", "dropout_p", "dropout")]
+
+
+def _same_for_all(node: fx.Node, state: str) -> str | tuple[str, ...]:
+    result = value(node)
+    return (state,) * len(result) if isinstance(result, (tuple, list)) else state
+
+
+def _any_differentiable(node: fx.Node) -> bool:
+    result = value(node)
+    results = result if isinstance(result, (tuple, list)) else [result]
+    return any(map(differentiable, results)) and any(
+        differentiable(value(operand)) for operand in operands(node)
+    )
+
+
+for _name, _given in RULES.items():
+    sharding_rule(_name, *(_given if isinstance(_given, tuple) else (_given,)))

@@ -1,0 +1,321 @@
+"""Operators that move elements without computing: which dim of the input is which of the result.
+
+A dim map is a function of a Call that gives pairs: S(d) of the input becomes S(e) of the result.
+`along` makes a rule of a map.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from autoshard.planning.rules.call import Call, differentiable
+from autoshard.planning.sizes import Size, hint, is_one, same
+from autoshard.planning.strategy import Strategy, value
+from autoshard.runtime.collectives import P, S
+
+
+class Pair(NamedTuple):
+    """Dim `source` of the input is dim `result` of the output; `even`: only in equal shares."""
+
+    source: int
+    result: int
+    even: bool = False
+
+
+DimMap = Callable[[Call], Iterable[Pair]]
+Rule = Callable[[Call], Iterable[Strategy]]
+
+
+def along(dim_map: DimMap, *, linear: bool = True) -> Rule:
+    """The rule of an operator of one tensor, its first argument: each pair of the map, and P -> P
+    where linear."""
+
+    def rule(call: Call) -> Iterator[Strategy]:
+        operand = call.schema.arguments[0].name  # overloads differ: upsample's are self and input
+        tensor = call.tensor(operand)
+        assert tensor is not None
+        for pair in dim_map(call):
+            label = f"{call.op}: dim {pair.source}"
+            if call.fits(tensor.shape[pair.source], label, even=pair.even):
+                yield call.strategy({operand: S(pair.source)}, S(pair.result))
+        if linear and all(differentiable(result) for result in call.results):
+            yield call.strategy({operand: P}, P)
+
+    return rule
+
+
+def _rank(call: Call) -> int:
+    return int(value(call.operands[0]).dim())
+
+
+def classes_known(call: Call) -> Iterator[Pair]:
+    """one_hot: every dim stays, unless the number of classes is the largest value found."""
+    if call["num_classes"] == -1:
+        call.decline(f"{call.op}: num_classes depends on the data")
+        return iter([])
+    return (Pair(d, d) for d in range(_rank(call)))
+
+
+def except_dims(argument: str = "dim") -> DimMap:
+    """All dims stay, those that `argument` names do not shard."""
+
+    def dim_map(call: Call) -> Iterator[Pair]:
+        rank = _rank(call)
+        named = call.dims(argument, rank)
+        return (Pair(d, d) for d in range(rank) if d not in named)
+
+    return dim_map
+
+
+def except_last(count: int) -> DimMap:
+    """All dims but the last `count` stay."""
+    return lambda call: (Pair(d, d) for d in range(_rank(call) - count))
+
+
+def dropping(argument: str = "dim") -> DimMap:
+    """The named dim disappears from the result (select, unbind)."""
+
+    def dim_map(call: Call) -> Iterator[Pair]:
+        rank = _rank(call)
+        (gone,) = call.dims(argument, rank)
+        return (Pair(d, d - (d > gone)) for d in range(rank) if d != gone)
+
+    return dim_map
+
+
+def reducing(argument: str | None = "dim") -> DimMap:
+    """The named dims are reduced: gone, or of size 1 where keepdim is set."""
+
+    def dim_map(call: Call) -> Iterator[Pair]:
+        rank = _rank(call)
+        gone = set(range(rank)) if argument is None else set(call.dims(argument, rank))
+        if call.get("keepdim", False):
+            return (Pair(d, d) for d in range(rank) if d not in gone)
+        kept = [d for d in range(rank) if d not in gone]
+        return (Pair(d, e) for e, d in enumerate(kept))
+
+    return dim_map
+
+
+def permuted(order: Callable[[Call, int], Sequence[int]]) -> DimMap:
+    """Result dim e is input dim order(call, rank)[e]."""
+
+    def dim_map(call: Call) -> Iterator[Pair]:
+        return (Pair(d, e) for e, d in enumerate(order(call, _rank(call))))
+
+    return dim_map
+
+
+def swapped(first: Any, second: Any) -> Callable[[Call, int], list[int]]:
+    """An order with two dims exchanged; each an int or the name of an argument."""
+
+    def order(call: Call, rank: int) -> list[int]:
+        dims = list(range(rank))
+        if rank == 0:
+            return dims
+        a = (call[first] if isinstance(first, str) else first) % rank
+        b = (call[second] if isinstance(second, str) else second) % rank
+        dims[a], dims[b] = dims[b], dims[a]
+        return dims
+
+    return order
+
+
+def by_dims(call: Call, rank: int) -> list[int]:
+    """The order of permute."""
+    return [d % rank for d in call["dims"]]
+
+
+def by_movedim(call: Call, rank: int) -> list[int]:
+    """The order of movedim, from one dim or several."""
+    moved, to = call.dims("source", rank), call.dims("destination", rank)
+    rest = iter([d for d in range(rank) if d not in moved])
+    return [moved[to.index(e)] if e in to else next(rest) for e in range(rank)]
+
+
+def reshaped(call: Call) -> Iterator[Pair]:
+    """reshape, view, flatten, unflatten, squeeze, unsqueeze: the arithmetic of the two sizes.
+
+    Dims are grouped so that each group of the input holds the elements of one group of the
+    result. The outermost dim of a group passes where both its sides divide: in row-major order
+    rank r then holds the same elements on both sides. A dim that is a group by itself on both
+    sides passes in uneven shares too.
+    """
+    before, after = value(call.operands[0]).shape, call.result.shape
+    for sources, results in _groups(before, after):
+        if len(sources) == len(results) == 1:
+            yield Pair(sources[0], results[0])
+        elif call.fits(after[results[0]], f"{call.op}: result dim {results[0]}", even=True):
+            yield Pair(sources[0], results[0], even=True)
+
+
+def squeezed(call: Call) -> Iterator[Pair]:
+    """squeeze: as reshaped, unless a shard of one row would be squeezed away."""
+    shape = value(call.operands[0]).shape
+    named = call.dims("dim", len(shape)) if "dim" in call else range(len(shape))
+    for pair in reshaped(call):
+        rows = hint(shape[pair.source]) or 0
+        if pair.source in named and rows < 2 * call.n:
+            call.decline(f"{call.op}: a shard of dim {pair.source} would have one row")
+        else:
+            yield pair._replace(even=pair.even or pair.source in named)
+
+
+def _groups(before: Sequence[Size], after: Sequence[Size]) -> Iterator[tuple[list[int], list[int]]]:
+    left = [d for d, size in enumerate(before) if not is_one(size)]
+    right = [d for d, size in enumerate(after) if not is_one(size)]
+    if any(not hint(size) for size in [*before, *after]):
+        return  # an empty tensor, or a size only known at run time
+    while left and right:
+        sources, results = [left.pop(0)], [right.pop(0)]
+        while not _same_product(before, sources, after, results):
+            have = math.prod(hint(before[d]) or 0 for d in sources)
+            want = math.prod(hint(after[d]) or 0 for d in results)
+            if have <= want and left:
+                sources.append(left.pop(0))
+            elif right:
+                results.append(right.pop(0))
+            elif left:
+                sources.append(left.pop(0))
+            else:
+                break
+        yield sources, results
+
+
+def _same_product(
+    before: Sequence[Size], sources: list[int], after: Sequence[Size], results: list[int]
+) -> bool:
+    return same(
+        math.prod(before[d] for d in sources), math.prod(after[d] for d in results)
+    )
+
+
+def diagonalised(call: Call) -> Iterator[Pair]:
+    """diagonal: the two dims become the last one of the result."""
+    rank = _rank(call)
+    gone = {call["dim1"] % rank, call["dim2"] % rank}
+    return (Pair(d, e) for e, d in enumerate(d for d in range(rank) if d not in gone))
+
+
+def expanded(call: Call) -> Iterator[Strategy]:
+    """expand: kept dims pass; a dim that is new or grows may be made at its local size."""
+    tensor, result = call.tensor("self"), call.result
+    assert tensor is not None
+    shift = result.dim() - tensor.dim()
+    for e, size in enumerate(result.shape):
+        d = e - shift
+        label = f"{call.op}: dim {e}"
+        if d >= 0 and same(tensor.shape[d], size):
+            if call.fits(size, label):
+                yield call.strategy({"self": S(d)}, S(e))
+        elif call.fits(size, label):
+            yield call.strategy({}, S(e))
+    if differentiable(result):
+        yield call.strategy({"self": P}, P)
+
+
+def sliced(call: Call) -> Iterator[Pair]:
+    """slice: the other dims, and the sliced one where the slice is the whole of it."""
+    rank = _rank(call)
+    (dim,) = call.dims("dim", rank)
+    size = value(call.operands[0]).shape[dim]
+    whole = same(call.result.shape[dim], size) and call.get("step", 1) == 1
+    return (Pair(d, d) for d in range(rank) if d != dim or whole)
+
+
+def repeated(call: Call) -> Iterator[Pair]:
+    """repeat, tile: the dims repeated once."""
+    rank = _rank(call)
+    times = list(call.get("repeats") or call.get("dims"))
+    times = [1] * (rank - len(times)) + times
+    shift = len(times) - rank
+    return (Pair(d, d + shift) for d in range(rank) if times[d + shift] == 1)
+
+
+def repeat_interleaved(call: Call) -> Iterator[Pair]:
+    """repeat_interleave by a number: every dim, the repeated one in equal shares."""
+    rank = _rank(call)
+    if call["dim"] is None:
+        return iter([Pair(0, 0, even=True)] if rank == 1 else [])
+    (dim,) = call.dims("dim", rank)
+    return (Pair(d, d, even=d == dim) for d in range(rank))
+
+
+def unpadded(call: Call) -> Iterator[Pair]:
+    """pad: the dims that get no padding."""
+    rank = _rank(call)
+    padding = call["pad"]
+    padded = {rank - 1 - i // 2 for i, amount in enumerate(padding) if amount != 0}
+    if call.get("mode", "constant") != "constant":
+        padded |= {rank - 1 - i // 2 for i in range(len(padding))}
+    return (Pair(d, d) for d in range(rank) if d not in padded)
+
+
+def padding(call: Call) -> Iterable[Strategy]:
+    """pad: linear unless it pads with a number other than zero."""
+    linear = call.get("mode", "constant") != "constant" or call["value"] in (None, 0)
+    return along(unpadded, linear=linear)(call)
+
+
+def concatenated(call: Call) -> Iterator[Strategy]:
+    """cat: every dim but the one along which the tensors are joined; partial if all are."""
+    tensors, result = call.tensors("tensors"), call.result
+    (dim,) = call.dims("dim", result.dim())
+    ranks = {tensor.dim() for tensor in tensors}
+    if ranks == {result.dim()}:  # a legacy empty tensor has another rank
+        yield from _joined(call, [d for d in range(result.dim()) if d != dim], lambda d: d)
+    if all(differentiable(tensor) for tensor in tensors):
+        yield call.strategy({"tensors": [P] * len(tensors)}, P)
+
+
+def stacked(call: Call) -> Iterator[Strategy]:
+    """stack: every dim, moved by the new one; partial if all are."""
+    tensors, result = call.tensors("tensors"), call.result
+    (dim,) = call.dims("dim", result.dim())
+    yield from _joined(call, range(result.dim() - 1), lambda d: d + (d >= dim))
+    if all(differentiable(tensor) for tensor in tensors):
+        yield call.strategy({"tensors": [P] * len(tensors)}, P)
+
+
+def _joined(
+    call: Call, dims: Iterable[int], result: Callable[[int], int]
+) -> Iterator[Strategy]:
+    tensors = call.tensors("tensors")
+    for d in dims:
+        if call.fits(tensors[0].shape[d], f"{call.op}: dim {d}"):
+            yield call.strategy({"tensors": [S(d)] * len(tensors)}, S(result(d)))
+
+
+_SIZES = {
+    "aten.reshape": 1,
+    "aten.view": 1,
+    "aten._unsafe_view": 1,
+    "aten.expand": 1,
+    "aten.view_copy": 1,
+    "aten.expand_copy": 1,
+    "aten.reshape_copy": 1,
+    "aten._reshape_alias": 1,
+}
+
+
+def size_entry(node: fx.Node, dim: int) -> tuple[int, int] | None:
+    """Where a node says the size of dim `dim` of its result: (argument, entry of its list).
+
+    The rewrite makes that entry local; an entry of -1 stays. None where no argument says it.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    name = str(target.overloadpacket)
+    if name in _SIZES and target._overloadname != "dtype":
+        return _SIZES[name], dim
+    if name == "aten.unflatten":
+        first = node.args[1] % value(node.all_input_nodes[0]).dim()
+        if first <= dim < first + len(node.args[2]):  # type: ignore[arg-type]
+            return 2, dim - first
+    return None

@@ -1,0 +1,270 @@
+"""Exact minimisation of a sum of small tables: bucket elimination on a factor graph.
+
+The problem: variables with finite domains, and factors, each a table of costs over one or a few
+variables; find the assignment of least total cost. The algorithm is bucket elimination (R.
+Dechter, "Bucket elimination: a unifying framework for reasoning", Artificial Intelligence 113,
+1999): take one variable, add up every table it appears in, minimise over it, and put what is
+left back as a new table over its neighbours. Work is the sum of the tables' sizes, so it is
+linear in the length of a graph whose width (the most variables in one table) does not grow.
+
+Nothing here knows about tensors. Every choice is ordered by variable index, so the same graph
+gives the same assignment in every process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import string
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.planning.solver.elimination import (
+    Elimination,
+    Factor,
+    Table,
+    condition,
+    elimination_order,
+)
+from autoshard.runtime.errors import PlanError
+
+
+class Infeasible(PlanError):
+    """Every assignment costs infinity."""
+
+
+class TooWide(PlanError):
+    """The exact minimum would take more work than allowed.
+
+    entangled: the variables that stand in the way, each with the first value it may take.
+    """
+
+    def __init__(self, text: str, entangled: dict[int, int]) -> None:
+        super().__init__(text)
+        self.entangled = entangled
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The least-cost assignment.
+
+    assignment: the chosen value of each variable, by the variable's index.
+    cost: the sum of all costs at that assignment.
+    width: the most variables that one table joined (treewidth of the order used, plus one).
+    work: table entries computed; grows linearly with the length of a graph of bounded width.
+    """
+
+    assignment: list[int]
+    cost: float
+    width: int
+    work: int
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What does not change when only the finite unary costs do."""
+
+    finite: tuple[bytes, ...]
+    domains: list[NDArray[np.intp]]  # the values of each variable that survive
+    factors: list[Factor]  # over surviving values, without variables of one value
+    cutset: tuple[int, ...]
+    order: list[int]
+
+
+class FactorGraph:
+    """Variables and factors; `solve` finds the exact minimum.
+
+    table_limit: the most entries of one table; above it the solver branches over variables.
+    work_limit: the most entries in all, above which it raises TooWide.
+    """
+
+    def __init__(self, table_limit: int = 2**26, work_limit: int = 2**33) -> None:
+        self._table_limit = table_limit
+        self._work_limit = work_limit
+        self._sizes: list[int] = []
+        self._unary: list[Table] = []
+        self._names: list[str] = []
+        self._tables: dict[tuple[int, ...], Table] = {}
+        self._labels: dict[tuple[int, ...], str] = {}
+        self._prepared: _Prepared | None = None
+
+    def variable(
+        self, size: int, cost: NDArray[np.floating] | None = None, name: str | None = None
+    ) -> int:
+        """Add a variable with values 0..size-1 and, optionally, a cost for each; its index."""
+        index = len(self._sizes)
+        name = f"variable {index}" if name is None else name
+        if size < 1:
+            raise ValueError(f"{name} has no values (size {size})")
+        self._sizes.append(size)
+        self._names.append(name)
+        self._unary.append(_checked(np.zeros(size) if cost is None else cost, (size,), name))
+        self._prepared = None
+        return index
+
+    def size(self, variable: int) -> int:
+        """The number of values of a variable."""
+        return self._sizes[variable]
+
+    def add(
+        self,
+        variables: tuple[int, ...],
+        table: NDArray[np.floating],
+        name: str | None = None,
+    ) -> None:
+        """Add `table[value of variables[0], value of variables[1], ...]`; np.inf forbids.
+
+        Tables over the same variables are summed; a variable may appear twice.
+        """
+        if not variables:
+            raise ValueError("a factor needs at least one variable")
+        label = name or "factor over " + ", ".join(self._names[v] for v in variables)
+        checked = _checked(table, tuple(self._sizes[v] for v in variables), label)
+        scope = tuple(sorted(set(variables)))
+        # einsum does both: axes in ascending order, and the diagonal of a repeated variable.
+        letters = {v: string.ascii_letters[i] for i, v in enumerate(scope)}
+        equation = "".join(letters[v] for v in variables) + "->" + "".join(letters.values())
+        checked = np.ascontiguousarray(np.einsum(equation, checked))
+        self._labels.setdefault(scope, label)
+        self._tables[scope] = self._tables[scope] + checked if scope in self._tables else checked
+        self._prepared = None
+
+    def solve(
+        self, unary: Mapping[int, NDArray[np.floating]] | Sequence[Table] | None = None
+    ) -> Solution:
+        """The assignment of least total cost; of equals, always the same one.
+
+        unary: costs to use this time instead of those given to `variable`, by variable (a
+            mapping may name only some). The elimination order is kept from call to call.
+        Raises Infeasible naming the first variable left without a value, TooWide with numbers.
+        """
+        costs = list(self._unary)
+        given = unary.items() if isinstance(unary, Mapping) else enumerate(unary or ())
+        for variable, cost in given:
+            costs[variable] = _checked(cost, (self._sizes[variable],), self._names[variable])
+        finite = tuple(np.isfinite(cost).tobytes() for cost in costs)
+        if self._prepared is None or self._prepared.finite != finite:
+            self._prepared = self._prepare(costs, finite)
+        prepared = self._prepared
+        factors = list(prepared.factors)
+        for variable, values in enumerate(prepared.domains):
+            if len(values) > 1:
+                factors.append(Factor((variable,), costs[variable][values]))
+
+        best: dict[int, int] = {}
+        least = math.inf
+        width = work = 0
+        for fixed in _assignments(prepared.cutset, prepared.domains):
+            run = Elimination(condition(factors, fixed), prepared.order)
+            width, work = max(width, run.width + len(fixed)), work + run.work
+            if run.cost < least:
+                least, best = run.cost, run.assignment() | fixed
+        if math.isinf(least):
+            raise Infeasible(self._conflict(factors, prepared))
+        assignment = [int(v[best.get(i, 0)]) for i, v in enumerate(prepared.domains)]
+        return Solution(assignment, self._cost(assignment, costs), width, work)
+
+    def _cost(self, assignment: list[int], unary: list[Table]) -> float:
+        terms = [cost[value] for cost, value in zip(unary, assignment, strict=True)]
+        for scope, table in self._tables.items():
+            terms.append(table[tuple(assignment[v] for v in scope)])
+        return math.fsum(terms)
+
+    def _prepare(self, unary: list[Table], finite: tuple[bytes, ...]) -> _Prepared:
+        domains = self._consistent_domains(unary)
+        factors = []
+        for scope, table in self._tables.items():
+            kept = tuple(v for v in scope if len(domains[v]) > 1)
+            if kept:
+                reduced = table[np.ix_(*(domains[v] for v in scope))]
+                factors.append(Factor(kept, reduced.reshape([len(domains[v]) for v in kept])))
+        sizes = [len(values) for values in domains]
+        scopes = [factor.scope for factor in factors]
+        cutset: tuple[int, ...] = ()
+        while True:
+            order, buckets = elimination_order(sizes, scopes, without=cutset)
+            branches = math.prod(sizes[v] for v in cutset)
+            entries = [math.prod(sizes[v] for v in bucket) for bucket in buckets]
+            fits = not entries or max(entries) <= self._table_limit
+            if fits and branches * sum(entries) <= self._work_limit:
+                return _Prepared(finite, domains, factors, cutset, order)
+            if fits or branches > self._work_limit:
+                widest = buckets[entries.index(max(entries))]
+                raise TooWide(
+                    f"the exact minimum over {len(order)} variables takes {branches:.3g} branches "
+                    f"of {sum(entries):.3g} table entries, more than {self._work_limit:.3g}; the "
+                    f"largest table joins {len(widest)} variables: "
+                    f"{', '.join(f'{self._names[v]} ({sizes[v]} values)' for v in widest[:12])}. "
+                    "Offer fewer values for these.",
+                    {v: int(domains[v][0]) for v in cutset or widest[:1]},
+                )
+            count = [0] * len(sizes)
+            for bucket, size in zip(buckets, entries, strict=True):
+                if size > self._table_limit:
+                    for variable in bucket:
+                        count[variable] += 1
+            cutset += (max(range(len(sizes)), key=lambda v: (count[v], -v)),)
+
+    def _consistent_domains(self, unary: list[Table]) -> list[NDArray[np.intp]]:
+        """Values of each variable left when those that some table forbids outright are removed."""
+        alive = [np.isfinite(cost) for cost in unary]
+        for variable, mask in enumerate(alive):
+            if not mask.any():
+                raise Infeasible(f"{self._names[variable]}: every value costs infinity")
+        restrictive = {s: np.isfinite(t) for s, t in self._tables.items() if np.isinf(t).any()}
+        touching: dict[int, list[tuple[int, ...]]] = {}
+        for scope in restrictive:
+            for variable in scope:
+                touching.setdefault(variable, []).append(scope)
+        queue = deque(restrictive)
+        queued = set(restrictive)
+        while queue:
+            scope = queue.popleft()
+            queued.discard(scope)
+            possible = restrictive[scope][np.ix_(*(alive[v] for v in scope))]
+            for axis, variable in enumerate(scope):
+                others = tuple(i for i in range(len(scope)) if i != axis)
+                supported = possible.any(axis=others)
+                if supported.all():
+                    continue
+                if not supported.any():
+                    raise Infeasible(
+                        f"{self._labels[scope]}: no value of {self._names[variable]} is left "
+                        f"({int(alive[variable].sum())} of {self._sizes[variable]} were possible "
+                        "before this factor)"
+                    )
+                alive[variable][np.flatnonzero(alive[variable])[~supported]] = False
+                again = [s for s in touching[variable] if s not in queued]
+                queue.extend(again)
+                queued.update(again)
+                break  # `possible` is out of date; this factor is in the queue again
+        return [np.flatnonzero(mask) for mask in alive]
+
+    def _conflict(self, factors: list[Factor], prepared: _Prepared) -> str:
+        for fixed in _assignments(prepared.cutset, prepared.domains):
+            run = Elimination(condition(factors, fixed), prepared.order)
+            if run.conflict:
+                names = ", ".join(self._names[v] for v in run.conflict)
+                return f"no assignment is allowed; the first contradiction is between {names}"
+        names = ", ".join(self._names[v] for v in prepared.cutset)
+        return f"no assignment is allowed; no value of {names} fits the others"
+
+
+def _assignments(
+    cutset: tuple[int, ...], domains: list[NDArray[np.intp]]
+) -> Iterator[dict[int, int]]:
+    for values in itertools.product(*(range(len(domains[v])) for v in cutset)):
+        yield dict(zip(cutset, values, strict=True))
+
+
+def _checked(table: NDArray[np.floating], shape: tuple[int, ...], name: str) -> NDArray[np.float64]:
+    array = np.asarray(table, dtype=np.float64)
+    if array.shape != shape:
+        raise ValueError(f"{name}: costs have shape {array.shape}, the domains are {shape}")
+    if np.isnan(array).any() or np.isneginf(array).any():
+        raise ValueError(f"{name}: costs must be numbers or +inf, not NaN or -inf")
+    return array

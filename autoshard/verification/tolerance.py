@@ -1,0 +1,157 @@
+"""How far one side is from the other, in units that a person can judge, and how far it may be.
+
+Every quantity is measured by the norm of its difference; what that is relative to, and what is
+tolerated, is in `expectations` and in docs/verification.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from autoshard.verification.subject import Key
+
+FLOORS = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-5,
+    torch.float16: 4e-3,
+    torch.bfloat16: 3e-2,
+}
+"""The smallest tolerance by the model's dtype."""
+FACTOR, CEILING = 8.0, 0.25
+"""A tolerance is FACTOR times the serial model's own error, at least its floor, at most CEILING."""
+_BROKEN = float("inf")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison: the norm of the difference, relative to the norm of what is wanted.
+
+    kind: "loss", "output", "gradient", "parameter", "buffer", or "capture" (the captured graph on
+    one process against the model). placement: where the parameter is stored, by axis. A gradient
+    smaller than a hundredth of the largest is measured by that; a parameter by how far the step
+    moved it. step counts from 1; rank is the one that was furthest off.
+    """
+
+    kind: str
+    name: str
+    placement: str
+    error: float
+    tolerance: float
+    step: int
+    rank: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether the error is within the tolerance; NaN is not."""
+        return self.error <= self.tolerance
+
+    @property
+    def excess(self) -> float:
+        """The error in units of the tolerance."""
+        ratio = self.error / max(self.tolerance, 1e-30)
+        return ratio if ratio == ratio else _BROKEN
+
+
+class Expected(NamedTuple):
+    """What the serial model has for a key, the unit errors are measured in, and the tolerance."""
+
+    value: torch.Tensor
+    scale: float
+    tolerance: float
+
+
+def expectations(
+    found: Mapping[Key, torch.Tensor],
+    before: Mapping[Key, torch.Tensor],
+    truth: Mapping[Key, torch.Tensor],
+    tolerance: float | None = None,
+) -> dict[Key, Expected]:
+    """What to expect of a sharded run, from a serial one.
+
+    before: the parameters before the step; they are measured by how far it moved them. truth: the
+    same run in float64, as far as there is one. tolerance: of all, in place of the default.
+    """
+    sizes = {
+        key: norm(t - before[key] if key in before else t)
+        for key, t in found.items()
+        if t.is_floating_point()
+    }
+    largest = {
+        kind: max([size for key, size in sizes.items() if key[0] == kind], default=0.0)
+        for kind in ("gradient", "parameter")
+    }
+    expected: dict[Key, Expected] = {}
+    for key, value in found.items():
+        if key not in sizes:
+            expected[key] = Expected(value, 1.0, 0.0)
+            continue
+        # a gradient that is nothing but rounding has no size of its own
+        scale = max(sizes[key], 1e-2 * largest.get(key[0], 0.0)) or 1.0
+        allowed = floor_of(value) if tolerance is None else tolerance
+        if tolerance is None and key in truth and truth[key].shape == value.shape:
+            own = norm(value.double() - truth[key].double()) / scale
+            allowed = max(allowed, min(FACTOR * own, CEILING))
+        if key[0] == "parameter":  # the rounding of the parameter itself
+            allowed += 4 * torch.finfo(value.dtype).eps * norm(value) / scale
+        expected[key] = Expected(value, scale, allowed)
+    return expected
+
+
+def compare(
+    got: Mapping[Key, torch.Tensor],
+    expected: Mapping[Key, Expected],
+    stored: Mapping[str, str],
+    step: int,
+    rank: int,
+) -> list[Row]:
+    """A row for each key that either side has.
+
+    A gradient of zeros where the serial model has none is no difference; anything else that one
+    side lacks is.
+    """
+    rows = []
+    for key in dict.fromkeys((*expected, *got)):
+        kind, name, _ = key
+        if key not in expected:
+            error = 0.0 if kind == "gradient" and not got[key].any() else _BROKEN
+            tolerance = 0.0
+        elif key not in got:
+            error, tolerance = _BROKEN, expected[key].tolerance
+        else:
+            error, tolerance = _error(got[key], expected[key]), expected[key].tolerance
+        rows.append(Row(kind, name, stored.get(name, ""), error, tolerance, step, rank))
+    return rows
+
+
+def _error(got: torch.Tensor, expected: Expected) -> float:
+    want = expected.value
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return _BROKEN
+    if not want.is_floating_point():
+        return float((got != want).double().mean()) if want.numel() else 0.0
+    finite = torch.isfinite(want)
+    if not bool(finite.all()):  # masked scores are -inf on both sides
+        if not bool((got[~finite].nan_to_num() == want[~finite].nan_to_num()).all()):
+            return _BROKEN
+        got, want = got[finite], want[finite]
+    return norm(got.double() - want.double()) / expected.scale
+
+
+def norm(tensor: torch.Tensor) -> float:
+    """The 2-norm of all elements, summed in float64."""
+    return float(tensor.detach().double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).norm()) if (
+        tensor.numel()
+    ) else 0.0
+
+
+def floor_of(value: nn.Module | torch.Tensor) -> float:
+    """The smallest tolerance for a tensor, or for a model by the dtype of its parameters."""
+    dtypes = [value.dtype] if isinstance(value, torch.Tensor) else [
+        p.dtype for p in value.parameters() if p.is_floating_point()
+    ]
+    return max((FLOORS.get(dtype, FLOORS[torch.bfloat16]) for dtype in dtypes), default=1e-5)

@@ -1,0 +1,263 @@
+"""What the bucketing passes share: which collectives may be merged, into which buckets, and how.
+
+Collectives are taken in the order of the graph, which is the order in which their inputs become
+ready (of gradients: the parameter that forward uses last comes first), and fill a bucket until it
+holds its size: the greedy rule of Megatron-Core's `param_and_grad_buffer`. One that fills a bucket
+by itself stays alone: merged, it would be copied in and out, and save no latency worth having. A
+graph is the same on all ranks of its axis, and so are its buckets.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from autoshard.passes.base import emit
+from autoshard.planning import tensor_bytes
+from autoshard.planning.cost import default_bucket_bytes, reference_bytes
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+ALL_REDUCE = c10d.all_reduce.default
+ALL_GATHER = c10d.all_gather_into_tensor.default
+GATHER_TOGETHER = c10d.all_gather_into_tensor_coalesced.default
+REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
+WAIT = c10d.wait_tensor.default
+KIND = "autoshard_bucket"
+"""Key of a node's `custom`: weights of one kind share buckets, see `kind_of`."""
+
+GATHERS = (ALL_GATHER, GATHER_TOGETHER)
+COLLECTIVES = (ALL_REDUCE, *GATHERS, REDUCE_SCATTER, c10d.all_to_all_single.default)
+
+
+class Member(NamedTuple):
+    """A collective that may be merged: its node, its wait, its input and its bytes on the wire."""
+
+    node: fx.Node
+    wait: fx.Node
+    source: fx.Node
+    nbytes: int
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Members of one bucket have it in common: operator, its arguments, dtype, kind."""
+        kind = (self.node.meta.get("custom") or {}).get(KIND, "")
+        return (self.node.target, *self.node.args[1:], self.source.meta["val"].dtype, kind)
+
+
+def member(node: fx.Node) -> Member | None:
+    """The collective at `node`, if its one user is the wait and its sizes are numbers."""
+    users = list(node.users)
+    if len(users) != 1 or users[0].target is not WAIT:
+        return None
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    tensors = [source.meta["val"], node.meta["val"]]
+    if not all(isinstance(size, int) for tensor in tensors for size in tensor.shape):
+        return None
+    # the logical size: an all-gather's output, a reduce-scatter's input (planning/cost.py)
+    nbytes = max(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return Member(node, users[0], source, nbytes)
+
+
+def waits_of(start: fx.Node) -> list[fx.Node]:
+    """The waits for a collective, one a result, in the order of the results."""
+    results = [start] if start.target is not GATHER_TOGETHER else list(start.users)
+    return [user for result in results for user in result.users if user.target is WAIT]
+
+
+def start_of(wait: fx.Node) -> fx.Node:
+    """The collective that a wait waits for: of a result of several, the one that makes them all."""
+    (result,) = wait.all_input_nodes
+    return result.all_input_nodes[0] if result.target is operator.getitem else result
+
+
+def _reference_bytes(one: Member) -> int:
+    sizes = [arg for arg in one.node.args[1:] if isinstance(arg, int)]
+    return reference_bytes(one.source.meta["val"].element_size(), sizes[0] if sizes else 1)
+
+
+def bucket_size(members: Sequence[Member]) -> int:
+    """The most that a bucket holds where nothing is said (`planning/bucket_size.py`)."""
+    if not members:
+        return 0
+    total = sum(one.nbytes for one in members)
+    return default_bucket_bytes(total, max(_reference_bytes(one) for one in members))
+
+
+def gathered(node: fx.Node) -> list[Member]:
+    """What a gather, of one tensor or of several, makes whole."""
+    if node.target is not GATHER_TOGETHER:
+        found = member(node)
+        return [] if found is None else [found]
+    sources: Any = node.args[0]
+    return [
+        Member(node, wait, source, tensor_bytes(wait.meta["val"]))
+        for source, wait in zip(sources, waits_of(node), strict=True)
+    ]
+
+
+def fill(
+    members: Sequence[Member], bucket_bytes: int | None, most: bool = False
+) -> list[list[Member]]:
+    """Buckets of members with one key, in order; one closes when it holds `bucket_bytes`.
+
+    most: it closes before it would hold more. Without `bucket_bytes` it does, at `bucket_size`.
+    """
+    limit = bucket_size(members) if bucket_bytes is None else bucket_bytes
+    most = most or bucket_bytes is None
+    open_buckets: dict[tuple[Any, ...], list[Member]] = {}
+    buckets: list[list[Member]] = []
+    for one in members:
+        if one.nbytes >= limit:
+            continue
+        bucket = open_buckets.get(one.key)
+        if bucket is not None and most and sum(m.nbytes for m in bucket) + one.nbytes > limit:
+            bucket = None
+        if bucket is None:
+            bucket = open_buckets[one.key] = []
+            buckets.append(bucket)
+        bucket.append(one)
+        if sum(m.nbytes for m in bucket) >= limit:
+            del open_buckets[one.key]
+    return [bucket for bucket in buckets if len(bucket) > 1]
+
+
+def aligned(sizes: Sequence[int], ranks: int) -> tuple[list[int], int]:
+    """Where members begin in a rank's part of a bucket of gradients, and how long the part is.
+
+    sizes: elements of each member a rank; ranks: parts of the bucket (1: an all-reduce). Members
+    begin at multiples of 64 elements, and a scattered bucket is a multiple of lcm(ranks, 128), as
+    in Megatron-Core's distributed optimizer (`param_layout`): gradients are views of the bucket,
+    and vector kernels, of Inductor and of fused optimizers, copy or slow down on what is not
+    aligned. An all-reduce has no parts to align, and its bucket ends with its last member.
+
+    Buckets of parameters have no padding: each weight is copied out of its bucket, whose layout is
+    by ranks, and the copy is aligned by itself.
+    """
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += -(-size // _ALIGNED) * _ALIGNED
+    if ranks == 1:
+        return starts, starts[-1] + sizes[-1] if sizes else 0
+    multiple = math.lcm(ranks, 128) // ranks
+    return starts, -(-end // multiple) * multiple
+
+
+_ALIGNED = 64
+
+
+def kind_of(parameter: fx.Node) -> str:
+    """ "tied", "experts" or "": weights of the first two have buckets of their own.
+
+    A weight read in several places (a shared embedding) has its gradient when the first of them
+    has run backward, which would hold up the bucket of the last. Expert weights, stacked on a
+    first dim that batched products run over, are dense in size and sparse in use.
+    """
+    if len(parameter.users) > 1:
+        return "tied"
+    val = parameter.meta.get("val")
+    user = next(iter(parameter.users), None)
+    while user is not None and getattr(val, "dim", int)() == 3:
+        if user.target in _BATCHED:
+            return "experts"
+        if user.target not in _PASSED or len(user.users) != 1:
+            break
+        user = next(iter(user.users))
+    return ""
+
+
+_BATCHED = tuple(
+    getattr(aten, name).default
+    for name in ("bmm", "baddbmm", "matmul", "einsum", "_grouped_mm")
+    if hasattr(aten, name)
+)
+_PASSED = (aten.transpose.int, aten.permute.default, aten._to_copy.default, aten.t.default)
+
+
+class Maker:
+    """Makes nodes in one graph on behalf of a bucket."""
+
+    def __init__(self, graph: fx.Graph, bucket: Sequence[Member], provenance: str) -> None:
+        self.graph, self.like, self.provenance = graph, bucket[0].node, provenance
+        custom = [one.node.meta.get("custom") or {} for one in bucket]
+        self.custom: dict[str, Any] = dict(custom[0])
+        changes = {c.get("autoshard_change", "").rpartition(": ")[2] for c in custom}
+        merged = " | ".join(sorted(changes))
+        self.custom["autoshard_change"] = f"bucket of {len(bucket)}: {merged}"
+        self.custom["autoshard_module"] = common_module(
+            [c.get("autoshard_module", "") for c in custom]
+        )
+
+    def __call__(self, target: Callable[..., Any], *args: Any) -> fx.Node:
+        node = emit(self.graph, self.like, target, args, provenance=self.provenance)
+        node.meta["custom"] = {**self.custom, "autoshard_pass": self.provenance}
+        return node
+
+
+def common_module(paths: Sequence[str]) -> str:
+    """The innermost module that contains all of `paths`."""
+    parts = [path.split(".") for path in paths]
+    common = []
+    for names in zip(*parts):
+        if len(set(names)) > 1:
+            break
+        common.append(names[0])
+    return ".".join(common)
+
+
+def replace(bucket: Sequence[Member], results: Sequence[fx.Node]) -> None:
+    """Use `results` instead of the members' waits, and erase the members."""
+    for one, result in zip(bucket, results, strict=True):
+        one.wait.replace_all_uses_with(result)
+        graph = one.node.graph
+        graph.erase_node(one.wait)
+        graph.erase_node(one.node)
+
+
+def single_chains(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes from which one chain of single users leads to the output.
+
+    Where a bucket is cut into its members, each slice is such a chain.
+    """
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        users = list(node.users)
+        one = len(users) == 1 or all(user.target is aten.slice.Tensor for user in users)
+        if node.op == "output" or (users and one and all(user in found for user in users)):
+            found.add(node)
+    return found
+
+
+def numel(shape: Sequence[int]) -> int:
+    """Elements of a tensor of static shape."""
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+def sort_stable(graph: fx.Graph) -> None:
+    """Put the graph in an executable order again, keeping the order of nodes where it is one."""
+    nodes = list(graph.nodes)
+    position = {node: i for i, node in enumerate(nodes)}
+    missing = {node: len(node.all_input_nodes) for node in nodes}
+    ready = [position[node] for node in nodes if not missing[node]]
+    heapq.heapify(ready)
+    output = nodes[-1]
+    while ready:
+        node = nodes[heapq.heappop(ready)]
+        if node is not output:
+            output.prepend(node)
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, position[user])

@@ -1,0 +1,17 @@
+"""Ranks compare what they do, and say why they failed."""
+
+from __future__ import annotations
+
+from autoshard.runtime.agreement.batches import Input, compare_batch, send_batch
+from autoshard.runtime.agreement.consensus import agree, attempt, from_first, gather, wait_at_most
+
+__all__ = [
+    "Input",
+    "agree",
+    "attempt",
+    "compare_batch",
+    "from_first",
+    "gather",
+    "send_batch",
+    "wait_at_most",
+]

@@ -1,0 +1,95 @@
+"""The batch of a group of ranks that compute one thing together: compared, or sent by the first."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import MutableSequence, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from autoshard.runtime import compat
+from autoshard.runtime.agreement.consensus import agree
+from autoshard.runtime.collectives import Axis
+from autoshard.runtime.errors import BatchMismatchError
+from autoshard.runtime.lazy import LazyGather
+
+REMEDY = (
+    "Give every rank of the axis the same batch (a sampler that divides by data-parallel ranks, "
+    "not by processes), or set options={'broadcast_inputs': True}."
+)
+
+
+class Input(NamedTuple):
+    """A tensor of the batch: its place among the graph's arguments, and its name in the call."""
+
+    position: int
+    name: str
+
+
+def compare_batch(
+    args: Sequence[Any], inputs: Sequence[Input], axis: Axis, call: str, contents: bool
+) -> None:
+    """Raise BatchMismatchError on all ranks of the axis where their batches are not equal.
+
+    contents: compare values too, bit for bit, not only dtypes and shapes. A tensor that autograd
+    made of others is compared by shape: its own inputs were compared. A tensor on an accelerator
+    is copied to the host. call: which call of which graph, for the error text.
+    """
+    lines = [
+        f"input {number} ({item.name}): {_described(args[item.position], contents)}"
+        for number, item in enumerate(inputs)
+    ]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    shapes = ", ".join(f"{item.name} {tuple(args[item.position].shape)}" for item in inputs)
+    agree(
+        "batch", digest, lines, axis, note=f"{call}: {shapes}", error=BatchMismatchError,
+        remedy=REMEDY,
+    )
+
+
+def send_batch(args: MutableSequence[Any], inputs: Sequence[Input], axis: Axis) -> None:
+    """Replace the batch in `args` by that of the axis' first rank.
+
+    Every rank must give tensors of the same shapes and dtypes; theirs are not written to. What
+    autograd made of other tensors stays: its own inputs were sent. Collective over the axis.
+    """
+    for item in inputs:
+        if not _derived(args[item.position]):
+            args[item.position] = _Send.apply(args[item.position], axis)
+
+
+class _Send(torch.autograd.Function):
+    """A broadcast whose gradient each rank keeps: it is the gradient of a replicated value."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:  # type: ignore[override]
+        sent = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.broadcast(sent, group=compat.process_group(axis.group), group_src=0)
+        return sent if sent.stride() == x.stride() else torch.empty_like(x).copy_(sent)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+def _derived(tensor: Any) -> bool:
+    if isinstance(tensor, (DTensor, LazyGather)):
+        return True
+    return bool(tensor.requires_grad) and not tensor.is_leaf
+
+
+def _described(tensor: torch.Tensor, contents: bool) -> str:
+    text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    if not contents or _derived(tensor) or tensor.is_meta:
+        return text
+    return f"{text}, hash {_hash(tensor)}"
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    with compat.real_tensors():
+        flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+        octets: Any = flat.view(torch.uint8).numpy()
+        return hashlib.blake2b(octets, digest_size=6).hexdigest()

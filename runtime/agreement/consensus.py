@@ -1,0 +1,161 @@
+"""Ranks compare what they are about to do, before any of them does it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch.distributed as dist
+
+from autoshard.runtime import compat
+from autoshard.runtime.agreement.board import Absent, board
+from autoshard.runtime.collectives import Axis
+from autoshard.runtime.errors import AutoshardError, PlanMismatchError, message
+
+_MISSING = "(nothing)"
+_FAILURE = "_autoshard_failure"  # attribute of an error: what the board says of it
+REMEDY = (
+    "Build the same model, with the same options and library versions, and call it with inputs of "
+    "the same shapes on every rank."
+)
+
+
+def agree(
+    what: str,
+    digest: str,
+    detail: Sequence[str],
+    axis: Axis,
+    *,
+    note: str = "",
+    error: type[AutoshardError] = PlanMismatchError,
+    remedy: str = REMEDY,
+) -> None:
+    """Return where all ranks of `axis` gave the same digest; raise `error` on all of them where
+    they did not.
+
+    what: the thing compared, for the error text; note: more of it, such as the shapes of the call,
+    for ranks that turn out to be at different things. digest: a hash of it. detail: its lines;
+    they are exchanged only where digests differ, to name the first line that does.
+
+    Every rank of the axis must call it; where one does not, because it failed, ended, or waits
+    elsewhere, the others raise too. Does nothing on an axis of size 1, or one that has no process
+    group (offline, lockstep).
+    """
+    if axis.size == 1 or ":" in axis.group:
+        return
+    here = f"{what} ({note})" if note else what
+    given = _exchange({"what": what, "here": here, "digest": digest}, here, axis, error)
+    if len({each["what"] for each in given}) > 1:
+        said = "; ".join(f"rank {rank}: {each['here']}" for rank, each in enumerate(given))
+        raise _shared(
+            error(
+                message(
+                    f"the ranks of axis {axis.name} are at different things; {said}", remedy=remedy
+                )
+            ),
+            axis,
+        )
+    digests = [each["digest"] for each in given]
+    if len(set(digests)) == 1:
+        return
+    details: list[list[str]] = _exchange(list(detail), here, axis, error)
+    for number, lines in enumerate(zip_longest(*details, fillvalue=_MISSING)):
+        if len(set(lines)) > 1:
+            said = "; ".join(f"rank {rank}: {line}" for rank, line in enumerate(lines))
+            difference = f"line {number + 1} is the first that differs: {said}"
+            break
+    else:
+        said = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(digests))
+        difference = f"their lines are equal and their digests are not: {said}"
+    raise _shared(
+        error(
+            message(
+                f"the ranks of axis {axis.name} disagree on the {what}; {difference}",
+                remedy=remedy,
+            )
+        ),
+        axis,
+    )
+
+
+def _shared(error: AutoshardError, axis: Axis) -> AutoshardError:
+    """An error that every rank of the axis raises at this moment."""
+    wall = board()
+    if wall is not None:
+        story = f"{type(error).__name__}: {error}"
+        setattr(error, _FAILURE, wall.failure(story, _members(axis)))
+    return error
+
+
+def _members(axis: Axis) -> list[int]:
+    return dist.get_process_group_ranks(compat.process_group(axis.group))
+
+
+def gather(value: Any, what: str, axis: Axis) -> list[Any]:
+    """What every rank of the axis gave, anything that JSON holds, in the order of the ranks.
+
+    Collective over the axis; `[value]` on one of size 1 or without a process group. what: the name
+    of it in the errors of ranks that wait. Raises PlanMismatchError where a rank does not come.
+    """
+    if axis.size == 1 or ":" in axis.group:
+        return [value]
+    return _exchange(value, what, axis, PlanMismatchError)
+
+
+def from_first(value: Any, what: str, axis: Axis) -> Any:
+    """What the first rank of the axis gave; see `gather`."""
+    return gather(value if axis.rank == 0 else None, what, axis)[0]
+
+
+@contextlib.contextmanager
+def attempt() -> Iterator[None]:
+    """One try at something all ranks of a group do, such as a compilation.
+
+    Whatever fails inside is told to the ranks that wait for this one in `agree`, who then raise
+    PlanMismatchError with it.
+    """
+    wall = board()
+    if wall is None:
+        yield
+        return
+    wall.attempt += 1
+    wall.trying = True
+    try:
+        yield
+    except compat.RestartTrace:
+        raise
+    except Exception as error:
+        known = getattr(error, _FAILURE, None)
+        wall.fail(known or wall.failure(f"{type(error).__name__}: {error}"))
+        raise
+    finally:
+        wall.trying = False
+
+
+def wait_at_most(seconds: float) -> None:
+    """How long a rank waits for the others from now on, before it is an error."""
+    wall = board()
+    if wall is not None:
+        wall.limit = seconds
+
+
+def _exchange(value: Any, here: str, axis: Axis, error: type[AutoshardError]) -> list[Any]:
+    wall = board()
+    if wall is None:
+        return [value] * axis.size
+    try:
+        return wall.exchange(value, here, _members(axis))
+    except Absent as absent:
+        failure = absent.failure
+        told = error(
+            message(
+                f"rank {failure.origin}: {failure.story}; rank {wall.rank} waited for it at the "
+                f"{here} of axis {axis.name}",
+                remedy="See the output of that rank; if it has no error, compare the shapes of "
+                "the ranks' batches, and their options.",
+            )
+        )
+        setattr(told, _FAILURE, failure)
+        raise told from None

@@ -1,0 +1,60 @@
+"""Mesh axes, states of a value on an axis, and the change from one to another."""
+
+from __future__ import annotations
+
+from autoshard.runtime.collectives.axis import Axis, chunk_bounds, chunk_size
+from autoshard.runtime.collectives.data_parallel_axes import (
+    DATA_AXES,
+    data_axes,
+    data_states,
+    deferred_axes,
+)
+from autoshard.runtime.collectives.lockstep import PREFIX, exchange, run_mesh, run_ranks
+from autoshard.runtime.collectives.redistribution import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    change,
+    convert,
+    reduce_wide,
+)
+from autoshard.runtime.collectives.states import (
+    P,
+    R,
+    S,
+    State,
+    V,
+    forward_value,
+    gradient_value,
+    is_state,
+    shard_dim,
+)
+
+__all__ = [
+    "Axis",
+    "DATA_AXES",
+    "P",
+    "PREFIX",
+    "R",
+    "S",
+    "State",
+    "V",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "change",
+    "chunk_bounds",
+    "chunk_size",
+    "convert",
+    "data_axes",
+    "data_states",
+    "deferred_axes",
+    "exchange",
+    "forward_value",
+    "gradient_value",
+    "is_state",
+    "reduce_wide",
+    "run_mesh",
+    "run_ranks",
+    "shard_dim",
+]

@@ -1,0 +1,37 @@
+"""The data-parallel axes: where a parameter is stored on them, and how it is used there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoshard.runtime.collectives.axis import Axis
+from autoshard.runtime.collectives.states import S, State
+
+#: Outermost first. A parameter is gathered in this order's reverse of storage: the replicas' axis
+#: first, so that backward scatters over `dp_shard` before it reduces the small shard.
+DATA_AXES = ("dp_replicate", "dp_shard")
+
+
+def data_axes(axes: Sequence[Axis]) -> tuple[Axis, ...]:
+    """The data-parallel axes of more than one rank, `dp_replicate` first."""
+    return tuple(axis for axis in axes if axis.name in DATA_AXES and axis.size > 1)
+
+
+def data_states(ndim: int, axes: Sequence[Axis]) -> dict[str, State]:
+    """Where a parameter of `ndim` dims is stored on the data-parallel axes.
+
+    Whole on `dp_replicate`; rows split over `dp_shard`, as FSDP2 stores them. A scalar has no
+    rows, and is whole on both. An axis that is not named is R.
+    """
+    names = [axis.name for axis in data_axes(axes)]
+    return {"dp_shard": S(0)} if "dp_shard" in names and ndim else {}
+
+
+def deferred_axes(axes: Sequence[Axis], zero: int, defer_reduction: bool) -> tuple[str, ...]:
+    """The data-parallel axes over which `no_sync` does not reduce.
+
+    Over `dp_replicate` it never does. ZeRO-1 keeps whole gradients, and so waits on `dp_shard`
+    too; ZeRO-2 and 3 hold shards of gradients only, unless the caller chose to wait.
+    """
+    waits = {"dp_replicate"} | ({"dp_shard"} if zero == 1 or defer_reduction else set())
+    return tuple(axis.name for axis in data_axes(axes) if axis.name in waits)

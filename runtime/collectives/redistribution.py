@@ -1,0 +1,216 @@
+"""State changes: one function over one autograd.Function, and the four collectives under it.
+
+`change(x, src, dst, axis)` moves a value from one placement state to another. Its forward
+converts the value, its backward converts the gradient the other way, and the two tables of
+DESIGN's algebra (Megatron's mappings file) are both this one function:
+
+    R -> V   forward nothing,        backward all-reduce        P -> R   all-reduce, nothing
+    P -> S   reduce-scatter,         all-gather                 S -> V   all-gather, reduce-scatter
+    S -> R   all-gather,             slice                      R -> S   slice, all-gather
+    S -> S'  all-to-all,             all-to-all                 the rest is local
+
+AOTAutograd traces through it to `_c10d_functional` operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from autoshard.runtime.collectives import lockstep
+from autoshard.runtime.collectives.axis import Axis, chunk_bounds, chunk_size
+from autoshard.runtime.collectives.states import (
+    P,
+    R,
+    State,
+    forward_value,
+    gradient_value,
+    shard_dim,
+)
+
+_c10d = torch.ops._c10d_functional
+
+
+def all_reduce(x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
+    """Reduce `x` over the axis with op "sum", "max" or "min"; every rank gets the result."""
+    if axis.group.startswith(lockstep.PREFIX):
+        parts = torch.stack(lockstep.exchange(axis, f"all_reduce {op} {tuple(x.shape)}", x))
+        return getattr(parts, {"sum": "sum", "max": "amax", "min": "amin"}[op])(0)
+    return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), op, axis.group))
+
+
+def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """[r, ...] on each rank -> [n * r, ...], the ranks' rows in rank order."""
+    if axis.group.startswith(lockstep.PREFIX):
+        return torch.cat(lockstep.exchange(axis, f"all_gather {tuple(x.shape)}", x))
+    return _c10d.wait_tensor(
+        _c10d.all_gather_into_tensor(x.contiguous(), axis.size, axis.group)
+    )
+
+
+def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """[n * r, ...] on each rank -> [r, ...]: the sum over ranks of this rank's rows."""
+    if axis.group.startswith(lockstep.PREFIX):
+        parts = lockstep.exchange(axis, f"reduce_scatter {tuple(x.shape)}", x)
+        return torch.stack(parts).sum(0).tensor_split(axis.size)[axis.rank]
+    return _c10d.wait_tensor(
+        _c10d.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.group)
+    )
+
+
+def all_to_all(
+    x: torch.Tensor, axis: Axis, rows: Sequence[Sequence[int]] | None = None
+) -> torch.Tensor:
+    """Block i of `x` goes to rank i; block j of the result is from rank j.
+
+    rows[i][j]: rows that rank i sends to rank j; all the same where it is not given.
+    """
+    own = axis.rank
+    if rows is None:
+        rows = [[x.shape[0] // axis.size] * axis.size] * axis.size
+    if axis.group.startswith(lockstep.PREFIX):
+        parts = lockstep.exchange(axis, f"all_to_all {tuple(x.shape)}", x)
+        return torch.cat([part.split(list(sent))[own] for part, sent in zip(parts, rows)])
+    received = [sent[own] for sent in rows]
+    return _c10d.wait_tensor(
+        _c10d.all_to_all_single(x.contiguous(), received, list(rows[own]), axis.group)
+    )
+
+
+def _pad_to(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    missing = size - x.shape[dim]
+    return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing])
+
+
+def _slice(x: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
+    extent = x.shape[dim]
+    if isinstance(extent, int):
+        start, length = chunk_bounds(extent, axis)
+    else:  # a sharded symbolic size is guarded to be divisible
+        length = extent // axis.size
+        start = axis.rank * length
+    return x.narrow(dim, start, length)
+
+
+def _gather(x: torch.Tensor, dim: int, axis: Axis, extent: int | None) -> torch.Tensor:
+    if extent is not None:
+        x = _pad_to(x, dim, chunk_size(extent, axis.size))
+    shape = list(x.shape)
+    whole = all_gather(x.reshape(-1) if x.dim() == 0 else x, axis)
+    if dim:
+        whole = whole.reshape(axis.size, *shape).movedim(0, dim)
+        shape[dim] *= axis.size
+        whole = whole.reshape(shape)
+    return whole if extent is None else whole.narrow(dim, 0, extent)
+
+
+def _blocks_first(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
+    """Split `dim` into n blocks and lay them along dim 0, one after another."""
+    if dim == 0:
+        return x
+    shape = list(x.shape)
+    x = x.reshape(*shape[:dim], n, shape[dim] // n, *shape[dim + 1 :]).movedim(dim, 0)
+    return x.reshape(n * shape[0], *shape[1:dim], shape[dim] // n, *shape[dim + 1 :])
+
+
+def _reduce_scatter_dim(x: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
+    extent = x.shape[dim]
+    uneven = isinstance(extent, int) and extent % axis.size != 0
+    if uneven:
+        x = _pad_to(x, dim, chunk_size(extent, axis.size) * axis.size)
+    out = reduce_scatter(_blocks_first(x, dim, axis.size), axis)
+    return out.narrow(dim, 0, chunk_bounds(extent, axis)[1]) if uneven else out
+
+
+def convert(
+    x: torch.Tensor, src: State, dst: State, axis: Axis, extent: int | None = None
+) -> torch.Tensor:
+    """Convert a value among R, P and S(d), with no autograd of its own.
+
+    extent: the global size of the dim that `src` shards, given where the axis size does not
+        divide it (torch.chunk's rule then says how many rows each rank holds); None means even.
+    """
+    if src == dst:
+        return x
+    have, want = shard_dim(src), shard_dim(dst)
+    if have is None and want is None:
+        return all_reduce(x, "sum", axis) if dst == R else x / axis.size
+    if want is None:
+        assert have is not None
+        if dst == R:
+            return _gather(x, have, axis, extent)
+        total = x.shape[have] * axis.size if extent is None else extent
+        start = axis.rank * x.shape[have] if extent is None else chunk_bounds(extent, axis)[0]
+        before = [0, 0] * (x.dim() - 1 - have)
+        return F.pad(x, [*before, start, total - start - x.shape[have]])
+    if have is None:
+        if src == P:
+            return _reduce_scatter_dim(x, want, axis)
+        return _slice(x, want, axis)
+    wanted = x.shape[want]
+    if extent is not None or (isinstance(wanted, int) and wanted % axis.size):
+        return _slice(_gather(x, have, axis, extent), want, axis)
+    blocks = all_to_all(_blocks_first(x, want, axis.size), axis)
+    shape = list(x.shape)
+    shape[want] //= axis.size
+    blocks = blocks.reshape(axis.size, *shape).movedim(0, have)
+    shape[have] *= axis.size
+    return blocks.reshape(shape)
+
+
+def reduce_wide(x: torch.Tensor, dst: State, axis: Axis, dtype: torch.dtype) -> torch.Tensor:
+    """Reduce a partial value to R or S(d): it travels in its own dtype and is summed in `dtype`.
+
+    The parts move by one all-to-all, the bytes of a reduce-scatter, and each rank sums what it
+    received, in the order of ranks (Megatron-Core's reduce_scatter_with_fp32_accumulation). S(d)
+    is returned in `dtype`; for R the sums are gathered again in the dtype of `x`, so that the bytes
+    are those of an all-reduce.
+    """
+    dim = shard_dim(dst)
+    whole = x.reshape(-1) if dim is None else x
+    at = 0 if dim is None else dim
+    extent = whole.shape[at]
+    share = chunk_size(extent, axis.size)
+    if share * axis.size != extent:
+        whole = _pad_to(whole, at, share * axis.size)
+    parts = all_to_all(_blocks_first(whole, at, axis.size), axis)
+    total = parts.reshape(axis.size, -1, *parts.shape[1:]).to(dtype).sum(0)
+    if dim is None:
+        return all_gather(total.to(x.dtype), axis).narrow(0, 0, extent).reshape(x.shape)
+    return total.narrow(dim, 0, chunk_bounds(extent, axis)[1])
+
+
+class _Change(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, src: State, dst: State, axis: Axis, extent: int | None
+    ) -> torch.Tensor:
+        want = shard_dim(dst)
+        back_extent = None
+        if want is not None and isinstance(x.shape[want], int) and x.shape[want] % axis.size:
+            back_extent = x.shape[want]
+        ctx.back = (gradient_value(dst), gradient_value(src), axis, back_extent)
+        out = convert(x, forward_value(src), forward_value(dst), axis, extent)
+        return x.view_as(x) if out is x else out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return convert(grad, *ctx.back), None, None, None, None
+
+
+def change(
+    x: torch.Tensor, src: State, dst: State, axis: Axis, extent: int | None = None
+) -> torch.Tensor:
+    """Move `x` from state `src` to state `dst` on one mesh axis, forward and backward.
+
+    x: the local value; its shape is the shard's where `src` is S(d), else the global one.
+    extent: global size of the dim sharded by `src`, only where the axis does not divide it.
+    """
+    if src == dst or axis.size == 1:
+        return x
+    if not (x.is_floating_point() or x.is_complex()):
+        return convert(x, forward_value(src), forward_value(dst), axis, extent)
+    return _Change.apply(x, src, dst, axis, extent)

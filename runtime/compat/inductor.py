@@ -1,0 +1,195 @@
+"""Inductor: private parts of torch that compile a graph, or show what would be compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.symbolic_convert import TensorifyState
+from torch.utils._ordered_set import OrderedSet
+
+from autoshard.runtime.compat.aot import Finish, to_be_read
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
+"""Operators that Inductor gets in smaller ones, which it fuses."""
+
+
+Order = Callable[[fx.Graph], dict[fx.Node, list[fx.Node]]]
+"""The nodes of a graph that each of its nodes must come after, besides those it reads."""
+
+
+def inductor_compile(
+    gm: fx.GraphModule,
+    fakes: Sequence[Any],
+    finish: Finish | None = None,
+    digest: str = "",
+    order: Order | None = None,
+) -> Callable[..., Any]:
+    """AOTAutograd and Inductor. digest: what `finish` depends on besides the graph. order: what
+    Inductor must keep."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def inner_compile(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        if finish is None:
+            return compile_fx_inner(graph, inputs, **options)
+        finish(graph, bool(options.get("is_backward")))
+        with config.patch(post_grad_custom_post_pass=_keep_order(order)):
+            return compile_fx_inner(graph, inputs, **options)
+
+    add_decompositions()
+    # AOTAutograd's cache takes only functions it is told of; the value becomes part of the key.
+    known = config.unsafe_marked_cacheable_functions
+    with config.patch(unsafe_marked_cacheable_functions={**known, **_cache_keys(gm, digest)}):
+        compiled: Any = compile_fx(gm, fakes, inner_compile=inner_compile)
+    return compiled  # type: ignore[no-any-return]
+
+
+def add_decompositions() -> None:
+    """Give Inductor `DECOMPOSITIONS`.
+
+    In its own table: a table given by argument is part of the key of Inductor's cache, which
+    cannot write it down, and then caches nothing.
+    """
+    from torch._inductor.decomposition import decompositions, fast_random_decomps
+
+    if not decompositions.keys() >= DECOMPOSITIONS.keys():
+        decompositions.update(DECOMPOSITIONS)
+        fast_random_decomps.cache_clear()
+
+
+def _cache_keys(gm: fx.GraphModule, digest: str) -> dict[str, str]:
+    """A key for each of our functions in the graph: `digest`, and what the graph's text lacks."""
+    functions, tags = set(), [digest]
+    for node in gm.graph.nodes:
+        module = getattr(node.target, "__module__", None) or ""
+        if node.op == "call_function" and module.startswith("autoshard."):
+            functions.add(f"{module}.{node.target.__name__}")
+        tag = [node.meta.get(key) for key in ("recompute", "ac_graph_id")]
+        if any(t is not None for t in tag):
+            tags.append(f"{node.name} {tag}")
+    key = hashlib.sha256("\n".join(tags).encode()).hexdigest()
+    return {name: key for name in sorted(functions)}
+
+
+def fresh_cache() -> contextlib.AbstractContextManager[Any]:
+    """Caches of Inductor and of AOTAutograd that are empty, and gone at the end; for measuring."""
+    from torch._inductor.utils import fresh_cache
+
+    return fresh_cache()  # type: ignore[no-any-return]
+
+
+def allocators() -> Any:
+    """The module by whose `_empty_strided_cpu` Inductor's code allocates, past every mode."""
+    return torch._C._dynamo.guards
+
+
+def _keep_order(order: Order | None) -> Any:
+    """Inductor's pass after its own passes: what is set there, then the dependencies.
+
+    Only a class with a `uuid` lets Inductor cache what it compiles.
+    """
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    theirs: Any = config.post_grad_custom_post_pass
+    if order is None:
+        return theirs
+    chosen = order
+
+    class KeepOrder(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+
+            if theirs is not None:
+                theirs(graph)
+            needed = chosen(graph)
+            preserve_node_ordering(graph, {n: OrderedSet(deps) for n, deps in needed.items()})
+
+        def uuid(self) -> Any:
+            ours = get_hash_for_files((__file__, chosen.__code__.co_filename))
+            if theirs is None:
+                return ours
+            other = theirs.uuid() if isinstance(theirs, CustomGraphPass) else None
+            return other and (ours, other)
+
+    return KeepOrder()
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The two graphs that Inductor lowers to loops and calls.
+
+    backward: None where nothing needs a gradient. names: of the forward's results, in order, as
+    the backward's inputs are named; Inductor's passes rename some of the nodes.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    names: tuple[str, ...]
+
+
+def inductor_graphs(gm: fx.GraphModule, fakes: Sequence[Any], finish: Finish | None) -> Lowered:
+    """The graphs that `inductor` compiles, after Inductor's decompositions, its partition
+    and all its passes over graphs; compiles and runs nothing.
+
+    fakes: one a placeholder, of one fake mode. There is no public way to stop Inductor there.
+    """
+    with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="aten::nll_loss")
+        # what Inductor imports for its patterns still uses torch.jit
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        try:
+            return _until_lowered(gm, fakes, finish)
+        except TensorifyScalarRestartAnalysis:
+            # asks Dynamo, once, not to make inputs of Python floats; the graph has their values
+            made = _until_lowered(gm, fakes, finish)
+            TensorifyState.clear()
+            return made
+
+
+def _until_lowered(gm: fx.GraphModule, fakes: Sequence[Any], finish: Finish | None) -> Lowered:
+    from torch._functorch import config
+    from torch._inductor import config as inductor_config
+    from torch._inductor.compile_fx import compile_fx
+
+    found: list[tuple[fx.GraphModule, tuple[str, ...]]] = []
+
+    def inner_compile(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        if finish is not None:
+            finish(graph, bool(found))
+        results: Any = next(iter(reversed(graph.graph.nodes))).args[0]
+        names = tuple(n.name if isinstance(n, fx.Node) else "" for n in results)
+        _run_passes(graph, bool(options.get("is_inference")))
+        found.append((graph, names))
+        return to_be_read
+
+    add_decompositions()
+    # nothing is compiled, so nothing may be cached; backward is made when forward is, not later
+    with (
+        config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
+        inductor_config.patch(fx_graph_cache=False),
+    ):
+        compile_fx(gm, list(fakes), inner_compile=inner_compile)
+    forward, names = found[0]
+    return Lowered(forward, found[1][0] if len(found) > 1 else None, names)
+
+
+def _run_passes(graph: fx.GraphModule, inference: bool) -> None:
+    """Inductor's own passes, which join products and sums and reduce in place."""
+    from torch._guards import detect_fake_mode
+    from torch._inductor.compile_fx import _recursive_post_grad_passes
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+    from torch._inductor.virtualized import V
+
+    view_to_reshape(graph)
+    values = [n.meta.get("val") for n in graph.graph.nodes if n.op == "placeholder"]
+    with V.set_fake_mode(detect_fake_mode(values)), torch.no_grad():
+        _recursive_post_grad_passes(graph, is_inference=inference)

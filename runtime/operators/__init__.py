@@ -1,0 +1,47 @@
+"""Operators computed on shards: the algorithms that sharding rules name."""
+
+from __future__ import annotations
+
+from autoshard.runtime.operators.bound import Bound, unbound
+from autoshard.runtime.operators.fused_dims import pieces, split_parts, unfold_parts, with_parts
+from autoshard.runtime.operators.groups import attend_to_shared_head, with_local_groups
+from autoshard.runtime.operators.means import share_of_equal_mean, share_of_mean
+from autoshard.runtime.operators.softmax import log_softmax, logsumexp, softmax
+from autoshard.runtime.operators.token_mean import (
+    own_tokens,
+    share_of_tokens,
+    stand_in_targets,
+    stand_in_weight,
+)
+from autoshard.runtime.operators.vocabulary import (
+    MEAN,
+    mean_of_all_tokens,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_embedding,
+    vocab_parallel_nll,
+)
+
+__all__ = [
+    "Bound",
+    "MEAN",
+    "attend_to_shared_head",
+    "log_softmax",
+    "logsumexp",
+    "mean_of_all_tokens",
+    "own_tokens",
+    "pieces",
+    "share_of_equal_mean",
+    "share_of_mean",
+    "share_of_tokens",
+    "softmax",
+    "split_parts",
+    "stand_in_targets",
+    "stand_in_weight",
+    "unbound",
+    "unfold_parts",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_embedding",
+    "vocab_parallel_nll",
+    "with_local_groups",
+    "with_parts",
+]

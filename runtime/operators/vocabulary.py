@@ -1,0 +1,183 @@
+"""Embedding and losses over a vocabulary (classes) sharded by torch.chunk's rule.
+
+Nothing of vocabulary size crosses the axis: a lookup leaves a partial sum, a loss reduces a
+maximum and one packed sum a token. The algorithm is that of Megatron-LM (Shoeybi et al. 2019,
+arXiv:1909.08053, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autoshard.runtime.collectives import Axis, all_reduce, chunk_bounds
+
+NONE, MEAN = 0, 1  # at::Reduction
+
+
+def vocab_parallel_embedding(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+    *,
+    rows: int,
+    axis: Axis,
+) -> torch.Tensor:
+    """aten.embedding where `weight` holds this rank's rows of a table of `rows`; partial result.
+
+    indices: any shape, global row numbers. Result: their shape + [columns of weight], zero where
+    the row is another rank's.
+    """
+    start, length = chunk_bounds(rows, axis)
+    local = indices - start
+    owned = (local >= 0) & (local < length)
+    padding = padding_idx - start if start <= padding_idx < start + length else -1
+    found = torch.embedding(weight, local.clamp(0, length - 1), padding)
+    return found.masked_fill(~owned.unsqueeze(-1), 0)
+
+
+class _TokenLosses(torch.autograd.Function):
+    """Scores [..., classes of this rank] -> losses [...] of each token, the same on every rank.
+
+    Returns -log p(target) and, given `share` (a weight for each class of this rank, `whole` being
+    its sum over all ranks), also the weighted sum of -log p over the classes.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        scores: torch.Tensor,
+        local: torch.Tensor,
+        owned: torch.Tensor,
+        share: torch.Tensor | None,
+        whole: torch.Tensor | None,
+        axis: Axis,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        wide = _widened(scores)
+        top = all_reduce(wide.amax(-1), "max", axis)
+        shifted = wide - top.unsqueeze(-1)
+        picked = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~owned, 0)
+        sums = [shifted.exp().sum(-1), picked]
+        if share is not None:
+            sums.append((shifted * share).sum(-1))
+        total = all_reduce(torch.stack(sums), "sum", axis)
+        log_sum = total[0].log()
+        # the scores are alive anyway: saving them, not the probabilities, costs no memory
+        ctx.save_for_backward(scores, top + log_sum, local, owned, share, whole)
+        spread = None if whole is None else whole * log_sum - total[2]
+        return log_sum - total[1], spread
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: torch.Tensor, grad_spread: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        scores, log_norm, local, owned, share, whole = ctx.saved_tensors
+        probability = (_widened(scores) - log_norm.unsqueeze(-1)).exp()
+        classes = torch.arange(scores.shape[-1], device=scores.device)
+        is_target = (classes == local.unsqueeze(-1)) & owned.unsqueeze(-1)
+        out = (probability - is_target.to(probability.dtype)) * grad.unsqueeze(-1)
+        if share is not None and grad_spread is not None:
+            out = out + (probability * whole - share) * grad_spread.unsqueeze(-1)
+        return out.to(scores.dtype), None, None, None, None, None
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def vocab_parallel_cross_entropy(
+    scores: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    *,
+    classes: int,
+    axis: Axis,
+) -> torch.Tensor:
+    """aten.cross_entropy_loss where `scores` holds this rank's classes; replicated result.
+
+    scores: [classes] or [tokens, classes, ...], sharded on the class dim; target: class numbers,
+    scores' shape without it. Scores of 16 bits are reduced in fp32 and the loss cast back.
+    """
+    start, length = chunk_bounds(classes, axis)
+    local = target - start
+    owned = (local >= 0) & (local < length)
+    share = whole = None
+    if label_smoothing:
+        ones = torch.ones(classes, dtype=_widened(scores).dtype, device=scores.device)
+        every = (ones if weight is None else weight.to(ones.dtype)) / classes
+        share, whole = every.narrow(0, start, length), every.sum()
+    last = scores if scores.dim() == 1 else scores.movedim(1, -1)
+    losses, spread = _TokenLosses.apply(
+        last, local.clamp(0, length - 1), owned, share, whole, axis
+    )
+    counted = token_weight(target, weight, ignore_index, losses.dtype)
+    losses = losses * counted
+    if spread is not None:
+        valid = (target != ignore_index).to(losses.dtype)
+        losses = (1 - label_smoothing) * losses + label_smoothing * valid * spread
+    return _reduced(losses, counted, reduction).to(scores.dtype)
+
+
+def vocab_parallel_nll(
+    scores: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+    *,
+    classes: int,
+    axis: Axis,
+) -> torch.Tensor:
+    """aten.nll_loss (and nll_loss_nd) where `scores` holds this rank's classes; partial result."""
+    start, length = chunk_bounds(classes, axis)
+    local = target - start
+    owned = (local >= 0) & (local < length)
+    last = scores if scores.dim() == 1 else scores.movedim(1, -1)
+    picked = last.gather(-1, local.clamp(0, length - 1).unsqueeze(-1)).squeeze(-1)
+    counted = token_weight(target, weight, ignore_index, scores.dtype)
+    losses = -picked.masked_fill(~owned, 0) * counted
+    return _reduced(losses, counted, reduction)
+
+
+def token_weight(
+    target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """What each token counts in a mean, of target's shape: its class' weight, 0 where ignored."""
+    valid = (target != ignore_index).to(dtype)
+    if weight is None:
+        return valid
+    return weight.to(dtype)[target.clamp(0, weight.shape[0] - 1)] * valid
+
+
+def _reduced(losses: torch.Tensor, counted: torch.Tensor, reduction: int) -> torch.Tensor:
+    if reduction == NONE:
+        return losses
+    return losses.sum() / counted.sum() if reduction == MEAN else losses.sum()
+
+
+def mean_of_all_tokens(
+    scores: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+    *more: Any,
+    op: Callable[..., torch.Tensor],
+    axis: Axis,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """A mean loss over sharded tokens: this rank's sum over the count of all ranks; partial.
+
+    op: aten.cross_entropy_loss or aten.nll_loss. Tokens that are ignored do not count, so the
+    count is only known across the axis: one all-reduce of a scalar.
+    """
+    total = op(scores, target, weight, 2, ignore_index, *more, **kwargs)
+    count = token_weight(target, weight, ignore_index, _widened(scores).dtype).sum()
+    return (total / all_reduce(count, "sum", axis)).to(total.dtype)

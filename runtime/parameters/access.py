@@ -1,0 +1,250 @@
+"""Attribute access of stored parameters: `module.weight` is the whole weight, made on demand.
+
+A module that owns stored parameters gets a subclass of its own class with one property a
+parameter. `_parameters`, `state_dict` keys, `named_parameters`, `isinstance` and the class's name
+do not change; `type(module) is nn.Linear` does. In Dynamo's graph each access is one
+`materialize` node; in eager code it is a collective on every rank of the mesh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoshard.runtime import compat
+from autoshard.runtime.mesh import axes_of
+from autoshard.runtime.parameters.accumulation import begin, set_use, use_of
+from autoshard.runtime.parameters.data_unsharding import SINGLE, Use
+from autoshard.runtime.parameters.layout import local_part, owned, stored_states, wrap_local
+from autoshard.runtime.parameters.owners import find_owners
+from autoshard.runtime.parameters.unsharding import materialize
+
+_reading_storage = False
+
+
+@contextlib.contextmanager
+def stored() -> Iterator[None]:
+    """Inside, `module.weight` is the stored DTensor itself, not the whole weight.
+
+    For code that writes to parameters through attributes, such as `reset_parameters()`: writes
+    to the whole weight would be lost. For the whole process, not only this thread.
+    """
+    global _reading_storage
+    before, _reading_storage = _reading_storage, True
+    try:
+        yield
+    finally:
+        _reading_storage = before
+
+
+def install(module: nn.Module, names: Sequence[str]) -> None:
+    """Make the parameters `names` of `module` readable as whole tensors."""
+    cls = type(module)
+    if issubclass(cls, Stored):
+        names = sorted({*cls._autoshard_names, *names})
+        cls = cls._autoshard_class
+    uses = [use_of(p) for p in module._parameters.values() if p is not None]
+    dtype = next((use.param for use in uses if use.param is not None), None)
+    module.__class__ = stored_class(cls, tuple(sorted(names)), dtype)  # type: ignore[arg-type]
+    begin(module)
+    if isinstance(module, nn.RNNBase):
+        # The list holds whole tensors; StoredRNN makes it from the parameters instead.
+        module.__dict__.pop("_flat_weights", None)
+        module.__dict__["_flat_weight_refs"] = []
+
+
+def lower(parameters: Sequence[nn.Parameter], use: Use) -> list[nn.Module]:
+    """Make parameters that are whole readable in `use.param`; returns the modules that own them.
+
+    Dynamo then traces the model in that dtype. Their own values and gradients keep theirs.
+    """
+    owners = find_owners(tuple(parameters))
+    set_use(parameters, use)
+    names: dict[nn.Module, list[str]] = {}
+    for parameter in parameters:
+        for module, name in owners.modules[parameter]:
+            names.setdefault(module, []).append(name)
+    for module, own in names.items():
+        install(module, own)
+    return list(names)
+
+
+@contextlib.contextmanager
+def lowered(model: nn.Module, use: Use) -> Iterator[None]:
+    """Inside, the parameters of an unsharded model are read in `use.param`."""
+    modules = list(model.modules())
+    before = [(module.__class__, dict(module.__dict__)) for module in modules]
+    attributes = [(p, dict(p.__dict__)) for p in model.parameters()]
+    try:
+        lower([p for p, _ in attributes], use)
+        yield
+    finally:
+        for module, (cls, values) in zip(modules, before):
+            module.__class__ = cls
+            module.__dict__.clear()
+            module.__dict__.update(values)
+        for parameter, values in attributes:
+            parameter.__dict__.clear()
+            parameter.__dict__.update(values)
+
+
+class Stored:
+    """What every such subclass has besides its properties.
+
+    Without `__slots__`: with them, Python refuses to assign the subclass to an instance.
+    """
+
+    _autoshard_class: type[nn.Module]
+    _autoshard_names: tuple[str, ...]
+    _autoshard_dtype: torch.dtype | None
+    _autoshard_sync: str = SINGLE
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with stored():
+            reduced = super().__reduce_ex__(protocol)
+        if (
+            isinstance(reduced, tuple)
+            and reduced[0] is copyreg.__newobj__  # type: ignore[attr-defined]
+            and reduced[1][0] is type(self)
+        ):
+            # The subclass cannot be found by its name; it is made again where it is loaded.
+            of = (self._autoshard_class, self._autoshard_names, self._autoshard_dtype)
+            return (_new, (*of, *reduced[1][1:]), *reduced[2:])
+        return reduced
+
+    def __setstate__(self, state: Any) -> None:
+        with stored():
+            super().__setstate__(state)  # type: ignore[misc]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """`to`, `half`, `double`, ...: of stored parameters the shards are converted."""
+        parameters: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
+        kept = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
+        parameters.update(dict.fromkeys(kept))
+        try:
+            super()._apply(fn, recurse)  # type: ignore[misc]
+        finally:
+            parameters.update(kept)
+        with torch.no_grad():
+            for parameter in kept.values():
+                _convert(parameter, fn)
+        return self
+
+    def __repr__(self) -> str:
+        # extra_repr reads `self.bias`; printing on one rank must not wait for the others
+        with stored():
+            return super().__repr__()
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Accepts whole tensors as well as DTensors."""
+        for name in self._autoshard_names:
+            parameter = self._parameters.get(name)  # type: ignore[attr-defined]
+            value = state_dict.get(prefix + name)
+            if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
+                continue
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                state_dict[prefix + name] = part_like(value, parameter)
+        with stored():
+            super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[misc]
+
+
+class StoredRNN(Stored):
+    """The RNN family keeps its weights in a second list, and in weak references to them."""
+
+    @property
+    def _flat_weights(self) -> list[Any]:
+        names: list[str] = self._flat_weights_names  # type: ignore[attr-defined]
+        return [getattr(self, name, None) for name in names]
+
+    @_flat_weights.setter
+    def _flat_weights(self, value: list[Any]) -> None:
+        pass
+
+    def _init_flat_weights(self) -> None:
+        self.__dict__["_flat_weight_refs"] = []
+
+    def _update_flat_weights(self) -> None:
+        pass
+
+    def flatten_parameters(self) -> None:
+        """Nothing to flatten: the whole weights live for one call only."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        with stored():
+            super().__setattr__(name, value)
+
+
+@functools.cache
+def stored_class(
+    cls: type[nn.Module], names: tuple[str, ...], dtype: torch.dtype | None = None
+) -> type[nn.Module]:
+    """The subclass of `cls` whose attributes `names` are whole tensors, in `dtype` where it is
+    given; one for the same arguments."""
+    mixin = StoredRNN if issubclass(cls, nn.RNNBase) else Stored
+    namespace: dict[str, Any] = {name: _whole(name, dtype) for name in names}
+    namespace.update(
+        __module__=cls.__module__,
+        __qualname__=cls.__qualname__,
+        __doc__=cls.__doc__,
+        _autoshard_class=cls,
+        _autoshard_names=names,
+        _autoshard_dtype=dtype,
+    )
+    metaclass: Any = type(cls)
+    return metaclass(cls.__name__, (mixin, cls), namespace)  # type: ignore[no-any-return]
+
+
+def part_like(whole: torch.Tensor, parameter: DTensor) -> DTensor:
+    """A whole tensor cut and placed like a stored parameter; every rank gives the same tensor."""
+    states, mesh = stored_states(parameter), parameter.device_mesh
+    part = local_part(whole.detach(), states, axes_of(mesh)).to(mesh.device_type)
+    return wrap_local(owned(part), parameter.shape, states, mesh)
+
+
+def _convert(parameter: DTensor, fn: Any) -> None:
+    new, grad = fn(parameter), parameter.grad
+    if new is not parameter:
+        parameter.grad = None  # else it would have to be of the new dtype at once
+        compat.set_stored(parameter, new)
+        parameter.grad = None if grad is None else fn(grad)
+
+
+def _whole(name: str, dtype: torch.dtype | None) -> property:
+    @compat.never_a_frame
+    def get(self: nn.Module) -> Any:
+        if name not in self._parameters:  # deleted, perhaps replaced by a plain attribute
+            if name not in self.__dict__:
+                raise AttributeError(name)
+            return self.__dict__[name]
+        parameter = self._parameters[name]
+        if parameter is None or _reading_storage:
+            return parameter
+        if dtype is None and not isinstance(parameter, DTensor):
+            return parameter
+        # without gradients there is nothing to accumulate, and no variant to compile
+        sync = self._autoshard_sync if torch.is_grad_enabled() else SINGLE
+        return materialize(parameter, sync, dtype)
+
+    def put(self: nn.Module, value: Any) -> None:
+        self.__dict__[name] = value
+
+    def delete(self: nn.Module) -> None:
+        del self.__dict__[name]
+
+    return property(get, put, delete)
+
+
+def _new(
+    cls: type[nn.Module], names: tuple[str, ...], dtype: torch.dtype | None, *args: Any
+) -> Any:
+    made = stored_class(cls, names, dtype)  # type: ignore[arg-type]
+    return made.__new__(made, *args)

@@ -1,0 +1,122 @@
+"""`unshard`: a stored parameter becomes whole on one data-parallel axis, in the dtype of compute.
+
+    forward     cast, all-gather (nothing where every rank stores it whole)
+    backward    add what is pending, cast, average, reduce-scatter or all-reduce, cast back
+
+One autograd.Function does all of it: between two of them autograd would cast a gradient that is
+to be reduced in fp32 to the low dtype of the weight it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from autoshard.runtime.collectives import Axis, P, R, State, convert, gradient_value, reduce_wide
+
+SINGLE, ACCUMULATE, FLUSH = "single", "accumulate", "flush"
+"""What a backward does with gradients: reduce its own; add them to the pending ones and reduce
+nothing; reduce the pending ones and its own. Strings, because Dynamo makes an int symbolic."""
+
+MICROBATCH = (SINGLE, ACCUMULATE, FLUSH)
+
+
+class Use(NamedTuple):
+    """How stored parameters are used, and their gradients reduced, on the data-parallel axes.
+
+    param: the dtype in which a parameter is gathered and computed with; None: as it is stored.
+    reduce: the dtype in which its gradient travels; None: that of compute. accumulate: the dtype
+    in which the ranks' gradients are summed; None: what the collective does. average: the mean
+    over the ranks, else the sum. deferred: the axes that `no_sync` reduces over at the last
+    microbatch only. A NamedTuple, so that a graph node can hold it as an argument.
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    accumulate: torch.dtype | None = None
+    average: bool = True
+    deferred: tuple[str, ...] = ()
+
+    def pending_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype in which microbatches are summed: the parameter's, or a wider one they travel
+        in."""
+        return stored if self.reduce is None else torch.promote_types(stored, self.reduce)
+
+
+def unshard(
+    x: torch.Tensor,
+    src: State,
+    axis: Axis,
+    extent: int | None = None,
+    use: Use = Use(),  # noqa: B008  (immutable)
+    pending: torch.Tensor | None = None,
+    microbatch: str = SINGLE,
+) -> torch.Tensor:
+    """A stored parameter, whole on a data-parallel axis; its gradient is reduced over the axis.
+
+    src: R (every rank stores it whole: DDP) or S(d) (FSDP). The ranks compute with different
+    batches, so their gradients are divided before they are summed: the sum then cannot overflow,
+    and the division fuses into the kernel that makes the gradient. extent: as in `change`.
+    pending: the sum of the microbatches before, of the result's shape; with ACCUMULATE the gradient
+    is added to it and `x` gets none, with FLUSH it is reduced too and set to zero.
+    """
+    if axis.size == 1:
+        return x
+    if not x.is_floating_point():
+        return convert(x, src, R, axis, extent)
+    return _Unshard.apply(x, src, axis, extent, use, pending, microbatch)
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: torch.Tensor,
+        src: State,
+        axis: Axis,
+        extent: int | None,
+        use: Use,
+        pending: torch.Tensor | None,
+        microbatch: str,
+    ) -> torch.Tensor:
+        ctx.of = (x.dtype, gradient_value(src), axis, use, microbatch)
+        # not save_for_backward: microbatches write to it between this forward and its backward
+        ctx.pending = pending
+        low = x if use.param is None else x.to(use.param)
+        out = convert(low, src, R, axis, extent)
+        return x.view_as(x) if out is x else out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        dtype, dst, axis, use, microbatch = ctx.of
+        nothing = (None,) * 6
+        if microbatch == ACCUMULATE:
+            ctx.pending.add_(grad)
+            return None, *nothing
+        if microbatch == FLUSH and ctx.pending is not None:
+            grad = ctx.pending + grad
+            ctx.pending.zero_()
+        return reduced(grad, dst, axis, use).to(dtype), *nothing
+
+
+def reduced(grad: torch.Tensor, dst: State, axis: Axis, use: Use) -> torch.Tensor:
+    """The ranks' gradients summed or averaged over the axis, to R or S(d)."""
+    if use.reduce is not None:
+        grad = grad.to(use.reduce)
+    if use.average:
+        grad = grad / axis.size
+    if use.accumulate is not None and use.accumulate != grad.dtype:
+        return reduce_wide(grad, dst, axis, use.accumulate)
+    return convert(grad, P, dst, axis)
+
+
+def deferred_at(axes: Sequence[Axis], use: Use) -> int | None:
+    """The position of the axis at which gradients wait: the innermost that `use` defers.
+
+    axes: those of more than one rank, outermost first. Backward passes them from the last to the
+    first; what is before the position waits too.
+    """
+    found = [i for i, axis in enumerate(axes) if axis.name in use.deferred and axis.size > 1]
+    return found[-1] if found else None

@@ -1,0 +1,161 @@
+"""Where the parts of one tensor live: states by axis <-> DTensor placements, whole <-> local.
+
+A tensor is split over `tp` first, then over the data-parallel axes: the local part is
+chunk(chunk(whole, tp), dp), bit for bit what FSDP2 over tensor parallelism stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from autoshard.runtime import compat
+from autoshard.runtime.collectives import Axis, R, S, State, chunk_bounds, shard_dim
+from autoshard.runtime.errors import PlanError, message
+from autoshard.runtime.mesh import axes_of
+
+
+def stored_states(parameter: DTensor) -> dict[str, State]:
+    """The state of a stored parameter on each axis of its mesh: R or S(d)."""
+    names = parameter.device_mesh.mesh_dim_names or ()
+    dims = [compat.placement_dim(placement) for placement in parameter.placements]
+    return {name: R if dim is None else S(dim) for name, dim in zip(names, dims, strict=True)}
+
+
+def placements_of(states: Mapping[str, State], axes: Sequence[Axis], ndim: int) -> list[Placement]:
+    """DTensor placements, one an axis. An axis without a state is R.
+
+    Raises PlanError for a state that cannot be stored: V, P, or a dim the tensor has not.
+    """
+    dims = [_stored_dim(states.get(axis.name, R), ndim) for axis in axes]
+    found: list[Placement] = []
+    for i, dim in enumerate(dims):
+        if dim is None:
+            found.append(Replicate())
+            continue
+        inner = 1
+        for other, axis in zip(dims[i + 1 :], axes[i + 1 :]):
+            inner *= axis.size if other == dim else 1
+        found.append(compat.shard_placement(dim, inner))
+    return found
+
+
+def local_part(
+    whole: torch.Tensor, states: Mapping[str, State], axes: Sequence[Axis]
+) -> torch.Tensor:
+    """This rank's part of a whole tensor, a view of it; uneven dims by torch.chunk's rule."""
+    for axis in reversed(axes):
+        dim = shard_dim(states.get(axis.name, R))
+        if dim is not None:
+            whole = whole.narrow(dim, *chunk_bounds(whole.shape[dim], axis))
+    return whole
+
+
+def local_bounds(
+    shape: Sequence[int], states: Mapping[str, State], axes: Sequence[Axis]
+) -> list[tuple[int, int]]:
+    """(first, one past the last) index of a rank's part in the whole tensor, for each dim."""
+    bounds = [(0, size) for size in shape]
+    for axis in reversed(axes):
+        dim = shard_dim(states.get(axis.name, R))
+        if dim is not None:
+            low, high = bounds[dim]
+            start, length = chunk_bounds(high - low, axis)
+            bounds[dim] = (low + start, low + start + length)
+    return bounds
+
+
+def owned(part: torch.Tensor) -> torch.Tensor:
+    """`part`, or a copy of it where it is a view: contiguous, and alone in its storage.
+
+    A slice would keep the whole alive; a DTensor around one has an offset that its copies, and
+    the strides its metadata promises, do not allow.
+    """
+    alone = part.untyped_storage().nbytes() == part.numel() * part.element_size()
+    if alone and part.is_contiguous():
+        return part
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def extents(
+    shape: Sequence[int], states: Mapping[str, State], axes: Sequence[Axis]
+) -> dict[str, int]:
+    """For each axis that shards: the size of the sharded dim that a gather over it restores."""
+    sizes = list(shape)
+    found: dict[str, int] = {}
+    for axis in reversed(axes):
+        dim = shard_dim(states.get(axis.name, R))
+        if dim is not None:
+            found[axis.name] = sizes[dim]
+            sizes[dim] = chunk_bounds(sizes[dim], axis)[1]
+    return found
+
+
+def wrap_local(
+    local: torch.Tensor,
+    shape: torch.Size,
+    states: Mapping[str, State],
+    device_mesh: DeviceMesh,
+) -> DTensor:
+    """A DTensor of global `shape` around this rank's part. No communication, no check."""
+    # from_local with shape and stride is the one constructor that is right for uneven and strided
+    # shards; distribute_tensor refuses them.
+    return DTensor.from_local(
+        local,
+        device_mesh,
+        placements_of(states, axes_of(device_mesh), len(shape)),
+        run_check=False,
+        shape=shape,
+        stride=_contiguous_stride(shape),
+    )
+
+
+def as_dtensors(
+    outputs: Sequence[Any],
+    states: Sequence[State],
+    sizes: Sequence[int | None],
+    axis: Axis,
+    device_mesh: DeviceMesh,
+) -> tuple[Any, ...]:
+    """Each output in state S(d) as a DTensor, differentiable; the others pass as they are.
+
+    sizes: the global size of the sharded dim where it is static; None: the axis divides it.
+    """
+    return tuple(
+        wrap_local(output, _whole_shape(output, state, size, axis), {axis.name: state}, device_mesh)
+        if isinstance(output, torch.Tensor) and shard_dim(state) is not None
+        else output
+        for output, state, size in zip(outputs, states, sizes, strict=True)
+    )
+
+
+def _whole_shape(
+    local: torch.Tensor, state: State, size: int | None, axis: Axis
+) -> torch.Size:
+    shape, dim = list(local.shape), shard_dim(state)
+    assert dim is not None
+    shape[dim] = shape[dim] * axis.size if size is None else size
+    return torch.Size(shape)
+
+
+def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    stride = [1]
+    for size in reversed(shape[1:]):
+        stride.append(stride[-1] * max(size, 1))
+    return tuple(reversed(stride)) if shape else ()
+
+
+def _stored_dim(state: State, ndim: int) -> int | None:
+    dim = shard_dim(state)
+    if (dim is None and state != R) or (dim is not None and dim >= ndim):
+        raise PlanError(
+            message(
+                f"a parameter of {ndim} dims cannot be stored in state {state}",
+                remedy="Store it as R, or as S(d) of one of its dims.",
+            )
+        )
+    return dim

@@ -1,0 +1,280 @@
+"""Parameters become shards: every owner gets a new Parameter that holds a DTensor.
+
+One parameter at a time, and the whole one is freed before the next: the peak is the unsharded
+model and one parameter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoshard.runtime import compat
+from autoshard.runtime.agreement import agree
+from autoshard.runtime.collectives import R, State
+from autoshard.runtime.errors import AutoshardError, message
+from autoshard.runtime.mesh import Mesh
+from autoshard.runtime.parameters.access import install, stored
+from autoshard.runtime.parameters.layout import (
+    local_part,
+    owned,
+    placements_of,
+    stored_states,
+    wrap_local,
+)
+from autoshard.runtime.parameters.optimizers import repoint, state_summary
+from autoshard.runtime.parameters.owners import Owners, find_owners, related_parameters
+from autoshard.runtime.parameters.unsharding import materialize
+
+__all__ = [
+    "MovedParameter",
+    "find_owners",
+    "related_parameters",
+    "shard_parameters",
+    "stored",
+    "stored_states",
+    "unstorable",
+]
+
+
+class MovedParameter(nn.Parameter):
+    """What a whole parameter becomes when its shard has replaced it: empty, and an error to use.
+
+    References that could not be found (a local variable, a tuple) would otherwise read a stale
+    value, or see no gradient, silently.
+    """
+
+    _autoshard_moved = "a parameter"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        owner = next((a for a in (*args, *(kwargs or {}).values()) if type(a) is cls), cls)
+        raise AutoshardError(
+            message(
+                f"{owner._autoshard_moved} is stored as shards now, and this is the Parameter "
+                "object from before the first call",
+                remedy="Take the parameter again from model.parameters().",
+            )
+        )
+
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"MovedParameter({self._autoshard_moved})"
+
+
+def unstorable(parameter: nn.Parameter) -> str | None:
+    """Why a parameter cannot be stored as a DTensor, or None where it can."""
+    if isinstance(parameter, DTensor):
+        return None
+    if type(parameter) is not nn.Parameter:
+        return f"it is a {type(parameter).__name__}, not a plain nn.Parameter"
+    if parameter.layout is not torch.strided:
+        return f"its layout is {parameter.layout}"
+    if not parameter.is_leaf:
+        return "it is not a leaf of autograd"
+    return None
+
+
+def shard_parameters(
+    placements: Mapping[nn.Parameter, Mapping[str, State]],
+    mesh: Mesh,
+    *,
+    broadcast: bool,
+    allocate_meta: bool = True,
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Store each parameter in the given state on each axis (R where an axis is not named).
+
+    Every module, optimizer, list and dict value that holds one gets the new Parameter. Names,
+    requires_grad, `.grad`, attributes, hooks and optimizer state move with it; gradient and state
+    are cut alike. `module.weight` then is the whole weight, on demand (see `access`). A parameter
+    that is stored already is stored anew.
+
+    broadcast: rank 0's values (and optimizer state) go to every rank; else each rank's own are
+    trusted to be equal. A parameter on the meta device gets an uninitialised shard on the mesh's
+    device, filled with NaN so that forgetting to load it shows; load it with load_state_dict or
+    torch.distributed.checkpoint. allocate_meta: False keeps such shards on the meta device.
+
+    Returns the new parameter for each old one; the old ones are empty, and errors to use.
+    Collective over the mesh, in the order of `placements`. Does nothing in a world of one process.
+    Raises AutoshardError, before anything is changed, for a parameter no module owns and for one
+    that cannot be stored; PlanMismatchError where ranks differ in what they are to store.
+    """
+    if mesh.device_mesh is None or mesh.size == 1:
+        return {}
+    with compat.real_tensors():
+        owners = find_owners(tuple(placements))
+        names = {p: _name(p, owners) for p in placements}
+        _check(placements, owners, names, mesh)
+        _agree(placements, owners, names, mesh)
+        moved: dict[nn.Parameter, nn.Parameter] = {}
+        for old, states in placements.items():
+            if isinstance(old, DTensor) and _same(states, stored_states(old)):
+                continue
+            moved[old] = _move(old, states, owners, names[old], mesh, broadcast, allocate_meta)
+        _install(moved, owners)
+        _repoint_containers(moved, owners)
+    return moved
+
+
+def _check(
+    placements: Mapping[nn.Parameter, Mapping[str, State]],
+    owners: Owners,
+    names: Mapping[nn.Parameter, str],
+    mesh: Mesh,
+) -> None:
+    for parameter, states in placements.items():
+        reason = unstorable(parameter)
+        if not owners.modules[parameter]:
+            reason = "no module owns it, so nothing can be given its shard"
+        if reason:
+            raise AutoshardError(
+                message(
+                    f"{names[parameter]} of shape {tuple(parameter.shape)} cannot be sharded: "
+                    f"{reason}",
+                    remedy="Register it in a module as an nn.Parameter, or leave it replicated.",
+                )
+            )
+        placements_of(states, mesh.axes, parameter.dim())
+
+
+def _agree(
+    placements: Mapping[nn.Parameter, Mapping[str, State]],
+    owners: Owners,
+    names: Mapping[nn.Parameter, str],
+    mesh: Mesh,
+) -> None:
+    """Ranks that hold different gradients or state would wait for each other for ever."""
+    lines = [
+        f"{names[p]} {p.dtype} {tuple(p.shape)} meta {p.is_meta}, stored {dict(states)}, "
+        f"gradient {p.grad is not None}, "
+        f"state {[state_summary(optimizer, p) for optimizer in owners.optimizers]}"
+        for p, states in placements.items()
+    ]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    for axis in mesh.axes:
+        agree("parameters to shard", digest, lines, axis)
+
+
+def _move(
+    old: nn.Parameter,
+    states: Mapping[str, State],
+    owners: Owners,
+    name: str,
+    mesh: Mesh,
+    broadcast: bool,
+    allocate_meta: bool,
+) -> nn.Parameter:
+    def store(tensor: torch.Tensor, states: Mapping[str, State]) -> DTensor:
+        return _store(tensor, states, mesh, broadcast, allocate_meta)
+
+    shape = old.shape
+    new = nn.Parameter(store(old, states), requires_grad=old.requires_grad)
+    compat.share_spec(new)  # type: ignore[arg-type]
+    if old.grad is not None:
+        new.grad = store(old.grad, states)
+        old.grad = None
+    for key, value in old.__dict__.items():
+        new.__dict__.setdefault(key, value)
+    compat.move_hooks(old, new)
+    for optimizer in owners.optimizers:
+        repoint(optimizer, old, new, shape, lambda t: store(t, states), lambda t: store(t, {}))
+    for module, key in owners.modules[old]:
+        module._parameters[key] = new
+    if not isinstance(old, DTensor):
+        if compat.is_in_a_graph(old):
+            _pass_on_gradient(old, *owners.modules[old][0])
+        else:
+            # Dynamo, in whose backend call this runs, still holds the object: free what it holds.
+            old.data = torch.empty(0, dtype=old.dtype, device=old.device)
+        old.__dict__.clear()
+        old._autoshard_moved = name  # type: ignore[attr-defined]
+        old.__class__ = MovedParameter
+    return new
+
+
+def _pass_on_gradient(old: nn.Parameter, module: nn.Module, name: str) -> None:
+    """Send the gradient that is still to come to the parameter that replaces `old`.
+
+    Eager code has read `old` in this very step, before the first compiled region stored it: the
+    embedding of a model whose layers are compiled one by one. Its values stay until the graph is
+    gone, and its gradient goes the way of a weight that eager code reads.
+    """
+
+    def arrived(old: torch.Tensor) -> None:
+        with compat.plain_attributes():
+            grad, old.grad = old.grad, None
+        with torch.enable_grad():
+            whole = getattr(module, name)
+        assert grad is not None
+        torch.autograd.backward(whole, grad.to(whole.dtype))
+
+    # those of the user are the new one's
+    old._post_accumulate_grad_hooks = None  # type: ignore[attr-defined, assignment]
+    old.register_post_accumulate_grad_hook(arrived)
+
+
+def _store(
+    tensor: torch.Tensor,
+    states: Mapping[str, State],
+    mesh: Mesh,
+    broadcast: bool,
+    allocate_meta: bool,
+) -> DTensor:
+    device_mesh = mesh.device_mesh
+    assert device_mesh is not None
+    shape = tensor.shape
+    if isinstance(tensor, DTensor):
+        whole = materialize(tensor).detach()
+    else:
+        whole = tensor.detach()
+        if broadcast and not whole.is_meta:
+            whole = _broadcast(whole.to(device_mesh.device_type), mesh)
+    part = local_part(whole, states, mesh.axes)
+    if part.is_meta and allocate_meta:
+        part = torch.empty(part.shape, dtype=part.dtype, device=device_mesh.device_type)
+        part.fill_(float("nan")) if part.is_floating_point() else part.zero_()
+    return wrap_local(owned(part), shape, states, device_mesh)
+
+
+def _broadcast(whole: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """The values of the mesh's first rank, in place where `whole` is contiguous."""
+    whole = whole.contiguous()
+    data = whole.view(-1).view(torch.uint8)  # bytes: not every backend knows every dtype
+    for axis in mesh.axes:
+        if axis.size > 1:
+            dist.broadcast(data, group=compat.process_group(axis.group), group_src=0)
+    return whole
+
+
+def _install(moved: Mapping[nn.Parameter, nn.Parameter], owners: Owners) -> None:
+    names: dict[nn.Module, list[str]] = {}
+    for old in moved:
+        for module, name in owners.modules[old]:
+            names.setdefault(module, []).append(name)
+    for module, own in names.items():
+        install(module, own)
+
+
+def _repoint_containers(moved: Mapping[nn.Parameter, nn.Parameter], owners: Owners) -> None:
+    """Lists such as `params = list(model.parameters())`, kept to clip gradients each step."""
+    by_id = {id(old): new for old, new in moved.items()}
+    for container in owners.containers:
+        items = enumerate(container) if isinstance(container, list) else container.items()
+        for key, value in list(items):
+            if id(value) in by_id:
+                container[key] = by_id[id(value)]
+
+
+def _same(wanted: Mapping[str, State], has: Mapping[str, State]) -> bool:
+    return all(wanted.get(name, R) == state for name, state in has.items())
+
+
+def _name(parameter: nn.Parameter, owners: Owners) -> str:
+    # the owners of a tied parameter come in the order of memory, which ranks do not share
+    found = [f"{type(module).__name__}.{name}" for module, name in owners.modules[parameter]]
+    return min(found, default="a parameter")

@@ -1,0 +1,118 @@
+"""From stored shards to tensors: `materialize` makes the whole, `unwrap` takes the local part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from autoshard.runtime import compat
+from autoshard.runtime.collectives import Axis, R, State, change, data_axes, shard_dim
+from autoshard.runtime.mesh import axes_of
+from autoshard.runtime.parameters.accumulation import attend, pending_of, use_of
+from autoshard.runtime.parameters.data_unsharding import ACCUMULATE, SINGLE, deferred_at, unshard
+from autoshard.runtime.parameters.gradients import Layouts, apart, deliver
+from autoshard.runtime.parameters.layout import extents, stored_states
+
+
+@compat.allow_in_graph
+def materialize(
+    parameter: torch.Tensor, microbatch: str = SINGLE, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """The whole plain tensor of a parameter, differentiable, in `dtype` if it is floating.
+
+    The gradient that reaches a stored parameter is a DTensor of the parameter's own placements. On
+    `tp` the ranks compute the same with the whole weight, so backward takes this rank's slice; on
+    a data-parallel axis they compute with different data, so backward reduces over the ranks, or
+    adds to what is pending (`microbatch`, see `unshard`).
+
+    One collective per axis on which the parameter is sharded: every rank of the mesh must call
+    it. In a Dynamo graph it is one node, which the backend reads as the identity.
+    """
+    if not parameter.is_floating_point():
+        dtype = None
+    if not isinstance(parameter, DTensor):
+        return parameter if dtype is None else parameter.to(dtype)
+    states = stored_states(parameter)
+    axes = axes_of(parameter.device_mesh)
+    sizes = extents(parameter.shape, states, axes)
+    uneven = {a.name: sizes[a.name] for a in axes if sizes.get(a.name, 0) % a.size}
+    (x,) = unwrap(parameter)
+    use, pending = use_of(parameter)._replace(param=None), pending_of(parameter)
+    data = data_axes(axes)
+    if x.requires_grad and not data and states.get("tp", R) == R:
+        x = _OwnGradient.apply(x)
+    waits = None if pending is None or microbatch == SINGLE else deferred_at(data, use)
+    held: list[Any] = []
+    root = x
+    for i, axis in enumerate(data):
+        state, extent = states[axis.name], uneven.get(axis.name)
+        own = use._replace(param=dtype) if i == len(data) - 1 else use
+        if waits is None or i > waits or not root.requires_grad:
+            x = unshard(x, state, axis, extent, own)
+        elif i == waits:
+            assert pending is not None
+            shape = _whole_on(x, state, axis, extent)
+            buffer = pending.take(shape, use.pending_dtype(parameter.dtype), x.device)
+            held.append((pending, buffer))
+            x = unshard(x, state, axis, extent, own, buffer.data, microbatch)
+        elif microbatch != ACCUMULATE:
+            x = unshard(x, state, axis, extent, own)
+    if not data and dtype is not None:
+        x = x.to(dtype)
+    attend(root, held, microbatch)
+    for axis in axes:
+        if axis.name == "tp":
+            x = change(x, states["tp"], R, axis, uneven.get("tp"))
+    return x
+
+
+class _OwnGradient(torch.autograd.Function):
+    """Copies the gradient: autograd may have handed the same tensor to another parameter, too.
+
+    `deliver.apart` sees one parameter at a time here. For where nothing reduces or cuts it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad.clone(memory_format=torch.contiguous_format)
+
+
+def _whole_on(x: torch.Tensor, state: State, axis: Axis, extent: int | None) -> list[int]:
+    shape, dim = list(x.shape), shard_dim(state)
+    if dim is not None:
+        shape[dim] = shape[dim] * axis.size if extent is None else extent
+    return shape
+
+
+def unwrap(*parameters: DTensor, known: Layouts | None = None) -> tuple[torch.Tensor, ...]:
+    """The local tensors of stored parameters, through one autograd.Function for all of them.
+
+    Backward wraps each local gradient in a DTensor of its parameter's placements; a parameter
+    without gradient gets None. Frozen parameters give local tensors that need no gradient.
+    known: see `deliver.apart`; for parameters that go to one and the same graph each time.
+    """
+    return compat.apply(_Unwrap, known, *parameters) if parameters else ()
+
+
+class _Unwrap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, known: Layouts | None, *parameters: DTensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
+        ctx.known, ctx.parameters = known, parameters
+        # a fresh tensor object each: autograd marks what a Function returns
+        local = compat.detached_locals(parameters)
+        with compat.plain_attributes():
+            frozen = [x for x, p in zip(local, parameters) if not p.requires_grad]
+        if frozen:
+            ctx.mark_non_differentiable(*frozen)
+        return tuple(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:  # type: ignore[override]
+        return None, *deliver(ctx, ctx.parameters, apart(grads, ctx.known))

@@ -1,0 +1,281 @@
+"""Operators that draw random numbers as a function of a seed, a call number and the element.
+
+    autoshard::random_seed        one 64-bit seed from torch's default CPU generator
+    autoshard::tracked_seeds      two, from named states: one alike on all ranks, one apart
+    autoshard::dropout, ...       deterministic, given the seed
+
+The others are composite: AOTAutograd traces through them to integer and pointwise
+operators, which compilers fuse into their neighbours. Each is a function here that also takes the
+`part` of the whole tensor that a rank holds; `on_shard` calls it with the rank's own.
+
+The seed comes from the CPU generator whatever the device, so that `torch.manual_seed` gives the
+same numbers everywhere and `torch.get_rng_state` saves them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.runtime import collectives
+from autoshard.runtime.collectives import Axis, chunk_bounds
+from autoshard.runtime.randomness import distributions, philox, states
+from autoshard.runtime.randomness.philox import Part
+
+_library = torch.library.Library("autoshard", "FRAGMENT")
+# The overload of every operator. torch caches compiled graphs on disk under the names of operators:
+# count up whenever a function below gives other numbers, or an old cache would go on giving them.
+VERSION = "v1"
+_int64 = torch.iinfo(torch.int64)
+_stream = 0
+
+
+def draw_apart(stream: int) -> None:
+    """Let this process draw from stream number `stream` (0 at first) of every seed.
+
+    For ranks that hold different batches: their index along the data-parallel axes.
+    """
+    global _stream
+    _stream = stream
+
+
+def _random_seed(device: torch.device) -> torch.Tensor:
+    drawn = torch.randint(_int64.min, _int64.max, (), device="cpu")
+    if _stream:
+        offset = _stream * states.STREAM % 2**64
+        drawn = drawn ^ (offset - 2**64 if offset > _int64.max else offset)
+    return drawn.to(device, non_blocking=True)
+
+
+def shared_seed(device: torch.device, *, axis: Axis) -> torch.Tensor:
+    """`random_seed` of the axis' first rank, on all of them.
+
+    Every rank draws, so that generators that started alike stay so; those that do not agree, or
+    were used apart, do no harm.
+    """
+    if axis.group.startswith(collectives.PREFIX):
+        # threads share one generator: the first draws alone, as one process would
+        own = torch.ops.autoshard.random_seed(device) if axis.rank == 0 else torch.zeros(
+            (), dtype=torch.int64, device=device
+        )
+        return collectives.exchange(axis, "seed", own)[0]
+    seed = torch.ops.autoshard.random_seed(device)
+    if axis.size == 1:
+        return seed
+    c10d = torch.ops._c10d_functional
+    return c10d.wait_tensor(c10d.broadcast(seed.reshape(1), 0, axis.group)).reshape(())
+
+
+def _tracked_seeds(device: torch.device, alike: str, apart: str) -> torch.Tensor:
+    drawn = [states.TRACKER.draw(name) for name in (alike, apart)]
+    return torch.stack(drawn).to(device, non_blocking=True)
+
+
+def tracked_seeds(
+    device: torch.device, alike: str, apart: str, *, axis: Axis
+) -> torch.Tensor:
+    """int64 [2]: a seed from the state `alike`, which is that of all ranks of the axis, and one
+    from `apart`, the rank's own. Every rank draws both, whichever its values ask for."""
+    if not axis.group.startswith(collectives.PREFIX):
+        return torch.ops.autoshard.tracked_seeds(device, alike, apart)
+    tracker = states.tracker_of(axis)
+    return torch.stack([tracker.draw(name) for name in (alike, apart)]).to(device)
+
+
+def dropout(
+    x: torch.Tensor, seed: torch.Tensor, p: float, call: int, part: Part | None = None
+) -> torch.Tensor:
+    """aten.dropout in training."""
+    return _dropped(x, seed, p, call, part)[0]
+
+
+def native_dropout(
+    x: torch.Tensor, seed: torch.Tensor, p: float, call: int, part: Part | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """aten.native_dropout in training: the result, and the mask of what is kept (bool)."""
+    return _dropped(x, seed, p, call, part)
+
+
+def feature_dropout(
+    x: torch.Tensor, seed: torch.Tensor, p: float, call: int, part: Part | None = None
+) -> torch.Tensor:
+    """aten.feature_dropout in training: drops whole channels of x [N, C, ...]."""
+    mask = philox.keep(x.shape[:2], seed, call, p, part)
+    return x * mask.reshape([*x.shape[:2], *[1] * (x.dim() - 2)]) * _scale(p)
+
+
+def _dropped(
+    x: torch.Tensor, seed: torch.Tensor, p: float, call: int, part: Part | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = philox.keep(x.shape, seed, call, p, part)
+    return x * mask * _scale(p), mask
+
+
+def _scale(p: float) -> float:
+    return 0.0 if p == 1 else 1 / (1 - p)
+
+
+def bernoulli(
+    p: torch.Tensor, seed: torch.Tensor, call: int, part: Part | None = None
+) -> torch.Tensor:
+    """aten.bernoulli: 1 with the probability that each element of `p` says."""
+    wide = torch.float64 if p.dtype == torch.float64 else torch.float32
+    return (philox.uniform(p.shape, seed, call, wide, part) < p.detach()).to(p.dtype)
+
+
+def bernoulli_p(
+    x: torch.Tensor, seed: torch.Tensor, p: float, call: int, part: Part | None = None
+) -> torch.Tensor:
+    """aten.bernoulli.p: 1 with probability `p`, of x's shape and dtype."""
+    return philox.keep(x.shape, seed, call, 1 - p, part).to(x.dtype)
+
+
+def uniform(
+    x: torch.Tensor,
+    seed: torch.Tensor,
+    low: float,
+    high: float,
+    call: int,
+    dtype: torch.dtype | None = None,
+    part: Part | None = None,
+) -> torch.Tensor:
+    """aten.uniform of x's shape; in [low, high)."""
+    numbers = philox.uniform(x.shape, seed, call, dtype or x.dtype, part)
+    return numbers if (low, high) == (0, 1) else numbers * (high - low) + low
+
+
+def normal(
+    x: torch.Tensor,
+    seed: torch.Tensor,
+    mean: float,
+    std: float,
+    call: int,
+    dtype: torch.dtype | None = None,
+    part: Part | None = None,
+) -> torch.Tensor:
+    """aten.normal_functional: normal numbers of x's shape."""
+    numbers = philox.normal(x.shape, seed, call, dtype or x.dtype, part)
+    return numbers if (mean, std) == (0, 1) else numbers * std + mean
+
+
+def exponential(
+    x: torch.Tensor, seed: torch.Tensor, rate: float, call: int, part: Part | None = None
+) -> torch.Tensor:
+    """aten.exponential of x's shape."""
+    return philox.exponential(x.shape, seed, call, x.dtype, part) / rate
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    seed: torch.Tensor,
+    p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    call: int,
+    part: Part | None = None,
+) -> torch.Tensor:
+    """aten.scaled_dot_product_attention with dropout, in the form that writes the scores out.
+
+    The mask is that of the probabilities [..., query rows, key rows]; no fused kernel takes one.
+    As in ATen's math kernel, 16-bit operands are computed in float32, and a row that sees no key
+    gives zeros.
+    """
+    wide = torch.float32 if query.element_size() < 4 else query.dtype
+    if enable_gqa:
+        shared = query.shape[-3] // key.shape[-3], query.shape[-3] // value.shape[-3]
+        key, value = key.repeat_interleave(shared[0], -3), value.repeat_interleave(shared[1], -3)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = (query.to(wide) * factor) @ key.to(wide).transpose(-2, -1)
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask.to(wide)
+    probabilities = torch.ops.aten._safe_softmax.default(scores, -1)
+    dropped, _ = _dropped(probabilities, seed, p, call, part)
+    return (dropped @ value.to(wide)).to(query.dtype)
+
+
+def on_shard(
+    first: torch.Tensor,
+    *args: Any,
+    op: str,
+    dim: int,
+    extent: int | None,
+    axis: Axis,
+) -> Any:
+    """Run the function of `SCHEMAS` that is named `op` on a shard.
+
+    dim: the sharded dim of the first operand, which is that of the random numbers. extent: its
+    global size; None where that is symbolic, and then the axis divides it.
+    """
+    length = first.shape[dim]
+    if extent is None:
+        part = Part(dim, axis.rank * length, axis.size * length)
+    else:
+        part = Part(dim, chunk_bounds(extent, axis)[0], extent)
+    return _FUNCTIONS[op](first, *args, part=part)
+
+
+SCHEMAS: Sequence[tuple[Callable[..., Any], str]] = (
+    (dropout, "Tensor self, Tensor seed, float p, int call) -> Tensor"),
+    (native_dropout, "Tensor self, Tensor seed, float p, int call) -> (Tensor, Tensor)"),
+    (feature_dropout, "Tensor self, Tensor seed, float p, int call) -> Tensor"),
+    (bernoulli, "Tensor self, Tensor seed, int call) -> Tensor"),
+    (bernoulli_p, "Tensor self, Tensor seed, float p, int call) -> Tensor"),
+    (
+        uniform,
+        "Tensor self, Tensor seed, float low, float high, int call, ScalarType? dtype=None)"
+        " -> Tensor",
+    ),
+    (
+        normal,
+        "Tensor self, Tensor seed, float mean, float std, int call, ScalarType? dtype=None)"
+        " -> Tensor",
+    ),
+    (exponential, "Tensor self, Tensor seed, float rate, int call) -> Tensor"),
+    (
+        attention,
+        "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor seed, float p, "
+        "bool is_causal, float? scale, bool enable_gqa, int call) -> Tensor",
+    ),
+    *distributions.SCHEMAS,
+)
+_FUNCTIONS = {function.__name__: function for function, _ in SCHEMAS}
+
+
+def _define() -> None:
+    seeded = torch.Tag.nondeterministic_seeded
+    _library.define("random_seed(Device device) -> Tensor", tags=(seeded,))
+    _library.impl("random_seed", _random_seed, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        "autoshard::random_seed",
+        lambda device: torch.empty((), dtype=torch.int64, device=device),
+        lib=_library,
+    )
+    _library.define(
+        "tracked_seeds(Device device, str alike, str apart) -> Tensor", tags=(seeded,)
+    )
+    _library.impl("tracked_seeds", _tracked_seeds, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        "autoshard::tracked_seeds",
+        lambda device, alike, apart: torch.empty((2,), dtype=torch.int64, device=device),
+        lib=_library,
+    )
+    for function, schema in SCHEMAS:
+        name = f"{function.__name__}.{VERSION}"
+        _library.define(f"{name}({schema}")
+        _library.impl(name, function, "CompositeImplicitAutograd")
+
+
+_define()
+ATTENTION = torch.ops.autoshard.attention

@@ -1,0 +1,250 @@
+"""Random numbers that depend on where an element is in the whole tensor, not on who draws it.
+
+Philox4x32-10 (J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel random numbers: as easy as
+1, 2, 3", SC 2011) in integer tensor operators: the key is the seed of one forward call, the
+counter is (element index, call). A rank that holds a shard counts from the shard's place, so that
+any split of any dim draws bit for bit what one device draws; eager and compiled code agree because
+integers do.
+
+An element takes one block of the generator and uses one or two of its four words. Sharing a block
+among four elements would need neighbours on the same rank, and saves nothing in a fused kernel,
+where each element computes its own block anyhow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from autoshard.runtime import compat
+
+ROUNDS = 10
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_WORD = 0xFFFFFFFF
+_BLOCK = 1 << 14  # elements; eight buffers of them are 1 MiB
+
+# Random bits in a uniform number: as many as make every multiple of 2**-bits exact and below 1.
+_DIGITS = {torch.float32: 24, torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}
+
+
+class Part(NamedTuple):
+    """Where a shard lies in the whole tensor: rows `start`... of a `dim` of `extent` rows."""
+
+    dim: int
+    start: int
+    extent: int
+
+
+def element_index(shape: Sequence[int], part: Part | None, device: torch.device) -> torch.Tensor:
+    """int64 of `shape`: the position of each element in the whole tensor, in row-major order.
+
+    shape: of what this rank holds. part: None where that is the whole tensor.
+    """
+    total = math.prod(shape)
+    flat = torch.arange(total, device=device)
+    if part is None:
+        return flat.reshape(shape)
+    inner = math.prod(shape[part.dim + 1 :])
+    block = shape[part.dim] * inner
+    if part.dim == 0:
+        return (flat + part.start * inner).reshape(shape)
+    skipped = part.extent * inner - block  # the others' elements between two of this rank's blocks
+    return (flat + _divided(flat, block, total) * skipped + part.start * inner).reshape(shape)
+
+
+def _divided(x: torch.Tensor, divisor: int, total: int) -> torch.Tensor:
+    """x // divisor for 0 <= x < total, without a division, which no CPU does in vectors.
+
+    By a product and a shift (T. Granlund, P. Montgomery, "Division by invariant integers using
+    multiplication", PLDI 1994), exact below 2**31, where the product stays below 2**63. One loop
+    over all elements, other than outer and inner indices would make, is fused with what follows.
+    """
+    if not (isinstance(divisor, int) and isinstance(total, int)) or total > 1 << 31:
+        return x.div(divisor, rounding_mode="floor")
+    if divisor <= 1:
+        return x
+    shift = 31 + (divisor - 1).bit_length()
+    # the mask keeps Inductor from folding the product into its index arithmetic, as in `words`
+    return ((x & _WORD) * (-(-(1 << shift) // divisor))) >> shift
+
+
+def words(seed: torch.Tensor, index: torch.Tensor, call: int, *, large: bool) -> list[Any]:
+    """Four int64 tensors of `index`'s shape, each a random 32-bit word: one block of Philox.
+
+    seed: int64 scalar, the 64 bits of the key. call: distinguishes the draws under one seed.
+    large: whether an index may be 2**32 or more.
+    """
+    # The mask also keeps Inductor from folding the first product into its index arithmetic, which
+    # chooses 32 bits by the upper bound of an expression alone.
+    a: Any = index & _WORD
+    b: Any = index >> 32 if large else 0
+    c: Any = call
+    d: Any = 0
+    key = seed & _WORD, seed >> 32
+    for i in range(ROUNDS):
+        # Only what is multiplied next must be 32 bits; above those, the others may hold anything.
+        # A multiplier m is taken as m - 2**32, below 0, so that no product leaves int64 (overflow
+        # is undefined in the C++ that Inductor writes): m * x is then 2**32 * x larger.
+        first, second = (_MULTIPLIERS[0] - 2**32) * a, (_MULTIPLIERS[1] - 2**32) * c
+        a, b, c, d = (
+            (((second >> 32) + c) ^ b ^ (key[0] + i * _WEYL[0])) & _WORD,
+            second,
+            (((first >> 32) + a) ^ d ^ (key[1] + i * _WEYL[1])) & _WORD,
+            first,
+        )
+    return [a, b & _WORD, c, d & _WORD]
+
+
+def draw(
+    shape: Sequence[int],
+    seed: torch.Tensor,
+    call: int,
+    part: Part | None = None,
+    count: int = 4,
+) -> list[Any]:
+    """`count` words of every element of a tensor of `shape` (this rank's part of the whole).
+
+    seed: int64 scalar; or [2], one that is the same on all ranks and the rank's own. A part then
+    draws from its own, counted from 0.
+    """
+    if seed.dim():
+        seed, part = (seed[0], None) if part is None else (seed[1], None)
+    place = (-1, 0, 0) if part is None else part
+    found: list[Any] = torch.ops.autoshard.philox.v1(seed, shape, *place, call, count)
+    return found
+
+
+def composed(
+    seed: torch.Tensor, shape: Sequence[int], dim: int, start: int, extent: int, call: int,
+    count: int,
+) -> list[Any]:
+    """The operator autoshard::philox in integer operators, for compilers that fuse them."""
+    part = Part(dim, start, extent) if dim >= 0 else None
+    index = element_index(shape, part, seed.device)
+    whole = list(shape)
+    if part is not None:
+        whole[dim] = extent
+    sizes = [size for size in whole if isinstance(size, int)]
+    # a symbolic size is taken for less than 2**20: asking for its value would guard on it
+    large = math.prod(sizes) << 20 * (len(whole) - len(sizes)) >= 1 << 32
+    return words(seed, index, call, large=large)[:count]
+
+
+def _kernel(
+    seed: torch.Tensor, shape: Sequence[int], dim: int, start: int, extent: int, call: int,
+    count: int,
+) -> list[torch.Tensor]:
+    """The same, operator by operator: in place, and on a CPU in blocks that stay in its cache."""
+    total = math.prod(shape)
+    found = [torch.empty(total, dtype=torch.int64, device=seed.device) for _ in range(count)]
+    step = _BLOCK if seed.device.type == "cpu" else max(total, 1)
+    low, high = seed & _WORD, seed >> 32
+    for begin in range(0, total, step):
+        end = min(total, begin + step)
+        index = torch.arange(begin, end, device=seed.device)
+        if dim >= 0:
+            inner = math.prod(shape[dim + 1 :])
+            if dim:
+                block = shape[dim] * inner
+                index += index.div(block, rounding_mode="floor").mul_(extent * inner - block)
+            index += start * inner
+        for word, out in zip(_rounds(index, call, low, high), found):
+            torch.bitwise_and(word, _WORD, out=out[begin:end])
+    return [word.reshape(shape) for word in found]
+
+
+def _rounds(
+    index: torch.Tensor, call: int, low: torch.Tensor, high: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """`words` without a temporary: six buffers of index's shape take turns."""
+    b = index >> 32
+    a = index.bitwise_and_(_WORD)
+    c, d = torch.full_like(a, call), torch.zeros_like(a)
+    free = [torch.empty_like(a) for _ in range(2)]
+    for i in range(ROUNDS):
+        first = torch.mul(a, _MULTIPLIERS[0] - 2**32, out=free[0])
+        second = torch.mul(c, _MULTIPLIERS[1] - 2**32, out=free[1])
+        c.add_(second >> 32).bitwise_xor_(b).bitwise_xor_(low + i * _WEYL[0]).bitwise_and_(_WORD)
+        a.add_(first >> 32).bitwise_xor_(d).bitwise_xor_(high + i * _WEYL[1]).bitwise_and_(_WORD)
+        free = [b, d]
+        a, b, c, d = c, second, a, first
+    return a, b, c, d
+
+
+def keep(
+    shape: Sequence[int], seed: torch.Tensor, call: int, p: float, part: Part | None = None
+) -> torch.Tensor:
+    """bool of `shape`, True with probability 1 - p; exact at p = 0 and p = 1."""
+    word: torch.Tensor = draw(shape, seed, call, part, 1)[0]
+    return word < round((1 - p) * 2**32)
+
+
+def uniform(
+    shape: Sequence[int],
+    seed: torch.Tensor,
+    call: int,
+    dtype: torch.dtype,
+    part: Part | None = None,
+) -> torch.Tensor:
+    """Uniform numbers in [0, 1), the same in every element on every device."""
+    return _fraction(draw(shape, seed, call, part, 2 if dtype == torch.float64 else 1), dtype)
+
+
+def normal(
+    shape: Sequence[int],
+    seed: torch.Tensor,
+    call: int,
+    dtype: torch.dtype,
+    part: Part | None = None,
+) -> torch.Tensor:
+    """Standard normal numbers, by the method of Box and Muller, computed in float32 or float64.
+
+    The same up to the rounding of log and cos, which differs between devices.
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    found = draw(shape, seed, call, part)
+    radius = (-2 * torch.log1p(-_fraction(found[:2], wide))).sqrt()
+    return (radius * torch.cos(2 * math.pi * _fraction(found[2:], wide))).to(dtype)
+
+
+def exponential(
+    shape: Sequence[int],
+    seed: torch.Tensor,
+    call: int,
+    dtype: torch.dtype,
+    part: Part | None = None,
+) -> torch.Tensor:
+    """Exponential numbers of rate 1, above 0, so that their logarithm is finite."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    numbers = -torch.log1p(-uniform(shape, seed, call, wide, part))
+    return numbers.clamp_min(2.0 ** -(_DIGITS[wide] + 1)).to(dtype)
+
+
+def _fraction(found: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+    digits = _DIGITS[dtype]
+    if digits <= 32:
+        bits = found[0] >> (32 - digits)
+    else:
+        bits = ((found[0] >> 5) << 26) | (found[1] >> 6)
+    fraction: torch.Tensor = bits.to(dtype) * 2.0**-digits
+    return fraction
+
+
+_library = torch.library.Library("autoshard", "FRAGMENT")
+_library.define(
+    "philox.v1(Tensor seed, SymInt[] shape, int dim, SymInt start, SymInt extent, int call, "
+    "int count) -> Tensor[]"
+)
+_library.impl("philox.v1", _kernel, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "autoshard::philox.v1",
+    lambda seed, shape, dim, start, extent, call, count: [
+        seed.new_empty(shape) for _ in range(count)
+    ],
+    lib=_library,
+)
+compat.DECOMPOSITIONS[torch.ops.autoshard.philox.v1] = composed

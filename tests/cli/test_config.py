@@ -1,0 +1,112 @@
+"""Options are validated: what is unknown, wrong or unavailable is an error that says the remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from autoshard.config import Config
+from autoshard.errors import AutoshardError, ConfigError
+
+
+def test_defaults_need_no_options() -> None:
+    config = Config.from_options(None)
+    assert config == Config()
+    assert (config.inner, config.outputs, config.strict) == ("inductor", "lazy", False)
+
+
+def test_options_become_fields() -> None:
+    config = Config.from_options({"mesh": {"tp": 4}, "inner": "eager", "memory_budget": 1 << 30})
+    assert config.mesh == {"tp": 4}
+    assert (config.inner, config.memory_budget) == ("eager", 1 << 30)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.inner = "inductor"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("name", "closest"),
+    [("msh", "mesh"), ("sequence_paralel", "sequence_parallel"), ("mem_budget", "memory_budget")],
+)
+def test_unknown_option_names_the_closest(name: str, closest: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown autoshard option '{name}'.*'{closest}'"):
+        Config.from_options({name: 1})
+
+
+def test_unknown_option_like_no_other_lists_all() -> None:
+    with pytest.raises(ConfigError, match="The options are mesh, zero, .*, strict"):
+        Config.from_options({"qqqq": 1})
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("mesh", {"tensor": 2}, "dp_replicate, dp_shard, tp"),
+        ("mesh", {"tp": 0}, "positive int"),
+        ("mesh", {"tp": True}, "positive int"),
+        ("mesh", {"tp": "2"}, "positive int"),
+        ("mesh", 2, "a dict of axis name"),
+        ("zero", 4, "1, 2 or 3"),
+        ("zero", True, "1, 2 or 3"),
+        ("sequence_parallel", 1, "True or False"),
+        ("inner", "induct", "'inductor', 'aot_eager', 'eager' or 'tensorrt'"),
+        ("plan", 3, "the path of a saved one"),
+        ("memory_budget", 0, "positive number of bytes"),
+        ("memory_budget", 1.5, "positive number of bytes"),
+        ("outputs", "gather", "'lazy', 'replicate' or 'dtensor'"),
+        ("initial_weights", None, "'broadcast' or 'trust'"),
+        ("strict", "yes", "True or False"),
+    ],
+)
+def test_wrong_value_says_what_is_allowed(option: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_options({option: value})
+    assert f"autoshard option {option}={value!r} is not allowed" in str(caught.value)
+    assert allowed in str(caught.value)
+
+
+def test_config_error_is_a_value_error_and_ours() -> None:
+    assert issubclass(ConfigError, ValueError) and issubclass(ConfigError, AutoshardError)
+
+
+def test_data_parallel_axes() -> None:
+    Config(mesh={"dp_replicate": 1, "dp_shard": 4, "tp": 2}, zero=2)
+
+
+@pytest.fixture
+def world_of_four() -> Any:
+    dist.init_process_group("fake", rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def test_device_mesh(world_of_four: None) -> None:
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp_shard", "tp"))
+    assert Config(mesh=mesh).mesh is mesh
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    assert Config(mesh=mesh).mesh is mesh
+
+
+def test_device_mesh_with_other_names(world_of_four: None) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+    with pytest.raises(ConfigError, match="mesh=.*data.* is not allowed.*dp_shard"):
+        Config(mesh=mesh)
+
+
+def test_device_mesh_without_names(world_of_four: None) -> None:
+    with pytest.raises(ConfigError, match="a DeviceMesh with dimensions of those names"):
+        Config(mesh=init_device_mesh("cpu", (4,)))
+
+
+def test_table_documents_every_option() -> None:
+    rows = Config.table().splitlines()[2:]
+    assert [row.split("`")[1] for row in rows] == [f.name for f in dataclasses.fields(Config)]
+
+
+def test_documented_table_is_the_current_one() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
+    assert text.endswith("\n" + Config.table() + "\n")

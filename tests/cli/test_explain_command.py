@@ -1,0 +1,74 @@
+"""`autoshard explain`: a model by name, on no machine, as text and as a page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autoshard.cli.main import main
+from autoshard.errors import ConfigError
+from autoshard.names import parse_mesh
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+}
+
+
+def test_a_directory_with_a_configuration_and_no_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    page = tmp_path / "page.html"
+    command = ["explain", str(tmp_path), "--mesh", "tp=4", "--sequence", "32", "--html", str(page)]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("autoshard: tp=4, 12 parameters, ")
+    assert "\nDearest: " in said and "modeling_llama.py:" in said and "on h100" in said
+    assert said.endswith(f"wrote {page}\n") and "</html>" in page.read_text()
+
+
+def test_a_factory_says_how_it_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "explained_model.py").write_text(
+        "import torch\nfrom models_plain import MLP\n\n"
+        "def batch():\n    return MLP(), {'x': torch.ones(8, 64)}\n\n"
+        "def tuple_batch():\n    return MLP(), (torch.ones(8, 64),)\n\n"
+        "def number():\n    return 3\n\n"
+        "def language():\n"
+        "    from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "    return LlamaForCausalLM(LlamaConfig(hidden_size=64, intermediate_size=128,\n"
+        "        num_hidden_layers=1, num_attention_heads=4, vocab_size=96))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    arguments = ["--mesh", "dp_shard=2,tp=2", "--hardware", "cpu"]
+    assert main(["explain", "explained_model:batch", *arguments]) == 0
+    assert "dp_shard" in capsys.readouterr().out
+    assert main(["explain", "explained_model:tuple_batch", *arguments]) == 0
+    assert main(["explain", "explained_model:language", *arguments, "--sequence", "16"]) == 0
+    assert "embed_tokens" in capsys.readouterr().out
+    for wrong, why in (
+        (["explained_model:number", *arguments], "returned a int, not a torch.nn.Module"),
+        (["explained_model:nothing"], "cannot be found"),
+        (["nowhere"], "no directory with a config.json, no module:factory"),
+        (["explained_model:batch", "--mesh", "tp:2"], "is no mesh"),
+        (["explained_model:batch", "--hardware", "h10"], "Did you mean 'h100'"),
+    ):
+        assert main(["explain", *wrong]) == 1
+        assert why in capsys.readouterr().err
+
+
+def test_meshes() -> None:
+    assert parse_mesh("dp_shard=2, tp=4") == {"dp_shard": 2, "tp": 4}
+    for wrong in ("8", "tp=", "=2", "tp=two", "tp=2,tp=2", ""):
+        with pytest.raises(ConfigError, match="is no mesh"):
+            parse_mesh(wrong)

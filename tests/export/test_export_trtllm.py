@@ -1,0 +1,227 @@
+"""TensorRT-LLM checkpoints from one process: given references, and rules written out anew."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.export import ExportError, trtllm_build
+from autoshard.export.decoder.hf_config import described
+from autoshard.export.decoder.reading import read_decoder
+from autoshard.export.serial_graph import model_graph
+from trtllm_oracle import MODELS, expected, make
+
+REFERENCES = Path(__file__).parents[3] / "shared" / "reference" / "trtllm_checkpoints"
+CASES = sorted(p.name for p in REFERENCES.glob("*_tp*_pp*")) if REFERENCES.exists() else ["absent"]
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.skipif(not REFERENCES.exists(), reason="no reference checkpoints beside the checkout")
+@pytest.mark.parametrize("case", CASES)
+def test_reference_is_reproduced(case: str, tmp_path: Path) -> None:
+    import transformers
+
+    source, tp, pp = re.match(r"(.*)_tp(\d+)_pp(\d+)$", case).groups()  # type: ignore[union-attr]
+    model = transformers.AutoModelForCausalLM.from_pretrained(REFERENCES / f"{source}_hf")
+    autoshard.export.trtllm(model, tmp_path / "out", tp=int(tp), pp=int(pp), dtype="float16")
+    names = {path.name for path in (REFERENCES / case).iterdir()}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    for name in names:
+        mine, theirs = tmp_path / "out" / name, REFERENCES / case / name
+        if name == "config.json":
+            assert json.loads(mine.read_text()) == json.loads(theirs.read_text())
+        else:
+            assert_equal(tensors(mine), tensors(theirs))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_rank_of_every_family(name: str, tmp_path: Path) -> None:
+    model = make(name)
+    for tp, pp, parallel in ((1, 1, False), (2, 2, False), (4, 1, True)):
+        if name == "gemma" and pp > 1:
+            continue
+        out = tmp_path / f"{tp}_{pp}"
+        autoshard.export.trtllm(
+            model, out, tp=tp, pp=pp, dtype="bfloat16", vocab_parallel_embedding=parallel
+        )
+        for rank in range(tp * pp):
+            wanted = expected(model, name, tp, pp, rank, torch.bfloat16, parallel)
+            assert_equal(tensors(out / f"rank{rank}.safetensors"), wanted)
+        config = json.loads((out / "config.json").read_text())
+        mapping = config["mapping"]
+        assert (mapping["tp_size"], mapping["pp_size"], mapping["moe_tp_size"]) == (tp, pp, tp)
+        assert config["use_parallel_embedding"] == (tp > 1 if name == "gemma" else parallel)
+        assert len(list(out.iterdir())) == tp * pp + 1
+
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "llama": {"architecture": "LlamaForCausalLM", "hidden_act": "silu", "num_key_value_heads": 2},
+    "llama_biased": {"attn_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
+    "llama_tied": {"head_size": 16, "rotary_embedding_dim": 16, "share_embedding_table": False},
+    "mistral": {"architecture": "MistralForCausalLM", "max_position_embeddings": 64},
+    "mixtral": {"architecture": "MixtralForCausalLM", "hidden_act": "swiglu"},
+    "qwen2": {"qwen_type": "qwen2", "attn_bias": True, "tie_word_embeddings": False},
+    "gemma": {"share_embedding_table": True, "hidden_act": "gelu_pytorch_tanh", "head_size": 16},
+    "gpt2": {"position_embedding_type": "learned_absolute", "hidden_act": "gelu_new"},
+    "falcon_7b": {"parallel_attention": True, "num_key_value_heads": 1, "bias": False},
+    "falcon_40b": {"new_decoder_architecture": True, "num_key_value_heads": 2},
+    "falcon_biased": {"parallel_attention": False, "bias": True, "num_key_value_heads": 4},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_configuration(name: str, tmp_path: Path) -> None:
+    autoshard.export.trtllm(make(name), tmp_path / "out", dtype=torch.float32)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    wanted = {"dtype": "float32", "vocab_size": 61, "num_hidden_layers": 2, **FIELDS[name]}
+    assert {key: config[key] for key in wanted} == wanted
+    if name == "mixtral":
+        moe = config["moe"]
+        assert (moe["num_experts"], moe["top_k"], moe["normalization_mode"]) == (4, 2, 1)
+        assert config["rotary_base"] == 1e6
+
+
+def test_without_configuration_the_graph_tells(tmp_path: Path) -> None:
+    model = make("llama")
+
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.inner(ids, use_cache=False).logits  # type: ignore[no-any-return]
+
+    with pytest.raises(ExportError, match="max_position_embeddings="):
+        autoshard.export.trtllm(Bare(), tmp_path / "none")
+    autoshard.export.trtllm(Bare(), tmp_path / "bare", tp=2, max_position_embeddings=64)
+    autoshard.export.trtllm(model, tmp_path / "hf", tp=2)
+    for name in ("config.json", "rank0.safetensors", "rank1.safetensors"):
+        assert (tmp_path / "bare" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+
+
+def test_halved_model(tmp_path: Path) -> None:
+    """`model.to(bfloat16)` rounds the rotary frequencies; the configuration still agrees."""
+    model = make("llama").to(torch.bfloat16)
+    autoshard.export.trtllm(model, tmp_path / "out", tp=2, dtype="bfloat16")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["rotary_base"] == 10000.0
+    wanted = expected(model, "llama", 2, 1, 1, torch.bfloat16)
+    assert_equal(tensors(tmp_path / "out" / "rank1.safetensors"), wanted)
+    del model.config.rope_parameters
+    with pytest.raises(ExportError, match="no configuration says their base"):
+        autoshard.export.trtllm(model, tmp_path / "unknown")
+
+
+def test_llama3_rotary_scaling(tmp_path: Path) -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    MODELS["scaled"] = (
+        *MODELS["llama"][:2],
+        {**MODELS["llama"][2], "rope_parameters": {"rope_theta": 5e5, **scaling}},
+    )
+    try:
+        model = make("scaled")
+    finally:
+        del MODELS["scaled"]
+    autoshard.export.trtllm(model, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["rotary_base"], config["rotary_scaling"]) == (5e5, scaling)
+    model.config.rope_parameters["factor"] = 4.0
+    with pytest.raises(ExportError, match="the graph has"):
+        autoshard.export.trtllm(model, tmp_path / "changed")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "match"),
+    [
+        ("num_key_value_heads", 4, "num_key_value_heads 4, the graph has 2"),
+        ("rms_norm_eps", 1e-3, "rms_norm_eps 0.001, the graph has 1e-06"),
+        ("vocab_size", 64, "vocab_size 64, the graph has 61"),
+        ("hidden_act", "gelu", "gelu, the graph has silu"),
+        ("tie_word_embeddings", True, "tie_word_embeddings True, the graph has False"),
+        ("architectures", ["Qwen2ForCausalLM"], "architecture Qwen2ForCausalLM"),
+    ],
+)
+def test_configuration_that_disagrees(field: str, value: Any, match: str, tmp_path: Path) -> None:
+    model = make("llama")
+    decoder = read_decoder(model_graph(model))
+    setattr(model.config, field, value)
+    with pytest.raises(ExportError, match=match):
+        described(decoder, ("LlamaForCausalLM", "MistralForCausalLM"), model.config)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "match"),
+    [
+        ("llama", {"tp": 3}, "heads 4 % tp 3 = 1"),
+        ("llama", {"pp": 3}, "layers 2 % pp 3 = 2"),
+        ("llama", {"dtype": "int8"}, "dtype 'int8'"),
+        ("gemma", {"pp": 2}, "pp 2: TensorRT-LLM shares"),
+    ],
+)
+def test_impossible_requests_leave_nothing(
+    name: str, options: dict[str, Any], match: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ExportError, match=match):
+        autoshard.export.trtllm(make(name), tmp_path / "out", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failure_while_writing_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from autoshard.export.safetensors_file import SafetensorsFile
+
+    def full(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(SafetensorsFile, "write", full)
+    with pytest.raises(OSError, match="no space left"):
+        autoshard.export.trtllm(make("llama"), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_existing_directory_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    with pytest.raises(ExportError, match="exists"):
+        autoshard.export.trtllm(make("llama"), tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+
+
+def test_build_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ExportError, match="trtllm-build is not installed"):
+        trtllm_build(tmp_path, tmp_path / "engines")
+    program = tmp_path / "trtllm-build"
+    program.write_text('#!/bin/sh\necho "$@" > "$2/called"\n')
+    program.chmod(0o755)
+    trtllm_build(tmp_path, tmp_path / "engines", "--gemm_plugin", "auto")
+    called = (tmp_path / "called").read_text()
+    assert called == (
+        f"--checkpoint_dir {tmp_path} --output_dir {tmp_path / 'engines'} --gemm_plugin auto\n"
+    )

@@ -1,0 +1,152 @@
+"""Training data parallel and serially side by side, on the joined batch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from model_case import Batch, Case
+from models import CASES
+
+Sizes = dict[str, int]
+
+#: (mesh, ZeRO stage)
+MATRIX = [
+    ({"dp_replicate": 2}, 3),
+    ({"dp_shard": 2}, 1),
+    ({"dp_shard": 2}, 2),
+    ({"dp_shard": 2}, 3),
+    ({"dp_replicate": 2, "dp_shard": 2}, 3),
+    ({"dp_shard": 2, "tp": 2}, 3),
+]
+
+
+def part(batch: Batch, n: int, index: int) -> Batch:
+    """The rows of one of n ranks."""
+    return {key: value.chunk(n)[index] for key, value in batch.items()}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The global value of a gradient or parameter."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def load(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+def serial_backward(
+    case: Case, model: nn.Module, batch: Batch, buffers: list[dict[str, torch.Tensor]], scale: float
+) -> list[torch.Tensor]:
+    """Backward of the mean of the ranks' losses; each rank's buffers are its own, as in DDP.
+
+    Without BatchNorm and with rows of equal weight that mean is the loss of the joined batch.
+    """
+    losses = []
+    for rank, own in enumerate(buffers):
+        load(model, own)
+        loss = case.loss(model, part(batch, len(buffers), rank))
+        (loss * scale / len(buffers)).backward()
+        own.update({name: b.clone() for name, b in model.named_buffers()})
+        losses.append(loss.detach())
+    return losses
+
+
+def compare(model: nn.Module, serial: nn.Module, worst: dict[str, Any]) -> None:
+    """Each gradient relative to its own norm, or to a hundredth of the largest where that is more:
+    some (the bias of an attention's keys) are nothing but rounding."""
+    wanted = dict(serial.named_parameters())
+    floor = 1e-2 * max(float(p.grad.norm()) for p in wanted.values() if p.grad is not None)
+    for key, p in model.named_parameters():
+        want = wanted[key].grad
+        assert (p.grad is None) == (want is None), f"{key}: gradient {p.grad}, serial {want}"
+        if want is None or p.grad is None:
+            continue
+        assert isinstance(p.grad, DTensor) and p.grad.placements == p.placements, key
+        error = float((whole(p.grad) - want).norm()) / max(float(want.norm()), floor)
+        if error > worst["gradient"]:
+            worst["gradient"], worst["where"] = error, key
+
+
+def train(
+    name: str,
+    sizes: Sizes,
+    micro: int,
+    steps: int,
+    options: dict[str, Any],
+    foreach: bool = True,
+    wait: bool = False,
+) -> dict[str, Any]:
+    """Train a case on the mesh and serially side by side; the worst relative differences.
+
+    wait: all microbatches but the last run in `no_sync`.
+    """
+    import autoshard
+    from autoshard.runtime.mesh import init_mesh
+
+    case = CASES[name]
+    model = case.make_model()
+    serial = copy.deepcopy(model)
+    mesh = init_mesh(sizes, "cpu")
+    replicate, shard = mesh.axis("dp_replicate"), mesh.axis("dp_shard")
+    ranks, rank = replicate.size * shard.size, replicate.rank * shard.size + shard.rank
+    if rank:
+        with torch.no_grad():  # rank 0's weights are everyone's
+            for p in model.parameters():
+                p.add_(1.0)
+    settings: dict[str, Any] = {"momentum": 0.9, "lr": 0.05, "foreach": foreach}
+    optimizer = torch.optim.SGD(model.parameters(), **settings)
+    reference = torch.optim.SGD(serial.parameters(), **settings)
+    compiled = torch.compile(
+        model, backend="autoshard", options={"mesh": sizes, "inner": "aot_eager", **options}
+    )
+    buffers = [{k: b.clone() for k, b in serial.named_buffers()} for _ in range(ranks)]
+    worst: dict[str, Any] = {"loss": 0.0, "gradient": 0.0, "norm": 0.0, "where": ""}
+    for step in range(steps):
+        for i in range(micro):
+            batch = case.make_batch(step * micro + i)
+            expected = serial_backward(case, serial, batch, buffers, 1 / micro)[rank]
+            early = wait and i + 1 < micro
+            with autoshard.no_sync(compiled) if early else contextlib.nullcontext():
+                loss = case.loss(compiled, part(batch, ranks, rank))
+                (loss / micro).backward()
+            worst["loss"] = max(worst["loss"], float(abs(loss - expected) / abs(expected)))
+        compare(model, serial, worst)
+        norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        want = torch.nn.utils.clip_grad_norm_(serial.parameters(), 1.0)
+        worst["norm"] = max(worst["norm"], float(abs(norm - want) / want))
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
+    wanted = dict(serial.named_parameters())
+    worst["parameter"] = max(
+        float((whole(p) - wanted[key]).abs().max() / wanted[key].abs().max().clamp(min=1.0))
+        for key, p in model.named_parameters()
+    )
+    worst["buffer"] = max(
+        (float((b - buffers[rank][key]).abs().max()) for key, b in model.named_buffers()),
+        default=0.0,
+    )
+    worst["programs"] = len(autoshard.programs(model))
+    worst["local"] = sum(whole_or_local(p).numel() for p in model.parameters())
+    worst["total"] = sum(p.numel() for p in model.parameters())
+    return worst
+
+
+def whole_or_local(p: torch.Tensor) -> torch.Tensor:
+    return p.to_local() if isinstance(p, DTensor) else p
+
+
+def check(results: list[dict[str, Any]], split: int, programs: int = 1) -> None:
+    for result in results:
+        for kind in ("loss", "gradient", "norm", "parameter", "buffer"):
+            assert result[kind] < 1e-5, result
+        assert result["programs"] == programs, result
+        assert result["total"] / split <= result["local"] <= 1.1 * result["total"] / split, result

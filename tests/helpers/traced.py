@@ -1,0 +1,68 @@
+"""Programs of test models with the values of their inputs, so that one process can verify them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autoshard import tracing
+from autoshard.build import build_program
+from autoshard.config import Config
+from autoshard.planning.cost.machines import hardware
+from autoshard.planning.values import global_bytes
+from autoshard.program import Program
+from autoshard.runtime.collectives.states import R
+from autoshard.runtime.compat import core as compat
+from autoshard.runtime.mesh import offline_mesh
+from model_case import Case
+
+
+class WithLoss(nn.Module):
+    """A case's model and its loss as one module, whatever the loss needs."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case, self.model = case, case.make_model()
+
+    def forward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The scalar loss."""
+        return self.case.loss(self.model, dict(batch))
+
+
+def programs(
+    model: nn.Module, args: Sequence[Any], options: Sequence[Mapping[str, Any]]
+) -> tuple[list[Program], list[Any]]:
+    """One Dynamo trace of `model(*args)`, a Program for each of `options`, and the whole value of
+    each placeholder of their serial graphs.
+
+    options: fields of Config, mesh among them, and "hardware": a machine's name, "cpu" if absent.
+    """
+    made: list[Program] = []
+    values: list[Any] = []
+
+    def plan(
+        gm: fx.GraphModule, example: Sequence[Any], inputs: list[compat.GraphInput]
+    ) -> Program:
+        for item, size in zip(inputs, example, strict=True):
+            values.append(int(size) if item.real is None else item.real)
+        for each in options:
+            settings = {**each}
+            machine = hardware(settings.pop("hardware", "cpu"))
+            config = Config.from_options(settings)
+            mesh = offline_mesh(dict(settings["mesh"]), 0)
+            made.append(build_program(gm, example, inputs, mesh, config, machine))
+        return made[-1]
+
+    tracing.intercept(model, args, None, plan)
+    return made, values
+
+
+def sharded_share(program: Program) -> float:
+    """The fraction of parameter bytes that the plan splits."""
+    total = sum(global_bytes(node) for node in program.parameters)
+    stored = program.decisions.stored
+    split = sum(global_bytes(node) for node in program.parameters if stored[node] != R)
+    return split / total

@@ -1,0 +1,69 @@
+"""The benchmarks compare like with like: every contestant computes the same loss and gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import run_all
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def test_every_benchmark_is_run_by_make_bench() -> None:
+    with_main = {path.stem for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()}
+    assert set(run_all.RUNS) == with_main - {"run_all"}, "benchmarks/run_all.py"
+    assert all("--json" in (BENCHMARKS / f"{name}.py").read_text() for name in run_all.RUNS)
+
+
+def losses_and_gradients(names: list[str]) -> dict[str, tuple[float, float]]:
+    """For each contestant, relative to the serial model: differences of loss and gradients."""
+    from autoshard.runtime.mesh import start_world
+    from data_parallel import Measured
+    from llama_model import Llama, Shape, WithLoss
+    from training import contestants
+
+    start_world("cpu")
+    torch.manual_seed(0)
+    shape = Shape(vocab=64, width=32, hidden=64, layers=2, heads=4, length=16)
+    model = Llama(shape)
+    ids = torch.randint(shape.vocab, (2, shape.length))
+    serial = WithLoss(model)
+    want = serial(ids)
+    want.backward()
+    gradients = [p.grad for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = None
+    found = {}
+    for name in names:
+        one = Measured(contestants(model, "")[name]())
+        tensor_parallel = one.contestant.rival.startswith("TP")
+        loss = one.contestant.call(ids if tensor_parallel else ids.chunk(2)[dist.get_rank()])
+        loss.backward()
+        value = getattr(loss, "loss", loss).detach()
+        value = value.full_tensor() if isinstance(value, DTensor) else value.clone()
+        if not tensor_parallel:
+            dist.all_reduce(value)
+            value /= dist.get_world_size()
+        worst = 0.0
+        for p, expected in zip(one.contestant.module.parameters(), gradients, strict=True):
+            got = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            assert got is not None and expected is not None
+            worst = max(worst, float((got - expected).norm() / expected.norm()))
+        found[name] = (abs(float(value) / float(want.detach()) - 1), worst)
+    return found
+
+
+EAGER = ["TP by hand eager", "TP+SP by hand eager", "DDP eager", "FSDP2 eager"]
+
+
+@pytest.mark.slow
+def test_contestants_train_the_same_model(gloo2: Any) -> None:
+    ours = ["autoshard TP+SP", "autoshard ZeRO-3"]
+    for found in gloo2(losses_and_gradients, EAGER + ours, pool_timeout=600.0):
+        assert all(max(pair) < 1e-5 for pair in found.values()), found

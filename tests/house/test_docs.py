@@ -1,0 +1,108 @@
+"""What the pages of docs/ say of their examples is what happens."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.planning.rules import registry
+from autoshard.planning.rules.table import RULES
+
+DOC = Path(__file__).parents[2] / "docs" / "sharding_rules.md"
+
+
+@torch.library.custom_op("mylib::scale_rows", mutates_args=())
+def scale_rows(x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    return x * s[:, None]
+
+
+@scale_rows.register_fake
+def _(x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, grad):  # type: ignore[no-untyped-def]
+    x, s = ctx.saved_tensors
+    return grad * s[:, None], (grad * x).sum(1)
+
+
+scale_rows.register_autograd(_backward, setup_context=_save)
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.s = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.mylib.scale_rows(x, self.s)
+        return y
+
+
+def test_the_example_offers_what_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_rules", dict(registry._rules))
+    line = re.search(r"autoshard\.sharding_rule\(.*\)", DOC.read_text())
+    assert line is not None
+    exec(line[0], {"autoshard": autoshard})
+    x = torch.randn(8, 4, requires_grad=True)
+    program = autoshard.trace(Rows(), (x,), mesh={"tp": 2})
+    target = torch.ops.mylib.scale_rows.default
+    (node,) = [n for n in program.serial.graph.nodes if n.target is target]
+    offered, reasons = registry.strategies(node, 2)
+    states = {(s.inputs, s.output) for s in offered}
+    assert {
+        (("S(0)", "S(0)"), "S(0)"),
+        (("S(1)", "V"), "S(1)"),
+        (("P", "V"), "P"),
+        (("V", "P"), "P"),
+    } <= states
+    assert not reasons
+
+
+def test_the_quoted_rules_stand_in_the_table() -> None:
+    quoted = re.findall(r'^"(aten\.[\w.]+)": "(.*)",$', DOC.read_text(), re.MULTILINE)
+    assert len(quoted) == 4
+    assert all(RULES[name] == text for name, text in quoted)
+
+
+def test_the_pass_of_the_page_does_what_its_docstring_shows() -> None:
+    page = (DOC.parent / "writing_a_pass.md").read_text()
+    definition, use = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {"__name__": __name__}  # a dataclass looks its module up
+    exec(definition, names)
+    exec(use, names)
+    text = autoshard.render(names["program"].serial)
+    assert f"print(report)                              # {names['report']}" in use
+    assert "mul(" not in text and "linear(" in text
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    root = DOC.parents[1]
+    pages = [*DOC.parent.glob("*.md"), root / "README.md", root / "CONTRIBUTING.md"]
+    links = [
+        (page, link)
+        for page in pages
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+    ]
+    assert len(links) > 20
+    assert not [(page.name, link) for page, link in links if not (page.parent / link).exists()]
+
+
+def test_the_page_of_variables_names_every_pass_and_variable() -> None:
+    from autoshard.compiling import debugging
+    from autoshard.passes import pipeline
+
+    page = (DOC.parent / "debugging.md").read_text()
+    assert all(f"`{name}`" in page for name in pipeline.ORDER)
+    variables = set(re.findall(r"AUTOSHARD_\w+", Path(debugging.__file__).read_text()))
+    assert len(variables) == 4 and variables <= set(re.findall(r"AUTOSHARD_\w+", page))

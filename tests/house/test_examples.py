@@ -1,0 +1,144 @@
+"""The examples, each on two processes beside the same on one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from autoshard.export.rank_graph.config import digest
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+EXAMPLES = ("custom_model", "hf_trainer", "lora", "inference")
+
+pytestmark = pytest.mark.slow
+
+
+def run(name: str, *options: str, processes: int = 2, **environment: str) -> str:
+    """What rank 0 prints."""
+    if name == "lora":
+        pytest.importorskip("peft")
+    if name == "hf_trainer":
+        pytest.importorskip("accelerate")
+    start = (*TORCHRUN, str(processes)) if processes > 1 else ()
+    command = [sys.executable, *start, f"examples/{name}.py", *options]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses(printed: str) -> list[float]:
+    """The losses of the steps."""
+    return [float(loss) for loss in re.findall(r"^step \d+ loss ([\d.]+)", printed, re.MULTILINE)]
+
+
+def test_custom_model_trains_like_on_one_process() -> None:
+    options = ("--steps", "4", "--inner", "aot_eager")
+    sharded = run("custom_model", *options)
+    assert "autoshard: tp=2, " in sharded and "\nDearest: " in sharded
+    assert losses(sharded) == pytest.approx(losses(run("custom_model", *options, processes=1)))
+    assert len(losses(sharded)) == 4 and losses(sharded)[-1] < losses(sharded)[0]
+
+
+@pytest.mark.parametrize("name", ["hf_trainer", "lora"])
+def test_trains_like_the_serial_model(name: str) -> None:
+    options = ("--steps", "4", "--inner", "aot_eager")
+    sharded = run(name, *options)
+    serial = run(name, *options, "--serial", processes=1)
+    assert len(losses(sharded)) == 4
+    assert losses(sharded) == pytest.approx(losses(serial), rel=1e-4)
+    if name == "lora":
+        held, total = re.search(r"^frozen: rank 0 holds (\d+) of (\d+)", sharded, re.M).groups()  # type: ignore[union-attr]
+        assert int(held) < 0.6 * int(total)
+    else:
+        assert "compiled 1 graphs" in sharded and "compiled 0 graphs" in serial
+        norms = [re.findall(r"norm ([\d.]+)", text) for text in (sharded, serial)]
+        assert [*map(float, norms[0])] == pytest.approx([*map(float, norms[1])], rel=1e-3)
+
+
+def test_inference_gives_the_same_text() -> None:
+    sharded = run("inference", "--inner", "aot_eager")
+    serial = run("inference", "--serial", processes=1)
+    rows = [re.findall(r"^tokens (.*)$", text, re.MULTILINE) for text in (sharded, serial)]
+    assert rows[0] == rows[1] and len(rows[0]) == 2
+    logits = [re.findall(r"-?\d\.\d{5}", text) for text in (sharded, serial)]
+    assert [*map(float, logits[0])] == pytest.approx([*map(float, logits[1])], abs=2e-5)
+    assert re.search(r"compiled [1-9]\d* graphs", sharded)
+
+
+def test_autoshard_disabled_runs_the_model_unsharded() -> None:
+    options = ("--steps", "2", "--inner", "aot_eager")
+    plain = run("lora", *options, AUTOSHARD_DISABLE="1")
+    assert losses(plain) == pytest.approx(losses(run("lora", *options, "--serial", processes=1)))
+    held, total = re.search(r"^frozen: rank 0 holds (\d+) of (\d+)", plain, re.M).groups()  # type: ignore[union-attr]
+    assert held == total
+
+
+def test_one_process_exports_for_many_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="builds the engines")
+    printed = run("export_single_device", str(tmp_path), processes=1)
+    for name in ("engines/rank1.engine", "huggingface/config.json", "trtllm/rank3.safetensors"):
+        assert f"  {name}\n" in printed
+
+
+def test_every_rank_exports_what_it_holds(tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="builds the engines")
+    printed = run("export_distributed", str(tmp_path))
+    for name in ("engines/rank1.engine", "huggingface/config.json", "trtllm/rank1.safetensors"):
+        assert f"  {name}\n" in printed
+    config = json.loads((tmp_path / "engines" / "config.json").read_text())
+    gathered = load_file(tmp_path / "huggingface" / "model.safetensors")
+    sharded = 0
+    for rank, entry in enumerate(config["ranks"]):
+        for name, weight in entry["weights"].items():
+            part = gathered[name]
+            if weight["state"] != "R":
+                part = part.chunk(2, int(weight["state"][2:-1]))[rank]
+                sharded += 1
+            assert weight["sha256"] == digest(part), name
+    assert sharded > len(gathered)  # most of both ranks' weights
+
+
+def test_what_was_trained_is_what_the_engines_say(tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="builds the engines")
+    import transformers
+
+    printed = run("train_then_export", str(tmp_path), processes=4)
+    prompt, answer = re.search(r"^(.*)\[(.*)\]$", printed, re.M).groups()  # type: ignore[union-attr]
+    letters = sorted(set(re.search(r'TEXT = "(.*)"', example("train_then_export"))[1]))  # type: ignore[index]
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "huggingface")
+    row = [letters.index(letter) for letter in prompt]
+    for _ in range(40):
+        with torch.no_grad():
+            row.append(int(model(torch.tensor([row])).logits[0, -1].argmax()))
+    assert "".join(letters[token] for token in row[len(prompt) :]) == answer
+    assert sorted(p.name for p in (tmp_path / "engines").iterdir()) == [
+        "config.json",
+        "rank0.engine",
+        "rank1.engine",
+    ]
+
+
+def example(name: str) -> str:
+    """The text of an example."""
+    return (ROOT / "examples" / f"{name}.py").read_text()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_are_short(name: str) -> None:
+    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) <= 80

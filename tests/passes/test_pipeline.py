@@ -1,0 +1,302 @@
+"""What AUTOSHARD_* variables show and leave out; and the golden text of every pass."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autoshard
+from autoshard.compiling.debugging import Following, Settings, refuse_unsharded
+from autoshard.compiling.rendering import render
+from autoshard.errors import AutoshardError, ConfigError
+from autoshard.passes import pipeline
+from autoshard.passes.data_parallel import DataParallel
+from autoshard.passes.localize import Localize
+from autoshard.passes.weigh_tokens import WeighTokens
+from autoshard.program import Program
+from autoshard.runtime.mesh import offline_mesh
+from golden_text import golden
+from models_plain import MLP
+
+
+class Reshaped(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.view(4, 2, 8).reshape(8, 8).expand(8, 8)[:]
+        return F.dropout(y, 0.0, True).contiguous().relu().detach()
+
+
+class Grouped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(16, 16, bias=False)
+        self.kv = nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, kv = self.q(x).view(2, 3, 4, 4), self.kv(x).view(2, 3, 2, 4)
+        q, kv = q.transpose(1, 2), kv.transpose(1, 2)
+        y: torch.Tensor = F.scaled_dot_product_attention(q, kv, kv, enable_gqa=True)
+        return y
+
+
+class Random(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.dropout(x * self.w, 0.5, True)
+        return y + torch.rand_like(y)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 6, bias=False), nn.Linear(6, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.b(self.a(x).relu())
+        return y
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(4, 4, 2, dropout=0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.rnn(x)[0]
+        return y
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(x), torch.arange(4))
+
+
+def trace(model: nn.Module, x: torch.Tensor, mesh: dict[str, int], **options: Any) -> Program:
+    torch.compiler.reset()
+    return autoshard.trace(model, (x,), mesh=mesh, **options)
+
+
+# pass -> (model, input, mesh, the graph it works on)
+SAMPLES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, int], str]] = {
+    "normalize": (Reshaped, (8, 8), {"tp": 2}, ""),
+    "expand_grouped_heads": (Grouped, (2, 3, 16), {"tp": 4}, ""),
+    "split_recurrent": (Recurrent, (3, 2, 4), {"tp": 2}, ""),
+    "invariant_random": (Random, (4, 8), {"tp": 2}, ""),
+    "localize": (Two, (4, 8), {"tp": 2}, ""),
+    "data_parallel": (Two, (4, 8), {"dp_replicate": 2, "dp_shard": 2}, ""),
+    "weigh_tokens": (Classifier, (4, 8), {"dp_replicate": 2}, ""),
+    "bucket_parameters": (Two, (4, 8), {"dp_shard": 2}, "forward"),
+    "bucket_gradients": (Two, (4, 8), {"dp_shard": 2}, "backward"),
+    "schedule_collectives": (Two, (4, 8), {"dp_shard": 2}, "backward"),
+    "exchange_scatter": (Two, (4, 8), {"dp_shard": 2}, "backward"),
+}
+
+
+@pytest.fixture
+def dumped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], str]:
+    """Reads what AUTOSHARD_DUMP wrote: (pass, phase, before or after)."""
+    monkeypatch.setenv("AUTOSHARD_DUMP", str(tmp_path / "graphs"))
+
+    def read(name: str, phase: str, side: str) -> str:
+        middle = f"{name}.{phase}" if phase else name
+        (path,) = (tmp_path / "graphs").glob(f"*-{middle}.rank0.{side}.txt")
+        return path.read_text()
+
+    return read
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_golden_text_of_each_pass(
+    name: str, dumped: Callable[[str, str, str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, shape, mesh, phase = SAMPLES[name]
+    monkeypatch.setenv("AUTOSHARD_STOP_AFTER", name)
+    try:
+        options = {"loss_tokens": "global"} if name == "weigh_tokens" else {}
+        made = trace(model(), torch.ones(shape), mesh, **options)
+        assert made.running is not None  # runs the passes after autograd
+    except AutoshardError as error:
+        assert f"AUTOSHARD_STOP_AFTER={name}" in str(error)
+    before, after = (dumped(name, phase, side) for side in ("before", "after"))
+    assert before != after, "the sample does not show what the pass does"
+    golden(f"passes/{name}", f"{before}\n--- {name}\n\n{after}")
+
+
+def test_every_pass_has_its_place_and_its_golden_text() -> None:
+    mesh = offline_mesh({"dp_shard": 2, "tp": 2}, 0)
+    config = autoshard.Config()
+    found = [one.name for one in pipeline.BEFORE_PLANNING]
+    found += [Localize.name, DataParallel.name, WeighTokens.name]
+    found += [one.name for one in pipeline.after_autograd(mesh, config, True)]
+    found += [one.name for one in pipeline.BEFORE_COMPILATION]
+    assert tuple(found) == pipeline.ORDER
+    assert set(SAMPLES) == set(pipeline.ORDER) and set(pipeline.OPTIONAL) < set(pipeline.ORDER)
+
+
+def test_dumps_are_numbered_in_the_order_of_the_passes(
+    tmp_path: Path, dumped: Callable[[str, str, str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    trace(MLP(), torch.ones(8, 64), {"tp": 2})
+    names = sorted(path.name.partition("-")[2] for path in (tmp_path / "graphs").iterdir())
+    passes = [*(one.name for one in pipeline.BEFORE_PLANNING), "localize"]
+    assert names == [
+        f"{i:02}-{name}.rank3.{side}.txt"
+        for i, name in enumerate(passes)
+        for side in ("after", "before")
+    ]
+
+
+def program_text(monkeypatch: pytest.MonkeyPatch, **environment: str) -> str:
+    """The forward and backward graphs of two linears on dp_shard=2, after all passes."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    made = trace(Two(), torch.ones(4, 8), {"dp_shard": 2})
+    assert made.joint.backward is not None
+    return render(made.joint.forward) + render(made.joint.backward)
+
+
+def test_disable_leaves_out_optional_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gathers(text: str) -> int:
+        return text.count("all_gather(")
+
+    plain = program_text(monkeypatch)
+    assert gathers(plain) < gathers(
+        program_text(monkeypatch, AUTOSHARD_DISABLE="bucket_parameters,schedule_collectives")
+    )
+    everything = program_text(monkeypatch, AUTOSHARD_DISABLE="all")
+    stopped = program_text(
+        monkeypatch, AUTOSHARD_DISABLE="0", AUTOSHARD_STOP_AFTER="data_parallel"
+    )
+    assert everything == stopped != plain
+
+
+@pytest.mark.parametrize(
+    "environment,said",
+    [
+        ({"AUTOSHARD_DISABLE": "localize"}, "without this pass the program is wrong"),
+        ({"AUTOSHARD_DISABLE": "bucket_parameter"}, "Did you mean 'bucket_parameters'"),
+        ({"AUTOSHARD_STOP_AFTER": "zzz"}, "The passes are normalize, "),
+        ({"AUTOSHARD_DEBUG": "5"}, "0, 1, 2 or 3"),
+    ],
+)
+def test_what_cannot_be_obeyed_is_an_error(environment: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Settings.of(environment)
+
+
+def test_stopping_before_a_needed_pass_says_where_the_graphs_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AUTOSHARD_STOP_AFTER", "invariant_random")
+    with pytest.raises(AutoshardError, match="stopped before localize.*Set AUTOSHARD_DUMP"):
+        trace(MLP(), torch.ones(8, 64), {"tp": 2})
+    monkeypatch.setenv("AUTOSHARD_DUMP", str(tmp_path))
+    with pytest.raises(AutoshardError, match=f"The graphs so far are in {tmp_path}"):
+        trace(MLP(), torch.ones(8, 64), {"tp": 2})
+
+
+def test_a_cache_keeps_apart_what_differs_and_what_is_to_be_seen() -> None:
+    def key(**environment: str) -> str:
+        return Following(Settings.of(environment)).key()
+
+    assert key() == key() != key(AUTOSHARD_DISABLE="all")
+    assert key(AUTOSHARD_DISABLE="all") == key(AUTOSHARD_DISABLE="all")
+    assert key(AUTOSHARD_DUMP="graphs") != key(AUTOSHARD_DUMP="graphs")
+
+
+def test_unsharded_is_refused_where_gradients_would_be_lost() -> None:
+    assert Settings.of({"AUTOSHARD_DISABLE": "1"}).unsharded
+    refuse_unsharded({"tp": 4, "dp_shard": 1})
+    with pytest.raises(ConfigError, match="dp_shard=2: gradients would not be reduced"):
+        refuse_unsharded({"tp": 4, "dp_shard": 2})
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """What `autoshard.*` logs, at the levels the code under test sets."""
+    found: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    top, handler = logging.getLogger("autoshard"), Keep()
+    level, graphs = top.level, logging.getLogger("autoshard.graphs").level
+    top.addHandler(handler)
+    yield found
+    top.removeHandler(handler)
+    top.setLevel(level)
+    logging.getLogger("autoshard.graphs").setLevel(graphs)
+
+
+def test_levels_of_logging(logged: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    for level in ("0", "1", "2", "3"):
+        monkeypatch.setenv("AUTOSHARD_DEBUG", level)
+        trace(Grouped(), torch.ones(2, 3, 16), {"tp": 2})
+        seen.append("\n".join(logged))
+        logged.clear()
+    assert seen[0] == ""
+    assert "expand_grouped_heads: 0 rewritten, 1 declined" in seen[1] and "no need" not in seen[1]
+    assert "kv heads 2 % tp 2 == 0: no need" in seen[2] and "return (" not in seen[2]
+    assert "localize left\n%q.weight" in seen[3] and "return (" in seen[3]
+
+
+def test_artifacts_are_in_torchs_structured_trace() -> None:
+    found: dict[str, str] = {}
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            metadata: Any = getattr(record, "metadata", {})
+            name = metadata.get("artifact", {}).get("name", "")
+            if name.startswith("autoshard_"):
+                found[name.partition("-")[2]] = str(getattr(record, "payload", ""))
+
+    trace_log, handler = logging.getLogger("torch.__trace"), Keep()
+    level = trace_log.level
+    trace_log.addHandler(handler)
+    trace_log.setLevel(logging.DEBUG)
+    try:
+        made = trace(MLP(), torch.ones(8, 64), {"tp": 2})
+    finally:
+        trace_log.removeHandler(handler)
+        trace_log.setLevel(level)
+    assert found["plan"] == made.plan.text()
+    assert found["explain"].startswith("autoshard: tp=2, ") and "because" in found["explain"]
+    assert found["04-localize_after"] == render(made.graph_module, axes=made.mesh.axes)
+
+
+def refused_on_rank_one() -> str:
+    """Rank 1 leaves out passes that rank 0 runs."""
+    import os
+
+    if os.environ["RANK"] == "1":
+        os.environ["AUTOSHARD_DISABLE"] = "all"
+    try:
+        compiled = torch.compile(MLP(), backend="autoshard", options={"inner": "eager"})
+        compiled(torch.ones(8, 64))
+    except Exception as error:
+        return str(error)
+    finally:
+        os.environ.pop("AUTOSHARD_DISABLE", None)
+    return "ran"
+
+
+def test_ranks_that_leave_out_different_passes_do_not_run_together(gloo2: Any) -> None:
+    for said in gloo2(refused_on_rank_one):
+        assert "disagree on the plan" in said
+        assert "passes left out []" in said and "'bucket_parameters'" in said

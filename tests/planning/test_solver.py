@@ -1,0 +1,271 @@
+"""The solver against brute force; its determinism, its growth, its errors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+
+import networkx as nx
+import numpy as np
+import pytest
+from networkx.algorithms.approximation import treewidth_min_degree
+
+from autoshard.planning.solver.elimination import elimination_order
+from autoshard.planning.solver.factor_graph import FactorGraph, Infeasible, TooWide
+
+Factor = tuple[tuple[int, ...], np.ndarray]
+
+
+def random_problem(seed: int) -> tuple[list[int], list[np.ndarray], list[Factor]]:
+    rng = np.random.default_rng(seed)
+    sizes = [int(rng.integers(1, 5)) for _ in range(rng.integers(1, 8))]
+    unary = [table(rng, (size,)) for size in sizes]
+    factors = []
+    for _ in range(rng.integers(0, 12)):
+        arity = int(rng.integers(1, 4))
+        # With replacement: a factor may name a variable twice.
+        scope = tuple(int(v) for v in rng.integers(0, len(sizes), arity))
+        factors.append((scope, table(rng, tuple(sizes[v] for v in scope))))
+    return sizes, unary, factors
+
+
+def table(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    # Few distinct values, so that ties are common; negative ones too.
+    cost = rng.integers(-3, 6, shape).astype(float)
+    cost[rng.random(shape) < 0.2] = np.inf
+    return cost
+
+
+def build(
+    sizes: list[int], unary: list[np.ndarray], factors: list[Factor], **limits: int
+) -> FactorGraph:
+    graph = FactorGraph(**limits)
+    for size, cost in zip(sizes, unary, strict=True):
+        graph.variable(size, cost)
+    for scope, cost in factors:
+        graph.add(scope, cost)
+    return graph
+
+
+def total(assignment: tuple[int, ...], unary: list[np.ndarray], factors: list[Factor]) -> float:
+    cost = sum(float(u[a]) for u, a in zip(unary, assignment, strict=True))
+    return cost + sum(float(t[tuple(assignment[v] for v in scope)]) for scope, t in factors)
+
+
+def brute_force(sizes: list[int], unary: list[np.ndarray], factors: list[Factor]) -> float:
+    return min(total(a, unary, factors) for a in itertools.product(*map(range, sizes)))
+
+
+@pytest.mark.parametrize("limits", [{}, {"table_limit": 6}], ids=["elimination", "branching"])
+def test_optimal_on_random_graphs(limits: dict[str, int]) -> None:
+    feasible = branched = 0
+    for seed in range(400):
+        sizes, unary, factors = random_problem(seed)
+        best = brute_force(sizes, unary, factors)
+        graph = build(sizes, unary, factors, **limits)
+        if math.isinf(best):
+            with pytest.raises(Infeasible):
+                graph.solve()
+            continue
+        solution = graph.solve()
+        assert solution.cost == best
+        assert total(tuple(solution.assignment), unary, factors) == best
+        feasible += 1
+        branched += bool(graph._prepared and graph._prepared.cutset)
+    assert 100 < feasible < 400
+    assert (branched > 20) == bool(limits)
+
+
+def test_other_unary_costs_without_building_again() -> None:
+    rng = np.random.default_rng(0)
+    solved = 0
+    for seed in range(60):
+        sizes, unary, factors = random_problem(seed)
+        graph = build(sizes, unary, factors)
+        for _ in range(3):
+            other = [table(rng, (size,)) for size in sizes]
+            best = brute_force(sizes, other, factors)
+            if math.isinf(best):
+                continue
+            assert graph.solve(other).cost == best
+            some = {0: other[0]}
+            mixed = [other[0], *unary[1:]]
+            if math.isfinite(best := brute_force(sizes, mixed, factors)):
+                assert graph.solve(some).cost == best
+            solved += 1
+    assert solved > 30
+
+
+def test_the_order_is_kept_when_finite_costs_change() -> None:
+    graph = layers(4)
+    graph.solve()
+    prepared = graph._prepared
+    graph.solve({0: np.arange(6.0)})
+    assert graph._prepared is prepared
+
+
+def layers(count: int, seed: int = 0) -> FactorGraph:
+    """A residual stream with a shared copy for q, k and v, and two tables every layer reads."""
+    rng = np.random.default_rng(seed)
+    graph = FactorGraph()
+    sizes: list[int] = []
+
+    def variable() -> int:
+        sizes.append(6)
+        return graph.variable(6)
+
+    def factor(*scope: int) -> None:
+        cost = rng.random([sizes[v] for v in scope])
+        cost[rng.random(cost.shape) < 0.2] = np.inf
+        cost[(0,) * len(scope)] = 1.0
+        graph.add(scope, cost)
+
+    def op(*inputs: int) -> int:
+        output = variable()
+        for source in inputs:
+            factor(source, output)
+        return output
+
+    mask, rotary, stream = variable(), variable(), variable()
+    for _ in range(count):
+        copy = op(stream)
+        heads = []
+        for _ in range(3):
+            head = op(rotary, variable())
+            factor(stream, copy, head)
+            heads.append(op(head))
+        attention = op(*heads, mask)
+        projected = op(op(attention), variable())
+        stream = op(projected, stream)
+    return graph
+
+
+def test_work_grows_linearly_with_depth() -> None:
+    work = {count: layers(count).solve().work for count in (8, 16, 32, 64)}
+    per_layer = [(work[2 * n] - work[n]) / n for n in (8, 16, 32)]
+    assert max(per_layer) < 1.3 * min(per_layer), work
+    assert layers(64).solve().width <= layers(8).solve().width + 1
+
+
+def test_width_is_no_worse_than_the_usual_heuristic() -> None:
+    graph = layers(8)
+    primal = nx.Graph()
+    for scope in graph._tables:
+        primal.add_edges_from(itertools.combinations(scope, 2))
+    yardstick, _ = treewidth_min_degree(primal)
+    _, buckets = elimination_order(graph._sizes, list(graph._tables))
+    # All domains are equal here, so the least table is the least degree.
+    assert max(map(len, buckets)) <= yardstick + 1
+
+
+def test_order_prefers_small_tables_to_few_neighbours() -> None:
+    # 0 has two neighbours of 50 values, 1 has three of 2: degree would take 0 first.
+    sizes = [4, 4, 50, 50, 2, 2, 2]
+    scopes = [(0, 2), (0, 3), (1, 4), (1, 5), (1, 6), (2, 3), (2, 4), (3, 5), (2, 5), (3, 6)]
+    order, _ = elimination_order(sizes, scopes)
+    assert order.index(1) < order.index(0)
+
+
+def test_a_hub_of_every_layer_adds_one_to_the_width() -> None:
+    rng = np.random.default_rng(0)
+    graph = FactorGraph()
+    hub = graph.variable(5)
+    chain = [graph.variable(5) for _ in range(2000)]
+    for left, right in itertools.pairwise(chain):
+        graph.add((left, right), rng.random((5, 5)))
+        graph.add((hub, right), rng.random((5, 5)))
+    solution = graph.solve()
+    assert solution.width == 3
+    assert solution.work < 2000 * 5**3 + 100
+
+
+FINGERPRINT = """
+import sys
+sys.path.insert(0, {folder!r})
+from test_solver import build, layers, random_problem
+print(layers(6).solve().assignment)
+for seed in range(60):
+    try:
+        print(build(*random_problem(seed)).solve().assignment)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_the_same_in_every_process() -> None:
+    code = FINGERPRINT.format(folder=os.path.dirname(__file__))
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "31")
+    }
+    assert len(outputs) == 1
+    assert outputs.pop().count("\n") == 61
+
+
+def test_ties_go_to_the_first_value() -> None:
+    graph = FactorGraph()
+    a, b = graph.variable(3), graph.variable(3)
+    graph.add((a, b), np.zeros((3, 3)))
+    assert graph.solve().assignment == [0, 0]
+
+
+def test_no_variables() -> None:
+    solution = FactorGraph().solve()
+    assert (solution.assignment, solution.cost) == ([], 0.0)
+
+
+def test_infeasible_names_the_factor_and_the_variable() -> None:
+    graph = FactorGraph()
+    a = graph.variable(2, name="weight")
+    b = graph.variable(2, name="linear_3")
+    graph.add((a, b), np.array([[np.inf, np.inf], [0.0, np.inf]]), name="weight -> linear_3")
+    graph.add((b,), np.array([np.inf, 0.0]), name="mark on linear_3")
+    with pytest.raises(Infeasible, match=r"no value of \w+ is left") as error:
+        graph.solve()
+    assert "linear_3" in str(error.value)
+
+
+def test_infeasible_beyond_single_factors_names_the_contradiction() -> None:
+    # A triangle of "differs from" over two values: every pair is possible, all three are not.
+    graph = FactorGraph()
+    corners = [graph.variable(2, name=f"corner {i}") for i in range(3)]
+    differs = np.array([[np.inf, 0.0], [0.0, np.inf]])
+    for pair in itertools.combinations(corners, 2):
+        graph.add(pair, differs)
+    with pytest.raises(Infeasible, match="contradiction is between corner"):
+        graph.solve()
+
+
+def test_too_wide_says_the_numbers() -> None:
+    graph = FactorGraph(table_limit=2**10, work_limit=2**20)
+    variables = [graph.variable(8, name=f"v{i}") for i in range(14)]
+    for pair in itertools.combinations(variables, 2):
+        graph.add(pair, np.zeros((8, 8)))
+    with pytest.raises(TooWide, match=r"branches of .* table entries, more than 1.05e\+06"):
+        graph.solve()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda g: g.variable(0, name="empty"), "empty has no values"),
+        (lambda g: g.variable(2, np.zeros(3), "x"), r"x: costs have shape \(3,\)"),
+        (lambda g: g.variable(1, np.array([np.nan])), "not NaN"),
+        (lambda g: g.add((0,), np.array([-np.inf, 0.0])), "not NaN or -inf"),
+        (lambda g: g.add((), np.array(1.0)), "at least one variable"),
+    ],
+)
+def test_bad_input(call: object, message: str) -> None:
+    graph = FactorGraph()
+    graph.variable(2)
+    with pytest.raises(ValueError, match=message):
+        call(graph)  # type: ignore[operator]

@@ -1,0 +1,151 @@
+"""Views: the shape arithmetic against brute force, and symbolic sizes without new guards."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as draw
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from autoshard.planning.rules.registry import strategies
+from autoshard.planning.rules.views import size_entry
+from autoshard.planning.strategy import Strategy
+from autoshard.runtime.collectives.states import P, R, S, V, shard_dim
+from oracle import check, node_of
+
+aten = torch.ops.aten
+FACTORS = draw.lists(draw.sampled_from([1, 2, 2, 3, 4]), min_size=1, max_size=5)
+
+
+@given(data=draw.data(), n=draw.sampled_from([2, 3, 4]))
+@settings(max_examples=150, deadline=None, database=None)
+def test_reshape_offers_exactly_what_brute_force_finds(data: Any, n: int) -> None:
+    """S(d) -> S(e) is right where the chunks of a reshape are the reshaped chunks."""
+    factors = data.draw(FACTORS)
+    before, after = (_merged(data, data.draw(draw.permutations(factors))) for _ in range(2))
+    x = torch.arange(math.prod(factors), dtype=torch.float64).reshape(before)
+    node, tensors = node_of(aten.reshape.default, (x, after), {})
+    found = [s for s in strategies(node, n)[0] if s.inputs[0][0] == "S" and s.impl is None]
+    for strategy in found:
+        check(node, tensors, strategy, n)
+    even = {(s.inputs[0], s.output) for s in found if _even(before, after, s, n)}
+    assert even == {
+        (S(d), S(e))
+        for d in range(len(before))
+        for e in range(len(after))
+        if _right(x, after, d, e, n)
+    }
+
+
+def _merged(data: Any, factors: list[int]) -> list[int]:
+    """The factors, in this order, some neighbours multiplied together."""
+    shape = [1]
+    for factor in factors:
+        if data.draw(draw.booleans()):
+            shape.append(factor)
+        else:
+            shape[-1] *= factor
+    return shape
+
+
+def _even(before: list[int], after: list[int], strategy: Strategy, n: int) -> bool:
+    d, e = shard_dim(strategy.inputs[0]), shard_dim(strategy.output)  # type: ignore[arg-type]
+    assert d is not None and e is not None
+    return before[d] % n == 0 and after[e] % n == 0
+
+
+def _right(x: torch.Tensor, after: list[int], d: int, e: int, n: int) -> bool:
+    if x.shape[d] % n or after[e] % n:
+        return False
+    local = [size // n if i == e else size for i, size in enumerate(after)]
+    whole = x.reshape(after).chunk(n, e)
+    return all(torch.equal(x.chunk(n, d)[r].reshape(local), whole[r]) for r in range(n))
+
+
+def symbolic(function: Any, *args: torch.Tensor) -> tuple[fx.Node, ShapeEnv]:
+    """The last operator of `function` traced with every size symbolic."""
+    environment = ShapeEnv()
+    mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(arg) for arg in args]
+    graph = make_fx(function, tracing_mode="real", pre_dispatch=True)(*fakes).graph
+    nodes = [node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    return nodes[-1], environment
+
+
+IDS = torch.zeros(4, 6, dtype=torch.int64)
+CASES: dict[str, tuple[Any, tuple[torch.Tensor, ...], tuple[Any, ...], Any]] = {
+    "split heads": (
+        lambda x: x.view(x.shape[0], x.shape[1], 4, -1),
+        (torch.randn(6, 10, 32),),
+        (S(1),),
+        S(1),
+    ),
+    "merge tokens": (lambda x: x.reshape(-1, x.shape[2]), (torch.randn(4, 7, 6),), (S(0),), S(0)),
+    "linear": (torch.nn.functional.linear, (torch.randn(4, 6), torch.randn(8, 6)), (S(0), V), S(0)),
+    "broadcast": (torch.add, (torch.randn(4, 6), torch.randn(1, 6)), (S(0), V), S(0)),
+    "attention": (
+        torch.nn.functional.scaled_dot_product_attention,
+        tuple(torch.randn(2, 4, 6, 8) for _ in range(3)),
+        (S(1), S(1), S(1)),
+        S(1),
+    ),
+    "embedding": (
+        lambda w, i: torch.nn.functional.embedding(i, w),
+        (torch.randn(10, 8), IDS),
+        (V, S(1)),
+        S(1),
+    ),
+    "gather": (lambda x, i: x.gather(1, i), (torch.randn(4, 6), IDS), (S(0), S(0)), S(0)),
+    "index": (lambda x, i: x[i], (torch.randn(10, 8), IDS), (V, S(0)), S(0)),
+    "cat": (lambda x, y: torch.cat([x, y], 1), (torch.randn(4, 6),) * 2, (S(0), S(0)), S(0)),
+    "mean": (lambda x: x.mean(1), (torch.randn(4, 6),), (S(1),), P),
+    "loss": (
+        lambda x, y: torch.nn.functional.mse_loss(x, y),
+        (torch.randn(4, 6), torch.randn(4, 6)),
+        (S(0), S(0)),
+        P,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_symbolic_sizes_are_sharded_without_new_guards(name: str) -> None:
+    function, args, inputs, output = CASES[name]
+    node, environment = symbolic(function, *args)
+    guards = len(environment.guards)
+    found, _ = strategies(node, 2)
+    assert (inputs, output) in [(s.inputs, s.output) for s in found]
+    assert len(environment.guards) == guards
+
+
+def test_a_symbolic_size_whose_hint_does_not_divide_is_declined() -> None:
+    node, _ = symbolic(torch.relu, torch.randn(7, 6))
+    found, reasons = strategies(node, 2)
+    assert [s.output for s in found] == [R, V, S(1)]
+    assert "aten.relu.default: ...1 7 % 2 != 0" in reasons
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "dim", "entry"),
+    [
+        ("reshape", (torch.randn(4, 6), [2, 2, 6]), 1, (1, 1)),
+        ("expand", (torch.randn(4, 1), [4, 6]), 1, (1, 1)),
+        ("unflatten", (torch.randn(3, 8, 5), 1, [2, 4]), 1, (2, 0)),
+        ("unflatten", (torch.randn(3, 8, 5), -2, [2, 4]), 2, (2, 1)),
+        ("unflatten", (torch.randn(3, 8, 5), 1, [2, 4]), 0, None),
+        ("transpose", (torch.randn(3, 8), 0, 1), 0, None),
+    ],
+)
+def test_where_a_view_says_a_size(
+    op: str, args: tuple[Any, ...], dim: int, entry: tuple[int, int] | None
+) -> None:
+    packet = getattr(aten, op)
+    node, _ = node_of(getattr(packet, packet.overloads()[0]), args, {})
+    assert size_entry(node, dim) == entry

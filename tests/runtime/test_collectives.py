@@ -1,0 +1,92 @@
+"""Every state change returns the value and the gradient, on ranks run in lockstep."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from autoshard.runtime.collectives.axis import Axis, chunk_bounds
+from autoshard.runtime.collectives.lockstep import run_ranks
+from autoshard.runtime.collectives.redistribution import change
+from autoshard.runtime.collectives.states import (
+    P,
+    R,
+    S,
+    State,
+    V,
+    forward_value,
+    gradient_value,
+    shard_dim,
+)
+
+STATES = [R, V, P, S(0), S(1), S(2)]
+
+
+def parts(x: torch.Tensor, kind: State, n: int, seed: int = 7) -> list[torch.Tensor]:
+    """The local values of `x` on n ranks in R, P or S(d)."""
+    if kind == R:
+        return [x.clone() for _ in range(n)]
+    if kind == P:
+        generator = torch.Generator().manual_seed(seed)
+        noise = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for _ in range(n - 1)]
+        return [*noise, x - sum(noise)] if noise else [x]
+    dim = shard_dim(kind)
+    bounds = [chunk_bounds(x.shape[dim], Axis("tp", n, rank, "")) for rank in range(n)]
+    return [x.narrow(dim, start, length).clone() for start, length in bounds]
+
+
+def whole(locals_: list[torch.Tensor], kind: State) -> torch.Tensor:
+    """The inverse of `parts`; for R every rank must hold the same."""
+    if kind == R:
+        for other in locals_[1:]:
+            torch.testing.assert_close(other, locals_[0], rtol=0, atol=0)
+        return locals_[0]
+    if kind == P:
+        return torch.stack(locals_).sum(0)
+    return torch.cat(locals_, shard_dim(kind))
+
+
+@pytest.mark.parametrize("shape", [(4, 8, 4), (5, 7, 9)], ids=["even", "uneven"])
+@pytest.mark.parametrize("n", [2, 4])
+def test_every_pair_returns_value_and_gradient(n: int, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=torch.float64)
+    grad = torch.randn(shape, dtype=torch.float64)
+    for src, dst in itertools.product(STATES, STATES):
+        xs = parts(x, forward_value(src), n)
+        grads = parts(grad, gradient_value(dst), n, seed=8)
+        dim = shard_dim(src)
+        extent = shape[dim] if dim is not None and shape[dim] % n else None
+
+        def rank(axis: Axis, xs=xs, grads=grads, src=src, dst=dst, extent=extent):
+            leaf = xs[axis.rank].requires_grad_()
+            out = change(leaf, src, dst, axis, extent)
+            out.backward(grads[axis.rank])
+            return out.detach(), leaf.grad
+
+        results = run_ranks(n, rank)
+        label = f"{src} -> {dst}"
+        got = whole([out for out, _ in results], forward_value(dst))
+        torch.testing.assert_close(got, x, msg=lambda m, label=label: f"{label} value: {m}")
+        got = whole([g for _, g in results], gradient_value(src))
+        torch.testing.assert_close(got, grad, msg=lambda m, label=label: f"{label} gradient: {m}")
+
+
+def test_a_failing_rank_fails_all_and_hangs_none() -> None:
+    def rank(axis: Axis) -> torch.Tensor:
+        if axis.rank == 1:
+            raise ValueError("rank 1 is out of memory")
+        return change(torch.ones(4), P, R, axis)
+
+    with pytest.raises(ValueError, match="rank 1 is out of memory"):
+        run_ranks(2, rank)
+
+
+def test_ranks_that_run_different_collectives_are_told() -> None:
+    def rank(axis: Axis) -> torch.Tensor:
+        return change(torch.ones(4), P, R if axis.rank else S(0), axis)
+
+    with pytest.raises(RuntimeError, match="ranks disagree on the collective"):
+        run_ranks(2, rank)

@@ -1,0 +1,158 @@
+"""torch.distributed.checkpoint between data-parallel meshes: model and AdamW state, bit for bit."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from joined_batch import Sizes, part, whole
+from models import CASES
+
+pytestmark = pytest.mark.slow
+
+
+def one_step(model: nn.Module, compiled: Any, optimizer: Any, ranks: int, rank: int) -> None:
+    case = CASES["mlp"]
+    case.loss(compiled, part(case.make_batch(0), ranks, rank)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained(sizes: Sizes, **adam: Any) -> tuple[nn.Module, Any, Any]:
+    """A model after one AdamW step on the mesh, its optimizer, and a function that steps again."""
+    from autoshard.runtime.mesh import init_mesh
+
+    mesh = init_mesh(sizes, "cpu")
+    outer, inner = mesh.axis("dp_replicate"), mesh.axis("dp_shard")
+    ranks, rank = outer.size * inner.size, outer.rank * inner.size + inner.rank
+    model = CASES["mlp"].make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-3, **adam)
+    compiled = torch.compile(
+        model, backend="autoshard", options={"mesh": sizes, "inner": "aot_eager"}
+    )
+
+    def step() -> None:
+        one_step(model, compiled, optimizer, ranks, rank)
+
+    step()
+    return model, optimizer, step
+
+
+def moved(folder: str, first: Sizes, second: Sizes) -> float:
+    """Train on `first`, save, load into another model on `second`, and take one more step on both;
+    the worst difference of parameters after it. Asserts that loading is exact."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, optimizer, step = trained(first, fused=True)
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+
+    other, other_optimizer, other_step = trained(second, foreach=True)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    weights, moments = get_state_dict(other, other_optimizer)
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    set_state_dict(other, other_optimizer, model_state_dict=weights, optim_state_dict=moments)
+    pairs = list(zip(model.parameters(), other.parameters(), strict=True))
+    for p, q in pairs:
+        assert torch.equal(whole(p), whole(q))
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            mine, theirs = optimizer.state[p][key], other_optimizer.state[q][key]
+            assert torch.equal(whole(mine), whole(theirs)), key
+    step()
+    other_step()
+    return max(float((whole(p) - whole(q)).abs().max()) for p, q in pairs)
+
+
+def test_between_meshes_of_four(gloo4: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mesh = {"dp_shard": 2, "tp": 2}
+        assert max(gloo4(moved, folder, mesh, {"dp_shard": 4})) < 1e-6
+    with tempfile.TemporaryDirectory() as folder:
+        mesh = {"dp_replicate": 2, "dp_shard": 2}
+        assert max(gloo4(moved, folder, {"dp_shard": 4}, mesh)) < 1e-6
+
+
+def test_from_tp_to_fsdp(gloo2: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert max(gloo2(moved, folder, {"tp": 2}, {"dp_shard": 2})) < 1e-6
+    with tempfile.TemporaryDirectory() as folder:
+        assert max(gloo2(moved, folder, {"dp_shard": 2}, {"tp": 2})) < 1e-6
+
+
+def save(folder: str, model: nn.Module, optimizer: Any) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+
+
+def everything(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Whole parameters and optimizer state, by name."""
+    found = {}
+    for name, p in model.named_parameters():
+        found[name] = whole(p.detach())
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            found[f"{name} {key}"] = whole(optimizer.state[p][key])
+    return found
+
+
+def begin(folder: str, sizes: Sizes) -> dict[str, torch.Tensor]:
+    """Train on a mesh, save, and take one more step; the state after it."""
+    model, optimizer, step = trained(sizes)
+    save(folder, model, optimizer)
+    step()
+    return everything(model, optimizer)
+
+
+def go_on(source: str, sizes: Sizes, target: str) -> dict[str, torch.Tensor]:
+    """Load on a mesh, in a model that has trained differently, save it again where there is a
+    `target`, else take a step; the state after that."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, optimizer, step = trained(sizes)
+    step()
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=source)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    if target:
+        save(target, model, optimizer)
+    else:
+        step()
+    return everything(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"dp_replicate": 2, "dp_shard": 2}, {"tp": 2}),
+        ({"tp": 2}, {"dp_shard": 4}),
+        ({"tp": 2}, {"dp_replicate": 2, "tp": 2}),
+    ],
+)
+def test_there_and_back_is_as_if_never_moved(
+    gloo2: Any, gloo4: Any, first: Sizes, second: Sizes
+) -> None:
+    """Through another mesh of another size and back: the next step is the same, bit for bit."""
+
+    def on(sizes: Sizes) -> Any:
+        return gloo2 if math.prod(sizes.values()) == 2 else gloo4
+
+    with tempfile.TemporaryDirectory() as a, tempfile.TemporaryDirectory() as b:
+        expected = on(first)(begin, a, first)[0]
+        there = on(second)(go_on, a, second, b)[0]
+        continued = on(second)(go_on, a, second, "")[0]
+        back = on(first)(go_on, b, first, "")[0]
+    assert not all(torch.equal(there[key], expected[key]) for key in expected)
+    for key, value in expected.items():
+        assert torch.equal(back[key], value), key
+        torch.testing.assert_close(continued[key], value, rtol=1e-5, atol=1e-6)

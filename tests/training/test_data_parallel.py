@@ -1,0 +1,73 @@
+"""Data parallelism against the serial model on the joined batch: losses, gradients, parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from joined_batch import MATRIX, Sizes, check, train
+
+
+@pytest.mark.parametrize(
+    ("name", "micro", "sizes", "zero"),
+    [
+        ("llama", 3, {"dp_shard": 2}, 3),
+        ("llama", 1, {"dp_replicate": 2}, 3),
+        ("gpt2", 1, {"dp_shard": 2}, 2),
+        ("convnet", 1, {"dp_replicate": 2}, 3),
+        ("convnet", 3, {"dp_shard": 2}, 3),
+        ("convnet", 1, {"dp_shard": 2}, 1),
+    ],
+)
+def test_five_steps_two_ranks(gloo2: Any, name: str, micro: int, sizes: Sizes, zero: int) -> None:
+    results = gloo2(train, name, sizes, micro, 5, {"zero": zero})
+    check(results, sizes.get("dp_shard", 1))
+
+
+@pytest.mark.parametrize("sizes", [{"dp_replicate": 2}, {"dp_shard": 2}])
+def test_gradients_that_are_one_tensor_are_not_stored_as_one(gloo2: Any, sizes: Sizes) -> None:
+    """Accumulating and clipping write to each of them."""
+    check(gloo2(train, "parallel", sizes, 3, 2, {}), 1 if "dp_replicate" in sizes else 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "micro", "sizes"),
+    [
+        ("convnet", 3, {"dp_replicate": 2, "dp_shard": 2}),
+        ("llama", 1, {"dp_shard": 2, "tp": 2}),
+        ("mlp", 1, {"dp_replicate": 2, "tp": 2}),
+    ],
+)
+def test_five_steps_four_ranks(gloo4: Any, name: str, micro: int, sizes: Sizes) -> None:
+    results = gloo4(train, name, sizes, micro, 5, {})
+    check(results, sizes.get("dp_shard", 1) * sizes.get("tp", 1))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"dp_shard": 2}, {"bucket_bytes": 60_000}),
+        ({"dp_shard": 2}, {"bucket_bytes": 60_000, "inner": "inductor"}),
+        ({"dp_replicate": 2}, {"bucket_bytes": 60_000, "inner": "inductor"}),
+    ],
+)
+def test_several_buckets(gloo2: Any, sizes: Sizes, options: dict[str, Any]) -> None:
+    """Three buckets or so, so that they overlap and one bucket's layout differs from another's."""
+    results = gloo2(train, "mlp", sizes, 1, 3, options)
+    check(results, sizes.get("dp_shard", 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize(("sizes", "zero"), MATRIX)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "convnet"])
+def test_matrix(
+    gloo2: Any, gloo4: Any, name: str, sizes: Sizes, zero: int, micro: int
+) -> None:
+    """The matrix of the data-parallel issue; the early microbatches run in `no_sync`."""
+    pool = gloo4 if len(sizes) == 2 else gloo2
+    results = pool(train, name, sizes, micro, 5, {"zero": zero}, wait=True)
+    deferred = zero == 1 or "dp_replicate" in sizes
+    split = sizes.get("dp_shard", 1) * sizes.get("tp", 1)
+    check(results, split, programs=2 if deferred and micro > 1 else 1)

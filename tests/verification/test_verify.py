@@ -1,0 +1,235 @@
+"""`autoshard.verify` and its command: equal, different, and failing, through gloo processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autoshard
+import faults
+import jobs
+import mistakes
+from autoshard.cli.main import main
+from autoshard.errors import ConfigError
+from autoshard.verification import local_world
+from autoshard.verification import tolerance as measuring
+from autoshard.verification.local_world import WorldError
+from autoshard.verification.proof import Proof, worst
+from autoshard.verification.subject import Subject, chunks
+from autoshard.verification.tolerance import Row
+from models_hf import sequence_parallel_llama
+
+
+@pytest.mark.slow
+def test_equal_with_dropout() -> None:
+    """The serial model draws the masks of the mesh; everything is compared at both steps."""
+    said: list[str] = []
+    proof = autoshard.verify(faults.dropping, mesh={"tp": 2}, steps=2, progress=said.append)
+    assert proof.ok, proof
+    kinds = {row.kind for row in proof.rows}
+    assert kinds == {"loss", "output", "gradient", "parameter", "capture"}
+    names = dict(faults.model()[0].named_parameters())
+    for kind in ("gradient", "parameter"):
+        assert {row.name for row in proof.rows if row.kind == kind} == set(names)
+    assert {row.placement for row in proof.rows if row.name == "up.weight"} == {"tp S(0)"}
+    assert "EQUAL: mesh tp=2, 2 steps" in str(proof) and "drew those of the mesh" in str(proof)
+    assert said[0] == "starting 3 processes"
+    assert {"serial model: step 2 of 2", "2 ranks: step 2 of 2"} <= set(said)
+
+
+def test_a_fault_through_processes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the command, from the name of a factory that plants the fault where it is called."""
+    assert main(["verify", "faults:gradient_not_reduced", "--mesh", "tp=2"]) == 1
+    told = capsys.readouterr()
+    assert "DIFFERENT: mesh tp=2" in told.out and "WRONG" in told.out
+    right = [line for line in told.out.splitlines() if line.startswith(("loss", "output"))]
+    assert not any("WRONG" in line for line in right), told.out
+    assert "starting 3 processes" in told.err
+
+
+def test_a_rank_that_fails_between_calls() -> None:
+    """Rank 0 is in the collectives of its backward: nobody waits, and the culprit is named."""
+    started = time.monotonic()
+    with pytest.raises(WorldError) as caught:
+        autoshard.verify(
+            faults.model, mesh={"tp": 2}, loss=mistakes.fails_between_calls, steps=2, limit=500.0
+        )
+    assert str(caught.value).startswith("rank 1 of 3 processes failed")
+    assert "ArithmeticError: a mistake in the training loop of rank 1" in str(caught.value)
+    assert time.monotonic() - started < 250.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dropped_all_reduce", "masks_alike"])
+def test_more_faults_through_processes(name: str) -> None:
+    proof = autoshard.verify(f"faults:{name}", mesh={"tp": 2})
+    assert not proof.ok and not [r for r in proof.rows if r.kind == "capture" and not r.ok], proof
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        ({"dp_shard": 2, "tp": 2}, {"steps": 3}),
+        ({"dp_replicate": 2}, {"dtype": torch.bfloat16}),
+        ({"tp": 2}, {"options": {"inner": "inductor"}}),
+        ({"tp": 1}, {}),
+    ],
+)
+def test_equal(mesh: dict[str, int], settings: dict[str, Any]) -> None:
+    proof = autoshard.verify(faults.dropping, mesh=mesh, **settings)
+    assert proof.ok, proof
+
+
+@pytest.mark.slow
+def test_ranks_that_make_different_models() -> None:
+    with pytest.raises(WorldError, match="disagree on the plan.*layer_norm.*0.001"):
+        autoshard.verify(mistakes.other_model_on_rank_1, mesh={"tp": 2})
+
+
+SESSION = """
+import torch, autoshard
+class Mine(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+model = Mine()
+proof = autoshard.verify(model, (torch.randn(4, 8),), mesh={"tp": 2}, loss=lambda y: y.mean())
+print(proof)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["session", "script"])
+def test_models_of_a_session_and_of_an_unguarded_script(how: str, tmp_path: Path) -> None:
+    """Their classes live in __main__, which other processes cannot import."""
+    script = tmp_path / "script.py"
+    script.write_text(SESSION)
+    done = subprocess.run(
+        [sys.executable, "-" if how == "session" else str(script)],
+        input=SESSION,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert "EQUAL: mesh tp=2" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0
+
+
+def test_worlds_end() -> None:
+    assert local_world.run(jobs.by_role, ["a", "bb"], 60) == {"a": 1, "bb": 2}
+    with pytest.raises(WorldError, match="raise of 2 processes failed") as caught:
+        local_world.run(jobs.by_role, ["sleep", "raise"], 60)
+    assert "KeyError: 'no such thing'" in str(caught.value)
+    with pytest.raises(WorldError, match=r"die of 2 processes died \(exit code 3\)"):
+        local_world.run(jobs.by_role, ["die", "sleep"], 60)
+    with pytest.raises(WorldError, match="^sleep of 1 processes did not end in 5 seconds") as late:
+        local_world.run(jobs.by_role, ["sleep"], 5)
+    assert "in by_role" in str(late.value), "its stack is shown"
+
+
+def test_forked_worlds_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that cannot be pickled."""
+    base = 40
+    assert local_world.run(lambda role, folder: base + len(role), ["aa"], 60) == {"aa": 42}
+
+    def fails(role: str, folder: Path) -> None:
+        assert "RANK" not in os.environ
+        raise KeyError("no such thing")
+
+    monkeypatch.setenv("RANK", "7")
+    with pytest.raises(WorldError, match="a of 1 processes failed"):
+        local_world.run(fails, ["a"], 60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["faults:none", "--mesh", "tp=2"], "'faults:none' cannot be found"),
+        (["faults:SEQ", "--mesh", "tp=2"], "'faults:SEQ' is a int, not a function"),
+        (["faults:model", "--mesh", "tp"], "'tp' is no mesh"),
+        (["faults:model", "--mesh", "tp=2,tp=2"], "'tp=2,tp=2' is no mesh"),
+        (["faults:model", "--mesh", "tpp=2"], "mesh={'tpp': 2} is not allowed"),
+        (["faults:model", "--mesh", "tp=2", "--option", "meshh=1"], "unknown autoshard option"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", *arguments]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_rounding_is_told_from_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(measuring.FLOORS, torch.float32, 1e-8)  # rounding alone is more
+    proof = autoshard.verify(faults.model, mesh={"tp": 2}, processes=False)
+    assert proof.ok and proof.notes[1].startswith("float64: in the model's own dtype, ")
+    fault = faults.FAULTS["mean_for_sum"]
+    monkeypatch.setattr(fault.place, fault.name, fault.faulty)
+    proof = autoshard.verify(faults.model, mesh={"tp": 2}, processes=False)
+    assert not proof.ok and len(proof.notes) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["dp_shard", "dp_replicate"])
+def test_sequence_and_data_parallel(data: str) -> None:
+    """The norms' gradients are reduced over both axes."""
+    proof = autoshard.verify(sequence_parallel_llama, mesh={data: 2, "tp": 2})
+    assert proof.ok, str(proof)
+
+
+def test_a_mesh_is_needed() -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["verify", "faults:model"])
+    assert caught.value.code == 2
+
+
+def test_the_worst_comes_first_and_decides() -> None:
+    fine = Row("gradient", "a", "tp R", 1e-7, 1e-5, 1, 0)
+    again = dataclasses.replace(fine, error=2e-6, rank=1)
+    wrong = Row("output", "b", "", float("nan"), 1e-5, 2, 1)
+    rows = worst([fine, again, wrong])
+    assert rows == [wrong, again]
+    assert not Proof({"tp": 2}, tuple(rows), 1).ok
+    assert not Proof({"tp": 2}, (), 1).ok, "nothing was compared"
+    assert Proof({"tp": 2}, (fine,), 1).ok
+
+
+def test_the_table_fits_80_columns_and_names_keep_their_end() -> None:
+    name = "model.encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    row = Row("parameter", name, "tp S(0)", 1e-7, 1e-5, 1, 0)
+    wrong = dataclasses.replace(row, name="a", error=1.0)
+    lines = str(Proof({"tp": 2}, (row, wrong), 1)).split("\n")
+    assert max(map(len, lines)) <= 80, lines
+    assert "  ..." in lines[2] and "bias.weight  tp S(0)" in lines[2], lines
+
+
+def test_chunks_of_a_batch() -> None:
+    batch = ((torch.arange(4), 7), {"mask": torch.ones(3, 3), "y": torch.arange(8).view(4, 2)})
+    (first, one), (second, two) = chunks(batch, 2)
+    assert first[0].tolist() == [0, 1] and second[0].tolist() == [2, 3] and first[1] == 7
+    assert one["mask"].shape == (3, 3) and two["y"].tolist() == [[4, 5], [6, 7]]
+    with pytest.raises(ConfigError, match="a batch of 4 rows cannot be split over 3"):
+        chunks(batch, 3)
+
+
+def test_losses_that_are_found() -> None:
+    x = torch.ones(3, requires_grad=True)
+    subject = Subject(None)
+    assert subject.loss_of({"loss": x.sum(), "y": x}).item() == 3.0
+    assert subject.loss_of((x * 2).sum()).item() == 6.0
+    noise = torch.autograd.grad(subject.loss_of((x, [x * 2])), x)[0]
+    assert noise.unique().numel() == 3, "every element has a weight of its own"
+    assert Subject(None, loss=lambda y: y[0]).loss_of(x).item() == 1.0
+    with pytest.raises(ConfigError, match="has no loss and no tensor"):
+        subject.loss_of({"a": 1})
