@@ -18,13 +18,14 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from autoshard import build
+from autoshard.agreed_build import build_agreed, unplanned_parameters
 from autoshard.batch_check import arrival
+from autoshard.capture import device_type
 from autoshard.compiling import check_serving, compile_local, refuse_unsharded, settings, use_by
 from autoshard.config import Config
 from autoshard.errors import ConfigError, message
 from autoshard.mesh_search import choose
-from autoshard.parameters import build_agreed, store
+from autoshard.parameters import store
 from autoshard.passes import Waiting
 from autoshard.program import Program
 from autoshard.runtime import compat
@@ -67,7 +68,7 @@ def autoshard(
     """The backend function that the entry point names. `options`: the fields of `Config`."""
     compat.probe()
     inputs = compat.graph_inputs(gm)
-    device = build.device_type(inputs)
+    device = device_type(inputs)
     world = start_world(device)
     if world > 1 or "rng" in (options or {}):  # else the inner compiler gets the graph as it is
         compat.specialize_floats(gm)
@@ -104,7 +105,7 @@ def _compile(
     # one process that asks for `rng` by name draws what a mesh of any size draws
     program = build_agreed(gm, example_inputs, inputs, mesh, config, device)
     program.chosen = choice.line
-    planned = build.unplanned_parameters(inputs, program)
+    planned = unplanned_parameters(inputs, program)
     if planned and mesh.size > 1:
         raise compat.RestartTrace(keep=store(planned, mesh, config))
     return _runner(program, inputs, mesh, config)

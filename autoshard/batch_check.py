@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.build import parameter_name
 from autoshard.config import Config
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import Input, compare_batch, send_batch
@@ -21,12 +20,12 @@ CHECKED = 2
 def batch_of(inputs: Sequence[compat.GraphInput]) -> list[Input]:
     """The inputs of a graph that the caller gave: tensors that are no parameters or buffers."""
     return [
-        Input(index, parameter_name(item.source).removeprefix("L."))
+        Input(index, item.name.removeprefix("L."))
         for index, item in enumerate(inputs)
         if isinstance(item.real, torch.Tensor)
         and not isinstance(item.real, nn.Parameter)
         and item.source.startswith("L[")
-        and not item.source.startswith("L['self']")
+        and not item.of_model
     ]
 
 

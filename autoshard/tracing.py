@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import fx, nn
 
-from autoshard.build import build_program, example_device, hardware_of
+from autoshard.build import build_program
+from autoshard.capture import example_device, intercept
 from autoshard.compiling import use_by
 from autoshard.config import Config
 from autoshard.planning.cost import hardware as known_hardware
+from autoshard.planning.cost import hardware_of
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import offline_mesh
@@ -20,15 +21,6 @@ from autoshard.runtime.parameters import MICROBATCH, SINGLE, lowered
 
 compat.allow_rnn()
 compat.trace_leaves()
-
-T = TypeVar("T")
-
-
-class _Traced(Exception):
-    """Carries what was made out of Dynamo: nothing is compiled and nothing runs."""
-
-    def __init__(self, made: Any) -> None:
-        self.made = made
 
 
 def trace(
@@ -80,33 +72,3 @@ def trace(
         own[0] for p, own in names.items() if p.requires_grad and not read.intersection(own)
     )
     return program
-
-
-def intercept(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    plan: Callable[[fx.GraphModule, Sequence[Any], list[compat.GraphInput]], T],
-    dynamic: bool | None = None,
-) -> T:
-    """What `plan` makes of the graph Dynamo traces for the call; the model does not run."""
-
-    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        raise _Traced(plan(gm, example_inputs, compat.graph_inputs(gm)))
-
-    setattr(backend, compat.MARK, True)
-    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
-    try:
-        compiled(*args, **(kwargs or {}))
-    except Exception as error:
-        traced = compat.backend_error(error)
-        if isinstance(traced, _Traced):
-            made: T = traced.made
-            return made
-        if traced is not None:
-            raise traced from None
-        raise
-    raise ValueError(
-        f"torch.compile did not call the backend for {type(model).__name__}: the model runs no "
-        "tensor operation, or TORCHDYNAMO_DISABLE is set, or a dispatch mode is active"
-    )

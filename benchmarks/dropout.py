@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from autoshard.runtime.compat.inductor import fresh_cache
+from autoshard.runtime.compat.inductor import fresh_cache, inductor_compile
 from autoshard.runtime.randomness.operators import native_dropout
 from autoshard.runtime.randomness.philox import Part
 

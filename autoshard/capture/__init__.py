@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from autoshard.capture.interpreter import IDENTITY_TARGETS, execution
-from autoshard.capture.serial_graph import GLOBAL_TYPES, capture
+from autoshard.capture.guards import guard_divisible
+from autoshard.capture.inputs import device_type, example_device
+from autoshard.capture.intercept import intercept
+from autoshard.capture.interpreter import execution
+from autoshard.capture.serial_graph import capture
 
 __all__ = [
-    "GLOBAL_TYPES",
-    "IDENTITY_TARGETS",
     "capture",
+    "device_type",
+    "example_device",
     "execution",
+    "guard_divisible",
+    "intercept",
 ]

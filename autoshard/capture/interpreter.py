@@ -21,10 +21,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 from autoshard.capture.autocast import AutocastMode
 from autoshard.runtime import compat
 from autoshard.runtime.errors import CaptureError, message, source_line
+from autoshard.runtime.parameters import materialize
 from autoshard.runtime.randomness import RANDOM_STATE, region
 
-IDENTITY_TARGETS: set[Callable[..., Any]] = set()
-"""Functions of one tensor that capture reads as the identity (`materialize`)."""
+IDENTITY_TARGETS: set[Callable[..., Any]] = {materialize}
+"""Functions of one tensor that capture reads as the identity."""
 
 NO_GRAD = "autoshard.no_grad"
 """Key in `meta["custom"]` of a node made inside a no_grad region; gone when capture returns."""

@@ -43,8 +43,9 @@ from autoshard.capture.rebuild import Rebuild, Seen
 from autoshard.capture.transforms import inline_transforms
 from autoshard.runtime import compat
 from autoshard.runtime.errors import CaptureError, message, source_line
+from autoshard.runtime.lazy import LazyGather
 
-GLOBAL_TYPES: list[type] = [DTensor]
+GLOBAL_TYPES = (DTensor, LazyGather)
 """Tensor subclasses whose own shape is the global one; captured as plain tensors of that shape."""
 
 
@@ -115,7 +116,7 @@ def _plain(value: Any, mode: FakeTensorMode, dtype: torch.dtype | None = None) -
     if not isinstance(value, torch.Tensor):
         return value
     dtype = dtype or value.dtype
-    if isinstance(value, tuple(GLOBAL_TYPES)) or value.is_inference() or dtype != value.dtype:
+    if isinstance(value, GLOBAL_TYPES) or value.is_inference() or dtype != value.dtype:
         with mode:
             fake = torch.empty_strided(
                 value.shape, value.stride(), dtype=dtype, device=value.device

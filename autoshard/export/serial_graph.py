@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autoshard import build  # registers what capture reads through
-from autoshard.capture import capture
-from autoshard.export.errors import export_error
+from autoshard.capture import capture, intercept
 from autoshard.passes import Context, Normalize
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import Axis
@@ -40,13 +38,6 @@ class ModelGraph:
     def nodes(self) -> Sequence[fx.Node]:
         """All nodes, in order."""
         return list(self.module.graph.nodes)
-
-
-class _Captured(Exception):
-    """Carries the graph out of Dynamo: nothing is compiled and nothing runs."""
-
-    def __init__(self, graph: ModelGraph) -> None:
-        self.graph = graph
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -76,30 +67,20 @@ def model_graph(
         call.setdefault("use_cache", False)  # Hugging Face: a cache would become outputs
     names = parameter_names(model)
 
-    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        inputs = compat.graph_inputs(gm)
-        raise _Captured(_read(capture(gm, example_inputs), inputs, names))
+    def read(
+        gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: list[compat.GraphInput]
+    ) -> ModelGraph:
+        return _read(capture(gm, example_inputs), inputs, names)
 
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
     try:
         # the model may have been trained with batches of other shapes: sizes stay plain here
-        torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*args, **call)
-    except Exception as error:
-        captured = compat.backend_error(error)
-        if isinstance(captured, _Captured):
-            return captured.graph
-        if captured is not None:
-            raise captured from None
-        raise
+        return intercept(model, args, call, read, dynamic=False)
     finally:
         for module in training:
             module.training = True
-    raise export_error(
-        f"torch.compile did not trace {type(model).__name__}",
-        remedy="It runs no tensor operation, or TORCHDYNAMO_DISABLE is set.",
-    )
 
 
 def _read(
@@ -111,9 +92,9 @@ def _read(
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     for node, item in zip(placeholders, inputs, strict=True):
         if isinstance(item.real, nn.Parameter):
-            name = names.get(id(item.real), build.parameter_name(item.source))
+            name = names.get(id(item.real), item.name)
             parameters[node] = name
-        elif item.real is not None and item.source.startswith("L['self']"):
+        elif item.real is not None and item.of_model:
             constants[node] = item.real
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(

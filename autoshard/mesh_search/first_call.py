@@ -21,7 +21,6 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autoshard.build import is_planned
 from autoshard.capture import capture
 from autoshard.compiling import lowered_dtypes
 from autoshard.config import Config
@@ -33,6 +32,7 @@ from autoshard.runtime import compat
 from autoshard.runtime.agreement import from_first, gather
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.mesh import start_world
+from autoshard.runtime.parameters import is_planned
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def choose(
     key = (device, id(dist.group.WORLD))
     if key not in _chosen:
         if batch is None:
-            batch = [i.real for i in inputs if not i.source.startswith("L['self']")]
+            batch = [i.real for i in inputs if not i.of_model]
         _chosen[key] = _search(gm, example_inputs, inputs, config, device, batch)
     return _chosen[key]
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx, nn
 
 from autoshard.build import plan_captured
-from autoshard.capture import capture
+from autoshard.capture import capture, intercept
 from autoshard.compiling import lowered_dtypes, say_stored, use_by
 from autoshard.config import Config
 from autoshard.errors import ConfigError, message
@@ -37,7 +37,6 @@ from autoshard.planning.estimate import (
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import AXIS_ORDER, offline_mesh
 from autoshard.runtime.parameters import lowered
-from autoshard.tracing import intercept
 
 Mesh = dict[str, int]
 Progress = Callable[[str, int, int], None]

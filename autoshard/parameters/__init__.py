@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from autoshard.parameters.safetensors import load_safetensors, save_safetensors
-from autoshard.parameters.storage import build_agreed, shard, store
+from autoshard.parameters.storage import shard, store
 
 __all__ = [
-    "build_agreed",
     "load_safetensors",
     "save_safetensors",
     "shard",

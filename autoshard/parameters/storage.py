@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,20 +10,25 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autoshard import build
-from autoshard.batch_check import batch_shapes
-from autoshard.compiling import settings, use_by
+from autoshard.agreed_build import build_agreed, unplanned_parameters
+from autoshard.capture import example_device, intercept
+from autoshard.compiling import use_by
 from autoshard.config import Config
 from autoshard.mesh_search import choose
 from autoshard.parameters.meta_buffers import initialise_buffers
 from autoshard.parameters.repeated_layers import siblings
-from autoshard.program import Program
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import agree, attempt, from_first, wait_at_most
+from autoshard.runtime.agreement import attempt, from_first, wait_at_most
 from autoshard.runtime.collectives import R, S, State, data_axes, data_states
 from autoshard.runtime.mesh import Mesh, init_mesh, start_world
-from autoshard.runtime.parameters import lower, models_of, set_use, shard_parameters, unstorable
-from autoshard.tracing import intercept
+from autoshard.runtime.parameters import (
+    lower,
+    models_of,
+    set_planned,
+    set_use,
+    shard_parameters,
+    unstorable,
+)
 
 
 def shard(
@@ -45,7 +49,7 @@ def shard(
     args, kwargs: an example batch on any device. options: the fields of `autoshard.Config`, the
     same that torch.compile gets. Collective over the mesh; returns `model`.
     """
-    device = build.example_device(model, (args, kwargs))
+    device = example_device(model, (args, kwargs))
     world = start_world(device)
     with attempt():
         config = Config.from_options(options)
@@ -79,36 +83,12 @@ def _shard(
         choice = choose(gm, example_inputs, inputs, config, device, batch)
         mesh = init_mesh(choice.mesh, device)
         program = build_agreed(gm, example_inputs, inputs, mesh, config, device)
-        return build.unplanned_parameters(inputs, program), mesh
+        return unplanned_parameters(inputs, program), mesh
 
     planned, mesh = intercept(model, args, kwargs, plan)
     if planned:
         store(planned, mesh, config)
     initialise_buffers(model, device)
-
-
-def build_agreed(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    inputs: list[compat.GraphInput],
-    mesh: Mesh,
-    config: Config,
-    device: str,
-) -> Program:
-    """`build_program`, and the proof that every rank of the axis built the same.
-
-    Raises PlanMismatchError on all ranks where they did not. One that fails raises its own error,
-    and the others PlanMismatchError with it (`attempt` tells them).
-    """
-    machine = build.hardware_of(device)
-    program = build.build_program(gm, example_inputs, inputs, mesh, config, machine)
-    wishes = settings().text()  # of the environment, which may differ between machines
-    lines = [wishes, *build.plan_lines(program)]
-    if config.rng == "tracker":  # values that all ranks hold are drawn from states of one seed
-        lines.append(f"torch.initial_seed() {torch.initial_seed()}")
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    agree("plan", digest, lines, mesh.axis("tp"), note=batch_shapes(inputs))
-    return program
 
 
 def store(
@@ -144,9 +124,9 @@ def store(
     set_use(states, use_by(config, mesh))
     moved = shard_parameters(states, mesh, broadcast=config.initial_weights == "broadcast")
     for old, new in moved.items():
-        build.set_planned(new, old in planned)
+        set_planned(new, old in planned)
     for parameter in planned:
-        build.set_planned(parameter, True)  # one that stays where it is stored
+        set_planned(parameter, True)  # one that stays where it is stored
     return moved
 
 

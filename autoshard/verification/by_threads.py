@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.build import build_program, hardware_of
+from autoshard.build import build_program
+from autoshard.capture import intercept
 from autoshard.config import Config
+from autoshard.planning.cost import hardware_of
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import R
 from autoshard.runtime.mesh import Mesh, offline_mesh
-from autoshard.tracing import intercept
 from autoshard.verification.program_check import Report, verify_program
 from autoshard.verification.subject import Subject, chunks
 from autoshard.verification.tolerance import Row, floor_of

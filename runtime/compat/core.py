@@ -8,6 +8,7 @@ missing, by name, where another version moved something.
 from __future__ import annotations
 
 import contextlib
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -56,6 +57,18 @@ class GraphInput(NamedTuple):
     source: str
     real: torch.Tensor | None
     fake: Any
+
+    @property
+    def of_model(self) -> bool:
+        """Whether the value is an attribute of the compiled module: a parameter or a buffer."""
+        return self.source.startswith("L['self']")
+
+    @property
+    def name(self) -> str:
+        """The dotted path: `a.weight` of `L['self']._modules['a']._parameters['weight']`."""
+        name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", self.source)
+        name = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", name)
+        return re.sub(r"^L\.(self|fn)\.", "", name)
 
 
 def graph_inputs(gm: fx.GraphModule) -> list[GraphInput]:

@@ -25,9 +25,11 @@ from autoshard.runtime.parameters.gradients import Layouts
 from autoshard.runtime.parameters.layout import (
     as_dtensors,
     extents,
+    is_planned,
     local_bounds,
     local_part,
     owned,
+    set_planned,
     stored_states,
 )
 from autoshard.runtime.parameters.owners import models_of
@@ -35,6 +37,8 @@ from autoshard.runtime.parameters.shard import related_parameters, shard_paramet
 from autoshard.runtime.parameters.unsharding import materialize, unwrap
 
 __all__ = [
+    "is_planned",
+    "set_planned",
     "ACCUMULATE",
     "FLUSH",
     "Layouts",

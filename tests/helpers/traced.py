@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autoshard import tracing
 from autoshard.build import build_program
+from autoshard.capture import intercept
 from autoshard.config import Config
 from autoshard.planning.cost.machines import hardware
 from autoshard.planning.values import global_bytes
@@ -56,7 +56,7 @@ def programs(
             made.append(build_program(gm, example, inputs, mesh, config, machine))
         return made[-1]
 
-    tracing.intercept(model, args, None, plan)
+    intercept(model, args, None, plan)
     return made, values
 
 

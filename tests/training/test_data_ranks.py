@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 import autoshard
-from autoshard import build
+from autoshard import backend
 from joined_batch import whole
 from models import CASES
 
@@ -32,7 +32,7 @@ def apart() -> dict[str, Any]:
     compiled: Any = torch.compile(
         model, backend="autoshard", options={"mesh": sizes, "inner": "aot_eager"}
     )
-    planned = build.unplanned_parameters
+    planned = backend.unplanned_parameters
     swaps = {S(0): S(1), S(1): S(0), R: R}
 
     def otherwise(*args: Any) -> Any:
@@ -41,7 +41,7 @@ def apart() -> dict[str, Any]:
             return found
         return {p: swaps[state] if p.dim() == 2 else R for p, state in found.items()}
 
-    with mock.patch.object(build, "unplanned_parameters", otherwise):
+    with mock.patch.object(backend, "unplanned_parameters", otherwise):
         compiled(*steps[0][rank]).backward()
     first = {n: str(p.placements) for n, p in model.named_parameters()}
     worst = 0.0

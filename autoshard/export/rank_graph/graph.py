@@ -22,7 +22,8 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autoshard.build import build_program, parameter_name
+from autoshard.build import build_program
+from autoshard.capture import intercept
 from autoshard.config import Config
 from autoshard.export.errors import export_error
 from autoshard.export.rank_graph.core_operators import reduce_to_core
@@ -38,7 +39,6 @@ from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import Axis, State, shard_dim
 from autoshard.runtime.mesh import offline_mesh
-from autoshard.tracing import intercept
 
 AXES = ("batch", "sequence")
 """Names of the first dims of the inputs that may vary."""
@@ -305,7 +305,7 @@ def plan_inference(
         given = [n for n in program.serial.graph.nodes if n.op == "placeholder"]
         for node, item in zip(given, inputs, strict=True):
             if isinstance(item.real, nn.Parameter):
-                weights[node.name] = names.get(id(item.real), parameter_name(item.source))
+                weights[node.name] = names.get(id(item.real), item.name)
             elif item.real is not None and id(item.real) not in arguments:
                 value = held.get(id(item.real), item.real)
                 constants[node.name] = value.detach().to("cpu", item.real.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoshard.planning.cost.bucket_size import default_bucket_bytes, reference_bytes
 from autoshard.planning.cost.clusters import Cluster, Efficiency, cluster
-from autoshard.planning.cost.machines import HARDWARE, Hardware, Link, hardware
+from autoshard.planning.cost.machines import HARDWARE, Hardware, Link, hardware, hardware_of
 from autoshard.planning.cost.model import (
     change_collectives,
     change_seconds,
@@ -30,6 +30,7 @@ __all__ = [
     "collective_seconds",
     "default_bucket_bytes",
     "hardware",
+    "hardware_of",
     "hint",
     "node_bytes",
     "node_flops",

@@ -141,3 +141,8 @@ HARDWARE: Mapping[str, Hardware] = {
         ),
     )
 }
+
+
+def hardware_of(device: str) -> Hardware:
+    """The built-in description nearest to the machine."""
+    return HARDWARE["h100" if device == "cuda" else "cpu"]

@@ -1,0 +1,80 @@
+"""Every rank builds the same program, or every rank raises."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autoshard.batch_check import batch_shapes
+from autoshard.build import build_program
+from autoshard.compiling import settings
+from autoshard.config import Config
+from autoshard.planning import fingerprint, strategy_text, value
+from autoshard.planning.cost import hardware_of
+from autoshard.program import Program
+from autoshard.runtime import compat
+from autoshard.runtime.agreement import agree
+from autoshard.runtime.collectives import State
+from autoshard.runtime.mesh import Mesh
+from autoshard.runtime.parameters import is_planned
+
+# Which device of its kind a rank uses, and where an object lies, are its own affair.
+_OF_THIS_PROCESS = re.compile(r":\d+(?=['\"])|(?: object)? at 0x[0-9a-f]+|, index=\d+")
+
+
+def build_agreed(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    inputs: list[compat.GraphInput],
+    mesh: Mesh,
+    config: Config,
+    device: str,
+) -> Program:
+    """`build_program`, and the proof that every rank of the axis built the same.
+
+    Raises PlanMismatchError on all ranks where they did not. One that fails raises its own error,
+    and the others PlanMismatchError with it (`attempt` tells them).
+    """
+    machine = hardware_of(device)
+    program = build_program(gm, example_inputs, inputs, mesh, config, machine)
+    wishes = settings().text()  # of the environment, which may differ between machines
+    lines = [wishes, *plan_lines(program)]
+    if config.rng == "tracker":  # values that all ranks hold are drawn from states of one seed
+        lines.append(f"torch.initial_seed() {torch.initial_seed()}")
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    agree("plan", digest, lines, mesh.axis("tp"), note=batch_shapes(inputs))
+    return program
+
+
+def plan_lines(program: Program) -> list[str]:
+    """What ranks compare: options, where each parameter lives, and each node with its constants,
+    shape, dtype and strategy."""
+    lines = [f"gradients: {program.microbatch}", *program.config.lines()]
+    lines += [f"parameter {name}: {state}" for name, state in program.plan.parameters.items()]
+    strategies = program.decisions.strategies
+    for node in program.serial.graph.nodes:
+        val = value(node)
+        shape = f" {tuple(val.shape)} {val.dtype}" if isinstance(val, torch.Tensor) else ""
+        text = f": {strategy_text(strategies[node])}" if node in strategies else ""
+        args = _OF_THIS_PROCESS.sub("", f"{node.args}") if node.op == "call_function" else ""
+        lines.append(f"{node.op} {program.parameters.get(node, node.name)}{args}{shape}{text}")
+    copies = program.plan.graphs[fingerprint(program.serial)].copies
+    return lines + [f"copy of {name}: {state}" for name, state in copies.items()]
+
+
+
+def unplanned_parameters(
+    inputs: list[compat.GraphInput], program: Program
+) -> dict[nn.Parameter, State]:
+    """Parameters of the graph that no graph has planned before, with their planned state."""
+    placeholders = [n for n in program.serial.graph.nodes if n.op == "placeholder"]
+    return {
+        item.real: program.decisions.stored[node]
+        for node, item in zip(placeholders, inputs, strict=True)
+        if isinstance(item.real, nn.Parameter) and not is_planned(item.real)
+    }
