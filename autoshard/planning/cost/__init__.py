@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoshard.planning.cost.bucket_size import default_bucket_bytes, reference_bytes
+from autoshard.planning.cost.bucket_size import default_bucket_bytes, fill_buckets, reference_bytes
 from autoshard.planning.cost.clusters import Cluster, Efficiency, cluster
 from autoshard.planning.cost.machines import HARDWARE, Hardware, Link, hardware, hardware_of
 from autoshard.planning.cost.model import (
@@ -29,6 +29,7 @@ __all__ = [
     "cluster",
     "collective_seconds",
     "default_bucket_bytes",
+    "fill_buckets",
     "hardware",
     "hardware_of",
     "hint",
