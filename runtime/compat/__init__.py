@@ -49,12 +49,8 @@ from autoshard.runtime.compat.core import (
     wrapper_tensor,
 )
 from autoshard.runtime.compat.dynamo import MARK, lighten_guards, specialize_floats, trace_leaves
-from autoshard.runtime.compat.inductor import (
-    DECOMPOSITIONS,
-    Lowered,
-    inductor_compile,
-    inductor_graphs,
-)
+from autoshard.runtime.compat.inductor import DECOMPOSITIONS, inductor_compile
+from autoshard.runtime.compat.inductor_memory import InductorGraph, InductorStep, inductor_step
 from autoshard.runtime.compat.trace import artifact
 
 __all__ = [
@@ -68,7 +64,8 @@ __all__ = [
     "ForwardBackward",
     "GET_DATA",
     "GraphInput",
-    "Lowered",
+    "InductorGraph",
+    "InductorStep",
     "MARK",
     "RestartTrace",
     "SAVED_TENSOR_HOOKS",
@@ -92,7 +89,7 @@ __all__ = [
     "has_data_mutation",
     "in_backward",
     "inductor_compile",
-    "inductor_graphs",
+    "inductor_step",
     "is_in_a_graph",
     "lighten_guards",
     "local_of",
