@@ -25,7 +25,7 @@ import torch.distributed as dist
 from autoshard.runtime import compat
 from autoshard.runtime.errors import AutoshardError, message
 
-FORMAT, VERSION = "autoshard-engine", 1
+FORMAT, FORMAT_VERSION = "autoshard-engine", 1
 
 Execute = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 """What runs an engine once: tensors by input name -> tensors by output name. The output of a cache,
@@ -67,10 +67,11 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise AutoshardError(message(f"{path} cannot be read: {error}")) from error
     found = config.get("format"), config.get("format_version")
-    if found != (FORMAT, VERSION):
+    if found != (FORMAT, FORMAT_VERSION):
         raise AutoshardError(
             message(
-                f"{path} is of format {found[0]} {found[1]}, this version reads {FORMAT} {VERSION}",
+                f"{path} is of format {found[0]} {found[1]}, this version reads {FORMAT} "
+                f"{FORMAT_VERSION}",
                 remedy="Export the engines again with this version.",
             )
         )

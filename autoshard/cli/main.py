@@ -87,8 +87,7 @@ def _trtllm(options: argparse.Namespace) -> None:
     trtllm(
         load_model(options.model),
         options.directory,
-        tp=options.tp,
-        pp=options.pp,
+        mesh={"tp": options.tp, "pp": options.pp},
         dtype=options.dtype,
         vocab_parallel_embedding=options.vocab_parallel_embedding,
         max_position_embeddings=options.max_position_embeddings,
@@ -104,14 +103,12 @@ def _trtllm(options: argparse.Namespace) -> None:
 
 
 def _huggingface(options: argparse.Namespace) -> None:
-    import torch
-
     from autoshard.export import huggingface, load_model, load_tokenizer
 
     huggingface(
         load_model(options.model),
         options.directory,
-        dtype=None if options.dtype is None else getattr(torch, options.dtype),
+        dtype=options.dtype,
         max_shard_bytes=options.max_shard_bytes,
         tokenizer=load_tokenizer(options.model),
         progress=_Progress(),
@@ -138,8 +135,8 @@ def _write_ranks(write: Callable[..., Path], options: argparse.Namespace, **more
     sizes = {"batch": options.max_batch, "sequence": options.max_sequence}
     write(
         load_model(options.model),
+        options.directory,
         mesh={"tp": options.tp},
-        directory=options.directory,
         dtype=options.dtype,
         dynamic={name: (1, largest, largest) for name, largest in sizes.items()},
         max_length=options.max_length,

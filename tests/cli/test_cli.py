@@ -26,7 +26,7 @@ def test_export_from_directory_to_both_formats(
     said = capsys.readouterr()
     assert "2 ranks of bfloat16" in said.out and "trtllm-build" in said.out
     assert "[21/21]" in said.err  # every parameter is counted
-    autoshard.export.trtllm(model, tmp_path / "direct", tp=2, dtype="bfloat16")
+    autoshard.export.trtllm(model, tmp_path / "direct", mesh={"tp": 2}, dtype="bfloat16")
     for path in (tmp_path / "direct").iterdir():
         assert path.read_bytes() == (out / path.name).read_bytes(), path.name
 

@@ -15,8 +15,8 @@ from autoshard.export import ExportError
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
 
-from autoshard.export.to_onnx.evaluator import evaluate  # noqa: E402
-from autoshard.export.to_onnx.model import collectives_of, onnx_model  # noqa: E402
+from autoshard.export.to_onnx.model import onnx_model  # noqa: E402
+from onnx_evaluator import collectives_of, evaluate  # noqa: E402
 
 
 @functools.cache

@@ -9,8 +9,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from autoshard.export.decoder import Decoder, Described, Layer, described
 from autoshard.export.errors import export_error
 from autoshard.export.to_trtllm.tensors import Split
@@ -238,11 +236,3 @@ def _kind(layer: Layer) -> str:
         f"MLP of {mlp.width} with {mlp.activation}, gated {mlp.gate is not None}, "
         f"experts {mlp.experts} of which {mlp.top_k}, parallel {layer.parallel}"
     )
-
-
-def torch_dtype(name: str | torch.dtype) -> torch.dtype:
-    """float16, bfloat16 or float32, by name or itself."""
-    dtype = getattr(torch, name, None) if isinstance(name, str) else name
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise export_error(f"dtype {name!r}: float16, bfloat16 and float32 can be written")
-    return dtype  # type: ignore[no-any-return]
