@@ -13,7 +13,7 @@ from torch import nn
 
 import autoshard
 from autoshard.export import ExportError, trtllm_build
-from autoshard.export.decoder.hf_config import described
+from autoshard.export.decoder.hf_config import config_facts
 from autoshard.export.decoder.reading import read_decoder
 from autoshard.export.serial_graph import model_graph
 from trtllm_oracle import MODELS, expected, make
@@ -176,7 +176,7 @@ def test_configuration_that_disagrees(field: str, value: Any, match: str, tmp_pa
     decoder = read_decoder(model_graph(model))
     setattr(model.config, field, value)
     with pytest.raises(ExportError, match=match):
-        described(decoder, ("LlamaForCausalLM", "MistralForCausalLM"), model.config)
+        config_facts(decoder, ("LlamaForCausalLM", "MistralForCausalLM"), model.config)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from autoshard.export.decoder import Decoder, Described, Layer, described
+from autoshard.export.decoder import ConfigFacts, Decoder, Layer, config_facts
 from autoshard.export.errors import export_error
 from autoshard.export.to_trtllm.tensors import Split
 
@@ -82,7 +82,7 @@ def checkpoint_config(
     """The content of config.json. hf_config: the model's own configuration, or None; it must
     agree with the structure. max_positions: where neither knows the longest sequence."""
     attention, mlp = decoder.layers[0].attention, decoder.layers[0].mlp
-    told = described(decoder, family.architectures, hf_config)
+    told = config_facts(decoder, family.architectures, hf_config)
     longest = decoder.max_positions or told.max_positions or max_positions
     if longest is None:
         raise export_error(
@@ -136,7 +136,7 @@ def checkpoint_config(
     }
 
 
-def _family_fields(decoder: Decoder, family: Family, told: Described) -> dict[str, Any]:
+def _family_fields(decoder: Decoder, family: Family, told: ConfigFacts) -> dict[str, Any]:
     first = decoder.layers[0]
     rotary = {"rotary_base": told.rotary_base, "rotary_scaling": told.rotary_scaling}
     biases = {
@@ -210,7 +210,7 @@ def _moe(normalization: int | None, experts: int = 0, top_k: int = 0) -> dict[st
     }
 
 
-def _activation(name: str, family: Family, told: Described) -> str:
+def _activation(name: str, family: Family, told: ConfigFacts) -> str:
     """The family's name of the activation; a configuration's own where it means the same."""
     if name not in family.activations:
         raise export_error(
