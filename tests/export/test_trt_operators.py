@@ -13,7 +13,7 @@ from torch import nn
 from autoshard.export import ExportError
 from autoshard.export.spec import EngineSpec
 from autoshard.export.to_tensorrt.check import networks
-from autoshard.export.to_tensorrt.interpreter.network import interpret
+from network_runs import interpret
 
 pytest.importorskip("tensorrt_rtx")
 

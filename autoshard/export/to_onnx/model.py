@@ -68,11 +68,6 @@ def onnx_program(graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> Any:
     return program
 
 
-def onnx_model(graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> Any:
-    """`onnx_program` as the `onnx.ModelProto`, which can be serialized up to 2 GiB."""
-    return onnx_program(graph, weights).model_proto
-
-
 def check_onnx(graph: RankGraph) -> None:
     """Raise ExportError where `onnx_program` would, before it translates anything."""
     _require("onnx")
