@@ -11,7 +11,6 @@ autoshard.export.onnx(model, args, mesh={"tp": 2}, directory=...)
 from __future__ import annotations
 
 from autoshard.export.errors import ExportError
-from autoshard.export.loading import load_model, load_tokenizer
 from autoshard.export.to_huggingface import huggingface
 from autoshard.export.to_onnx import onnx
 from autoshard.export.to_tensorrt import tensorrt
@@ -20,8 +19,6 @@ from autoshard.export.to_trtllm import trtllm, trtllm_build
 __all__ = [
     "ExportError",
     "huggingface",
-    "load_model",
-    "load_tokenizer",
     "onnx",
     "tensorrt",
     "trtllm",
