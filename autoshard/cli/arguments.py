@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,12 +26,10 @@ def shared_arguments(**defaults: Any) -> argparse.ArgumentParser:
     parser.add_argument("model", metavar="MODEL", help=_MODEL)
     for name, default in defaults.items():
         about = dict(_FLAGS[name])
-        if default is ...:
-            about["required"] = True
-        else:
-            about["default"] = default
-            about["help"] += f" (default {default})" if default else ""
-        parser.add_argument(f"--{name}", **about)
+        if default not in (..., None, []):
+            about["help"] += f" (default {default})"
+        given = {"required": True} if default is ... else {"default": default}
+        parser.add_argument(f"--{name}", **about, **given)
     return parser
 
 
@@ -71,8 +70,8 @@ def options_and_entries(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The options of the backend in `given`, and the entries of the model's configuration.
 
-    What is no option is an entry, where the model has a configuration; a factory has none, and the
-    backend then refuses the name.
+    What is no option is an entry, where the model has a configuration; a factory has none, and
+    ConfigError names the closest option.
     """
     from autoshard.config import Config
     from autoshard.model_source import is_factory
@@ -80,7 +79,9 @@ def options_and_entries(
     named = dict(given)
     if "mesh" in named:
         raise ConfigError(message("--option mesh=...", remedy="The mesh is given by --mesh."))
-    known = named if is_factory(model) else Config.__dataclass_fields__
+    if is_factory(model):
+        Config.from_options(named)
+    known = {field.name for field in dataclasses.fields(Config)}
     options = {name: value for name, value in named.items() if name in known}
     return options, {name: value for name, value in named.items() if name not in known}
 

@@ -24,7 +24,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"autoshard: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     return status or 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -59,8 +59,9 @@ def table(
             first[-1], more = (wrapped or [""])[0], wrapped[1:]
         elif len(row[shorten]) > widths[shorten]:
             first[shorten] = "..." + row[shorten][3 - widths[shorten] :]
-        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in
-                 enumerate(zip(first, widths))]
+        cells = [
+            c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(first, widths))
+        ]
         lines.append("  ".join(cells).rstrip())
         lines += [" " * others + rest for rest in more]
     return "\n".join(lines)

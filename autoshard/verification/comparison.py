@@ -154,14 +154,18 @@ def _error(got: torch.Tensor, expected: Expected) -> float:
 
 def norm(tensor: torch.Tensor) -> float:
     """The 2-norm of all elements, summed in float64."""
-    return float(tensor.detach().double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).norm()) if (
-        tensor.numel()
-    ) else 0.0
+    return (
+        float(tensor.detach().double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).norm())
+        if (tensor.numel())
+        else 0.0
+    )
 
 
 def floor_of(value: nn.Module | torch.Tensor) -> float:
     """The smallest tolerance for a tensor, or for a model by the dtype of its parameters."""
-    dtypes = [value.dtype] if isinstance(value, torch.Tensor) else [
-        p.dtype for p in value.parameters() if p.is_floating_point()
-    ]
+    dtypes = (
+        [value.dtype]
+        if isinstance(value, torch.Tensor)
+        else [p.dtype for p in value.parameters() if p.is_floating_point()]
+    )
     return max((FLOORS.get(dtype, FLOORS[torch.bfloat16]) for dtype in dtypes), default=1e-5)

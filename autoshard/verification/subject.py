@@ -131,11 +131,7 @@ def tensors(value: Any) -> list[tuple[str, torch.Tensor]]:
         leaves, _ = pytree.tree_flatten_with_path(value)
     else:
         leaves = [((pytree.GetAttrKey(k),), v) for k, v in getattr(value, "__dict__", {}).items()]
-    return [
-        (pytree.keystr(path), leaf)
-        for path, leaf in leaves
-        if isinstance(leaf, torch.Tensor)
-    ]
+    return [(pytree.keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -206,4 +202,3 @@ class Run:
         with torch.no_grad():
             for name, buffer in current.items():
                 buffer.copy_(self.buffers[index][name])
-

@@ -45,9 +45,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_factory_on_a_cluster_of_ones_own(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_factory_on_a_cluster_of_ones_own(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "mine.json").write_text(json.dumps(FILE))
     asked = ["plan", "my_nets:net", "--world", "4", "--hardware", "mine.json"]
     assert main([*asked, "--batch", "8", "--sequence", "16", "--out", "plan.json"]) == 0
@@ -58,11 +56,15 @@ def test_a_factory_on_a_cluster_of_ones_own(
         assert f"  {mesh}  " in said.out, mesh
     assert "tp=4" not in said.out  # a node has two devices
     assert said.err.splitlines() == [
-        "[1/4] tracing", "[2/4] capturing", "[3/4] planning tp=1", "[4/4] planning tp=2",
+        "[1/4] tracing",
+        "[2/4] capturing",
+        "[3/4] planning tp=1",
+        "[4/4] planning tp=2",
     ]
     saved = autoshard.Plan.load("plan.json")
-    assert saved.mesh and saved.parameters.keys() == {f"{i}.{k}" for i in (0, 2) for k in
-                                                      ("weight", "bias")}
+    assert saved.mesh and saved.parameters.keys() == {
+        f"{i}.{k}" for i in (0, 2) for k in ("weight", "bias")
+    }
 
     assert main([*asked, "--json", "--mesh", "dp_shard=2,tp=2", "--recipe", "master"]) == 0
     body = json.loads(capsys.readouterr().out)
@@ -79,8 +81,13 @@ def test_a_directory_and_a_class_are_the_same_model(
 ) -> None:
     import transformers
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
-             "num_attention_heads": 4, "vocab_size": 96}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 96,
+    }
     transformers.LlamaConfig(**sizes).save_pretrained(here / "tiny")
     more = [part for key, size in sizes.items() for part in ("--option", f"{key}={size}")]
     found = []

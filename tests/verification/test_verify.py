@@ -200,9 +200,7 @@ def test_the_worst_comes_first_and_decides() -> None:
         kind="gradient", name="a", placement="tp R", error=1e-7, tolerance=1e-5, step=1, rank=0
     )
     again = dataclasses.replace(fine, error=2e-6, rank=1)
-    wrong = Comparison(
-        kind="output", name="b", error=float("nan"), tolerance=1e-5, step=2, rank=1
-    )
+    wrong = Comparison(kind="output", name="b", error=float("nan"), tolerance=1e-5, step=2, rank=1)
     found = worst([fine, again, wrong])
     assert found == [wrong, again]
     assert not Proof({"tp": 2}, tuple(found), 1).ok
@@ -212,9 +210,7 @@ def test_the_worst_comes_first_and_decides() -> None:
 
 def test_the_table_fits_80_columns_and_names_keep_their_end() -> None:
     name = "model.encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    row = Comparison(
-        kind="parameter", name=name, placement="tp S(0)", error=1e-7, tolerance=1e-5
-    )
+    row = Comparison(kind="parameter", name=name, placement="tp S(0)", error=1e-7, tolerance=1e-5)
     wrong = dataclasses.replace(row, name="a", error=1.0)
     lines = str(Proof({"tp": 2}, (row, wrong), 1)).split("\n")
     assert max(map(len, lines)) <= 80, lines
