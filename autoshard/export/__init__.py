@@ -9,7 +9,6 @@ autoshard.export.onnx(model, directory, mesh={"tp": 2})              ONNX models
 from __future__ import annotations
 
 from autoshard.export.errors import ExportError
-from autoshard.export.loading import load_model, load_tokenizer
 from autoshard.export.spec import EngineSpec
 from autoshard.export.to_huggingface import huggingface
 from autoshard.export.to_onnx import onnx
@@ -20,8 +19,6 @@ __all__ = [
     "EngineSpec",
     "ExportError",
     "huggingface",
-    "load_model",
-    "load_tokenizer",
     "onnx",
     "tensorrt",
     "trtllm",

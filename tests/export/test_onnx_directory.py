@@ -136,7 +136,7 @@ def test_from_the_command_line(
         "def tiny():\n    return make('llama', num_hidden_layers=1)\n"
     )
     monkeypatch.chdir(tmp_path)
-    wanted = ["--tp", "2", "--dtype", "bfloat16", "--max-batch", "2", "--max-sequence", "16"]
+    wanted = ["--mesh", "tp=2", "--dtype", "bfloat16", "--batch", "2", "--sequence", "16"]
     assert main(["export", "onnx", "an_onnx_decoder:tiny", "out", *wanted]) == 0
     said = capsys.readouterr()
     assert "2 ranks of bfloat16" in said.out and "[2/2] rank1.onnx" in said.err

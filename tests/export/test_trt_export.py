@@ -139,8 +139,8 @@ def test_from_the_command_line(
         "def tiny():\n    return make('llama', num_hidden_layers=1)\n"
     )
     monkeypatch.chdir(tmp_path)
-    sizes = ["--max-batch", "2", "--max-sequence", "16", "--max-length", "32"]
-    wanted = ["--tp", "2", "--dtype", "bfloat16", "--compute-capability", "8.0", "12.0"]
+    sizes = ["--batch", "2", "--sequence", "16", "--max-length", "32"]
+    wanted = ["--mesh", "tp=2", "--dtype", "bfloat16", "--compute-capability", "8.0", "12.0"]
     assert main(["export", "tensorrt", "a_decoder:tiny", "out", *wanted, *sizes]) == 0
     said = capsys.readouterr()
     assert "2 ranks of bfloat16" in said.out and "[2/2] rank1.engine" in said.err
