@@ -14,6 +14,7 @@ from autoshard.planning.strategy import operands
 from autoshard.program import Program
 from autoshard.runtime.collectives.states import R, V, shard_dim
 from autoshard.verification.program_check import Differences, join, split, verify_program
+from gradient_types import check_types
 from models import CASES
 from models_hf import llama
 from models_plain import MLP, Regression
@@ -40,6 +41,7 @@ def test_all_ranks_compute_what_the_serial_graph_computes(name: str) -> None:
         assert report.worst[1] < TOLERANCE, (name, program.axis.size, report.worst)
         assert len(report.gradients) >= sum(p.requires_grad for p in _weights(values))
         assert sharded_share(program) >= 0.9, (name, program.axis.size)
+        print("spmd_types was told:", dict(check_types(program)))
 
 
 def _weights(values: list[Any]) -> list[nn.Parameter]:
