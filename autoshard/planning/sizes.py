@@ -55,7 +55,7 @@ def is_one(size: Size) -> bool:
 
 
 def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape for every value of its symbols."""
+    """Whether two tensors have the same shape for every value of its symbols; adds no guard."""
     return a.dim() == b.dim() and all(map(same, a.shape, b.shape))
 
 

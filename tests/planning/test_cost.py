@@ -18,13 +18,13 @@ from autoshard.planning.cost.model import (
     change_collectives,
     change_seconds,
     collective_seconds,
-    conversion,
     hint,
     node_bytes,
     node_flops,
     node_seconds,
     ring_bytes,
 )
+from autoshard.runtime.collectives import step
 
 # Typed from the design's table of transitions, not derived: "-" is no collective.
 TRANSITIONS = """
@@ -109,7 +109,7 @@ def test_local_copies(src: str, dst: str, nbytes: int) -> None:
 
 
 def test_local_steps_have_names() -> None:
-    steps = {conversion(*pair) for pair in itertools.permutations(("R", "P", "S(0)"), 2)}
+    steps = {step(*pair) for pair in itertools.permutations(("R", "P", "S(0)"), 2)}
     assert steps == {"scale", "slice", "pad", "all_reduce", "reduce_scatter", "all_gather"}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoshard.planning.cost.bucket_size import default_bucket_bytes, reference_bytes
 from autoshard.planning.cost.clusters import Cluster, Efficiency, cluster
-from autoshard.planning.cost.machines import HARDWARE, Hardware, Link, hardware, hardware_of
+from autoshard.planning.cost.machines import HARDWARE, Hardware, Link, hardware
 from autoshard.planning.cost.model import (
     change_collectives,
     change_seconds,
@@ -17,6 +17,7 @@ from autoshard.planning.cost.model import (
     outer_dim,
     ring_bytes,
 )
+from autoshard.planning.cost.this_machine import cluster_of, hardware_of
 
 __all__ = [
     "Cluster",
@@ -27,6 +28,7 @@ __all__ = [
     "change_collectives",
     "change_seconds",
     "cluster",
+    "cluster_of",
     "collective_seconds",
     "default_bucket_bytes",
     "hardware",
