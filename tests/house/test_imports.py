@@ -17,7 +17,7 @@ LAYERS = {
     "runtime": (("autoshard.runtime",), {"torch", "functorch"}),
     "autoshard/planning": (
         ("autoshard.planning", "autoshard.runtime"),
-        {"torch", "numpy", "networkx"},
+        {"torch", "numpy"},
     ),
     "passes": (
         ("autoshard.passes", "autoshard.planning", "autoshard.runtime"),

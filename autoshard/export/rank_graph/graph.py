@@ -310,8 +310,7 @@ def plan_inference(
                 value = held.get(id(item.real), item.real)
                 constants[node.name] = value.detach().to("cpu", item.real.dtype)
             elif item.real is not None:
-                name = re.findall(r"\['(\w+)'\]", item.source)[-1]
-                ports[node.name] = name
+                ports[node.name] = item.key
                 for axis, extent in zip(AXES, item.fake.shape):
                     if not isinstance(extent, int):
                         sizes.setdefault(str(extent), axis)
