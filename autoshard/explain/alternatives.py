@@ -29,7 +29,6 @@ from autoshard.planning import (
     producer,
     tensor_bytes,
     value,
-    whole_graph,
 )
 from autoshard.planning.cost import default_bucket_bytes, reference_bytes
 from autoshard.program import Program
@@ -71,7 +70,7 @@ def alternatives(program: Program) -> list[Alternative]:
         return []
     n, world = program.axis.size, program.mesh.size
     found = [_priced("this plan", program, program.decisions, sizes, 1)]
-    hardware = program.decisions.builder.hardware
+    hardware = program.decisions.hardware
     dear = Prices(None, _DEAR * 2.0 / hardware.memory_bandwidth)
     if n > 1:
         for name, sequence, prices in (
@@ -81,7 +80,7 @@ def alternatives(program: Program) -> list[Alternative]:
             request = _request(program, sequence, prices)
             decisions = plan_graph(program.serial, n, hardware, request)
             found.append(_priced(name, program, decisions, sizes, 1))
-    whole = whole_graph(program.serial, hardware, _request(program, True, Prices()))
+    whole = plan_graph(program.serial, 1, hardware, _request(program, True, Prices()))
     for name, axis in (("FSDP (ZeRO-3)", "dp_shard"), ("DDP", "dp_replicate")):
         if sizes != {axis: world} or (axis == "dp_shard" and program.config.zero != 3):
             found.append(_priced(name, program, whole, {axis: world}, n))
@@ -90,7 +89,7 @@ def alternatives(program: Program) -> list[Alternative]:
 
 def _request(program: Program, sequence: bool, prices: Prices) -> Request:
     return Request(
-        program.parameters,
+        parameters=program.parameters,
         sequence_parallel=sequence,
         lazy_outputs=program.config.outputs != "replicate",
         prices=prices,
@@ -100,7 +99,7 @@ def _request(program: Program, sequence: bool, prices: Prices) -> Request:
 def _priced(
     name: str, program: Program, decisions: Decisions, sizes: Mapping[str, int], batches: int
 ) -> Alternative:
-    hardware = program.decisions.builder.hardware
+    hardware = program.decisions.hardware
     axis = Axis("tp", sizes.get("tp", 1), 0, "alternative")
     graph = _local_graph(program, decisions, axis)
     moved = [(op, "tp", size, 1) for op, size in _planned_traffic(graph, decisions, axis)]

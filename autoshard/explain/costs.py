@@ -95,7 +95,7 @@ def covered(program: Program) -> dict[fx.Node, float]:
 
     Two collectives in flight at once count the same products, so it is what can be hidden at most.
     """
-    hardware = program.decisions.builder.hardware
+    hardware = program.decisions.hardware
     found: dict[fx.Node, float] = {}
     for gm in (program.joint.forward, program.joint.backward):
         before: dict[fx.Node, float] = {}
@@ -114,7 +114,7 @@ def covered(program: Program) -> dict[fx.Node, float]:
 def seconds(program: Program, one: Collective) -> float:
     """Predicted seconds of one collective on its axis."""
     n = program.mesh.axis(one.axis).size
-    link = program.decisions.builder.hardware.links[one.axis]
+    link = program.decisions.hardware.links[one.axis]
     return cost.collective_seconds(_like(one.op), one.bytes, n, link)
 
 

@@ -27,7 +27,7 @@ def page_data(program: Program) -> Json:
     return {
         "mesh": {axis.name: axis.size for axis in program.mesh.axes},
         "axis": program.axis.name,
-        "hardware": program.decisions.builder.hardware.name,
+        "hardware": program.decisions.hardware.name,
         "graph": module_graph(program),
         "parameters": _parameters(program),
         "collectives": _collectives(program),

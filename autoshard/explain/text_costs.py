@@ -94,7 +94,7 @@ def _totals(program: Program, found: list[Cost], width: int) -> list[str]:
         lines.append(
             f"{phase}: a rank sends {human(sum(one.sent for one in these))}, about "
             f"{milliseconds(sum(one.seconds for one in these))} ms "
-            f"on {program.decisions.builder.hardware.name}"
+            f"on {program.decisions.hardware.name}"
         )
     by_op: Counter[tuple[str, str]] = Counter()
     for one in found:

@@ -102,7 +102,7 @@ def test_costs_are_all_collectives_sorted(meshes: list[Program]) -> None:
 
 def test_each_axis_is_priced_by_its_own_size_and_link(meshes: list[Program]) -> None:
     made = meshes[1]
-    hardware = made.decisions.builder.hardware
+    hardware = made.decisions.hardware
     by_axis: dict[str, Cost] = {}
     for one in costs(made):
         if one.count == 1:
@@ -162,7 +162,7 @@ def test_values_that_come_out_of_tuples_are_priced() -> None:
     first = alternatives(made)[0]
     # two linears and the attention, forward and backward: at least their share of the work
     flops = 3 * 2 * 64 * 64 * (192 + 64) / 2
-    assert first.arithmetic > flops / made.decisions.builder.hardware.peak(torch.float32)
+    assert first.arithmetic > flops / made.decisions.hardware.peak(torch.float32)
     assert "scaled_dot_product_attention" in made.explain()
 
 

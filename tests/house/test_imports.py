@@ -37,7 +37,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "autoshard": {"torch", "safetensors"},
     "autoshard.runtime": {"torch", "functorch"},
     "autoshard.passes": {"torch"},
-    "autoshard.planning": {"torch", "numpy", "networkx"},
+    "autoshard.planning": {"torch", "numpy"},
     "autoshard.export": {"torch", "transformers"},
     "autoshard.export.to_tensorrt": {"torch"},
 }

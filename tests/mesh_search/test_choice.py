@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard.mesh_search import first_call as choice
-from autoshard.planning.cost.clusters import cluster
+from autoshard.planning.cost import cluster, cluster_of
 from gloo_pool import GlooPool
 
 WIDTH = 64
@@ -149,6 +149,6 @@ def test_digests_tell_batches_apart() -> None:
 
 
 def test_the_device_is_found() -> None:
-    here = choice.detected("cpu")
+    here = cluster_of("cpu")
     assert here.name == "cpu" and 1e8 < here.usable_bytes < 1e14
     assert here.inside == cluster("cpu").inside

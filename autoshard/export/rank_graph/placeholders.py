@@ -117,7 +117,7 @@ def read_placeholders(
             value = values.get(id(item.real), item.real)
             constants[node.name] = value.detach().to("cpu", item.real.dtype)
         elif item.real is not None:
-            ports[node.name] = re.findall(r"\['(\w+)'\]", item.source)[-1]
+            ports[node.name] = item.key
             for dim, extent in zip(DIMS, item.fake.shape):
                 if not isinstance(extent, int):
                     sizes.setdefault(str(extent), dim)

@@ -10,7 +10,6 @@ from autoshard.planning.cost.machines import (
     Hardware,
     Link,
     hardware,
-    hardware_of,
 )
 from autoshard.planning.cost.model import (
     change_collectives,
@@ -24,6 +23,7 @@ from autoshard.planning.cost.model import (
     outer_dim,
     ring_bytes,
 )
+from autoshard.planning.cost.this_machine import cluster_of, hardware_of
 
 __all__ = [
     "Cluster",
@@ -35,6 +35,7 @@ __all__ = [
     "change_collectives",
     "change_seconds",
     "cluster",
+    "cluster_of",
     "collective_seconds",
     "default_bucket_bytes",
     "hardware",
