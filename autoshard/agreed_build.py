@@ -43,7 +43,7 @@ def build_agreed(
     machine = hardware_of(device)
     program = build_program(gm, example_inputs, inputs, mesh, config, machine)
     wishes = settings().text()  # of the environment, which may differ between machines
-    lines = [wishes, *plan_lines(program)]
+    lines = [wishes, f"hardware: {machine.name}", *plan_lines(program)]
     if config.rng == "tracker":  # values that all ranks hold are drawn from states of one seed
         lines.append(f"torch.initial_seed() {torch.initial_seed()}")
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -32,9 +32,8 @@ from autoshard.planning import (
     Decisions,
     Plan,
     Request,
-    merged,
     plan_graph,
-    whole_graph,
+    with_graph,
 )
 from autoshard.planning.cost import Hardware
 from autoshard.planning.estimate import STORED
@@ -166,18 +165,15 @@ def plan_captured(
             node.meta["buffer"] = True
     plan = load_plan(config.plan, axis)
     request = Request(
-        parameters,
-        stored,
+        parameters=parameters,
+        stored=stored,
         sequence_parallel=config.sequence_parallel,
         lazy_outputs=config.outputs != "replicate",
         memory_budget=config.memory_budget,
         plan=plan,
     )
-    if axis.size == 1:
-        decisions = whole_graph(serial, machine, request)
-    else:
-        decisions = plan_graph(serial, axis.size, machine, request)
-    full = merged(plan, decisions, request, serial, axis.size)
+    decisions = plan_graph(serial, axis.size, machine, request)
+    full = with_graph(plan, decisions, request, serial, axis.size)
     return Planned(serial, parameters, data, decisions, full)
 
 

@@ -105,11 +105,10 @@ def measure(layers: int, tp: int = 8, tokens: int = 4096) -> dict[str, float]:
         program = autoshard.trace(model, kwargs=batch, mesh={"tp": tp}, hardware="h100")
         total = time.process_time() - start
     seconds, decisions = watch.seconds, program.decisions
-    problem = decisions.builder.problem
     return {
         "layers": layers,
         "nodes": sum(node.op == "call_function" for node in program.serial.graph.nodes),
-        "variables": len(problem.variables) + len(problem.copies),
+        "variables": decisions.variables,
         "width": decisions.width,
         "work": decisions.work,
         "dynamo": total - seconds["build"],
@@ -133,12 +132,13 @@ def measure_search(layers: int, world: int, tokens: int = 4096) -> dict[str, flo
     model = llama(layers)
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     times: list[float] = []
-    found = autoshard.plan(
+    found = autoshard.search_meshes(
         model,
         kwargs={"input_ids": ids, "labels": ids},
         world=world,
         progress=lambda *_: times.append(time.process_time()),
     )
+    times.append(time.process_time())
     return {
         "world": world,
         "layers": layers,

@@ -41,6 +41,7 @@ from autoshard.passes.bucketing import (
     single_chains,
     sort_stable,
 )
+from autoshard.planning import RESHAPES, packet
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def _stages(members: list[Member]) -> dict[fx.Node, list[Member]]:
         if one.node.target is not ALL_REDUCE:
             continue
         source = _undivided(one.source)
-        while source.target in _VIEWS:
+        while packet(source) in _PIECES:
             source = source.args[0]  # type: ignore[assignment]
         if source.target is WAIT and len(source.users) > 1:
             found.setdefault(source, []).append(one)
@@ -98,7 +99,7 @@ def _stages(members: list[Member]) -> dict[fx.Node, list[Member]]:
     }
 
 
-_VIEWS = (aten.reshape.default, aten.slice.Tensor)
+_PIECES = RESHAPES | {aten.slice}
 
 
 def _divisor(source: fx.Node) -> Any:

@@ -43,6 +43,7 @@ from autoshard.passes.bucketing import (
     numel,
     replace,
 )
+from autoshard.planning import LOOKUPS, packet
 
 
 @dataclass(frozen=True)
@@ -105,12 +106,6 @@ def _merge(graph: fx.Graph, bucket: list[Member], provenance: str) -> None:
 
 
 _SMALL = 1 << 18  # bytes: what costs less to copy than to wait for by itself
-_LOOKUPS = (
-    aten.embedding.default,
-    aten.index.Tensor,
-    aten.index_select.default,
-    aten.gather.default,
-)
 _PASSED = (aten._to_copy.default, aten.reshape.default, aten.view.default, aten.slice.Tensor)
 
 
@@ -118,7 +113,7 @@ def _is_looked_up(weight: fx.Node) -> bool:
     """Whether rows of a weight are read by index: Inductor cannot index by data what it would read
     through the columns of a flat result."""
     return any(
-        user.target in _LOOKUPS or (user.target in _PASSED and _is_looked_up(user))
+        packet(user) in LOOKUPS or (user.target in _PASSED and _is_looked_up(user))
         for user in weight.users
     )
 

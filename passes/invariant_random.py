@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from autoshard.passes.base import CARRIED, Context, Report
-from autoshard.passes.normalize import same_shape
+from autoshard.planning import same_shape
 from autoshard.runtime import randomness
 
 aten = torch.ops.aten

@@ -34,6 +34,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autoshard.passes.base import Context, Report, emit
+from autoshard.planning import same_shape
 
 aten = torch.ops.aten
 
@@ -119,15 +120,6 @@ class Normalize:
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
             report.hits += 1
-
-
-def same_shape(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two shapes are equal for certain; symbols are compared as written, which adds no
-    guard."""
-    return len(left.shape) == len(right.shape) and all(
-        a == b if isinstance(a, int) and isinstance(b, int) else str(a) == str(b)
-        for a, b in zip(left.shape, right.shape)
-    )
 
 
 def _unsaid(node: fx.Node) -> int:

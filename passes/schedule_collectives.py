@@ -40,15 +40,13 @@ from autoshard.passes.bucketing import (
     GATHERS,
     REDUCE_SCATTER,
     WAIT,
-    aten,
     bucket_size,
     gathered,
     single_chains,
     sort_stable,
     waits_of,
 )
-
-_VIEWS = (aten.slice.Tensor, aten.reshape.default, aten.view.default, aten.permute.default)
+from autoshard.planning import is_view
 
 
 @dataclass(frozen=True)
@@ -194,7 +192,7 @@ def _late(node: fx.Node, finishing: set[fx.Node]) -> bool:
     while node.op == "call_function" and node.target not in COLLECTIVES:
         if node.target is WAIT:
             return True
-        if len(node.all_input_nodes) != 1 or (node.target not in _VIEWS and node not in finishing):
+        if len(node.all_input_nodes) != 1 or (not is_view(node) and node not in finishing):
             return False
         node = node.all_input_nodes[0]
     return False

@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from autoshard.passes.base import CARRIED, Context, Report
+from autoshard.planning import LOSSES, packet
 from autoshard.runtime import operators
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.operators import (
@@ -34,7 +35,6 @@ from autoshard.runtime.operators import (
 )
 
 aten = torch.ops.aten
-_LOSSES = (aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default)
 _BY_CLASSES = (operators.vocab_parallel_cross_entropy, operators.vocab_parallel_nll)
 _NAMES = ("self", "target", "weight", "reduction", "ignore_index")
 _DEFAULTS: dict[str, Any] = {
@@ -101,7 +101,7 @@ def _split(node: fx.Node, axis: Axis) -> tuple[Axis, ...] | None:
         return (axis,)
     if target in _BY_CLASSES:
         return ()
-    if target not in _LOSSES:
+    if packet(node) not in LOSSES:
         return None
     classes = node.args[1].meta.get("val")  # type: ignore[union-attr]
     return None if isinstance(classes, torch.Tensor) and classes.is_floating_point() else ()

@@ -48,9 +48,5 @@ def guard_divisible(
         if not isinstance(extent, int):
             if not bool(extent % n == 0):
                 raise AssertionError(f"{node.name}: planned S({dim}) of {extent} on {n}")
-            known.update(k for k, size in sizes.items() if _symbols(size) & _symbols(extent))
-
-
-def _symbols(size: Any) -> Any:
-    """The symbols a symbolic size is made of."""
-    return size.node.expr.free_symbols
+            symbols = compat.size_symbols(extent)
+            known.update(k for k, size in sizes.items() if compat.size_symbols(size) & symbols)

@@ -68,7 +68,7 @@ class Built:
     @property
     def hardware(self) -> Hardware:
         """The machine that the plan is for."""
-        return self.decisions.builder.hardware
+        return self.decisions.hardware
 
     @cached_property
     def joint(self) -> ForwardBackward:

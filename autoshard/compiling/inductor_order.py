@@ -29,17 +29,7 @@ from typing import Any
 from torch import fx
 
 from autoshard.passes import ALL_REDUCE, COLLECTIVES, aten, c10d, waits_of
-
-# One kernel and one output each, and never fused with what stands far from them.
-_PRODUCTS = frozenset(
-    {
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten.baddbmm.default,
-        aten.convolution.default,
-    }
-)
+from autoshard.planning import PRODUCTS, RESHAPES, packet
 
 
 def hold_order(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -54,7 +44,7 @@ def reduce_in_place(graph: fx.Graph) -> None:
         if node.target is not ALL_REDUCE or _bucket(node) is None:
             continue
         source: Any = node.args[0]
-        while source.target in _VIEWS and len(source.users) == 1:
+        while packet(source) in RESHAPES and len(source.users) == 1:
             source = source.args[0]
         if source.target is aten.cat.default and len(source.users) == 1:
             node.target = IN_PLACE
@@ -72,12 +62,12 @@ def order_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     last: fx.Node | None = None
     for node in nodes:
         before.append(last)
-        last = node if node.target in _PRODUCTS else last
+        last = node if packet(node) in PRODUCTS else last
     after: list[fx.Node | None] = [None] * len(nodes)  # the first product after each node
     following: fx.Node | None = None
     for i in range(len(nodes) - 1, -1, -1):
         after[i] = following
-        following = nodes[i] if nodes[i].target in _PRODUCTS else following
+        following = nodes[i] if packet(nodes[i]) in PRODUCTS else following
     for start in nodes:
         if start.target not in (*COLLECTIVES, IN_PLACE):
             continue
@@ -111,7 +101,7 @@ def order_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 def _bucket(start: fx.Node) -> fx.Node | None:
     """The concatenation that a collective moves."""
     source: Any = start.args[0]
-    while isinstance(source, fx.Node) and source.target in _VIEWS:
+    while isinstance(source, fx.Node) and packet(source) in RESHAPES:
         source = source.args[0]
     return source if isinstance(source, fx.Node) and source.target is aten.cat.default else None
 
@@ -120,11 +110,10 @@ def _behind(nodes: Any) -> list[fx.Node]:
     """What `nodes` are views of."""
     found = []
     for node in nodes:
-        while node.target in _VIEWS:
+        while packet(node) in RESHAPES:
             node = node.args[0]
         found.append(node)
     return found
 
 
-_VIEWS = (aten.reshape.default, aten.view.default)
 IN_PLACE = c10d.all_reduce_.default

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoshard.compiling import Built
-from autoshard.planning import Decisions, Prices, Request, plan_graph, whole_graph
+from autoshard.planning import Decisions, Prices, Request, plan_graph
 from autoshard.planning.cost import HARDWARE, Cluster, Hardware, cluster
 from autoshard.planning.estimate import (
     Footprint,
@@ -80,7 +80,7 @@ def alternatives(built: Built) -> list[Alternative]:
         ):
             decisions = plan_graph(built.serial, n, hardware, _request(built, sequence, prices))
             found.append(_priced(name, built, decisions, sizes, 1))
-    whole = whole_graph(built.serial, hardware, _request(built, True, Prices()))
+    whole = plan_graph(built.serial, 1, hardware, _request(built, True, Prices()))
     for name, axis in (("FSDP (ZeRO-3)", "dp_shard"), ("DDP", "dp_replicate")):
         if sizes != {axis: world} or (axis == "dp_shard" and built.config.zero != 3):
             found.append(_priced(name, built, whole, {axis: world}, n))
@@ -96,7 +96,7 @@ def machine_of(hardware: Hardware) -> Cluster:
 
 def _request(built: Built, sequence: bool, prices: Prices) -> Request:
     return Request(
-        built.parameters,
+        parameters=built.parameters,
         sequence_parallel=sequence,
         lazy_outputs=built.config.outputs != "replicate",
         prices=prices,

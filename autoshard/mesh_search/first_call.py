@@ -9,7 +9,6 @@ left (search.py) for the machine it finds itself on, and every rank takes its an
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,9 +24,9 @@ from autoshard.capture import capture
 from autoshard.compiling import lowered_dtypes
 from autoshard.config import Config
 from autoshard.errors import PlanError, message
-from autoshard.mesh_search.search import Row, candidates, search_captured
+from autoshard.mesh_search.search import MeshPrice, candidates, search_captured
 from autoshard.planning import Plan
-from autoshard.planning.cost import HARDWARE, Cluster, Efficiency, cluster
+from autoshard.planning.cost import Cluster, cluster_of
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import from_first, gather
 from autoshard.runtime.collectives import Axis
@@ -94,7 +93,7 @@ def _search(
     device: str,
     batch: Sequence[Any],
 ) -> Choice:
-    machine = detected(device)
+    machine = cluster_of(device)
     assert dist.group.WORLD is not None
     ranks = dist.get_world_size()
     world = Axis("world", ranks, dist.get_rank(), dist.group.WORLD.group_name)
@@ -142,7 +141,7 @@ def _best(
     )
 
 
-def _told(row: Row) -> str:
+def _told(row: MeshPrice) -> str:
     sizes = " ".join(f"{name}={size}" for name, size in row.mesh.items())
     return f"{sizes} {1e3 * row.timing.step:.3g} ms{'' if row.fits else ' (does not fit)'}"
 
@@ -165,26 +164,3 @@ def digest(batch: Sequence[Any]) -> str:
         flat = value.detach().cpu().contiguous().reshape(-1)
         text.update(flat.view(torch.uint8).numpy().tobytes())
     return text.hexdigest()
-
-
-def detected(device: str) -> Cluster:
-    """The cluster this process runs on: its own device's kind and memory, nodes as torchrun says.
-
-    A GPU that is not known counts as an h100 with its own memory; the links are the built-in ones.
-    """
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-    if device != "cuda":
-        ranks = here or (dist.get_world_size() if dist.is_initialized() else 1)
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
-        base = cluster("cpu")
-    else:
-        seen = torch.cuda.get_device_properties(torch.cuda.current_device())
-        name = next((known for known in HARDWARE if known in seen.name.lower()), "h100")
-        ranks, memory, base = here or torch.cuda.device_count(), seen.total_memory, cluster(name)
-    share = Efficiency() if device == "cuda" else replace(Efficiency(), fits=0.8)
-    return replace(
-        base,
-        device=replace(base.device, memory_bytes=memory),
-        per_node=max(1, ranks),
-        efficiency=share,
-    )

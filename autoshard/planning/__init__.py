@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from autoshard.planning.operators import (
+    LOOKUPS,
+    LOSSES,
+    PRODUCTS,
+    RESHAPES,
+    is_view,
+    packet,
+)
 from autoshard.planning.plan import Plan, strategy_text
-from autoshard.planning.planner import Decisions, Request, fingerprint, merged, plan_graph
-from autoshard.planning.problem import TRAINED_BYTES, Prices
+from autoshard.planning.planner import Decisions, Request, fingerprint, plan_graph, with_graph
+from autoshard.planning.prices import TRAINED_BYTES, Prices
+from autoshard.planning.sizes import same_shape
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.values import (
     fusible,
@@ -14,12 +23,15 @@ from autoshard.planning.values import (
     producer,
     tensor_bytes,
 )
-from autoshard.planning.whole import whole_graph
 
 __all__ = [
     "Decisions",
+    "LOOKUPS",
+    "LOSSES",
+    "PRODUCTS",
     "Plan",
     "Prices",
+    "RESHAPES",
     "Request",
     "Strategy",
     "TRAINED_BYTES",
@@ -27,13 +39,15 @@ __all__ = [
     "fusible",
     "global_bytes",
     "is_lookup",
-    "merged",
+    "is_view",
     "operands",
     "output_state",
+    "packet",
     "plan_graph",
     "producer",
+    "same_shape",
     "strategy_text",
     "tensor_bytes",
     "value",
-    "whole_graph",
+    "with_graph",
 ]

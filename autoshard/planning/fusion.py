@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
+from autoshard.planning.operators import is_view
 from autoshard.planning.strategy import operands, value
 from autoshard.planning.values import fusible
 
@@ -67,6 +68,6 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     if target is operator.getitem:
         source = node.args[0]
         return source if isinstance(source, fx.Node) else None
-    if isinstance(target, torch._ops.OpOverload) and target.is_view and operands(node):
+    if is_view(node) and operands(node):
         return operands(node)[0] if isinstance(value(node), (torch.Tensor, tuple, list)) else None
     return None

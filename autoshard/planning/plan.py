@@ -19,7 +19,7 @@ from autoshard.planning.strategy import Strategy
 from autoshard.runtime.collectives import State, is_state
 from autoshard.runtime.errors import PlanError
 
-VERSION = 1
+PLAN_VERSION = 1
 
 
 def strategy_text(strategy: Strategy) -> str:
@@ -41,12 +41,6 @@ class GraphPlan:
 
     nodes: dict[str, str] = field(default_factory=dict)
     copies: dict[str, State] = field(default_factory=dict)
-
-    def lines(self) -> list[str]:
-        """One line a decision, in graph order: what ranks compare."""
-        return [f"{name}: {text}" for name, text in self.nodes.items()] + [
-            f"copy of {name}: {state}" for name, state in self.copies.items()
-        ]
 
 
 @dataclass
@@ -70,7 +64,7 @@ class Plan:
     def text(self) -> str:
         """The file's text: stable, one decision a line."""
         body = {
-            "version": VERSION,
+            "version": PLAN_VERSION,
             "axis": self.axis,
             "size": self.size,
             **({"mesh": self.mesh} if self.mesh else {}),
@@ -93,10 +87,10 @@ class Plan:
             body = json.loads(Path(path).read_text())
         except json.JSONDecodeError as error:
             raise PlanError(f"plan file {path} is not JSON: {error}") from error
-        if not isinstance(body, dict) or body.get("version") != VERSION:
+        if not isinstance(body, dict) or body.get("version") != PLAN_VERSION:
             found = body.get("version") if isinstance(body, dict) else type(body).__name__
             raise PlanError(
-                f"plan file {path} has version {found!r}; this release reads {VERSION}. "
+                f"plan file {path} has version {found!r}; this release reads {PLAN_VERSION}. "
                 "Save it again with this release."
             )
         missing = [key for key in ("axis", "size", "parameters") if key not in body]

@@ -12,7 +12,8 @@ from torch import fx
 
 from autoshard.planning.cost import Hardware
 from autoshard.planning.plan import GraphPlan, Plan, strategy_text
-from autoshard.planning.problem import TRAINED_BYTES, Builder, Prices, Problem
+from autoshard.planning.prices import TRAINED_BYTES, AxisPrices, Prices
+from autoshard.planning.problem import Builder, Problem
 from autoshard.planning.solver import Solution, TooWide
 from autoshard.planning.strategy import Strategy, value
 from autoshard.planning.values import global_bytes, output_state, producer, shardable
@@ -20,19 +21,17 @@ from autoshard.runtime.collectives import R, State, shard_dim
 from autoshard.runtime.errors import PlanError
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Request:
     """What the planner is asked.
 
     parameters: name of each parameter placeholder.
     stored: the state in which a parameter is stored already; one without an entry is free.
-    arriving: the state of inputs that come sharded (values that cross a graph break).
     prices: what a stored byte costs where there is no memory_budget.
     """
 
     parameters: Mapping[fx.Node, str]
     stored: Mapping[fx.Node, State] = field(default_factory=dict)
-    arriving: Mapping[fx.Node, State] = field(default_factory=dict)
     sequence_parallel: bool = True
     lazy_outputs: bool = True
     memory_budget: int | None = None
@@ -40,20 +39,34 @@ class Request:
     prices: Prices = field(default_factory=Prices)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Decisions:
-    """The solution for one graph, in terms of its nodes."""
+    """The solution for one graph, in terms of its nodes.
+
+    copies: the state of each shared copy. stored: of each parameter. outputs: of each output.
+    offered: the strategies each node could choose from; declined: why others were not offered.
+    seconds: of a step, as the planner charges it. variables, width, work: the size of the solver's
+    problem (see `Solution`). held: nodes whose value was not chosen by cost. prices: what a
+    change of state was charged.
+    """
 
     strategies: dict[fx.Node, Strategy]
     copies: dict[fx.Node, State]
     stored: dict[fx.Node, State]
     outputs: list[State]
+    offered: dict[fx.Node, list[Strategy]]
     declined: dict[fx.Node, list[str]]
     seconds: float
+    variables: int
     width: int
     work: int
-    builder: Builder
-    held: list[fx.Node] = field(default_factory=list)
+    prices: AxisPrices
+    held: list[fx.Node]
+
+    @property
+    def hardware(self) -> Hardware:
+        """The machine the graph was planned for."""
+        return self.prices.hardware
 
     def state(self, node: fx.Node) -> State:
         """The state in which `node`'s own value is produced."""
@@ -65,7 +78,7 @@ class Decisions:
         have, copy = self.state(source), self.copies.get(source)
         if copy is None or copy in (have, want):
             return (want,)
-        price = self.builder.change_cost(source)
+        price = self.prices.change_cost(source)
         return (copy, want) if price(copy, want) < price(have, want) else (want,)
 
     def graph_plan(self) -> GraphPlan:
@@ -73,7 +86,7 @@ class Decisions:
         nodes = {
             node.name: strategy_text(strategy)
             for node, strategy in self.strategies.items()
-            if node.op == "call_function" and len(self.builder.problem.domains[node]) > 1
+            if node.op == "call_function" and len(self.offered[node]) > 1
         }
         return GraphPlan(nodes, {node.name: state for node, state in self.copies.items()})
 
@@ -93,15 +106,17 @@ def plan_graph(
 ) -> Decisions:
     """The cheapest plan of `gm` on an axis of `n` ranks; with a `memory_budget`, of those that fit.
 
+    On an axis of one rank all is whole, and there is nothing a budget could change.
+
     Raises PlanError where a loaded plan asks for what the graph does not offer, and where no
     plan fits `memory_budget` bytes a rank.
     """
     default = _solve(gm, n, hardware, request, request.prices)
     budget = request.memory_budget
-    if budget is None or stored_bytes(default, n) <= budget:
+    if n == 1 or budget is None or stored_bytes(default, n) <= budget:
         return default
     # Dearer bytes until it fits; at `high` a gigabyte costs a thousand seconds a step.
-    low, high = default.builder.parameter_price, 1e-6
+    low, high = default.prices.parameter_byte, 1e-6
     best = _solve(gm, n, hardware, request, _prices(high, hardware))
     smallest = min(stored_bytes(best, n), stored_bytes(default, n))
     if smallest > budget:
@@ -149,16 +164,13 @@ def _solve(
         stored[node] = request.stored.get(node) or _checked(node, name, wanted.get(name))
     results = list(_output(gm).args[0])  # type: ignore[arg-type]
     domains = _output_domains(gm, results, n, request.lazy_outputs)
+    axis = AxisPrices(n, hardware, stored.keys(), request.sequence_parallel, prices)
     builder = Builder(
         gm,
-        n,
-        hardware,
+        axis,
         stored=stored,
-        arriving=request.arriving,
         output_domains=domains,
         outputs_read=not any(_is_loss(r) for r in results[: gm.meta["n_outputs"]]),
-        sequence_parallel=request.sequence_parallel,
-        prices=prices,
     )
     problem = builder.build()
     if request.plan:
@@ -166,16 +178,18 @@ def _solve(
     solution, held = _solved(problem)
     strategies, copies = problem.read(solution)
     decisions = Decisions(
-        strategies,
-        copies,
-        {},
-        problem.output_states(solution),
-        problem.declined,
-        solution.cost,
-        solution.width,
-        solution.work,
-        builder,
-        held,
+        strategies=strategies,
+        copies=copies,
+        stored={},
+        outputs=problem.output_states(solution),
+        offered=problem.domains,
+        declined=problem.declined,
+        seconds=solution.cost,
+        variables=len(problem.variables) + len(problem.copies),
+        width=solution.width,
+        work=solution.work,
+        prices=axis,
+        held=held,
     )
     decisions.stored = {node: decisions.state(node) for node in request.parameters}
     return decisions
@@ -276,7 +290,7 @@ def _keep(problem: Problem, variable: int, allowed: list[bool]) -> None:
     problem.graph.add((variable,), np.where(np.array(allowed), 0.0, np.inf))
 
 
-def merged(
+def with_graph(
     plan: Plan | None, decisions: Decisions, request: Request, gm: fx.GraphModule, n: int
 ) -> Plan:
     """`plan` with this graph's decisions added."""

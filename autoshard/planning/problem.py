@@ -9,9 +9,9 @@ rank builds the same problem.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.planning import cost, rules
-from autoshard.planning.cost import Hardware
 from autoshard.planning.fusion import joined, stages
+from autoshard.planning.prices import AxisPrices
 from autoshard.planning.solver import FactorGraph, Solution
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.values import (
@@ -33,55 +33,13 @@ from autoshard.planning.values import (
     stored_domain,
     tensor_bytes,
 )
-from autoshard.runtime.collectives import P, R, State, V, shard_dim
-
-# Bytes the training state keeps for each byte of a parameter: itself, its gradient, and two
-# moments of Adam.
-TRAINED_BYTES = 4.0
-
-# Norm weights and biases are a thousandth of a model: splitting one is not worth a collective.
-VECTOR_DISCOUNT = 1e-3
+from autoshard.runtime.collectives import R, State, V
 
 # A consumer of a value: its variable, and the input state of each of its strategies.
-Use = tuple[int, list[State]]
+Consumer = tuple[int, list[State]]
 
 
-class _Moved(NamedTuple):
-    """What the price of moving a value depends on; `last` is its last dim."""
-
-    nbytes: int
-    diff: bool
-    activation: bool
-    outer: int
-    last: int
-
-    def spreads(self, src: State, dst: State) -> bool:
-        """Whether the change starts to split an activation along the sequence or the batch.
-
-        What a weight splits, features and heads, is born split or is the last dim. A slice of
-        V is no start: every rank has computed the whole, and needs its heads only.
-        """
-        dim = shard_dim(dst)
-        if dim is None or src == V or not (self.diff and self.activation):
-            return False
-        return src == P or dim != self.last
-
-
-@dataclass(frozen=True)
-class Prices:
-    """What a stored byte costs, in seconds a step; None for the defaults.
-
-    Whoever asks for a tp axis wants the weights split: by default a megabyte that every rank
-    keeps whole must save a millisecond a step to be worth it, and in a small model an average
-    weight is worth the latency of several collectives. Activations cost two more passes over
-    memory, which is what a saved tensor causes.
-    """
-
-    parameter_byte: float | None = None
-    activation_byte: float | None = None
-
-
-@dataclass
+@dataclass(kw_only=True)
 class Problem:
     """The variables of one graph and how to read a solution."""
 
@@ -110,31 +68,26 @@ class Problem:
 
 
 class Builder:
-    """Builds the Problem of one graph on one mesh axis."""
+    """Builds the Problem of one graph on one mesh axis.
+
+    stored: the state in which each parameter is stored, None where it is free. output_domains: the
+    states in which each output may leave. outputs_read: whether the caller reads them, so that a
+    sharded one costs its gather.
+    """
 
     def __init__(
         self,
         gm: fx.GraphModule,
-        n: int,
-        hardware: Hardware,
+        prices: AxisPrices,
         *,
         stored: Mapping[fx.Node, State | None],
-        arriving: Mapping[fx.Node, State],
         output_domains: list[list[State]],
         outputs_read: bool,
-        sequence_parallel: bool,
-        prices: Prices,
     ) -> None:
-        self.gm, self.n, self.hardware = gm, n, hardware
-        self.link = hardware.links["tp"]
-        self.stored, self.arriving = stored, arriving
+        self.gm, self.prices, self.n = gm, prices, prices.n
+        self.stored = stored
         self.output_domains, self.outputs_read = output_domains, outputs_read
-        self.sequence_parallel = sequence_parallel
-        self.prices = prices
-        self.activation_price = prices.activation_byte or 2.0 / hardware.memory_bandwidth
-        self.parameter_price = prices.parameter_byte or self._default_parameter_price()
         self.problem = Problem()
-        self._changes: dict[tuple[Any, ...], float] = {}
         self._tables: dict[tuple[Any, ...], np.ndarray] = {}
         self._units: dict[tuple[Any, ...], np.ndarray] = {}
         self._strategies: dict[tuple[Any, ...], tuple[list[Strategy], list[str]]] = {}
@@ -161,10 +114,10 @@ class Builder:
             return
         self._weighted[node] = self._from_weights(node)
         if node.op == "placeholder":
-            fixed = self.stored[node] if node in self.stored else self.arriving.get(node, R)
+            fixed = self.stored.get(node, R)
             states = [fixed] if fixed is not None else stored_domain(node, self.n)
             domain = [Strategy((), state) for state in states]
-            costs = np.array([self._storage_cost(node, state) for state in states])
+            costs = np.array([self.prices.storage(node, state) for state in states])
         elif node.op == "get_attr":
             domain, costs = [Strategy((), R)], np.zeros(1)
         else:
@@ -176,13 +129,6 @@ class Builder:
         self.problem.variables[node] = self.problem.graph.variable(
             len(domain), costs, node.name
         )
-
-    def _default_parameter_price(self) -> float:
-        sizes = [global_bytes(node) for node in self.stored if value(node).dim() > 1]
-        if not sizes:
-            return 1e-9
-        worth = 8 * len(sizes) * cost.collective_seconds("all_reduce", 0, self.n, self.link)
-        return max(1e-9, worth / (TRAINED_BYTES * sum(sizes)))
 
     def _from_weights(self, node: fx.Node) -> bool:
         """Whether a parameter flows into the node: masks and positions are not worth sharding."""
@@ -219,16 +165,6 @@ class Builder:
 
     # Unary costs
 
-    def _storage_cost(self, node: fx.Node, state: State) -> float:
-        if node not in self.stored:
-            return 0.0
-        trained = TRAINED_BYTES if node.meta.get("diff") else 1.0
-        share = 1.0 if shard_dim(state) is None else 1.0 / self.n
-        price = self.parameter_price
-        if value(node).dim() < 2:
-            price *= VECTOR_DISCOUNT
-        return global_bytes(node) * share * trained * price
-
     def _node_costs(
         self, node: fx.Node, tensors: list[fx.Node], domain: list[Strategy]
     ) -> np.ndarray:
@@ -260,12 +196,12 @@ class Builder:
             kept = sum(b / self._split(s) for b, s in zip(sizes_out, outs))
             moved = kept + sum(b / self._split(s) for b, s in zip(sizes_in, strategy.inputs))
             seconds = cost.node_seconds(
-                flops / (self.n if sharded else 1), moved, dtype, self.hardware
+                flops / (self.n if sharded else 1), moved, dtype, self.prices.hardware
             )
             if diff:
-                seconds = 3 * seconds + kept * self.activation_price
+                seconds = 3 * seconds + kept * self.prices.activation_byte
             seconds += sum(
-                cost.collective_seconds(t.op, t.nbytes, self.n, self.link)
+                cost.collective_seconds(t.op, t.nbytes, self.n, self.prices.link)
                 for t in strategy.traffic
                 if diff or not t.backward
             )
@@ -279,43 +215,9 @@ class Builder:
 
     # Edges
 
-    def change_cost(self, source: fx.Node) -> Callable[[State, State], float]:
-        """Seconds to move `source`'s value between two states, as the factors charge it."""
-        moved = self._moved(source)
-        return lambda src, dst: self._change(src, dst, moved)
-
-    def _moved(self, source: fx.Node) -> _Moved:
-        shape = value(source).shape
-        return _Moved(
-            global_bytes(source),
-            differentiable(source),
-            source not in self.stored,
-            cost.outer_dim(shape),
-            len(shape) - 1,
-        )
-
-    def _change(self, src: State, dst: State, moved: _Moved) -> float:
-        key = (src, dst, moved)
-        if key not in self._changes:
-            if src == dst:
-                seconds = 0.0
-            elif not self.sequence_parallel and moved.spreads(src, dst):
-                seconds = np.inf
-            else:
-                seconds = cost.change_seconds(
-                    src, dst, moved.nbytes, self.n, self.link, moved.diff, moved.outer
-                )
-                if moved.diff and src[0] == "S" and shard_dim(dst) is None:
-                    # the gathered value is saved for the backward pass
-                    seconds += moved.nbytes * (
-                        self.activation_price if moved.activation else self.parameter_price
-                    )
-            self._changes[key] = seconds
-        return self._changes[key]
-
     def _copies_and_edges(self) -> None:
         problem = self.problem
-        uses: dict[fx.Node, list[Use]] = {}
+        uses: dict[fx.Node, list[Consumer]] = {}
         order = [n for n in self.gm.graph.nodes if n in problem.variables]
         for node in order:
             for position, source in enumerate(operands(node)):
@@ -326,13 +228,13 @@ class Builder:
             if source in uses:
                 self._edges(source, uses[source])
 
-    def _output_uses(self, uses: dict[fx.Node, list[Use]]) -> None:
+    def _output_uses(self, uses: dict[fx.Node, list[Consumer]]) -> None:
         (results,) = next(iter(reversed(self.gm.graph.nodes))).args
         for result, domain in zip(results, self.output_domains):
             if isinstance(result, fx.Node) and isinstance(value(result), torch.Tensor):
                 costs = np.zeros(len(domain))
                 if self.outputs_read:
-                    price = self.change_cost(result)
+                    price = self.prices.change_cost(result)
                     costs = np.array([price(state, R) for state in domain])
                 variable = self.problem.graph.variable(len(domain), costs, "output")
                 self.problem.outputs.append((variable, domain))
@@ -340,18 +242,18 @@ class Builder:
             else:
                 self.problem.outputs.append(None)
 
-    def _edges(self, source: fx.Node, uses: list[Use]) -> None:
+    def _edges(self, source: fx.Node, uses: list[Consumer]) -> None:
         problem = self.problem
         owner, index = producer(source)
         have = [output_state(s, index) for s in problem.domains[owner]]
         x = problem.variables[owner]
-        moved, diff = self._moved(source), differentiable(source)
+        moved, diff = self.prices.moved(source), differentiable(source)
 
         def matrix(src: list[State], dst: list[State]) -> np.ndarray:
             key = ("m", tuple(src), tuple(dst), moved)
             if key not in self._tables:
                 self._tables[key] = np.array(
-                    [[self._change(a, b, moved) for b in dst] for a in src]
+                    [[self.prices.change(a, b, moved) for b in dst] for a in src]
                 )
             return self._tables[key]
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from autoshard.runtime.collectives import chunk_size
+from autoshard.runtime.compat import size_hint
 
 Size = int | torch.SymInt
 
@@ -15,8 +16,7 @@ Size = int | torch.SymInt
 def hint(size: Size) -> int | None:
     """The size as seen while tracing; None where it is only known at run time."""
     if isinstance(size, torch.SymInt):
-        found = size.node.hint
-        return int(found) if isinstance(found, int) else None
+        return size_hint(size)
     return int(size)
 
 
@@ -55,7 +55,7 @@ def is_one(size: Size) -> bool:
 
 
 def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape for every value of its symbols."""
+    """Whether two tensors have the same shape for every value of its symbols; adds no guard."""
     return a.dim() == b.dim() and all(map(same, a.shape, b.shape))
 
 

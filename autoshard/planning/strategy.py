@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from autoshard.runtime.collectives import State
 
 
-class Traffic(NamedTuple):
+class ImplCollective(NamedTuple):
     """A collective that a strategy's own implementation runs; `nbytes` as in planning/cost.py."""
 
     op: str
@@ -35,7 +35,7 @@ class Strategy(NamedTuple):
     inputs: tuple[State, ...]
     output: State | tuple[State, ...]
     impl: Callable[..., Any] | None = None
-    traffic: tuple[Traffic, ...] = ()
+    traffic: tuple[ImplCollective, ...] = ()
 
 
 def value(node: fx.Node) -> Any:

@@ -9,13 +9,9 @@ import torch
 from torch import fx
 
 from autoshard.planning import cost
+from autoshard.planning.operators import LOOKUPS, UNFUSED, packet
 from autoshard.planning.strategy import Strategy, value
 from autoshard.runtime.collectives import R, S, State, chunk_size
-
-aten = torch.ops.aten
-
-_LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather}
-_UNFUSED = _LOOKUPS | {aten.cross_entropy_loss, aten.sort, aten.topk, aten.index_put}
 
 
 def producer(node: fx.Node) -> tuple[fx.Node, int | None]:
@@ -45,12 +41,16 @@ def global_bytes(node: fx.Node) -> int:
 
 def stored_domain(node: fx.Node, n: int) -> list[State]:
     """Where a parameter may be stored: whole, or split along a dim by the chunk rule."""
+    if n == 1:
+        return [R]
     shape = value(node).shape
     return [R] + [S(d) for d, extent in enumerate(shape) if extent >= n]
 
 
 def shardable(tensor: torch.Tensor, n: int) -> list[State]:
     """The S states of a value that leave no rank empty; symbolic sizes must divide."""
+    if n == 1:
+        return []
     states = []
     for dim, extent in enumerate(tensor.shape):
         size = cost.hint(extent)
@@ -66,12 +66,12 @@ def fusible(node: fx.Node) -> bool:
     """Whether a compiler joins the operator to its neighbours: no product, lookup or sort."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return node.target is operator.getitem
-    return node.target.overloadpacket not in _UNFUSED and cost.node_flops(node) == 0
+    return packet(node) not in UNFUSED and cost.node_flops(node) == 0
 
 
 def is_lookup(node: fx.Node) -> bool:
     """Whether the operator reads of its operands only about what it returns."""
-    return getattr(node.target, "overloadpacket", None) in _LOOKUPS
+    return packet(node) in LOOKUPS
 
 
 def differentiable(node: fx.Node) -> bool:

@@ -19,19 +19,24 @@ from autoshard.runtime.collectives.redistribution import (
     reduce_wide,
 )
 from autoshard.runtime.collectives.states import (
+    ConversionStep,
     P,
     R,
     S,
     State,
     V,
+    change_steps,
+    conversions,
     forward_value,
     gradient_value,
     is_state,
     shard_dim,
+    step,
 )
 
 __all__ = [
     "Axis",
+    "ConversionStep",
     "DATA_AXES",
     "P",
     "PREFIX",
@@ -43,8 +48,10 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "change",
+    "change_steps",
     "chunk_bounds",
     "chunk_size",
+    "conversions",
     "convert",
     "data_axes",
     "data_states",
@@ -57,4 +64,5 @@ __all__ = [
     "run_mesh",
     "run_ranks",
     "shard_dim",
+    "step",
 ]

@@ -1,13 +1,8 @@
 """State changes: one function over one autograd.Function, and the four collectives under it.
 
 `change(x, src, dst, axis)` moves a value from one placement state to another. Its forward
-converts the value, its backward converts the gradient the other way, and the two tables of
-DESIGN's algebra (Megatron's mappings file) are both this one function:
-
-    R -> V   forward nothing,        backward all-reduce        P -> R   all-reduce, nothing
-    P -> S   reduce-scatter,         all-gather                 S -> V   all-gather, reduce-scatter
-    S -> R   all-gather,             slice                      R -> S   slice, all-gather
-    S -> S'  all-to-all,             all-to-all                 the rest is local
+converts the value, its backward converts the gradient the other way; the table in
+runtime/collectives/states.py says which collective or local step each conversion is.
 
 AOTAutograd traces through it to `_c10d_functional` operators.
 """
@@ -23,12 +18,11 @@ import torch.nn.functional as F
 from autoshard.runtime.collectives import lockstep
 from autoshard.runtime.collectives.axis import Axis, chunk_bounds, chunk_size
 from autoshard.runtime.collectives.states import (
-    P,
-    R,
     State,
+    conversions,
     forward_value,
-    gradient_value,
     shard_dim,
+    step,
 )
 
 _c10d = torch.ops._c10d_functional
@@ -133,23 +127,35 @@ def convert(
     extent: the global size of the dim that `src` shards, given where the axis size does not
         divide it (torch.chunk's rule then says how many rows each rank holds); None means even.
     """
-    if src == dst:
+    kind, have, want = step(src, dst), shard_dim(src), shard_dim(dst)
+    if kind is None:
         return x
-    have, want = shard_dim(src), shard_dim(dst)
-    if have is None and want is None:
-        return all_reduce(x, "sum", axis) if dst == R else x / axis.size
-    if want is None:
-        assert have is not None
-        if dst == R:
-            return _gather(x, have, axis, extent)
-        total = x.shape[have] * axis.size if extent is None else extent
-        start = axis.rank * x.shape[have] if extent is None else chunk_bounds(extent, axis)[0]
-        before = [0, 0] * (x.dim() - 1 - have)
-        return F.pad(x, [*before, start, total - start - x.shape[have]])
+    if kind == "scale":
+        return x / axis.size
+    if kind == "all_reduce":
+        return all_reduce(x, "sum", axis)
     if have is None:
-        if src == P:
-            return _reduce_scatter_dim(x, want, axis)
-        return _slice(x, want, axis)
+        assert want is not None
+        return (_slice if kind == "slice" else _reduce_scatter_dim)(x, want, axis)
+    if kind == "pad":
+        return _pad(x, have, axis, extent)
+    if want is None:
+        return _gather(x, have, axis, extent)
+    return _exchange_dims(x, have, want, axis, extent)
+
+
+def _pad(x: torch.Tensor, dim: int, axis: Axis, extent: int | None) -> torch.Tensor:
+    """The shard in a tensor of the global size that is zero elsewhere."""
+    total = x.shape[dim] * axis.size if extent is None else extent
+    start = axis.rank * x.shape[dim] if extent is None else chunk_bounds(extent, axis)[0]
+    before = [0, 0] * (x.dim() - 1 - dim)
+    return F.pad(x, [*before, start, total - start - x.shape[dim]])
+
+
+def _exchange_dims(
+    x: torch.Tensor, have: int, want: int, axis: Axis, extent: int | None
+) -> torch.Tensor:
+    """From a shard of dim `have` to a shard of dim `want`."""
     wanted = x.shape[want]
     if extent is not None or (isinstance(wanted, int) and wanted % axis.size):
         return _slice(_gather(x, have, axis, extent), want, axis)
@@ -192,8 +198,9 @@ class _Change(torch.autograd.Function):
         back_extent = None
         if want is not None and isinstance(x.shape[want], int) and x.shape[want] % axis.size:
             back_extent = x.shape[want]
-        ctx.back = (gradient_value(dst), gradient_value(src), axis, back_extent)
-        out = convert(x, forward_value(src), forward_value(dst), axis, extent)
+        forward, backward = conversions(src, dst)
+        ctx.back = (*backward, axis, back_extent)
+        out = convert(x, *forward, axis, extent)
         return x.view_as(x) if out is x else out
 
     @staticmethod

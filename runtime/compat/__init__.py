@@ -45,6 +45,8 @@ from autoshard.runtime.compat.core import (
     set_stored,
     shard_placement,
     share_spec,
+    size_hint,
+    size_symbols,
     will_execute,
     wrapper_tensor,
 )
@@ -107,6 +109,8 @@ __all__ = [
     "set_stored",
     "shard_placement",
     "share_spec",
+    "size_hint",
+    "size_symbols",
     "specialize_floats",
     "trace_leaves",
     "will_execute",

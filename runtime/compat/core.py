@@ -8,10 +8,10 @@ missing, by name, where another version moved something.
 from __future__ import annotations
 
 import contextlib
-import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch._dynamo.exc
@@ -47,28 +47,26 @@ class RestartTrace(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):
         self.keep = keep
 
 
-class GraphInput(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class GraphInput:
     """One placeholder of a Dynamo graph.
 
-    source: the expression by which Dynamo finds the value, such as `L['x']`. real: the value of
-    this call, None for a symbolic size. fake: what the graph was traced with.
+    source: the expression by which Dynamo finds the value, such as `L['x']`. name: the dotted
+    path, `a.weight` of the compiled module's own `a.weight`, `L.x` of an argument x. key: the last
+    name on the way that is an argument's or a dict's. of_model: whether the value is an attribute
+    of the compiled module: a parameter or a buffer. real: the value of this call, None for a
+    symbolic size. fake: what the graph was traced with.
     """
 
     source: str
+    name: str
+    key: str
+    of_model: bool
     real: torch.Tensor | None
     fake: Any
 
-    @property
-    def of_model(self) -> bool:
-        """Whether the value is an attribute of the compiled module: a parameter or a buffer."""
-        return self.source.startswith("L['self']")
 
-    @property
-    def name(self) -> str:
-        """The dotted path: `a.weight` of `L['self']._modules['a']._parameters['weight']`."""
-        name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", self.source)
-        name = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", name)
-        return re.sub(r"^L\.(self|fn)\.", "", name)
+_CONTAINERS = ("_modules", "_parameters", "_buffers")  # of a module, which a dotted path leaves out
 
 
 def graph_inputs(gm: fx.GraphModule) -> list[GraphInput]:
@@ -83,16 +81,57 @@ def graph_inputs(gm: fx.GraphModule) -> list[GraphInput]:
         # The only link from a placeholder to the user's object: Dynamo's own record of it.
         record = node.meta.get("grapharg")
         source = getattr(record, "source", None)
-        name = getattr(source, "name", node.name)
+        printed = getattr(source, "name", node.name)
         example = getattr(record, "example", None)
+        path, key = _source_path(source)
+        own = path[:1] == ("L",) and path[1:2] in (("self",), ("fn",))
         found.append(
             GraphInput(
-                name() if callable(name) else name,  # a method before 2.12, a property since
-                example if isinstance(example, torch.Tensor) else None,
-                node.meta.get("example_value"),
+                source=printed() if callable(printed) else printed,  # a property since 2.12
+                name=".".join(path[2:] if own and len(path) > 2 else path) or node.name,
+                key=key,
+                of_model=path[:2] == ("L", "self"),
+                real=example if isinstance(example, torch.Tensor) else None,
+                fake=node.meta.get("example_value"),
             )
         )
     return found
+
+
+def _source_path(source: Any) -> tuple[tuple[str, ...], str]:
+    """The steps from the frame ("L" locals, "G" globals) to a value, and the last key among them.
+
+    Dynamo's sources are a chain: of attributes and items, down to the name of a local or global.
+    """
+    for root, attribute in (("L", "local_name"), ("G", "global_name")):
+        name = getattr(source, attribute, None)
+        if name is not None:
+            return (root, name), name
+    base = getattr(source, "base", None)
+    if base is None:
+        return (), ""
+    path, key = _source_path(base)
+    if hasattr(source, "member"):
+        return (*path, source.member), key
+    if not hasattr(source, "index"):
+        return path, key  # a module as such, say
+    # the key of a dict may be a source itself
+    index = source.index.index if hasattr(source.index, "base") else source.index
+    if getattr(base, "member", None) in _CONTAINERS:
+        path = path[:-1]
+    return (*path, str(index)), index if isinstance(index, str) else key
+
+
+def size_hint(size: torch.SymInt) -> int | None:
+    """The size as seen while tracing; None where only a run can know it. Adds no guard, as
+    `int(size)` would."""
+    found = size.node.hint
+    return int(found) if isinstance(found, int) else None
+
+
+def size_symbols(size: Any) -> frozenset[Any]:
+    """The symbols a symbolic size is made of."""
+    return frozenset(size.node.expr.free_symbols)
 
 
 def backend_fakes(placeholders: Sequence[fx.Node]) -> list[Any]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard.mesh_search import first_call as choice
-from autoshard.planning.cost.clusters import cluster
+from autoshard.planning.cost import cluster, cluster_of
 from gloo_pool import GlooPool
 
 WIDTH = 64
@@ -129,7 +129,7 @@ def follow(path: str) -> list[Any]:
 def test_a_plan_file_brings_its_mesh(gloo2: GlooPool, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     with torch.device("meta"):
-        found = autoshard.plan(make(), (torch.zeros(8, WIDTH),), world=2, mesh={"tp": 2})
+        found = autoshard.search_meshes(make(), (torch.zeros(8, WIDTH),), world=2, mesh={"tp": 2})
     found.rows[0].plan.save(path)
     assert json.loads(path.read_text())["mesh"] == {"tp": 2}
     assert autoshard.Plan.load(path).mesh == {"tp": 2}
@@ -149,6 +149,6 @@ def test_digests_tell_batches_apart() -> None:
 
 
 def test_the_device_is_found() -> None:
-    here = choice.detected("cpu")
+    here = cluster_of("cpu")
     assert here.name == "cpu" and 1e8 < here.usable_bytes < 1e14
     assert here.inside == cluster("cpu").inside

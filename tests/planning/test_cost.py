@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import types
 from collections.abc import Callable
 
 import pytest
@@ -18,13 +19,14 @@ from autoshard.planning.cost.model import (
     change_collectives,
     change_seconds,
     collective_seconds,
-    conversion,
     hint,
     node_bytes,
     node_flops,
     node_seconds,
     ring_bytes,
 )
+from autoshard.planning.cost.this_machine import cluster_of, hardware_of
+from autoshard.runtime.collectives import step
 
 # Typed from the design's table of transitions, not derived: "-" is no collective.
 TRANSITIONS = """
@@ -109,7 +111,7 @@ def test_local_copies(src: str, dst: str, nbytes: int) -> None:
 
 
 def test_local_steps_have_names() -> None:
-    steps = {conversion(*pair) for pair in itertools.permutations(("R", "P", "S(0)"), 2)}
+    steps = {step(*pair) for pair in itertools.permutations(("R", "P", "S(0)"), 2)}
     assert steps == {"scale", "slice", "pad", "all_reduce", "reduce_scatter", "all_gather"}
 
 
@@ -265,3 +267,32 @@ def test_dtype_classes() -> None:
 def test_unknown_hardware_names_the_closest() -> None:
     with pytest.raises(ValueError, match=r"unknown hardware 'h1000'.*Did you mean 'h100'\?"):
         hardware("h1000")
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("a GPU of next year", "h100"),
+    ],
+)
+def test_the_device_says_what_machine_this_is(
+    monkeypatch: pytest.MonkeyPatch, name: str, known: str
+) -> None:
+    seen = types.SimpleNamespace(name=name, total_memory=40 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: seen)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    here = cluster_of("cuda")
+    assert (here.name, here.device.memory_bytes, here.per_node) == (known, 40 << 30, 4)
+    assert hardware_of("cuda") == here.device
+
+
+def test_offline_a_gpu_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert hardware_of("cuda") == HARDWARE["h100"]
+    assert hardware_of("cpu").name == "cpu"

@@ -14,6 +14,7 @@ from torch import nn
 
 import autoshard
 from autoshard.planning.planner import stored_bytes
+from autoshard.planning.rules import strategies
 from autoshard.planning.solver.factor_graph import FactorGraph
 from autoshard.program import Program
 from autoshard.runtime.collectives.states import R, shard_dim
@@ -133,21 +134,17 @@ def test_stored_parameter_stays_where_it_is() -> None:
 
 def test_without_sequence_parallelism_no_change_spreads_an_activation() -> None:
     program = planned("llama", mesh={"tp": 2}, sequence_parallel=False)
-    builder = program.decisions.builder
     for node in program.graph_module.graph.nodes:
         if getattr(node.target, "__name__", "") == "change" and node.meta.get("diff"):
             source, want = node.args[1], node.args[2]
             assert not (source == "P" and want.startswith("S")), node
-    assert not builder.sequence_parallel
 
 
 def test_each_decision_is_one_the_rules_offer() -> None:
     program = planned("bert", mesh={"tp": 2})
-    problem = program.decisions.builder.problem
     for node, strategy in program.decisions.strategies.items():
-        assert strategy in problem.domains[node]
-    for node, state in program.decisions.copies.items():
-        assert state in problem.copy_domains[node]
+        if node.op == "call_function":
+            assert strategy in strategies(node, 2)[0]
 
 
 def test_cost_is_that_of_the_chosen_assignment() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autoshard.planning.rules import registry
-from autoshard.planning.rules.call import Call
+from autoshard.planning.rules.call import OpCall
 from autoshard.planning.rules.registry import strategies
 from autoshard.planning.strategy import Strategy
 from autoshard.runtime.collectives.states import P, R, S, V
@@ -111,7 +111,7 @@ def test_users_add_rules_for_their_operators(monkeypatch: pytest.MonkeyPatch) ->
         for strategy in found:
             check(node, tensors, strategy, 2)
 
-        def by_column(call: Call) -> Iterable[Strategy]:
+        def by_column(call: OpCall) -> Iterable[Strategy]:
             yield call.strategy({"x": S(1)}, S(1))
 
         registry.sharding_rule(op, by_column)

@@ -1,9 +1,12 @@
-"""The probe of torch's version."""
+"""The probe of torch's version, and what Dynamo calls a graph's inputs."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
 from autoshard.runtime.compat import core as compat
 from autoshard.runtime.errors import AutoshardError
@@ -18,3 +21,39 @@ def test_the_probe_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delattr(torch._guards, "TracingContext")
     with pytest.raises(AutoshardError, match=r"has no torch\._guards\.TracingContext"):
         compat.probe()
+
+
+class Inputs(nn.Module):
+    """Reads what a graph may take: parameters, buffers, attributes, arguments, what they hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4, bias=False)])
+        self.register_module("odd name", nn.Linear(4, 4, bias=False))
+        self.register_buffer("scale", torch.ones(4))
+        self.extra = [torch.ones(4)]
+
+    def forward(self, x: torch.Tensor, held: dict[str, Any], **more: Any) -> torch.Tensor:
+        x = self.layers[0](x) + getattr(self, "odd name")(x) + held["keys"][0]
+        return x * self.scale + self.extra[0] + more["mask"]
+
+
+def test_inputs_are_named_by_where_dynamo_found_them() -> None:
+    found: dict[str, tuple[str, bool]] = {}
+
+    def backend(gm: torch.fx.GraphModule, example: Any) -> Any:
+        found.update({i.name: (i.key, i.of_model) for i in compat.graph_inputs(gm)})
+        return gm.forward
+
+    torch.compiler.reset()
+    one = torch.ones(4)
+    torch.compile(Inputs(), backend=backend)(one, {"keys": [one + 1]}, mask=one + 2)
+    assert found == {
+        "L.x": ("x", False),
+        "layers.0.weight": ("weight", True),
+        "odd name.weight": ("weight", True),
+        "L.held.keys.0": ("keys", False),
+        "scale": ("scale", True),
+        "extra.0": ("self", True),
+        "L.more.mask": ("mask", False),
+    }

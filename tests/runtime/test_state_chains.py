@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.runtime.collectives import redistribution as collectives
+from autoshard.runtime.collectives import states
 from autoshard.runtime.collectives.axis import Axis, chunk_size
 from autoshard.runtime.collectives.lockstep import run_ranks
 from autoshard.runtime.collectives.redistribution import change
@@ -110,6 +110,6 @@ def test_forks_of_a_chain_sum_their_gradients(
 def test_the_oracle_sees_a_gradient_that_is_not_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
     _, gradients, _, gradient = run_chain(2, (4, 4), [R, V], 0)
     torch.testing.assert_close(gradients[0], gradient)
-    monkeypatch.setattr(collectives, "gradient_value", lambda state: R)
+    monkeypatch.setattr(states, "gradient_value", lambda state: R)
     _, gradients, _, gradient = run_chain(2, (4, 4), [R, V], 0)
     assert not torch.allclose(gradients[0], gradient)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from autoshard.planning.cost.bucket_size import default_bucket_bytes, fill_buckets, reference_bytes
 from autoshard.planning.cost.clusters import Cluster, Efficiency, cluster
-from autoshard.planning.cost.machines import HARDWARE, Hardware, Link, hardware, hardware_of
+from autoshard.planning.cost.machines import (
+    DEFAULT_HARDWARE,
+    HARDWARE,
+    Hardware,
+    Link,
+    hardware,
+)
 from autoshard.planning.cost.model import (
     change_collectives,
     change_seconds,
@@ -17,9 +23,11 @@ from autoshard.planning.cost.model import (
     outer_dim,
     ring_bytes,
 )
+from autoshard.planning.cost.this_machine import cluster_of, hardware_of
 
 __all__ = [
     "Cluster",
+    "DEFAULT_HARDWARE",
     "Efficiency",
     "HARDWARE",
     "Hardware",
@@ -27,6 +35,7 @@ __all__ = [
     "change_collectives",
     "change_seconds",
     "cluster",
+    "cluster_of",
     "collective_seconds",
     "default_bucket_bytes",
     "fill_buckets",

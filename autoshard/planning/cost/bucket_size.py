@@ -1,7 +1,7 @@
 """How buckets of merged collectives are filled, and how many bytes each holds by default.
 
-The default is Megatron-Core's size (`DistributedDataParallelConfig`), but a part of the model: one that is
-smaller than eight of those buckets would be whole in one, and nothing would overlap.
+The default is Megatron-Core's size (`DistributedDataParallelConfig`), but a part of the model: one
+that is smaller than eight of those buckets would be whole in one, and nothing would overlap.
 """
 
 from __future__ import annotations

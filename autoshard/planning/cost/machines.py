@@ -2,7 +2,7 @@
 
 Figures are the manufacturers' data sheets: dense rates (without structured sparsity), memory as
 sold, and links in one direction. They are used to compare plans; what predicts a step's time takes
-a part of them (planning/cluster.py).
+a part of them (planning/cost/clusters.py).
 """
 
 from __future__ import annotations
@@ -143,6 +143,5 @@ HARDWARE: Mapping[str, Hardware] = {
 }
 
 
-def hardware_of(device: str) -> Hardware:
-    """The built-in description nearest to the machine."""
-    return HARDWARE["h100" if device == "cuda" else "cpu"]
+DEFAULT_HARDWARE = "h100"
+"""The machine to plan for where nobody names one: where no GPU is at hand, or none that is known."""

@@ -27,8 +27,16 @@ from torch.utils import _pytree as pytree
 
 from autoshard.planning import sizes as extents
 from autoshard.planning.cost.machines import Hardware, Link
-from autoshard.runtime import randomness
-from autoshard.runtime.collectives import P, R, State, forward_value, gradient_value, shard_dim
+from autoshard.planning.operators import (
+    ADDED_PRODUCTS,
+    ATTENTION,
+    CONVOLUTIONS,
+    LOOKUPS,
+    PRODUCTS,
+    is_view,
+    packet,
+)
+from autoshard.runtime.collectives import State, change_steps, conversions, shard_dim, step
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
@@ -50,23 +58,9 @@ def collective_seconds(op: str, nbytes: float, n: int, link: Link) -> float:
     return steps * link.latency + ring_bytes(op, nbytes, n) / link.bandwidth
 
 
-def conversion(src: State, dst: State) -> str | None:
-    """The step that turns a value in R, P or S(d) into another; None where it is there already.
-
-    Besides the collectives: "scale" (divide by n), "slice", "pad" (with zeros), all local.
-    """
-    if src == dst:
-        return None
-    if src == R:
-        return "scale" if dst == P else "slice"
-    if src == P:
-        return "all_reduce" if dst == R else "reduce_scatter"
-    return {R: "all_gather", P: "pad"}.get(dst, "all_to_all")
-
-
 def change_collectives(src: State, dst: State) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The collectives of a state change: (in the forward pass, in the backward pass)."""
-    forward, backward = (conversion(a, b) for a, b in _conversions(src, dst))
+    forward, backward = change_steps(src, dst)
     return (
         (forward,) if forward in COLLECTIVES else (),
         (backward,) if backward in COLLECTIVES else (),
@@ -90,7 +84,7 @@ def change_seconds(
     """
     if src == dst:
         return 0.0
-    passes = _conversions(src, dst)[: 2 if differentiable else 1]
+    passes = conversions(src, dst)[: 2 if differentiable else 1]
     return CHANGE_SECONDS + sum(
         _conversion_seconds(a, b, nbytes_global, n, link, outer) for a, b in passes
     )
@@ -104,30 +98,23 @@ def outer_dim(shape: Sequence[int | torch.SymInt]) -> int:
     return 0
 
 
-def _conversions(src: State, dst: State) -> tuple[tuple[State, State], tuple[State, State]]:
-    return (
-        (forward_value(src), forward_value(dst)),
-        (gradient_value(dst), gradient_value(src)),
-    )
-
-
 def _conversion_seconds(
     src: State, dst: State, nbytes: float, n: int, link: Link, outer: int
 ) -> float:
-    step = conversion(src, dst)
-    if step is None or n == 1:
+    kind = step(src, dst)
+    if kind is None or n == 1:
         return 0.0
     whole, shard = nbytes, nbytes / n
     rearranged = sum((shard_dim(state) or 0) > outer for state in (src, dst))
-    if step == "all_to_all":
+    if kind == "all_to_all":
         return (
-            collective_seconds(step, shard, n, link) + 2 * rearranged * shard / link.copy_bandwidth
+            collective_seconds(kind, shard, n, link) + 2 * rearranged * shard / link.copy_bandwidth
         )
-    if step in COLLECTIVES:
+    if kind in COLLECTIVES:
         return (
-            collective_seconds(step, whole, n, link) + 2 * rearranged * whole / link.copy_bandwidth
+            collective_seconds(kind, whole, n, link) + 2 * rearranged * whole / link.copy_bandwidth
         )
-    read_and_written = {"scale": 2 * whole, "slice": 2 * shard, "pad": whole + shard}[step]
+    read_and_written = {"scale": 2 * whole, "slice": 2 * shard, "pad": whole + shard}[kind]
     return read_and_written / link.copy_bandwidth
 
 
@@ -152,12 +139,11 @@ def node_bytes(node: fx.Node) -> int:
 
     Nothing for a view. A lookup (an embedding, an index) reads of its table what it returns.
     """
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.is_view:
+    if not isinstance(node.target, torch._ops.OpOverload) or is_view(node):
         return 0
     args, result = _values(node)
     written = _tensor_bytes(result)
-    if target.overloadpacket in _LOOKUPS:
+    if packet(node) in LOOKUPS:
         table, *indices = args
         return min(written, _tensor_bytes(table)) + _tensor_bytes(indices) + written
     return _tensor_bytes(args) + written
@@ -239,11 +225,9 @@ def _recurrent(args: Sequence[Any], out: Any) -> int:
 
 
 _aten = torch.ops.aten
-_LOOKUPS = (_aten.embedding, _aten.index, _aten.index_select, _aten.gather, _aten.take)
 _FLOPS: dict[Any, Callable[[Sequence[Any], Any], int]] = {
-    **dict.fromkeys((_aten.linear, _aten.mm, _aten.bmm, _aten.matmul, _aten.mv), _product(0)),
-    **dict.fromkeys((_aten._grouped_mm, _aten._scaled_mm, _aten._scaled_grouped_mm), _product(0)),
-    **dict.fromkeys((_aten.addmm, _aten.baddbmm, _aten.addmv), _product(1)),
+    **dict.fromkeys(PRODUCTS - ADDED_PRODUCTS - CONVOLUTIONS, _product(0)),
+    **dict.fromkeys(ADDED_PRODUCTS, _product(1)),
     **dict.fromkeys((_aten.conv1d, _aten.conv2d, _aten.conv3d), _convolution),
     **dict.fromkeys(
         (_aten.conv_transpose1d, _aten.conv_transpose2d, _aten.conv_transpose3d),
@@ -251,8 +235,7 @@ _FLOPS: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     ),
     **dict.fromkeys((_aten.convolution, _aten._convolution), _general_convolution),
     **dict.fromkeys((_aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu), _recurrent),
-    _aten.scaled_dot_product_attention: _attention,
-    randomness.ATTENTION: _attention,
+    **dict.fromkeys(ATTENTION, _attention),
     _aten.einsum: _einsum,
 }
 # Operators of other libraries, by name: they exist only once the library is imported.

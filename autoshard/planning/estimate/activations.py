@@ -21,16 +21,21 @@ from torch import fx
 
 from autoshard.planning import cost
 from autoshard.planning.fusion import Kernels
+from autoshard.planning.operators import (
+    ADDED_PRODUCTS,
+    ATTENTION,
+    INDEX_DERIVATIVES,
+    LOSSES,
+    packet,
+)
 from autoshard.planning.planner import Decisions
 from autoshard.planning.strategy import operands, value
 from autoshard.planning.values import differentiable, fusible, global_bytes, producer, tensor_bytes
-from autoshard.runtime import randomness
 from autoshard.runtime.collectives import State, forward_value, shard_dim
 
 aten = torch.ops.aten
 _ops = torch.ops.autoshard
 
-ATTENTION = (aten.scaled_dot_product_attention, randomness.ATTENTION)
 _RESULT = {
     *(aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax, aten.sigmoid),
     *(aten.tanh, aten.exp, aten.rsqrt, aten.sqrt, aten.relu, aten.reciprocal),
@@ -41,9 +46,6 @@ _NOTHING = {
     *(aten.pad, aten.detach, aten.cumsum, aten.roll, aten.flip, aten.index_put),
     *(_ops.dropout, _ops.native_dropout, _ops.feature_dropout),  # drawn again from the seed
 }
-_LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather, aten.where}
-_LOOKUPS |= {aten.masked_fill, aten.scatter, aten.scatter_add, aten.index_add}
-_LOSSES = {aten.cross_entropy_loss, aten.nll_loss, aten.nll_loss_nd}
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,9 @@ class _Saving:
                 continue
             if not differentiable(node):
                 continue
-            if _packet(node) in ATTENTION:
+            if packet(node) in ATTENTION:
                 rows += self._rows(node)
-            if _packet(node) in _LOSSES and self.decisions.strategies[node].impl is None:
+            if packet(node) in LOSSES and self.decisions.strategies[node].impl is None:
                 # its logarithms of probabilities, which no partition computes twice
                 scores, state = operands(node)[0], self.decisions.strategies[node].inputs[0]
                 self.found[node, state] = self._bytes(scores, state)
@@ -104,26 +106,26 @@ class _Saving:
     def _needs(self, node: fx.Node) -> list[tuple[fx.Node, State]]:
         """The (value, state it is used in) that the derivative of `node` reads."""
         strategy = self.decisions.strategies[node]
-        packet, tensors = _packet(node), operands(node)
+        operator, tensors = packet(node), operands(node)
         used = list(zip(tensors, strategy.inputs, strict=True))
         output = strategy.output if isinstance(strategy.output, str) else strategy.output[0]
         result = [(node, output)]
-        if packet in _NOTHING:
+        if operator in _NOTHING:
             return []
-        if packet in ATTENTION:
+        if operator in ATTENTION:
             return used + result
-        if packet in _RESULT:
+        if operator in _RESULT:
             return result
-        if packet in _LOOKUPS:
+        if operator in INDEX_DERIVATIVES:
             return [(t, s) for t, s in used if not differentiable(t)]
-        if packet in _LOSSES:
+        if operator in LOSSES:
             return used
-        if cost.node_flops(node) or packet in (aten.mul, aten.div):
-            two = used[1:3] if packet in (aten.addmm, aten.baddbmm, aten.addmv) else used[:2]
+        if cost.node_flops(node) or operator in (aten.mul, aten.div):
+            two = used[1:3] if operator in ADDED_PRODUCTS else used[:2]
             return [
                 pair for i, pair in enumerate(two) if any(differentiable(t) for t, _ in two[:i])
                 or any(differentiable(t) for t, _ in two[i + 1 :])
-            ] + (used[2:] if packet == aten.lstm else [])
+            ] + (used[2:] if operator == aten.lstm else [])
         return [(t, s) for t, s in used if differentiable(t)]
 
     def _in_memory(self, node: fx.Node) -> bool:
@@ -132,7 +134,7 @@ class _Saving:
             return True
         readers = self.kernels.readers.get(node, [])
         return self.kernels.writes(node) and not all(
-            _packet(reader) in _LOSSES or reader.op == "output" for reader in readers
+            packet(reader) in LOSSES or reader.op == "output" for reader in readers
         )
 
     def _keep(self, node: fx.Node) -> dict[tuple[fx.Node, State], int]:
@@ -198,7 +200,3 @@ class _Saving:
 
     def _split(self, state: State) -> int:
         return 1 if shard_dim(state) is None else self.n
-
-
-def _packet(node: fx.Node) -> object:
-    return getattr(node.target, "overloadpacket", None)

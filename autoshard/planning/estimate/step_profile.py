@@ -22,8 +22,9 @@ from torch import fx
 
 from autoshard.planning import cost
 from autoshard.planning.cost import Cluster, Link
-from autoshard.planning.estimate.activations import ATTENTION, SavedForBackward, saved_for_backward
+from autoshard.planning.estimate.activations import SavedForBackward, saved_for_backward
 from autoshard.planning.fusion import Kernels, joined
+from autoshard.planning.operators import ATTENTION, packet
 from autoshard.planning.planner import Decisions
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.values import (
@@ -291,7 +292,7 @@ def _backward(node: fx.Node) -> float:
     """The time of the backward in units of the forward's."""
     if not differentiable(node):
         return 0.0
-    if getattr(node.target, "overloadpacket", None) in ATTENTION:
+    if packet(node) in ATTENTION:
         return 2.5
     if cost.node_flops(node):
         return float(sum(differentiable(t) for t in operands(node)[:2]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.planning.sizes import Size, why_not
-from autoshard.planning.strategy import Strategy, Traffic, operands, value
+from autoshard.planning.strategy import ImplCollective, Strategy, operands, value
 from autoshard.runtime.collectives import R, State, V
 
 
-class Call:
+class OpCall:
     """The arguments of a node by name, the axis size, and what a rule needs to answer.
 
     A rule is a callable `rule(call)` that returns the strategies it offers and tells
@@ -102,7 +102,7 @@ class Call:
         states: Mapping[str, State | Sequence[State]],
         output: State | Sequence[State],
         impl: Callable[..., Any] | None = None,
-        traffic: Sequence[Traffic] = (),
+        traffic: Sequence[ImplCollective] = (),
     ) -> Strategy:
         """A strategy from states by argument name; operands not named are used as V.
 
@@ -130,7 +130,11 @@ class Call:
         return tuple(canonical(s, v) for s, v in zip(states, result, strict=True))
 
     def __repr__(self) -> str:
-        return f"Call({self.node.format_node()}, n={self.n})"
+        return f"OpCall({self.node.format_node()}, n={self.n})"
+
+
+Rule = Callable[[OpCall], Iterable[Strategy]]
+"""What offers the strategies of a call."""
 
 
 def differentiable(tensor: Any) -> bool:

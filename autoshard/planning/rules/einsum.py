@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoshard.planning.rules.call import Call, differentiable
+from autoshard.planning.rules.call import OpCall, differentiable
 from autoshard.planning.sizes import is_one
 from autoshard.planning.strategy import Strategy
 from autoshard.runtime.collectives import P, S, State, V
 
 
-def einsum(call: Call) -> Iterator[Strategy]:
+def einsum(call: OpCall) -> Iterator[Strategy]:
     """Each subscript may be sharded; one missing from the result is summed over, giving P."""
     equation = call["equation"].replace(" ", "")
     tensors = call.tensors("tensors")

@@ -10,16 +10,16 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from autoshard.planning.rules.call import Call, differentiable
+from autoshard.planning.rules.call import OpCall, differentiable
 from autoshard.planning.sizes import count, is_one, same
-from autoshard.planning.strategy import Strategy, Traffic, value
+from autoshard.planning.strategy import ImplCollective, Strategy, value
 from autoshard.runtime.collectives import S
 from autoshard.runtime.operators import Bound, pieces, split_parts, unfold_parts, with_parts
 
 MOST_PIECES = 64  # blocks a rank cuts its shard into, at most
 
 
-def split(call: Call) -> Iterator[Strategy]:
+def split(call: OpCall) -> Iterator[Strategy]:
     """split and chunk along the sharded dim, where every part divides."""
     tensor = call.tensor("self")
     assert tensor is not None
@@ -31,7 +31,7 @@ def split(call: Call) -> Iterator[Strategy]:
         yield call.strategy({"self": S(dim)}, S(dim), impl, traffic)
 
 
-def gated(call: Call) -> Iterator[Strategy]:
+def gated(call: OpCall) -> Iterator[Strategy]:
     """glu along the sharded dim."""
     tensor = call.tensor("self")
     assert tensor is not None
@@ -43,7 +43,7 @@ def gated(call: Call) -> Iterator[Strategy]:
         yield call.strategy({"self": S(dim)}, S(dim), impl, traffic)
 
 
-def unfolded(call: Call) -> Iterator[Strategy]:
+def unfolded(call: OpCall) -> Iterator[Strategy]:
     """A view [.., 3 * h, ..] -> [.., 3, h, ..]: sharded on h, where 3 does not divide."""
     before, after = value(call.operands[0]).shape, call.result.shape
     extra = len(after) - len(before)
@@ -68,8 +68,8 @@ def unfolded(call: Call) -> Iterator[Strategy]:
 
 
 def _traffic(
-    call: Call, tensor: torch.Tensor, dim: int, sizes: Sequence[int | torch.SymInt]
-) -> list[Traffic]:
+    call: OpCall, tensor: torch.Tensor, dim: int, sizes: Sequence[int | torch.SymInt]
+) -> list[ImplCollective]:
     """The all-to-alls of taking the dim apart; none where it cannot be done (call keeps why)."""
     label = f"{call.op}: a part of dim {dim}"
     known = [size for size in sizes if isinstance(size, int)]
@@ -82,5 +82,5 @@ def _traffic(
         return []
     others = count(size for d, size in enumerate(tensor.shape) if d != dim)
     nbytes = sum(known) // call.n * others * tensor.element_size()
-    forward = Traffic("all_to_all", nbytes)
+    forward = ImplCollective("all_to_all", nbytes)
     return [forward, forward._replace(backward=True)] if differentiable(tensor) else [forward]

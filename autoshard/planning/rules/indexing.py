@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from autoshard.planning.rules.call import Call, differentiable
+from autoshard.planning.rules.call import OpCall, differentiable
 from autoshard.planning.rules.language import TextRule
 from autoshard.planning.sizes import is_one, same
 from autoshard.planning.strategy import Strategy, value
@@ -17,7 +17,7 @@ _BY_COLUMN = TextRule("* V d, I... -> I... d")
 _BY_TOKEN_OR_COLUMN = TextRule("* V d, ... -> ... d")
 
 
-def looked_up(call: Call) -> Iterator[Strategy]:
+def looked_up(call: OpCall) -> Iterator[Strategy]:
     """embedding: by token, by column, or by vocabulary: each rank looks up its own rows."""
     # scaling by frequency needs to count all the tokens
     yield from (_BY_COLUMN if call["scale_grad_by_freq"] else _BY_TOKEN_OR_COLUMN)(call)
@@ -34,7 +34,7 @@ def looked_up(call: Call) -> Iterator[Strategy]:
         yield call.strategy({"weight": S(0), "indices": R}, P, impl)
 
 
-def gathered(call: Call) -> Iterator[Strategy]:
+def gathered(call: OpCall) -> Iterator[Strategy]:
     """gather: the other dims where both sides agree; along its dim, the index may be sharded."""
     source, index = call.tensor("self"), call.tensor("index")
     assert source is not None and index is not None
@@ -49,7 +49,7 @@ def gathered(call: Call) -> Iterator[Strategy]:
         yield call.strategy({"self": P}, P)
 
 
-def scattered(call: Call) -> Iterator[Strategy]:
+def scattered(call: OpCall) -> Iterator[Strategy]:
     """scatter, scatter_add: the dims but its own, where all sizes agree."""
     target, index = call.tensor("self"), call.tensor("index")
     assert target is not None and index is not None
@@ -65,14 +65,14 @@ def scattered(call: Call) -> Iterator[Strategy]:
         yield call.strategy({"self": P, "src": P}, P)
 
 
-def _agree(call: Call, label: str, d: int, *tensors: torch.Tensor) -> bool:
+def _agree(call: OpCall, label: str, d: int, *tensors: torch.Tensor) -> bool:
     if all(same(tensor.shape[d], tensors[0].shape[d]) for tensor in tensors):
         return True
     call.decline(f"{label} has different sizes {[tensor.shape[d] for tensor in tensors]}")
     return False
 
 
-def index_selected(call: Call) -> Iterator[Strategy]:
+def index_selected(call: OpCall) -> Iterator[Strategy]:
     """index_select: the other dims; along its dim, the index may be sharded."""
     source, index = call.tensor("self"), call.tensor("index")
     assert source is not None and index is not None
@@ -88,7 +88,7 @@ def index_selected(call: Call) -> Iterator[Strategy]:
         yield call.strategy({"self": P}, P)
 
 
-def index_written(call: Call) -> Iterator[Strategy]:
+def index_written(call: OpCall) -> Iterator[Strategy]:
     """index_add, index_copy: the dims but its own; partial values into a partial tensor."""
     target = call.tensor("self")
     source = call.tensor("source")
@@ -102,7 +102,7 @@ def index_written(call: Call) -> Iterator[Strategy]:
         yield call.strategy({"self": P, "source": P}, P)
 
 
-def index_added(call: Call) -> Iterator[Strategy]:
+def index_added(call: OpCall) -> Iterator[Strategy]:
     """index_add also takes each rank's share of the rows to add."""
     yield from index_written(call)
     source, index = call.tensor("source"), call.tensor("index")
@@ -113,7 +113,7 @@ def index_added(call: Call) -> Iterator[Strategy]:
             yield call.strategy({"self": P, "index": S(0), "source": S(dim)}, P)
 
 
-def part_written(call: Call) -> Iterator[Strategy]:
+def part_written(call: OpCall) -> Iterator[Strategy]:
     """select_scatter, slice_scatter: the dims but the one of which a part is written."""
     target, source = call.tensor("self"), call.tensor("src")
     assert target is not None and source is not None
@@ -126,7 +126,7 @@ def part_written(call: Call) -> Iterator[Strategy]:
         yield call.strategy({"self": P, "src": P}, P)
 
 
-def _advanced(call: Call) -> tuple[dict[int, int], list[int], int] | None:
+def _advanced(call: OpCall) -> tuple[dict[int, int], list[int], int] | None:
     """How x[indices] lays its dims out: kept dims, where they go, and the index block.
 
     Returns ({dim of self: dim of result}, [dims of the block in the result], indexed dims); None
@@ -149,7 +149,7 @@ def _advanced(call: Call) -> tuple[dict[int, int], list[int], int] | None:
     return places, list(range(first, first + block)), len(at)
 
 
-def advanced_indexed(call: Call) -> Iterator[Strategy]:
+def advanced_indexed(call: OpCall) -> Iterator[Strategy]:
     """index.Tensor: dims that no index touches, or the dims of the indices themselves."""
     layout = _advanced(call)
     if layout is None:
@@ -173,7 +173,7 @@ def _index_state(index: torch.Tensor, from_right: int) -> str:
     return S(d) if d >= 0 and not is_one(index.shape[d]) else R
 
 
-def advanced_written(call: Call) -> Iterator[Strategy]:
+def advanced_written(call: OpCall) -> Iterator[Strategy]:
     """index_put: the dims that no index touches; partial values into a partial tensor."""
     layout = _advanced(call)
     if layout is None:
@@ -192,7 +192,7 @@ def advanced_written(call: Call) -> Iterator[Strategy]:
         yield call.strategy({"self": P, "indices": [R] * count, "values": P}, P)
 
 
-def metadata_read(call: Call) -> Iterator[Strategy]:
+def metadata_read(call: OpCall) -> Iterator[Strategy]:
     """new_zeros and the like look at dtype and device only: a shard serves as well."""
     tensor = call.tensor("self")
     assert tensor is not None and value(call.node) is not None

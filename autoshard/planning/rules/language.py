@@ -24,7 +24,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from autoshard.planning.rules.call import Call, differentiable
+from autoshard.planning.rules.call import OpCall, differentiable
 from autoshard.planning.sizes import is_one, same
 from autoshard.planning.strategy import Strategy
 from autoshard.runtime.collectives import P, S, State
@@ -55,7 +55,7 @@ class Operand(NamedTuple):
 
 
 class TextRule:
-    """A parsed rule; calling it with a Call gives the strategies it offers.
+    """A parsed rule; calling it with a OpCall gives the strategies it offers.
 
     Raises ValueError from the constructor where the text is wrong: the message names the column
     and what to write instead.
@@ -130,7 +130,7 @@ class TextRule:
                 'write one input for each, "_" where its dims take no part',
             )
 
-    def __call__(self, call: Call) -> Iterator[Strategy]:
+    def __call__(self, call: OpCall) -> Iterator[Strategy]:
         names = tensor_arguments(call.schema)
         results = call.results
         if not all(isinstance(result, torch.Tensor) for result in results):
@@ -164,7 +164,7 @@ def tensor_arguments(schema: torch.FunctionSchema) -> list[str]:
 
 
 def _sharded(
-    call: Call,
+    call: OpCall,
     inputs: dict[str, torch.Tensor | None],
     letters: dict[str, list[str]],
     results: list[torch.Tensor],
@@ -207,7 +207,7 @@ def _sharded(
 
 
 def _terms(
-    call: Call, inputs: dict[str, torch.Tensor | None], marks: dict[str, str]
+    call: OpCall, inputs: dict[str, torch.Tensor | None], marks: dict[str, str]
 ) -> list[str] | None:
     """The terms that are tensors; None where one cannot be partial (a number, an integer)."""
     terms = []
@@ -226,7 +226,7 @@ def _terms(
 
 
 def _partial(
-    call: Call,
+    call: OpCall,
     inputs: dict[str, torch.Tensor | None],
     results: list[torch.Tensor],
     marks: dict[str, str],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from autoshard.planning.rules.call import Call
+from autoshard.planning.rules.call import OpCall
 from autoshard.planning.rules.language import TextRule
 from autoshard.planning.sizes import hint, is_one
 from autoshard.planning.strategy import Strategy
@@ -16,7 +16,7 @@ from autoshard.runtime.operators import Bound, attend_to_shared_head, with_local
 def layer_normalized(template: str) -> Any:
     """A rule for norms over the last dims; {D} in the text stands for those dims, {A} for ones."""
 
-    def rule(call: Call) -> Iterable[Strategy]:
+    def rule(call: OpCall) -> Iterable[Strategy]:
         count = len(call["normalized_shape"])
         whole = " ".join(f"D{i}" for i in range(count))
         ones = " ".join(f"A{i}" for i in range(count))
@@ -29,19 +29,19 @@ _PER_CHANNEL = TextRule("B c X..., c, c, c, c -> B c X...")
 _PER_SAMPLE = TextRule("b c X..., c, c, c, c -> b c X...")
 
 
-def batch_normalized(call: Call) -> Iterable[Strategy]:
+def batch_normalized(call: OpCall) -> Iterable[Strategy]:
     """batch_norm: channels; the batch too where the statistics are given, not computed from it."""
     given = call.tensor("running_mean") is not None and not call["training"]
     return (_PER_SAMPLE if given else _PER_CHANNEL)(call)
 
 
-def instance_normalized(call: Call) -> Iterable[Strategy]:
+def instance_normalized(call: OpCall) -> Iterable[Strategy]:
     """instance_norm: batch and channels, unless running statistics average over the batch."""
     averaged = call.tensor("running_mean") is not None and call["use_input_stats"]
     return (_PER_CHANNEL if averaged else _PER_SAMPLE)(call)
 
 
-def batch_normalized_functional(call: Call) -> Iterator[Strategy]:
+def batch_normalized_functional(call: OpCall) -> Iterator[Strategy]:
     """The functional form, which also returns the batch's and the new running statistics."""
     tensor = call.tensor("input")
     assert tensor is not None
@@ -55,7 +55,7 @@ def batch_normalized_functional(call: Call) -> Iterator[Strategy]:
         yield call.strategy({"input": S(0)}, [S(0), R, R, R, R])
 
 
-def group_normalized(call: Call) -> Iterator[Strategy]:
+def group_normalized(call: OpCall) -> Iterator[Strategy]:
     """group_norm: the batch, or the channels where whole groups stay together."""
     yield from TextRule("b C X..., C, C -> b C X...")(call)
     if call.fits(call["num_groups"], f"{call.op}: groups", even=True):
@@ -68,7 +68,7 @@ def convolved(*texts: str) -> Any:
     ungrouped = [TextRule(text) for text in texts]
     batch = TextRule("b I X..., O J K..., O -> b O Y...")
 
-    def rule(call: Call) -> Iterator[Strategy]:
+    def rule(call: OpCall) -> Iterator[Strategy]:
         if call["groups"] == 1:
             for text in ungrouped:
                 yield from text(call)
@@ -94,7 +94,7 @@ _ATTENTION = TextRule("... Q E, ... K E, * ... K F, ... Q K -> ... Q F")
 _ATTENTION_BY_QUERY = TextRule("... q E, ... K E, * ... K F, ... q K -> ... q F")
 
 
-def attention(call: Call) -> Iterator[Strategy]:
+def attention(call: OpCall) -> Iterator[Strategy]:
     """scaled_dot_product_attention: batch and heads; query rows too unless it is causal.
 
     With is_causal the position of a query row decides what it sees, and a shard's rows would be
@@ -117,7 +117,7 @@ def attention(call: Call) -> Iterator[Strategy]:
         yield call.strategy(states, S(1), impl)
 
 
-def recurrent(call: Call) -> Iterator[Strategy]:
+def recurrent(call: OpCall) -> Iterator[Strategy]:
     """lstm, gru, rnn over padded input: the batch, with every weight used as V."""
     tensor = call.tensor("input")
     assert tensor is not None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from autoshard.planning.rules.call import Call, differentiable
+from autoshard.planning.rules.call import OpCall, differentiable
 from autoshard.planning.sizes import count, same_shape
-from autoshard.planning.strategy import Strategy, Traffic
+from autoshard.planning.strategy import ImplCollective, Strategy
 from autoshard.runtime import operators
 from autoshard.runtime.collectives import P, R, S
 from autoshard.runtime.operators import Bound, share_of_equal_mean
@@ -15,13 +15,15 @@ from autoshard.runtime.operators import Bound, share_of_equal_mean
 NONE, MEAN, SUM = 0, 1, 2  # at::Reduction
 
 
-def classified(by_classes: Callable[..., Any], output: str) -> Callable[[Call], Iterator[Strategy]]:
+def classified(
+    by_classes: Callable[..., Any], output: str
+) -> Callable[[OpCall], Iterator[Strategy]]:
     """A rule for cross_entropy_loss and nll_loss.
 
     by_classes: what runs where the classes are sharded; `output`: the state of its result.
     """
 
-    def rule(call: Call) -> Iterator[Strategy]:
+    def rule(call: OpCall) -> Iterator[Strategy]:
         scores, target = call.tensor("self"), call.tensor("target")
         assert scores is not None and target is not None
         if differentiable(target):
@@ -37,7 +39,8 @@ def classified(by_classes: Callable[..., Any], output: str) -> Callable[[Call], 
             states = {"self": S(classes), "target": R, "weight": R}
             tokens = max(4, scores.element_size()) * count(target.shape)
             sums = 3 if call.get("label_smoothing") else 2
-            traffic = [Traffic("all_reduce", tokens), Traffic("all_reduce", sums * tokens)]
+            sizes = (tokens, sums * tokens)
+            traffic = [ImplCollective("all_reduce", nbytes) for nbytes in sizes]
             yield call.strategy(states, output, impl, traffic if output == R else [])
         for d in range(scores.dim()):
             if d == classes or not call.fits(scores.shape[d], f"{call.op}: dim {d}"):
@@ -50,12 +53,12 @@ def classified(by_classes: Callable[..., Any], output: str) -> Callable[[Call], 
                 yield call.strategy(states, P)
             else:
                 impl = Bound.of(operators.mean_of_all_tokens, op=call.target)
-                yield call.strategy(states, P, impl, [Traffic("all_reduce", 8)])
+                yield call.strategy(states, P, impl, [ImplCollective("all_reduce", 8)])
 
     return rule
 
 
-def elementwise_loss(call: Call) -> Iterator[Strategy]:
+def elementwise_loss(call: OpCall) -> Iterator[Strategy]:
     """mse_loss, l1_loss and other losses of one value an element: sharded by any dim.
 
     The mean is taken over equal shares only.

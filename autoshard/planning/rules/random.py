@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autoshard.planning.rules.call import Call
+from autoshard.planning.rules.call import OpCall
 from autoshard.planning.rules.language import TextRule
 from autoshard.planning.strategy import Strategy
 from autoshard.runtime import randomness
@@ -26,11 +26,11 @@ SEEDS = {
 """The only way to draw each kind of seed: on every rank of the axis, at the same time."""
 
 
-def counted(op: Callable[..., Any], text: str) -> Callable[[Call], Iterator[Strategy]]:
+def counted(op: Callable[..., Any], text: str) -> Callable[[OpCall], Iterator[Strategy]]:
     """The rule `text` for an operator whose first operand has the dims of its random numbers."""
     rule = TextRule(text)
 
-    def strategies(call: Call) -> Iterator[Strategy]:
+    def strategies(call: OpCall) -> Iterator[Strategy]:
         whole = call.results[0]
         for strategy in rule(call):
             output = strategy.output

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from autoshard.planning.rules.call import Call, differentiable
+from autoshard.planning.rules.call import OpCall, differentiable
 from autoshard.planning.rules.views import along, except_dims, reducing
 from autoshard.planning.sizes import count, hint
-from autoshard.planning.strategy import Strategy, Traffic
+from autoshard.planning.strategy import ImplCollective, Strategy
 from autoshard.runtime import operators
 from autoshard.runtime.collectives import P, R, S
 from autoshard.runtime.operators import Bound, share_of_mean
 
 
-def _reduced(call: Call) -> tuple[list[int], list[int]]:
+def _reduced(call: OpCall) -> tuple[list[int], list[int]]:
     tensor = call.tensor("self")
     assert tensor is not None
     every = list(range(tensor.dim()))
     return (call.dims("dim", tensor.dim()) if "dim" in call else every), list(tensor.shape)
 
 
-def summed(call: Call) -> Iterator[Strategy]:
+def summed(call: OpCall) -> Iterator[Strategy]:
     """sum: S(d) of a summed dim gives P; other dims stay; linear."""
     yield from along(reducing("dim" if "dim" in call else None))(call)
     dims, shape = _reduced(call)
@@ -30,7 +30,7 @@ def summed(call: Call) -> Iterator[Strategy]:
                 yield call.strategy({"self": S(d)}, P)
 
 
-def averaged(call: Call) -> Iterator[Strategy]:
+def averaged(call: OpCall) -> Iterator[Strategy]:
     """mean: as sum, each rank's mean weighted by its share of the rows."""
     yield from along(reducing("dim" if "dim" in call else None))(call)
     dims, shape = _reduced(call)
@@ -41,28 +41,28 @@ def averaged(call: Call) -> Iterator[Strategy]:
             yield call.strategy({"self": S(d)}, P, impl)
 
 
-def logsumexp(call: Call) -> Iterator[Strategy]:
+def logsumexp(call: OpCall) -> Iterator[Strategy]:
     """Other dims stay; over one sharded dim, two all-reduces of what is left of the rest."""
     yield from along(reducing(), linear=False)(call)
     dims, shape = _reduced(call)
     for d in dims:
         if len(dims) == 1 and call.fits(shape[d], f"{call.op}: dim {d}"):
             row = call.results[0].element_size() * count(call.results[0].shape)
-            traffic = [Traffic("all_reduce", row)] * 2
+            traffic = [ImplCollective("all_reduce", row)] * 2
             yield call.strategy({"self": S(d)}, R, operators.logsumexp, traffic)
 
 
-def normalized_over(dim_impl: str) -> Callable[[Call], Iterator[Strategy]]:
+def normalized_over(dim_impl: str) -> Callable[[OpCall], Iterator[Strategy]]:
     """softmax and log_softmax: other dims stay; over the sharded dim, two small all-reduces."""
     implementation = getattr(operators, dim_impl)
 
-    def rule(call: Call) -> Iterator[Strategy]:
+    def rule(call: OpCall) -> Iterator[Strategy]:
         yield from along(except_dims(), linear=False)(call)
         dims, shape = _reduced(call)
         for d in dims:
             if shape and call.fits(shape[d], f"{call.op}: dim {d}"):
                 row = call.results[0].element_size() * count(shape) // (hint(shape[d]) or 1)
-                traffic = [Traffic("all_reduce", row, back) for back in (False, False, True)]
+                traffic = [ImplCollective("all_reduce", row, back) for back in (False, False, True)]
                 yield call.strategy({"self": S(d)}, S(d), implementation, traffic)
 
     return rule

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 import torch
 from torch import fx
 
-from autoshard.planning.rules.call import Call, differentiable
+from autoshard.planning.rules.call import OpCall, Rule, differentiable
 from autoshard.planning.rules.elementwise import elementwise
 from autoshard.planning.rules.language import TextRule
 from autoshard.planning.rules.random import SEEDS
@@ -15,7 +13,6 @@ from autoshard.planning.rules.table import RULES
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.runtime.collectives import R, V
 
-Rule = Callable[[Call], Iterable[Strategy]]
 Operator = str | torch._ops.OpOverload | torch._ops.OpOverloadPacket
 
 _rules: dict[str, tuple[Rule, ...]] = {}
@@ -27,7 +24,7 @@ def sharding_rule(op: Operator, *rules: str | Rule) -> None:
     op: an operator of torch.ops, or its name ("mylib::op", "mylib.op", "mylib.op.overload"). A rule
         for a packet holds for every overload that has none of its own.
     rules: each a line of the rule language (see autoshard.planning.rules.language), or a callable
-        that takes a Call and yields Strategy objects. All that match a call are offered. They
+        that takes an OpCall and yields Strategy objects. All that match a call are offered. They
         replace the rules the operator had.
 
     Raises ValueError where a text is wrong, naming the column and the remedy.
@@ -82,11 +79,13 @@ def strategies(node: fx.Node, n: int) -> tuple[list[Strategy], list[str]]:
     count = len(operands(node))
     replicated = Strategy((R,) * count, _same_for_all(node, R))
     target = node.target
+    if n == 1:
+        return [replicated], []
     if target in SEEDS:
         return [SEEDS[target]], []
-    if not count or n == 1 or not isinstance(target, torch._ops.OpOverload):
+    if not count or not isinstance(target, torch._ops.OpOverload):
         return [replicated], []
-    call = Call(node, n)
+    call = OpCall(node, n)
     if draws_random_numbers(call):
         return [replicated], ["it draws random numbers, which must be alike on all ranks"]
     offered = [replicated]
@@ -103,7 +102,7 @@ def strategies(node: fx.Node, n: int) -> tuple[list[Strategy], list[str]]:
     return list(dict.fromkeys(offered)), call.reasons
 
 
-def draws_random_numbers(call: Call) -> bool:
+def draws_random_numbers(call: OpCall) -> bool:
     """Whether the call, as its arguments stand, draws random numbers."""
     tagged = torch.Tag.nondeterministic_seeded in call.target.tags
     if not tagged and "dropout" not in call:  # the recurrent layers lack the tag

@@ -7,18 +7,19 @@ in some operand, so that a partial sum passes through them, or lack the tag.
 from __future__ import annotations
 
 from autoshard.planning.rules import fused_dims, indexing, layers, losses, random, reductions, views
+from autoshard.planning.rules.call import Rule
 from autoshard.planning.rules.einsum import einsum
 from autoshard.planning.rules.elementwise import when_zero
-from autoshard.planning.rules.views import Rule, along, dropping, except_dims, except_last, reducing
+from autoshard.planning.rules.views import along, dropping, except_dims, except_last, reducing
 from autoshard.runtime.collectives import P, R
 from autoshard.runtime.operators import vocab_parallel_cross_entropy, vocab_parallel_nll
 
-Entry = str | Rule | tuple[str | Rule, ...]
+RuleEntry = str | Rule | tuple[str | Rule, ...]
 
 LINEAR = "* ... -> ..."
 SUM = "+ ..., + ... -> ..."
 
-MATRICES: dict[str, Entry] = {
+MATRICES: dict[str, RuleEntry] = {
     "aten.linear": "* ... k, * n k, + n -> ... n",
     "aten.mm": "* m k, * k n -> m n",
     "aten.bmm": "* b m k, * b k n -> b m n",
@@ -50,7 +51,7 @@ MATRICES: dict[str, Entry] = {
     "transformers.grouped_mm_fallback": "* T k, * E k n, E -> T n",
 }
 
-ELEMENTWISE: dict[str, Entry] = {
+ELEMENTWISE: dict[str, RuleEntry] = {
     "aten.add.Tensor": SUM,
     "aten.sub.Tensor": SUM,
     "aten.rsub.Tensor": SUM,
@@ -104,7 +105,7 @@ ELEMENTWISE: dict[str, Entry] = {
     "aten.min.other": "..., ... -> ...",
 }
 
-VIEWS: dict[str, Entry] = {
+VIEWS: dict[str, RuleEntry] = {
     **dict.fromkeys(
         [
             "aten.reshape",
@@ -159,7 +160,7 @@ VIEWS: dict[str, Entry] = {
     "aten.stack": views.stacked,
 }
 
-REDUCTIONS: dict[str, Entry] = {
+REDUCTIONS: dict[str, RuleEntry] = {
     "aten.sum": reductions.summed,
     "aten.mean": reductions.averaged,
     **dict.fromkeys(
@@ -208,7 +209,7 @@ REDUCTIONS: dict[str, Entry] = {
     "aten.one_hot": along(views.classes_known),
 }
 
-INDEXING: dict[str, Entry] = {
+INDEXING: dict[str, RuleEntry] = {
     "aten.embedding": indexing.looked_up,
     "aten.gather": indexing.gathered,
     "aten.scatter.src": indexing.scattered,
@@ -226,7 +227,7 @@ INDEXING: dict[str, Entry] = {
     "aten.new_full": indexing.metadata_read,
 }
 
-LAYERS: dict[str, Entry] = {
+LAYERS: dict[str, RuleEntry] = {
     "aten.scaled_dot_product_attention": layers.attention,
     "aten.layer_norm": layers.layer_normalized("... {D}, {D}, {D} -> ... {D}"),
     "aten.native_layer_norm": layers.layer_normalized(
@@ -262,7 +263,7 @@ LAYERS: dict[str, Entry] = {
     "aten.upsample_bicubic2d": along(except_last(2)),
 }
 
-LOSSES: dict[str, Entry] = {
+LOSSES: dict[str, RuleEntry] = {
     "aten.cross_entropy_loss": losses.classified(vocab_parallel_cross_entropy, R),
     "aten.nll_loss": losses.classified(vocab_parallel_nll, P),
     "aten.nll_loss_nd": losses.classified(vocab_parallel_nll, P),
@@ -272,7 +273,7 @@ LOSSES: dict[str, Entry] = {
     "aten.huber_loss": losses.elementwise_loss,
 }
 
-RULES: dict[str, Entry] = {
+RULES: dict[str, RuleEntry] = {
     **MATRICES,
     **ELEMENTWISE,
     **VIEWS,

@@ -1,6 +1,6 @@
 """Operators that move elements without computing: which dim of the input is which of the result.
 
-A dim map is a function of a Call that gives pairs: S(d) of the input becomes S(e) of the result.
+A dim map is a function of a OpCall that gives pairs: S(d) of the input becomes S(e) of the result.
 `along` makes a rule of a map.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autoshard.planning.rules.call import Call, differentiable
+from autoshard.planning.rules.call import OpCall, Rule, differentiable
 from autoshard.planning.sizes import Size, hint, is_one, same
 from autoshard.planning.strategy import Strategy, value
 from autoshard.runtime.collectives import P, S
@@ -27,15 +27,14 @@ class Pair(NamedTuple):
     even: bool = False
 
 
-DimMap = Callable[[Call], Iterable[Pair]]
-Rule = Callable[[Call], Iterable[Strategy]]
+DimMap = Callable[[OpCall], Iterable[Pair]]
 
 
 def along(dim_map: DimMap, *, linear: bool = True) -> Rule:
     """The rule of an operator of one tensor, its first argument: each pair of the map, and P -> P
     where linear."""
 
-    def rule(call: Call) -> Iterator[Strategy]:
+    def rule(call: OpCall) -> Iterator[Strategy]:
         operand = call.schema.arguments[0].name  # overloads differ: upsample's are self and input
         tensor = call.tensor(operand)
         assert tensor is not None
@@ -49,11 +48,11 @@ def along(dim_map: DimMap, *, linear: bool = True) -> Rule:
     return rule
 
 
-def _rank(call: Call) -> int:
+def _rank(call: OpCall) -> int:
     return int(value(call.operands[0]).dim())
 
 
-def classes_known(call: Call) -> Iterator[Pair]:
+def classes_known(call: OpCall) -> Iterator[Pair]:
     """one_hot: every dim stays, unless the number of classes is the largest value found."""
     if call["num_classes"] == -1:
         call.decline(f"{call.op}: num_classes depends on the data")
@@ -64,7 +63,7 @@ def classes_known(call: Call) -> Iterator[Pair]:
 def except_dims(argument: str = "dim") -> DimMap:
     """All dims stay, those that `argument` names do not shard."""
 
-    def dim_map(call: Call) -> Iterator[Pair]:
+    def dim_map(call: OpCall) -> Iterator[Pair]:
         rank = _rank(call)
         named = call.dims(argument, rank)
         return (Pair(d, d) for d in range(rank) if d not in named)
@@ -80,7 +79,7 @@ def except_last(count: int) -> DimMap:
 def dropping(argument: str = "dim") -> DimMap:
     """The named dim disappears from the result (select, unbind)."""
 
-    def dim_map(call: Call) -> Iterator[Pair]:
+    def dim_map(call: OpCall) -> Iterator[Pair]:
         rank = _rank(call)
         (gone,) = call.dims(argument, rank)
         return (Pair(d, d - (d > gone)) for d in range(rank) if d != gone)
@@ -91,7 +90,7 @@ def dropping(argument: str = "dim") -> DimMap:
 def reducing(argument: str | None = "dim") -> DimMap:
     """The named dims are reduced: gone, or of size 1 where keepdim is set."""
 
-    def dim_map(call: Call) -> Iterator[Pair]:
+    def dim_map(call: OpCall) -> Iterator[Pair]:
         rank = _rank(call)
         gone = set(range(rank)) if argument is None else set(call.dims(argument, rank))
         if call.get("keepdim", False):
@@ -102,19 +101,19 @@ def reducing(argument: str | None = "dim") -> DimMap:
     return dim_map
 
 
-def permuted(order: Callable[[Call, int], Sequence[int]]) -> DimMap:
+def permuted(order: Callable[[OpCall, int], Sequence[int]]) -> DimMap:
     """Result dim e is input dim order(call, rank)[e]."""
 
-    def dim_map(call: Call) -> Iterator[Pair]:
+    def dim_map(call: OpCall) -> Iterator[Pair]:
         return (Pair(d, e) for e, d in enumerate(order(call, _rank(call))))
 
     return dim_map
 
 
-def swapped(first: Any, second: Any) -> Callable[[Call, int], list[int]]:
+def swapped(first: Any, second: Any) -> Callable[[OpCall, int], list[int]]:
     """An order with two dims exchanged; each an int or the name of an argument."""
 
-    def order(call: Call, rank: int) -> list[int]:
+    def order(call: OpCall, rank: int) -> list[int]:
         dims = list(range(rank))
         if rank == 0:
             return dims
@@ -126,19 +125,19 @@ def swapped(first: Any, second: Any) -> Callable[[Call, int], list[int]]:
     return order
 
 
-def by_dims(call: Call, rank: int) -> list[int]:
+def by_dims(call: OpCall, rank: int) -> list[int]:
     """The order of permute."""
     return [d % rank for d in call["dims"]]
 
 
-def by_movedim(call: Call, rank: int) -> list[int]:
+def by_movedim(call: OpCall, rank: int) -> list[int]:
     """The order of movedim, from one dim or several."""
     moved, to = call.dims("source", rank), call.dims("destination", rank)
     rest = iter([d for d in range(rank) if d not in moved])
     return [moved[to.index(e)] if e in to else next(rest) for e in range(rank)]
 
 
-def reshaped(call: Call) -> Iterator[Pair]:
+def reshaped(call: OpCall) -> Iterator[Pair]:
     """reshape, view, flatten, unflatten, squeeze, unsqueeze: the arithmetic of the two sizes.
 
     Dims are grouped so that each group of the input holds the elements of one group of the
@@ -154,7 +153,7 @@ def reshaped(call: Call) -> Iterator[Pair]:
             yield Pair(sources[0], results[0], even=True)
 
 
-def squeezed(call: Call) -> Iterator[Pair]:
+def squeezed(call: OpCall) -> Iterator[Pair]:
     """squeeze: as reshaped, unless a shard of one row would be squeezed away."""
     shape = value(call.operands[0]).shape
     named = call.dims("dim", len(shape)) if "dim" in call else range(len(shape))
@@ -195,14 +194,14 @@ def _same_product(
     )
 
 
-def diagonalised(call: Call) -> Iterator[Pair]:
+def diagonalised(call: OpCall) -> Iterator[Pair]:
     """diagonal: the two dims become the last one of the result."""
     rank = _rank(call)
     gone = {call["dim1"] % rank, call["dim2"] % rank}
     return (Pair(d, e) for e, d in enumerate(d for d in range(rank) if d not in gone))
 
 
-def expanded(call: Call) -> Iterator[Strategy]:
+def expanded(call: OpCall) -> Iterator[Strategy]:
     """expand: kept dims pass; a dim that is new or grows may be made at its local size."""
     tensor, result = call.tensor("self"), call.result
     assert tensor is not None
@@ -219,7 +218,7 @@ def expanded(call: Call) -> Iterator[Strategy]:
         yield call.strategy({"self": P}, P)
 
 
-def sliced(call: Call) -> Iterator[Pair]:
+def sliced(call: OpCall) -> Iterator[Pair]:
     """slice: the other dims, and the sliced one where the slice is the whole of it."""
     rank = _rank(call)
     (dim,) = call.dims("dim", rank)
@@ -228,7 +227,7 @@ def sliced(call: Call) -> Iterator[Pair]:
     return (Pair(d, d) for d in range(rank) if d != dim or whole)
 
 
-def repeated(call: Call) -> Iterator[Pair]:
+def repeated(call: OpCall) -> Iterator[Pair]:
     """repeat, tile: the dims repeated once."""
     rank = _rank(call)
     times = list(call.get("repeats") or call.get("dims"))
@@ -237,7 +236,7 @@ def repeated(call: Call) -> Iterator[Pair]:
     return (Pair(d, d + shift) for d in range(rank) if times[d + shift] == 1)
 
 
-def repeat_interleaved(call: Call) -> Iterator[Pair]:
+def repeat_interleaved(call: OpCall) -> Iterator[Pair]:
     """repeat_interleave by a number: every dim, the repeated one in equal shares."""
     rank = _rank(call)
     if call["dim"] is None:
@@ -246,7 +245,7 @@ def repeat_interleaved(call: Call) -> Iterator[Pair]:
     return (Pair(d, d, even=d == dim) for d in range(rank))
 
 
-def unpadded(call: Call) -> Iterator[Pair]:
+def unpadded(call: OpCall) -> Iterator[Pair]:
     """pad: the dims that get no padding."""
     rank = _rank(call)
     padding = call["pad"]
@@ -256,13 +255,13 @@ def unpadded(call: Call) -> Iterator[Pair]:
     return (Pair(d, d) for d in range(rank) if d not in padded)
 
 
-def padding(call: Call) -> Iterable[Strategy]:
+def padding(call: OpCall) -> Iterable[Strategy]:
     """pad: linear unless it pads with a number other than zero."""
     linear = call.get("mode", "constant") != "constant" or call["value"] in (None, 0)
     return along(unpadded, linear=linear)(call)
 
 
-def concatenated(call: Call) -> Iterator[Strategy]:
+def concatenated(call: OpCall) -> Iterator[Strategy]:
     """cat: every dim but the one along which the tensors are joined; partial if all are."""
     tensors, result = call.tensors("tensors"), call.result
     (dim,) = call.dims("dim", result.dim())
@@ -273,7 +272,7 @@ def concatenated(call: Call) -> Iterator[Strategy]:
         yield call.strategy({"tensors": [P] * len(tensors)}, P)
 
 
-def stacked(call: Call) -> Iterator[Strategy]:
+def stacked(call: OpCall) -> Iterator[Strategy]:
     """stack: every dim, moved by the new one; partial if all are."""
     tensors, result = call.tensors("tensors"), call.result
     (dim,) = call.dims("dim", result.dim())
@@ -283,7 +282,7 @@ def stacked(call: Call) -> Iterator[Strategy]:
 
 
 def _joined(
-    call: Call, dims: Iterable[int], result: Callable[[int], int]
+    call: OpCall, dims: Iterable[int], result: Callable[[int], int]
 ) -> Iterator[Strategy]:
     tensors = call.tensors("tensors")
     for d in dims:

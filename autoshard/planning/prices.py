@@ -1,0 +1,135 @@
+"""What the planner charges on one mesh axis: seconds of stored bytes and of changes of state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from torch import fx
+
+from autoshard.planning import cost
+from autoshard.planning.cost import Hardware
+from autoshard.planning.strategy import value
+from autoshard.planning.values import differentiable, global_bytes
+from autoshard.runtime.collectives import P, State, V, shard_dim
+
+# Bytes the training state keeps for each byte of a parameter: itself, its gradient, and two
+# moments of Adam.
+TRAINED_BYTES = 4.0
+
+# Norm weights and biases are a thousandth of a model: splitting one is not worth a collective.
+VECTOR_DISCOUNT = 1e-3
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a stored byte costs, in seconds a step; None for the defaults.
+
+    Whoever asks for a tp axis wants the weights split: by default a megabyte that every rank
+    keeps whole must save a millisecond a step to be worth it, and in a small model an average
+    weight is worth the latency of several collectives. Activations cost two more passes over
+    memory, which is what a saved tensor causes.
+    """
+
+    parameter_byte: float | None = None
+    activation_byte: float | None = None
+
+
+class MovedValue(NamedTuple):
+    """What the price of moving a value depends on; `last` is its last dim."""
+
+    nbytes: int
+    diff: bool
+    activation: bool
+    outer: int
+    last: int
+
+    def spreads(self, src: State, dst: State) -> bool:
+        """Whether the change starts to split an activation along the sequence or the batch.
+
+        What a weight splits, features and heads, is born split or is the last dim. A slice of
+        V is no start: every rank has computed the whole, and needs its heads only.
+        """
+        dim = shard_dim(dst)
+        if dim is None or src == V or not (self.diff and self.activation):
+            return False
+        return src == P or dim != self.last
+
+
+class AxisPrices:
+    """The prices of one graph on an axis of `n` ranks of `hardware`.
+
+    parameters: the placeholders of parameters. sequence_parallel: whether an activation may be
+    split along the sequence or the batch. prices: those of a stored byte.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        hardware: Hardware,
+        parameters: Collection[fx.Node],
+        sequence_parallel: bool,
+        prices: Prices,
+    ) -> None:
+        self.n, self.hardware, self.parameters = n, hardware, parameters
+        self.link = hardware.links["tp"]
+        self.sequence_parallel = sequence_parallel
+        self.activation_byte = prices.activation_byte or 2.0 / hardware.memory_bandwidth
+        self.parameter_byte = prices.parameter_byte or self._default_parameter_byte()
+        self._changes: dict[tuple[State, State, MovedValue], float] = {}
+
+    def _default_parameter_byte(self) -> float:
+        sizes = [global_bytes(node) for node in self.parameters if value(node).dim() > 1]
+        if not sizes:
+            return 1e-9
+        worth = 8 * len(sizes) * cost.collective_seconds("all_reduce", 0, self.n, self.link)
+        return max(1e-9, worth / (TRAINED_BYTES * sum(sizes)))
+
+    def storage(self, node: fx.Node, state: State) -> float:
+        """Seconds that storing an input in `state` is charged; nothing where it is no parameter."""
+        if node not in self.parameters:
+            return 0.0
+        trained = TRAINED_BYTES if node.meta.get("diff") else 1.0
+        share = 1.0 if shard_dim(state) is None else 1.0 / self.n
+        price = self.parameter_byte
+        if value(node).dim() < 2:
+            price *= VECTOR_DISCOUNT
+        return global_bytes(node) * share * trained * price
+
+    def moved(self, source: fx.Node) -> MovedValue:
+        """What the price of moving `source`'s value depends on."""
+        shape = value(source).shape
+        return MovedValue(
+            global_bytes(source),
+            differentiable(source),
+            source not in self.parameters,
+            cost.outer_dim(shape),
+            len(shape) - 1,
+        )
+
+    def change_cost(self, source: fx.Node) -> Callable[[State, State], float]:
+        """Seconds to move `source`'s value between two states, as the factors charge it."""
+        moved = self.moved(source)
+        return lambda src, dst: self.change(src, dst, moved)
+
+    def change(self, src: State, dst: State, moved: MovedValue) -> float:
+        """Seconds of one change of state; infinite where it is forbidden."""
+        key = (src, dst, moved)
+        if key not in self._changes:
+            if src == dst:
+                seconds = 0.0
+            elif not self.sequence_parallel and moved.spreads(src, dst):
+                seconds = np.inf
+            else:
+                seconds = cost.change_seconds(
+                    src, dst, moved.nbytes, self.n, self.link, moved.diff, moved.outer
+                )
+                if moved.diff and src[0] == "S" and shard_dim(dst) is None:
+                    # the gathered value is saved for the backward pass
+                    seconds += moved.nbytes * (
+                        self.activation_byte if moved.activation else self.parameter_byte
+                    )
+            self._changes[key] = seconds
+        return self._changes[key]
