@@ -97,8 +97,9 @@ def search_meshes(
     hardware: a key of `planning.hardware.HARDWARE`, a cluster file, or a Cluster. mesh: only this
         one, instead of all factorisations with tp inside a node. training: dtypes and optimizer.
     batches: how many different batches the world is given, where that is less than one for each
-        data-parallel rank: the others repeat work. progress: called with (what begins, its number, steps in all). options: any other field of
-        `autoshard.Config`; `memory_budget` is of the whole rank.
+        data-parallel rank: the others repeat work. progress: called with (what begins, its number,
+        steps in all). options: any other field of `autoshard.Config`; `memory_budget` is of the
+        whole rank.
 
     Raises ConfigError for a mesh that does not fit the world, and what `trace` raises.
     """
