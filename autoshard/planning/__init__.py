@@ -5,6 +5,7 @@ from __future__ import annotations
 from autoshard.planning.plan import Plan, strategy_text
 from autoshard.planning.planner import Decisions, Request, fingerprint, merged, plan_graph
 from autoshard.planning.problem import TRAINED_BYTES, Prices
+from autoshard.planning.sizes import same_shape
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.values import (
     fusible,
@@ -32,6 +33,7 @@ __all__ = [
     "output_state",
     "plan_graph",
     "producer",
+    "same_shape",
     "strategy_text",
     "tensor_bytes",
     "value",

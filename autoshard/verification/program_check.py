@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.passes import Context, DataParallel, Localize
+from autoshard.passes import N_OUTPUTS, DataParallel, Localize, Pass, rank_program
 from autoshard.program import Program
 from autoshard.runtime.collectives import (
     Axis,
@@ -93,7 +93,7 @@ def verify_program(
     """
     serial, decisions = program.serial, program.decisions
     placeholders = [node for node in serial.graph.nodes if node.op == "placeholder"]
-    n_outputs = serial.meta["n_outputs"]
+    n_outputs = serial.meta[N_OUTPUTS]
     states = decisions.outputs[:n_outputs]
     batches = [
         [v if node in program.parameters else own for v, own, node in zip(inputs, b, placeholders)]
@@ -124,11 +124,11 @@ def verify_program(
         return {program.axis.name: decisions.stored.get(node, R), **program.data.get(node, {})}
 
     def program_of(axes: tuple[Axis, ...]) -> fx.GraphModule:
-        local = Localize(serial, decisions, axes[-1]).run()
+        passes: list[Pass] = [Localize(decisions)]
         spread = {i: program.data[n] for i, n in enumerate(placeholders) if n in program.data}
         if ranks > 1:
-            DataParallel(data_axes(axes), spread).run(local, Context(axes[-1], program.config))
-        return local
+            passes.append(DataParallel(data_axes(axes), spread))
+        return rank_program(serial, passes, axes[-1])[0]
 
     def rank(axes: tuple[Axis, ...], local: fx.GraphModule) -> tuple[list[Any], list[Any]]:
         axis = axes[-1]

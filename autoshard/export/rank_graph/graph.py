@@ -32,7 +32,7 @@ from autoshard.export.rank_graph.plain_attention import plain_attention
 from autoshard.export.rank_graph.tidy import on_cpu, propagate, tidy
 from autoshard.export.rank_graph.with_cache import with_cache
 from autoshard.export.serial_graph import unwrapped
-from autoshard.passes import Localize
+from autoshard.passes import MUTATED, Localize, rank_program
 from autoshard.planning import producer
 from autoshard.planning.cost import hardware as known_hardware
 from autoshard.program import Program
@@ -131,8 +131,8 @@ class InferencePlan:
         """The graph of one rank. Raises ExportError for what no engine can hold."""
         axis = offline_mesh({"tp": self.tp}, rank).axis("tp")
         self._check()
-        local = Localize(self.program.serial, self.program.decisions, axis).run()
-        if self.program.serial.meta.get("mutated"):
+        local = rank_program(self.program.serial, (Localize(self.program.decisions),), axis)[0]
+        if self.program.serial.meta.get(MUTATED):
             raise export_error("the model writes to one of its inputs or buffers in forward")
         given = [n for n in local.graph.nodes if n.op == "placeholder"]
         mode = next(v.fake_mode for n in given if hasattr(v := n.meta["val"], "fake_mode"))

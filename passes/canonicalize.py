@@ -1,4 +1,4 @@
-"""normalize: one spelling for each operation, so that sharding rules need not know the others.
+"""canonicalize: one spelling for each operation, so that sharding rules need not know the others.
 
     before                                                 after
     %x: f32[4,8]                                           %x: f32[4,8]
@@ -34,6 +34,8 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autoshard.passes.base import Context, Report, emit
+from autoshard.passes.meta import DIFF
+from autoshard.planning import same_shape
 
 aten = torch.ops.aten
 
@@ -61,10 +63,11 @@ _NEED_STRIDES = frozenset(
 
 
 @dataclass(frozen=True)
-class Normalize:
+class Canonicalize:
     """See the module's text."""
 
-    name: ClassVar[str] = "normalize"
+    name: ClassVar[str] = "canonicalize"
+    optional: ClassVar[bool] = False
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
         """Rewrite `gm.graph` in place."""
@@ -121,15 +124,6 @@ class Normalize:
             report.hits += 1
 
 
-def same_shape(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two shapes are equal for certain; symbols are compared as written, which adds no
-    guard."""
-    return len(left.shape) == len(right.shape) and all(
-        a == b if isinstance(a, int) and isinstance(b, int) else str(a) == str(b)
-        for a, b in zip(left.shape, right.shape)
-    )
-
-
 def _unsaid(node: fx.Node) -> int:
     before = (node.args, node.kwargs)
     node.args = node.args[:3]
@@ -148,7 +142,7 @@ def _identity(node: fx.Node) -> fx.Node | None:
     if node.target in _ALIASES:
         return source
     if node.target is aten.detach.default:
-        return None if source.meta.get("diff") else source
+        return None if source.meta.get(DIFF) else source
     if node.target is aten.dropout.default:
         return source if node.args[1] == 0 or not node.args[2] else None
     if node.target in _RESHAPES or node.target in _SAME_SHAPE:
@@ -240,7 +234,7 @@ def _type_as(graph: fx.Graph, node: fx.Node) -> bool:
         options = {"dtype": want.dtype, "device": want.device}
         with graph.inserting_before(node):
             new = emit(
-                graph, node, aten._to_copy.default, (source,), options, provenance="normalize"
+                graph, node, aten._to_copy.default, (source,), options, provenance=Canonicalize.name
             )
     elif graph.output_node() in node.users:
         return False
@@ -262,7 +256,9 @@ def _cat(graph: fx.Graph, node: fx.Node) -> bool:
         return True
     options = {"memory_format": torch.contiguous_format}
     with graph.inserting_before(node):
-        new = emit(graph, node, aten.clone.default, (full[0],), options, provenance="normalize")
+        new = emit(
+            graph, node, aten.clone.default, (full[0],), options, provenance=Canonicalize.name
+        )
     node.replace_all_uses_with(new)
     graph.erase_node(node)
     return True
