@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,14 +13,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 import autoshard
 from autoshard.compiling.debugging import DebugWatch, Settings, refuse_unsharded
 from autoshard.compiling.rendering import render
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.passes import pipeline
+from autoshard.passes.base import Context, Watch
+from autoshard.passes.canonicalize import Canonicalize
+from autoshard.passes.expand_grouped_heads import ExpandGroupedHeads
 from autoshard.program import Program
+from autoshard.runtime.collectives.axis import Axis
 from golden_text import golden
 from models_plain import MLP
 
@@ -131,8 +138,39 @@ def test_golden_text_of_each_pass(
     golden(f"passes/{name}", f"{before}\n--- {name}\n\n{after}")
 
 
-def test_every_pass_has_its_place_and_its_golden_text() -> None:
+def test_every_pass_has_its_golden_text() -> None:
     assert tuple(SAMPLES) == pipeline.ORDER
+
+
+@pytest.mark.parametrize("one", [one for stage in pipeline.PIPELINE for one in stage.passes])
+def test_every_pass_keeps_the_contract(one: Any) -> None:
+    """A frozen dataclass in a file and with a test file of its name; `run` and `emit` only."""
+    assert one.__dataclass_params__.frozen and isinstance(one.optional, bool)
+    assert one.__module__ == f"autoshard.passes.{one.name}"
+    assert list(inspect.signature(one.run).parameters) == ["self", "gm", "ctx"]
+    assert (Path(__file__).parent / f"test_{one.name}.py").exists()
+    source = inspect.getsource(sys.modules[one.__module__])
+    assert source.startswith(f'"""{one.name}: ') and "before" in source and "after" in source
+    for call in (".call_function(", ".recompile(", ".lint(", "os.environ", "print("):
+        assert call not in source, f"{call} is not a pass's"
+    imported = set(re.findall(r"autoshard\.passes\.(\w+) import", source))
+    assert imported <= {"base", "bucketing", "meta"}, "a pass imports no pass"
+
+
+def test_the_runner_keeps_the_order_and_refuses_passes_of_another_graph() -> None:
+    names: list[str] = []
+
+    class Named(Watch):
+        def runs(self, name: str) -> bool:
+            names.append(name)
+            return False
+
+    gm, ctx = fx.symbolic_trace(nn.Identity()), Context(Axis("tp", 1, 0, ""))
+    given = (ExpandGroupedHeads(), Canonicalize())
+    assert pipeline.run_stage("serial", given, gm, ctx, Named()) == []
+    assert names == ["canonicalize", "expand_grouped_heads"]
+    with pytest.raises(ValueError, match="canonicalize in the stage 'local', whose passes are loc"):
+        pipeline.run_stage("local", given[1:], gm, ctx)
 
 
 def test_dumps_are_numbered_in_the_order_of_the_passes(
