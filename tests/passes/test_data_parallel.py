@@ -88,4 +88,4 @@ def test_values_and_gradients_are_those_of_the_serial_graph() -> None:
     model, x = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)), torch.randn(4, 5)
     (program,), values = programs(model, (x,), [{"mesh": {"dp_replicate": 2, "dp_shard": 2}}])
     others = [[torch.randn(4, 5) if v is x else v for v in values] for _ in range(3)]
-    assert max(verify_program(program, values, others=others).worst) < 1e-6
+    assert verify_program(program, values, others=others).worst[1] < 1e-6
