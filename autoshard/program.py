@@ -28,13 +28,18 @@ from autoshard.memory import (
     summary,
 )
 from autoshard.passes import (
-    BEFORE_COMPILATION,
+    BUFFER,
+    CHANGE,
+    LINE,
+    MODULE,
+    PENDING_INPUTS,
+    READER,
+    READER_LINE,
     SILENT,
-    Context,
     Watch,
     finish,
     local_value,
-    run_passes,
+    specialize,
 )
 from autoshard.planning import Decisions, Plan, tensor_bytes
 from autoshard.planning.estimate import STORED
@@ -109,9 +114,9 @@ class Program:
         """The forward and backward ATen graphs AOTAutograd makes of `graph_module`."""
         fakes = [n.meta["val"] for n in self.graph_module.graph.nodes if n.op == "placeholder"]
         made = forward_backward(*off_meta(self.graph_module, fakes))
-        finish(made.forward, self.mesh, self.config, False, self.watch)
+        finish(made.forward, self.mesh, self.config.bucket_bytes, False, self.watch)
         if made.backward is not None:
-            finish(made.backward, self.mesh, self.config, True, self.watch)
+            finish(made.backward, self.mesh, self.config.bucket_bytes, True, self.watch)
         return made
 
     @cached_property
@@ -120,15 +125,15 @@ class Program:
         graphs = (self.joint.forward, self.joint.backward)
         forward, backward = (gm and copy.deepcopy(gm) for gm in graphs)
         assert forward is not None
-        context = Context(self.axis, self.config)
-        for gm, phase in ((forward, "forward"), (backward, "backward")):
-            if gm is not None:
-                run_passes(BEFORE_COMPILATION, gm, context, self.watch, phase)
+        specialize(forward, self.axis, False, self.watch)
+        if backward is not None:
+            specialize(backward, self.axis, True, self.watch)
         return replace(self.joint, forward=forward, backward=backward)
 
     def finish(self, graph: fx.GraphModule, backward: bool) -> None:
         """Bucket and schedule the collectives of a graph that is compiled and run, in place."""
-        finish(graph, self.mesh, self.config, backward, self.watch, run=True)
+        finish(graph, self.mesh, self.config.bucket_bytes, backward, self.watch)
+        specialize(graph, self.axis, backward, self.watch)
 
     def settings(self) -> str:
         """What `finish` depends on besides the graph; equal texts make equal graphs of one."""
@@ -183,10 +188,10 @@ class Program:
                 local = tensor_bytes(self._local(node))
                 parameters += local
                 trained += [local] if node.meta["val"].requires_grad else []
-            elif node.meta.get("buffer"):
+            elif node.meta.get(BUFFER):
                 buffers += tensor_bytes(node.meta["val"])
         state = kind.states * sum(trained) + kind.counter * len(trained)
-        waiting = self.graph_module.meta.get("pending", ())
+        waiting = self.graph_module.meta.get(PENDING_INPUTS, ())
         pending = sum(math.prod(each.shape) * each.dtype.itemsize for each in waiting)
         resident = {
             PARAMETERS: parameters, BUFFERS: buffers, OPTIMIZER: state, PENDING: pending
@@ -249,10 +254,10 @@ class Program:
             self._axis_of(node),
             sum(map(tensor_bytes, pytree.tree_leaves(source.meta["val"]))),
             phase,
-            custom.get("autoshard_module", ""),
-            custom.get("autoshard_change", ""),
-            custom.get("autoshard_line", ""),
+            custom.get(MODULE, ""),
+            custom.get(CHANGE, ""),
+            custom.get(LINE, ""),
             node,
-            custom.get("autoshard_reader", ""),
-            custom.get("autoshard_reader_line", ""),
+            custom.get(READER, ""),
+            custom.get(READER_LINE, ""),
         )

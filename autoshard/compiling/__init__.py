@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoshard.compiling.debugging import Following, refuse_unsharded, settings
+from autoshard.compiling.debugging import DebugWatch, refuse_unsharded, settings
 from autoshard.compiling.inductor_order import reduce_in_place
 from autoshard.compiling.inner import compile_local
 from autoshard.compiling.meta_graphs import off_meta
@@ -11,7 +11,7 @@ from autoshard.compiling.rendering import render
 from autoshard.compiling.serving import check_serving
 
 __all__ = [
-    "Following",
+    "DebugWatch",
     "check_serving",
     "compile_local",
     "lowered_dtypes",

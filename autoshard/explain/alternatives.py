@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autoshard.passes import Localize, local_value
+from autoshard.passes import DIFF, Localize, local_value, rank_program
 from autoshard.planning import (
     TRAINED_BYTES,
     Decisions,
@@ -26,7 +26,6 @@ from autoshard.planning import (
     fusible,
     is_lookup,
     plan_graph,
-    producer,
     tensor_bytes,
     value,
 )
@@ -114,7 +113,7 @@ def _priced(
     arithmetic = 0.0
     for node in graph.nodes:
         if flops := cost.node_flops(node):
-            passes = 3 if node.meta.get("diff") else 1
+            passes = 3 if node.meta.get(DIFF) else 1
             dtype = node.meta["val"].dtype if isinstance(value(node), torch.Tensor) else None
             arithmetic += passes * cost.node_seconds(
                 flops, cost.node_bytes(node), dtype or torch.float32, hardware
@@ -125,15 +124,8 @@ def _priced(
 
 
 def _local_graph(program: Program, decisions: Decisions, axis: Axis) -> fx.Graph:
-    """One rank's graph, with the value of every node: localize itself needs not all of them."""
-    localize = Localize(program.serial, decisions, axis)
-    graph = localize.run().graph
-    for serial, local in localize.local.items():
-        if "val" not in local.meta and serial.op == "call_function":
-            owner, index = producer(serial)
-            whole = value(serial) if index is None else value(localize.local[owner])[index]
-            local.meta["val"] = whole
-    return graph
+    """One rank's graph, with the value of every node."""
+    return rank_program(program.serial, (Localize(decisions),), axis)[0].graph
 
 
 def _planned_traffic(
@@ -149,7 +141,7 @@ def _planned_traffic(
         assert isinstance(source, fx.Node)
         whole = tensor_bytes(value(source)) * (axis.size if shard_dim(str(have)) is not None else 1)
         forward, backward = cost.change_collectives(str(have), str(want))
-        if not node.meta.get("diff"):
+        if not node.meta.get(DIFF):
             backward = ()
         if source.op == "placeholder" and backward == ("all_reduce",):
             vectors += whole
@@ -161,7 +153,7 @@ def _planned_traffic(
     if vectors:
         found.append(("all_reduce", vectors))
     for node, strategy in decisions.strategies.items():
-        diff = bool(node.meta.get("diff"))
+        diff = bool(node.meta.get(DIFF))
         found += [(t.op, t.nbytes) for t in strategy.traffic if diff or not t.backward]
     return found
 
@@ -213,7 +205,7 @@ def _activations(graph: fx.Graph) -> int:
     several operators read (a residual stream), and the log-probabilities of a loss."""
     kept: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or node.target is change or not node.meta.get("diff"):
+        if node.op != "call_function" or node.target is change or not node.meta.get(DIFF):
             continue
         if not fusible(node):
             for source in node.all_input_nodes:
@@ -228,7 +220,7 @@ def _activations(graph: fx.Graph) -> int:
 def _keep(source: fx.Node, kept: dict[fx.Node, int]) -> None:
     while _is_view(source) or _is_local_change(source):
         source = source.all_input_nodes[0]
-    if source.op == "call_function" and source.meta.get("diff"):
+    if source.op == "call_function" and source.meta.get(DIFF):
         kept[source] = tensor_bytes(value(source))
 
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.explain.costs import covered, folded, named, seconds
 from autoshard.explain.reasons import operator_name
-from autoshard.passes import module_path, user_line
+from autoshard.passes import DIFF, module_path, user_line
 from autoshard.planning import cost, operands, strategy_text, value
 from autoshard.program import Collective, Program
 from autoshard.runtime.collectives import State
@@ -46,8 +46,8 @@ def planned(program: Program) -> list[tuple[fx.Node, str]]:
 def _flows(program: Program) -> Callable[[fx.Node], bool]:
     """Which nodes carry what the model computes: those with a gradient, so that masks and
     positions are left out; in a graph without gradients all of floating point."""
-    if any(node.meta.get("diff") for node in program.serial.graph.nodes):
-        return lambda node: node.op == "call_function" and bool(node.meta.get("diff"))
+    if any(node.meta.get(DIFF) for node in program.serial.graph.nodes):
+        return lambda node: node.op == "call_function" and bool(node.meta.get(DIFF))
     return lambda node: node.op == "call_function" and any(
         isinstance(val, torch.Tensor) and val.is_floating_point()
         for val in pytree.tree_leaves(value(node))

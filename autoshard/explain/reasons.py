@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autoshard.passes import module_path, user_line
+from autoshard.passes import DIFF, module_path, user_line
 from autoshard.planning import operands, value
 from autoshard.planning.rules import rules_for
 from autoshard.program import Program
@@ -78,7 +78,7 @@ def whole(program: Program) -> list[Whole]:
                 Whole("parameter", name, reason(program, node), module_path(user), user_line(user))
             )
     for node in program.serial.graph.nodes:
-        if node.op == "call_function" and node.meta.get("diff") and operands(node):
+        if node.op == "call_function" and node.meta.get(DIFF) and operands(node):
             why = _no_rule(node)
             if why:
                 found.append(

@@ -15,7 +15,7 @@ from torch import fx
 from autoshard.memory.inductor_liveness import Fused
 from autoshard.memory.liveness import Change, Held, Kernel, Storage, kernels, storages, walk
 from autoshard.memory.reused_memory import reused_memory
-from autoshard.passes import GATHERS, BucketGradients, BucketParameters
+from autoshard.passes import GATHERS, PASS, BucketGradients, BucketParameters
 from autoshard.planning import tensor_bytes
 from autoshard.runtime.compat import ForwardBackward, Lowered
 
@@ -266,7 +266,7 @@ def _gathered(graph: fx.Graph, weights: Container[str]) -> list[fx.Node]:
     stored: set[fx.Node] = set()
     for node in graph.nodes:
         sources = node.all_input_nodes
-        if (node.meta.get("custom") or {}).get("autoshard_pass") in _BUCKETS:
+        if (node.meta.get("custom") or {}).get(PASS) in _BUCKETS:
             found.append(node)
         elif node.op == "placeholder" and node.name in weights:
             stored.add(node)
