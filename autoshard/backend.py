@@ -26,7 +26,13 @@ from autoshard.config import Config
 from autoshard.errors import ConfigError, message
 from autoshard.mesh_search import choose
 from autoshard.parameters import store
-from autoshard.passes import Waiting
+from autoshard.passes import (
+    ENABLE_GRAD,
+    OUTPUT_EXTENTS,
+    OUTPUT_STATES,
+    PENDING_INPUTS,
+    PendingInput,
+)
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree, attempt, wait_at_most
@@ -150,11 +156,11 @@ def _runner(
     sharded = [i for i, item in enumerate(inputs) if isinstance(item.real, DTensor)]
     owned = weakref.WeakSet(item.real for item in inputs if isinstance(item.real, nn.Parameter))
     _programs.append((owned, program))
-    states = local.meta["output_states"]
-    extents = local.meta["output_extents"]
+    states = local.meta[OUTPUT_STATES]
+    extents = local.meta[OUTPUT_EXTENTS]
     present = _presenter(states, extents, mesh, config)
 
-    waiting: list[Waiting] = local.meta.get("pending", [])
+    waiting: list[PendingInput] = local.meta.get(PENDING_INPUTS, [])
 
     known: Layouts = {}
 
@@ -175,7 +181,10 @@ def _runner(
 
 
 def _take(
-    waiting: Sequence[Waiting], values: Sequence[Any], shards: Sequence[torch.Tensor], what: str
+    waiting: Sequence[PendingInput],
+    values: Sequence[Any],
+    shards: Sequence[torch.Tensor],
+    what: str,
 ) -> list[torch.Tensor]:
     """The pending gradients a graph writes to, and their fate when its backward is done."""
     held = []
@@ -196,7 +205,7 @@ def _take(
 
 def _modes(program: Program) -> Callable[[], contextlib.AbstractContextManager[None]]:
     """The modes the program's graph is compiled and run in; Dynamo guards on the caller's."""
-    grad = bool(program.serial.meta.get("enable_grad"))
+    grad = bool(program.serial.meta.get(ENABLE_GRAD))
     if grad or compat.autocast_is_on():
         return functools.partial(compat.explicit_modes, grad)
     return contextlib.nullcontext

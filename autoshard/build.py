@@ -13,20 +13,22 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.capture import capture, guard_divisible
-from autoshard.compiling import Following, lowered_dtypes, settings, traced_microbatch, use_by
+from autoshard.compiling import DebugWatch, lowered_dtypes, settings, traced_microbatch, use_by
 from autoshard.config import Config
 from autoshard.errors import CaptureError, message
 from autoshard.explain import check_strict, explain_plan
 from autoshard.passes import (
+    BUFFER,
+    DIFF,
+    MUTATED,
     SILENT,
-    Context,
     DataParallel,
+    GlobalTokenMean,
     Localize,
-    Report,
+    Pass,
     Watch,
-    WeighTokens,
     prepare,
-    run_passes,
+    rank_program,
 )
 from autoshard.planning import (
     Decisions,
@@ -88,36 +90,16 @@ def build_program(
     if microbatch is None:
         microbatch = traced_microbatch(gm)
     dtypes = lowered_dtypes(inputs)
-    watch = Following(settings(), mesh.axes)
+    watch = DebugWatch(settings(), mesh.axes)
     captured = capture(gm, example_inputs, dtypes)
     planned = plan_captured(captured, inputs, mesh, config, machine, watch)
     serial, decisions, parameters = planned.serial, planned.decisions, planned.parameters
     if axis.size > 1:
         guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
-    watch.runs(Localize.name)
-    watch.before(Localize.name, serial)
-    local = Localize(serial, decisions, axis, config.recompute_collectives).run()
-    watch.after(Localize.name, local)
-    if data_axes(mesh.axes) or dtypes:
-        refuse_mutated(serial, parameters)
-        placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
-        states = {i: planned.data[n] for i, n in enumerate(placeholders) if n in planned.data}
-        stored_dtypes = {i: inputs[i].real.dtype for i in dtypes}  # type: ignore[union-attr]
-        for i, dtype in stored_dtypes.items():
-            placeholders[i].meta[STORED] = dtype
-        replicas = DataParallel(
-            data_axes(mesh.axes),
-            states,
-            regather=config.zero == 3,
-            use=use_by(config, mesh),
-            dtypes=stored_dtypes,
-            microbatch=microbatch,
-        )
-        context = Context(axis, config)
-        run_passes((replicas,), local, context, watch)
-        if config.loss_tokens == "global" and data_axes(mesh.axes):
-            (weighed,) = run_passes((WeighTokens(data_axes(mesh.axes)),), local, context, watch)
-            _warn_of_no_mean(weighed, serial)
+    passes = _local_passes(planned, inputs, mesh, config, dtypes, microbatch)
+    local, reports = rank_program(serial, passes, axis, watch)
+    if any(one.name == GlobalTokenMean.name and not one.hits for one in reports):
+        _warn_of_no_mean(serial)
     program = Program(
         graph_module=local,
         serial=serial,
@@ -148,7 +130,8 @@ def plan_captured(
 ) -> Planned:
     """Plan a captured graph on the axis tp of `mesh`; the passes before the plan change it."""
     axis = mesh.axis("tp")
-    serial, _ = prepare(captured, axis, config, watch)
+    serial = captured
+    prepare(serial, axis, config.rng == "tracker", watch)
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
     parameters: dict[fx.Node, str] = {}
     stored: dict[fx.Node, State] = {}
@@ -162,7 +145,7 @@ def plan_captured(
                 stored[node] = found.get(axis.name, R)
                 data[node] = {name: found[name] for name in DATA_AXES if name in found}
         elif isinstance(item.real, torch.Tensor) and item.of_model:
-            node.meta["buffer"] = True
+            node.meta[BUFFER] = True
     plan = load_plan(config.plan, axis)
     request = Request(
         parameters=parameters,
@@ -177,8 +160,41 @@ def plan_captured(
     return Planned(serial, parameters, data, decisions, full)
 
 
-def _warn_of_no_mean(weighed: Report, serial: fx.GraphModule) -> None:
-    if not weighed.hits and any(map(_trains, serial.graph.output_node().all_input_nodes)):
+def _local_passes(
+    planned: Planned,
+    inputs: list[compat.GraphInput],
+    mesh: Mesh,
+    config: Config,
+    dtypes: Mapping[int, torch.dtype],
+    microbatch: str,
+) -> list[Pass]:
+    """The passes that make the planned graph one rank's, with their options."""
+    passes: list[Pass] = [Localize(planned.decisions, config.recompute_collectives)]
+    axes = data_axes(mesh.axes)
+    if not axes and not dtypes:
+        return passes
+    refuse_mutated(planned.serial, planned.parameters)
+    placeholders = [n for n in planned.serial.graph.nodes if n.op == "placeholder"]
+    stored_dtypes = {i: inputs[i].real.dtype for i in dtypes}  # type: ignore[union-attr]
+    for i, dtype in stored_dtypes.items():
+        placeholders[i].meta[STORED] = dtype
+    passes.append(
+        DataParallel(
+            axes,
+            {i: planned.data[n] for i, n in enumerate(placeholders) if n in planned.data},
+            regather=config.zero == 3,
+            use=use_by(config, mesh),
+            dtypes=stored_dtypes,
+            microbatch=microbatch,
+        )
+    )
+    if config.loss_tokens == "global" and axes:
+        passes.append(GlobalTokenMean(axes))
+    return passes
+
+
+def _warn_of_no_mean(serial: fx.GraphModule) -> None:
+    if any(map(_trains, serial.graph.output_node().all_input_nodes)):
         warnings.warn(
             'loss_tokens="global" found no mean loss in the graph: compute it in the '
             "compiled model, or weigh its tokens there (docs/losses.md)",
@@ -187,13 +203,13 @@ def _warn_of_no_mean(weighed: Report, serial: fx.GraphModule) -> None:
 
 
 def _trains(output: fx.Node) -> bool:
-    return bool(output.meta.get("diff"))
+    return bool(output.meta.get(DIFF))
 
 
 def refuse_mutated(serial: fx.GraphModule, parameters: Mapping[fx.Node, str]) -> None:
     """A parameter written in forward would be written whole into its data-parallel shard."""
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
-    for i in serial.meta.get("mutated", ()):
+    for i in serial.meta.get(MUTATED, ()):
         if placeholders[i] in parameters:
             raise CaptureError(
                 message(

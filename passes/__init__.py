@@ -1,4 +1,4 @@
-"""Graph passes: one a file; pipeline.py holds their order."""
+"""Graph passes: one a file; pipeline.py holds their order, meta.py the keys of metadata."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ if __name__ != "autoshard.passes":
 from autoshard.passes.base import (  # noqa: E402
     SILENT,
     Context,
+    Pass,
     Report,
     Watch,
+    local_value,
     module_path,
     user_line,
 )
-from autoshard.passes.bucket_gradients import (  # noqa: E402
-    BucketGradients,
-)
-from autoshard.passes.bucket_parameters import (  # noqa: E402
-    BucketParameters,
-)
+from autoshard.passes.bucket_gradients import BucketGradients  # noqa: E402
+from autoshard.passes.bucket_parameters import BucketParameters  # noqa: E402
 from autoshard.passes.bucketing import (  # noqa: E402
     ALL_REDUCE,
     COLLECTIVES,
@@ -29,55 +27,82 @@ from autoshard.passes.bucketing import (  # noqa: E402
     start_of,
     waits_of,
 )
-from autoshard.passes.data_parallel import (  # noqa: E402
-    DataParallel,
-    Waiting,
-)
-from autoshard.passes.localize import (  # noqa: E402
-    Localize,
-    local_value,
-)
-from autoshard.passes.normalize import (  # noqa: E402
-    Normalize,
+from autoshard.passes.canonicalize import Canonicalize  # noqa: E402
+from autoshard.passes.data_parallel import DataParallel, PendingInput  # noqa: E402
+from autoshard.passes.global_token_mean import GlobalTokenMean  # noqa: E402
+from autoshard.passes.localize import Localize  # noqa: E402
+from autoshard.passes.meta import (  # noqa: E402
+    BUFFER,
+    CHANGE,
+    DIFF,
+    ENABLE_GRAD,
+    LINE,
+    MODULE,
+    MUTATED,
+    N_OUTPUTS,
+    NO_GRAD,
+    OUTPUT_EXTENTS,
+    OUTPUT_STATES,
+    PASS,
+    PENDING_INPUTS,
+    READER,
+    READER_LINE,
 )
 from autoshard.passes.pipeline import (  # noqa: E402
-    BEFORE_COMPILATION,
     OPTIONAL,
     ORDER,
+    PIPELINE,
     finish,
     prepare,
-    run_passes,
-)
-from autoshard.passes.weigh_tokens import (  # noqa: E402
-    WeighTokens,
+    rank_program,
+    run_stage,
+    specialize,
 )
 
 __all__ = [
     "ALL_REDUCE",
-    "BEFORE_COMPILATION",
+    "BUFFER",
     "BucketGradients",
     "BucketParameters",
+    "CHANGE",
     "COLLECTIVES",
+    "Canonicalize",
     "Context",
+    "DIFF",
     "DataParallel",
+    "ENABLE_GRAD",
     "GATHERS",
+    "GlobalTokenMean",
+    "LINE",
     "Localize",
-    "Normalize",
+    "MODULE",
+    "MUTATED",
+    "NO_GRAD",
+    "N_OUTPUTS",
     "OPTIONAL",
     "ORDER",
+    "OUTPUT_EXTENTS",
+    "OUTPUT_STATES",
+    "PASS",
+    "PENDING_INPUTS",
+    "PIPELINE",
+    "Pass",
+    "PendingInput",
+    "READER",
+    "READER_LINE",
     "Report",
     "SILENT",
     "WAIT",
-    "Waiting",
     "Watch",
-    "WeighTokens",
     "aten",
     "c10d",
     "finish",
     "local_value",
     "module_path",
     "prepare",
-    "run_passes",
+    "rank_program",
+    "run_stage",
+    "specialize",
     "start_of",
     "user_line",
     "waits_of",

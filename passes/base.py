@@ -8,25 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autoshard.runtime.collectives import Axis
+from autoshard.passes.meta import DIFF, PASS
+from autoshard.runtime.collectives import Axis, State, chunk_bounds, shard_dim
 from autoshard.runtime.errors import source_line
 
 CARRIED = ("stack_trace", "nn_module_stack", "custom", "recompute", "ac_graph_id")
 """Metadata a new node takes over from the node it is made for."""
 
+_REGION = ("recompute", "ac_graph_id")
+
 
 @dataclass(frozen=True)
 class Context:
-    """What a pass may know besides the graph: the mesh axis, and the caller's configuration."""
+    """What every pass knows besides the graph: the planned axis, with this rank's place on it."""
 
     axis: Axis
-    config: Any = None
 
 
 class Skip(NamedTuple):
@@ -54,9 +56,13 @@ class Report:
 
 
 class Pass(Protocol):
-    """One graph rewrite. Implementations are frozen dataclasses; their fields are the options."""
+    """One graph rewrite. Implementations are frozen dataclasses; their fields are the options.
+
+    optional: a program without the pass is as right, only slower.
+    """
 
     name: ClassVar[str]
+    optional: ClassVar[bool]
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
         """Rewrite `gm.graph` in place."""
@@ -97,23 +103,39 @@ def emit(
     kwargs: Mapping[str, Any] | None = None,
     *,
     provenance: str,
+    value: fx.Node | Literal["computed", "unknown"] = "computed",
+    custom: Mapping[str, Any] | None = None,
+    name: str | None = None,
 ) -> fx.Node:
     """A new call_function node at the graph's insertion point, made on behalf of `like`.
 
-    The value is computed from the operands' fakes, the metadata is that of `like`, and
-    `meta["custom"]["autoshard_pass"]` says which pass made it: AOTAutograd carries `custom` into
-    the forward and the backward graph.
+    The metadata is that of `like`, with the entries of `custom`, which AOTAutograd carries into
+    the forward and the backward graph; there, `PASS` says which pass made the node. provenance:
+    that pass; "" keeps the one that made `like`. value: "computed" from the operands' fakes; that
+    of another node, where running the operator would communicate or draw; or left to the caller.
     """
-    kwargs = dict(kwargs or {})
-    node = graph.call_function(target, tuple(args), kwargs)
+    node = graph.create_node("call_function", target, tuple(args), dict(kwargs or {}), name=name)
     node.meta = {key: like.meta[key] for key in CARRIED if key in like.meta}
-    node.meta["custom"] = {**like.meta.get("custom", {}), "autoshard_pass": provenance}
-    set_value(node)
+    node.meta["custom"] = {**like.meta.get("custom", {}), **(custom or {})}
+    if provenance:
+        node.meta["custom"][PASS] = provenance
+    if isinstance(value, fx.Node):
+        node.meta.update({key: value.meta[key] for key in ("val", DIFF) if key in value.meta})
+    elif value == "computed":
+        set_value(node)
     return node
 
 
+def set_region(node: fx.Node, like: fx.Node | None) -> None:
+    """Put a node into the region of activation checkpointing that `like` is in; None: into none."""
+    for key in _REGION:
+        node.meta.pop(key, None)
+        if like is not None and key in like.meta:
+            node.meta[key] = like.meta[key]
+
+
 def set_value(node: fx.Node) -> None:
-    """Compute `meta["val"]` and `meta["diff"]` of a node from those of its operands."""
+    """Compute `val` and `DIFF` of a node from those of its operands."""
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     target: Any = node.target
     with torch.no_grad():
@@ -126,7 +148,7 @@ def set_value(node: fx.Node) -> None:
     node.meta["val"] = val
     tensors = [t for t in pytree.tree_leaves(val) if isinstance(t, torch.Tensor)]
     if tensors:
-        node.meta["diff"] = any(n.meta.get("diff") for n in node.all_input_nodes) and any(
+        node.meta[DIFF] = any(n.meta.get(DIFF) for n in node.all_input_nodes) and any(
             t.dtype.is_floating_point or t.dtype.is_complex for t in tensors
         )
 
@@ -136,6 +158,21 @@ def _fake_mode(args: Any, kwargs: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return getattr(leaf, "fake_mode", None)
     return None
+
+
+def local_value(val: torch.Tensor, state: State, axis: Axis) -> torch.Tensor:
+    """A fake of the local shape of `val` in `state`, under the same fake mode."""
+    dim = shard_dim(state)
+    if dim is None:
+        return val
+    extent = val.shape[dim]
+    if isinstance(extent, int):
+        length: int | torch.SymInt = chunk_bounds(extent, axis)[1]
+    else:
+        length = extent // axis.size
+    shape = [*val.shape[:dim], length, *val.shape[dim + 1 :]]
+    local = val.detach().new_empty(shape)
+    return local.requires_grad_(val.requires_grad)
 
 
 def user_line(node: fx.Node) -> str:

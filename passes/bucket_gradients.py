@@ -12,7 +12,7 @@ A reduction belongs to a gradient where everything that follows it is a chain of
 ends in the output: no other computation waits for it, so that it may come later. All-reduces
 (DDP, the outer axis of a hybrid mesh, and on `tp` the weights used as V: norms, row biases) and
 reduce-scatters (FSDP; each member is laid out by ranks, so that a rank's part is contiguous).
-Gradients leave as views of the bucket, at the places that `buckets.aligned` gives them.
+Gradients leave as views of the bucket, at the places that `bucketing.aligned` gives them.
 
 On a hybrid mesh the all-reduce over the outer axis takes the reduced bucket of the inner one as it
 is: one for one, with no copy between.
@@ -28,6 +28,7 @@ from torch import fx
 from autoshard.passes.base import Context, Report
 from autoshard.passes.bucketing import (
     ALL_REDUCE,
+    BUCKETED_GRADIENT,
     REDUCE_SCATTER,
     WAIT,
     Maker,
@@ -49,7 +50,8 @@ class BucketGradients:
     """groups: the process groups of the axes to merge on, in the order in which a gradient passes
     them (tp, dp_shard, dp_replicate). bucket_bytes: a bucket closes at this size."""
 
-    name: ClassVar[str] = "bucket_gradients"
+    name: ClassVar[str] = BUCKETED_GRADIENT
+    optional: ClassVar[bool] = True
     groups: tuple[str, ...]
     bucket_bytes: int | None = None
 

@@ -55,6 +55,7 @@ class BucketParameters:
     """
 
     name: ClassVar[str] = "bucket_parameters"
+    optional: ClassVar[bool] = True
     bucket_bytes: int | None = None
     apart: str = ""
 

@@ -1,4 +1,4 @@
-"""What the bucketing passes share: which collectives may be merged, into which buckets, and how.
+"""A library of the passes over forward and backward, no pass: what may be merged, and how.
 
 Collectives are taken in the order of the graph, which is the order in which their inputs become
 ready (of gradients: the parameter that forward uses last comes first), and fill a bucket until it
@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from autoshard.passes.base import emit
+from autoshard.passes.meta import BUCKET, CHANGE, MODULE
 from autoshard.planning import tensor_bytes
 from autoshard.planning.cost import default_bucket_bytes, fill_buckets, reference_bytes
 
@@ -30,8 +31,9 @@ ALL_GATHER = c10d.all_gather_into_tensor.default
 GATHER_TOGETHER = c10d.all_gather_into_tensor_coalesced.default
 REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 WAIT = c10d.wait_tensor.default
-KIND = "autoshard_bucket"
-"""Key of a node's `custom`: weights of one kind share buckets, see `kind_of`."""
+
+BUCKETED_GRADIENT = "bucket_gradients"
+"""The pass that merges reductions; what it makes bears its name."""
 
 GATHERS = (ALL_GATHER, GATHER_TOGETHER)
 COLLECTIVES = (ALL_REDUCE, *GATHERS, REDUCE_SCATTER, c10d.all_to_all_single.default)
@@ -48,7 +50,7 @@ class Member(NamedTuple):
     @property
     def key(self) -> tuple[Any, ...]:
         """Members of one bucket have it in common: operator, its arguments, dtype, kind."""
-        kind = (self.node.meta.get("custom") or {}).get(KIND, "")
+        kind = (self.node.meta.get("custom") or {}).get(BUCKET, "")
         return (self.node.target, *self.node.args[1:], self.source.meta["val"].dtype, kind)
 
 
@@ -177,18 +179,17 @@ class Maker:
     def __init__(self, graph: fx.Graph, bucket: Sequence[Member], provenance: str) -> None:
         self.graph, self.like, self.provenance = graph, bucket[0].node, provenance
         custom = [one.node.meta.get("custom") or {} for one in bucket]
-        self.custom: dict[str, Any] = dict(custom[0])
-        changes = {c.get("autoshard_change", "").rpartition(": ")[2] for c in custom}
+        changes = {c.get(CHANGE, "").rpartition(": ")[2] for c in custom}
         merged = " | ".join(sorted(changes))
-        self.custom["autoshard_change"] = f"bucket of {len(bucket)}: {merged}"
-        self.custom["autoshard_module"] = common_module(
-            [c.get("autoshard_module", "") for c in custom]
-        )
+        self.custom = {
+            CHANGE: f"bucket of {len(bucket)}: {merged}",
+            MODULE: common_module([c.get(MODULE, "") for c in custom]),
+        }
 
     def __call__(self, target: Callable[..., Any], *args: Any) -> fx.Node:
-        node = emit(self.graph, self.like, target, args, provenance=self.provenance)
-        node.meta["custom"] = {**self.custom, "autoshard_pass": self.provenance}
-        return node
+        return emit(
+            self.graph, self.like, target, args, provenance=self.provenance, custom=self.custom
+        )
 
 
 def common_module(paths: Sequence[str]) -> str:

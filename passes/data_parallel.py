@@ -33,18 +33,18 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from autoshard.passes.base import Context, Report
-from autoshard.passes.bucketing import KIND, kind_of
-from autoshard.passes.localize import local_value
+from autoshard.passes.base import Context, Report, emit, local_value, set_region
+from autoshard.passes.bucketing import kind_of
+from autoshard.passes.meta import BUCKET, CHANGE, PENDING_INPUTS
 from autoshard.runtime.collectives import Axis, R, State, shard_dim
 from autoshard.runtime.parameters import ACCUMULATE, SINGLE, Use, deferred_at, extents, unshard
 
 # Later than every region of activation checkpointing: a gather that is used inside one must not
-# count as its boundary, which is saved (slice2.md, section 5).
+# count as its boundary, which is saved.
 _LAST_REGION = 1 << 30
 
 
-class Waiting(NamedTuple):
+class PendingInput(NamedTuple):
     """One further input of the local graph: the pending gradient of a parameter.
 
     parameter: the index of its placeholder. shape, dtype: of the sum.
@@ -66,6 +66,7 @@ class DataParallel:
     """
 
     name: ClassVar[str] = "data_parallel"
+    optional: ClassVar[bool] = False
     axes: tuple[Axis, ...]
     states: Mapping[int, Mapping[str, State]]
     regather: bool = True
@@ -76,13 +77,13 @@ class DataParallel:
     def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
         """Insert the changes; the placeholders get the shapes and dtypes of what is stored.
 
-        `gm.meta["pending"]` lists the further inputs, as `Waiting`.
+        `gm.meta[PENDING_INPUTS]` lists the further inputs, as `PendingInput`.
         """
         report = Report(self.name)
         nodes = list(gm.graph.nodes)
         position = {node: i for i, node in enumerate(nodes)}
         placeholders = [node for node in nodes if node.op == "placeholder"]
-        gm.meta["pending"] = []
+        gm.meta[PENDING_INPUTS] = []
         for index, states in self.states.items():
             node = placeholders[index]
             whole = node.meta["val"]
@@ -97,7 +98,6 @@ class DataParallel:
             for user in users:
                 user.replace_input_with(node, at)
             report.hits += 1
-        gm.recompile()
         return report
 
     def _stored(self, index: int, states: Mapping[str, State], whole: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,7 @@ class DataParallel:
         with gm.graph.inserting_after(last):
             new = gm.graph.placeholder(f"pending_{node.name}")
         new.meta["val"] = torch.empty_like(inside, dtype=dtype).detach()
-        gm.meta["pending"].append(Waiting(index, tuple(inside.shape), dtype))
+        gm.meta[PENDING_INPUTS].append(PendingInput(index, tuple(inside.shape), dtype))
         return new
 
     def _change(
@@ -148,6 +148,23 @@ class DataParallel:
         ]
         lower = whole.dtype if index in self.dtypes else None
         kind = kind_of(node)
+
+        def made(
+            target: Any, args: list[Any], change: str, custom: dict[str, str], **kwargs: Any
+        ) -> fx.Node:
+            new = emit(
+                graph,
+                user,
+                target,
+                args,
+                kwargs,
+                provenance=self.name,
+                value="unknown",
+                custom={**custom, CHANGE: f"{node.name}: {change}"},
+            )
+            set_region(new, None)
+            return new
+
         at = node
         for axis in chain:
             state, size = states.get(axis.name, R), sizes.get(axis.name)
@@ -159,18 +176,16 @@ class DataParallel:
                 args.append(use)
             if holds:
                 args += [pending, self.microbatch]
-            at = graph.call_function(unshard, tuple(args))
-            at.meta = _meta(node, user, f"{state} -> V")
-            if kind:
-                at.meta["custom"][KIND] = kind
+            custom = {BUCKET: kind} if kind else {}
+            at = made(unshard, args, f"{state} -> V", custom)
             if shard_dim(state) is not None:
                 at.meta["recompute"] = (
                     CheckpointPolicy.MUST_RECOMPUTE if self.regather else CheckpointPolicy.MUST_SAVE
                 )
                 at.meta["ac_graph_id"] = _LAST_REGION
         if not chain and lower is not None:
-            at = graph.call_function(torch.ops.aten._to_copy.default, (at,), {"dtype": lower})
-            at.meta = _meta(node, user, f"{self.dtypes[index]} -> {lower}")
+            casts = f"{self.dtypes[index]} -> {lower}"
+            at = made(torch.ops.aten._to_copy.default, [at], casts, {}, dtype=lower)
         return at
 
 
@@ -179,11 +194,3 @@ def _local(whole: torch.Tensor, states: Mapping[str, State], axes: Sequence[Axis
         whole = local_value(whole, states.get(axis.name, R), axis)
     return whole
 
-
-def _meta(parameter: fx.Node, user: fx.Node, change: str) -> dict[str, Any]:
-    custom: dict[str, Any] = dict(user.meta.get("custom", {}))
-    custom["autoshard_change"] = f"{parameter.name}: {change}"
-    carried: dict[str, Any] = {
-        k: user.meta[k] for k in ("nn_module_stack", "stack_trace") if k in user.meta
-    }
-    return {"custom": custom, **carried}

@@ -38,6 +38,7 @@ class ExpandGroupedHeads:
     """See the module's text."""
 
     name: ClassVar[str] = "expand_grouped_heads"
+    optional: ClassVar[bool] = True
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
         """Rewrite `gm.graph` in place."""

@@ -23,12 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import fx
 
-from autoshard.passes.base import CARRIED, Context, Report
+from autoshard.passes.base import Context, Report, emit, set_region
+from autoshard.passes.meta import DIFF, PASS
 from autoshard.planning import same_shape
 from autoshard.runtime import randomness
 
@@ -36,169 +37,109 @@ aten = torch.ops.aten
 _ops = torch.ops.autoshard
 _VERSION = randomness.VERSION
 
-# An operator's arguments by name -> (the new operator, what stands before the seed, and after it up
-# to the call number, and after that); a string instead says why it stays.
 Arguments = dict[str, Any]
-New = tuple[Any, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
 
 
-def _dropout(a: Arguments, node: fx.Node) -> New | str:
-    return _ops.dropout, (a["input"],), (a["p"],), ()
-
-
-def _native_dropout(a: Arguments, node: fx.Node) -> New | str:
-    return _ops.native_dropout, (a["input"],), (a["p"],), ()
-
-
-def _feature_dropout(a: Arguments, node: fx.Node) -> New | str:
-    return _ops.feature_dropout, (a["input"],), (a["p"],), ()
-
-
-def _bernoulli(a: Arguments, node: fx.Node) -> New | str:
-    return _ops.bernoulli, (a["input"],), (), ()
-
-
-def _bernoulli_p(a: Arguments, node: fx.Node) -> New | str:
-    return _ops.bernoulli_p, (a["input"],), (a["p"],), ()
-
-
-def _uniform(a: Arguments, node: fx.Node) -> New | str:
-    return _ops.uniform, (a["input"],), (a["from_"], a["to"]), ()
-
-
-def _normal(a: Arguments, node: fx.Node) -> New | str:
-    return _ops.normal, (a["input"],), (a["mean"], a["std"]), ()
-
-
-def _exponential(a: Arguments, node: fx.Node) -> New | str:
-    return _ops.exponential, (a["input"],), (a["lambd"],), ()
-
-
-def _rand(a: Arguments, node: fx.Node) -> New | str:
-    return _ops.uniform, (_shape(a, node),), (0.0, 1.0), (node.meta["val"].dtype,)
-
-
-def _randn(a: Arguments, node: fx.Node) -> New | str:
-    return _ops.normal, (_shape(a, node),), (0.0, 1.0), (node.meta["val"].dtype,)
-
-
-def _attention(a: Arguments, node: fx.Node) -> New | str:
+def _broadcast(a: Arguments, node: fx.Node) -> str | None:
     query, result = a["query"].meta["val"], node.meta["val"]
     if not same_shape(query.select(-1, 0), result.select(-1, 0)):
         return f"queries of shape {tuple(query.shape)} are broadcast to {tuple(result.shape)}"
-    tensors = (a["query"], a["key"], a["value"], a["attn_mask"])
-    after = (a["dropout_p"], a["is_causal"], a["scale"], a["enable_gqa"])
-    return _ops.attention, tensors, after, ()
+    return None
 
 
-def _rrelu(a: Arguments, node: fx.Node) -> New | str:
-    return _ops.rrelu, (a["input"],), (a["lower"], a["upper"]), ()
-
-
-def _cauchy(a: Arguments, node: fx.Node) -> New | str:
-    return _ops.cauchy, (a["input"],), (a["median"], a["sigma"]), ()
-
-
-def _geometric(a: Arguments, node: fx.Node) -> New | str:
-    return _ops.geometric, (a["input"],), (a["p"],), ()
-
-
-def _log_normal(a: Arguments, node: fx.Node) -> New | str:
-    return _ops.log_normal, (a["input"],), (a["mean"], a["std"]), ()
-
-
-def _normal_tensors(a: Arguments, node: fx.Node) -> New | str:
-    mean, std = a["mean"], a["std"]
-    if not isinstance(std, fx.Node):
-        return _ops.normal_around, (mean,), (std,), ()
-    if not isinstance(mean, fx.Node):
-        return _ops.normal_scaled, (std,), (mean,), ()
-    if not same_shape(mean.meta["val"], std.meta["val"]):
+def _unlike(a: Arguments, node: fx.Node) -> str | None:
+    if not same_shape(a["mean"].meta["val"], a["std"].meta["val"]):
         return "mean and deviation have different shapes"
-    return _ops.normal_each, (mean, std), (), ()
+    return None
 
 
-def _integers(a: Arguments, node: fx.Node) -> New | str:
-    low, high = a.get("low", 0), a["high"]
-    if not isinstance(low, int) or not isinstance(high, int):
-        return "its limits are symbolic"
-    return _ops.integers, (_shape(a, node),), (low, high), (node.meta["val"].dtype,)
+def _symbolic_limits(a: Arguments, node: fx.Node) -> str | None:
+    plain = isinstance(a.get("low", 0), int) and isinstance(a["high"], int)
+    return None if plain else "its limits are symbolic"
 
 
-def _permutation(a: Arguments, node: fx.Node) -> New | str:
-    return _ops.permutation, (_shape({"size": [a["n"]]}, node),), (), (node.meta["val"].dtype,)
+def _symbolic_count(a: Arguments, node: fx.Node) -> str | None:
+    plain = isinstance(a["num_samples"], int)
+    return None if plain else "the number of its samples is symbolic"
 
 
-def _multinomial(a: Arguments, node: fx.Node) -> New | str:
-    if not isinstance(a["num_samples"], int):
-        return "the number of its samples is symbolic"
-    return _ops.multinomial, (a["input"],), (a["num_samples"], a["replacement"]), ()
+class New(NamedTuple):
+    """The operator of ours that a random one becomes: name(*tensors, seed, *constants, call).
+
+    tensors, constants: names of the old arguments. A constant without a name stands for itself,
+    a pair is a name and its default. like: the one tensor is a stranger of the result's shape, and
+    the result's dtype comes last. whole: it draws whole numbers. declines: why it stays, if so.
+    """
+
+    name: str
+    tensors: tuple[str, ...] = ("input",)
+    constants: tuple[str | float | tuple[str, Any], ...] = ()
+    like: bool = False
+    whole: bool = False
+    declines: Callable[[Arguments, fx.Node], str | None] | None = None
 
 
-_REWRITES: dict[Any, Callable[[Arguments, fx.Node], New | str]] = {
-    aten.dropout.default: _dropout,
-    aten.native_dropout.default: _native_dropout,
-    aten.feature_dropout.default: _feature_dropout,
-    aten.bernoulli.default: _bernoulli,
-    aten.bernoulli.p: _bernoulli_p,
-    aten.uniform.default: _uniform,
-    aten.normal_functional.default: _normal,
-    aten.exponential.default: _exponential,
-    aten.rand.default: _rand,
-    aten.rand_like.default: _rand,
-    aten.randn.default: _randn,
-    aten.randn_like.default: _randn,
-    aten.scaled_dot_product_attention.default: _attention,
-    aten.rrelu.default: _rrelu,
-    aten.cauchy.default: _cauchy,
-    aten.geometric.default: _geometric,
-    aten.log_normal.default: _log_normal,
-    aten.normal.Tensor_float: _normal_tensors,
-    aten.normal.float_Tensor: _normal_tensors,
-    aten.normal.Tensor_Tensor: _normal_tensors,
-    aten.randint.default: _integers,
-    aten.randint.low: _integers,
-    aten.randint_like.default: _integers,
-    aten.randint_like.low_dtype: _integers,
-    aten.randperm.default: _permutation,
-    aten.multinomial.default: _multinomial,
-}
-_LIKE = (
-    aten.rand_like.default,
-    aten.randn_like.default,
-    aten.randint_like.default,
-    aten.randint_like.low_dtype,
+_UNIFORM = New("uniform", (), (0.0, 1.0), like=True)
+_NORMAL = New("normal", (), (0.0, 1.0), like=True)
+_INTEGERS = New(
+    "integers", (), (("low", 0), "high"), like=True, whole=True, declines=_symbolic_limits
 )
-_WHOLE_NUMBERS = (_integers, _permutation, _multinomial)
+_ATTENTION = New(
+    "attention",
+    ("query", "key", "value", "attn_mask"),
+    ("dropout_p", "is_causal", "scale", "enable_gqa"),
+    declines=_broadcast,
+)
+_MULTINOMIAL = New(
+    "multinomial", constants=("num_samples", "replacement"), whole=True, declines=_symbolic_count
+)
 
-
-def _shape(a: Arguments, node: fx.Node) -> fx.Node:
-    """A tensor with the shape of the result; its values are never read."""
-    if node.target in _LIKE:
-        return a["input"]  # type: ignore[no-any-return]
-    val = node.meta["val"]
-    options = {"dtype": val.dtype, "device": val.device}
-    with node.graph.inserting_before(node):
-        new = node.graph.call_function(aten.empty.memory_format, (a["size"],), options)
-    new.meta = {key: node.meta[key] for key in (*CARRIED, "val", "diff") if key in node.meta}
-    return new
+_REWRITES: dict[Any, New] = {
+    aten.dropout.default: New("dropout", constants=("p",)),
+    aten.native_dropout.default: New("native_dropout", constants=("p",)),
+    aten.feature_dropout.default: New("feature_dropout", constants=("p",)),
+    aten.bernoulli.default: New("bernoulli"),
+    aten.bernoulli.p: New("bernoulli_p", constants=("p",)),
+    aten.uniform.default: New("uniform", constants=("from", "to")),
+    aten.normal_functional.default: New("normal", constants=("mean", "std")),
+    aten.exponential.default: New("exponential", constants=("lambd",)),
+    aten.rand.default: _UNIFORM,
+    aten.rand_like.default: _UNIFORM,
+    aten.randn.default: _NORMAL,
+    aten.randn_like.default: _NORMAL,
+    aten.scaled_dot_product_attention.default: _ATTENTION,
+    aten.rrelu.default: New("rrelu", constants=("lower", "upper")),
+    aten.cauchy.default: New("cauchy", constants=("median", "sigma")),
+    aten.geometric.default: New("geometric", constants=("p",)),
+    aten.log_normal.default: New("log_normal", constants=("mean", "std")),
+    aten.normal.Tensor_float: New("normal_around", ("mean",), ("std",)),
+    aten.normal.float_Tensor: New("normal_scaled", ("std",), ("mean",)),
+    aten.normal.Tensor_Tensor: New("normal_each", ("mean", "std"), declines=_unlike),
+    aten.randint.default: _INTEGERS,
+    aten.randint.low: _INTEGERS,
+    aten.randint_like.default: _INTEGERS,
+    aten.randint_like.low_dtype: _INTEGERS,
+    aten.randperm.default: New("permutation", (), like=True, whole=True),
+    aten.multinomial.default: _MULTINOMIAL,
+}
 
 
 @dataclass(frozen=True)
 class InvariantRandom:
-    """See the module's text."""
+    """tracked: seeds are drawn from named states (`rng="tracker"`)."""
 
     name: ClassVar[str] = "invariant_random"
+    optional: ClassVar[bool] = False
+    tracked: bool = False
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
         """Rewrite `gm.graph` in place."""
         report = Report(self.name)
-        tracked = getattr(ctx.config, "rng", "invariant") == "tracker"
         seeds: dict[Any, fx.Node] = {}  # by the states they are drawn from
         on: torch.device | None = None
         for node in list(gm.graph.nodes):
-            rewrite = _REWRITES.get(node.target) if node.op == "call_function" else None
-            if rewrite is None:
+            new = _REWRITES.get(node.target) if node.op == "call_function" else None
+            if new is None:
                 continue
             arguments = _arguments(node)
             if not _draws(arguments):
@@ -206,51 +147,84 @@ class InvariantRandom:
             device = _result(node).device
             if arguments.get("generator") is not None:
                 report.skip(node, "it has a generator of its own")
-            elif not _result(node).dtype.is_floating_point and rewrite not in _WHOLE_NUMBERS:
+            elif not _result(node).dtype.is_floating_point and not new.whole:
                 report.skip(node, f"{_result(node).dtype} numbers")
             elif on is not None and device != on:
                 report.skip(node, f"on {device}, the seed is on {on}")
-            elif isinstance(found := rewrite(arguments, node), str):
-                report.skip(node, found)
+            elif new.declines is not None and (reason := new.declines(arguments, node)):
+                report.skip(node, reason)
             else:
-                on, states = device, _states(node) if tracked else ()
+                on, states = device, _states(node) if self.tracked else ()
                 if states not in seeds:
                     seeds[states] = self._seed(gm.graph, node, device, states)
-                self._replace(gm.graph, node, seeds[states], found, report.hits)
+                self._replace(gm.graph, node, new, arguments, seeds[states], report.hits)
                 report.hits += 1
         return report
 
     def _seed(
         self, graph: fx.Graph, first: fx.Node, device: torch.device, states: tuple[str, ...]
     ) -> fx.Node:
-        """The draw, before everything else and in no region that is computed again."""
+        """The draw, before everything else, in no module and in no region computed again."""
         anchor = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
         op = _ops.tracked_seeds if states else _ops.random_seed
         with graph.inserting_before(anchor):
-            seed = graph.create_node(
-                "call_function", op.default, (device, *states), name=op.__name__
+            seed = emit(
+                graph,
+                first,
+                op.default,
+                (device, *states),
+                provenance=self.name,
+                value="unknown",
+                name=op.__name__,
             )
-        shape = (2,) if states else ()
+        set_region(seed, None)
+        seed.meta.pop("nn_module_stack", None)
+        seed.meta["custom"] = {PASS: self.name}
         with _fake_mode(first):
+            shape = (2,) if states else ()
             seed.meta["val"] = torch.empty(shape, dtype=torch.int64, device=device)
-        seed.meta["diff"] = False
-        seed.meta["custom"] = {"autoshard_pass": self.name}
-        if "stack_trace" in first.meta:
-            seed.meta["stack_trace"] = first.meta["stack_trace"]
+        seed.meta[DIFF] = False
         return seed
 
     def _replace(
-        self, graph: fx.Graph, node: fx.Node, seed: fx.Node, found: New, call: int
+        self,
+        graph: fx.Graph,
+        node: fx.Node,
+        new: New,
+        given: Arguments,
+        seed: fx.Node,
+        call: int,
     ) -> None:
-        packet, before, after, last = found
-        arguments = (*before, seed, *after, call, *last)
+        tensors = [given[name] for name in new.tensors]
         with graph.inserting_before(node):
-            target = getattr(packet, _VERSION)
-            new = graph.create_node("call_function", target, arguments, name=packet.__name__)
-        new.meta = {key: node.meta[key] for key in (*CARRIED, "val", "diff") if key in node.meta}
-        new.meta["custom"] = {**new.meta.get("custom", {}), "autoshard_pass": self.name}
-        node.replace_all_uses_with(new)
+            if new.like:
+                tensors.append(given["input"] if "input" in given else self._shape(node, given))
+            dtype = (node.meta["val"].dtype,) if new.like else ()
+            made = emit(
+                graph,
+                node,
+                getattr(getattr(_ops, new.name), _VERSION),
+                (*tensors, seed, *(_constant(each, given) for each in new.constants), call, *dtype),
+                provenance=self.name,
+                value=node,
+                name=new.name,
+            )
+        node.replace_all_uses_with(made)
         graph.erase_node(node)
+
+    def _shape(self, node: fx.Node, given: Arguments) -> fx.Node:
+        """A tensor with the shape of the result; its values are never read."""
+        size = given["size"] if "size" in given else [given["n"]]
+        val = node.meta["val"]
+        options = {"dtype": val.dtype, "device": val.device}
+        empty = aten.empty.memory_format
+        return emit(node.graph, node, empty, (size,), options, provenance="", value=node)
+
+
+def _constant(said: str | float | tuple[str, Any], given: Arguments) -> Any:
+    if isinstance(said, tuple):
+        return given.get(*said)
+    return given[said] if isinstance(said, str) else said
 
 
 def _states(node: fx.Node) -> tuple[str, str]:
@@ -269,7 +243,7 @@ def _arguments(node: fx.Node) -> Arguments:
     schema = node.target._schema  # type: ignore[union-attr]
     found: Arguments = {}
     for i, declared in enumerate(schema.arguments):
-        name = {"self": "input", "from": "from_"}.get(declared.name, declared.name)
+        name = "input" if declared.name == "self" else declared.name
         if i < len(node.args):
             found[name] = node.args[i]
         else:

@@ -20,14 +20,36 @@ the forward and backward graphs that AOTAutograd makes of this one.
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
-from autoshard.passes.base import module_path, user_line
+from autoshard.passes.base import (
+    Context,
+    Report,
+    emit,
+    local_value,
+    module_path,
+    set_region,
+    user_line,
+)
+from autoshard.passes.meta import (
+    CHANGE,
+    DIFF,
+    LINE,
+    MODULE,
+    MUTATED,
+    N_OUTPUTS,
+    OUTPUT_EXTENTS,
+    OUTPUT_STATES,
+    READER,
+    READER_LINE,
+)
 from autoshard.planning import Decisions, Strategy, operands, output_state, producer, value
 from autoshard.planning.rules import size_entry
 from autoshard.runtime.collectives import (
@@ -45,57 +67,55 @@ from autoshard.runtime.operators import unbound
 aten = torch.ops.aten
 
 
-def local_value(val: torch.Tensor, state: State, axis: Axis) -> torch.Tensor:
-    """A fake of the local shape of `val` in `state`, under the same fake mode."""
-    dim = shard_dim(state)
-    if dim is None:
-        return val
-    extent = val.shape[dim]
-    if isinstance(extent, int):
-        length: int | torch.SymInt = chunk_bounds(extent, axis)[1]
-    else:
-        length = extent // axis.size
-    shape = [*val.shape[:dim], length, *val.shape[dim + 1 :]]
-    local = val.detach().new_empty(shape)
-    return local.requires_grad_(val.requires_grad)
-
-
+@dataclass(frozen=True)
 class Localize:
-    """Rewrites one captured graph to local shapes; `run` returns a new GraphModule.
+    """decisions: the plan, in terms of the nodes of the graph that is rewritten.
 
     recompute: which collectives of a checkpointed region run again, see `Config`.
     """
 
-    name = "localize"
+    name: ClassVar[str] = "localize"
+    optional: ClassVar[bool] = False
+    decisions: Decisions
+    recompute: str = "gathers"
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+        """Give `gm` the graph of one rank; the graph it had, and its nodes, stay as they are.
+
+        `gm.meta[OUTPUT_STATES]` has the state of each of the user's outputs.
+        """
+        rewriting = _Rewriting(gm, self.decisions, ctx.axis, self.recompute)
+        for node in gm.graph.nodes:
+            getattr(rewriting, f"_{node.op}")(node)
+        gm.graph = rewriting.graph
+        n_outputs = gm.meta[N_OUTPUTS]
+        gm.meta[OUTPUT_STATES] = self.decisions.outputs[:n_outputs]
+        gm.meta[OUTPUT_EXTENTS] = rewriting.output_extents[:n_outputs]
+        return Report(self.name, sum(node.target is change for node in gm.graph.nodes))
+
+
+class _Rewriting:
+    """One run: the new graph, and what has been made so far."""
 
     def __init__(
-        self, gm: fx.GraphModule, decisions: Decisions, axis: Axis, recompute: str = "gathers"
+        self, gm: fx.GraphModule, decisions: Decisions, axis: Axis, recompute: str
     ) -> None:
-        self.gm, self.decisions, self.axis = gm, decisions, axis
-        self.recompute = recompute
+        self.decisions, self.axis, self.recompute = decisions, axis, recompute
         self.graph = fx.Graph()
         self.local: dict[fx.Node, fx.Node] = {}
         self.converted: dict[tuple[fx.Node, State], fx.Node] = {}
         self.values: dict[Any, torch.Tensor] = {}  # repeated layers have equal ones
         self.placeholders: list[fx.Node] = []
-        self.mutated: set[fx.Node] = set()
-
-    def run(self) -> fx.GraphModule:
-        """The local graph; meta["output_states"] has the state of each of the user's outputs."""
-        placeholders = [n for n in self.gm.graph.nodes if n.op == "placeholder"]
-        self.mutated = {placeholders[i] for i in self.gm.meta.get("mutated", ())}
-        for node in self.gm.graph.nodes:
-            getattr(self, f"_{node.op}")(node)
-        local = fx.GraphModule(self.gm, self.graph)
-        n_outputs = self.gm.meta["n_outputs"]
-        local.meta["output_states"] = self.decisions.outputs[:n_outputs]
-        local.meta["output_extents"] = self.output_extents[:n_outputs]
-        return local
+        self.output_extents: list[int | None] = []
+        self.n_outputs: int = gm.meta[N_OUTPUTS]
+        self.written: Sequence[int] = gm.meta.get(MUTATED, ())
+        placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        self.mutated = {placeholders[i] for i in self.written}
 
     # One method a kind of node
 
     def _placeholder(self, node: fx.Node) -> None:
-        new = self._emit(node, "placeholder", node.target, (), {})
+        new = self._copied(node)
         val = value(node)
         is_tensor = isinstance(val, torch.Tensor)
         new.meta["val"] = local_value(val, self._state(node), self.axis) if is_tensor else val
@@ -103,7 +123,7 @@ class Localize:
         self.local[node] = new
 
     def _get_attr(self, node: fx.Node) -> None:
-        self.local[node] = self._emit(node, "get_attr", node.target, (), {})
+        self.local[node] = self._copied(node)
 
     def _call_function(self, node: fx.Node) -> None:
         strategy = self.decisions.strategies.get(node)
@@ -111,17 +131,16 @@ class Localize:
             self.local[node] = self._symbolic_size(node)
         elif strategy is None or not (operands(node) or strategy.impl):
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.local.__getitem__)
-            self.local[node] = self._emit(node, "call_function", node.target, args, kwargs)
+            self.local[node] = self._emit(node, node.target, args, kwargs)
+            self._set_whole_value(node)
         else:
             new = self._operator(node, strategy)
             new.meta["val"] = self._local(value(node), strategy.output)
             self.local[node] = new
 
     def _output(self, node: fx.Node) -> None:
-        n_outputs = self.gm.meta["n_outputs"]
         results = list(node.args[0])  # type: ignore[arg-type]
         local: list[Any] = []
-        self.output_extents: list[Any] = []
         for result, state in zip(results, self.decisions.outputs):
             if isinstance(result, fx.Node) and self._is_tensor(result):
                 local.append(self.convert(result, state, node))
@@ -131,13 +150,13 @@ class Localize:
             else:
                 local.append(self.local[result] if isinstance(result, fx.Node) else result)
                 self.output_extents.append(None)
-        for index, new in zip(self.gm.meta.get("mutated", ()), local[n_outputs:]):
+        for index, new in zip(self.written, local[self.n_outputs :]):
             target = self.placeholders[index]
             if target.meta["val"].requires_grad:
                 # a leaf written without autograd (a clamp under no_grad, embedding's max_norm)
-                target = self._emit(node, "call_function", aten.detach.default, (target,))
-            self._emit(node, "call_function", aten.copy_.default, (target, new))
-        self.graph.output(tuple(local[:n_outputs]))
+                target = self._emit(node, aten.detach.default, (target,))
+            self._emit(node, aten.copy_.default, (target, new))
+        self.graph.output(tuple(local[: self.n_outputs]))
 
     # Operators
 
@@ -153,26 +172,28 @@ class Localize:
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         if strategy.impl is not None:
             target, constants = unbound(strategy.impl)  # torch's caches know functions only
-            new = self._emit(
-                node, "call_function", target, args, {**kwargs, **constants, "axis": self.axis}
-            )
             inside = getattr(strategy.impl, "__name__", "its own algorithm")
-            new.meta["custom"]["autoshard_change"] = f"{node.name}: {inside}"
+            new = self._emit(
+                node,
+                target,
+                args,
+                {**kwargs, **constants, "axis": self.axis},
+                {CHANGE: f"{node.name}: {inside}"},
+            )
             reductions = any("reduce" in t.op for t in strategy.traffic if not t.backward)
             if strategy.traffic and not self._again(reductions):
                 # what has no tag is the partitioner's to recompute, except for collectives
-                for key in ("recompute", "ac_graph_id"):
-                    new.meta.pop(key, None)
+                set_region(new, None)
             return new
         if isinstance(strategy.output, str):
             args = self._sizes(node, args, strategy.output)
-        return self._emit(node, "call_function", node.target, args, kwargs)
+        return self._emit(node, node.target, args, kwargs)
 
     def _read(self, source: fx.Node, state: State, user: fx.Node) -> fx.Node:
         new = self.convert(source, state, user)
-        if source in self.mutated and user.meta.get("diff"):
+        if source in self.mutated and user.meta.get(DIFF):
             # autograd may save what it reads, and the write-back changes it in place
-            return self._emit(source, "call_function", aten.clone.default, (new,))
+            return self._emit(source, aten.clone.default, (new,))
         return new
 
     def _sizes(self, node: fx.Node, args: tuple[Any, ...], state: State) -> tuple[Any, ...]:
@@ -186,7 +207,7 @@ class Localize:
         size = sizes[element]
         if isinstance(size, fx.Node):
             quotient = (size, self.axis.size)
-            sizes[element] = self._emit(node, "call_function", operator.floordiv, quotient)
+            sizes[element] = self._emit(node, operator.floordiv, quotient)
         elif size != -1:
             sizes[element] = chunk_bounds(size, self.axis)[1]
         return (*args[:position], sizes, *args[position + 1 :])
@@ -194,10 +215,10 @@ class Localize:
     def _symbolic_size(self, node: fx.Node) -> fx.Node:
         source, dim = node.args[0], node.args[1]
         assert isinstance(source, fx.Node)
-        size = self._emit(node, "call_function", node.target, (self.local[source], dim))
+        size = self._emit(node, node.target, (self.local[source], dim))
         if shard_dim(self._state(source)) == dim:
             factors = (size, self.axis.size)
-            size = self._emit(node, "call_function", operator.mul, factors)
+            size = self._emit(node, operator.mul, factors)
         return size
 
     # State changes
@@ -216,7 +237,7 @@ class Localize:
     def _change(
         self, source: fx.Node, at: fx.Node, have: State, want: State, user: fx.Node
     ) -> fx.Node:
-        gradient = bool(source.meta.get("diff"))
+        gradient = bool(source.meta.get(DIFF))
         if have == want or (not gradient and forward_value(have) == forward_value(want)):
             return at
         dim = shard_dim(have)
@@ -227,19 +248,23 @@ class Localize:
         # In a region of activation checkpointing a reduction belongs to its producer, a gather to
         # its consumer: so a region's boundary is what is small, partial sums being summed first.
         like = source if have == P or user.op == "output" else user
-        new = self._emit(source, "call_function", change, (at, have, want, self.axis, extent))
-        for key in ("recompute", "ac_graph_id"):
-            new.meta.pop(key, None)
-            if key in like.meta:
-                new.meta[key] = like.meta[key]
+        new = self._emit(
+            source,
+            change,
+            (at, have, want, self.axis, extent),
+            custom={
+                CHANGE: f"{source.name}: {have} -> {want}",
+                # what asks for the new state; the operator before it has asked for nothing
+                READER: module_path(user),
+                READER_LINE: user_line(user),
+            },
+            provenance=Localize.name,
+        )
+        set_region(new, like)
         gathers = dim is not None and forward_value(want) != P
         if "recompute" in new.meta and (have == P or gathers) and not self._again(have == P):
             new.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         new.meta["val"] = self._local(value(source), want)
-        new.meta["custom"]["autoshard_change"] = f"{source.name}: {have} -> {want}"
-        # what asks for the new state; the operator before it has asked for nothing
-        new.meta["custom"]["autoshard_reader"] = module_path(user)
-        new.meta["custom"]["autoshard_reader_line"] = user_line(user)
         return new
 
     def _again(self, reduction: bool) -> bool:
@@ -270,20 +295,46 @@ class Localize:
     def _is_tensor(node: fx.Node) -> bool:
         return isinstance(value(node), torch.Tensor)
 
+    def _set_whole_value(self, node: fx.Node) -> None:
+        """The value of what has no strategy: one result of several, or the same on every rank."""
+        owner, index = producer(node)
+        if "val" in node.meta:
+            whole = value(node) if index is None else value(self.local[owner])[index]
+            self.local[node].meta["val"] = whole
+
+    def _copied(self, node: fx.Node) -> fx.Node:
+        """A placeholder or an attribute, with all that is known of it but its value."""
+        new = self.graph.create_node(node.op, node.target, name=node.name)
+        new.meta = {k: v for k, v in node.meta.items() if k != "val"}
+        new.meta["custom"] = {**node.meta.get("custom", {}), **_origin(node)}
+        return new
+
     def _emit(
         self,
         like: fx.Node,
-        op: str,
         target: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
+        custom: Mapping[str, str] | None = None,
+        provenance: str = "",
     ) -> fx.Node:
-        new = self.graph.create_node(op, target, args, kwargs or {}, name=like.name)
-        new.meta = {k: v for k, v in like.meta.items() if k != "val"}
-        # "custom" is what AOTAutograd carries into the forward and the backward graph
-        new.meta["custom"] = {
-            **like.meta.get("custom", {}),
-            "autoshard_module": module_path(like),
-            "autoshard_line": user_line(like),
-        }
+        new = emit(
+            self.graph,
+            like,
+            target,
+            args,
+            kwargs,
+            provenance=provenance,
+            value="unknown",
+            custom={**_origin(like), **(custom or {})},
+            name=like.name,
+        )
+        new.meta.update({key: like.meta[key] for key in _KEPT if key in like.meta})
         return new
+
+
+def _origin(node: fx.Node) -> dict[str, str]:
+    return {MODULE: module_path(node), LINE: user_line(node)}
+
+
+_KEPT = (DIFF, "unbacked_bindings")

@@ -2,69 +2,75 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import fx
 
 from autoshard.passes.base import SILENT, Context, Pass, Report, Watch
 from autoshard.passes.bucket_gradients import BucketGradients
 from autoshard.passes.bucket_parameters import BucketParameters
-from autoshard.passes.exchange_scatter import ExchangeScatter
+from autoshard.passes.canonicalize import Canonicalize
+from autoshard.passes.data_parallel import DataParallel
 from autoshard.passes.expand_grouped_heads import ExpandGroupedHeads
+from autoshard.passes.global_token_mean import GlobalTokenMean
 from autoshard.passes.invariant_random import InvariantRandom
-from autoshard.passes.normalize import Normalize
+from autoshard.passes.localize import Localize
+from autoshard.passes.reduce_scatter_by_all_to_all import ReduceScatterByAllToAll
 from autoshard.passes.schedule_collectives import ScheduleCollectives
 from autoshard.passes.split_recurrent import SplitRecurrent
 from autoshard.runtime.collectives import Axis, data_axes
 from autoshard.runtime.mesh import Mesh
 
-# Before planning, on the serial graph. `localize` then rewrites it to one rank's program.
-BEFORE_PLANNING: tuple[Pass, ...] = (
-    Normalize(),
-    ExpandGroupedHeads(),
-    SplitRecurrent(),
-    InvariantRandom(),
+
+class Stage(NamedTuple):
+    """The passes over one kind of graph, in the order in which they run."""
+
+    name: str
+    passes: tuple[type[Pass], ...]
+
+
+PIPELINE = (
+    # the serial graph, before it is planned
+    Stage("serial", (Canonicalize, ExpandGroupedHeads, SplitRecurrent, InvariantRandom)),
+    # the planned serial graph, which the first pass makes one rank's
+    Stage("local", (Localize, DataParallel, GlobalTokenMean)),
+    # the forward graph and the backward graph that AOTAutograd makes of it
+    Stage("graphs", (BucketParameters, BucketGradients, ScheduleCollectives)),
+    # the same where they are compiled and run: `Program.collectives` lists those before
+    Stage("run", (ReduceScatterByAllToAll,)),
 )
 
-# On a graph that is compiled and run; the collectives of a Program are those before.
-BEFORE_COMPILATION: tuple[Pass, ...] = (ExchangeScatter(),)
+_EVERY = [one for stage in PIPELINE for one in stage.passes]
 
-# The name of every pass, in the order in which a program meets them: what AUTOSHARD_STOP_AFTER
-# counts by.
-ORDER = (
-    "normalize",
-    "expand_grouped_heads",
-    "split_recurrent",
-    "invariant_random",
-    "localize",
-    "data_parallel",
-    "weigh_tokens",
-    "bucket_parameters",
-    "bucket_gradients",
-    "schedule_collectives",
-    "exchange_scatter",
-)
+ORDER = tuple(one.name for one in _EVERY)
+"""The name of every pass, as a program meets them: what AUTOSHARD_STOP_AFTER counts by."""
 
-# Those without which a program is as right, only slower; AUTOSHARD_DISABLE takes no other.
-OPTIONAL = (
-    "expand_grouped_heads",
-    "bucket_parameters",
-    "bucket_gradients",
-    "schedule_collectives",
-    "exchange_scatter",
-)
+OPTIONAL = tuple(one.name for one in _EVERY if one.optional)
+"""Those without which a program is as right, only slower; AUTOSHARD_DISABLE takes no other."""
 
 
-def run_passes(
-    passes: tuple[Pass, ...],
+def run_stage(
+    name: str,
+    passes: Sequence[Pass],
     gm: fx.GraphModule,
     ctx: Context,
     watch: Watch = SILENT,
     phase: str = "",
 ) -> list[Report]:
-    """Run passes over one graph, in place; the reports of those that ran."""
+    """Run passes of one stage over a graph, in place and in its order; reports of those that ran.
+
+    Raises ValueError for a pass of another stage.
+    """
+    order = next(stage.passes for stage in PIPELINE if stage.name == name)
+    if strange := [one.name for one in passes if type(one) not in order]:
+        raise ValueError(
+            f"{', '.join(strange)} in the stage {name!r}, "
+            f"whose passes are {', '.join(one.name for one in order)}"
+        )
     reports = []
-    for one in passes:
+    for one in sorted(passes, key=lambda one: order.index(type(one))):
         if watch.runs(one.name):
             watch.before(one.name, gm, phase)
             reports.append(one.run(gm, ctx))
@@ -74,41 +80,52 @@ def run_passes(
     return reports
 
 
+def prepare(
+    gm: fx.GraphModule, axis: Axis, tracked: bool = False, watch: Watch = SILENT
+) -> list[Report]:
+    """Run the passes that precede planning, in place. tracked: see `InvariantRandom`."""
+    passes = (Canonicalize(), ExpandGroupedHeads(), SplitRecurrent(), InvariantRandom(tracked))
+    return run_stage("serial", passes, gm, Context(axis), watch)
+
+
+def rank_program(
+    serial: fx.GraphModule, passes: Sequence[Pass], axis: Axis, watch: Watch = SILENT
+) -> tuple[fx.GraphModule, list[Report]]:
+    """The program of one rank, by `Localize` and those after it; the serial graph stays."""
+    local = copy.copy(serial)  # shares the graph until Localize gives it one of its own
+    local.meta = dict(serial.meta)
+    reports = run_stage("local", passes, local, Context(axis), watch)
+    serial.graph.owning_module = serial
+    return local, reports
+
+
 def finish(
     gm: fx.GraphModule,
     mesh: Mesh,
-    config: Any,
+    bucket_bytes: int | None,
     backward: bool,
     watch: Watch = SILENT,
-    run: bool = False,
 ) -> list[Report]:
-    """Run the passes over one of AOTAutograd's graphs, in place.
-
-    run: the graph is compiled and run, and each collective is done the way its backend does best.
-    """
-    passes = after_autograd(mesh, config, backward)
-    phase = "backward" if backward else "forward"
-    last = BEFORE_COMPILATION if run else ()
-    return run_passes((*passes, *last), gm, Context(mesh.axis("tp"), config), watch, phase)
-
-
-def after_autograd(mesh: Mesh, config: Any, backward: bool) -> tuple[Pass, ...]:
-    """The passes over the forward or the backward graph, in order.
+    """Bucket and schedule the collectives of one of AOTAutograd's graphs, in place.
 
     A gradient is reduced on tp first, where its weight was used as V, then over the
     data-parallel axes, the inner one before the outer one.
     """
-    axes = [mesh.axis("tp"), *reversed(data_axes(mesh.axes))]
-    groups = tuple(axis.group for axis in axes if axis.size > 1)
-    return (
-        BucketParameters(config.bucket_bytes, mesh.axis("tp").group if backward else ""),
-        *((BucketGradients(groups, config.bucket_bytes),) if backward else ()),
-        ScheduleCollectives(bucket_bytes=config.bucket_bytes),
-    )
+    tp = mesh.axis("tp")
+    groups = tuple(axis.group for axis in (tp, *reversed(data_axes(mesh.axes))) if axis.size > 1)
+    passes: list[Pass] = [
+        BucketParameters(bucket_bytes, tp.group if backward else ""),
+        ScheduleCollectives(bucket_bytes=bucket_bytes),
+    ]
+    if backward:
+        passes.append(BucketGradients(groups, bucket_bytes))
+    phase = "backward" if backward else "forward"
+    return run_stage("graphs", passes, gm, Context(tp), watch, phase)
 
 
-def prepare(
-    gm: fx.GraphModule, axis: Axis, config: Any = None, watch: Watch = SILENT
-) -> tuple[fx.GraphModule, list[Report]]:
-    """Run the passes that precede planning, in place; reports in the order of the passes."""
-    return gm, run_passes(BEFORE_PLANNING, gm, Context(axis, config), watch)
+def specialize(
+    gm: fx.GraphModule, axis: Axis, backward: bool, watch: Watch = SILENT
+) -> list[Report]:
+    """Do each collective of a graph that is compiled and run the way its backend does it best."""
+    phase = "backward" if backward else "forward"
+    return run_stage("run", (ReduceScatterByAllToAll(),), gm, Context(axis), watch, phase)

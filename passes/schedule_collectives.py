@@ -32,9 +32,9 @@ from typing import ClassVar
 from torch import fx
 
 from autoshard.passes.base import Context, Report
-from autoshard.passes.bucket_gradients import BucketGradients
 from autoshard.passes.bucketing import (
     ALL_REDUCE,
+    BUCKETED_GRADIENT,
     COLLECTIVES,
     GATHER_TOGETHER,
     GATHERS,
@@ -46,6 +46,7 @@ from autoshard.passes.bucketing import (
     sort_stable,
     waits_of,
 )
+from autoshard.passes.meta import PASS
 from autoshard.planning import is_view
 
 
@@ -57,6 +58,7 @@ class ScheduleCollectives:
     """
 
     name: ClassVar[str] = "schedule_collectives"
+    optional: ClassVar[bool] = True
     prefetch: bool = True
     bucket_bytes: int | None = None
 
@@ -182,7 +184,7 @@ def _limit_in_flight(graph: fx.Graph) -> None:
 
 def _made_by_bucketing(node: fx.Node) -> set[fx.Node]:
     """A merged reduction and what puts its bucket together."""
-    if (node.meta.get("custom") or {}).get("autoshard_pass") != BucketGradients.name:
+    if (node.meta.get("custom") or {}).get(PASS) != BUCKETED_GRADIENT:
         return set()
     return {node}.union(*(_made_by_bucketing(source) for source in node.all_input_nodes))
 

@@ -33,6 +33,7 @@ class SplitRecurrent:
     """See the module's text."""
 
     name: ClassVar[str] = "split_recurrent"
+    optional: ClassVar[bool] = False
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
         """Rewrite `gm.graph` in place."""

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard.capture.autocast import AutocastMode
+from autoshard.passes import NO_GRAD
 from autoshard.runtime import compat
 from autoshard.runtime.errors import CaptureError, message, source_line
 from autoshard.runtime.parameters import materialize
@@ -26,9 +27,6 @@ from autoshard.runtime.randomness import RANDOM_STATE, region
 
 IDENTITY_TARGETS: set[Callable[..., Any]] = {materialize}
 """Functions of one tensor that capture reads as the identity."""
-
-NO_GRAD = "autoshard.no_grad"
-"""Key in `meta["custom"]` of a node made inside a no_grad region; gone when capture returns."""
 
 # name -> index of the subgraph's first operand in the node's arguments
 _INLINED = {

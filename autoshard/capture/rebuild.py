@@ -14,7 +14,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from autoshard.capture.interpreter import NO_GRAD, Extra, Hop, Slot, TraceState
+from autoshard.capture.interpreter import Extra, Hop, Slot, TraceState
+from autoshard.passes import DIFF, MUTATED, N_OUTPUTS, NO_GRAD
 from autoshard.runtime import compat
 
 aten = torch.ops.aten
@@ -91,7 +92,7 @@ class Rebuild:
         self.stored: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> fx.GraphModule:
-        """The graph, with `meta["n_outputs"]` and `meta["mutated"]`."""
+        """The graph, with `meta[N_OUTPUTS]` and `meta[MUTATED]`."""
         nodes = list(self.traced.graph.nodes)
         self.outputs = list(nodes[-1].args[0])
         for before, after in self.seen.state.replaced:
@@ -119,8 +120,8 @@ class Rebuild:
         output.meta["val"] = tuple(v.meta.get("val") if isinstance(v, fx.Node) else v for v in kept)
         self.graph.eliminate_dead_code()
         result = fx.GraphModule(self.root, self.graph)
-        result.meta["n_outputs"] = self.seen.n_outputs
-        result.meta["mutated"] = self.seen.mutated
+        result.meta[N_OUTPUTS] = self.seen.n_outputs
+        result.meta[MUTATED] = self.seen.mutated
         return result
 
     def _output(self, slot: Slot) -> Any:
@@ -192,7 +193,7 @@ class Rebuild:
         """
         for old in self.earlier.get(node, ()):
             before = self._at(old)
-            if not before.meta.get("diff") or new.meta.get("diff") or new in self.overwritten:
+            if not before.meta.get(DIFF) or new.meta.get(DIFF) or new in self.overwritten:
                 continue
             cut = self._detached(before, node)
             zero = self._derived(node, aten.sub.Tensor, (before, cut), {})
@@ -205,7 +206,7 @@ class Rebuild:
         """`copy(destination, source)`, which has no derivative, as cast or clone and expand."""
         destination, source = (self._at(arg) for arg in node.args[:2])  # type: ignore[arg-type]
         hidden = bool(node.meta.get("custom", {}).get(NO_GRAD))
-        if hidden and source.meta["diff"]:
+        if hidden and source.meta[DIFF]:
             source = self._detached(source, node)
         want, have = node.meta["val"], source.meta["val"]
         if (want.dtype, want.device) != (have.dtype, have.device):
@@ -219,7 +220,7 @@ class Rebuild:
                 source = self._derived(node, aten.expand.default, arguments, {})
             else:
                 source = self._derived(node, aten.expand_as.default, (source, destination), {})
-        if destination.meta["diff"] and not hidden:
+        if destination.meta[DIFF] and not hidden:
             self.overwritten.add(source)  # an ordinary write: what was there gets no gradient
         return source
 
@@ -237,7 +238,7 @@ class Rebuild:
     def _detach_operands(self, node: fx.Node) -> None:
         with self.graph.inserting_before(node):
             for operand in node.all_input_nodes:
-                if operand.meta.get("diff"):
+                if operand.meta.get(DIFF):
                     node.replace_input_with(operand, self._detached(operand, node))
 
     def _detached(self, operand: fx.Node, user: fx.Node) -> fx.Node:
@@ -278,8 +279,8 @@ class Rebuild:
             return
         for i, element in enumerate(val):
             item = self.graph.call_function(operator.getitem, (new, i))
-            item.meta = {k: v for k, v in new.meta.items() if k not in ("val", "diff")}
-            self._value(item, element, new.meta["diff"])
+            item.meta = {k: v for k, v in new.meta.items() if k not in ("val", DIFF)}
+            self._value(item, element, new.meta[DIFF])
             self.hop_values[hop.first + i] = item
 
     def _is_differentiable(self, node: fx.Node) -> bool:
@@ -293,7 +294,7 @@ class Rebuild:
             assert isinstance(source, fx.Node)
             if node.args[1] in _STATE_ELEMENTS.get(source.target, ()):  # type: ignore[call-overload]
                 return False
-        return any(operand.meta.get("diff") for operand in node.all_input_nodes)
+        return any(operand.meta.get(DIFF) for operand in node.all_input_nodes)
 
     def _apply_policy(self, node: fx.Node) -> None:
         """Ask the user's policy of a selectively checkpointed region about one node."""
@@ -317,7 +318,7 @@ class Rebuild:
         node.meta["val"] = val
         tensors = [t for t in pytree.tree_leaves(val) if isinstance(t, torch.Tensor)]
         if tensors:
-            node.meta["diff"] = differentiable and any(
+            node.meta[DIFF] = differentiable and any(
                 t.dtype.is_floating_point or t.dtype.is_complex for t in tensors
             )
 

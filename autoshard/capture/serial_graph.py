@@ -41,6 +41,7 @@ from autoshard.capture.interpreter import (
 )
 from autoshard.capture.rebuild import Rebuild, Seen
 from autoshard.capture.transforms import inline_transforms
+from autoshard.passes import DIFF, ENABLE_GRAD
 from autoshard.runtime import compat
 from autoshard.runtime.errors import CaptureError, message, source_line
 from autoshard.runtime.lazy import LazyGather
@@ -61,12 +62,12 @@ def capture(
     another one than they are computed with.
 
     The result has, on every node, `meta["val"]` (fake value, serial shape) and, where that is a
-    tensor or holds tensors, `meta["diff"]`: whether a gradient can flow to it. On the module:
+    tensor or holds tensors, `meta[DIFF]`: whether a gradient can flow to it. On the module:
 
-    - `meta["n_outputs"]`: the number of the user's outputs, which come first;
-    - `meta["mutated"]`: for each further output, the index of the placeholder whose new value it
+    - `meta[N_OUTPUTS]`: the number of the user's outputs, which come first;
+    - `meta[MUTATED]`: for each further output, the index of the placeholder whose new value it
       is. The node is the same as that of a user's output where both are the mutated input;
-    - `meta["enable_grad"]`: True where the caller's grad mode is off and the graph turns it on;
+    - `meta[ENABLE_GRAD]`: True where the caller's grad mode is off and the graph turns it on;
       the result must then be differentiated, that is compiled and run under torch.enable_grad().
 
     Grad mode, autocast, inference mode and random state are as before when it returns or raises.
@@ -88,7 +89,7 @@ def capture(
         _refuse_aliases(placeholders, inputs, seen.mutated)
         result = Rebuild(gm, traced, seen, inputs, extra).run()
     outputs = result.graph.output_node().all_input_nodes
-    result.meta["enable_grad"] = literal and any(n.meta.get("diff") for n in outputs)
+    result.meta[ENABLE_GRAD] = literal and any(n.meta.get(DIFF) for n in outputs)
     return result
 
 

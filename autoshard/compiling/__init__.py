@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoshard.compiling.built import Built
 from autoshard.compiling.collectives import Collective, collectives_of
-from autoshard.compiling.debugging import Following, refuse_unsharded, settings
+from autoshard.compiling.debugging import DebugWatch, refuse_unsharded, settings
 from autoshard.compiling.inner import compile_local
 from autoshard.compiling.parameter_use import lowered_dtypes, say_stored, traced_microbatch, use_by
 from autoshard.compiling.rendering import render
@@ -13,7 +13,7 @@ from autoshard.compiling.serving import check_serving
 __all__ = [
     "Built",
     "Collective",
-    "Following",
+    "DebugWatch",
     "check_serving",
     "collectives_of",
     "compile_local",

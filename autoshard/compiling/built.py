@@ -14,15 +14,7 @@ from torch import fx
 from autoshard.compiling.inductor_order import hold_order
 from autoshard.compiling.meta_graphs import off_meta
 from autoshard.config import Config
-from autoshard.passes import (
-    BEFORE_COMPILATION,
-    SILENT,
-    Context,
-    Watch,
-    finish,
-    local_value,
-    run_passes,
-)
+from autoshard.passes import SILENT, Watch, finish, local_value, specialize
 from autoshard.planning import Decisions, Plan
 from autoshard.planning.cost import Hardware
 from autoshard.planning.estimate import STORED
@@ -74,9 +66,9 @@ class Built:
     def joint(self) -> ForwardBackward:
         """The forward and backward ATen graphs AOTAutograd makes of `graph_module`."""
         made = forward_backward(*self._on_cpu())
-        finish(made.forward, self.mesh, self.config, False, self.watch)
+        finish(made.forward, self.mesh, self.config.bucket_bytes, False, self.watch)
         if made.backward is not None:
-            finish(made.backward, self.mesh, self.config, True, self.watch)
+            finish(made.backward, self.mesh, self.config.bucket_bytes, True, self.watch)
         return made
 
     @cached_property
@@ -85,10 +77,9 @@ class Built:
         graphs = (self.joint.forward, self.joint.backward)
         forward, backward = (gm and copy.deepcopy(gm) for gm in graphs)
         assert forward is not None
-        context = Context(self.axis, self.config)
-        for gm, phase in ((forward, "forward"), (backward, "backward")):
-            if gm is not None:
-                run_passes(BEFORE_COMPILATION, gm, context, self.watch, phase)
+        specialize(forward, self.axis, False, self.watch)
+        if backward is not None:
+            specialize(backward, self.axis, True, self.watch)
         return replace(self.joint, forward=forward, backward=backward)
 
     @cached_property
@@ -98,7 +89,8 @@ class Built:
 
     def finish(self, graph: fx.GraphModule, backward: bool) -> None:
         """Bucket and schedule the collectives of a graph that is compiled and run, in place."""
-        finish(graph, self.mesh, self.config, backward, self.watch, run=True)
+        finish(graph, self.mesh, self.config.bucket_bytes, backward, self.watch)
+        specialize(graph, self.axis, backward, self.watch)
 
     def settings(self) -> str:
         """What `finish` depends on besides the graph; equal texts make equal graphs of one."""

@@ -10,6 +10,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.compiling.built import Built
+from autoshard.passes import CHANGE, LINE, MODULE, READER, READER_LINE
 from autoshard.planning import tensor_bytes
 
 _c10d = torch.ops._c10d_functional
@@ -67,10 +68,10 @@ def _collective(node: fx.Node, axis: str, phase: str) -> Collective:
         axis=axis,
         bytes=sum(map(tensor_bytes, pytree.tree_leaves(source.meta["val"]))),
         phase=phase,
-        module=custom.get("autoshard_module", ""),
-        change=custom.get("autoshard_change", ""),
-        stack=custom.get("autoshard_line", ""),
+        module=custom.get(MODULE, ""),
+        change=custom.get(CHANGE, ""),
+        stack=custom.get(LINE, ""),
         node=node,
-        reader=custom.get("autoshard_reader", ""),
-        reader_line=custom.get("autoshard_reader_line", ""),
+        reader=custom.get(READER, ""),
+        reader_line=custom.get(READER_LINE, ""),
     )

@@ -105,7 +105,7 @@ def refuse_unsharded(sizes: Mapping[str, int]) -> None:
 
 
 @dataclass
-class Following(Watch):
+class DebugWatch(Watch):
     """A Watch that obeys `settings`, for one program: `number` counts them in this process."""
 
     settings: Settings

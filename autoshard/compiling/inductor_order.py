@@ -1,4 +1,4 @@
-"""keep_order: dependencies that make Inductor keep the order which schedule_collectives chose.
+"""Dependencies that make Inductor keep the order which schedule_collectives chose.
 
     before                                        after
     %0 = all_reduce(%b, sum, dp)                  %0 = all_reduce(%b, sum, dp)

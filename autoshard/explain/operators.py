@@ -9,6 +9,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.compiling import Built
+from autoshard.passes import DIFF
 from autoshard.planning import cost, operands, strategy_text, value
 
 
@@ -30,8 +31,8 @@ def planned_operators(built: Built) -> dict[fx.Node, str]:
 def carries_data(built: Built) -> Callable[[fx.Node], bool]:
     """Which nodes carry what the model computes: those with a gradient, so that masks and
     positions are left out; in a graph without gradients all of floating point."""
-    if any(node.meta.get("diff") for node in built.serial.graph.nodes):
-        return lambda node: node.op == "call_function" and bool(node.meta.get("diff"))
+    if any(node.meta.get(DIFF) for node in built.serial.graph.nodes):
+        return lambda node: node.op == "call_function" and bool(node.meta.get(DIFF))
     return lambda node: node.op == "call_function" and any(
         isinstance(val, torch.Tensor) and val.is_floating_point()
         for val in pytree.tree_leaves(value(node))

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autoshard.compiling import Built
-from autoshard.passes import module_path, user_line
+from autoshard.passes import DIFF, module_path, user_line
 from autoshard.planning import operands, value
 from autoshard.planning.rules import rules_for
 from autoshard.runtime.collectives import R, State, V, shard_dim
@@ -78,7 +78,7 @@ def whole(built: Built) -> list[Whole]:
                 Whole("parameter", name, reason(built, node), module_path(user), user_line(user))
             )
     for node in built.serial.graph.nodes:
-        if node.op == "call_function" and node.meta.get("diff") and operands(node):
+        if node.op == "call_function" and node.meta.get(DIFF) and operands(node):
             why = _no_rule(node)
             if why:
                 found.append(

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from autoshard.capture import capture, intercept
-from autoshard.passes import Context, Normalize
+from autoshard.passes import Canonicalize, Context
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import Axis
 
@@ -86,7 +86,7 @@ def model_graph(
 def _read(
     gm: fx.GraphModule, inputs: list[compat.GraphInput], names: Mapping[int, str]
 ) -> ModelGraph:
-    Normalize().run(gm, Context(Axis("tp", 1, 0, ""), None))
+    Canonicalize().run(gm, Context(Axis("tp", 1, 0, "")))
     parameters: dict[fx.Node, str] = {}
     constants: dict[fx.Node, torch.Tensor] = {}
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autoshard.memory.liveness import Change, Storage, storages, walk
-from autoshard.passes import GATHERS, BucketGradients, BucketParameters
+from autoshard.passes import GATHERS, PASS, BucketGradients, BucketParameters
 from autoshard.planning import tensor_bytes
 from autoshard.runtime.compat import ForwardBackward, InductorGraph, InductorStep
 from autoshard.runtime.parameters import keeps_storage
@@ -169,7 +169,7 @@ def _gathered(graph: fx.Graph, weights: Container[str], made: _Lifetimes) -> lis
     stored: set[fx.Node] = set()
     for node in graph.nodes:
         sources = node.all_input_nodes
-        if (node.meta.get("custom") or {}).get("autoshard_pass") in _BUCKETS:
+        if (node.meta.get("custom") or {}).get(PASS) in _BUCKETS:
             found.append(node)
         elif node.op == "placeholder" and node.name in weights:
             stored.add(node)

@@ -29,6 +29,7 @@ from autoshard.memory.phases import (
     Phases,
     phases,
 )
+from autoshard.passes import BUFFER, PENDING_INPUTS
 from autoshard.planning import tensor_bytes
 from autoshard.runtime.compat import ForwardBackward, InductorStep
 
@@ -195,9 +196,9 @@ def step_of(built: Built, optimizer: str = "adamw", inner: str | None = None) ->
             local = tensor_bytes(built.stored_value(node))
             parameters += local
             trained += [local] if node.meta["val"].requires_grad else []
-        elif node.meta.get("buffer"):
+        elif node.meta.get(BUFFER):
             buffers += tensor_bytes(node.meta["val"])
-    waiting = built.graph_module.meta.get("pending", ())
+    waiting = built.graph_module.meta.get(PENDING_INPUTS, ())
     resident = {
         PARAMETERS: parameters,
         BUFFERS: buffers,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autoshard.passes import Context, DataParallel, Localize
+from autoshard.passes import N_OUTPUTS, DataParallel, Localize, Pass, rank_program
 from autoshard.program import Program
 from autoshard.runtime.collectives import (
     Axis,
@@ -143,7 +143,7 @@ def _serial_run(
     """The serial graph on one batch, under noise as the gradients of its outputs."""
     values = [_leaf(v, node) for v, node in zip(batch, placeholders, strict=True)]
     torch.manual_seed(seed)
-    outputs = list(program.serial(*values))[: program.serial.meta["n_outputs"]]
+    outputs = list(program.serial(*values))[: program.serial.meta[N_OUTPUTS]]
     given = [torch.randn_like(out) if _has_grad(out) else None for out in outputs]
     _backward(outputs, given)
     return _Run(values, outputs, given)
@@ -153,11 +153,11 @@ def _rank_graph(
     program: Program, placeholders: Sequence[fx.Node], axes: tuple[Axis, ...]
 ) -> fx.GraphModule:
     """The graph that a rank runs, over axes that are threads."""
-    local = Localize(program.serial, program.decisions, axes[-1]).run()
+    passes: list[Pass] = [Localize(program.decisions)]
     spread = {i: program.data[n] for i, n in enumerate(placeholders) if n in program.data}
     if any(axis.size > 1 for axis in axes[:-1]):
-        DataParallel(data_axes(axes), spread).run(local, Context(axes[-1], program.config))
-    return local
+        passes.append(DataParallel(data_axes(axes), spread))
+    return rank_program(program.serial, passes, axes[-1])[0]
 
 
 def _rank_run(

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from autoshard.passes.meta import MODULE
 from autoshard.planning.cost import model as cost
 from autoshard.program import Program
 from autoshard.runtime.collectives.redistribution import change
@@ -239,7 +240,7 @@ def test_neighbouring_projections_share_one_copy(sequence: bool) -> None:
     read: dict[Any, list[str]] = {}
     for node in program.graph_module.graph.nodes:
         if node.target == torch.ops.aten.linear.default:
-            read.setdefault(node.args[0], []).append(node.meta["custom"]["autoshard_module"])
+            read.setdefault(node.args[0], []).append(node.meta["custom"][MODULE])
     groups = sorted(sorted(m.rpartition(".")[2] for m in users) for users in read.values())
     assert groups.count(["k_proj", "q_proj", "v_proj"]) == 2
     assert groups.count(["gate_proj", "up_proj"]) == 2

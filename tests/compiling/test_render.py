@@ -12,8 +12,8 @@ from torch import fx, nn
 
 from autoshard.compiling.rendering import input_name, render, type_text
 from autoshard.passes.base import Context, module_path, user_line
+from autoshard.passes.canonicalize import Canonicalize
 from autoshard.passes.expand_grouped_heads import ExpandGroupedHeads
-from autoshard.passes.normalize import Normalize
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.redistribution import change
 from capturing import Recorder
@@ -61,7 +61,7 @@ def test_modules_at_the_right() -> None:
 
 def test_prepared_graph() -> None:
     gm = captured(torch.randn(3, 5, 8))
-    for one in (Normalize(), ExpandGroupedHeads()):
+    for one in (Canonicalize(), ExpandGroupedHeads()):
         one.run(gm, Context(TP))
     golden("prepared", render(gm))
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 import autoshard
 from autoshard.passes.base import Context
 from autoshard.passes.invariant_random import InvariantRandom
+from autoshard.passes.meta import PASS
 from autoshard.planning.rules.random import SEED
 from autoshard.program import Program
 from autoshard.runtime.collectives.axis import Axis
@@ -28,7 +29,7 @@ TOLERANCE = 1e-5
 
 
 def random_nodes(gm: fx.GraphModule) -> list[fx.Node]:
-    return [n for n in gm.graph.nodes if n.meta.get("custom", {}).get("autoshard_pass")
+    return [n for n in gm.graph.nodes if n.meta.get("custom", {}).get(PASS)
             == "invariant_random" and n.target not in (SEED, shared_seed)]
 
 

@@ -19,7 +19,7 @@ NAMES = {
     "c10d::_allgather_base_": "all_gather",
     "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
-    "c10d::alltoall_base_": "reduce_scatter",  # on gloo: see passes/exchange_scatter.py
+    "c10d::alltoall_base_": "reduce_scatter",  # on gloo: see passes/reduce_scatter_by_all_to_all.py
 }
 PRODUCTS = ("aten::mm", "aten::addmm")
 WAIT = "_c10d_functional::wait_tensor"

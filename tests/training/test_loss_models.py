@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from autoshard.planning.plan import Plan
 from autoshard.program import Program
@@ -161,63 +158,6 @@ def test_16_bit_scores_are_reduced_in_fp32() -> None:
         assert abs(float(sharded_loss) - float(exact)) / float(exact) <= max(own, 2.0**-8), loss
 
 
-def uneven_tokens(loss_tokens: str, inner: str, few: int = 3) -> dict[str, float]:
-    """One step of two data-parallel ranks with `few` and 9 tokens, against all in one batch."""
-    import torch.distributed as dist
-
-    class Small(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
-
-        def forward(self, ids: T, target: T, items: T | None = None) -> T:
-            scores = self.head(torch.tanh(self.embed(ids)))
-            if items is None:
-                return F.cross_entropy(scores, target)
-            return F.cross_entropy(scores, target, reduction="sum") / items
-
-    torch.manual_seed(0)
-    model = Small()
-    ids, target = torch.randint(16, (2, 10)), torch.randint(16, (2, 10))
-    target[0, few:] = IGNORED
-    target[1, 9:] = IGNORED
-    want = model(ids.flatten(), target.flatten())
-    want.backward()
-    wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    rank = dist.get_rank() if dist.is_initialized() else int(__import__("os").environ["RANK"])
-    options: dict[str, Any] = {"mesh": {"dp_replicate": 2}, "inner": inner}
-    arguments = [ids[rank], target[rank]]
-    if loss_tokens == "by hand":
-        # what a user writes without the option: a rank's share of all tokens
-        arguments.append(torch.tensor((few + 9) / 2))
-    else:
-        options["loss_tokens"] = loss_tokens
-    compiled: Any = torch.compile(model, backend="autoshard", options=options)
-    loss = compiled(*arguments)
-    loss.backward()
-    worst = 0.0
-    for name, p in model.named_parameters():
-        assert p.grad is not None
-        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-        worst = max(worst, float((grad - wanted[name]).abs().max()))
-    mean = loss.detach().clone()
-    dist.all_reduce(mean)
-    return {"gradient": worst, "loss": abs(float(mean) / 2 - float(want))}
-
-
-@pytest.mark.parametrize("loss_tokens", ["global", "by hand", "local"])
-def test_uneven_tokens_of_data_parallel_ranks(gloo2: Any, loss_tokens: str) -> None:
-    for found in gloo2(uneven_tokens, loss_tokens, "aot_eager"):
-        right = max(found["gradient"], found["loss"]) < 1e-6
-        assert right == (loss_tokens != "local"), found
-
-
-def test_a_rank_without_tokens_adds_nothing(gloo2: Any) -> None:
-    for found in gloo2(uneven_tokens, "global", "aot_eager", few=0):
-        assert max(found.values()) < 1e-6, found
-
-
 @pytest.mark.parametrize("ignored", [IGNORED, 0])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -276,28 +216,3 @@ def test_no_tokens_anywhere_is_the_mean_of_nothing() -> None:
         return share_of_tokens(mean, own, axes).detach()
 
     assert all(bool(loss.isnan()) for loss in run_mesh({"dp_replicate": 2}, rank))
-
-
-def test_global_tokens_without_a_mean_loss_are_told() -> None:
-    mesh = {"dp_replicate": 2}
-    for loss, told in (("sum", True), ("mean", False)):
-        torch.compiler.reset()
-        model, x, target = case(LOSSES[loss])
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            programs(model, (x, target), [{"mesh": mesh, "loss_tokens": "global"}])
-        assert told == any("no mean loss" in str(w.message) for w in caught)
-
-
-def test_global_tokens_cost_one_number() -> None:
-    model, x, target = case(F.cross_entropy)
-    torch.compiler.reset()
-    mesh = {"dp_replicate": 2, "tp": 2}
-    made, _ = programs(model, (x, target), [
-        {"mesh": mesh, "loss_tokens": name} for name in ("global", "local")
-    ])
-    counts = [[c for c in p.collectives() if c.phase == "forward"] for p in made]
-    assert len(counts[0]) == len(counts[1]) + 1
-    (more,) = [c for c in counts[0] if "tokens of all ranks" in c.change]
-    assert (more.op, more.axis, more.bytes) == ("all_reduce", "dp_replicate", 4)
-    assert math.prod(mesh.values()) == 4

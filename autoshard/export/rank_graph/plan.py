@@ -27,7 +27,7 @@ from autoshard.export.rank_graph.tidy import on_cpu, propagate, tidy
 from autoshard.export.rank_graph.with_cache import with_cache
 from autoshard.export.serial_graph import unwrapped
 from autoshard.export.spec import EngineSpec
-from autoshard.passes import Localize
+from autoshard.passes import MUTATED, Localize, rank_program
 from autoshard.planning import producer
 from autoshard.planning.cost import hardware
 from autoshard.program import Program
@@ -55,7 +55,7 @@ class InferencePlan:
         self._check()
         program, names, spec = self.program, self.placeholders, self.spec
         axis = offline_mesh({"tp": self.tp}, rank).axis("tp")
-        local = Localize(program.serial, program.decisions, axis).run()
+        local = rank_program(program.serial, (Localize(program.decisions),), axis)[0]
         given = [node.meta["val"] for node in _placeholders(local)]
         mode = next(val.fake_mode for val in given if hasattr(val, "fake_mode"))
         module = reduce_to_core(local, on_cpu(local, mode), mode)
@@ -106,7 +106,7 @@ class InferencePlan:
     def _check(self) -> None:
         """Refuse random numbers, mutation, and ranks of different shapes, which need padding."""
         decisions = self.program.decisions
-        if self.program.serial.meta.get("mutated"):
+        if self.program.serial.meta.get(MUTATED):
             raise export_error("the model writes to one of its inputs or buffers in forward")
         for node in self.program.serial.graph.nodes:
             if getattr(node.target, "namespace", "") == "autoshard":

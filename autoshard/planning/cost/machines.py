@@ -144,4 +144,4 @@ HARDWARE: Mapping[str, Hardware] = {
 
 
 DEFAULT_HARDWARE = "h100"
-"""The machine to plan for where nobody names one: where no GPU is at hand, or none that is known."""
+"""The machine to plan for where nobody names one, and what an unknown GPU counts as."""

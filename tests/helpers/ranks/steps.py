@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from autoshard.passes.localize import Localize
+from autoshard.passes.pipeline import rank_program
 from autoshard.program import Program
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.lockstep import run_ranks
@@ -64,7 +65,7 @@ def sharded_step(program: Program, values: Sequence[Any], seed: int = 0) -> Step
 
     torch.manual_seed(seed)
     results = run_ranks(
-        n, rank, prepare=lambda axis: Localize(program.serial, decisions, axis).run()
+        n, rank, prepare=lambda axis: rank_program(program.serial, (Localize(decisions),), axis)[0]
     )
     gradients = {}
     for i, node in enumerate(nodes):

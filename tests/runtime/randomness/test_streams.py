@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import autoshard
 from autoshard import rng
 from autoshard.passes.localize import Localize
+from autoshard.passes.pipeline import rank_program
 from autoshard.program import Program
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.lockstep import run_ranks
@@ -224,7 +225,7 @@ def drawn_masks(program: Program, values: list[Any]) -> list[list[torch.Tensor]]
         return [out.detach() for out in outputs]
 
     found: list[list[torch.Tensor]] = run_ranks(
-        n, rank, prepare=lambda axis: Localize(serial, decisions, axis).run()
+        n, rank, prepare=lambda axis: rank_program(serial, (Localize(decisions),), axis)[0]
     )
     return found
 

@@ -1,4 +1,4 @@
-"""weigh_tokens: mean losses count every token of every data-parallel rank alike.
+"""global_token_mean: mean losses count every token of every data-parallel rank alike.
 
     before (dp_replicate=2, one rank)               after (loss_tokens="global")
     %x: f32[6,9]                                    %x: f32[6,9]
@@ -23,7 +23,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from autoshard.passes.base import CARRIED, Context, Report
+from autoshard.passes.base import Context, Report, emit
+from autoshard.passes.meta import CHANGE
 from autoshard.planning import LOSSES, packet
 from autoshard.runtime import operators
 from autoshard.runtime.collectives import Axis
@@ -43,10 +44,11 @@ _DEFAULTS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class WeighTokens:
+class GlobalTokenMean:
     """axes: the data-parallel axes."""
 
-    name: ClassVar[str] = "weigh_tokens"
+    name: ClassVar[str] = "global_token_mean"
+    optional: ClassVar[bool] = False
     axes: tuple[Axis, ...]
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
@@ -62,7 +64,6 @@ class WeighTokens:
                 continue
             self._weigh(gm.graph, node, given, split)
             report.hits += 1
-        gm.recompile()
         return report
 
     def _weigh(
@@ -73,14 +74,15 @@ class WeighTokens:
         def made(
             what: Any, arguments: tuple[Any, ...], like: fx.Node | None = None, said: str = ""
         ) -> fx.Node:
-            new = graph.call_function(what, arguments)
-            new.meta = {key: node.meta[key] for key in CARRIED if key in node.meta}
-            new.meta["custom"] = {**node.meta.get("custom", {}), "autoshard_pass": self.name}
-            if said:
-                new.meta["custom"]["autoshard_change"] = f"{node.name}: {said}"
-            if like is not None:
-                new.meta.update({k: like.meta[k] for k in ("val", "diff") if k in like.meta})
-            return new
+            return emit(
+                graph,
+                node,
+                what,
+                arguments,
+                provenance=self.name,
+                value=like or "unknown",
+                custom={CHANGE: f"{node.name}: {said}"} if said else None,
+            )
 
         with graph.inserting_before(node):
             own = made(own_tokens, (target, weight, ignored, split), None, "tokens of this rank")

@@ -1,4 +1,4 @@
-"""normalize: one spelling for each operation, so that sharding rules need not know the others.
+"""canonicalize: one spelling for each operation, so that sharding rules need not know the others.
 
     before                                                 after
     %x: f32[4,8]                                           %x: f32[4,8]
@@ -34,6 +34,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autoshard.passes.base import Context, Report, emit
+from autoshard.passes.meta import DIFF
 from autoshard.planning import same_shape
 
 aten = torch.ops.aten
@@ -62,10 +63,11 @@ _NEED_STRIDES = frozenset(
 
 
 @dataclass(frozen=True)
-class Normalize:
+class Canonicalize:
     """See the module's text."""
 
-    name: ClassVar[str] = "normalize"
+    name: ClassVar[str] = "canonicalize"
+    optional: ClassVar[bool] = False
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
         """Rewrite `gm.graph` in place."""
@@ -140,7 +142,7 @@ def _identity(node: fx.Node) -> fx.Node | None:
     if node.target in _ALIASES:
         return source
     if node.target is aten.detach.default:
-        return None if source.meta.get("diff") else source
+        return None if source.meta.get(DIFF) else source
     if node.target is aten.dropout.default:
         return source if node.args[1] == 0 or not node.args[2] else None
     if node.target in _RESHAPES or node.target in _SAME_SHAPE:
@@ -232,7 +234,7 @@ def _type_as(graph: fx.Graph, node: fx.Node) -> bool:
         options = {"dtype": want.dtype, "device": want.device}
         with graph.inserting_before(node):
             new = emit(
-                graph, node, aten._to_copy.default, (source,), options, provenance="normalize"
+                graph, node, aten._to_copy.default, (source,), options, provenance=Canonicalize.name
             )
     elif graph.output_node() in node.users:
         return False
@@ -254,7 +256,9 @@ def _cat(graph: fx.Graph, node: fx.Node) -> bool:
         return True
     options = {"memory_format": torch.contiguous_format}
     with graph.inserting_before(node):
-        new = emit(graph, node, aten.clone.default, (full[0],), options, provenance="normalize")
+        new = emit(
+            graph, node, aten.clone.default, (full[0],), options, provenance=Canonicalize.name
+        )
     node.replace_all_uses_with(new)
     graph.erase_node(node)
     return True

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from autoshard.passes.base import Context
 from autoshard.passes.bucketing import REDUCE_SCATTER, WAIT
-from autoshard.passes.exchange_scatter import ALL_TO_ALL, ExchangeScatter
+from autoshard.passes.reduce_scatter_by_all_to_all import ALL_TO_ALL, ReduceScatterByAllToAll
 from autoshard.runtime.compat import core as compat
 
 
@@ -35,7 +35,7 @@ def test_sizes_are_numbers_or_nodes(dynamic: bool) -> None:
     graph.output((done,))
     gm = fx.GraphModule({}, graph)
     ctx: Any = Context.__new__(Context)
-    assert ExchangeScatter().run(gm, ctx).hits == 1
+    assert ReduceScatterByAllToAll().run(gm, ctx).hits == 1
     gm.graph.lint()
     exchanged = next(n for n in gm.graph.nodes if n.target is ALL_TO_ALL)
     kind = fx.Node if dynamic else int

@@ -1,18 +1,17 @@
-"""normalize and expand_grouped_heads change no value; what they leave alone, they say why."""
+"""canonicalize changes no value; what it leaves alone, it says why."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
 from autoshard.passes.base import Context, Report
-from autoshard.passes.expand_grouped_heads import ExpandGroupedHeads
-from autoshard.passes.normalize import Normalize
+from autoshard.passes.canonicalize import Canonicalize
+from autoshard.passes.meta import MUTATED
 from autoshard.runtime.collectives.axis import Axis
 from capturing import Recorder, check
 
@@ -30,14 +29,14 @@ class Fn(nn.Module):
         return self.fn(self, *args)
 
 
-def normalized(
+def canonical(
     fn: Callable[..., Any], *args: T, **kwargs: Any
 ) -> tuple[list[str], Report, Recorder]:
     """(operators after the pass, its report, the recorder); the model is checked against eager."""
     reports: list[Report] = []
 
     def rewrite(gm: fx.GraphModule) -> None:
-        reports.append(Normalize().run(gm, Context(Axis("tp", 2, 0, ""))))
+        reports.append(Canonicalize().run(gm, Context(Axis("tp", 2, 0, ""))))
 
     recorder = check(Fn(fn), args, rewrite=rewrite, tolerance=0, **kwargs)
     names = [target.removeprefix("aten.") for target in recorder.targets()]
@@ -49,7 +48,7 @@ def x48() -> T:
 
 
 def test_views_become_one_reshape() -> None:
-    names, report, _ = normalized(lambda m, x: m.lin(x).view(2, 16).view(8, 4).relu(), x48())
+    names, report, _ = canonical(lambda m, x: m.lin(x).view(2, 16).view(8, 4).relu(), x48())
     assert names == ["linear.default", "reshape.default", "relu.default"]
     assert report.hits == 2
 
@@ -58,7 +57,7 @@ def test_the_size_of_a_repetition_is_not_said_twice() -> None:
     def fn(m: Any, x: T) -> T:
         return torch.repeat_interleave(m.lin(x), 2, dim=0, output_size=8).relu()
 
-    names, report, recorder = normalized(fn, x48())
+    names, report, recorder = canonical(fn, x48())
     assert "repeat_interleave.self_int" in names and report.hits == 1
 
 
@@ -67,7 +66,7 @@ def test_reshape_with_two_readers_is_kept() -> None:
         y = m.lin(x).view(32)
         return y.view(8, 4).relu().sum() + y.sum()
 
-    names, _, _ = normalized(fn, x48())
+    names, _, _ = canonical(fn, x48())
     assert names.count("reshape.default") == 2
 
 
@@ -78,7 +77,7 @@ def test_what_changes_nothing_goes() -> None:
         x = x.to(torch.float32).type_as(m.lin.weight).contiguous().clone()
         return m.lin(x[0:9])
 
-    names, _, _ = normalized(fn, x48())
+    names, _, _ = canonical(fn, x48())
     assert names == ["linear.default"]
 
 
@@ -88,7 +87,7 @@ def test_what_does_something_stays() -> None:
         y = y[::2] + y[1:3] + y.detach()[:2] + F.dropout(y, 0.5)[2:]
         return y.transpose(0, 1).permute(1, 0).type_as(x.double()).expand(3, 2, 8)
 
-    names, report, _ = normalized(fn, x48())
+    names, report, _ = canonical(fn, x48())
     kept = "slice.Tensor detach.default dropout.default transpose.int permute.default"
     assert all(name in names for name in (kept + " _to_copy.default expand.default").split())
     assert report.hits == 2  # type_as, and the assertion that .double() leaves
@@ -98,7 +97,7 @@ def test_copy_that_reaches_an_output_stays() -> None:
     def fn(m: Any, x: T) -> Any:
         return m.lin(x).clone().t(), x.clone(), x.clone() + 1
 
-    names, report, _ = normalized(fn, x48())
+    names, report, _ = canonical(fn, x48())
     assert names.count("clone.default") == 2
     assert [skip.reason for skip in report.skips] == ["its memory reaches an output"] * 2
 
@@ -109,15 +108,15 @@ def test_copy_of_a_value_that_is_overwritten_stays() -> None:
         m.cache.add_(x)
         return old, m.lin(x)
 
-    _, _, recorder = normalized(fn, x48(), steps=2)
-    assert len(recorder.graph.meta["mutated"]) == 1
+    _, _, recorder = canonical(fn, x48(), steps=2)
+    assert len(recorder.graph.meta[MUTATED]) == 1
 
 
 def test_copy_before_an_operator_that_needs_strides_stays() -> None:
     def fn(m: Any, x: T) -> T:
         return m.lin(x).t().contiguous().as_strided((4, 4), (8, 1)) * 2
 
-    names, report, _ = normalized(fn, x48())
+    names, report, _ = canonical(fn, x48())
     assert "clone.default" in names
     assert report.skips[0].reason.endswith("depends on strides")
 
@@ -128,7 +127,7 @@ def test_whole_write_is_the_value_written() -> None:
         y[:, :] = m.lin(x)
         return y * 2
 
-    names, _, _ = normalized(fn, x48())
+    names, _, _ = canonical(fn, x48())
     assert not any("scatter" in name for name in names)
 
 
@@ -138,13 +137,13 @@ def test_cat_with_an_empty_cache() -> None:
         y = m.lin(x)
         return torch.cat([empty, y.t()], -1), torch.cat([empty, y, x])
 
-    names, _, _ = normalized(fn, x48())
+    names, _, _ = canonical(fn, x48())
     assert names.count("cat.default") == 1
     assert "empty.memory_format" not in names
 
 
 def test_identity_that_is_returned_stays() -> None:
-    _, report, _ = normalized(lambda m, x: (m.lin(x), x.detach(), x.view(4, 8)), x48())
+    _, report, _ = canonical(lambda m, x: (m.lin(x), x.detach(), x.view(4, 8)), x48())
     assert [skip.reason for skip in report.skips] == ["the graph returns it"] * 2
 
 
@@ -154,70 +153,8 @@ def test_symbolic_shapes() -> None:
         y = m.lin(x).view(b * s, d).view(b, s, 2, d // 2)
         return y[:, :s].reshape(b, s, d)[0:b].expand(b, s, d).relu()
 
-    names, _, _ = normalized(fn, torch.randn(3, 5, 8), dynamic=True)
+    names, _, _ = canonical(fn, torch.randn(3, 5, 8), dynamic=True)
     assert [n for n in names if "linear" in n or "relu" in n or "slice" in n or "expand" in n] == [
         "linear.default",
         "relu.default",
     ]
-
-
-# expand_grouped_heads
-
-
-def attention(
-    heads: int, kv: int, n: int, *, dynamic: bool = False, **kwargs: Any
-) -> tuple[Report, Recorder]:
-    reports: list[Report] = []
-
-    def rewrite(gm: fx.GraphModule) -> None:
-        reports.append(ExpandGroupedHeads().run(gm, Context(Axis("tp", n, 0, ""))))
-
-    class Model(nn.Module):
-        counts = (heads, kv, kv)
-
-        def forward(self, *inputs: T) -> T:
-            q, k, v = (
-                x.view(*x.shape[:2], h, 4).transpose(1, 2) for x, h in zip(inputs, self.counts)
-            )
-            return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **kwargs)
-
-    inputs = [torch.randn(3, 6, 4 * h, requires_grad=True) for h in (heads, kv, kv)]
-    recorder = check(Model(), inputs, rewrite=rewrite, dynamic=dynamic)
-    with torch.no_grad():
-        check(Model(), inputs, rewrite=rewrite, backward=False, tolerance=0, around=torch.no_grad)
-    return reports[0], recorder
-
-
-@pytest.mark.parametrize("heads,kv,n", [(8, 2, 4), (4, 1, 2), (6, 3, 2)])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_expands_heads_that_do_not_divide(heads: int, kv: int, n: int, dynamic: bool) -> None:
-    report, recorder = attention(heads, kv, n, dynamic=dynamic)
-    assert (report.hits, report.skips) == (1, [])
-    node = recorder.graph.graph.find_nodes(
-        op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default
-    )[0]
-    assert not node.kwargs.get("enable_gqa")
-    for operand in node.args[:3]:
-        assert operand.meta["val"].shape[1] == heads
-        assert operand.meta["diff"]
-    assert node.args[1].meta["custom"]["autoshard_pass"] == "expand_grouped_heads"
-    assert "test_normalize.py" in node.args[1].meta["stack_trace"]
-
-
-def test_expands_with_other_arguments() -> None:
-    report, _ = attention(8, 2, 4, is_causal=True, scale=0.3)
-    assert report.hits == 1
-
-
-@pytest.mark.parametrize(
-    "heads,kv,n,reason",
-    [
-        (8, 4, 2, "kv heads 4 % tp 2 == 0: no need"),
-        (6, 2, 4, "heads 6 % tp 4 != 0"),
-    ],
-)
-def test_declines_with_numbers(heads: int, kv: int, n: int, reason: str) -> None:
-    report, _ = attention(heads, kv, n)
-    assert report.hits == 0
-    assert [skip.reason for skip in report.skips] == [reason]
-    assert reason in str(report)

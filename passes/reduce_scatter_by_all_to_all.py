@@ -1,4 +1,4 @@
-"""exchange_scatter: on gloo, a reduce-scatter is an all-to-all and a local sum.
+"""reduce_scatter_by_all_to_all: on gloo, a reduce-scatter is an all-to-all and a local sum.
 
     before (2 ranks, cpu)                         after
     %0: f32[4,8] = reduce_scatter(%g, sum, dp)    %0: f32[8,8] = all_to_all(%g, dp)
@@ -28,10 +28,11 @@ ALL_TO_ALL = c10d.all_to_all_single.default
 
 
 @dataclass(frozen=True)
-class ExchangeScatter:
+class ReduceScatterByAllToAll:
     """Nothing to choose."""
 
-    name: ClassVar[str] = "exchange_scatter"
+    name: ClassVar[str] = "reduce_scatter_by_all_to_all"
+    optional: ClassVar[bool] = True
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
         """Rewrite in place the reduce-scatters of tensors in the memory of the host."""

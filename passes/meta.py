@@ -1,0 +1,65 @@
+"""The keys of metadata that autoshard writes on graphs and nodes, each with its writer and readers.
+
+Torch's own keys keep their spelling in the code: `val` (the fake of a node's value), `stack_trace`,
+`nn_module_stack`, `recompute` and `ac_graph_id` (a region of activation checkpointing), `custom`.
+Keys that the folders below read are named there: `planning.estimate.STORED` and `REDUCED`,
+`runtime.randomness.RANDOM_STATE`. Imports nothing, so that whoever writes a graph can read it.
+"""
+
+from __future__ import annotations
+
+# Of a GraphModule.
+
+N_OUTPUTS = "n_outputs"
+"""int: how many results are the user's; the rest are new values of inputs. capture; everyone."""
+
+MUTATED = "mutated"
+"""tuple of int: the placeholders that the further results are written to. capture; Localize."""
+
+ENABLE_GRAD = "enable_grad"
+"""bool: the caller's grad mode is off and the graph turns it on. capture; the backend."""
+
+OUTPUT_STATES = "output_states"
+"""list of State: of each of the user's results, on the planned axis. Localize; the backend."""
+
+OUTPUT_EXTENTS = "output_extents"
+"""list of int or None: the whole extent of the split dim of each. Localize; the backend."""
+
+PENDING_INPUTS = "pending"
+"""list of PendingInput: the inputs after the user's. DataParallel; the backend, Program.memory."""
+
+# Of a node.
+
+DIFF = "diff"
+"""bool: whether a gradient flows through it. capture, `emit`; the planner (as "diff"), passes."""
+
+BUFFER = "buffer"
+"""bool, of a placeholder: a buffer of the model. build; Program.memory, planning.estimate."""
+
+# In a node's `custom`, which AOTAutograd carries into the forward and the backward graph.
+
+PASS = "autoshard_pass"
+"""str: the pass that made the node. `emit`; ScheduleCollectives, memory, tests."""
+
+CHANGE = "autoshard_change"
+"""str: "value: S(0) -> R", what a collective is for. Localize, DataParallel, GlobalTokenMean and
+the buckets; Program.collectives."""
+
+MODULE = "autoshard_module"
+"""str: dotted path of the module that the node serves. Localize, the buckets; Program.collectives,
+the buckets."""
+
+LINE = "autoshard_line"
+"""str: file:line of the user's code. Localize; Program.collectives."""
+
+READER = "autoshard_reader"
+"""str: the module that needs the new state. Localize, of changes; Program.collectives."""
+
+READER_LINE = "autoshard_reader_line"
+"""str: the line that needs it. Localize, of changes; Program.collectives."""
+
+BUCKET = "autoshard_bucket"
+"""str: weights of one kind share buckets, see `kind_of`. DataParallel; the buckets."""
+
+NO_GRAD = "autoshard.no_grad"
+"""bool: the node was made inside a no_grad region; gone when capture returns. capture; capture."""

@@ -1,0 +1,122 @@
+"""What the bucketing passes share; and the counts and bytes of whole programs with all of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from autoshard.passes.bucketing import aligned, kind_of, sort_stable
+from autoshard.program import Program
+from bucketed import program
+from models import CASES
+
+GATHER = ("forward", "all_gather", "dp_shard")
+AGAIN = ("backward", "all_gather", "dp_shard")
+SCATTER = ("backward", "reduce_scatter", "dp_shard")
+REDUCE = ("backward", "all_reduce", "dp_replicate")
+
+
+def counts(traced: Program) -> dict[tuple[str, str, str], int]:
+    return dict(Counter((c.phase, c.op, c.axis) for c in traced.collectives()))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero", "single", "merged"),
+    [
+        # 21 parameters; the last weight's gather of forward is still there in backward
+        ({"dp_replicate": 2}, 3, {REDUCE: 21}, {REDUCE: 1}),
+        (
+            {"dp_shard": 2},
+            3,
+            {GATHER: 21, AGAIN: 20, SCATTER: 21},
+            {GATHER: 1, AGAIN: 1, SCATTER: 1},
+        ),
+        ({"dp_shard": 2}, 2, {GATHER: 21, SCATTER: 21}, {GATHER: 1, SCATTER: 1}),
+        (
+            {"dp_replicate": 2, "dp_shard": 4},
+            1,
+            {GATHER: 21, SCATTER: 21, REDUCE: 21},
+            {GATHER: 1, SCATTER: 1, REDUCE: 1},
+        ),
+    ],
+)
+def test_counts(
+    mesh: dict[str, int], zero: int, single: dict[Any, int], merged: dict[Any, int]
+) -> None:
+    assert counts(program(mesh, zero=zero, bucket_bytes=1)) == single
+    assert counts(program(mesh, zero=zero, bucket_bytes=None)) == merged
+
+
+def test_bytes_equal_the_ledger() -> None:
+    """Megatron's ledger: ZeRO-3 gathers twice and scatters once what DDP all-reduces once.
+
+    Scattered buckets hold the padded sizes (P' in the ledger): half a norm weight takes 64 places.
+    """
+    weights = [p.numel() * p.element_size() for p in CASES["llama"].make_model().parameters()]
+    total = sum(weights)
+    padded = sum(max(nbytes, 2 * 64 * 4) for nbytes in weights)
+    for size, scattered in ((1, total), (100_000, padded)):
+        moved: Counter[str] = Counter()
+        for c in program({"dp_shard": 2}, zero=2, bucket_bytes=size).collectives():
+            moved[c.op] += c.bytes
+        assert moved == {"all_gather": total, "reduce_scatter": scattered}
+        ddp = program({"dp_replicate": 2}, bucket_bytes=size).collectives()
+        assert sum(c.bytes for c in ddp) == total
+
+
+def test_all_ranks_issue_the_same_collectives() -> None:
+    def issued(rank: int) -> list[tuple[str, str, int]]:
+        traced = program({"dp_shard": 2, "tp": 2}, rank=rank, bucket_bytes=100_000)
+        return [(c.op, c.axis, c.bytes) for c in traced.collectives()]
+
+    assert issued(0) == issued(1) == issued(2) == issued(3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "starts", "total"),
+    [
+        ([], 2, [], 0),
+        ([64, 64], 2, [0, 64], 128),
+        ([1, 1, 1], 2, [0, 64, 128], 192),  # 384 in all: a multiple of 128
+        ([65, 3], 1, [0, 128], 131),  # an all-reduce
+        ([100, 3, 64], 4, [0, 128, 192], 256),
+        ([64], 3, [0], 128),  # 3 x 64 is no multiple of 128, 3 x 128 is one of lcm(3, 128)
+        ([64, 200], 256, [0, 64], 320),
+    ],
+)
+def test_layout(sizes: list[int], ranks: int, starts: list[int], total: int) -> None:
+    """Starts of 64 elements, ends of lcm(ranks, 128): Megatron-Core's distributed optimizer."""
+    assert aligned(sizes, ranks) == (starts, total)
+    assert ranks == 1 or total * ranks % math.lcm(ranks, 128) == 0
+
+
+def test_kinds_are_read_off_the_graph() -> None:
+    graph = fx.Graph()
+    x, plain, shared, stacked = [graph.placeholder(name) for name in "xpse"]
+    for node, shape in ((x, (4, 8, 8)), (plain, (8, 8)), (shared, (8, 8)), (stacked, (4, 8, 8))):
+        node.meta["val"] = torch.empty(shape, device="meta")
+    y = graph.call_function(torch.ops.aten.linear.default, (x, plain))
+    y = graph.call_function(torch.ops.aten.linear.default, (y, shared))
+    y = graph.call_function(torch.ops.aten.linear.default, (y, shared))
+    z = graph.call_function(torch.ops.aten.mul.Tensor, (y, shared))
+    turned = graph.call_function(torch.ops.aten.transpose.int, (stacked, 1, 2))
+    graph.output((graph.call_function(torch.ops.aten.bmm.default, (z, turned)),))
+    assert [kind_of(n) for n in (plain, shared, stacked)] == ["", "tied", "experts"]
+
+
+def test_sort_stable() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    a = graph.call_function(torch.neg, (x,))
+    b = graph.call_function(torch.abs, (x,))
+    c = graph.call_function(torch.exp, (x,))
+    graph.output((a, b, c))
+    a.replace_input_with(x, b)  # now a must come after b
+    sort_stable(graph)
+    assert [n.name for n in graph.nodes] == ["x", "abs_1", "neg", "exp", "output"]
+    graph.lint()

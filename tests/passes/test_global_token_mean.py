@@ -1,0 +1,115 @@
+"""global_token_mean: every token counts alike, on every data-parallel rank; and what stays."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autoshard
+from autoshard.passes.base import Context
+from autoshard.passes.global_token_mean import GlobalTokenMean
+from autoshard.program import Program
+from autoshard.runtime.collectives.axis import Axis
+
+T = torch.Tensor
+IGNORED = -100
+
+
+class Scores(nn.Module):
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.reduction, self.head = reduction, nn.Linear(8, 5)
+
+    def forward(self, x: T) -> T:
+        return F.cross_entropy(self.head(x), torch.arange(4), reduction=self.reduction)
+
+
+def program(reduction: str, loss_tokens: str) -> Program:
+    torch.compiler.reset()
+    mesh = {"dp_replicate": 2, "tp": 2}
+    return autoshard.trace(
+        Scores(reduction), (torch.ones(4, 8),), mesh=mesh, loss_tokens=loss_tokens
+    )
+
+
+def test_a_mean_costs_one_number() -> None:
+    counts = [
+        [c for c in program("mean", name).collectives() if c.phase == "forward"]
+        for name in ("global", "local")
+    ]
+    assert len(counts[0]) == len(counts[1]) + 1
+    (more,) = [c for c in counts[0] if "tokens of all ranks" in c.change]
+    assert (more.op, more.axis, more.bytes) == ("all_reduce", "dp_replicate", 4)
+
+
+def test_a_sum_stays_and_the_caller_is_told() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = program("sum", "global")
+    assert any("no mean loss" in str(w.message) for w in caught)
+    axis = Axis("dp_replicate", 2, 0, "offline:dp")
+    report = GlobalTokenMean((axis,)).run(made.graph_module, Context(made.axis))
+    assert (report.hits, [skip.reason for skip in report.skips]) == (0, ["it is not a mean"])
+
+
+def uneven_tokens(loss_tokens: str, inner: str, few: int = 3) -> dict[str, float]:
+    """One step of two data-parallel ranks with `few` and 9 tokens, against all in one batch."""
+    import torch.distributed as dist
+
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+        def forward(self, ids: T, target: T, items: T | None = None) -> T:
+            scores = self.head(torch.tanh(self.embed(ids)))
+            if items is None:
+                return F.cross_entropy(scores, target)
+            return F.cross_entropy(scores, target, reduction="sum") / items
+
+    torch.manual_seed(0)
+    model = Small()
+    ids, target = torch.randint(16, (2, 10)), torch.randint(16, (2, 10))
+    target[0, few:] = IGNORED
+    target[1, 9:] = IGNORED
+    want = model(ids.flatten(), target.flatten())
+    want.backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    rank = dist.get_rank() if dist.is_initialized() else int(__import__("os").environ["RANK"])
+    options: dict[str, Any] = {"mesh": {"dp_replicate": 2}, "inner": inner}
+    arguments = [ids[rank], target[rank]]
+    if loss_tokens == "by hand":
+        # what a user writes without the option: a rank's share of all tokens
+        arguments.append(torch.tensor((few + 9) / 2))
+    else:
+        options["loss_tokens"] = loss_tokens
+    compiled: Any = torch.compile(model, backend="autoshard", options=options)
+    loss = compiled(*arguments)
+    loss.backward()
+    worst = 0.0
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        worst = max(worst, float((grad - wanted[name]).abs().max()))
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    return {"gradient": worst, "loss": abs(float(mean) / 2 - float(want))}
+
+
+@pytest.mark.parametrize("loss_tokens", ["global", "by hand", "local"])
+def test_uneven_tokens_of_data_parallel_ranks(gloo2: Any, loss_tokens: str) -> None:
+    for found in gloo2(uneven_tokens, loss_tokens, "aot_eager"):
+        right = max(found["gradient"], found["loss"]) < 1e-6
+        assert right == (loss_tokens != "local"), found
+
+
+def test_a_rank_without_tokens_adds_nothing(gloo2: Any) -> None:
+    for found in gloo2(uneven_tokens, "global", "aot_eager", few=0):
+        assert max(found.values()) < 1e-6, found
