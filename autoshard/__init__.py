@@ -11,7 +11,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autoshard.backend import programs as programs
     from autoshard.compiling import render as render
     from autoshard.config import Config as Config
     from autoshard.errors import AutoshardError as AutoshardError
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from autoshard.planning.rules import sharding_rule as sharding_rule
     from autoshard.precision import Precision as Precision
     from autoshard.program import Program as Program
+    from autoshard.program_registry import programs as programs
     from autoshard.runtime.parameters import discard_pending as discard_pending
     from autoshard.runtime.parameters import no_sync as no_sync
     from autoshard.tracing import trace as trace
@@ -41,7 +41,7 @@ _HOME = {
     "load_safetensors": "autoshard.parameters",
     "no_sync": "autoshard.runtime.parameters",
     "plan": "autoshard.mesh_search",
-    "programs": "autoshard.backend",
+    "programs": "autoshard.program_registry",
     "render": "autoshard.compiling",
     "save_safetensors": "autoshard.parameters",
     "shard": "autoshard.parameters",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ from autoshard.mesh_search import choose
 from autoshard.parameters import store
 from autoshard.passes import Waiting
 from autoshard.program import Program
+from autoshard.program_registry import ProgramHandle, register
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree, attempt, wait_at_most
 from autoshard.runtime.collectives import State
@@ -48,19 +48,6 @@ from autoshard.runtime.parameters import (
 )
 from autoshard.runtime.randomness import TRACKER, draw_apart
 
-compat.allow_rnn()
-compat.trace_leaves()
-
-_programs: list[tuple[weakref.WeakSet[nn.Parameter], Program]] = []
-
-
-def programs(model: nn.Module | None = None) -> list[Program]:
-    """The programs compiled in this process, oldest first; of one model, where it is given."""
-    if model is None:
-        return [program for _, program in _programs]
-    mine = set(map(id, model.parameters()))
-    return [p for owned, p in _programs if any(id(q) in mine for q in owned)]
-
 
 def autoshard(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None
@@ -76,7 +63,7 @@ def autoshard(
         return _compile(gm, example_inputs, inputs, device, options or {})
 
 
-setattr(autoshard, compat.MARK, True)
+compat.trace_as_ours(autoshard)
 
 
 def _compile(
@@ -140,16 +127,17 @@ def _runner(
     local = program.graph_module
     fakes = compat.backend_fakes([n for n in local.graph.nodes if n.op == "placeholder"])
     modes = _modes(program)
+    parameters = {
+        item.source: item.real for item in inputs if isinstance(item.real, nn.Parameter)
+    }
+    handle = ProgramHandle(program, parameters.values())
     with modes():
-        compiled = compile_local(local, fakes, config.inner, program.finish, program.settings())
+        compiled = compile_local(local, fakes, config.inner, handle.finish, program.settings())
     agree("compiled program", "", [], program.axis)  # nobody runs before everybody can
-    compat.lighten_guards(
-        {item.source: item.real for item in inputs if isinstance(item.real, nn.Parameter)}
-    )
+    register(handle)
+    compat.lighten_guards(parameters)
     arrive = arrival(inputs, program.axis, config)
     sharded = [i for i, item in enumerate(inputs) if isinstance(item.real, DTensor)]
-    owned = weakref.WeakSet(item.real for item in inputs if isinstance(item.real, nn.Parameter))
-    _programs.append((owned, program))
     states = local.meta["output_states"]
     extents = local.meta["output_extents"]
     present = _presenter(states, extents, mesh, config)
@@ -166,7 +154,7 @@ def _runner(
         with modes():
             shards = unwrap(*[values[i] for i in sharded], known=known)
             if waiting:
-                values += _take(waiting, values, shards, program.microbatch)
+                values += _take(waiting, values, shards, handle.microbatch)
             for i, shard in zip(sharded, shards):
                 values[i] = shard
             return present(compiled(*values))

@@ -19,9 +19,6 @@ from autoshard.runtime import compat
 from autoshard.runtime.mesh import offline_mesh
 from autoshard.runtime.parameters import MICROBATCH, SINGLE, lowered
 
-compat.allow_rnn()
-compat.trace_leaves()
-
 
 def trace(
     model: nn.Module,

@@ -16,7 +16,6 @@ from autoshard.runtime.compat.core import (
     RestartTrace,
     __file__,
     allow_in_graph,
-    allow_rnn,
     apply,
     autocast_is_on,
     autocast_knows,
@@ -48,7 +47,7 @@ from autoshard.runtime.compat.core import (
     will_execute,
     wrapper_tensor,
 )
-from autoshard.runtime.compat.dynamo import MARK, lighten_guards, specialize_floats, trace_leaves
+from autoshard.runtime.compat.dynamo import lighten_guards, specialize_floats, trace_as_ours
 from autoshard.runtime.compat.inductor import (
     DECOMPOSITIONS,
     Lowered,
@@ -69,13 +68,11 @@ __all__ = [
     "GET_DATA",
     "GraphInput",
     "Lowered",
-    "MARK",
     "RestartTrace",
     "SAVED_TENSOR_HOOKS",
     "SET_GRAD",
     "__file__",
     "allow_in_graph",
-    "allow_rnn",
     "aot_eager",
     "apply",
     "artifact",
@@ -111,7 +108,7 @@ __all__ = [
     "shard_placement",
     "share_spec",
     "specialize_floats",
-    "trace_leaves",
+    "trace_as_ours",
     "will_execute",
     "wrapper_tensor",
 ]

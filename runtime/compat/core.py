@@ -116,15 +116,6 @@ def backend_fakes(placeholders: Sequence[fx.Node]) -> list[Any]:
     return fakes
 
 
-def allow_rnn() -> None:
-    """Let Dynamo trace nn.LSTM and its kin, which it otherwise leaves to eager code.
-
-    It refuses them because compiling one is slow. In eager code every weight of the model around
-    one is gathered by itself; traced, the RNN is one operator among others.
-    """
-    torch._dynamo.config.allow_rnn = True
-
-
 def never_a_frame(fn: F) -> F:
     """`fn`, which Dynamo inlines where it traces a caller, and never compiles by itself.
 
