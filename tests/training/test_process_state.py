@@ -1,4 +1,4 @@
-"""What compiling leaves in the process: nothing for other backends, nothing of a model that died."""
+"""What compiling leaves in the process: nothing for other backends, nothing of a dead model."""
 
 from __future__ import annotations
 
