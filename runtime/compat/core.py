@@ -334,6 +334,17 @@ def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
             setattr(new, name, hooks)
 
 
+def has_hooks(leaf: torch.Tensor) -> bool:
+    """Whether anything waits for the gradient of a leaf; there is no public way to list hooks."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+
+
+def drop_accumulated_hooks(leaf: torch.Tensor) -> None:
+    """Forget the hooks that `register_post_accumulate_grad_hook` put on a leaf; `move_hooks` has
+    given another one the same dict."""
+    leaf._post_accumulate_grad_hooks = None  # type: ignore[attr-defined, assignment]
+
+
 def registered_backend(name: str) -> Callable[..., Any]:
     """The function torch.compile(backend=name) calls, which only Dynamo's registry knows."""
     found: Callable[..., Any] = torch._dynamo.lookup_backend(name)

@@ -131,12 +131,12 @@ def _tracked() -> list[Any]:
         return objects
     known = set(map(id, objects))
     known.add(id(objects))
-    level = [*objects, *_roots()]
-    while level:
-        level = [o for o in gc.get_referents(*level) if gc.is_tracked(o) and id(o) not in known]
-        level = list({id(o): o for o in level}.values())
-        known.update(map(id, level))
-        objects += level
+    reached = [*_roots(), *gc.get_referents(*objects)]
+    while reached:
+        new = {id(o): o for o in reached if gc.is_tracked(o) and id(o) not in known}
+        known.update(new)
+        objects += new.values()
+        reached = gc.get_referents(*new.values())
     return objects
 
 
