@@ -18,7 +18,7 @@ def write_page(program: Program, path: str | os.PathLike[str]) -> None:
 
 def page(program: Program) -> str:
     """The page's text: the template page.html around the data of `program`."""
-    template = resources.files("autoshard").joinpath("page.html").read_text(encoding="utf-8")
+    template = resources.files("autoshard.explain") / "page.html"
     # "</script>" in a user's line of code would end the element
     data = json.dumps(page_data(program), separators=(",", ":")).replace("<", "\\u003c")
-    return template.replace("__DATA__", data)
+    return template.read_text(encoding="utf-8").replace("__DATA__", data)

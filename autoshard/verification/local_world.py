@@ -118,7 +118,7 @@ _MAIN = """\
 import pathlib, pickle, sys
 folder, role = pathlib.Path(sys.argv[1]), sys.argv[2]
 sys.path[:] = pickle.loads((folder / "path").read_bytes())
-from autoshard.local_world import serve
+from autoshard.verification.local_world import serve
 serve(role, folder)
 """
 

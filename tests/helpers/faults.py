@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from autoshard.passes import data_parallel, localize
+from autoshard.planning import rules
 from autoshard.planning.rules import reductions, registry
 from autoshard.planning.rules.random import SEED
 from autoshard.planning.strategy import Strategy
+from autoshard.runtime import randomness
 from autoshard.runtime.collectives import redistribution as collectives
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.states import P, R, V
@@ -134,11 +136,11 @@ def _not_reduced(x: torch.Tensor, src: str, axis: Axis, extent: int | None = Non
 
 
 FAULTS: dict[str, Fault] = {
-    "rule": Fault(registry, "strategies", _whole_linear),
+    "rule": Fault(rules, "strategies", _whole_linear),
     "dropped_all_reduce": Fault(localize, "change", _without(P, R)),
     "max_for_sum": Fault(collectives, "all_reduce", _reduced_by("max")),
     "mean_for_sum": Fault(collectives, "all_reduce", _averaged),
-    "masks_alike": Fault(random_ops, "on_shard", _same_part, dropping),
+    "masks_alike": Fault(randomness, "on_shard", _same_part, dropping),
     "masks_apart": Fault(
         registry, "SEEDS", {**registry.SEEDS, SEED: Strategy((), R, _own_seed)}, dropping
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-FOLDER = Path(__file__).parent / "golden"
+FOLDER = Path(__file__).parents[1] / "golden"
 
 
 def golden(name: str, text: str) -> None:
