@@ -53,7 +53,6 @@ def autoshard(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
     """The backend function that the entry point names. `options`: the fields of `Config`."""
-    compat.probe()
     inputs = compat.graph_inputs(gm)
     device = device_type(inputs)
     world = start_world(device)

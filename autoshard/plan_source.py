@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.errors import ConfigError, message
 from autoshard.names import callable_named, model_and_call
+from autoshard.runtime import compat
 
 
 @dataclass
@@ -49,9 +50,7 @@ def load_source(
         found = _from_factory(name, batch, sequence, dtype)
     else:
         found = _causal_lm(_configuration(name, settings), batch, sequence, dtype)
-    config: Any = getattr(found.model, "config", None)
-    if hasattr(config, "use_cache"):
-        config.use_cache = False  # a cache of keys and values has no use in training
+    compat.turn_off_cache(found.model)
     return found
 
 
@@ -133,8 +132,7 @@ def _causal_lm(config: Any, batch: int, sequence: int, dtype: torch.dtype) -> So
                 remedy="Write a module:factory that returns (model, args) for it.",
             )
         ) from error
-    if getattr(model, "loss_type", None) is None:
-        model.loss_type = "ForCausalLM"  # else its guess is logged, which Dynamo cannot trace
+    compat.choose_causal_loss(model)
     return _language_model(model.to(dtype), batch, sequence)
 
 

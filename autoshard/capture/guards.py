@@ -53,4 +53,4 @@ def guard_divisible(
 
 def _symbols(size: Any) -> Any:
     """The symbols a symbolic size is made of."""
-    return size.node.expr.free_symbols
+    return compat.size_expression(size).free_symbols

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from autoshard.runtime import compat
 from autoshard.runtime.collectives import chunk_size
 
 Size = int | torch.SymInt
@@ -15,8 +16,7 @@ Size = int | torch.SymInt
 def hint(size: Size) -> int | None:
     """The size as seen while tracing; None where it is only known at run time."""
     if isinstance(size, torch.SymInt):
-        found = size.node.hint
-        return int(found) if isinstance(found, int) else None
+        return compat.size_hint(size)
     return int(size)
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from autoshard.passes.base import Context
 from autoshard.passes.bucketing import REDUCE_SCATTER, WAIT
 from autoshard.passes.exchange_scatter import ALL_TO_ALL, ExchangeScatter
-from autoshard.runtime.compat import core as compat
+from autoshard.runtime import compat
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoshard.runtime.compat import core as compat
+from autoshard.runtime import compat
 from autoshard.runtime.errors import AutoshardError
 
 

@@ -17,7 +17,7 @@ LIMIT = 60.0  # what the pool would report as a hang comes long after
 
 def caught(call: Any) -> tuple[str, str]:
     """(class, text) of what a call raises, as a user would catch it."""
-    from autoshard.runtime.compat import core as compat
+    from autoshard.runtime import compat
 
     try:
         call()

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.runtime.compat import core as compat
+from autoshard.runtime import compat
 from autoshard.runtime.parameters.gradients import unalias
 from autoshard.runtime.parameters.unsharding import materialize, unwrap
 

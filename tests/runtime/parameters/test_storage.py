@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.runtime.compat import core as compat
+from autoshard.runtime import compat
 from autoshard.runtime.errors import AutoshardError
 from autoshard.runtime.mesh import axes_of, init_mesh
 from autoshard.runtime.parameters.layout import local_part
