@@ -17,10 +17,7 @@ from autoshard.planning.cost import hardware_of
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import offline_mesh
-from autoshard.runtime.parameters import MICROBATCH, SINGLE, lowered
-
-compat.allow_rnn()
-compat.trace_leaves()
+from autoshard.runtime.parameters import MICROBATCH, SINGLE, casting
 
 
 def trace(
@@ -62,7 +59,7 @@ def trace(
         return build_program(gm, example_inputs, inputs, offline, settings, machine, microbatch)
 
     use = use_by(settings, offline)
-    with contextlib.nullcontext() if use.param is None else lowered(model, use):
+    with contextlib.nullcontext() if use.param is None else casting(model, use):
         program = intercept(model, args, kwargs, plan, dynamic)
     read = set(program.parameters.values())
     names: dict[nn.Parameter, list[str]] = {}

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch._ops import OpOverload
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils import _pytree as pytree
 
 from autoshard.runtime import compat
+from autoshard.runtime.compat import FunctionalTensor, FunctionalTensorMode
 
 aten = torch.ops.aten
 

@@ -36,7 +36,7 @@ from autoshard.planning.estimate import (
 )
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import AXIS_ORDER, offline_mesh
-from autoshard.runtime.parameters import lowered
+from autoshard.runtime.parameters import casting
 
 Mesh = dict[str, int]
 Progress = Callable[[str, int, int], None]
@@ -122,7 +122,7 @@ def search_meshes(
     say = progress or _silent
     say("tracing", 1, steps)
     use = use_by(settings, None)
-    with _no_collector(), contextlib.nullcontext() if use.param is None else lowered(model, use):
+    with _no_collector(), contextlib.nullcontext() if use.param is None else casting(model, use):
         found = intercept(model, args, kwargs, search)
     return found
 

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from autoshard.runtime import compat
 from autoshard.runtime.collectives import redistribution as collectives
 from autoshard.runtime.collectives.axis import Axis, chunk_bounds
 from autoshard.runtime.collectives.lockstep import run_ranks
-from autoshard.runtime.compat import core as compat
 from autoshard.runtime.lazy import LazyGather, lazy, read, wrap_outputs
 from autoshard.runtime.mesh import init_mesh
 from gloo_pool import GlooPool
