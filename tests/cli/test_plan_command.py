@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import autoshard
-from autoshard.cli.main import main
+from autoshard.cli import main
 from autoshard.cli.progress import Progress
 from autoshard.planning.cost.clusters import cluster
 
