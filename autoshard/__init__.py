@@ -2,60 +2,40 @@
 
     model = torch.compile(model, backend="autoshard", options={"mesh": {"tp": 2}})
 
-Names are loaded at first use: importing the package costs nothing.
+The public names, and where they are defined, stand in `__init__.pyi`. They are loaded at first use:
+importing the package costs nothing.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from autoshard.backend import programs as programs
-    from autoshard.compiling import render as render
-    from autoshard.config import Config as Config
-    from autoshard.errors import AutoshardError as AutoshardError
-    from autoshard.mesh_search import plan as plan
-    from autoshard.parameters import load_safetensors as load_safetensors
-    from autoshard.parameters import save_safetensors as save_safetensors
-    from autoshard.parameters import shard as shard
-    from autoshard.planning import Plan as Plan
-    from autoshard.planning.rules import sharding_rule as sharding_rule
-    from autoshard.precision import Precision as Precision
-    from autoshard.program import Program as Program
-    from autoshard.runtime.parameters import discard_pending as discard_pending
-    from autoshard.runtime.parameters import no_sync as no_sync
-    from autoshard.tracing import trace as trace
-    from autoshard.verification import Proof as Proof
-    from autoshard.verification import verify as verify
 
-#: Public name -> where it is defined.
-_HOME = {
-    "AutoshardError": "autoshard.errors",
-    "Config": "autoshard.config",
-    "Plan": "autoshard.planning",
-    "Precision": "autoshard.precision",
-    "Program": "autoshard.program",
-    "Proof": "autoshard.verification",
-    "discard_pending": "autoshard.runtime.parameters",
-    "load_safetensors": "autoshard.parameters",
-    "no_sync": "autoshard.runtime.parameters",
-    "plan": "autoshard.mesh_search",
-    "programs": "autoshard.backend",
-    "render": "autoshard.compiling",
-    "save_safetensors": "autoshard.parameters",
-    "shard": "autoshard.parameters",
-    "sharding_rule": "autoshard.planning.rules",
-    "trace": "autoshard.tracing",
-    "verify": "autoshard.verification",
-}
+def _homes() -> dict[str, str]:
+    """Public name -> the module it is loaded from, as the stub beside this file says."""
+    stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text())
+    return {
+        alias.name: str(node.module)
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
 
+
+_HOME = _homes()
 __all__ = [*_HOME]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("export", "rng"):
-        return importlib.import_module(f"autoshard.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'autoshard' has no attribute {name!r}")
+    if _HOME[name] == __name__:
+        return importlib.import_module(f"autoshard.{name}")
     return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -33,7 +33,7 @@ def trace(
     dynamic: bool | None = None,
     hardware: str | None = None,
     microbatch: str = SINGLE,
-    **config: Any,
+    **options: Any,
 ) -> Program:
     """The program that rank `rank` of `mesh` would run for `model(*args, **kwargs)`.
 
@@ -42,7 +42,7 @@ def trace(
     mesh: sizes by axis name, such as {"tp": 8}. dynamic: as in torch.compile.
     hardware: the machine to plan for, a key of `planning.hardware.HARDWARE` such as "h100"; None
         for the nearest to the model's device. microbatch: "single", or the program that runs in
-        `no_sync` ("accumulate") or after it ("flush"). config: any other field of
+        `no_sync` ("accumulate") or after it ("flush"). options: any other field of
         `autoshard.Config`.
 
     Needs no process group. Raises what torch.compile(fullgraph=True) raises where the model
@@ -50,7 +50,7 @@ def trace(
     """
     if microbatch not in MICROBATCH:
         raise ValueError(f"microbatch={microbatch!r} is not one of {', '.join(MICROBATCH)}")
-    settings = Config.from_options({"mesh": dict(mesh), **config})
+    settings = Config.from_options({"mesh": dict(mesh), **options})
     machine = (
         known_hardware(hardware) if hardware else hardware_of(example_device(model, (args, kwargs)))
     )

@@ -30,11 +30,11 @@ from typing import Any
 
 import torch
 
-from autoshard.export.rank_graph.files import read_weights
-from autoshard.export.rank_graph.graph import plan_inference
+from autoshard.export.rank_graph import plan_inference, read_weights
+from autoshard.export.spec import EngineSpec
 from autoshard.export.to_tensorrt.build import build
 from autoshard.export.to_tensorrt.engine import builder_module, checked_network
-from autoshard.export.weights import Memory
+from autoshard.export.weight_source import WeightSource
 
 PAGE = resource.getpagesize()
 
@@ -99,19 +99,16 @@ def measure(layers: int, width: int, vocab: int, tp: int, dtype: torch.dtype) ->
         rows.append({"step": name, "seconds": seconds, "peak_bytes": peak.bytes - before})
         return result
 
-    memory = Memory(model)
-    plan = step(
-        "plan",
-        lambda: plan_inference(
-            model,
-            tp=tp,
-            dtype=dtype,
-            dynamic={"batch": (1, 4, 8), "sequence": (1, 512, 1024)},
-            max_length=2048,
-        ),
+    source = WeightSource(model)
+    spec = EngineSpec(
+        mesh={"tp": tp},
+        dtype=dtype,
+        dynamic={"batch": (1, 4, 8), "sequence": (1, 512, 1024)},
+        max_length=2048,
     )
+    plan = step("plan", lambda: plan_inference(model, spec))
     graph = step("graph", lambda: plan.rank_graph(0))
-    weights = step("weights", lambda: read_weights(memory, plan, graph))
+    weights = step("weights", lambda: read_weights(source, graph))
     network = step("convert", lambda: checked_network(trt, graph, weights)[0])
 
     def write() -> int:

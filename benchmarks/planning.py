@@ -133,12 +133,13 @@ def measure_search(layers: int, world: int, tokens: int = 4096) -> dict[str, flo
     model = llama(layers)
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     times: list[float] = []
-    found = autoshard.plan(
+    found = autoshard.search_meshes(
         model,
         kwargs={"input_ids": ids, "labels": ids},
         world=world,
         progress=lambda *_: times.append(time.process_time()),
     )
+    times.append(time.process_time())
     return {
         "world": world,
         "layers": layers,

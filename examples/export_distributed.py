@@ -56,13 +56,13 @@ def main(out: Path) -> None:
     compiled(ids, labels=ids, use_cache=False).loss.backward()
     optimizer.step()
 
-    autoshard.export.trtllm(model, out / "trtllm", tp=2, dtype="float16")
-    autoshard.export.huggingface(model, out / "huggingface", dtype=torch.float16)
+    autoshard.export.trtllm(model, out / "trtllm", mesh={"tp": 2}, dtype="float16")
+    autoshard.export.huggingface(model, out / "huggingface", dtype="float16")
     if can_build_engines():
         autoshard.export.tensorrt(
             model,
+            out / "engines",
             mesh={"tp": 2},
-            directory=out / "engines",
             dtype="float16",
             dynamic={"batch": (1, 1, 4), "sequence": (1, 16, 64)},
             max_length=64,

@@ -43,13 +43,13 @@ def main(out: Path, source: str | None) -> None:
         import transformers
 
         model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto")
-    autoshard.export.trtllm(model, out / "trtllm", tp=2, pp=2, dtype="float16")
-    autoshard.export.huggingface(model, out / "huggingface", dtype=torch.float16)
+    autoshard.export.trtllm(model, out / "trtllm", mesh={"tp": 2, "pp": 2}, dtype="float16")
+    autoshard.export.huggingface(model, out / "huggingface", dtype="float16")
     try:
         autoshard.export.tensorrt(
             model,
+            out / "engines",
             mesh={"tp": 2},
-            directory=out / "engines",
             dtype="float16",
             dynamic={"batch": (1, 1, 4), "sequence": (1, 64, 128)},
             max_length=128,

@@ -77,11 +77,12 @@ def train() -> nn.Module:
 
 def generated(model: nn.Module) -> str:
     """What the network of the engines says after PROMPT, run on the CPU by ranks 0 and 1."""
+    from autoshard.export import EngineSpec
     from autoshard.export.to_tensorrt import cpu_engine, networks
     from autoshard.runtime.collectives import Axis
 
     group = dist.new_group([0, 1])
-    found = networks(model, dtype="float32", **SIZES)
+    found = networks(model, EngineSpec(**SIZES))
     if not found:
         return ""
     axis = Axis("tp", 2, dist.get_rank(), group.group_name)
@@ -100,9 +101,9 @@ def say(text: str) -> None:
 def main(out: Path) -> None:
     """Train, export, generate."""
     model = train()
-    autoshard.export.trtllm(model, out / "trtllm", tp=2, dtype="float16")
+    autoshard.export.trtllm(model, out / "trtllm", mesh={"tp": 2}, dtype="float16")
     autoshard.export.huggingface(model, out / "huggingface")
-    autoshard.export.tensorrt(model, directory=out / "engines", dtype="float16", **SIZES)
+    autoshard.export.tensorrt(model, out / "engines", **SIZES)
     for path in sorted(out.rglob("*")):
         if path.is_file():
             say(f"{path.stat().st_size:>12,}  {path.relative_to(out)}")

@@ -9,113 +9,96 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoshard.errors import ConfigError, message
+from autoshard.cli.arguments import options_and_entries, positive, shared_arguments
+from autoshard.cli.progress import Progress
+from autoshard.errors import AutoshardError, message
 
 if TYPE_CHECKING:
-    from autoshard.mesh_search import Row, Search
+    from autoshard.mesh_search import MeshPrice, MeshSearch
 
 _AXES = ("tp", "dp_shard", "dp_replicate")
 
 
-def add(commands: Any) -> None:
-    """Add the command to the subparsers of `autoshard`."""
-    parser = commands.add_parser(
-        "plan", help="the best mesh for a cluster: memory, communication, step time"
+def add_command(commands: Any) -> None:
+    """Add `plan` to the subparsers of the command line."""
+    shared = shared_arguments(
+        mesh=None, batch=1, sequence=4096, dtype="bfloat16", hardware=None, option=[]
     )
-    parser.add_argument(
-        "model",
-        help="a Hugging Face directory (only its config.json is read), a configuration class of "
-        "transformers such as LlamaConfig, or module:factory",
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "plan",
+        parents=[shared],
+        help="the best mesh for a cluster: memory, communication, step time",
+        description="--batch is that of one data-parallel rank, --mesh the only one to price, and "
+        "--hardware may be a .yaml or .json file: a cluster of your own.",
     )
-    parser.add_argument("--world", type=int, required=True, help="number of ranks (devices)")
+    parser.add_argument("--world", type=positive, required=True, help="number of ranks (devices)")
     parser.add_argument(
-        "--hardware",
-        default="h100",
-        help="a100, h100, h200, b200 (8 a node), cpu (2 processes), or a .yaml or .json file",
-    )
-    parser.add_argument(
-        "--batch", type=int, default=1, help="sequences a data-parallel rank (default 1)"
-    )
-    parser.add_argument("--sequence", type=int, default=4096, help="tokens each (default 4096)")
-    parser.add_argument("--mesh", help="only this one, such as dp_shard=8,tp=8")
-    parser.add_argument("--zero", type=int, choices=(1, 2, 3), default=3)
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16"
-    )
-    parser.add_argument(
-        "--precision",
+        "--recipe",
         default="pure",
-        help="pure: all in --dtype (default); mixed: float32 parameters, gradients and moments; "
-        "master: --dtype parameters, float32 gradients, moments and master copy",
+        help="what is kept in which dtype; pure: all in --dtype (default); mixed: float32 "
+        "parameters, gradients and moments; master: --dtype parameters, float32 gradients, moments "
+        "and master copy",
     )
     parser.add_argument("--optimizer", default="adamw", help="adamw (default), momentum or sgd")
-    parser.add_argument("--memory-gb", type=float, help="device memory to fill at most")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="configuration entries"
-    )
     parser.add_argument("--out", type=Path, help="write the recommended plan to this file")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> None:
-    """Search, print, and write the plan; ConfigError where --out is asked and nothing fits."""
+def run(arguments: argparse.Namespace) -> None:
+    """Search, print, and write the plan; AutoshardError where --out is asked and nothing fits."""
     import torch
 
-    from autoshard.mesh_search import plan
-    from autoshard.names import parse_mesh
-    from autoshard.plan_source import load_source
+    from autoshard.mesh_search import search_meshes
+    from autoshard.model_source import load_on_meta
+    from autoshard.planning.cost import DEFAULT_HARDWARE
     from autoshard.planning.estimate import Training
 
-    for name in ("world", "batch", "sequence"):
-        if getattr(options, name) < 1:
-            raise ConfigError(message(f"--{name} {getattr(options, name)} is not positive"))
-    training = Training(options.optimizer, options.precision)
-    dtype = getattr(torch, options.dtype)
-    source = load_source(options.model, options.batch, options.sequence, dtype, options.set)
-    budget = None if options.memory_gb is None else int(options.memory_gb * 1e9)
-    found = plan(
-        source.model,
-        source.args,
-        source.kwargs,
-        world=options.world,
-        hardware=options.hardware,
-        mesh=None if options.mesh is None else parse_mesh(options.mesh),
+    options, entries = options_and_entries(arguments.model, arguments.option)
+    training = Training(arguments.optimizer, arguments.recipe)
+    dtype = getattr(torch, arguments.dtype)
+    call = load_on_meta(arguments.model, arguments.batch, arguments.sequence, dtype, entries)
+    found = search_meshes(
+        call.model,
+        call.args,
+        call.kwargs,
+        world=arguments.world,
+        hardware=arguments.hardware or DEFAULT_HARDWARE,
+        mesh=arguments.mesh,
         training=training,
-        progress=Bar(),
-        zero=options.zero,
-        memory_budget=budget,
+        progress=Progress(),
+        **options,
     )
-    if options.json:
+    if arguments.json:
         print(json.dumps(as_json(found), indent=1))
     else:
-        count = sum(p.numel() for p in source.model.parameters())
+        count = sum(p.numel() for p in call.model.parameters())
         cluster = found.cluster
+        named = "".join(f", {name} {value}" for name, value in options.items())
         print(
-            f"{type(source.model).__name__}: {count / 1e9:.3g} B parameters, {options.world} x "
+            f"{type(call.model).__name__}: {count / 1e9:.3g} B parameters, {arguments.world} x "
             f"{cluster.name} ({cluster.per_node} a node, {cluster.device.memory_bytes / 1e9:.0f} "
-            f"GB each), {options.batch} x {options.sequence} tokens a data-parallel rank, "
-            f"{options.dtype} {options.precision}, {options.optimizer}, zero {options.zero}\n"
+            f"GB each), {arguments.batch} x {arguments.sequence} tokens a data-parallel rank, "
+            f"{arguments.dtype} {arguments.recipe}, {arguments.optimizer}{named}\n"
         )
-        print(text(found, source.tokens))
+        print(text(found, call.tokens))
     best = found.best
     if best is None:
-        if options.out:
-            raise ConfigError(message("no mesh fits, so no plan was written", remedy=_MORE))
+        if arguments.out:
+            raise AutoshardError(message("no mesh fits, so no plan was written", remedy=_MORE))
         return
-    if options.out:
-        best.plan.save(options.out)
-        zero = "" if options.zero == 3 else f', "zero": {options.zero}'
+    if arguments.out:
+        best.plan.save(arguments.out)
         print(
-            f'wrote {options.out}: options={{"plan": "{options.out}"{zero}}}',
-            file=sys.stderr if options.json else sys.stdout,
+            f"wrote {arguments.out}: options={json.dumps({'plan': str(arguments.out), **options})}",
+            file=sys.stderr if arguments.json else sys.stdout,
         )
 
 
 _MORE = "Use more ranks, a smaller batch, or devices with more memory."
 
 
-def text(found: Search, tokens: int | None = None) -> str:
+def text(found: MeshSearch, tokens: int | None = None) -> str:
     """The table for a terminal or a pipe: what fits, best first; the others with the reason.
 
     tokens: in the batch of one data-parallel rank, where it is known.
@@ -126,14 +109,10 @@ def text(found: Search, tokens: int | None = None) -> str:
     kinds = ["params", "grads", "optim", "activ", "buckets", "total"]
     header = ["", "mesh", "step", "exposed", "MFU", *kinds, *used]
     cells = [_cells(row, row is found.best, used) for row in found.rows]
-    for column in range(2, len(header)):
-        width = max(len(cell[column]) for cell in [header, *cells])
-        for cell in [header, *cells]:
-            cell[column] = cell[column].rjust(width)
     lines = [
         "step and exposed communication in ms; MFU in %; a rank's memory in GB; on each axis, GB "
         "that a rank sends and ms\n",
-        table(header, cells),
+        table(header, cells, right=range(2, len(header))),
     ]
     unfit = [row for row in found.rows if not row.fits]
     if unfit:
@@ -158,7 +137,7 @@ def spell(mesh: dict[str, int]) -> str:
     return " ".join(f"{name}={size}" for name, size in mesh.items())
 
 
-def _cells(row: Row, best: bool, axes: list[str]) -> list[str]:
+def _cells(row: MeshPrice, best: bool, axes: list[str]) -> list[str]:
     held, took = row.memory, row.timing
     kinds = (
         *(held.parameters, held.gradients, held.optimizer, held.activations, held.buckets),
@@ -181,7 +160,7 @@ def short(number: float) -> str:
     return f"{number:.3g}" if abs(number) < 1000 else f"{number:.0f}"
 
 
-def as_json(found: Search) -> dict[str, Any]:
+def as_json(found: MeshSearch) -> dict[str, Any]:
     """The search as data: bytes and seconds of one rank, in the order of the table."""
     rows = []
     for row in found.rows:
@@ -204,20 +183,3 @@ def as_json(found: Search) -> dict[str, Any]:
         "recommended": found.best.mesh if found.best else None,
         "rows": rows,
     }
-
-
-class Bar:
-    """Progress on stderr: one bar on a terminal, a line for each step elsewhere."""
-
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        if not self._terminal:
-            if done < total:
-                print(f"[{done + 1}/{total}] {what}", file=sys.stderr, flush=True)
-            return
-        filled = 30 * done // total
-        bar = "#" * filled + "-" * (30 - filled)
-        end = "\r\x1b[K" if done == total else ""
-        print(f"\r\x1b[K[{bar}] {what}{end}", end="", file=sys.stderr, flush=True)

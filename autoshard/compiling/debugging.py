@@ -3,7 +3,7 @@
     AUTOSHARD_DEBUG=1|2|3       log each pass; and why it declined; and the graph it left
     AUTOSHARD_DUMP=DIR          write each graph before and after each pass
     AUTOSHARD_DISABLE=a,b|all   leave out optional passes
-    AUTOSHARD_DISABLE=1         run the model unsharded
+    AUTOSHARD_UNSHARDED=1       run the model unsharded
     AUTOSHARD_STOP_AFTER=pass   leave out the passes after this one
 
 Names and levels are checked; what cannot be obeyed is a ConfigError (docs/debugging.md).
@@ -59,7 +59,7 @@ class Settings:
         left_out: tuple[str, ...] = ()
         if disable == "all":
             left_out = OPTIONAL
-        elif disable not in ("", "0", "1"):
+        elif disable not in ("", "0"):
             left_out = tuple(name.strip() for name in disable.split(","))
             for name in left_out:
                 _known("AUTOSHARD_DISABLE", name)
@@ -67,14 +67,16 @@ class Settings:
                     raise ConfigError(
                         message(
                             f"AUTOSHARD_DISABLE={name}: without this pass the program is wrong",
-                            remedy=f"It takes {', '.join(OPTIONAL)}; all for all of these; or 1, "
-                            "which runs the model unsharded.",
+                            remedy=f"It takes {', '.join(OPTIONAL)}; or all, for all of these.",
                         )
                     )
+        unsharded = environment.get("AUTOSHARD_UNSHARDED", "0") or "0"
+        if unsharded not in ("0", "1"):
+            raise ConfigError(f"AUTOSHARD_UNSHARDED={unsharded!r} is neither 0 nor 1.")
         if stop_after:
             _known("AUTOSHARD_STOP_AFTER", stop_after)
         return cls(
-            int(level), Path(folder) if folder else None, left_out, disable == "1", stop_after
+            int(level), Path(folder) if folder else None, left_out, unsharded == "1", stop_after
         )
 
     def text(self) -> str:
@@ -96,7 +98,7 @@ def refuse_unsharded(sizes: Mapping[str, int]) -> None:
         spelled = ", ".join(f"{name}={size}" for name, size in data.items())
         raise ConfigError(
             message(
-                f"AUTOSHARD_DISABLE=1 on a mesh with {spelled}: gradients would not be reduced",
+                f"AUTOSHARD_UNSHARDED=1 on a mesh with {spelled}: gradients would not be reduced",
                 remedy="Use it with a tp axis alone, where every rank then does the same.",
             )
         )

@@ -6,10 +6,9 @@ import torch
 from torch import fx, nn
 
 from autoshard.capture import execution
-from autoshard.config import Config
+from autoshard.config import Config, Precision
 from autoshard.errors import ConfigError, message
 from autoshard.planning.estimate import REDUCED, STORED
-from autoshard.precision import Precision
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import deferred_axes
 from autoshard.runtime.mesh import Mesh

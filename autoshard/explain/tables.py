@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
+from collections.abc import Collection, Sequence
 
 PIPE_WIDTH = 100
 
@@ -33,27 +34,36 @@ def milliseconds(seconds: float) -> str:
 
 
 def table(
-    header: list[str], rows: list[list[str]], width: int = 10**6, right: tuple[int, ...] = ()
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    width: int = 10**6,
+    right: Collection[int] = (),
+    shorten: int | None = None,
 ) -> str:
-    """Columns padded to their widest cell; the last one wraps where the line would pass `width`.
+    """Columns padded to their widest cell.
 
+    Where lines would pass `width`, the column `shorten` keeps the ends of its cells, which tell
+    names of modules apart; without one the last column wraps. Either gets 20 characters at least.
     right: the columns that are aligned to the right.
     """
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    before = sum(widths[:-1]) + 2 * len(widths[:-1])
-    last = min(widths[-1], max(width - before, 20))
-    widths[-1] = last
+    flexible = len(widths) - 1 if shorten is None else shorten
+    others = sum(widths) - widths[flexible] + 2 * (len(widths) - 1)
+    widths[flexible] = min(widths[flexible], max(width - others, 20))
     lines = []
     for row in [header, ["-" * w for w in widths], *rows]:
+        first, more = list(row), []
+        if shorten is None:
+            room = max(widths[-1], 1)
+            wrapped = textwrap.wrap(row[-1], room, break_on_hyphens=False, break_long_words=False)
+            first[-1], more = (wrapped or [""])[0], wrapped[1:]
+        elif len(row[shorten]) > widths[shorten]:
+            first[shorten] = "..." + row[shorten][3 - widths[shorten] :]
         cells = [
-            cell.rjust(w) if i in right else cell.ljust(w)
-            for i, (cell, w) in enumerate(zip(row[:-1], widths))
+            c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(first, widths))
         ]
-        wrapped = textwrap.wrap(
-            row[-1], last, break_on_hyphens=False, break_long_words=False
-        ) or [""]
-        lines.append("  ".join([*cells, wrapped[0]]).rstrip())
-        lines += [" " * before + rest for rest in wrapped[1:]]
+        lines.append("  ".join(cells).rstrip())
+        lines += [" " * others + rest for rest in more]
     return "\n".join(lines)
 
 

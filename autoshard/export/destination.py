@@ -5,38 +5,38 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 
-import torch.distributed as dist
+from autoshard.export.errors import export_error
+from autoshard.export.job import on_every_rank
+from autoshard.runtime.collectives import Axis
 
-from autoshard.export.errors import ExportError, export_error
+Progress = Callable[[str, int, int], None]
+"""Called with the name of what was written, how many are, and how many there will be."""
+
+
+def check_vacant(directory: Path) -> None:
+    """Raise ExportError for a directory that holds something, or a file of this name."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise export_error(f"{directory} exists", remedy="Remove it, or give another directory.")
 
 
 class Destination:
     """A temporary directory beside `directory` that takes its place when all ranks succeeded.
 
-    world, rank: of the processes that write; all see the same file system. `directory` may exist
-    where it is empty. A file is written with `attempt`; `finish` ends, and is collective.
+    A context manager: at the end of the block the directory is moved to its place, or removed
+    where anything failed on any rank; beginning and end are collective over the job, whose ranks
+    all see one file system. A file is written with `attempt`.
     """
 
-    def __init__(self, directory: str | Path, world: int, rank: int) -> None:
+    def __init__(self, directory: str | Path, job: Axis) -> None:
         self.final = Path(directory)
         self.partial = self.final.with_name(f".{self.final.name}.partial")
-        self._world, self._rank = world, rank
+        self._job = job
         self._error: Exception | None = None
-        self.attempt(self._begin)
-        self._agree()
 
-    def _begin(self) -> None:
-        if self.final.exists() and (not self.final.is_dir() or any(self.final.iterdir())):
-            raise export_error(
-                f"{self.final} exists", remedy="Remove it, or give another directory."
-            )
-        if self._rank == 0:
-            shutil.rmtree(self.partial, ignore_errors=True)
-            self.partial.mkdir(parents=True)
-
-    def attempt(self, action: Callable[[], None]) -> None:
-        """Run `action`, unless an earlier one failed; its error is raised by `finish`.
+    def attempt(self, action: Callable[[], object]) -> None:
+        """Run `action`, unless an earlier one failed; its error is raised at the end of the block.
 
         The other ranks go on to the next collective, where this one must be too.
         """
@@ -46,32 +46,41 @@ class Destination:
             except Exception as error:
                 self._error = error
 
-    def finish(self) -> None:
-        """Move the directory to its place; or remove it, and raise, where a rank failed."""
-        self._agree()
-        self.attempt(self._move)
-        self._agree()
+    def __enter__(self) -> Destination:
+        try:
+            on_every_rank(self._begin, "directory", self._job)
+        except BaseException:
+            self._abandon()
+            raise
+        return self
 
-    def abandon(self) -> None:
-        """Remove what is written so far; not collective."""
-        if self._rank == 0:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                on_every_rank(self._raise, "files", self._job)
+                on_every_rank(self._move, "end of the export", self._job)
+        finally:
+            self._abandon()
+
+    def _begin(self) -> None:
+        check_vacant(self.final)
+        if self._job.rank == 0:
+            self._abandon()  # what an export that was killed has left
+            self.partial.mkdir(parents=True)
+
+    def _abandon(self) -> None:
+        if self._job.rank == 0:
             shutil.rmtree(self.partial, ignore_errors=True)
 
-    def _move(self) -> None:
-        if self._rank == 0:
-            self.partial.replace(self.final)
-
-    def _agree(self) -> None:
-        """Raise on every rank where one has failed."""
-        said: list[str | None] = [None if self._error is None else str(self._error)]
-        if self._world > 1:
-            said = [None] * self._world
-            mine = None if self._error is None else f"{type(self._error).__name__}: {self._error}"
-            dist.all_gather_object(said, mine)
-        failed = [(rank, text) for rank, text in enumerate(said) if text is not None]
-        if not failed:
-            return
-        self.abandon()
+    def _raise(self) -> None:
         if self._error is not None:
             raise self._error
-        raise ExportError(f"rank {failed[0][0]} failed: {failed[0][1]}")
+
+    def _move(self) -> None:
+        if self._job.rank == 0:
+            self.partial.replace(self.final)

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import json
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from autoshard.export.destination import Destination
+from autoshard.export.destination import Destination, Progress
 from autoshard.export.errors import export_error
 from autoshard.export.safetensors_file import SafetensorsFile
 from autoshard.export.serial_graph import unwrapped
-from autoshard.export.to_trtllm import Piece, Progress
-from autoshard.export.weights import Memory, Part
+from autoshard.export.spec import weight_dtype
+from autoshard.export.weight_source import WeightSource, Whole
 
 _METADATA = {"format": "pt"}
 
@@ -44,12 +44,12 @@ def huggingface(
     model: nn.Module,
     directory: str | Path,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: str | torch.dtype | None = None,
     max_shard_bytes: int = 5 * 2**30,
     tokenizer: Any = None,
     progress: Progress | None = None,
-) -> None:
-    """Write the whole model as a Hugging Face directory.
+) -> Path:
+    """Write the whole model as a Hugging Face directory; return the directory.
 
     model: any module, plain or with the parameters of a running sharded job; then every rank must
     call, one parameter is whole at a time, and rank 0 writes. Names are those of its state dict; a
@@ -57,43 +57,34 @@ def huggingface(
     `generation_config.json` are written where the model has them, and the tokenizer's files where
     one is given.
 
-    dtype: of floating-point parameters; None keeps each one's. max_shard_bytes: of tensors in one
-    file, where a single tensor is not larger; with more than one file there is an index.
+    dtype: of floating-point parameters: "float16", "bfloat16" or "float32"; None keeps each one's.
+    max_shard_bytes: of tensors in one file, where a single tensor is not larger; with more than one
+    file there is an index.
 
     Raises ExportError for parameters without values; a directory appears complete or not at all.
     """
     if max_shard_bytes < 1:
         raise export_error(f"max_shard_bytes={max_shard_bytes} must be at least 1")
-    memory = Memory(model)
-    files = _files(_tensors(model, dtype), max_shard_bytes)
-    destination = Destination(directory, memory.world, memory.rank)
-    total = sum(map(len, files.values()))
-    names = iter(range(1, total + 1))
-
-    def tick(name: str) -> None:
-        if progress is not None and memory.rank == 0:
-            progress(name, next(names), total)
-
-    try:
-        if memory.rank == 0:
-            destination.attempt(
-                lambda: _beside(model, files, destination.partial, dtype, tokenizer)
-            )
+    kind = None if dtype is None else weight_dtype(dtype)
+    source = WeightSource(model)
+    files = _files(_tensors(model, kind), max_shard_bytes)
+    total, done = sum(map(len, files.values())), 0
+    with Destination(directory, source.job) as destination:
+        if source.job.rank == 0:
+            destination.attempt(lambda: _beside(model, files, destination.partial, kind, tokenizer))
         for name, tensors in files.items():
-            _write(memory, destination, name, tensors, tick)
-        destination.finish()
-    finally:
-        destination.abandon()
+            for one in _write(source, destination, name, tensors):
+                done += 1
+                if progress is not None and source.job.rank == 0:
+                    progress(one, done, total)
+    return Path(directory)
 
 
 def _write(
-    memory: Memory,
-    destination: Destination,
-    name: str,
-    tensors: list[_Tensor],
-    tick: Callable[[str], None],
-) -> None:
-    """One file, one parameter at a time; every rank takes part in reading, rank 0 writes."""
+    source: WeightSource, destination: Destination, name: str, tensors: list[_Tensor]
+) -> Iterator[str]:
+    """One file, one parameter at a time: the name of each, once it is written. Every rank takes
+    part in reading, rank 0 writes."""
     sizes = {one.name: (tuple(one.value.shape), one.dtype) for one in tensors}
     with contextlib.ExitStack() as stack:
         opened: list[SafetensorsFile] = []
@@ -102,25 +93,18 @@ def _write(
             file = SafetensorsFile(destination.partial / name, sizes, _METADATA)
             opened.append(stack.enter_context(file))
 
-        if memory.rank == 0:
+        if source.job.rank == 0:
             destination.attempt(begin)
         for one in tensors:
-            part = _read(memory, one)
+            tensor = one.value.detach()
+            if one.name in source.parameters:
+                tensor = source.read(one.name, [[Whole()]]).tensor
             for file in opened:
-                value = part.tensor.to(one.dtype)
-                destination.attempt(functools.partial(file.write, one.name, value))
-                del value
-            del part
-            tick(one.name)
+                destination.attempt(partial(file.write, one.name, tensor.to(one.dtype)))
+            del tensor
+            yield one.name
         for file in opened:
             destination.attempt(file.close)
-
-
-def _read(memory: Memory, one: _Tensor) -> Part:
-    if one.name not in memory.parameters:
-        return Part(one.value.detach(), (0,) * one.value.dim())
-    nobody: list[list[Piece]] = [[] for _ in range(memory.world - 1)]
-    return memory.read(one.name, [[Piece(one.name)], *nobody])
 
 
 def _tensors(model: nn.Module, dtype: torch.dtype | None) -> list[_Tensor]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from autoshard.mesh_search.first_call import choose
-from autoshard.mesh_search.search import Row, Search, plan
+from autoshard.mesh_search.search import MeshPrice, MeshSearch, search_meshes
 
 __all__ = [
-    "Row",
-    "Search",
+    "MeshPrice",
+    "MeshSearch",
     "choose",
-    "plan",
+    "search_meshes",
 ]

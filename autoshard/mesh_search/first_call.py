@@ -25,7 +25,7 @@ from autoshard.capture import capture
 from autoshard.compiling import lowered_dtypes
 from autoshard.config import Config
 from autoshard.errors import PlanError, message
-from autoshard.mesh_search.search import Row, candidates, search_captured
+from autoshard.mesh_search.search import MeshPrice, candidates, search_captured
 from autoshard.planning import Plan
 from autoshard.planning.cost import HARDWARE, Cluster, Efficiency, cluster
 from autoshard.runtime import compat
@@ -142,7 +142,7 @@ def _best(
     )
 
 
-def _told(row: Row) -> str:
+def _told(row: MeshPrice) -> str:
     sizes = " ".join(f"{name}={size}" for name, size in row.mesh.items())
     return f"{sizes} {1e3 * row.timing.step:.3g} ms{'' if row.fits else ' (does not fit)'}"
 

@@ -1,4 +1,4 @@
-"""`autoshard.plan`: every mesh of a world, planned exactly and priced, without starting a process.
+"""`autoshard.search_meshes`: every mesh of a world, planned and priced without starting a process.
 
 The model is captured once. Each size of the tp axis is planned once, by the exact solver, and
 serves all ways to split the rest of the world into `dp_replicate` x `dp_shard`, which follow from
@@ -22,7 +22,7 @@ from autoshard.compiling import lowered_dtypes, say_stored, use_by
 from autoshard.config import Config
 from autoshard.errors import ConfigError, message
 from autoshard.planning import Plan
-from autoshard.planning.cost import Cluster, cluster
+from autoshard.planning.cost import DEFAULT_HARDWARE, Cluster, cluster
 from autoshard.planning.estimate import (
     Footprint,
     Layout,
@@ -43,7 +43,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Row:
+class MeshPrice:
     """One mesh: what a rank holds and how long a step takes.
 
     mesh: sizes of the axes above 1. memory, timing: of one rank, bytes and seconds. mfu: the
@@ -65,33 +65,33 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Search:
+class MeshSearch:
     """All meshes tried: `rows`, those that fit first, then by the work a second does."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[MeshPrice, ...]
     cluster: Cluster
     world: int
 
     @property
-    def best(self) -> Row | None:
+    def best(self) -> MeshPrice | None:
         """The recommendation; None where nothing fits."""
         return self.rows[0] if self.rows and self.rows[0].fits else None
 
 
-def plan(
+def search_meshes(
     model: nn.Module,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     world: int,
-    hardware: str | Cluster = "h100",
+    hardware: str | Cluster = DEFAULT_HARDWARE,
     mesh: Mapping[str, int] | None = None,
     training: Training | None = None,
     memory: MemoryModel = footprint,
     batches: int | None = None,
     progress: Progress | None = None,
-    **config: Any,
-) -> Search:
+    **options: Any,
+) -> MeshSearch:
     """Try the meshes of `world` ranks for training `model` on batches like `args` and `kwargs`.
 
     model, args, kwargs: as for `autoshard.trace`; on the meta device nothing is allocated. The
@@ -100,20 +100,19 @@ def plan(
         one, instead of all factorisations with tp inside a node. training: dtypes and optimizer.
     memory: what estimates a rank's bytes. batches: how many different batches the world is given,
         where that is less than one for each data-parallel rank: the others repeat work. progress:
-        called with (what is next, steps done, steps in all). config: `zero`, `precision`,
-        `bucket_bytes`,
-        `memory_budget`, `sequence_parallel`, ... as in `autoshard.Config`.
+        called with (what begins, its number, steps in all). options: any other field of
+        `autoshard.Config`; `memory_budget` is of the whole rank.
 
     Raises ConfigError for a mesh that does not fit the world, and what `trace` raises.
     """
     machine = cluster(hardware)
     meshes = [_checked(mesh, world)] if mesh is not None else candidates(world, machine)
-    settings = Config.from_options(config)
+    settings = Config.from_options(options)
 
     def search(
         gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: list[compat.GraphInput]
-    ) -> Search:
-        say("capturing", 1, steps)
+    ) -> MeshSearch:
+        say("capturing", 2, steps)
         captured = capture(gm, example_inputs, lowered_dtypes(inputs))
         return search_captured(
             captured, inputs, meshes, machine, settings, training, memory, batches, progress
@@ -121,11 +120,10 @@ def plan(
 
     steps = len(_tp_sizes(meshes)) + 2
     say = progress or _silent
-    say("tracing", 0, steps)
+    say("tracing", 1, steps)
     use = use_by(settings, None)
     with _no_collector(), contextlib.nullcontext() if use.param is None else lowered(model, use):
         found = intercept(model, args, kwargs, search)
-    say("done", steps, steps)
     return found
 
 
@@ -151,8 +149,8 @@ def search_captured(
     memory: MemoryModel = footprint,
     batches: int | None = None,
     progress: Progress | None = None,
-) -> Search:
-    """`plan`, of a serial graph that is captured already; `captured` stays as it is.
+) -> MeshSearch:
+    """`search_meshes`, of a serial graph that is captured already; `captured` stays as it is.
 
     inputs: whose parameters may be read in another dtype than they are stored in (`lowered`).
     """
@@ -161,9 +159,9 @@ def search_captured(
     limit, config = config.memory_budget, replace(config, memory_budget=None)
     limit = limit or machine.usable_bytes
     sizes = _tp_sizes(meshes)
-    rows: list[Row] = []
+    rows: list[MeshPrice] = []
     for done, n in enumerate(sizes):
-        (progress or _silent)(f"planning tp={n}", done + 2, len(sizes) + 2)
+        (progress or _silent)(f"planning tp={n}", done + 3, len(sizes) + 2)
         serial = copied(captured)
         say_stored(serial, inputs, config)
         device = machine.planned({"tp": n})
@@ -184,10 +182,10 @@ def search_captured(
                 took = timing(one, layout, training, machine, machine.links(mesh))
                 mfu = _utilisation(one, layout, took.step, batches)
                 unfit = _unfit(held, limit, layout, one)
-                rows.append(Row(dict(mesh), held, took, mfu, unfit, made))
+                rows.append(MeshPrice(dict(mesh), held, took, mfu, unfit, made))
     # the same work in every row where the batch is; utilisation counts it either way
     rows.sort(key=lambda row: (not row.fits, -row.mfu))
-    return Search(tuple(rows), machine, math.prod(meshes[0].values()))
+    return MeshSearch(tuple(rows), machine, math.prod(meshes[0].values()))
 
 
 def _tp_sizes(meshes: Sequence[Mesh]) -> list[int]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from autoshard.parameters.safetensors import load_safetensors, save_safetensors
+from autoshard.parameters.safetensors import load_safetensors
 from autoshard.parameters.storage import shard, store
 
 __all__ = [
     "load_safetensors",
-    "save_safetensors",
     "shard",
     "store",
 ]

@@ -1,7 +1,8 @@
-"""Weights from and to safetensors: each rank reads its shard's bytes; rank 0 writes them gathered.
+"""Weights from safetensors: each rank reads the bytes of its own shards.
 
     autoshard.load_safetensors(model, "path/to/hf")
-    autoshard.save_safetensors(model, "path/to/new")
+
+They are written by `autoshard.export.huggingface`.
 """
 
 from __future__ import annotations
@@ -89,16 +90,6 @@ def load_safetensors(model: nn.Module, path: str | Path, *, strict: bool = True)
             )
         )
     return Keys(missing, unexpected)
-
-
-def save_safetensors(model: nn.Module, directory: str | Path, **options: Any) -> None:
-    """Write the model as a Hugging Face directory, which `from_pretrained` opens.
-
-    Another name of `autoshard.export.huggingface`; options are the same.
-    """
-    from autoshard.export import huggingface
-
-    huggingface(model, directory, **options)
 
 
 def _read(found: Mapping[str, tuple[Path, str]], of: Mapping[str, _Target]) -> None:

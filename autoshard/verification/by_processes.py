@@ -9,41 +9,61 @@ program is then compared with the model itself in eval mode.
 from __future__ import annotations
 
 import copy
+import datetime
+import itertools
+import math
 import pickle
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from autoshard.backend import programs
 from autoshard.errors import ConfigError, message
-from autoshard.verification.local_world import report
-from autoshard.verification.subject import Key, Run, Subject, chunks, converted
-from autoshard.verification.tolerance import FLOORS, Expected, Row, compare, expectations, floor_of
+from autoshard.runtime.mesh import data_coordinate, init_mesh
+from autoshard.runtime.parameters import stored_states
+from autoshard.verification import local_world
+from autoshard.verification.comparison import (
+    FLOORS,
+    Comparison,
+    Expected,
+    compare,
+    expectations,
+    floor_of,
+)
+from autoshard.verification.subject import Key, Run, Subject, chunks, in_dtype
 
 SERIAL = "serial"
-class RankResult(NamedTuple):
-    """The rows of one rank, how many programs it ran, and remarks."""
 
-    rows: list[Row]
+
+class RankResult(NamedTuple):
+    """The comparisons of one process, how many programs it ran, and remarks."""
+
+    comparisons: list[Comparison]
     programs: int
     notes: list[str]
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The job of a local world: the role "serial", or "rank 0", "rank 1", ..."""
+@dataclass(frozen=True, kw_only=True)
+class ProcessJob:
+    """The job of a local world, for the role "serial", or "rank 0", "rank 1", ...
+
+    timeout: seconds, for all of it and for each wait in it.
+    """
 
     subject: Subject
     sizes: Mapping[str, int]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    steps: int = 1
-    lr: float = 0.1
-    tolerance: float | None = None
-    limit: float = 600.0
+    options: Mapping[str, Any]
+    steps: int
+    lr: float
+    tolerance: float | None
+    timeout: float
 
     def __call__(self, role: str, folder: Path) -> RankResult:
         """Run one role."""
@@ -58,7 +78,7 @@ class Comparison:
         parts = dict(enumerate(chunks((args, kwargs), self.data_ranks)))
         drawn = draws(model, *parts[0])
         notes: list[str] = []
-        rows: list[Row] = []
+        found: list[Comparison] = []
         if drawn:
             if self.options.get("rng", "invariant") != "invariant":
                 raise ConfigError(
@@ -69,19 +89,19 @@ class Comparison:
                     )
                 )
             notes.append("random numbers: the serial model drew those of the mesh")
-            rows = self._capture(model, parts[0])
+            found = self._capture(model, parts[0])
         exact = self._exact(model, parts, drawn, notes)
         before: dict[Key, torch.Tensor] = {
             ("parameter", name, None): p.detach().clone() for name, p in model.named_parameters()
         }
         run = Run(self.subject, model, self._call(model, drawn), parts, self.lr)
         for step in range(self.steps):
-            report(folder, f"serial model: step {step + 1} of {self.steps}")
-            found = run.step(step)
+            local_world.report(folder, f"serial model: step {step + 1} of {self.steps}")
+            values = run.step(step)
             truth = exact(step)
-            write(folder / f"step {step}", expectations(found, before, truth, self.tolerance))
-            before = {key: value for key, value in found.items() if key[0] == "parameter"}
-        return RankResult(rows, 0, notes)
+            write(folder / f"step {step}", expectations(values, before, truth, self.tolerance))
+            before = {key: value for key, value in values.items() if key[0] == "parameter"}
+        return RankResult(found, 0, notes)
 
     def _call(self, model: nn.Module, drawn: bool) -> Any:
         if not drawn:
@@ -99,7 +119,7 @@ class Comparison:
             return lambda step: {}
         try:
             double = copy.deepcopy(model).double()
-            wide = {i: converted(batch, torch.float64) for i, batch in parts.items()}
+            wide = {i: in_dtype(batch, torch.float64) for i, batch in parts.items()}
             run = Run(self.subject, double, self._call(double, drawn), wide, self.lr)
             steps = [run.step(step) for step in range(self.steps)]
         except Exception as error:  # a dtype written into the model, an operator without float64
@@ -107,7 +127,7 @@ class Comparison:
             return lambda step: {}
         return lambda step: steps[step]
 
-    def _capture(self, model: nn.Module, batch: Any) -> list[Row]:
+    def _capture(self, model: nn.Module, batch: Any) -> list[Comparison]:
         """The one-process program against the model itself, where neither draws."""
         plain, other = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
         if draws(plain, *batch):
@@ -116,49 +136,45 @@ class Comparison:
         got = Run(self.subject, other, self._call(other, True), {0: batch}, self.lr).step(0)
         expected = expectations(want, {}, {}, self.tolerance)
         torch.compiler.reset()
-        rows = compare(got, expected, {}, 1, 0)
-        return [Row("capture", f"{r.kind} {r.name}", "", r.error, r.tolerance, 1, 0) for r in rows]
+        return [
+            replace(one, kind="capture", name=f"{one.kind} {one.name}")
+            for one in compare(got, expected, {}, 1, 0)
+        ]
 
     # A rank of the mesh
 
     def _sharded(self, rank: int, folder: Path) -> RankResult:
-        import datetime
-
-        import torch.distributed as dist
-
-        import autoshard
-        from autoshard.runtime.mesh import data_coordinate, init_mesh
-
         dist.init_process_group(
             "gloo",
             init_method=f"file://{folder / 'store'}",
             rank=rank,
             world_size=self.ranks,
-            timeout=datetime.timedelta(seconds=self.limit),
+            timeout=datetime.timedelta(seconds=self.timeout),
         )
         model, args, kwargs = self.subject.load()
         index = data_coordinate(init_mesh(self.sizes, "cpu"))
         parts = chunks((args, kwargs), self.data_ranks)
-        options = {"inner": "aot_eager", **self.options, "mesh": dict(self.sizes)}
+        own = {"mesh": dict(self.sizes), "timeout": self.timeout}
+        options = {"inner": "aot_eager", **self.options, **own}
         if self.ranks == 1:
             options.setdefault("rng", "invariant")
         call = torch.compile(model, backend="autoshard", options=options)
         run = Run(self.subject, model, call, {index: parts[index]}, self.lr)
-        rows: list[Row] = []
+        found: list[Comparison] = []
         for step in range(self.steps):
             if rank == 0:
-                report(folder, f"{self.ranks} ranks: step {step + 1} of {self.steps}")
+                local_world.report(folder, f"{self.ranks} ranks: step {step + 1} of {self.steps}")
             got = run.step(step)
             expected = self._read(folder / f"step {step}")
             mine = {k: e for k, e in expected.items() if k[2] in (None, index)}
-            rows += compare(got, mine, placements(model), step + 1, rank)
+            found += compare(got, mine, placements(model), step + 1, rank)
         dist.barrier()
-        programs = len(autoshard.programs(model))
+        ran = len(programs(model))
         dist.destroy_process_group()
-        return RankResult(rows, programs, [])
+        return RankResult(found, ran, [])
 
     def _read(self, path: Path) -> dict[Key, Expected]:
-        deadline = time.monotonic() + self.limit
+        deadline = time.monotonic() + self.timeout
         while not path.exists():
             if time.monotonic() > deadline:
                 raise TimeoutError("the serial process wrote no result")
@@ -168,15 +184,35 @@ class Comparison:
     @property
     def ranks(self) -> int:
         """Processes of the mesh."""
-        total = 1
-        for size in self.sizes.values():
-            total *= size
-        return total
+        return math.prod(self.sizes.values())
 
     @property
     def data_ranks(self) -> int:
         """Ranks that hold different batches."""
         return self.ranks // self.sizes.get("tp", 1)
+
+
+def compare_by_processes(
+    job: ProcessJob, progress: Callable[[str, int, int], None] | None = None
+) -> tuple[list[Comparison], list[str]]:
+    """The comparisons of all ranks, and the serial process's notes on them."""
+    ranks = [f"rank {rank}" for rank in range(job.ranks)]
+    numbers = itertools.count(1)
+
+    def say(what: str) -> None:
+        if progress is not None:
+            progress(what, next(numbers), 1 + 2 * job.steps)
+
+    say(f"starting {job.ranks + 1} processes")
+    results = local_world.run(job, [SERIAL, *ranks], job.timeout, say)
+    found = [one for result in results.values() for one in result.comparisons]
+    nothing = "nothing was compiled: no call of the backend"
+    found += [
+        Comparison(kind="program", name=nothing, error=math.inf, rank=i)
+        for i, rank in enumerate(ranks)
+        if not results[rank].programs
+    ]
+    return found, results[SERIAL].notes
 
 
 def draws(model: nn.Module, args: Any, kwargs: Any) -> bool:
@@ -191,10 +227,6 @@ def draws(model: nn.Module, args: Any, kwargs: Any) -> bool:
 
 def placements(model: nn.Module) -> dict[str, str]:
     """Where each parameter is stored, by name: "dp_shard S(0), tp S(1)"."""
-    from torch.distributed.tensor import DTensor
-
-    from autoshard.runtime.parameters import stored_states
-
     return {
         name: ", ".join(f"{axis} {state}" for axis, state in stored_states(p).items())
         for name, p in model.named_parameters()

@@ -8,6 +8,7 @@ plan, the rules, the rewritten graphs and their collectives.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,16 +22,36 @@ from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import R
 from autoshard.runtime.mesh import Mesh, offline_mesh
-from autoshard.verification.program_check import Report, verify_program
+from autoshard.verification.comparison import Comparison, floor_of
+from autoshard.verification.program_check import Differences, verify_program
 from autoshard.verification.subject import Subject, chunks
-from autoshard.verification.tolerance import Row, floor_of
+
+ROUNDING = 100.0
+"""Times the tolerance that rounding may reach in a deep model; more is a fault in any dtype."""
 
 
-def rows_in_process(
+def compare_by_threads(
     subject: Subject, sizes: Mapping[str, int], options: Mapping[str, Any], tolerance: float | None
-) -> list[Row]:
+) -> tuple[list[Comparison], list[str]]:
+    """The comparisons, and notes on them; in float64 where rounding may be all that differs."""
+    notes = ["ranks were threads of one process"]
+    found = _comparisons(subject, sizes, options, tolerance)
+    furthest = max((one.excess for one in found), default=0.0)
+    if tolerance is None and subject.dtype is None and 1.0 < furthest < ROUNDING:
+        try:
+            wide = replace(subject, dtype=torch.float64)
+            found = _comparisons(wide, sizes, options, tolerance)
+            notes.append(f"float64: in the model's own dtype, {furthest:.1f} times the tolerance")
+        except Exception as error:  # a dtype written into the model, an operator without float64
+            notes.append(f"no float64 run to tell rounding from faults: {type(error).__name__}")
+    return found, notes
+
+
+def _comparisons(
+    subject: Subject, sizes: Mapping[str, int], options: Mapping[str, Any], tolerance: float | None
+) -> list[Comparison]:
     """The comparisons, as `verify` makes them; a difference among ranks that should hold one value
-    is a row too. Raises what torch.compile(fullgraph=True) raises where the graph breaks, and
+    is one too. Raises what torch.compile(fullgraph=True) raises where the graph breaks, and
     ValueError where data-parallel ranks draw random numbers."""
     model, args, kwargs = subject.load()
     mesh = offline_mesh(sizes, 0)
@@ -40,22 +61,30 @@ def rows_in_process(
     others = [_traced(model, part, mesh, config)[1] for part in parts[1:]]
     allowed = floor_of(model) if tolerance is None else tolerance
     try:
-        report = verify_program(program, values, seed=subject.seed, others=others)
+        differences = verify_program(program, values, seed=subject.seed, others=others)
     except AssertionError as error:
-        return [Row("ranks", str(error).strip().splitlines()[0], "", float("inf"), 0.0, 1, 0)]
-    return _rows(report, program, allowed)
+        told = str(error).strip().splitlines()[0]
+        return [Comparison(kind="ranks", name=told, error=float("inf"))]
+    return _judged(differences, program, allowed)
 
 
-def _rows(report: Report, program: Program, allowed: float) -> list[Row]:
+def _judged(differences: Differences, program: Program, allowed: float) -> list[Comparison]:
     stored = {}
     for node, name in program.parameters.items():
         states = {program.axis.name: program.decisions.stored[node], **program.data[node]}
         axes = [axis.name for axis in program.mesh.axes]
         stored[name] = ", ".join(f"{axis} {states.get(axis, R)}" for axis in axes)
-    found = [("output", name, error) for name, error in report.outputs.items()]
-    found += [("gradient", name, error) for name, error in report.norms.items()]
+    found = [("output", name, error) for name, error in differences.outputs.items()]
+    found += [("gradient", name, error) for name, error in differences.norms.items()]
     return [
-        Row(kind, name, stored.get(name, ""), error, allowed, 1, 0) for kind, name, error in found
+        Comparison(
+            kind=kind,
+            name=name,
+            placement=stored.get(name, ""),
+            error=error,
+            tolerance=allowed,
+        )
+        for kind, name, error in found
     ]
 
 

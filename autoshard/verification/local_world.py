@@ -45,11 +45,11 @@ class WorldError(AutoshardError):
 
 
 def run(
-    job: Job, roles: Sequence[str], limit: float, progress: Progress | None = None
+    job: Job, roles: Sequence[str], timeout: float, progress: Progress | None = None
 ) -> dict[str, Any]:
     """The results of `job(role, folder)`, each role in a process of its own.
 
-    folder: a directory all processes share while they live. limit: seconds for all of it.
+    folder: a directory all processes share while they live. timeout: seconds for all of it.
     progress: called with each line that a process hands to `report`.
 
     Raises WorldError with the traceback of the process that failed first, or with the stacks of
@@ -62,7 +62,7 @@ def run(
         try:
             for role in roles:
                 processes[role] = start(role)
-            return _watch(processes, folder, limit, progress or (lambda line: None))
+            return _watch(processes, folder, timeout, progress or (lambda line: None))
         finally:
             for process in processes.values():
                 if _code(process) is None:
@@ -181,9 +181,9 @@ def _end_with_parent() -> None:
 
 
 def _watch(
-    processes: dict[str, Any], folder: Path, limit: float, progress: Progress
+    processes: dict[str, Any], folder: Path, timeout: float, progress: Progress
 ) -> dict[str, Any]:
-    deadline = time.monotonic() + limit
+    deadline = time.monotonic() + timeout
     results: dict[str, Any] = {}
     failures: list[tuple[float, str, str]] = []
     said = 0
@@ -218,7 +218,7 @@ def _watch(
     if late:
         stacks = _stacks(processes, late, folder)
         raise WorldError(
-            f"{', '.join(late)} of {len(processes)} processes did not end in {limit:g} seconds; "
+            f"{', '.join(late)} of {len(processes)} processes did not end in {timeout:g} seconds; "
             f"they were here:\n{stacks}"
         )
     return results

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -36,10 +36,13 @@ _SEED = torch.ops.autoshard.random_seed.default
 
 
 @dataclass
-class Report:
-    """Worst differences: outputs relative to the largest entry of the serial output, gradients
-    relative to the largest entry of any serial gradient. norms: of each gradient, the norm of the
-    difference relative to its own norm, or to a hundredth of the largest norm."""
+class Differences:
+    """The worst differences between a program and its serial graph.
+
+    outputs: relative to the largest entry of the serial output. gradients: relative to the largest
+    entry of any serial gradient. norms: of each gradient, the norm of the difference relative to
+    its own norm, or to a hundredth of the largest norm.
+    """
 
     outputs: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
@@ -77,13 +80,22 @@ def join(parts: Sequence[torch.Tensor], state: State) -> torch.Tensor:
     return parts[0]
 
 
+class _Run(NamedTuple):
+    """One forward and backward: the values of the placeholders, the outputs, and what the outputs
+    were given as their gradients."""
+
+    values: list[Any]
+    outputs: list[Any]
+    given: list[torch.Tensor | None]
+
+
 def verify_program(
     program: Program,
     inputs: Sequence[Any],
     *,
     seed: int = 0,
     others: Sequence[Sequence[Any]] = (),
-) -> Report:
+) -> Differences:
     """Compare `program` on all ranks of its mesh with its serial graph on `inputs`.
 
     inputs: one value a placeholder of `program.serial`, whole and real; on a mesh with
@@ -91,71 +103,108 @@ def verify_program(
     (their parameters are not read). Random numbers of data-parallel ranks, which draw apart,
     need processes of their own: ValueError.
     """
-    serial, decisions = program.serial, program.decisions
-    placeholders = [node for node in serial.graph.nodes if node.op == "placeholder"]
-    n_outputs = serial.meta[N_OUTPUTS]
-    states = decisions.outputs[:n_outputs]
+    placeholders = [node for node in program.serial.graph.nodes if node.op == "placeholder"]
+    sizes = _mesh_sizes(program)
+    data_ranks = math.prod(sizes.values()) // sizes["tp"]
+    if len(others) + 1 != data_ranks:
+        raise ValueError(
+            f"{data_ranks} data-parallel ranks need as many batches, not {len(others) + 1}"
+        )
+    if data_ranks > 1 and any(n.target is _SEED for n in program.serial.graph.nodes):
+        raise ValueError("threads cannot draw apart: verify this model in processes")
     batches = [
         [v if node in program.parameters else own for v, own, node in zip(inputs, b, placeholders)]
         for b in (inputs, *others)
     ]
-    sizes = _mesh_sizes(program)
-    tp = sizes["tp"]
-    ranks = math.prod(sizes.values()) // tp
-    if len(batches) != ranks:
-        raise ValueError(f"{ranks} data-parallel ranks need as many batches, not {len(batches)}")
-    if ranks > 1 and any(n.target is _SEED for n in serial.graph.nodes):
-        raise ValueError("threads cannot draw apart: verify this model in processes")
-
-    serial_runs = []
-    for values in batches:
-        whole = [_leaf(v, node) for v, node in zip(values, placeholders, strict=True)]
-        torch.manual_seed(seed)
-        expected = list(serial(*whole))[:n_outputs]
-        grads = [torch.randn_like(out) if _has_grad(out) else None for out in expected]
-        _backward(expected, grads)
-        serial_runs.append((whole, expected, grads))
-    grad_parts = [
-        [None if g is None else split(g, gradient_value(s), tp) for g, s in zip(grads, states)]
-        for _, _, grads in serial_runs
-    ]
-
-    def stored(node: fx.Node) -> dict[str, State]:
-        return {program.axis.name: decisions.stored.get(node, R), **program.data.get(node, {})}
-
-    def program_of(axes: tuple[Axis, ...]) -> fx.GraphModule:
-        passes: list[Pass] = [Localize(decisions)]
-        spread = {i: program.data[n] for i, n in enumerate(placeholders) if n in program.data}
-        if ranks > 1:
-            passes.append(DataParallel(data_axes(axes), spread))
-        return rank_program(serial, passes, axes[-1])[0]
-
-    def rank(axes: tuple[Axis, ...], local: fx.GraphModule) -> tuple[list[Any], list[Any]]:
-        axis = axes[-1]
-        index = data_coordinate(Mesh(axes, None))
-        values = [
-            _leaf(owned(local_part(v, stored(node), axes)), node)
-            if isinstance(v, torch.Tensor)
-            else v
-            for v, node in zip(batches[index], placeholders)
+    serial = [_serial_run(program, placeholders, batch, seed) for batch in batches]
+    # once, for all ranks: the parts of a gradient that is to be summed are random
+    given = [
+        [
+            None if whole is None else split(whole, gradient_value(state), sizes["tp"])
+            for whole, state in zip(run.given, program.decisions.outputs)
         ]
-        outputs = list(local(*values))
-        _backward(outputs, [None if g is None else g[axis.rank] for g in grad_parts[index]])
-        return outputs, [getattr(v, "grad", None) for v in values]
-
+        for run in serial
+    ]
     torch.manual_seed(seed)  # the ranks draw what the serial graph drew
-    results = run_mesh(sizes, rank, prepare=program_of)
-    lines = [results[index * tp : (index + 1) * tp] for index in range(ranks)]
-    report = Report()
-    for own, (_, expected, _) in enumerate(serial_runs):
-        for i, (out, state) in enumerate(zip(expected, states)):
-            if isinstance(out, torch.Tensor):
-                got = join([r[0][i].detach() for r in lines[own]], forward_value(state))
-                name = f"output {i}" if ranks == 1 else f"output {i} of data rank {own}"
-                report.outputs[name] = _difference(got, out.detach())
-    data_states = [[program.data.get(node, {}).get(name, R) for name in sizes if name != "tp"]
-                   for node in placeholders]
-    wanted = _serial_gradients(program, placeholders, [whole for whole, _, _ in serial_runs])
+    ranks = run_mesh(
+        sizes,
+        lambda axes, graph: _rank_run(program, placeholders, batches, given, axes, graph),
+        prepare=lambda axes: _rank_graph(program, placeholders, axes),
+    )
+    found = Differences()
+    _compare_outputs(found, program, serial, ranks)
+    _compare_gradients(found, program, placeholders, serial, ranks)
+    return found
+
+
+def _serial_run(
+    program: Program, placeholders: Sequence[fx.Node], batch: Sequence[Any], seed: int
+) -> _Run:
+    """The serial graph on one batch, under noise as the gradients of its outputs."""
+    values = [_leaf(v, node) for v, node in zip(batch, placeholders, strict=True)]
+    torch.manual_seed(seed)
+    outputs = list(program.serial(*values))[: program.serial.meta[N_OUTPUTS]]
+    given = [torch.randn_like(out) if _has_grad(out) else None for out in outputs]
+    _backward(outputs, given)
+    return _Run(values, outputs, given)
+
+
+def _rank_graph(
+    program: Program, placeholders: Sequence[fx.Node], axes: tuple[Axis, ...]
+) -> fx.GraphModule:
+    """The graph that a rank runs, over axes that are threads."""
+    passes: list[Pass] = [Localize(program.decisions)]
+    spread = {i: program.data[n] for i, n in enumerate(placeholders) if n in program.data}
+    if any(axis.size > 1 for axis in axes[:-1]):
+        passes.append(DataParallel(data_axes(axes), spread))
+    return rank_program(program.serial, passes, axes[-1])[0]
+
+
+def _rank_run(
+    program: Program,
+    placeholders: Sequence[fx.Node],
+    batches: Sequence[Sequence[Any]],
+    given: Sequence[Sequence[list[torch.Tensor] | None]],
+    axes: tuple[Axis, ...],
+    graph: fx.GraphModule,
+) -> _Run:
+    """A rank's graph on its part of the values, under its part of the gradients of the outputs."""
+    tp, index = axes[-1], data_coordinate(Mesh(axes, None))
+    values = []
+    for value, node in zip(batches[index], placeholders):
+        if isinstance(value, torch.Tensor):
+            on_tp = program.decisions.stored.get(node, R)
+            stored = {program.axis.name: on_tp, **program.data.get(node, {})}
+            value = _leaf(owned(local_part(value, stored, axes)), node)
+        values.append(value)
+    outputs = list(graph(*values))
+    own = [None if parts is None else parts[tp.rank] for parts in given[index]]
+    _backward(outputs, own)
+    return _Run(values, outputs, own)
+
+
+def _compare_outputs(
+    found: Differences, program: Program, serial: Sequence[_Run], ranks: Sequence[_Run]
+) -> None:
+    tp = len(ranks) // len(serial)
+    for index, run in enumerate(serial):
+        group = ranks[index * tp : (index + 1) * tp]
+        for i, (want, state) in enumerate(zip(run.outputs, program.decisions.outputs)):
+            if isinstance(want, torch.Tensor):
+                got = join([rank.outputs[i].detach() for rank in group], forward_value(state))
+                name = f"output {i}" if len(serial) == 1 else f"output {i} of data rank {index}"
+                found.outputs[name] = _difference(got, want.detach())
+
+
+def _compare_gradients(
+    found: Differences,
+    program: Program,
+    placeholders: Sequence[fx.Node],
+    serial: Sequence[_Run],
+    ranks: Sequence[_Run],
+) -> None:
+    sizes, tp = _mesh_sizes(program), len(ranks) // len(serial)
+    wanted = _serial_gradients(program, placeholders, [run.values for run in serial])
     # Some gradients are zero but for rounding (a key's bias under softmax): the yardstick is the
     # largest gradient of the model, or a hundredth of the largest norm.
     largest = max((float(g.abs().max()) for g in wanted.values() if g.numel()), default=0.0)
@@ -163,18 +212,19 @@ def verify_program(
     for (i, index), want in wanted.items():
         node = placeholders[i]
         name = program.parameters.get(node, node.name)
-        on_tp = gradient_value(decisions.stored.get(node, R))
+        states = [gradient_value(program.decisions.stored.get(node, R))]
         if index is None:
-            parts = [r[1][i] for r in results]
-            line_sizes, line_states = list(sizes.values()), [*data_states[i], on_tp]
+            held, lengths = ranks, list(sizes.values())
+            data = program.data.get(node, {})
+            states = [*(data.get(name, R) for name in sizes if name != "tp"), *states]
         else:
-            parts, line_sizes, line_states = [r[1][i] for r in lines[index]], [tp], [on_tp]
-            name += f" of data rank {index}" if ranks > 1 else ""
-        assert all(p is not None for p in parts), f"{name}: no gradient on some rank"
-        got = _join_mesh(parts, line_sizes, line_states)
-        report.gradients[name] = _difference(got, want, largest)
-        report.norms[name] = float((got - want).norm()) / max(float(want.norm()), floor, 1e-30)
-    return report
+            held, lengths = ranks[index * tp : (index + 1) * tp], [tp]
+            name += f" of data rank {index}" if len(serial) > 1 else ""
+        parts: list[Any] = [getattr(rank.values[i], "grad", None) for rank in held]
+        assert all(part is not None for part in parts), f"{name}: no gradient on some rank"
+        got = _join_mesh(parts, lengths, states)
+        found.gradients[name] = _difference(got, want, largest)
+        found.norms[name] = float((got - want).norm()) / max(float(want.norm()), floor, 1e-30)
 
 
 def _mesh_sizes(program: Program) -> dict[str, int]:

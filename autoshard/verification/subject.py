@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import ConfigError, message
-from autoshard.names import callable_named, model_and_call
+from autoshard.model_source import callable_named, model_and_call
 from autoshard.runtime.lazy import LazyGather
 from autoshard.runtime.randomness import draw_apart
 
@@ -22,7 +22,7 @@ Key = tuple[str, str, int | None]
 the data-parallel rank whose own it is; None where all ranks have the same."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Subject:
     """A model and a call of it; `source` is a model, a callable that makes one, or its name.
 
@@ -62,7 +62,7 @@ class Subject:
             )
         model = model.cpu() if self.dtype is None else model.to("cpu", self.dtype)
         batch = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), (args, kwargs))
-        return (model, *(batch if self.dtype is None else converted(batch, self.dtype)))
+        return (model, *(batch if self.dtype is None else in_dtype(batch, self.dtype)))
 
     def loss_of(self, output: Any) -> torch.Tensor:
         """The scalar that is differentiated.
@@ -90,7 +90,7 @@ class Subject:
         return torch.stack([t.abs().sum() if t.is_complex() else t.sum() for t in noisy]).sum()
 
 
-def converted(batch: Any, dtype: torch.dtype) -> Any:
+def in_dtype(batch: Any, dtype: torch.dtype) -> Any:
     """The batch with its floating-point tensors in `dtype`."""
     return pytree.tree_map_only(
         torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch
@@ -131,11 +131,7 @@ def tensors(value: Any) -> list[tuple[str, torch.Tensor]]:
         leaves, _ = pytree.tree_flatten_with_path(value)
     else:
         leaves = [((pytree.GetAttrKey(k),), v) for k, v in getattr(value, "__dict__", {}).items()]
-    return [
-        (pytree.keystr(path), leaf)
-        for path, leaf in leaves
-        if isinstance(leaf, torch.Tensor)
-    ]
+    return [(pytree.keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -206,4 +202,3 @@ class Run:
         with torch.no_grad():
             for name, buffer in current.items():
                 buffer.copy_(self.buffers[index][name])
-

@@ -20,13 +20,12 @@ def test_export_from_directory_to_both_formats(
     model = make("llama").to(torch.bfloat16)
     source, out = tmp_path / "hf", tmp_path / "trtllm"
     autoshard.export.huggingface(model, source)
-    assert (
-        main(["export", "trtllm", str(source), str(out), "--tp", "2", "--dtype", "bfloat16"]) == 0
-    )
+    asked = ["export", "trtllm", str(source), str(out), "--mesh", "tp=2", "--dtype", "bfloat16"]
+    assert main(asked) == 0
     said = capsys.readouterr()
     assert "2 ranks of bfloat16" in said.out and "trtllm-build" in said.out
     assert "[21/21]" in said.err  # every parameter is counted
-    autoshard.export.trtllm(model, tmp_path / "direct", tp=2, dtype="bfloat16")
+    autoshard.export.trtllm(model, tmp_path / "direct", mesh={"tp": 2}, dtype="bfloat16")
     for path in (tmp_path / "direct").iterdir():
         assert path.read_bytes() == (out / path.name).read_bytes(), path.name
 
@@ -55,8 +54,8 @@ def test_export_from_factory(
     for wrong, why in (
         ("a_model:none", "cannot be found"),
         ("a_model:three", "returned a int, not a torch.nn.Module"),
-        ("nowhere", "neither a directory"),
+        ("nowhere", "no directory with a config.json, no module:factory"),
     ):
-        assert main(["export", "huggingface", wrong, "other"]) == 1
+        assert main(["export", "huggingface", wrong, "other"]) == 2
         assert why in capsys.readouterr().err
     assert not (tmp_path / "other").exists()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 
+from autoshard.cli.arguments import mesh_sizes, named_value
 from autoshard.cli.main import main
-from autoshard.errors import ConfigError
-from autoshard.names import parse_mesh
 
 CONFIG = {
     "model_type": "llama",
@@ -60,15 +60,38 @@ def test_a_factory_says_how_it_is_called(
         (["explained_model:number", *arguments], "returned a int, not a torch.nn.Module"),
         (["explained_model:nothing"], "cannot be found"),
         (["nowhere"], "no directory with a config.json, no module:factory"),
-        (["explained_model:batch", "--mesh", "tp:2"], "is no mesh"),
+        (["explained_model:batch", "--option", "zeroo=2"], "Did you mean 'zero'"),
+        (["explained_model:batch", "--option", "mesh=2"], "given by --mesh"),
         (["explained_model:batch", "--hardware", "h10"], "Did you mean 'h100'"),
     ):
-        assert main(["explain", *wrong]) == 1
+        assert main(["explain", *wrong]) == 2
         assert why in capsys.readouterr().err
 
 
-def test_meshes() -> None:
-    assert parse_mesh("dp_shard=2, tp=4") == {"dp_shard": 2, "tp": 4}
+def test_options_are_those_of_the_backend_or_of_the_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {**CONFIG, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    given = ["num_hidden_layers=1", "sequence_parallel=False", "precision={'param': 'float16'}"]
+    more = [part for text in given for part in ("--option", text)]
+    assert main(["explain", str(tmp_path), "--mesh", "tp=2", "--sequence", "32", *more]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("autoshard: tp=2, 12 parameters, ") and "reduce_scatter" not in said
+
+
+def test_spellings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert mesh_sizes("dp_shard=2, tp=4") == {"dp_shard": 2, "tp": 4}
     for wrong in ("8", "tp=", "=2", "tp=two", "tp=2,tp=2", ""):
-        with pytest.raises(ConfigError, match="is no mesh"):
-            parse_mesh(wrong)
+        with pytest.raises(argparse.ArgumentTypeError, match="is no mesh"):
+            mesh_sizes(wrong)
+    read = [named_value(text) for text in ("zero=2", "inner=eager", "strict=True", "a=[1, 'b']")]
+    assert read == [("zero", 2), ("inner", "eager"), ("strict", True), ("a", [1, "b"])]
+    for wrong, why in (
+        (["--mesh", "tp:2"], "'tp:2' is no mesh"),
+        (["--option", "depth"], "'depth' is not NAME=VALUE"),
+        (["--batch", "0"], "'0' is not a positive number"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["explain", "m:f", *wrong])
+        assert ended.value.code == 2 and why in capsys.readouterr().err

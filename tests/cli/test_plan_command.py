@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 import autoshard
 from autoshard.cli.main import main
+from autoshard.cli.progress import Progress
 from autoshard.planning.cost.clusters import cluster
 
 FACTORY = """
@@ -43,9 +45,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_factory_on_a_cluster_of_ones_own(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_factory_on_a_cluster_of_ones_own(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "mine.json").write_text(json.dumps(FILE))
     asked = ["plan", "my_nets:net", "--world", "4", "--hardware", "mine.json"]
     assert main([*asked, "--batch", "8", "--sequence", "16", "--out", "plan.json"]) == 0
@@ -56,13 +56,17 @@ def test_a_factory_on_a_cluster_of_ones_own(
         assert f"  {mesh}  " in said.out, mesh
     assert "tp=4" not in said.out  # a node has two devices
     assert said.err.splitlines() == [
-        "[1/4] tracing", "[2/4] capturing", "[3/4] planning tp=1", "[4/4] planning tp=2",
+        "[1/4] tracing",
+        "[2/4] capturing",
+        "[3/4] planning tp=1",
+        "[4/4] planning tp=2",
     ]
     saved = autoshard.Plan.load("plan.json")
-    assert saved.mesh and saved.parameters.keys() == {f"{i}.{k}" for i in (0, 2) for k in
-                                                      ("weight", "bias")}
+    assert saved.mesh and saved.parameters.keys() == {
+        f"{i}.{k}" for i in (0, 2) for k in ("weight", "bias")
+    }
 
-    assert main([*asked, "--json", "--mesh", "dp_shard=2,tp=2", "--precision", "master"]) == 0
+    assert main([*asked, "--json", "--mesh", "dp_shard=2,tp=2", "--recipe", "master"]) == 0
     body = json.loads(capsys.readouterr().out)
     (row,) = body["rows"]
     assert body["recommended"] == row["mesh"] == {"dp_shard": 2, "tp": 2} and row["fits"]
@@ -77,10 +81,15 @@ def test_a_directory_and_a_class_are_the_same_model(
 ) -> None:
     import transformers
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
-             "num_attention_heads": 4, "vocab_size": 96}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 96,
+    }
     transformers.LlamaConfig(**sizes).save_pretrained(here / "tiny")
-    more = [part for key, size in sizes.items() for part in ("--set", f"{key}={size}")]
+    more = [part for key, size in sizes.items() for part in ("--option", f"{key}={size}")]
     found = []
     for model in (["tiny"], ["LlamaConfig", *more]):
         torch.compiler.reset()
@@ -88,7 +97,8 @@ def test_a_directory_and_a_class_are_the_same_model(
         assert main(asked) == 0
         found.append(json.loads(capsys.readouterr().out))
     assert found[0] == found[1] and len(found[0]["rows"]) == 3
-    assert main(["plan", "tiny", "--world", "2", "--memory-gb", "0.0001", "--sequence", "32"]) == 0
+    small = ["--sequence", "32", "--option", "memory_budget=100_000"]
+    assert main(["plan", "tiny", "--world", "2", *small]) == 0
     said = capsys.readouterr().out
     assert "x does not fit:" in said and "nothing fits. Use more ranks" in said
 
@@ -99,24 +109,33 @@ def test_a_directory_and_a_class_are_the_same_model(
         (["my_nets:nothing"], "'my_nets:nothing' cannot be found"),
         (["my_nets:number"], "my_nets:number returned a int"),
         (["nowhere"], "no directory with a config.json, no module:factory"),
-        (["my_nets:net", "--mesh", "tp"], "'tp' is no mesh"),
         (["my_nets:net", "--mesh", "tp=3"], "the mesh tp 3 has 3 ranks, the world 2"),
         (["my_nets:net", "--mesh", "xp=2"], "unknown mesh axis 'xp'"),
         (["my_nets:net", "--hardware", "h10"], "Did you mean 'h100'"),
-        (["my_nets:net", "--hardware", "none.json"], "No such file"),
-        (["my_nets:net", "--batch", "0"], "--batch 0 is not positive"),
         (["my_nets:net", "--optimizer", "lion"], "optimizer 'lion' is not known"),
-        (["my_nets:net", "--set", "a=1"], "--set is for configurations"),
-        (["LlamaConfig", "--set", "hidden_siz=1"], "Did you mean 'hidden_size'?"),
-        (["LlamaConfig", "--set", "depth"], "--set 'depth' is not key=value"),
+        (["my_nets:net", "--option", "zeroo=1"], "Did you mean 'zero'"),
+        (["LlamaConfig", "--option", "hidden_siz=1"], "Did you mean 'hidden_size'?"),
         (["LlamaConfig"], "longer than max_position_embeddings=2048"),
-        (["my_nets:net", "--out", "p.json", "--memory-gb", "1e-6"], "no plan was written"),
     ],
 )
 def test_errors_name_the_remedy(
     here: Path, capsys: pytest.CaptureFixture[str], asked: list[str], why: str
 ) -> None:
-    assert main(["plan", *asked, "--world", "2"]) == 1
+    assert main(["plan", *asked, "--world", "2"]) == 2
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "asked, why",
+    [
+        (["--hardware", "none.json"], "No such file"),
+        (["--out", "p.json", "--option", "memory_budget=1_000"], "no plan was written"),
+    ],
+)
+def test_what_is_right_and_cannot_be(
+    here: Path, capsys: pytest.CaptureFixture[str], asked: list[str], why: str
+) -> None:
+    assert main(["plan", "my_nets:net", "--world", "2", *asked]) == 1
     assert why in capsys.readouterr().err
     assert not (here / "p.json").exists()
 
@@ -147,17 +166,15 @@ def test_cluster_files(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         cluster("mine.yaml")
 
 
-def test_a_bar_on_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_is_one_line_on_a_terminal_and_a_few_in_a_pipe(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sys
-
-    from autoshard.cli.plan import Bar
-
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    bar = Bar()
-    bar("capturing", 1, 2)
-    bar("done", 2, 2)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    progress = Progress()
+    for done in range(1, 102):
+        progress("weight", done, 101)
     said = capsys.readouterr().err
-    assert "[###############---------------] capturing" in said and said.endswith("\r\x1b[K")
-    assert "\n" not in said
+    assert said.endswith("[101/101] weight\n")
+    assert said.count("\n") == (1 if terminal else 21)
+    assert said.count("\r\x1b[K") == (101 if terminal else 0)

@@ -15,11 +15,12 @@ from autoshard import backend
 from autoshard.export.rank_graph.graph import RankGraph
 from autoshard.export.to_tensorrt.build import Network
 from autoshard.export.to_tensorrt.engine import checked_network
-from autoshard.export.to_tensorrt.interpreter.network import NetworkInterpreter, interpret
+from autoshard.export.to_tensorrt.interpreter.network import NetworkInterpreter
 from autoshard.export.to_tensorrt.spy import Recorded, Spy
 from autoshard.runtime.collectives import lockstep
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.mesh import init_mesh
+from network_runs import interpret
 
 trt = pytest.importorskip("tensorrt_rtx")
 if reason := other.unavailable():

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.export.rank_graph.graph import InferencePlan, RankGraph, plan_inference
-from autoshard.export.rank_graph.weights import rank_weights
-from autoshard.export.weights import Memory
+from autoshard.export.rank_graph.graph import RankGraph
+from autoshard.export.rank_graph.plan import InferencePlan, plan_inference
+from autoshard.export.rank_graph.weights import read_weights
+from autoshard.export.spec import EngineSpec
+from autoshard.export.weight_source import WeightSource
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
@@ -74,7 +76,8 @@ def plan(
     name: str, tp: int, dtype: torch.dtype = torch.float32, length: int | None = None
 ) -> InferencePlan:
     """A plan of `model(name)`, once."""
-    return plan_inference(model(name), tp=tp, dtype=dtype, dynamic=DYNAMIC, max_length=length)
+    spec = EngineSpec(mesh={"tp": tp}, dtype=dtype, dynamic=DYNAMIC, max_length=length)
+    return plan_inference(model(name), spec)
 
 
 @functools.cache
@@ -83,7 +86,7 @@ def rank(
 ) -> tuple[RankGraph, dict[str, torch.Tensor]]:
     """A rank's graph and weights, once; neither may be changed."""
     graph = plan(name, tp, dtype, length).rank_graph(rank)
-    return graph, rank_weights(Memory(model(name)), [graph.weights], [graph.axis])
+    return graph, read_weights(WeightSource(model(name)), graph, rank)
 
 
 def feeds(length: int | None) -> list[dict[str, torch.Tensor]]:

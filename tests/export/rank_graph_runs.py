@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autoshard.export.rank_graph.graph import InferencePlan, RankGraph
-from autoshard.export.rank_graph.weights import rank_weights
-from autoshard.export.weights import Memory
+from autoshard.export.rank_graph.graph import RankGraph
+from autoshard.export.rank_graph.plan import InferencePlan
+from autoshard.export.rank_graph.weights import read_weights
+from autoshard.export.weight_source import WeightSource
 from autoshard.runtime.collectives import lockstep
 from autoshard.runtime.collectives.axis import Axis
 
@@ -45,8 +46,8 @@ def run_plan(
     A feed holds the inputs; caches are carried from one call to the next, from zeros.
     """
     graphs = [plan.rank_graph(rank) for rank in range(plan.tp)]
-    memory = Memory(model)
-    weights = [rank_weights(memory, [g.weights], [g.axis]) for g in graphs]
+    source = WeightSource(model)
+    weights = [read_weights(source, graph, rank) for rank, graph in enumerate(graphs)]
 
     def work(axis: Axis) -> list[Any]:
         graph, own = graphs[axis.rank], weights[axis.rank]

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from autoshard.export import weights as memory
 from autoshard.export.serial_graph import unwrapped
+from autoshard.export.weight_source import WeightSource
 from autoshard.runtime.mesh import init_mesh
 from autoshard.runtime.parameters.shard import shard_parameters
 from gloo_pool import GlooPool
@@ -62,10 +62,10 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-class Counted(memory.Memory):
-    """Remembers every Memory that was made."""
+class Counted(WeightSource):
+    """Remembers every source that was made."""
 
-    made: list[memory.Memory] = []
+    made: list[WeightSource] = []
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -86,15 +86,15 @@ def export(name: str, folder: str, splits: list[tuple[int, int]]) -> tuple[list[
     Counted.made = []
     modules: list[Any] = [hf_directory, trtllm_checkpoint]
     for module in modules:
-        module.Memory = Counted
+        module.WeightSource = Counted
     try:
         for tp, pp in splits:
             out = Path(folder, f"{tp}_{pp}")
-            autoshard.export.trtllm(model, out, tp=tp, pp=pp, dtype="bfloat16")
+            autoshard.export.trtllm(model, out, mesh={"tp": tp, "pp": pp}, dtype="bfloat16")
         autoshard.export.huggingface(model, Path(folder, "hf"), max_shard_bytes=5000)
     finally:
         for module in modules:
-            module.Memory = memory.Memory
+            module.WeightSource = WeightSource
     with torch.no_grad():
         after = model(IDS, labels=IDS, use_cache=False).loss.item() if name == "llama" else 0.0
     return [one.gathered for one in Counted.made], after
@@ -142,7 +142,8 @@ def export_references(folder: str) -> None:
         source, tp, pp = re.match(r"(.*)_tp(\d+)_pp(\d+)$", case).groups()  # type: ignore[union-attr]
         path = REFERENCES / f"{source}_hf"
         model = shards(transformers.AutoModelForCausalLM.from_pretrained(path))
-        autoshard.export.trtllm(model, Path(folder, case), tp=int(tp), pp=int(pp))
+        mesh = {"tp": int(tp), "pp": int(pp)}
+        autoshard.export.trtllm(model, Path(folder, case), mesh=mesh)
 
 
 @pytest.mark.skipif(not REFERENCES.exists(), reason="no reference checkpoints beside the checkout")
@@ -171,7 +172,7 @@ def fails_on_one_rank(folder: str) -> str:
 
     SafetensorsFile.write = full  # type: ignore[method-assign]
     try:
-        autoshard.export.trtllm(model, Path(folder) / "out", tp=2)
+        autoshard.export.trtllm(model, Path(folder) / "out", mesh={"tp": 2})
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:

@@ -13,7 +13,7 @@ from torch import nn
 
 import autoshard
 from autoshard.export import ExportError, trtllm_build
-from autoshard.export.decoder.hf_config import described
+from autoshard.export.decoder.hf_config import config_facts
 from autoshard.export.decoder.reading import read_decoder
 from autoshard.export.serial_graph import model_graph
 from trtllm_oracle import MODELS, expected, make
@@ -42,7 +42,7 @@ def test_reference_is_reproduced(case: str, tmp_path: Path) -> None:
 
     source, tp, pp = re.match(r"(.*)_tp(\d+)_pp(\d+)$", case).groups()  # type: ignore[union-attr]
     model = transformers.AutoModelForCausalLM.from_pretrained(REFERENCES / f"{source}_hf")
-    autoshard.export.trtllm(model, tmp_path / "out", tp=int(tp), pp=int(pp), dtype="float16")
+    autoshard.export.trtllm(model, tmp_path / "out", mesh={"tp": int(tp), "pp": int(pp)})
     names = {path.name for path in (REFERENCES / case).iterdir()}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     for name in names:
@@ -61,7 +61,11 @@ def test_every_rank_of_every_family(name: str, tmp_path: Path) -> None:
             continue
         out = tmp_path / f"{tp}_{pp}"
         autoshard.export.trtllm(
-            model, out, tp=tp, pp=pp, dtype="bfloat16", vocab_parallel_embedding=parallel
+            model,
+            out,
+            mesh={"tp": tp, "pp": pp},
+            dtype="bfloat16",
+            vocab_parallel_embedding=parallel,
         )
         for rank in range(tp * pp):
             wanted = expected(model, name, tp, pp, rank, torch.bfloat16, parallel)
@@ -90,7 +94,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_configuration(name: str, tmp_path: Path) -> None:
-    autoshard.export.trtllm(make(name), tmp_path / "out", dtype=torch.float32)
+    autoshard.export.trtllm(make(name), tmp_path / "out", mesh={"tp": 1}, dtype=torch.float32)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     wanted = {"dtype": "float32", "vocab_size": 61, "num_hidden_layers": 2, **FIELDS[name]}
     assert {key: config[key] for key in wanted} == wanted
@@ -112,9 +116,9 @@ def test_without_configuration_the_graph_tells(tmp_path: Path) -> None:
             return self.inner(ids, use_cache=False).logits  # type: ignore[no-any-return]
 
     with pytest.raises(ExportError, match="max_position_embeddings="):
-        autoshard.export.trtllm(Bare(), tmp_path / "none")
-    autoshard.export.trtllm(Bare(), tmp_path / "bare", tp=2, max_position_embeddings=64)
-    autoshard.export.trtllm(model, tmp_path / "hf", tp=2)
+        autoshard.export.trtllm(Bare(), tmp_path / "none", mesh={"tp": 1})
+    autoshard.export.trtllm(Bare(), tmp_path / "bare", mesh={"tp": 2}, max_position_embeddings=64)
+    autoshard.export.trtllm(model, tmp_path / "hf", mesh={"tp": 2})
     for name in ("config.json", "rank0.safetensors", "rank1.safetensors"):
         assert (tmp_path / "bare" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
 
@@ -122,14 +126,14 @@ def test_without_configuration_the_graph_tells(tmp_path: Path) -> None:
 def test_halved_model(tmp_path: Path) -> None:
     """`model.to(bfloat16)` rounds the rotary frequencies; the configuration still agrees."""
     model = make("llama").to(torch.bfloat16)
-    autoshard.export.trtllm(model, tmp_path / "out", tp=2, dtype="bfloat16")
+    autoshard.export.trtllm(model, tmp_path / "out", mesh={"tp": 2}, dtype="bfloat16")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["rotary_base"] == 10000.0
     wanted = expected(model, "llama", 2, 1, 1, torch.bfloat16)
     assert_equal(tensors(tmp_path / "out" / "rank1.safetensors"), wanted)
     del model.config.rope_parameters
     with pytest.raises(ExportError, match="no configuration says their base"):
-        autoshard.export.trtllm(model, tmp_path / "unknown")
+        autoshard.export.trtllm(model, tmp_path / "unknown", mesh={"tp": 1})
 
 
 def test_llama3_rotary_scaling(tmp_path: Path) -> None:
@@ -148,12 +152,12 @@ def test_llama3_rotary_scaling(tmp_path: Path) -> None:
         model = make("scaled")
     finally:
         del MODELS["scaled"]
-    autoshard.export.trtllm(model, tmp_path / "out")
+    autoshard.export.trtllm(model, tmp_path / "out", mesh={"tp": 1})
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["rotary_base"], config["rotary_scaling"]) == (5e5, scaling)
     model.config.rope_parameters["factor"] = 4.0
     with pytest.raises(ExportError, match="the graph has"):
-        autoshard.export.trtllm(model, tmp_path / "changed")
+        autoshard.export.trtllm(model, tmp_path / "changed", mesh={"tp": 1})
 
 
 @pytest.mark.parametrize(
@@ -172,23 +176,24 @@ def test_configuration_that_disagrees(field: str, value: Any, match: str, tmp_pa
     decoder = read_decoder(model_graph(model))
     setattr(model.config, field, value)
     with pytest.raises(ExportError, match=match):
-        described(decoder, ("LlamaForCausalLM", "MistralForCausalLM"), model.config)
+        config_facts(decoder, ("LlamaForCausalLM", "MistralForCausalLM"), model.config)
 
 
 @pytest.mark.parametrize(
     ("name", "options", "match"),
     [
-        ("llama", {"tp": 3}, "heads 4 % tp 3 = 1"),
-        ("llama", {"pp": 3}, "layers 2 % pp 3 = 2"),
+        ("llama", {"mesh": {"tp": 3}}, "heads 4 % tp 3 = 1"),
+        ("llama", {"mesh": {"pp": 3}}, "layers 2 % pp 3 = 2"),
+        ("llama", {"mesh": {"dp_shard": 2}}, "dp_shard of size 2: a checkpoint is divided among"),
         ("llama", {"dtype": "int8"}, "dtype 'int8'"),
-        ("gemma", {"pp": 2}, "pp 2: TensorRT-LLM shares"),
+        ("gemma", {"mesh": {"pp": 2}}, "pp 2: TensorRT-LLM shares"),
     ],
 )
 def test_impossible_requests_leave_nothing(
     name: str, options: dict[str, Any], match: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ExportError, match=match):
-        autoshard.export.trtllm(make(name), tmp_path / "out", **options)
+        autoshard.export.trtllm(make(name), tmp_path / "out", **{"mesh": {"tp": 1}, **options})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -202,14 +207,14 @@ def test_failure_while_writing_leaves_nothing(
 
     monkeypatch.setattr(SafetensorsFile, "write", full)
     with pytest.raises(OSError, match="no space left"):
-        autoshard.export.trtllm(make("llama"), tmp_path / "out")
+        autoshard.export.trtllm(make("llama"), tmp_path / "out", mesh={"tp": 1})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_existing_directory_is_kept(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("precious")
     with pytest.raises(ExportError, match="exists"):
-        autoshard.export.trtllm(make("llama"), tmp_path)
+        autoshard.export.trtllm(make("llama"), tmp_path, mesh={"tp": 1})
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 

@@ -15,15 +15,16 @@ from autoshard.export import ExportError
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
 
-from autoshard.export.to_onnx.evaluator import evaluate  # noqa: E402
-from autoshard.export.to_onnx.model import collectives_of, onnx_model  # noqa: E402
+from autoshard.export.to_onnx.model import onnx_program  # noqa: E402
+from onnx_evaluator import collectives_of, evaluate  # noqa: E402
 
 
 @functools.cache
 def models(
     name: str, tp: int, dtype: torch.dtype = torch.float32, length: int | None = None
 ) -> list[Any]:
-    return [onnx_model(*cases.rank(name, tp, r, dtype, length)) for r in range(tp)]
+    programs = [onnx_program(*cases.rank(name, tp, r, dtype, length)) for r in range(tp)]
+    return [program.model_proto for program in programs]
 
 
 def difference(found: list[Any], name: str, length: int | None) -> float:
@@ -46,7 +47,7 @@ def test_onnx_says_what_the_model_says_and_what_the_network_says() -> None:
     import tensorrt_rtx as trt
 
     from autoshard.export.to_tensorrt.engine import checked_network
-    from autoshard.export.to_tensorrt.interpreter.network import interpret
+    from network_runs import interpret
 
     networks = [checked_network(trt, *cases.rank("llama", 2, r, length=64)) for r in range(2)]
     feeds = cases.feeds(cases.LENGTH)

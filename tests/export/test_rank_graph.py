@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,17 @@ from torch import nn
 import engine_cases as cases
 from autoshard.export import ExportError
 from autoshard.export.rank_graph.core_operators import CORE
-from autoshard.export.rank_graph.graph import plan_inference
 from autoshard.export.rank_graph.operators import attention, update_cache
+from autoshard.export.rank_graph.plan import InferencePlan
+from autoshard.export.rank_graph.plan import plan_inference as plan_for
+from autoshard.export.spec import EngineSpec
 from rank_graph_runs import run_plan
 
 SIZES = {operator.add, operator.sub, operator.mul, operator.floordiv}
+
+
+def plan_inference(model: nn.Module, *args: torch.Tensor, tp: int, **options: Any) -> InferencePlan:
+    return plan_for(model, EngineSpec(mesh={"tp": tp}, example=(args, {}), **options))
 
 
 def logits(name: str, tp: int, length: int | None) -> list[list[torch.Tensor]]:
@@ -114,14 +121,14 @@ class Odd(nn.Module):
 def test_what_no_engine_can_hold_is_an_error_with_the_line() -> None:
     dynamic = {"batch": (1, 2, 4), "sequence": (1, 8, 16)}
     ids = torch.zeros(2, 8, dtype=torch.long)
-    vector = plan_inference(Odd(), (ids,), tp=1, dynamic=dynamic, max_length=32)
+    vector = plan_inference(Odd(), ids, tp=1, dynamic=dynamic, max_length=32)
     with pytest.raises(ExportError, match=r"counted as \[1, sequence\].*test_rank_graph.py:"):
         vector.rank_graph(0)
-    random = plan_inference(Odd(0.5), (ids,), tp=1, dynamic=dynamic)
+    random = plan_inference(Odd(0.5), ids, tp=1, dynamic=dynamic)
     with pytest.raises(ExportError, match="draws random numbers.*test_rank_graph.py:"):
         random.rank_graph(0)
     with pytest.raises(ExportError, match="dynamic size 'tokens' is not known"):
-        plan_inference(Odd(), (ids,), tp=1, dynamic={"tokens": (1, 2, 3)})
+        plan_inference(Odd(), ids, tp=1, dynamic={"tokens": (1, 2, 3)})
 
 
 class Uneven(nn.Module):
@@ -134,6 +141,6 @@ class Uneven(nn.Module):
 
 
 def test_a_size_the_ranks_do_not_divide_is_an_error() -> None:
-    plan = plan_inference(Uneven(), (torch.zeros(2, 8, 1024),), tp=2)
+    plan = plan_inference(Uneven(), torch.zeros(2, 8, 1024), tp=2)
     with pytest.raises(ExportError, match=r"4099 % 2 != 0"):
         plan.rank_graph(0)

@@ -41,7 +41,7 @@ X = torch.zeros(2, 8, 1024)
 
 def export(out: Path, model: nn.Module | None = None, **options: Any) -> Path:
     given = {"mesh": {"tp": 2}, "dynamic": {"batch": (1, 2, 4)}, **options}
-    return autoshard.export.tensorrt(model or Mlp(), (X,), directory=out, **given)
+    return autoshard.export.tensorrt(model or Mlp(), out, example=((X,), {}), **given)
 
 
 def test_a_directory_says_what_it_holds(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_directory_says_what_it_holds(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ({"mesh": {"tp": 2, "dp_shard": 2}}, "axis dp_shard of size 2: an engine communicates"),
-        ({"dtype": "int8"}, "dtype 'int8' is not known"),
+        ({"dtype": "int8"}, "dtype 'int8' cannot be written"),
         ({"compute_capability": "7.5"}, "7.5 has no collectives inside engines"),
         ({"compute_capability": "9.0"}, "builds no engine for compute capability 9.0.*SM89"),
         ({"model": Unknown()}, r"for aten\.special_bessel_j0\S* .*test_trt_export.py:\d\d"),
@@ -139,8 +139,8 @@ def test_from_the_command_line(
         "def tiny():\n    return make('llama', num_hidden_layers=1)\n"
     )
     monkeypatch.chdir(tmp_path)
-    sizes = ["--max-batch", "2", "--max-sequence", "16", "--max-length", "32"]
-    wanted = ["--tp", "2", "--dtype", "bfloat16", "--compute-capability", "8.0", "12.0"]
+    sizes = ["--batch", "2", "--sequence", "16", "--max-length", "32"]
+    wanted = ["--mesh", "tp=2", "--dtype", "bfloat16", "--compute-capability", "8.0", "12.0"]
     assert main(["export", "tensorrt", "a_decoder:tiny", "out", *wanted, *sizes]) == 0
     said = capsys.readouterr()
     assert "2 ranks of bfloat16" in said.out and "[2/2] rank1.engine" in said.err

@@ -16,8 +16,9 @@ from autoshard.export.to_tensorrt.build import Network, build, check_capabilitie
 from autoshard.export.to_tensorrt.check import generate
 from autoshard.export.to_tensorrt.converters import attention as attention_converter
 from autoshard.export.to_tensorrt.engine import checked_network
-from autoshard.export.to_tensorrt.interpreter.network import check_collectives, interpret
+from autoshard.export.to_tensorrt.interpreter.network import check_collectives
 from autoshard.export.to_tensorrt.spy import Spy
+from network_runs import interpret
 
 trt = pytest.importorskip("tensorrt_rtx")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from autoshard.export import ExportError
+from autoshard.export.spec import EngineSpec
 from autoshard.export.to_tensorrt.check import networks
-from autoshard.export.to_tensorrt.interpreter.network import interpret
+from network_runs import interpret
 
 pytest.importorskip("tensorrt_rtx")
 
@@ -148,9 +150,13 @@ class Every(nn.Module):
         }
 
 
+def spec(**options: Any) -> EngineSpec:
+    return EngineSpec(mesh={"tp": 1}, example=((torch.zeros(2, 6, 8),), {}), **options)
+
+
 def test_every_operator_is_what_torch_says_it_is() -> None:
     model = Every().eval()
-    made = networks(model, (torch.zeros(2, 6, 8),), mesh={"tp": 1}, dynamic={"batch": (1, 2, 4)})
+    made = networks(model, spec(dynamic={"batch": (1, 2, 4)}))
     for rows in (2, 3):
         x = torch.randn(rows, 6, 8)
         with torch.no_grad():
@@ -176,7 +182,7 @@ class Held(nn.Module):
 
 def test_what_the_state_dict_has_takes_the_type_of_the_engine() -> None:
     model = Held()
-    made = networks(model, (torch.zeros(2, 6, 8),), mesh={"tp": 1}, dtype="float16")
+    made = networks(model, spec(dtype="float16"))
     x = torch.randn(2, 6, 8).half()
     found = interpret(made, [{"x": x}])[0][0]["logits"]
     torch.testing.assert_close(
@@ -191,4 +197,4 @@ def test_a_tensor_made_on_another_device_is_an_error_that_says_so() -> None:
             return x + torch.arange(8)
 
     with pytest.raises(ExportError, match=r"(?s)device=x.device.*test_trt_operators.py"):
-        networks(Elsewhere(), (torch.zeros(2, 6, 8),), mesh={"tp": 1})
+        networks(Elsewhere(), spec())

@@ -105,4 +105,4 @@ def test_the_page_of_variables_names_every_pass_and_variable() -> None:
     page = (DOC.parent / "debugging.md").read_text()
     assert all(f"`{name}`" in page for name in pipeline.ORDER)
     variables = set(re.findall(r"AUTOSHARD_\w+", Path(debugging.__file__).read_text()))
-    assert len(variables) == 4 and variables <= set(re.findall(r"AUTOSHARD_\w+", page))
+    assert len(variables) == 5 and variables <= set(re.findall(r"AUTOSHARD_\w+", page))

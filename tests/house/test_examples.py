@@ -81,9 +81,9 @@ def test_inference_gives_the_same_text() -> None:
     assert re.search(r"compiled [1-9]\d* graphs", sharded)
 
 
-def test_autoshard_disabled_runs_the_model_unsharded() -> None:
+def test_unsharded_runs_the_model_unsharded() -> None:
     options = ("--steps", "2", "--inner", "aot_eager")
-    plain = run("lora", *options, AUTOSHARD_DISABLE="1")
+    plain = run("lora", *options, AUTOSHARD_UNSHARDED="1")
     assert losses(plain) == pytest.approx(losses(run("lora", *options, "--serial", processes=1)))
     held, total = re.search(r"^frozen: rank 0 holds (\d+) of (\d+)", plain, re.M).groups()  # type: ignore[union-attr]
     assert held == total

@@ -1,60 +1,169 @@
-"""The direction of imports, and which third parties each layer may know."""
+"""The house: floors and doors, no circle, small folders, and the third parties a room may know.
+
+`FLOORS` and `THIRD_PARTIES` are the drawing; the checks compare the tree with it. Each check is
+also shown a small tree that breaks its rule.
+"""
 
 from __future__ import annotations
 
-import ast
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from import_graph import Tree, arrows_up, circles, crowded_folders
 
-#: Folder -> (what of autoshard it may import, third parties). functorch is a part
-#: of the torch distribution; safetensors and transformers are imported where they are used, by
-#: those who have the extra.
-LAYERS = {
-    "runtime": (("autoshard.runtime",), {"torch", "functorch"}),
-    "autoshard/planning": (
-        ("autoshard.planning", "autoshard.runtime"),
-        {"torch", "numpy", "networkx"},
-    ),
-    "passes": (
-        ("autoshard.passes", "autoshard.planning", "autoshard.runtime"),
-        {"torch"},
-    ),
-    "autoshard/export": (("autoshard",), {"torch", "transformers"}),
-    "autoshard/export/trt": (("autoshard",), {"torch"}),
-    "autoshard": (("autoshard",), {"torch", "safetensors"}),
+ROOT = Path(__file__).parents[2]
+TREE = Tree(ROOT)
+
+#: The rooms of autoshard (its files and folders) from the ground up: a room imports lower floors.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("runtime", "precision"),
+    ("errors", "planning"),
+    ("config", "passes", "capture", "names", "rng"),
+    ("compiling", "memory", "batch_check", "plan_source"),
+    ("explain",),
+    ("program",),
+    ("build",),
+    ("agreed_build", "export", "mesh_search", "tracing", "verification"),
+    ("parameters",),
+    ("backend", "cli"),
+)
+
+#: Folder -> third parties its files may import; what is not named has its parent's. functorch is
+#: a part of the torch distribution; safetensors, transformers, onnx, tensorrt_rtx and yaml are
+#: imported where they are used, by those who have the extra.
+THIRD_PARTIES: dict[str, set[str]] = {
+    "autoshard": {"torch", "safetensors"},
+    "autoshard.runtime": {"torch", "functorch"},
+    "autoshard.passes": {"torch"},
+    "autoshard.planning": {"torch", "numpy", "networkx"},
+    "autoshard.export": {"torch", "transformers"},
+    "autoshard.export.to_tensorrt": {"torch"},
 }
 
+#: What is still to be mended: texts of entries that the checks pass over. Keep it empty.
+KNOWN: tuple[str, ...] = (
+    "autoshard.explain.alternatives, ",  # the circle of explain and program
+    "explain (floor",
+    "autoshard.capture.intercept",
+    "autoshard.cli.main is a file",
+    "autoshard.planning.cost is behind",
+    "autoshard.planning.estimate is behind",
+    "autoshard.planning.rules is behind",
+    "autoshard.runtime.operators.softmax is a file",
+)
 
-def imported(file: Path) -> list[str]:
-    """Dotted names a file imports, wherever in the file; `from a import b` gives a.b."""
-    names = []
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file.name}:{node.lineno}: write the absolute import"
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-    return names
-
-
-def within(name: str, packages: tuple[str, ...]) -> bool:
-    return any(name == package or name.startswith(package + ".") for package in packages)
+MOST_FILES = 15
 
 
-@pytest.mark.parametrize("folder", LAYERS)
-def test_direction(folder: str) -> None:
-    packages, third_parties = LAYERS[folder]
-    files = sorted((ROOT / folder).glob("*.py"))
-    assert files
-    wrong = []
-    for file in files:
-        for name in imported(file):
+def unknown(found: list[str]) -> list[str]:
+    return [line for line in found if not any(text in line for text in KNOWN)]
+
+
+def strangers(tree: Tree) -> list[str]:
+    """Imports of third parties that the room does not know, and relative imports."""
+    found = []
+    for module, names in tree.names.items():
+        above = [module[:i] for i, letter in enumerate(module + ".") if letter == "."]
+        known = next(THIRD_PARTIES[part] for part in reversed(above) if part in THIRD_PARTIES)
+        for line, name in names:
             root = name.partition(".")[0]
-            known = root in sys.stdlib_module_names or root in third_parties
-            if not known and not within(name, packages):
-                wrong.append(f"{folder}/{file.name} imports {name}")
-    assert not wrong
+            if root not in {"autoshard", *known, *sys.stdlib_module_names}:
+                found.append(f"{tree.files[module].relative_to(tree.root)}:{line}: {name}")
+    return found
+
+
+def test_third_parties() -> None:
+    assert not unknown(strangers(TREE))
+
+
+def test_no_circle_of_files() -> None:
+    assert not unknown([", ".join(circle) for circle in circles(TREE.edges)])
+
+
+def test_no_deep_import() -> None:
+    assert not unknown(TREE.deep_imports())
+
+
+def test_no_module_is_shadowed_by_its_door() -> None:
+    assert not unknown(TREE.shadowed_modules())
+
+
+def test_rooms_import_lower_floors_only() -> None:
+    rooms = TREE.rooms()
+    drawn = [room for floor in FLOORS for room in floor]
+    assert sorted(drawn) == sorted(rooms), "FLOORS names each room once"
+    assert len(FLOORS) <= 10 and len(drawn) <= 25
+    assert not unknown(arrows_up(rooms, FLOORS))
+
+
+def test_folders_are_small() -> None:
+    folders = [
+        path for name in ("autoshard", "runtime", "tests") for path in (ROOT / name).rglob("*")
+    ]
+    assert not crowded_folders([p for p in folders if p.is_dir()], MOST_FILES)
+
+
+# Each check fails on a tree that breaks its rule.
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    """A house of two rooms on which every rule is broken once."""
+    files = {
+        "autoshard/__init__.py": "from autoshard.low import make as low\n",
+        "autoshard/low/__init__.py": "from autoshard.low.make import make\n",
+        "autoshard/low/make.py": "import yaml\n\ndef make():\n    import autoshard.high.top\n",
+        "autoshard/low/types.py": "if TYPE_CHECKING:\n    import autoshard.high.top\n",
+        "autoshard/high/__init__.py": "",
+        "autoshard/high/top.py": "from autoshard.low.make import make\nfrom . import other\n",
+        "runtime/__init__.py": "",
+        "runtime/rooms/__init__.py": "",
+        "runtime/mesh.py": "from autoshard.runtime import rooms\n",
+        "passes/__init__.py": "import autoshard.runtime.rooms, autoshard.runtime.mesh\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return Tree(tmp_path)
+
+
+def test_finds_strangers_in_folders_of_folders(tree: Tree) -> None:
+    assert sorted(strangers(tree)) == [
+        "autoshard/high/top.py:2: ..other",
+        "autoshard/low/make.py:1: yaml",
+    ]
+
+
+def test_finds_circles_by_lazy_imports_only_where_they_run(tree: Tree) -> None:
+    assert circles(tree.edges) == [["autoshard.high.top", "autoshard.low.make"]]
+
+
+def test_finds_deep_imports_and_leaves_open_folders(tree: Tree) -> None:
+    assert sorted(tree.deep_imports()) == [
+        "autoshard/__init__.py:1: autoshard.low.make is behind the door autoshard.low",
+        "autoshard/high/top.py:1: autoshard.low.make is behind the door autoshard.low",
+        "autoshard/low/make.py:4: autoshard.high.top is behind the door autoshard.high",
+    ]
+
+
+def test_finds_shadowed_modules(tree: Tree) -> None:
+    assert tree.shadowed_modules() == [
+        "autoshard.low is a file, and autoshard.low.make under that name",
+        "autoshard.low.make is a file, and autoshard.low.make.make under that name",
+    ]
+
+
+def test_finds_arrows_up_and_across(tree: Tree) -> None:
+    rooms = tree.rooms()
+    assert rooms == {"low": {"high"}, "high": {"low"}, "runtime": set(), "passes": {"runtime"}}
+    floors = (("runtime",), ("low", "passes"), ("high",))
+    assert arrows_up(rooms, floors) == ["low (floor 2) imports high (floor 3)"]
+    assert len(arrows_up(rooms, (("runtime", "passes", "low", "high"),))) == 3
+
+
+def test_finds_crowded_folders(tree: Tree) -> None:
+    folders = [tree.root / "autoshard" / name for name in ("low", "high")]
+    assert crowded_folders(folders, 1) == [f"{folders[0]} has 2 files"]

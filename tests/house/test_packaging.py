@@ -65,7 +65,8 @@ def test_wheel_holds_every_module_and_nothing_else(built: tuple[Path, Path]) -> 
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         contents = {name: archive.read(name) for name in names if name.endswith(".py")}
-    assert names == {*sources, "autoshard/py.typed", "autoshard/explain/page.html"}
+    others = {"autoshard/__init__.pyi", "autoshard/py.typed", "autoshard/explain/page.html"}
+    assert names == {*sources, *others}
     assert contents == {name: source.read_bytes() for name, source in sources.items()}
 
 

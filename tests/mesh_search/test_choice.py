@@ -129,7 +129,7 @@ def follow(path: str) -> list[Any]:
 def test_a_plan_file_brings_its_mesh(gloo2: GlooPool, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     with torch.device("meta"):
-        found = autoshard.plan(make(), (torch.zeros(8, WIDTH),), world=2, mesh={"tp": 2})
+        found = autoshard.search_meshes(make(), (torch.zeros(8, WIDTH),), world=2, mesh={"tp": 2})
     found.rows[0].plan.save(path)
     assert json.loads(path.read_text())["mesh"] == {"tp": 2}
     assert autoshard.Plan.load(path).mesh == {"tp": 2}

@@ -106,7 +106,7 @@ def from_file(name: str, sizes: Sizes, source: str, target: str) -> dict[str, An
             p.zero_()
     autoshard.load_safetensors(compiled, source)
     result["again"] = values(model, serial)
-    autoshard.save_safetensors(compiled, target)
+    autoshard.export.huggingface(compiled, target)
     return result
 
 
@@ -119,7 +119,7 @@ def through_files(pool: Any, folder: Path, name: str, sizes: Sizes) -> list[dict
     """`from_file` on every rank, from several files; the saved directory holds the same."""
     source, target = folder / "source", folder / "target"
     serial = CASES[name].make_model()
-    autoshard.save_safetensors(serial, source, max_shard_bytes=100_000)
+    autoshard.export.huggingface(serial, source, max_shard_bytes=100_000)
     assert (source / "model.safetensors.index.json").exists()
     results = pool(from_file, name, sizes, str(source), str(target))
     for result in results:
@@ -231,7 +231,7 @@ def test_rotary_frequencies_of_a_meta_model() -> None:
 
 
 def test_saving_is_the_export(tmp_path: Path) -> None:
-    autoshard.save_safetensors(Net(), tmp_path / "out")
+    autoshard.export.huggingface(Net(), tmp_path / "out")
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == set(Net().state_dict()) - {
         "last.weight"
     }

@@ -215,6 +215,7 @@ def test_disable_leaves_out_optional_passes(monkeypatch: pytest.MonkeyPatch) -> 
     "environment,said",
     [
         ({"AUTOSHARD_DISABLE": "localize"}, "without this pass the program is wrong"),
+        ({"AUTOSHARD_UNSHARDED": "yes"}, "is neither 0 nor 1"),
         ({"AUTOSHARD_DISABLE": "bucket_parameter"}, "Did you mean 'bucket_parameters'"),
         ({"AUTOSHARD_STOP_AFTER": "zzz"}, "The passes are canonicalize, "),
         ({"AUTOSHARD_DEBUG": "5"}, "0, 1, 2 or 3"),
@@ -246,7 +247,7 @@ def test_a_cache_keeps_apart_what_differs_and_what_is_to_be_seen() -> None:
 
 
 def test_unsharded_is_refused_where_gradients_would_be_lost() -> None:
-    assert Settings.of({"AUTOSHARD_DISABLE": "1"}).unsharded
+    assert Settings.of({"AUTOSHARD_UNSHARDED": "1"}).unsharded
     refuse_unsharded({"tp": 4, "dp_shard": 1})
     with pytest.raises(ConfigError, match="dp_shard=2: gradients would not be reduced"):
         refuse_unsharded({"tp": 4, "dp_shard": 2})

@@ -12,7 +12,7 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import ConfigError
-from autoshard.mesh_search.search import candidates, plan
+from autoshard.mesh_search.search import candidates, search_meshes
 from autoshard.planning.cost.clusters import Cluster, Efficiency, cluster
 from autoshard.planning.cost.machines import Hardware, Link
 from autoshard.planning.estimate.activations import Kept, kept
@@ -79,7 +79,7 @@ def test_precision_is_what_is_stored_gathered_and_reduced(
     """An embedding of 50 x 20 and a linear of 40 x 20 on two ranks: adamw keeps two moments."""
     model = nn.Sequential(nn.Embedding(50, 20), nn.Linear(20, 40, bias=False))
     ids = torch.zeros(10, dtype=torch.long)
-    (row,) = plan(
+    (row,) = search_meshes(
         model, (ids,), world=2, hardware=ROUND, mesh={"dp_shard": 2}, precision=precision
     ).rows
     elements, (stored, gathered, reduced) = 50 * 20 + 40 * 20, itemsizes
@@ -104,7 +104,7 @@ class One(nn.Module):
 def test_one_linear_layer_by_hand() -> None:
     with torch.device("meta"):
         model, x = One(), torch.zeros(10, 20)
-    (row,) = plan(model, (x,), world=2, hardware=ROUND, mesh={"dp_shard": 2}).rows
+    (row,) = search_meshes(model, (x,), world=2, hardware=ROUND, mesh={"dp_shard": 2}).rows
     took = row.timing
     # 2*10*20*40 = 16,000 operations forward; backward has the weight's gradient only
     assert took.compute == pytest.approx(32.0, rel=1e-3)
@@ -195,7 +195,7 @@ def test_faster_links_are_no_slower_and_small_batches_wait() -> None:
     found = {}
     for name, machine in (("slow", slow), ("fast", fast)):
         torch.compiler.reset()
-        found[name] = plan(model, (), batch, world=16, hardware=machine)
+        found[name] = search_meshes(model, (), batch, world=16, hardware=machine)
     times = {
         name: {tuple(row.mesh.items()): row.timing.step for row in search.rows}
         for name, search in found.items()
@@ -212,11 +212,11 @@ def test_faster_links_are_no_slower_and_small_batches_wait() -> None:
 
 def test_nothing_fits_and_says_why() -> None:
     model, batch = meta_llama()
-    found = plan(model, (), batch, world=2, hardware="cpu", memory_budget=1_000_000)
+    found = search_meshes(model, (), batch, world=2, hardware="cpu", memory_budget=1_000_000)
     assert found.best is None
     assert all("of 0.001 GB: parameters and their states alone" in row.unfit for row in found.rows)
     with pytest.raises(ConfigError, match=r"the mesh tp 4 has 4 ranks, the world 8"):
-        plan(model, (), batch, world=8, mesh={"tp": 4})
+        search_meshes(model, (), batch, world=8, mesh={"tp": 4})
 
 
 MORE = ("llama_gqa", "bert", "t5", "vit", "mixtral", "gpt_neox", "opt", "qwen3", "gemma3")
@@ -253,15 +253,15 @@ def test_memory_and_traffic_are_near_those_of_the_program(name: str) -> None:
 def test_the_same_batch_on_every_rank_is_no_work_shared() -> None:
     model, batch = meta_llama()
     mesh = {"dp_replicate": 2}
-    (own,) = plan(model, (), batch, world=2, hardware="cpu", mesh=mesh).rows
+    (own,) = search_meshes(model, (), batch, world=2, hardware="cpu", mesh=mesh).rows
     torch.compiler.reset()
-    (same,) = plan(model, (), batch, world=2, hardware="cpu", mesh=mesh, batches=1).rows
+    (same,) = search_meshes(model, (), batch, world=2, hardware="cpu", mesh=mesh, batches=1).rows
     assert own.mfu == pytest.approx(2 * same.mfu) and own.timing == same.timing
 
 
 def test_the_plan_is_the_one_trace_makes() -> None:
     model, batch = meta_llama()
-    (row,) = autoshard.plan(model, (), batch, world=8, mesh={"dp_shard": 2, "tp": 4}).rows
+    (row,) = autoshard.search_meshes(model, (), batch, world=8, mesh={"dp_shard": 2, "tp": 4}).rows
     torch.compiler.reset()
     program = autoshard.trace(
         model, (), batch, mesh={"dp_shard": 2, "tp": 4}, hardware="h100", plan=row.plan

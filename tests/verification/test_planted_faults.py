@@ -21,17 +21,18 @@ def test_it_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fault.place, fault.name, fault.faulty)
     found = proof(fault)
     assert not found.ok and "DIFFERENT" in str(found) and "WRONG" in str(found)
-    wrong = {row.kind for row in found.rows if not row.ok}
+    wrong = {one.kind for one in found.comparisons if not one.ok}
     assert not wrong & set(fault.spared), found
-    assert max(row.excess for row in found.rows) > 100, f"hardly above the tolerance: {found}"
+    furthest = max(one.excess for one in found.comparisons)
+    assert furthest > 100, f"hardly above the tolerance: {found}"
 
 
 @pytest.mark.parametrize("mesh", sorted({fault.mesh for fault in FAULTS.values()}))
 def test_without_a_fault_there_is_none(mesh: tuple[tuple[str, int], ...]) -> None:
     found = autoshard.verify(model, mesh=dict(mesh), processes=False)
     assert found.ok and bool(found), found
-    assert {row.kind for row in found.rows} == {"output", "gradient"}
-    assert max(row.excess for row in found.rows) < 0.5, found
+    assert {one.kind for one in found.comparisons} == {"output", "gradient"}
+    assert max(one.excess for one in found.comparisons) < 0.5, found
 
 
 @pytest.mark.parametrize("make", [dropping, averaging])

@@ -13,7 +13,8 @@ from autoshard.passes import localize
 from autoshard.planning.strategy import operands
 from autoshard.program import Program
 from autoshard.runtime.collectives.states import R, V, shard_dim
-from autoshard.verification.program_check import Report, join, split, verify_program
+from autoshard.verification.program_check import Differences, join, split, verify_program
+from gradient_types import check_types
 from models import CASES
 from models_hf import llama
 from models_plain import MLP, Regression
@@ -40,6 +41,7 @@ def test_all_ranks_compute_what_the_serial_graph_computes(name: str) -> None:
         assert report.worst[1] < TOLERANCE, (name, program.axis.size, report.worst)
         assert len(report.gradients) >= sum(p.requires_grad for p in _weights(values))
         assert sharded_share(program) >= 0.9, (name, program.axis.size)
+        print("spmd_types was told:", dict(check_types(program)))
 
 
 def _weights(values: list[Any]) -> list[nn.Parameter]:
@@ -149,10 +151,10 @@ def test_join_notices_ranks_that_disagree() -> None:
         join([torch.zeros(3), torch.ones(3)], R)
 
 
-def test_the_report_names_the_entry_that_is_furthest_off() -> None:
-    report = Report({"output 0": 1e-7}, {"weight": 2e-3, "bias": 1e-8})
-    assert report.worst == ("weight", 2e-3)
-    assert Report().worst[1] == 0.0
+def test_the_differences_name_the_entry_that_is_furthest_off() -> None:
+    found = Differences({"output 0": 1e-7}, {"weight": 2e-3, "bias": 1e-8})
+    assert found.worst == ("weight", 2e-3)
+    assert Differences().worst[1] == 0.0
 
 
 def test_values_and_placeholders_are_paired() -> None:

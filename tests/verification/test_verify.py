@@ -19,12 +19,12 @@ import jobs
 import mistakes
 from autoshard.cli.main import main
 from autoshard.errors import ConfigError
+from autoshard.verification import comparison as measuring
 from autoshard.verification import local_world
-from autoshard.verification import tolerance as measuring
+from autoshard.verification.comparison import Comparison
 from autoshard.verification.local_world import WorldError
 from autoshard.verification.proof import Proof, worst
 from autoshard.verification.subject import Subject, chunks
-from autoshard.verification.tolerance import Row
 from models_hf import sequence_parallel_llama
 
 
@@ -32,14 +32,16 @@ from models_hf import sequence_parallel_llama
 def test_equal_with_dropout() -> None:
     """The serial model draws the masks of the mesh; everything is compared at both steps."""
     said: list[str] = []
-    proof = autoshard.verify(faults.dropping, mesh={"tp": 2}, steps=2, progress=said.append)
+    proof = autoshard.verify(
+        faults.dropping, mesh={"tp": 2}, steps=2, progress=lambda what, *_: said.append(what)
+    )
     assert proof.ok, proof
-    kinds = {row.kind for row in proof.rows}
+    kinds = {one.kind for one in proof.comparisons}
     assert kinds == {"loss", "output", "gradient", "parameter", "capture"}
     names = dict(faults.model()[0].named_parameters())
     for kind in ("gradient", "parameter"):
-        assert {row.name for row in proof.rows if row.kind == kind} == set(names)
-    assert {row.placement for row in proof.rows if row.name == "up.weight"} == {"tp S(0)"}
+        assert {one.name for one in proof.comparisons if one.kind == kind} == set(names)
+    assert {one.placement for one in proof.comparisons if one.name == "up.weight"} == {"tp S(0)"}
     assert "EQUAL: mesh tp=2, 2 steps" in str(proof) and "drew those of the mesh" in str(proof)
     assert said[0] == "starting 3 processes"
     assert {"serial model: step 2 of 2", "2 ranks: step 2 of 2"} <= set(said)
@@ -62,7 +64,7 @@ def test_a_rank_that_fails_between_calls() -> None:
     started = time.monotonic()
     with pytest.raises(WorldError) as caught:
         autoshard.verify(
-            faults.model, mesh={"tp": 2}, loss=mistakes.fails_between_calls, steps=2, limit=500.0
+            faults.model, mesh={"tp": 2}, loss=mistakes.fails_between_calls, steps=2, timeout=500.0
         )
     assert str(caught.value).startswith("rank 1 of 3 processes failed")
     assert "ArithmeticError: a mistake in the training loop of rank 1" in str(caught.value)
@@ -73,7 +75,8 @@ def test_a_rank_that_fails_between_calls() -> None:
 @pytest.mark.parametrize("name", ["dropped_all_reduce", "masks_alike"])
 def test_more_faults_through_processes(name: str) -> None:
     proof = autoshard.verify(f"faults:{name}", mesh={"tp": 2})
-    assert not proof.ok and not [r for r in proof.rows if r.kind == "capture" and not r.ok], proof
+    wrong = {one.kind for one in proof.comparisons if not one.ok}
+    assert wrong and "capture" not in wrong, proof
 
 
 @pytest.mark.slow
@@ -82,7 +85,7 @@ def test_more_faults_through_processes(name: str) -> None:
     [
         ({"dp_shard": 2, "tp": 2}, {"steps": 3}),
         ({"dp_replicate": 2}, {"dtype": torch.bfloat16}),
-        ({"tp": 2}, {"options": {"inner": "inductor"}}),
+        ({"tp": 2}, {"inner": "inductor"}),
         ({"tp": 1}, {}),
     ],
 )
@@ -159,8 +162,6 @@ def test_forked_worlds_end(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["faults:none", "--mesh", "tp=2"], "'faults:none' cannot be found"),
         (["faults:SEQ", "--mesh", "tp=2"], "'faults:SEQ' is a int, not a function"),
-        (["faults:model", "--mesh", "tp"], "'tp' is no mesh"),
-        (["faults:model", "--mesh", "tp=2,tp=2"], "'tp=2,tp=2' is no mesh"),
         (["faults:model", "--mesh", "tpp=2"], "mesh={'tpp': 2} is not allowed"),
         (["faults:model", "--mesh", "tp=2", "--option", "meshh=1"], "unknown autoshard option"),
     ],
@@ -195,19 +196,21 @@ def test_a_mesh_is_needed() -> None:
 
 
 def test_the_worst_comes_first_and_decides() -> None:
-    fine = Row("gradient", "a", "tp R", 1e-7, 1e-5, 1, 0)
+    fine = Comparison(
+        kind="gradient", name="a", placement="tp R", error=1e-7, tolerance=1e-5, step=1, rank=0
+    )
     again = dataclasses.replace(fine, error=2e-6, rank=1)
-    wrong = Row("output", "b", "", float("nan"), 1e-5, 2, 1)
-    rows = worst([fine, again, wrong])
-    assert rows == [wrong, again]
-    assert not Proof({"tp": 2}, tuple(rows), 1).ok
+    wrong = Comparison(kind="output", name="b", error=float("nan"), tolerance=1e-5, step=2, rank=1)
+    found = worst([fine, again, wrong])
+    assert found == [wrong, again]
+    assert not Proof({"tp": 2}, tuple(found), 1).ok
     assert not Proof({"tp": 2}, (), 1).ok, "nothing was compared"
     assert Proof({"tp": 2}, (fine,), 1).ok
 
 
 def test_the_table_fits_80_columns_and_names_keep_their_end() -> None:
     name = "model.encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    row = Row("parameter", name, "tp S(0)", 1e-7, 1e-5, 1, 0)
+    row = Comparison(kind="parameter", name=name, placement="tp S(0)", error=1e-7, tolerance=1e-5)
     wrong = dataclasses.replace(row, name="a", error=1.0)
     lines = str(Proof({"tp": 2}, (row, wrong), 1)).split("\n")
     assert max(map(len, lines)) <= 80, lines
@@ -225,11 +228,11 @@ def test_chunks_of_a_batch() -> None:
 
 def test_losses_that_are_found() -> None:
     x = torch.ones(3, requires_grad=True)
-    subject = Subject(None)
+    subject = Subject(source=None)
     assert subject.loss_of({"loss": x.sum(), "y": x}).item() == 3.0
     assert subject.loss_of((x * 2).sum()).item() == 6.0
     noise = torch.autograd.grad(subject.loss_of((x, [x * 2])), x)[0]
     assert noise.unique().numel() == 3, "every element has a weight of its own"
-    assert Subject(None, loss=lambda y: y[0]).loss_of(x).item() == 1.0
+    assert Subject(source=None, loss=lambda y: y[0]).loss_of(x).item() == 1.0
     with pytest.raises(ConfigError, match="has no loss and no tensor"):
         subject.loss_of({"a": 1})

@@ -6,11 +6,13 @@ Everything between two of them is parameter-free and is told by what it computes
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
+from autoshard.export.decoder.norms import read_norm
+from autoshard.export.decoder.parameter_uses import MOVES, SWAPS, parameter_of
 from autoshard.export.decoder.structure import Linear, Norm
 from autoshard.export.errors import export_error
 from autoshard.export.serial_graph import ModelGraph
@@ -18,10 +20,7 @@ from autoshard.export.serial_graph import ModelGraph
 aten = torch.ops.aten
 
 ATTENTION = aten.scaled_dot_product_attention.default
-_SWAPS = (aten.permute.default, aten.transpose.int, aten.t.default, aten.numpy_T.default)
 _PRODUCTS = (aten.mm.default, aten.matmul.default)
-_MOVES = (aten._to_copy.default, aten.detach.default, aten.alias.default, aten.clone.default)
-_VALUES = (aten.mul.Tensor, aten.mul.Scalar)
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def find_anchors(graph: ModelGraph) -> Anchors:
             found.attention[node] = None
         elif node.target is aten.embedding.default:
             _embedding(graph, node, found, claimed)
-        elif (norm := _norm(graph, node)) is not None:
+        elif (norm := read_norm(graph, node)) is not None:
             found.norm[node], found.normed[node] = norm[0], norm[1]
             claimed.update(norm[2])
         elif (linear := _linear(graph, node)) is not None:
@@ -69,34 +68,6 @@ def find_anchors(graph: ModelGraph) -> Anchors:
             claimed.update((node, last))
     _check(graph, claimed)
     return found
-
-
-def parameter_of(graph: ModelGraph, node: object) -> tuple[fx.Node, bool] | None:
-    """(placeholder, whether its last two dims are swapped) of a value that is a parameter."""
-    swapped = False
-    while isinstance(node, fx.Node):
-        if node in graph.parameters:
-            return node, swapped
-        if node.target in _SWAPS:
-            val = node.meta["val"]
-            order = list(range(val.dim()))
-            order[-2:] = order[:-3:-1]
-            if val.dim() < 2 or not _swaps_last(node, order):
-                return None
-            swapped = not swapped
-        elif node.target not in _MOVES:
-            return None
-        node = node.args[0]
-    return None
-
-
-def _swaps_last(node: fx.Node, order: list[int]) -> bool:
-    ndim = len(order)
-    if node.target is aten.permute.default:
-        return [d % ndim for d in node.args[1]] == order  # type: ignore[union-attr,operator]
-    if node.target is aten.transpose.int:
-        return {d % ndim for d in node.args[1:3]} == {ndim - 1, ndim - 2}  # type: ignore[operator]
-    return ndim == 2
 
 
 def _embedding(graph: ModelGraph, node: fx.Node, found: Anchors, claimed: set[fx.Node]) -> None:
@@ -140,8 +111,14 @@ def _linear(graph: ModelGraph, node: fx.Node) -> tuple[fx.Node, Linear] | None:
     if bias is not None and bias_node is None:
         raise export_error("its bias is not a parameter", node)
     name = None if bias_node is None else graph.parameters[bias_node[0]]
-    weight_name = graph.parameters[placeholder]
-    return x, Linear(weight_name, name, transposed, outputs, inputs, node)
+    return x, Linear(
+        weight=graph.parameters[placeholder],
+        bias=name,
+        transposed=transposed,
+        outputs=outputs,
+        inputs=inputs,
+        node=node,
+    )
 
 
 def _is_grouped(graph: ModelGraph, node: fx.Node) -> bool:
@@ -168,117 +145,9 @@ def _biased(
         if user.target is aten.add.Tensor and len(others) == 1 and len(user.kwargs) == 0:
             bias = parameter_of(graph, others[0])
             if bias is not None and tuple(bias[0].meta["val"].shape) == (one.outputs,):
-                name = graph.parameters[bias[0]]
-                one = Linear(one.weight, name, one.transposed, one.outputs, one.inputs, node)
-                last = user
+                one, last = replace(one, bias=graph.parameters[bias[0]]), user
     found.linear[last], found.inputs[last] = one, x
     return last
-
-
-def _norm(graph: ModelGraph, node: fx.Node) -> tuple[Norm, fx.Node, tuple[fx.Node, ...]] | None:
-    """(norm, its input, the nodes that use its parameters) at the last node of a norm."""
-    if node.target in (aten.layer_norm.default, aten.rms_norm.default):
-        return _whole_norm(graph, node)
-    if node.target not in _VALUES or len(node.all_input_nodes) != 2:
-        return None
-    for weight, scaled in (node.args[:2], reversed(node.args[:2])):
-        found = _norm_weight(graph, weight)
-        if found is None or not isinstance(scaled, fx.Node):
-            continue
-        rms = _rms(_moved(scaled))
-        if rms is not None:
-            placeholder, zero_centred, uses = found
-            name = graph.parameters[placeholder]
-            return Norm("rms", name, None, rms[1], zero_centred, node), rms[0], (node, *uses)
-    return None
-
-
-def _whole_norm(graph: ModelGraph, node: fx.Node) -> tuple[Norm, fx.Node, tuple[fx.Node, ...]]:
-    given = dict(zip([a.name for a in node.target._schema.arguments], node.args))  # type: ignore[union-attr]
-    given.update(node.kwargs)
-    weight = parameter_of(graph, given.get("weight"))
-    bias = parameter_of(graph, given.get("bias"))
-    if weight is None:
-        raise export_error("a norm without weight has no place in the checkpoint", node)
-    kind = "layer" if node.target is aten.layer_norm.default else "rms"
-    eps = given.get("eps")
-    if eps is None:
-        eps = 1e-5 if kind == "layer" else torch.finfo(node.meta["val"].dtype).eps
-    source = given["input"]
-    assert isinstance(source, fx.Node) and isinstance(eps, float)
-    name = graph.parameters[weight[0]]
-    bias_name = None if bias is None else graph.parameters[bias[0]]
-    return Norm(kind, name, bias_name, eps, False, node), source, (node,)
-
-
-def _norm_weight(
-    graph: ModelGraph, node: object
-) -> tuple[fx.Node, bool, tuple[fx.Node, ...]] | None:
-    """(placeholder, whether 1 is added, users) of a value that is a norm's weight."""
-    parameter = parameter_of(graph, node)
-    if parameter is not None:
-        return (parameter[0], False, ()) if parameter[0].meta["val"].dim() == 1 else None
-    node = _moved(node)
-    if not isinstance(node, fx.Node) or node.target not in (aten.add.Tensor, aten.add.Scalar):
-        return None
-    for one, other in (node.args[:2], reversed(node.args[:2])):
-        parameter = parameter_of(graph, other)
-        if parameter is not None and one in (1, 1.0) and parameter[0].meta["val"].dim() == 1:
-            return parameter[0], True, (node,)
-    return None
-
-
-def _rms(node: object) -> tuple[fx.Node, float] | None:
-    """(x, eps) of x * rsqrt(mean(x * x) + eps), however it is spelled."""
-    if not isinstance(node, fx.Node) or len(node.args) < 2:
-        return None
-    left, right = node.args[:2]
-    if node.target is aten.div.Tensor:
-        pairs = [(left, _root(right, (aten.sqrt.default,)))]
-    elif node.target is aten.mul.Tensor:
-        roots = (aten.rsqrt.default,)
-        pairs = [(left, _root(right, roots)), (right, _root(left, roots))]
-    else:
-        return None
-    for x, mean in pairs:
-        if mean is None or not isinstance(x, fx.Node):
-            continue
-        for square, eps in (mean.args[:2], reversed(mean.args[:2])):
-            if isinstance(eps, float) and _is_mean_square(square, x):
-                source = _moved(x)
-                assert isinstance(source, fx.Node)
-                return source, eps
-    return None
-
-
-def _root(node: object, roots: tuple[object, ...]) -> fx.Node | None:
-    """The sum under a root, or under a power of -0.5."""
-    if not isinstance(node, fx.Node):
-        return None
-    power = node.target is aten.pow.Tensor_Scalar and node.args[1] == -0.5
-    inner = node.args[0] if node.target in roots or power else None
-    adds = (aten.add.Tensor, aten.add.Scalar)
-    return inner if isinstance(inner, fx.Node) and inner.target in adds else None
-
-
-def _is_mean_square(node: object, x: fx.Node) -> bool:
-    if not isinstance(node, fx.Node) or node.target is not aten.mean.dim:
-        return False
-    square, dims = node.args[:2]
-    if not isinstance(square, fx.Node) or dims not in ([-1], [x.meta["val"].dim() - 1]):
-        return False
-    if square.target is aten.pow.Tensor_Scalar:
-        return square.args == (x, 2)
-    if square.target is aten.square.default:
-        return square.args == (x,)
-    return square.target is aten.mul.Tensor and square.args == (x, x)
-
-
-def _moved(node: object) -> object:
-    """The value behind casts and copies."""
-    while isinstance(node, fx.Node) and node.target in _MOVES:
-        node = node.args[0]
-    return node
 
 
 def _check(graph: ModelGraph, claimed: set[fx.Node]) -> None:
@@ -289,7 +158,7 @@ def _check(graph: ModelGraph, claimed: set[fx.Node]) -> None:
             user = todo.pop()
             if user in claimed:
                 continue
-            if user.target in _MOVES or user.target in _SWAPS:
+            if user.target in MOVES or user.target in SWAPS:
                 todo += user.users
                 continue
             raise export_error(

@@ -51,16 +51,16 @@ class _Attention:
             raise export_error("keys and values differ in their heads", self.node)
         self._order(dense, heads * head_dim)
         return Attention(
-            heads,
-            kv_heads,
-            head_dim,
-            self._linear("query", query),
-            self._linear("key", self._grouped(key, kv_heads, heads)),
-            self._linear("value", self._grouped(value, kv_heads, heads)),
-            self.found.linear[dense],
-            rotary,
-            self._precision(),
-            self.node,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            query=self._linear("query", query),
+            key=self._linear("key", self._grouped(key, kv_heads, heads)),
+            value=self._linear("value", self._grouped(value, kv_heads, heads)),
+            dense=self.found.linear[dense],
+            rotary=rotary,
+            precision=self._precision(),
+            node=self.node,
         )
 
     def _precision(self) -> float:

@@ -74,13 +74,13 @@ def _mlp(
     gate, up = (low, high) if index == 0 else (high, low)
     linear = found.linear[router]
     return Mlp(
-        replace(both, rows=up),
-        replace(both, rows=gate),
-        found.linear[down],
-        name,
-        linear,
-        linear.outputs,
-        top_k,
+        up=replace(both, rows=up),
+        gate=replace(both, rows=gate),
+        down=found.linear[down],
+        activation=name,
+        router=linear,
+        experts=linear.outputs,
+        top_k=top_k,
     )
 
 

@@ -26,19 +26,19 @@ _MEANING = {
 """Hugging Face's names of activations, by the function they name."""
 
 
-@dataclass(frozen=True)
-class Described:
+@dataclass(frozen=True, kw_only=True)
+class ConfigFacts:
     """What only a configuration says, or says exactly. Without one: what the graph tells."""
 
     architecture: str
-    activation: str | None
-    max_positions: int | None
+    activation: str | None = None
+    max_positions: int | None = None
     rotary_base: float
     rotary_scaling: dict[str, Any] | None
     norms_in_parallel: int | None
 
 
-def described(decoder: Decoder, architectures: tuple[str, ...], config: Any) -> Described:
+def config_facts(decoder: Decoder, architectures: tuple[str, ...], config: Any) -> ConfigFacts:
     """Check `config`, a Hugging Face configuration or None, and take what it adds.
 
     architectures: the names the graph could have. Raises ExportError where the configuration and
@@ -47,8 +47,12 @@ def described(decoder: Decoder, architectures: tuple[str, ...], config: Any) -> 
     base, scaling = _rotary(decoder, config)
     if config is None:
         two = decoder.layers[0].mlp_norm is not decoder.layers[0].attention_norm
-        norms = 2 if two else None
-        return Described(architectures[0], None, None, base, scaling, norms)
+        return ConfigFacts(
+            architecture=architectures[0],
+            rotary_base=base,
+            rotary_scaling=scaling,
+            norms_in_parallel=2 if two else None,
+        )
     for name, said, found in _facts(decoder, config):
         same = math.isclose(said, found, rel_tol=1e-6) if isinstance(said, float) else said == found
         if not same:
@@ -63,14 +67,13 @@ def described(decoder: Decoder, architectures: tuple[str, ...], config: Any) -> 
             f"the configuration says architecture {names[0]}, the graph is that of "
             f"{' or '.join(architectures)}"
         )
-    longest = _get(config, "max_position_embeddings", "n_positions")
-    return Described(
-        known[0] if known else _by_type(config, architectures),
-        _get(config, "hidden_act", "activation_function", "activation"),
-        longest,
-        base,
-        scaling,
-        _get(config, "num_ln_in_parallel_attn"),
+    return ConfigFacts(
+        architecture=known[0] if known else _by_type(config, architectures),
+        activation=_get(config, "hidden_act", "activation_function", "activation"),
+        max_positions=_get(config, "max_position_embeddings", "n_positions"),
+        rotary_base=base,
+        rotary_scaling=scaling,
+        norms_in_parallel=_get(config, "num_ln_in_parallel_attn"),
     )
 
 

@@ -54,16 +54,17 @@ class _Reader:
                 raise export_error("a projection that is no part of attention, MLP or head", node)
         norm = self._only_norm(self.found.inputs[head], head)
         table = self.found.embedding[embedding]
+        learned = None if positions is None else self.found.embedding[positions]
         return Decoder(
-            table.rows,
-            table.columns,
-            table.table,
-            scale,
-            None if positions is None else self.found.embedding[positions].table,
-            None if positions is None else self.found.embedding[positions].rows,
-            layers,
-            norm,
-            self.found.linear[head],
+            vocab=table.rows,
+            hidden=table.columns,
+            embedding=table.table,
+            embedding_scale=scale,
+            positions=None if learned is None else learned.table,
+            max_positions=None if learned is None else learned.rows,
+            layers=layers,
+            norm=norm,
+            head=self.found.linear[head],
         )
 
     def _embeddings(self) -> tuple[fx.Node, fx.Node | None, float]:
@@ -167,12 +168,14 @@ class _Reader:
         if len(feeds) == 1:
             name = activation(_cut(between, width))
             if name is not None and linear[down].inputs == width:
-                return Mlp(linear[feeds[0]], None, linear[down], name)
+                up = linear[feeds[0]]
+                return Mlp(up=up, gate=None, down=linear[down], activation=name)
         elif len(feeds) == 2 and linear[feeds[1]].outputs == width:
             gated = gated_activation(_cut(between, width))
             if gated is not None:
                 name, index = gated
-                return Mlp(linear[feeds[1 - index]], linear[feeds[index]], linear[down], name)
+                up, gate = linear[feeds[1 - index]], linear[feeds[index]]
+                return Mlp(up=up, gate=gate, down=linear[down], activation=name)
         raise export_error("its input is no activation, gated or not, that is known", down)
 
     def _only_norm(self, x: fx.Node, user: fx.Node) -> Norm:

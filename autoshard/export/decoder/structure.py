@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Linear:
     """A matrix product with a parameter. weight, bias: names of parameters.
 
@@ -25,7 +25,7 @@ class Linear:
     rows: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Norm:
     """A normalisation over the last dim. kind: "layer" or "rms". zero_centred: multiplies by
     1 + weight."""
@@ -38,7 +38,7 @@ class Norm:
     node: fx.Node
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Attention:
     """Causal attention. query, key, value: rows are heads in order, `head_dim` rows each.
 
@@ -58,7 +58,7 @@ class Attention:
     node: fx.Node
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Mlp:
     """up, gate and down; gate None: the activation is applied to `up`. With experts, each Linear
     is of all experts, (experts, out, in), and `router` chooses `top_k` of them."""
@@ -89,7 +89,7 @@ class Layer:
     parallel: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Decoder:
     """A decoder-only language model. embedding_scale: what token embeddings are multiplied by.
 

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 from autoshard.export.rank_graph.config import configuration, file_digest
-from autoshard.export.rank_graph.files import (
-    Progress,
-    dtype_of,
-    read_weights,
-    same_plan,
-    tp_of,
-    write_ranks,
-)
-from autoshard.export.rank_graph.graph import Port, RankGraph, plan_inference
+from autoshard.export.rank_graph.files import Format, write_ranks
+from autoshard.export.rank_graph.graph import Port, RankGraph
 from autoshard.export.rank_graph.operators import NONE, attention, update_cache
+from autoshard.export.rank_graph.plan import InferencePlan, plan_inference
+from autoshard.export.rank_graph.weights import read_weights
 
 __all__ = [
     "NONE",
+    "Format",
+    "InferencePlan",
     "Port",
-    "Progress",
     "RankGraph",
     "attention",
     "configuration",
-    "dtype_of",
     "file_digest",
     "plan_inference",
     "read_weights",
-    "same_plan",
-    "tp_of",
     "update_cache",
     "write_ranks",
 ]

@@ -37,7 +37,7 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(data.numpy().data).hexdigest()
 
 
-def configuration(graph: RankGraph, dtype: str | None) -> dict[str, Any]:
+def configuration(graph: RankGraph, dtype: torch.dtype | None) -> dict[str, Any]:
     """What config.json says of every format: mesh, inputs and outputs, sizes, cache."""
     keys = [port for port in graph.inputs if port.role == "key_cache"]
     cache = None
@@ -50,7 +50,7 @@ def configuration(graph: RankGraph, dtype: str | None) -> dict[str, Any]:
         }
     return {
         "mesh": {graph.axis.name: graph.tp},
-        "dtype": dtype,
+        "dtype": None if dtype is None else _name(dtype),
         "inputs": [_port(port) for port in graph.inputs],
         "outputs": [_port(port) for port in graph.outputs],
         "profiles": [
@@ -66,7 +66,11 @@ def configuration(graph: RankGraph, dtype: str | None) -> dict[str, Any]:
 def _port(port: Port) -> dict[str, Any]:
     return {
         "name": port.tensor,
-        "dtype": str(port.dtype).removeprefix("torch."),
+        "dtype": _name(port.dtype),
         "shape": list(port.shape),
         "role": port.role,
     }
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

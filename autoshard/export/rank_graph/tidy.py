@@ -45,7 +45,7 @@ def tidy(gm: fx.GraphModule, inputs: set[str]) -> None:
         if node.op != "call_function":
             continue
         node.kwargs = {k: v for k, v in node.kwargs.items() if k not in _OPTIONS}
-        if node.target in _COPIES or _is_identity(node):
+        if node.target in _COPIES or _keeps_value(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     graph.eliminate_dead_code()
@@ -96,7 +96,8 @@ def _sizes_from_inputs(graph: fx.Graph, inputs: set[str]) -> None:
                 graph.erase_node(node)
 
 
-def _is_identity(node: fx.Node) -> bool:
+def _keeps_value(node: fx.Node) -> bool:
+    """Whether a node has the value of its first operand, whose memory it need not leave alone."""
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return False

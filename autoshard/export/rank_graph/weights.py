@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from autoshard.export.rank_graph.graph import Weight
-from autoshard.export.weights import Memory
+from autoshard.export.rank_graph.graph import RankGraph, RankWeight
+from autoshard.export.weight_source import WeightSource
 from autoshard.runtime.collectives import Axis, chunk_bounds, shard_dim
 
 
 @dataclass(frozen=True)
-class Cut:
+class Shard:
     """What rank `axis.rank` stores of a weight."""
 
-    weight: Weight
+    weight: RankWeight
     axis: Axis
 
     def needs(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -29,35 +28,28 @@ class Cut:
         return needed
 
     def take(self, tensor: torch.Tensor, starts: tuple[int, ...]) -> torch.Tensor:
-        """The part, contiguous on the CPU in the weight's dtype, of a tensor that begins at
+        """The shard, contiguous on the CPU in the weight's dtype, of a tensor that begins at
         index `starts` of the whole."""
         for dim, (first, last) in enumerate(self.needs(self.weight.shape)):
             tensor = tensor.narrow(dim, first - starts[dim], last - first)
         return tensor.to("cpu", self.weight.dtype).contiguous()
 
 
-def rank_weights(
-    memory: Memory, wanted: Sequence[Mapping[str, Weight] | None], axes: Sequence[Axis | None]
+def read_weights(
+    source: WeightSource, graph: RankGraph, first: int = 0
 ) -> dict[str, torch.Tensor]:
-    """This process's parts, by placeholder.
+    """The weights of the rank that this process builds, by placeholder: `first` + its own rank.
 
-    wanted, axes: for each process of the job, the weights it builds with and the rank it builds,
-    None where it builds nothing; one entry where one process exports alone. Collective where the
-    model stores shards: one parameter at a time, and a parameter is gathered only where what some
-    process holds is not what it needs.
+    graph: of any rank. Empty where the mesh has no such rank. Collective where the model stores
+    shards: one parameter at a time, and a parameter is gathered only where what some process holds
+    is not what it needs.
     """
-    names = sorted({w.name for weights in wanted if weights for w in weights.values()})
-    by_name = [{w.name: w for w in weights.values()} if weights else {} for weights in wanted]
-    mine = wanted[memory.rank] or {}
-    targets = {weight.name: target for target, weight in mine.items()}
+    ranks = range(first, min(first + source.job.size, graph.tp))
+    mine = source.job.rank
     parts: dict[str, torch.Tensor] = {}
-    for name in names:
-        cuts = [
-            [Cut(found[name], axis)] if axis is not None and name in found else []
-            for found, axis in zip(by_name, axes, strict=True)
-        ]
-        part = memory.read(name, cuts)
-        if name in targets:
-            (cut,) = cuts[memory.rank]
-            parts[targets[name]] = cut.take(part.tensor, part.starts)
+    for target, weight in sorted(graph.weights.items(), key=lambda item: item[1].name):
+        shards = [Shard(weight, graph.axis._replace(rank=rank)) for rank in ranks]
+        block = source.read(weight.name, [[shard] for shard in shards])
+        if mine < len(shards):
+            parts[target] = shards[mine].take(block.tensor, block.starts)
     return parts

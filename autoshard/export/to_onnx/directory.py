@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.export.rank_graph import Progress, RankGraph, file_digest, write_ranks
+from autoshard.export.destination import Progress
+from autoshard.export.rank_graph import RankGraph, file_digest, write_ranks
+from autoshard.export.spec import EngineSpec, Example
 from autoshard.export.to_onnx.model import DOMAIN, OPERATOR, OPSET, check_onnx, onnx_program
 
 
 def onnx(
     model: nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    directory: str | Path,
     *,
     mesh: Mapping[str, int],
-    directory: str | Path,
+    example: Example | None = None,
     dtype: str | torch.dtype | None = "float16",
     dynamic: Mapping[str, tuple[int, int, int]] | None = None,
     max_length: int | None = None,
@@ -38,19 +39,15 @@ def onnx(
     ExportError, before any file is written, for a mesh with another axis, where the extra `onnx` is
     missing, for an operator torch cannot translate, and for a size the ranks do not divide.
     """
-    return write_ranks(
-        Models(external_bytes),
-        model,
-        args,
-        kwargs,
+    spec = EngineSpec(
         mesh=mesh,
-        directory=directory,
+        example=example,
         dtype=dtype,
         dynamic=dynamic,
         max_length=max_length,
         hardware=hardware,
-        progress=progress,
     )
+    return write_ranks(Models(external_bytes), model, directory, spec, progress)
 
 
 @dataclass

@@ -1,9 +1,9 @@
 """A rank graph as an ONNX model: collectives are `DistCollective` nodes, all else standard ONNX.
 
 torch's own exporter translates, operator by operator, so that nothing of it is shared with the
-converters in `autoshard.export.trt`: where the two answer alike, neither has misread the graph.
-The nodes are as TensorRT's ONNX parser reads them: lower-case names of the operation and the
-reduction, `root` -1, the number of ranks in `nb_rank`, one group, which is not written.
+converters in `autoshard.export.to_tensorrt`: where the two answer alike, neither has misread the
+graph. The nodes are as TensorRT's ONNX parser reads them: lower-case names of the operation and
+the reduction, `root` -1, the number of ranks in `nb_rank`, one group, which is not written.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def onnx_program(graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> Any:
     """
     check_onnx(graph)
     module = _bound(graph, weights)
-    examples = tuple(example(port) for port in graph.inputs)
+    examples = tuple(_example(port) for port in graph.inputs)
     sizes = tuple(
         {dim: torch.export.Dim.AUTO for dim, size in enumerate(port.shape) if isinstance(size, str)}
         for port in graph.inputs
@@ -68,27 +68,11 @@ def onnx_program(graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> Any:
     return program
 
 
-def onnx_model(graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> Any:
-    """`onnx_program` as the `onnx.ModelProto`, which can be serialized up to 2 GiB."""
-    return onnx_program(graph, weights).model_proto
-
-
 def check_onnx(graph: RankGraph) -> None:
     """Raise ExportError where `onnx_program` would, before it translates anything."""
     _require("onnx")
     _require("onnxscript")
     _check_groups(graph)
-
-
-def collectives_of(model: Any) -> list[tuple[str, str, int, int]]:
-    """(operation, reduction, root, number of ranks) of each collective of a model, in order."""
-    found = []
-    for node in model.graph.node:
-        if node.op_type == OPERATOR:
-            given = {a.name: a.s.decode() if a.s else a.i for a in node.attribute}
-            names = ("collective_operation", "reduce_op", "root", "nb_rank")
-            found.append(tuple(given[name] for name in names))
-    return found
 
 
 def _require(name: str) -> Any:
@@ -125,7 +109,7 @@ def _bound(graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> fx.GraphMod
     return fx.GraphModule(root, copy)
 
 
-def example(port: Port) -> torch.Tensor:
+def _example(port: Port) -> torch.Tensor:
     shape = [size if isinstance(size, int) else _EXAMPLE[size] for size in port.shape]
     return torch.zeros(shape, dtype=port.dtype)
 

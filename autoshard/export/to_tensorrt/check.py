@@ -2,67 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from autoshard.export.errors import export_error
-from autoshard.export.rank_graph import (
-    configuration,
-    dtype_of,
-    plan_inference,
-    read_weights,
-    same_plan,
-    tp_of,
-)
+from autoshard.export.rank_graph import configuration, plan_inference, read_weights
+from autoshard.export.spec import EngineSpec
 from autoshard.export.to_tensorrt.build import Network
 from autoshard.export.to_tensorrt.engine import builder_module, checked_network
 from autoshard.export.to_tensorrt.interpreter import NetworkInterpreter
 from autoshard.export.to_tensorrt.spy import Spy
-from autoshard.export.weights import Memory
+from autoshard.export.weight_source import WeightSource
 from autoshard.runtime import collectives
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.engine import Engine
 
 
 def networks(
-    model: nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    mesh: Mapping[str, int],
-    dtype: str | torch.dtype | None = "float32",
-    dynamic: Mapping[str, tuple[int, int, int]] | None = None,
-    max_length: int | None = None,
-    hardware: str = "h100",
-    builder: Any = None,
+    model: nn.Module, spec: EngineSpec, builder: Any = None
 ) -> list[tuple[Network, Spy]]:
-    """The networks `autoshard.export.tensorrt` would build, with their collectives checked: of all
-    ranks in one process; in a running sharded job of as many ranks, of this process's rank."""
-    trt, memory = builder_module(builder), Memory(model)
-    plan = plan_inference(
-        model,
-        args,
-        kwargs,
-        tp=tp_of(mesh),
-        dtype=dtype_of(dtype),
-        dynamic=dynamic,
-        max_length=max_length,
-        hardware=hardware,
-    )
-    if memory.world > 1 and memory.world < plan.tp:
-        raise export_error(f"{memory.world} processes cannot stand for {plan.tp} ranks")
-    same_plan(memory, plan)
-    if memory.world > 1:
-        graph = plan.rank_graph(memory.rank % plan.tp)
-        weights = read_weights(memory, plan, graph)
-        return [checked_network(trt, graph, weights)] if memory.rank < plan.tp else []
+    """The networks that `autoshard.export.tensorrt` would build for `spec`, their collectives
+    checked: of all ranks in one process; in a running sharded job of as many ranks, of this
+    process's rank."""
+    trt, source = builder_module(builder), WeightSource(model)
+    plan, job = plan_inference(model, spec), source.job
+    if 1 < job.size < plan.tp:
+        raise export_error(f"{job.size} processes cannot stand for {plan.tp} ranks")
+    plan.check_same(job)
     made = []
-    for rank in range(plan.tp):
-        graph = plan.rank_graph(rank)
-        made.append(checked_network(trt, graph, read_weights(memory, plan, graph, rank)))
+    for first in range(0, plan.tp, job.size):
+        graph = plan.rank_graph((first + job.rank) % plan.tp)
+        weights = read_weights(source, graph, first)
+        if first + job.rank < plan.tp:
+            made.append(checked_network(trt, graph, weights))
     return made
 
 

@@ -10,11 +10,7 @@ from torch import fx
 
 from autoshard.export.errors import ExportError, export_error
 from autoshard.export.rank_graph import Port, RankGraph
-from autoshard.export.to_tensorrt import converters
 from autoshard.export.to_tensorrt.converters import CONVERTERS, Lowering
-
-TABLES = (converters, converters, converters, converters, converters, converters, converters)
-"""The modules that register converters."""
 
 
 def check_convertible(graph: RankGraph) -> None:

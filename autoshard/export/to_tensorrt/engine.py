@@ -11,39 +11,42 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.export.destination import Progress
 from autoshard.export.errors import export_error
-from autoshard.export.rank_graph import Progress, RankGraph, write_ranks
+from autoshard.export.rank_graph import RankGraph, write_ranks
+from autoshard.export.spec import EngineSpec, Example
 from autoshard.export.to_tensorrt.build import Network, build, check_capabilities, make_network
 from autoshard.export.to_tensorrt.convert import check_convertible
 from autoshard.export.to_tensorrt.interpreter import check_collectives
 from autoshard.export.to_tensorrt.spy import Spy
-from autoshard.runtime.engine import FORMAT, VERSION
+from autoshard.runtime.engine import FORMAT, FORMAT_VERSION
 
 
 def tensorrt(
     model: nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    directory: str | Path,
     *,
     mesh: Mapping[str, int],
-    directory: str | Path,
+    example: Example | None = None,
     dtype: str | torch.dtype | None = "float16",
     dynamic: Mapping[str, tuple[int, int, int]] | None = None,
     max_length: int | None = None,
-    compute_capability: str | Sequence[str] | None = None,
     hardware: str = "h100",
+    compute_capability: str | Sequence[str] | None = None,
     builder: Any = None,
     progress: Progress | None = None,
 ) -> Path:
     """Write `config.json` and `rank{r}.engine` for each rank of `mesh`; return the directory.
 
-    args, kwargs: an example batch; shapes and types count, values do not. mesh: {"tp": n}.
+    mesh: {"tp": n}. example: (args, kwargs) of one call; shapes and types count, values do not;
+        None: token ids [2, 8].
     dtype: "float16", "bfloat16" or "float32", of the weights; None: as they are.
     dynamic: (minimum, optimum, maximum) of "batch", dim 0 of every input, and of "sequence",
         dim 1; what is not named has the size of the example.
     max_length: tokens a key-value cache holds; None: whole sequences, without a cache.
+    hardware: the machine to plan for (`autoshard.planning.cost`).
     compute_capability: of the GPUs to build for, such as "8.9", or several; None: the builder's
-        default. hardware: the machine to plan for (`planning.hardware.HARDWARE`).
+        default.
     builder: the module `tensorrt` (11 or later) or `tensorrt_rtx`; None: the one installed.
     progress: called with (what, done, total).
 
@@ -56,19 +59,16 @@ def tensorrt(
     if isinstance(compute_capability, str):
         compute_capability = [compute_capability]
     capabilities = tuple(str(one) for one in compute_capability or ())
-    return write_ranks(
-        Engines(builder_module(builder), capabilities),
-        model,
-        args,
-        kwargs,
+    spec = EngineSpec(
         mesh=mesh,
-        directory=directory,
+        example=example,
         dtype=dtype,
         dynamic=dynamic,
         max_length=max_length,
         hardware=hardware,
-        progress=progress,
     )
+    form = Engines(builder_module(builder), capabilities)
+    return write_ranks(form, model, directory, spec, progress)
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Engines:
     trt: Any
     capabilities: Sequence[str] = ()
     name: str = FORMAT
-    version: int = VERSION
+    version: int = FORMAT_VERSION
     suffix: str = ".engine"
 
     def check(self, graph: RankGraph) -> None:

@@ -1,13 +1,10 @@
-"""TensorRT-LLM checkpoints."""
+"""Checkpoints that `trtllm-build` of TensorRT-LLM 1.2 and earlier reads."""
 
 from __future__ import annotations
 
-from autoshard.export.to_trtllm.checkpoint import Progress, trtllm, trtllm_build
-from autoshard.export.to_trtllm.pieces import Piece
+from autoshard.export.to_trtllm.checkpoint import trtllm, trtllm_build
 
 __all__ = [
-    "Piece",
-    "Progress",
     "trtllm",
     "trtllm_build",
 ]

@@ -10,7 +10,8 @@ import contextlib
 import json
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +19,30 @@ import torch
 from torch import nn
 
 from autoshard.export.decoder import read_decoder
-from autoshard.export.destination import Destination
+from autoshard.export.destination import Destination, Progress
 from autoshard.export.errors import ExportError, export_error
+from autoshard.export.job import on_every_rank
 from autoshard.export.safetensors_file import SafetensorsFile
 from autoshard.export.serial_graph import model_graph, unwrapped
-from autoshard.export.to_trtllm.config import GEMMA, checkpoint_config, family_of, torch_dtype
+from autoshard.export.spec import Example, axis_sizes, weight_dtype
+from autoshard.export.to_trtllm.config import GEMMA, checkpoint_config, family_of
 from autoshard.export.to_trtllm.pieces import Entry, Piece
 from autoshard.export.to_trtllm.tensors import Split, check_split, rank_tensors
-from autoshard.export.weights import Memory, Part
-
-Progress = Callable[[str, int, int], None]
-"""Called with a parameter's name, how many are written, and how many there are."""
+from autoshard.export.weight_source import Block, WeightSource
 
 
 def trtllm(
     model: nn.Module,
     directory: str | Path,
     *,
-    tp: int = 1,
-    pp: int = 1,
+    mesh: Mapping[str, int],
+    example: Example | None = None,
     dtype: str | torch.dtype = "float16",
     vocab_parallel_embedding: bool = False,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
     max_position_embeddings: int | None = None,
     progress: Progress | None = None,
-) -> None:
-    """Write a TensorRT-LLM checkpoint of tp x pp ranks to `directory`.
+) -> Path:
+    """Write a TensorRT-LLM checkpoint for the ranks of `mesh`; return the directory.
 
     model: a decoder of the LLaMA, Mistral, Mixtral, Qwen2, Gemma, GPT-2 or Falcon kind; which, and
     the role of each parameter, is read from its graph. A Hugging Face configuration on it must
@@ -53,32 +51,40 @@ def trtllm(
     r + W, ..., from its own memory where that holds what they need; other parameters are made
     whole one at a time. The ranks share a file system.
 
-    dtype: float16, bfloat16 or float32. vocab_parallel_embedding: split the token embedding too
-    (Gemma always does). args, kwargs: an example call, where [1, 8] token ids will not do.
-    max_position_embeddings: where neither graph nor configuration knows it.
+    mesh: {"tp": tensor-parallel ranks, "pp": pipeline stages}, each 1 where it is left out.
+    example: (args, kwargs) of one call, where [1, 8] token ids will not do. dtype: "float16",
+    "bfloat16" or "float32". vocab_parallel_embedding: split the token embedding too (Gemma always
+    does). max_position_embeddings: where neither graph nor configuration knows it.
 
     At most one parameter besides the model's own is in memory. Raises ExportError, before any file
     is written, where the format cannot express the model or a size is not divisible; a directory
     appears complete or not at all.
     """
-    decoder = read_decoder(model_graph(model, args, kwargs))
-    family = family_of(decoder)
-    split = Split(
-        tp,
-        pp,
-        torch_dtype(dtype),
-        parallel_embedding=tp > 1 if family is GEMMA else vocab_parallel_embedding,
-        share_embedding=family is GEMMA,
-    )
-    if tp < 1 or pp < 1:
-        raise export_error(f"tp={tp} and pp={pp} must be at least 1")
-    if split.share_embedding and not decoder.tied:
-        raise export_error(f"the head of {family.name} must be tied to its embedding")
-    check_split(decoder, split)
-    hf_config = getattr(unwrapped(model), "config", None)
-    config = checkpoint_config(decoder, family, split, hf_config, max_position_embeddings)
-    files = [rank_tensors(decoder, split, rank) for rank in range(tp * pp)]
-    _write(Memory(model), Path(directory), config, files, progress)
+    why = "a checkpoint is divided among the axes tp and pp"
+    remedy = "Give mesh={'tp': n, 'pp': m}; replicas of a server each load the same checkpoint."
+    tp, pp = axis_sizes(mesh, ("tp", "pp"), why, remedy)
+    kind, source = weight_dtype(dtype), WeightSource(model)
+
+    def prepare() -> tuple[dict[str, Any], list[list[Entry]]]:
+        decoder = read_decoder(model_graph(model, *(example or ((), {}))))
+        family = family_of(decoder)
+        split = Split(
+            tp,
+            pp,
+            kind,
+            parallel_embedding=tp > 1 if family is GEMMA else vocab_parallel_embedding,
+            share_embedding=family is GEMMA,
+        )
+        if split.share_embedding and not decoder.tied:
+            raise export_error(f"the head of {family.name} must be tied to its embedding")
+        check_split(decoder, split)
+        hf_config = getattr(unwrapped(model), "config", None)
+        config = checkpoint_config(decoder, family, split, hf_config, max_position_embeddings)
+        return config, [rank_tensors(decoder, split, rank) for rank in range(tp * pp)]
+
+    config, files = on_every_rank(prepare, "checkpoint", source.job)
+    _write(source, Path(directory), config, files, progress)
+    return Path(directory)
 
 
 def trtllm_build(checkpoint: str | Path, engines: str | Path, *options: str) -> None:
@@ -101,48 +107,42 @@ def trtllm_build(checkpoint: str | Path, engines: str | Path, *options: str) -> 
 
 
 def _write(
-    memory: Memory,
+    source: WeightSource,
     directory: Path,
     config: dict[str, Any],
     files: list[list[Entry]],
     progress: Progress | None,
 ) -> None:
-    destination = Destination(directory, memory.world, memory.rank)
-    mine = range(memory.rank, len(files), memory.world)
-    with contextlib.ExitStack() as stack:
-        stack.callback(destination.abandon)
-        opened: dict[int, SafetensorsFile] = {}
+    job = source.job
+    uses = _uses(files)
+    names = [name for name in source.parameters if name in uses]
+    opened: dict[int, SafetensorsFile] = {}
+    with Destination(directory, job) as destination, contextlib.ExitStack() as stack:
 
         def begin() -> None:
-            for rank in mine:
+            for rank in range(job.rank, len(files), job.size):
                 sizes = {entry.name: (entry.shape, entry.dtype) for entry in files[rank]}
                 path = destination.partial / f"rank{rank}.safetensors"
                 opened[rank] = stack.enter_context(SafetensorsFile(path, sizes))
-            if memory.rank == 0:
+            if job.rank == 0:
                 text = json.dumps(config, indent=4)
                 (destination.partial / "config.json").write_text(text)
 
-        destination.attempt(begin)
-        uses = _uses(files)
-        names = [name for name in memory.parameters if name in uses]
-        for done, name in enumerate(names, 1):
-            wanted: list[list[Piece]] = [[] for _ in range(memory.world)]
+        def put(name: str, block: Block) -> None:
             for rank, entry, i in uses[name]:
-                wanted[rank % memory.world].append(entry.pieces[i])
-            part = memory.read(name, wanted)
+                if rank in opened:
+                    _put(opened[rank], entry, i, block)
 
-            def put(name: str = name, part: Part = part) -> None:
-                for rank, entry, i in uses[name]:
-                    if rank in opened:
-                        _put(opened[rank], entry, i, part)
-
-            destination.attempt(put)
-            if progress is not None and memory.rank == 0:
+        destination.attempt(begin)
+        for done, name in enumerate(names, 1):
+            wanted: list[list[Piece]] = [[] for _ in range(job.size)]
+            for rank, entry, i in uses[name]:
+                wanted[rank % job.size].append(entry.pieces[i])
+            destination.attempt(partial(put, name, source.read(name, wanted)))
+            if progress is not None and job.rank == 0:
                 progress(name, done, len(names))
-            del part, put
         for file in opened.values():
             destination.attempt(file.close)
-        destination.finish()
 
 
 def _uses(files: list[list[Entry]]) -> dict[str, list[tuple[int, Entry, int]]]:
@@ -155,7 +155,7 @@ def _uses(files: list[list[Entry]]) -> dict[str, list[tuple[int, Entry, int]]]:
     return uses
 
 
-def _put(file: SafetensorsFile, entry: Entry, number: int, part: Part) -> None:
+def _put(file: SafetensorsFile, entry: Entry, number: int, block: Block) -> None:
     piece = entry.pieces[number]
     row = entry.dtype.itemsize
     for size in entry.shape[1:]:
@@ -164,7 +164,7 @@ def _put(file: SafetensorsFile, entry: Entry, number: int, part: Part) -> None:
     for other in entry.pieces[:number]:
         assert other.rows is not None  # only pieces of rows are joined
         before += len(other.rows) * row
-    taken = piece.take(part.tensor, part.starts, entry.dtype)
+    taken = piece.take(block.tensor, block.starts, entry.dtype)
     expected = entry.shape if len(entry.pieces) == 1 else taken.shape
     if len(entry.shape) != taken.dim() or tuple(taken.shape[1:]) != tuple(expected[1:]):
         raise export_error(f"{entry.name}: a piece of {piece.parameter} is {tuple(taken.shape)}")

@@ -9,9 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from autoshard.export.decoder import Decoder, Described, Layer, described
+from autoshard.export.decoder import ConfigFacts, Decoder, Layer, config_facts
 from autoshard.export.errors import export_error
 from autoshard.export.to_trtllm.tensors import Split
 
@@ -84,7 +82,7 @@ def checkpoint_config(
     """The content of config.json. hf_config: the model's own configuration, or None; it must
     agree with the structure. max_positions: where neither knows the longest sequence."""
     attention, mlp = decoder.layers[0].attention, decoder.layers[0].mlp
-    told = described(decoder, family.architectures, hf_config)
+    told = config_facts(decoder, family.architectures, hf_config)
     longest = decoder.max_positions or told.max_positions or max_positions
     if longest is None:
         raise export_error(
@@ -138,7 +136,7 @@ def checkpoint_config(
     }
 
 
-def _family_fields(decoder: Decoder, family: Family, told: Described) -> dict[str, Any]:
+def _family_fields(decoder: Decoder, family: Family, told: ConfigFacts) -> dict[str, Any]:
     first = decoder.layers[0]
     rotary = {"rotary_base": told.rotary_base, "rotary_scaling": told.rotary_scaling}
     biases = {
@@ -212,7 +210,7 @@ def _moe(normalization: int | None, experts: int = 0, top_k: int = 0) -> dict[st
     }
 
 
-def _activation(name: str, family: Family, told: Described) -> str:
+def _activation(name: str, family: Family, told: ConfigFacts) -> str:
     """The family's name of the activation; a configuration's own where it means the same."""
     if name not in family.activations:
         raise export_error(
@@ -238,11 +236,3 @@ def _kind(layer: Layer) -> str:
         f"MLP of {mlp.width} with {mlp.activation}, gated {mlp.gate is not None}, "
         f"experts {mlp.experts} of which {mlp.top_k}, parallel {layer.parallel}"
     )
-
-
-def torch_dtype(name: str | torch.dtype) -> torch.dtype:
-    """float16, bfloat16 or float32, by name or itself."""
-    dtype = getattr(torch, name, None) if isinstance(name, str) else name
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise export_error(f"dtype {name!r}: float16, bfloat16 and float32 can be written")
-    return dtype  # type: ignore[no-any-return]

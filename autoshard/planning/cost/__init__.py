@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from autoshard.planning.cost.bucket_size import default_bucket_bytes, reference_bytes
 from autoshard.planning.cost.clusters import Cluster, Efficiency, cluster
-from autoshard.planning.cost.machines import HARDWARE, Hardware, Link, hardware, hardware_of
+from autoshard.planning.cost.machines import (
+    DEFAULT_HARDWARE,
+    HARDWARE,
+    Hardware,
+    Link,
+    hardware,
+    hardware_of,
+)
 from autoshard.planning.cost.model import (
     change_collectives,
     change_seconds,
@@ -20,6 +27,7 @@ from autoshard.planning.cost.model import (
 
 __all__ = [
     "Cluster",
+    "DEFAULT_HARDWARE",
     "Efficiency",
     "HARDWARE",
     "Hardware",

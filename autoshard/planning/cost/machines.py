@@ -143,6 +143,10 @@ HARDWARE: Mapping[str, Hardware] = {
 }
 
 
+DEFAULT_HARDWARE = "h100"
+"""The machine to plan for where nobody names one."""
+
+
 def hardware_of(device: str) -> Hardware:
     """The built-in description nearest to the machine."""
-    return HARDWARE["h100" if device == "cuda" else "cpu"]
+    return HARDWARE[DEFAULT_HARDWARE if device == "cuda" else "cpu"]

@@ -10,7 +10,7 @@ from autoshard.runtime.errors import ConfigError, message
 #: Tensors of a parameter's size that the optimizer keeps.
 MOMENTS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 
-PRECISIONS = ("pure", "mixed", "master")
+RECIPES = ("pure", "mixed", "master")
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Training:
     """How a model is trained.
 
     optimizer: a key of MOMENTS.
-    precision: "pure": everything in the model's dtype, which is what a bfloat16 model under
+    recipe: "pure": everything in the model's dtype, which is what a bfloat16 model under
         torch's AdamW does (8 bytes a parameter). "mixed": parameters, gradients and moments in
         float32, computed with, and gathered, in the model's dtype (FSDP2's mixed precision: 16
         bytes). "master": parameters in the model's dtype beside gradients, moments and a copy of
@@ -26,12 +26,12 @@ class Training:
     """
 
     optimizer: str = "adamw"
-    precision: str = "pure"
+    recipe: str = "pure"
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[Any, ...]] = {
             "optimizer": tuple(MOMENTS),
-            "precision": PRECISIONS,
+            "recipe": RECIPES,
         }
         for name, values in allowed.items():
             if getattr(self, name) not in values:
@@ -44,13 +44,13 @@ class Training:
 
     def stored(self, itemsize: int) -> int:
         """Bytes of one stored element of a parameter that is computed with in `itemsize`."""
-        return 4 if self.precision == "mixed" else itemsize
+        return 4 if self.recipe == "mixed" else itemsize
 
     def gradient(self, itemsize: int) -> int:
         """Bytes of one element of its gradient, stored and reduced."""
-        return itemsize if self.precision == "pure" else 4
+        return itemsize if self.recipe == "pure" else 4
 
     def state(self, itemsize: int) -> int:
         """Bytes of optimizer state of one element."""
-        each = itemsize if self.precision == "pure" else 4
-        return MOMENTS[self.optimizer] * each + (4 if self.precision == "master" else 0)
+        each = itemsize if self.recipe == "pure" else 4
+        return MOMENTS[self.optimizer] * each + (4 if self.recipe == "master" else 0)

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
+from autoshard.config import Precision
 from autoshard.errors import ConfigError
-from autoshard.precision import Precision
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.lockstep import run_ranks
 from autoshard.runtime.collectives.redistribution import reduce_wide

@@ -1,7 +1,16 @@
-"""ATen operators as TensorRT layers."""
+"""ATen operators as TensorRT layers: each module of converters adds its own to CONVERTERS."""
 
 from __future__ import annotations
 
+from autoshard.export.to_tensorrt.converters import (  # noqa: F401  imported to register
+    attention,
+    collectives,
+    lookups,
+    pointwise,
+    products,
+    reductions,
+    shapes,
+)
 from autoshard.export.to_tensorrt.converters.network import CONVERTERS, Lowering
 
 __all__ = [

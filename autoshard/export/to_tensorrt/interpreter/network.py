@@ -17,7 +17,6 @@ from autoshard.export.rank_graph import RankGraph
 from autoshard.export.to_tensorrt.build import Network
 from autoshard.export.to_tensorrt.interpreter.layers import DTYPES, LAYERS, attend
 from autoshard.export.to_tensorrt.spy import Spy
-from autoshard.runtime import collectives
 from autoshard.runtime.collectives import Axis, all_gather, all_reduce, all_to_all
 
 _EXPECTED = {
@@ -159,32 +158,3 @@ class NetworkInterpreter:
                 f"{name}: TensorRT inferred shape {shape}, the value has {tuple(value.shape)}"
             )
         return value
-
-
-def interpret(
-    networks: Sequence[tuple[Network, Spy]], feeds: Sequence[Mapping[str, torch.Tensor]]
-) -> list[list[dict[str, torch.Tensor]]]:
-    """For each rank, the outputs of each of `feeds`, which every rank gets.
-
-    A cache output becomes the cache input of the next feed; the first begins with zeros.
-    """
-    ranks = len(networks)
-
-    def work(axis: Axis) -> list[dict[str, torch.Tensor]]:
-        network, spy = networks[axis.rank]
-        runner = NetworkInterpreter(network, spy, axis if ranks > 1 else None)
-        graph = network.lowering.graph
-        caches: dict[str, torch.Tensor] = {}
-        results = []
-        for feed in feeds:
-            rows = next(iter(feed.values())).shape[0]
-            for port in graph.inputs:
-                if port.role.endswith("cache") and port.name not in caches:
-                    shape = [rows if s == "batch" else int(s) for s in port.shape]
-                    caches[port.name] = torch.zeros(shape, dtype=port.dtype)
-            out = runner({**feed, **caches})
-            caches = {name: out[f"{name}_out"] for name in caches}
-            results.append(out)
-        return results
-
-    return collectives.run_ranks(ranks, work, timeout=300)

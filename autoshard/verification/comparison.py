@@ -1,4 +1,4 @@
-"""How far one side is from the other, in units that a person can judge, and how far it may be.
+"""A comparison: how far one side is from the other, in units a person can judge, and may be.
 
 Every quantity is measured by the norm of its difference; what that is relative to, and what is
 tolerated, is in `expectations` and in docs/verification.md.
@@ -27,9 +27,9 @@ FACTOR, CEILING = 8.0, 0.25
 _BROKEN = float("inf")
 
 
-@dataclass(frozen=True)
-class Row:
-    """One comparison: the norm of the difference, relative to the norm of what is wanted.
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One quantity on both sides: the norm of their difference over the norm of what is wanted.
 
     kind: "loss", "output", "gradient", "parameter", "buffer", or "capture" (the captured graph on
     one process against the model). placement: where the parameter is stored, by axis. A gradient
@@ -39,11 +39,11 @@ class Row:
 
     kind: str
     name: str
-    placement: str
+    placement: str = ""
     error: float
-    tolerance: float
-    step: int
-    rank: int
+    tolerance: float = 0.0
+    step: int = 1
+    rank: int = 0
 
     @property
     def ok(self) -> bool:
@@ -108,13 +108,13 @@ def compare(
     stored: Mapping[str, str],
     step: int,
     rank: int,
-) -> list[Row]:
-    """A row for each key that either side has.
+) -> list[Comparison]:
+    """A comparison for each key that either side has.
 
     A gradient of zeros where the serial model has none is no difference; anything else that one
     side lacks is.
     """
-    rows = []
+    found = []
     for key in dict.fromkeys((*expected, *got)):
         kind, name, _ = key
         if key not in expected:
@@ -124,8 +124,18 @@ def compare(
             error, tolerance = _BROKEN, expected[key].tolerance
         else:
             error, tolerance = _error(got[key], expected[key]), expected[key].tolerance
-        rows.append(Row(kind, name, stored.get(name, ""), error, tolerance, step, rank))
-    return rows
+        found.append(
+            Comparison(
+                kind=kind,
+                name=name,
+                placement=stored.get(name, ""),
+                error=error,
+                tolerance=tolerance,
+                step=step,
+                rank=rank,
+            )
+        )
+    return found
 
 
 def _error(got: torch.Tensor, expected: Expected) -> float:
@@ -144,14 +154,18 @@ def _error(got: torch.Tensor, expected: Expected) -> float:
 
 def norm(tensor: torch.Tensor) -> float:
     """The 2-norm of all elements, summed in float64."""
-    return float(tensor.detach().double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).norm()) if (
-        tensor.numel()
-    ) else 0.0
+    return (
+        float(tensor.detach().double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).norm())
+        if (tensor.numel())
+        else 0.0
+    )
 
 
 def floor_of(value: nn.Module | torch.Tensor) -> float:
     """The smallest tolerance for a tensor, or for a model by the dtype of its parameters."""
-    dtypes = [value.dtype] if isinstance(value, torch.Tensor) else [
-        p.dtype for p in value.parameters() if p.is_floating_point()
-    ]
+    dtypes = (
+        [value.dtype]
+        if isinstance(value, torch.Tensor)
+        else [p.dtype for p in value.parameters() if p.is_floating_point()]
+    )
     return max((FLOORS.get(dtype, FLOORS[torch.bfloat16]) for dtype in dtypes), default=1e-5)

@@ -52,6 +52,17 @@ def evaluate(
     return collectives.run_ranks(len(models), work, timeout=300)
 
 
+def collectives_of(model: Any) -> list[tuple[str, str, int, int]]:
+    """(operation, reduction, root, number of ranks) of each collective of a model, in order."""
+    found = []
+    for node in model.graph.node:
+        if node.op_type == OPERATOR:
+            given = {a.name: a.s.decode() if a.s else a.i for a in node.attribute}
+            names = ("collective_operation", "reduce_op", "root", "nb_rank")
+            found.append(tuple(given[name] for name in names))
+    return found
+
+
 def _collective(axis: Axis) -> Any:
     """The evaluator's DistCollective for one rank: it does what the node's attributes say."""
     base: Any = importlib.import_module("onnx.reference.op_run").OpRun

@@ -1,0 +1,174 @@
+"""A model captured and planned once for all ranks, from which each rank's graph is made."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from autoshard.build import build_program
+from autoshard.capture import intercept
+from autoshard.config import Config
+from autoshard.export.errors import ExportError, export_error
+from autoshard.export.rank_graph.core_operators import reduce_to_core
+from autoshard.export.rank_graph.example import traced_call
+from autoshard.export.rank_graph.graph import RankGraph
+from autoshard.export.rank_graph.meta_copy import shadow
+from autoshard.export.rank_graph.placeholders import Placeholders, read_placeholders
+from autoshard.export.rank_graph.plain_attention import plain_attention
+from autoshard.export.rank_graph.tidy import on_cpu, propagate, tidy
+from autoshard.export.rank_graph.with_cache import with_cache
+from autoshard.export.serial_graph import unwrapped
+from autoshard.export.spec import EngineSpec
+from autoshard.passes import MUTATED, Localize, rank_program
+from autoshard.planning import producer
+from autoshard.planning.cost import hardware
+from autoshard.program import Program
+from autoshard.runtime import compat
+from autoshard.runtime.agreement import agree
+from autoshard.runtime.collectives import Axis, shard_dim
+from autoshard.runtime.mesh import offline_mesh
+
+
+@dataclass(frozen=True)
+class InferencePlan:
+    """A model captured and planned for the ranks of `spec`; see `plan_inference`."""
+
+    program: Program
+    spec: EngineSpec
+    placeholders: Placeholders
+
+    @property
+    def tp(self) -> int:
+        """The number of ranks."""
+        return self.spec.tp
+
+    def rank_graph(self, rank: int) -> RankGraph:
+        """The graph of one rank. Raises ExportError for what no engine can hold."""
+        self._check()
+        program, names, spec = self.program, self.placeholders, self.spec
+        axis = offline_mesh({"tp": self.tp}, rank).axis("tp")
+        local = rank_program(program.serial, (Localize(program.decisions),), axis)[0]
+        given = [node.meta["val"] for node in _placeholders(local)]
+        mode = next(val.fake_mode for val in given if hasattr(val, "fake_mode"))
+        module = reduce_to_core(local, on_cpu(local, mode), mode)
+        weights, constants = names.rename(
+            module, _placeholders(program.serial), program.decisions.stored
+        )
+        inputs = [str(n.target) for n in _placeholders(module) if n.target in names.inputs.values()]
+        tidy(module, set(inputs))
+        longest = {name: extent.maximum for name, extent in spec.extents.items()}
+        roles: dict[str, str] = {}
+        if spec.max_length is None:
+            plain_attention(module, constants, names.sizes, longest)
+        else:
+            longest["sequence"] = spec.max_length
+            plain_attention(module, constants, names.sizes, longest)
+            roles = with_cache(module, inputs[0], spec.max_length, mode)
+        propagate(module, mode)
+        module.graph.eliminate_dead_code()
+        for node in _placeholders(module):
+            if not node.users and (node.target in weights or node.target in constants):
+                weights.pop(str(node.target), None)
+                constants.pop(str(node.target), None)
+                module.graph.erase_node(node)
+        module.recompile()
+        by_name = {str(node.target): node for node in _placeholders(module)}
+        caches = {name: role for name, role in roles.items() if role.endswith("cache")}
+        ports = {**dict.fromkeys(inputs, "input"), **roles}
+        return RankGraph(
+            module=module,
+            inputs=tuple(names.port(by_name[name], role) for name, role in ports.items()),
+            outputs=names.output_ports(module, caches),
+            weights=weights,
+            constants=constants,
+            symbols=spec.extents,
+            sizes=names.sizes,
+            axis=axis,
+            max_length=spec.max_length,
+        )
+
+    def check_same(self, job: Axis) -> None:
+        """Raise ExportError on every rank of the job where their plans differ: engines of
+        different plans would hang, or be wrong together."""
+        lines = [f"parameter {name}: {state}" for name, state in self.program.stored().items()]
+        lines += [f"graph {name}" for name in sorted(self.program.plan.graphs)]
+        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        agree("plan of the engines", digest, lines, job, error=ExportError)
+
+    def _check(self) -> None:
+        """Refuse random numbers, mutation, and ranks of different shapes, which need padding."""
+        decisions = self.program.decisions
+        if self.program.serial.meta.get(MUTATED):
+            raise export_error("the model writes to one of its inputs or buffers in forward")
+        for node in self.program.serial.graph.nodes:
+            if getattr(node.target, "namespace", "") == "autoshard":
+                raise export_error("draws random numbers, which no engine does", node)
+            val = node.meta.get("val")
+            if producer(node)[0] not in decisions.strategies or not isinstance(val, torch.Tensor):
+                continue
+            dim = shard_dim(decisions.state(node))
+            size = 0 if dim is None else val.shape[dim]
+            if isinstance(size, int) and size % self.tp:
+                name = self.placeholders.weights.get(node.name)
+                what = f"size {size} of dim {dim}" + (f" of {name}" if name else "")
+                raise export_error(
+                    f"{what} is split among {self.tp} ranks: {size} % {self.tp} != 0",
+                    node,
+                    "Pad it to a multiple, or export for another number of ranks.",
+                )
+
+
+def plan_inference(model: nn.Module, spec: EngineSpec) -> InferencePlan:
+    """Capture `model` in eval mode without gradients, and plan it for the ranks of `spec`.
+
+    The model is neither run nor changed. Raises what torch.compile(fullgraph=True) raises where it
+    breaks the graph, and ExportError.
+    """
+    model = unwrapped(model)
+    call = traced_call(model, spec)
+    traced, values = shadow(model, spec.weight_dtype)
+    names = {id(p): name for name, p in traced.named_parameters()}
+    arguments = {id(leaf) for leaf in pytree.tree_leaves(call)}
+    config = Config(mesh={"tp": spec.tp}, sequence_parallel=False, outputs="replicate")
+    machine, mesh = hardware(spec.hardware), offline_mesh({"tp": spec.tp}, 0)
+    plans: list[InferencePlan] = []
+
+    def plan(
+        gm: fx.GraphModule, example: Sequence[Any], inputs: list[compat.GraphInput]
+    ) -> Program:
+        program = build_program(gm, example, inputs, mesh, config, machine)
+        nodes = _placeholders(program.serial)
+        found = read_placeholders(nodes, inputs, names, arguments, values)
+        plans.append(InferencePlan(program, spec, found))
+        return program
+
+    with torch.no_grad(), _explaining_devices():
+        intercept(traced, (), call, plan, dynamic=False)
+    return plans[0]
+
+
+@contextmanager
+def _explaining_devices() -> Iterator[None]:
+    """Torch's error of a tensor that meets the meta device becomes one that says whose it is."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not re.search(r"device='meta'.* got |devices, meta and", str(error), re.DOTALL):
+            raise
+        raise export_error(
+            "the model makes a tensor on a device of its own, and is traced on the meta device",
+            remedy="Make it where an input is: torch.arange(n, device=x.device); hold what is "
+            f"given by numbers in a buffer. It was traced to:\n{error}",
+        ) from error
+
+
+def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    return list(module.graph.find_nodes(op="placeholder"))

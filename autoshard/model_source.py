@@ -1,0 +1,214 @@
+"""A model by name: `module:factory`, a Hugging Face directory, or a configuration class."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoshard.errors import ConfigError, message
+
+
+@dataclass
+class ModelCall:
+    """A model, the arguments of one call of it, and the tokens in them where that is known."""
+
+    model: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    tokens: int | None = None
+
+
+def load_model(name: str, entries: Mapping[str, Any] | None = None) -> nn.Module:
+    """The model `name` means, on the CPU, in the dtype it is stored in.
+
+    name: a directory with a Hugging Face `config.json` and weights; the name of a configuration
+        class of transformers (`LlamaConfig`), whose weights are then random; or `module:factory`,
+        called without arguments (`model_and_call` says what it returns).
+    entries: of the Hugging Face configuration, in place of its own.
+
+    Raises ConfigError for what cannot be found.
+    """
+    if is_factory(name):
+        return model_and_call(callable_named(name)(), name)[0]
+    config = _configuration(name, entries or {})
+    causal_lm = _transformers(name).AutoModelForCausalLM
+    if (Path(name) / "config.json").is_file():
+        loaded: nn.Module = causal_lm.from_pretrained(name, config=config, dtype="auto")
+        return loaded
+    return _causal_lm(config, "cpu")
+
+
+def load_on_meta(
+    name: str,
+    batch: int,
+    sequence: int,
+    dtype: torch.dtype,
+    entries: Mapping[str, Any] | None = None,
+) -> ModelCall:
+    """The model `name` means, without weights, its floating-point parameters in `dtype`.
+
+    name, entries: as for `load_model`; of a directory only the `config.json` is read. A factory is
+        called under torch.device("meta"), with `batch` and `sequence` where it takes arguments of
+        these names. A language model may come alone: it is called with input_ids and labels of
+        [batch, sequence].
+
+    Raises ConfigError for what cannot be found.
+    """
+    if is_factory(name):
+        found = _from_factory(name, batch, sequence, dtype)
+    else:
+        config = _configuration(name, entries or {})
+        longest = getattr(config, "max_position_embeddings", None)
+        if isinstance(longest, int) and longest < sequence:
+            remedy = f"Give --sequence {longest}, or --option max_position_embeddings={sequence}."
+            what = f"a sequence of {sequence} is longer than max_position_embeddings={longest}"
+            raise ConfigError(message(what, remedy=remedy))
+        found = _language_model(_causal_lm(config, "meta").to(dtype), batch, sequence)
+    kept: Any = getattr(found.model, "config", None)
+    if hasattr(kept, "use_cache"):
+        kept.use_cache = False  # a cache of keys and values has no use in training
+    return found
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a Hugging Face directory, or None where there is none."""
+    files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    if not any((Path(name) / file).is_file() for file in files):
+        return None
+    return _transformers(name).AutoTokenizer.from_pretrained(name)
+
+
+def is_factory(name: str) -> bool:
+    """Whether `name` is of the form `module:factory`."""
+    return ":" in name and not Path(name).exists()
+
+
+def callable_named(name: str) -> Callable[..., Any]:
+    """The callable of `module:factory`; modules of the working directory are found too."""
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise ConfigError(
+            message(f"{name!r} is no module:factory", remedy="Name a callable that makes a model.")
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ConfigError(message(f"{name!r} cannot be found: {error}")) from error
+    if not callable(found):
+        raise ConfigError(message(f"{name!r} is a {type(found).__name__}, not a function"))
+    return found  # type: ignore[no-any-return]
+
+
+def model_and_call(made: Any, source: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """What a factory returned, as (model, args, kwargs) of one call; ConfigError names `source`.
+
+    A factory returns the model, or (model, args), (model, kwargs) or (model, args, kwargs); args
+    may be one tensor. A model that torch.compile wrapped is unwrapped.
+    """
+    model, *rest = made if isinstance(made, tuple) and made else (made,)
+    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, nn.Module) or len(rest) > 2:
+        raise ConfigError(
+            message(
+                f"{source} returned a {type(model).__name__}, not a torch.nn.Module",
+                remedy="Return the model, or (model, args), or (model, args, kwargs).",
+            )
+        )
+    args: Any = rest[0] if rest else ()
+    kwargs = rest[1] if len(rest) > 1 else {}
+    if isinstance(args, Mapping) and not kwargs:  # (model, kwargs) has one reading only
+        args, kwargs = (), args
+    return model, tuple(args) if isinstance(args, (tuple, list)) else (args,), dict(kwargs)
+
+
+def _from_factory(name: str, batch: int, sequence: int, dtype: torch.dtype) -> ModelCall:
+    factory = callable_named(name)
+    known = inspect.signature(factory).parameters
+    given = {k: v for k, v in (("batch", batch), ("sequence", sequence)) if k in known}
+    with torch.device("meta"):
+        model, args, kwargs = model_and_call(factory(**given), name)
+    model = model.to("meta", dtype)
+    if not args and not kwargs and "input_ids" in inspect.signature(model.forward).parameters:
+        return _language_model(model, batch, sequence)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
+    return ModelCall(model, args, kwargs)
+
+
+def _language_model(model: nn.Module, batch: int, sequence: int) -> ModelCall:
+    ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
+    return ModelCall(model, (), {"input_ids": ids, "labels": ids.clone()}, ids.numel())
+
+
+def _configuration(name: str, entries: Mapping[str, Any]) -> Any:
+    transformers = _transformers(name)
+    if (Path(name) / "config.json").is_file():
+        config = transformers.AutoConfig.from_pretrained(name, **entries)
+    else:
+        made = getattr(transformers, name, None)
+        base = transformers.PretrainedConfig
+        if not (isinstance(made, type) and issubclass(made, base)):
+            raise ConfigError(
+                message(
+                    f"{name} is no directory with a config.json, no module:factory and no "
+                    "configuration class of transformers",
+                    remedy="Such a class is LlamaConfig.",
+                )
+            )
+        config = made(**entries)
+    default = type(config)()  # a configuration keeps whatever it is given
+    unknown = [key for key in entries if not hasattr(default, key)]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], default.to_dict(), n=1)
+        raise ConfigError(
+            message(
+                f"{type(config).__name__} has no entry {unknown[0]!r}",
+                remedy=f"Did you mean {near[0]!r}?" if near else None,
+            )
+        )
+    return config
+
+
+def _causal_lm(config: Any, device: str) -> nn.Module:
+    """A causal language model of the configuration, with the weights it is initialised with."""
+    transformers = _transformers(type(config).__name__)
+    try:
+        with torch.device(device):
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise ConfigError(
+            message(
+                f"{type(config).__name__} makes no causal language model",
+                remedy="Write a module:factory that returns (model, args) for it.",
+            )
+        ) from error
+    if getattr(model, "loss_type", None) is None:
+        # else its guess is logged, which Dynamo cannot trace
+        model.loss_type = "ForCausalLM"  # type: ignore[assignment]
+    return model
+
+
+def _transformers(name: str) -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            message(
+                f"{name} is of Hugging Face, and transformers is not installed",
+                remedy="pip install 'autoshard[export]', or name a module:factory.",
+            )
+        ) from error

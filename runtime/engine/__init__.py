@@ -1,0 +1,21 @@
+"""Run the engines of an engine directory, one a rank: buffers, communicator, generation.
+
+    torchrun --nproc-per-node=2 serve.py
+
+    engine = autoshard.runtime.engine.load("engines")
+    print(engine.generate([[1, 2, 3], [4, 5]], max_new_tokens=32))
+"""
+
+from __future__ import annotations
+
+from autoshard.runtime.engine.execution import FORMAT, FORMAT_VERSION, TensorRT, load, read_config
+from autoshard.runtime.engine.generation import Engine
+
+__all__ = [
+    "FORMAT",
+    "FORMAT_VERSION",
+    "Engine",
+    "TensorRT",
+    "load",
+    "read_config",
+]

@@ -1,0 +1,148 @@
+"""Load the engines of an engine directory: its configuration, and TensorRT with a communicator.
+
+TensorRT is imported when an engine is loaded, by the name the directory's config.json gives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autoshard.runtime import compat
+from autoshard.runtime.engine.generation import Engine
+from autoshard.runtime.errors import AutoshardError, message
+
+FORMAT, FORMAT_VERSION = "autoshard-engine", 1
+
+
+def load(directory: str | Path, group: Any = None) -> Engine:
+    """This process's engine, ready to run on its GPU.
+
+    group: the process group of the ranks, of the size of the engine's mesh; None: the whole world,
+    which is started from torchrun's variables where it is not. Collective. Raises AutoshardError
+    where sizes differ, the file is not an engine directory's, or TensorRT cannot load it.
+    """
+    config = read_config(directory)
+    ranks = len(config["ranks"])
+    if ranks > 1 and group is None:
+        if not dist.is_initialized():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+            dist.init_process_group("nccl")
+        group = dist.group.WORLD
+    size = 1 if group is None else dist.get_world_size(group)
+    if size != ranks:
+        raise AutoshardError(
+            message(
+                f"{directory} holds engines of {ranks} ranks, and the group has {size}",
+                remedy=f"Start {ranks} processes, or give load(..., group=) of {ranks}.",
+            )
+        )
+    rank = 0 if group is None else dist.get_rank(group)
+    data = (Path(directory) / config["ranks"][rank]["file"]).read_bytes()
+    return Engine(config, TensorRT(config, data, group), torch.device("cuda"), group)
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """The config.json of an engine directory, its format and version checked."""
+    path = Path(directory) / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise AutoshardError(message(f"{path} cannot be read: {error}")) from error
+    found = config.get("format"), config.get("format_version")
+    if found != (FORMAT, FORMAT_VERSION):
+        raise AutoshardError(
+            message(
+                f"{path} is of format {found[0]} {found[1]}, this version reads {FORMAT} "
+                f"{FORMAT_VERSION}",
+                remedy="Export the engines again with this version.",
+            )
+        )
+    return config
+
+
+class TensorRT:
+    """A deserialized engine and its execution context; an `Execute`.
+
+    config: of the directory. data: the engine's bytes. group: the ranks it communicates with.
+    """
+
+    def __init__(self, config: Mapping[str, Any], data: bytes, group: Any) -> None:
+        builder = config["builder"]
+        try:
+            trt = importlib.import_module(builder["module"])
+        except ImportError as error:
+            raise AutoshardError(
+                message(
+                    f"the engine was built by {builder['module']} {builder['version']}, which is "
+                    "not installed"
+                )
+            ) from error
+        self._runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
+        self._engine = self._runtime.deserialize_cuda_engine(data)
+        if self._engine is None:
+            found = hashlib.sha256(data).hexdigest()
+            if found not in {rank.get("sha256") for rank in config["ranks"]}:
+                raise AutoshardError(
+                    message(
+                        f"the file of the engine is damaged: its SHA-256 is {found}, which is "
+                        "that of no rank in config.json",
+                        remedy="Copy or export the engines again.",
+                    )
+                )
+            raise AutoshardError(
+                message(
+                    f"{builder['module']} {trt.__version__} cannot load the engine",
+                    remedy=f"It was built by version {builder['version']} for compute capability "
+                    f"{', '.join(builder['compute_capabilities']) or 'of its machine'}.",
+                )
+            )
+        self._context = self._engine.create_execution_context()
+        self._group = group
+        if group is not None:
+            # torch makes the communicator at the first collective, and keeps it with the group
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+            if self._context.set_communicator(_capsule(compat.nccl_communicator(group))) is False:
+                raise AutoshardError(message("the engine refused the NCCL communicator"))
+        self._outputs = config["outputs"]
+
+    def __call__(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Run once on the current stream."""
+        context = self._context
+        for name, tensor in inputs.items():
+            if not context.set_input_shape(name, tuple(tensor.shape)):
+                raise AutoshardError(
+                    message(f"the engine takes no {name} of shape {tuple(tensor.shape)}")
+                )
+            context.set_tensor_address(name, tensor.data_ptr())
+        outputs: dict[str, torch.Tensor] = {}
+        for port in self._outputs:
+            name = port["name"]
+            cache = name.removesuffix("_out")
+            if port["role"].endswith("cache"):
+                outputs[name] = inputs[cache]  # by contract the same memory
+            else:
+                shape = tuple(context.get_tensor_shape(name))
+                dtype = getattr(torch, port["dtype"])
+                outputs[name] = torch.empty(shape, dtype=dtype, device="cuda")
+            context.set_tensor_address(name, outputs[name].data_ptr())
+        if not context.execute_async_v3(torch.cuda.current_stream().cuda_stream):
+            raise AutoshardError(message("the engine failed to run; TensorRT has logged why"))
+        return outputs
+
+
+def _capsule(address: int) -> Any:
+    """What TensorRT takes a communicator as."""
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype = ctypes.py_object
+    new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    return new(address, None, None)

@@ -1,0 +1,181 @@
+"""The import graph of the package: its modules, who imports whom, its circles, its closed doors."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+#: Folder of the repository -> the package it installs as.
+PACKAGES = {
+    "autoshard": "autoshard",
+    "passes": "autoshard.passes",
+    "runtime": "autoshard.runtime",
+}
+
+#: Packages whose files and folders are doors of their own.
+OPEN = ("autoshard", "autoshard.runtime")
+
+Edges = Mapping[str, Set[str]]
+
+
+def imported_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of each import outside of TYPE_CHECKING; `from a import b` gives a.b."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for other in node.orelse:
+                yield from imported_names(other)
+        elif isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            dots = "." * node.level  # a relative import keeps its dots: nobody may write one
+            names = [f"{dots}{node.module or ''}.{alias.name}" for alias in node.names]
+            yield from ((node.lineno, name) for name in names)
+        else:
+            yield from imported_names(node)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The Python files of a repository under `root`."""
+
+    root: Path
+
+    @cached_property
+    def files(self) -> dict[str, Path]:
+        """Module -> file; a package is its `__init__`."""
+        found = {}
+        for folder, package in PACKAGES.items():
+            for file in sorted((self.root / folder).rglob("*.py")):
+                parts = file.relative_to(self.root / folder).with_suffix("").parts
+                parts = parts[:-1] if parts[-1] == "__init__" else parts
+                found[".".join((package, *parts))] = file
+        return found
+
+    @cached_property
+    def packages(self) -> set[str]:
+        """The modules that are folders."""
+        return {module for module, file in self.files.items() if file.name == "__init__.py"}
+
+    @cached_property
+    def names(self) -> dict[str, list[tuple[int, str]]]:
+        """Module -> what it imports."""
+        return {
+            module: list(imported_names(ast.parse(file.read_text())))
+            for module, file in self.files.items()
+        }
+
+    @cached_property
+    def edges(self) -> Edges:
+        """Module -> modules of the package that it imports, lazy imports counted."""
+        found: dict[str, set[str]] = {}
+        for module, names in self.names.items():
+            targets = {self.target(name) for _, name in names} - {None, module}
+            found[module] = {target for target in targets if target is not None}
+        return found
+
+    def target(self, name: str) -> str | None:
+        """The module that the dotted name is, or is in; None for another distribution's."""
+        if name in self.files:
+            return name
+        package = name.rpartition(".")[0]
+        return package if package in self.files else None
+
+    def rooms(self) -> dict[str, set[str]]:
+        """File or folder directly in `autoshard` -> the other ones that it imports."""
+        found: dict[str, set[str]] = {}
+        for module, targets in self.edges.items():
+            if module != "autoshard":
+                room = module.split(".")[1]
+                reached = {t.split(".")[1] for t in targets if t != "autoshard"}
+                found.setdefault(room, set()).update(reached - {room})
+        return found
+
+    def deep_imports(self) -> list[str]:
+        """Imports of a file in a folder, from outside of the folder and not by its door."""
+        found = []
+        for module, names in self.names.items():
+            for line, name in names:
+                target = self.target(name)
+                if target is None:
+                    continue
+                parts = target.split(".")
+                outer = [".".join(parts[:i]) for i in range(1, len(parts))]
+                closed = [
+                    package
+                    for package in outer
+                    if package not in OPEN and not f"{module}.".startswith(f"{package}.")
+                ]
+                if closed:
+                    file = self.files[module].relative_to(self.root).as_posix()
+                    found.append(f"{file}:{line}: {target} is behind the door {closed[0]}")
+        return found
+
+    def shadowed_modules(self) -> list[str]:
+        """Modules whose name their folder's `__init__` also gives to something of its own."""
+        found = []
+        for package in sorted(self.packages):
+            tree = ast.parse(self.files[package].read_text())
+            bound = {
+                alias.asname or alias.name: f"{node.module}.{alias.name}"
+                for node in tree.body
+                if isinstance(node, ast.ImportFrom)
+                for alias in node.names
+            }
+            for name, source in bound.items():
+                module = f"{package}.{name}"
+                if module in self.files and source != module:
+                    found.append(f"{module} is a file, and {source} under that name")
+        return found
+
+
+def circles(edges: Edges) -> list[list[str]]:
+    """The sets of nodes that reach each other, each sorted: Tarjan's strongly connected parts."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in sorted(edges.get(node, ())):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            start = stack.index(node)
+            part = sorted(stack[start:])
+            del stack[start:]
+            if len(part) > 1:
+                found.append(part)
+
+    for node in sorted(edges):
+        if node not in index:
+            visit(node)
+    return found
+
+
+def arrows_up(rooms: Edges, floors: tuple[tuple[str, ...], ...]) -> list[str]:
+    """Imports of a room that do not go to a lower floor."""
+    height = {room: floor for floor, names in enumerate(floors) for room in names}
+    return [
+        f"{room} (floor {height[room] + 1}) imports {other} (floor {height[other] + 1})"
+        for room in sorted(rooms)
+        for other in sorted(rooms[room])
+        if height[room] <= height[other]
+    ]
+
+
+def crowded_folders(folders: list[Path], most: int) -> list[str]:
+    """Folders of more than `most` files, `__init__` not counted."""
+    found = []
+    for folder in folders:
+        count = len([file for file in folder.glob("*.py") if file.name != "__init__.py"])
+        if count > most:
+            found.append(f"{folder} has {count} files")
+    return found
