@@ -266,15 +266,14 @@ class AutocastMode(FunctionalTensorMode):
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
         entered: list[fx.Node] = []
-        amp = torch.amp.autocast_mode
         for node in body.graph.nodes:
             if node.op != "placeholder" and not entered:
                 for device, setting in self.settings.items():
                     entry = (device, setting.dtype, True, None)
-                    entered.append(graph.call_function(amp._enter_autocast, entry))
+                    entered.append(graph.call_function(compat.ENTER_AUTOCAST, entry))
             if node.op == "output":
                 for region in reversed(entered):
-                    graph.call_function(amp._exit_autocast, (region,))
+                    graph.call_function(compat.EXIT_AUTOCAST, (region,))
             env[node] = graph.node_copy(node, env.__getitem__)
         wrapped = fx.GraphModule(body, graph)
         wrapped.meta.update(body.meta)

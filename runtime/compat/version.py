@@ -24,6 +24,7 @@ torch._C._autograd._saved_tensors_hooks_disable
 torch._C._autograd._saved_tensors_hooks_enable
 torch._C._current_graph_task_id
 torch._C._dispatch_has_kernel_for_dispatch_key
+torch._C._distributed_c10d._resolve_process_group
 torch._C._dynamo.eval_frame.set_code_exec_strategy
 torch._C._functions.AccumulateGrad
 torch._C._is_any_autocast_enabled
@@ -39,13 +40,12 @@ torch._dynamo.symbolic_convert.TensorifyState
 torch._dynamo.types.FrameAction
 torch._dynamo.types.FrameExecStrategy
 torch._dynamo.variables.builder.VariableBuilder.wrap_module
-torch._dynamo.variables.builtin.BuiltinVariable.call_setattr
+torch._dynamo.variables.builtin.BuiltinVariable
 torch._functionalize_has_data_mutation
 torch._guards.CompileContext.current_compile_id
 torch._guards.Guard
 torch._guards.TracingContext.try_get
 torch._logging.trace_structured
-torch._ops.OpOverload._schema
 torch._subclasses.fake_tensor.FakeTensor
 torch._subclasses.fake_tensor.FakeTensorMode
 torch._subclasses.functional_tensor.FunctionalTensor
