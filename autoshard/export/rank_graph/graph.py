@@ -271,7 +271,7 @@ def plan_inference(
     are. dynamic: (minimum, optimum,
     maximum) of the sizes "batch" (dim 0 of every input) and "sequence" (dim 1); a size that is
     not named is that of the example. max_length: tokens of a key-value cache, None for none.
-    hardware: the machine to plan for, a key of `planning.hardware.HARDWARE`.
+    hardware: the machine to plan for, a key of `planning.cost.HARDWARE`.
 
     The model is neither run nor changed. Raises what torch.compile(fullgraph=True) raises where it
     breaks the graph, and ExportError.

@@ -43,7 +43,7 @@ def tensorrt(
         dim 1; what is not named has the size of the example.
     max_length: tokens a key-value cache holds; None: whole sequences, without a cache.
     compute_capability: of the GPUs to build for, such as "8.9", or several; None: the builder's
-        default. hardware: the machine to plan for (`planning.hardware.HARDWARE`).
+        default. hardware: the machine to plan for (`planning.cost.HARDWARE`).
     builder: the module `tensorrt` (11 or later) or `tensorrt_rtx`; None: the one installed.
     progress: called with (what, done, total).
 
