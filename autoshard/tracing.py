@@ -37,8 +37,8 @@ def trace(
     model: any unsharded module; on the meta device it costs no memory, whatever its size. It is
         neither changed nor run. args, kwargs: an example batch, on the model's device.
     mesh: sizes by axis name, such as {"tp": 8}. dynamic: as in torch.compile.
-    hardware: the machine to plan for, a key of `planning.hardware.HARDWARE` such as "h100"; None
-        for the nearest to the model's device. microbatch: "single", or the program that runs in
+    hardware: the machine to plan for, a key of `planning.cost.HARDWARE` such as "h100"; None
+        for that of the model's device. microbatch: "single", or the program that runs in
         `no_sync` ("accumulate") or after it ("flush"). options: any other field of
         `autoshard.Config`.
 

@@ -96,7 +96,7 @@ def search_meshes(
 
     model, args, kwargs: as for `autoshard.trace`; on the meta device nothing is allocated. The
         batch is that of one data-parallel rank.
-    hardware: a key of `planning.hardware.HARDWARE`, a cluster file, or a Cluster. mesh: only this
+    hardware: a key of `planning.cost.HARDWARE`, a cluster file, or a Cluster. mesh: only this
         one, instead of all factorisations with tp inside a node. training: dtypes and optimizer.
     memory: what estimates a rank's bytes. batches: how many different batches the world is given,
         where that is less than one for each data-parallel rank: the others repeat work. progress:
