@@ -39,12 +39,8 @@ from autoshard.runtime.compat.dynamo import (
     specialize_floats,
     trace_as_ours,
 )
-from autoshard.runtime.compat.inductor import (
-    DECOMPOSITIONS,
-    Lowered,
-    inductor_compile,
-    inductor_graphs,
-)
+from autoshard.runtime.compat.inductor import DECOMPOSITIONS, inductor_compile
+from autoshard.runtime.compat.inductor_memory import InductorGraph, InductorStep, inductor_step
 from autoshard.runtime.compat.modes import (
     ENTER_AUTOCAST,
     ENTER_INFERENCE,
@@ -110,7 +106,8 @@ __all__ = [
     "FunctionalTensorMode",
     "GET_DATA",
     "GraphInput",
-    "Lowered",
+    "InductorGraph",
+    "InductorStep",
     "RestartTrace",
     "SAVED_TENSOR_HOOKS",
     "SET_GRAD",
@@ -135,7 +132,7 @@ __all__ = [
     "has_hooks",
     "in_backward",
     "inductor_compile",
-    "inductor_graphs",
+    "inductor_step",
     "initialiser_of",
     "is_in_a_graph",
     "is_traceable_wrapper_subclass",

@@ -17,7 +17,7 @@ from autoshard.runtime.parameters.data_unsharding import (
     deferred_at,
     unshard,
 )
-from autoshard.runtime.parameters.gradients import Layouts
+from autoshard.runtime.parameters.gradients import Layouts, keeps_storage
 from autoshard.runtime.parameters.layout import (
     as_dtensors,
     extents,
@@ -53,6 +53,7 @@ __all__ = [
     "discard_pending",
     "extents",
     "has_policy",
+    "keeps_storage",
     "local_bounds",
     "local_part",
     "cast_parameters",

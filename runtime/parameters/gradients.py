@@ -94,8 +94,15 @@ def _wasteful(grads: Sequence[torch.Tensor | None], overlap: set[int]) -> list[i
     return [
         i
         for i, grad in alone.items()
-        if 4 * used[storages[i].data_ptr()] < 3 * storages[i].nbytes() or not grad.is_contiguous()
+        if not grad.is_contiguous()
+        or not keeps_storage(used[storages[i].data_ptr()], storages[i].nbytes())
     ]
+
+
+def keeps_storage(used: int, nbytes: int) -> bool:
+    """Whether gradients of `used` bytes together stay views of a storage of `nbytes`: where they
+    are three quarters of it or more. Less would keep too much else alive, and is copied."""
+    return 4 * used >= 3 * nbytes
 
 
 def accumulate(
