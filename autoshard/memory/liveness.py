@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from autoshard.passes import WAIT, start_of
 from autoshard.planning import tensor_bytes
+from autoshard.runtime import compat
 
 aten = torch.ops.aten
 
@@ -125,7 +125,7 @@ def _shared(node: fx.Node, source: Any) -> bool:
     ours, theirs = node.meta.get("val"), source.meta.get("val")
     if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
         return False
-    return StorageWeakRef(ours.untyped_storage()) == StorageWeakRef(theirs.untyped_storage())
+    return compat.same_storage(ours, theirs)
 
 
 def _index(node: fx.Node) -> int:

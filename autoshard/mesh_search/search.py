@@ -35,7 +35,7 @@ from autoshard.planning.estimate import (
 )
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import AXIS_ORDER, offline_mesh
-from autoshard.runtime.parameters import lowered
+from autoshard.runtime.parameters import casting
 
 Mesh = dict[str, int]
 Progress = Callable[[str, int, int], None]
@@ -94,7 +94,7 @@ def search_meshes(
 
     model, args, kwargs: as for `autoshard.trace`; on the meta device nothing is allocated. The
         batch is that of one data-parallel rank.
-    hardware: a key of `planning.hardware.HARDWARE`, a cluster file, or a Cluster. mesh: only this
+    hardware: a key of `planning.cost.HARDWARE`, a cluster file, or a Cluster. mesh: only this
         one, instead of all factorisations with tp inside a node. training: dtypes and optimizer.
     batches: how many different batches the world is given, where that is less than one for each
         data-parallel rank: the others repeat work. progress: called with (what begins, its number,
@@ -120,7 +120,7 @@ def search_meshes(
     say = progress or _silent
     say("tracing", 1, steps)
     use = use_by(settings, None)
-    with _no_collector(), contextlib.nullcontext() if use.param is None else lowered(model, use):
+    with _no_collector(), contextlib.nullcontext() if use.param is None else casting(model, use):
         found = intercept(model, args, kwargs, search)
     return found
 

@@ -7,11 +7,11 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 from torch.utils._ordered_set import OrderedSet
 
 from autoshard.runtime.compat.aot import Finish
+from autoshard.runtime.compat.version import probe_compilers
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 """Operators that Inductor gets in smaller ones, which it fuses."""
@@ -30,6 +30,7 @@ def inductor_compile(
 ) -> Callable[..., Any]:
     """AOTAutograd and Inductor. digest: what `finish` depends on besides the graph. order: what
     Inductor must keep."""
+    probe_compilers()
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -80,11 +81,6 @@ def fresh_cache() -> contextlib.AbstractContextManager[Any]:
     from torch._inductor.utils import fresh_cache
 
     return fresh_cache()  # type: ignore[no-any-return]
-
-
-def allocators() -> Any:
-    """The module by whose `_empty_strided_cpu` Inductor's code allocates, past every mode."""
-    return torch._C._dynamo.guards
 
 
 def keep_order(order: Order | None) -> Any:
