@@ -17,26 +17,20 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.agreed_build import build_agreed, unplanned_parameters
-from autoshard.batch_check import batch_checker
+from autoshard.building import batch_checker, build_agreed, unplanned_parameters
 from autoshard.capture import device_type
 from autoshard.compiling import check_serving, compile_local, refuse_unsharded, settings, use_by
 from autoshard.config import Config
 from autoshard.errors import ConfigError, message
 from autoshard.mesh_search import choose
 from autoshard.parameters import store
-from autoshard.passes import (
-    ENABLE_GRAD,
-    OUTPUT_EXTENTS,
-    OUTPUT_STATES,
-    PENDING_INPUTS,
-    PendingInput,
-)
+from autoshard.passes import PendingInput
 from autoshard.program import Program
 from autoshard.program_registry import ProgramHandle, register
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree, attempt, wait_at_most
 from autoshard.runtime.collectives import State
+from autoshard.runtime.graph_meta import ENABLE_GRAD, OUTPUT_EXTENTS, OUTPUT_STATES, PENDING_INPUTS
 from autoshard.runtime.lazy import LazyGather, wrap_outputs
 from autoshard.runtime.mesh import Mesh, data_coordinate, init_mesh, start_world
 from autoshard.runtime.parameters import (

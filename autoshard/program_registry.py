@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from autoshard.program import Program
+from autoshard.runtime.graph_meta import ENABLE_GRAD
 
 
 class ProgramHandle:
@@ -24,7 +25,7 @@ class ProgramHandle:
 
     def __init__(self, program: Program, parameters: Iterable[nn.Parameter]) -> None:
         self._program: Program | None = program
-        enables = bool(program.serial.meta.get("enable_grad"))  # a graph that turns gradients on
+        enables = bool(program.serial.meta.get(ENABLE_GRAD))  # a graph that turns gradients on
         self._backward_to_come = enables or torch.is_grad_enabled()
         self.microbatch = program.microbatch
         me = weakref.ref(self)

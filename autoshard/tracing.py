@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from autoshard.build import build_program
+from autoshard.building import build_program
 from autoshard.capture import example_device, intercept
 from autoshard.compiling import use_by
 from autoshard.config import Config

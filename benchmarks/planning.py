@@ -39,7 +39,8 @@ from unittest import mock
 import torch
 
 import autoshard
-from autoshard import build, tracing
+from autoshard import tracing
+from autoshard.building import one_rank as build
 from autoshard.passes.localize import Localize
 
 LAYERS = (2, 4, 8, 16, 32, 80)

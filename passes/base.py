@@ -14,9 +14,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autoshard.passes.meta import DIFF, PASS
 from autoshard.runtime.collectives import Axis, State, chunk_bounds, shard_dim
 from autoshard.runtime.errors import source_line
+from autoshard.runtime.graph_meta import DIFF, PASS
 
 CARRIED = ("stack_trace", "nn_module_stack", "custom", "recompute", "ac_graph_id")
 """Metadata a new node takes over from the node it is made for."""

@@ -19,9 +19,9 @@ import torch
 from torch import fx
 
 from autoshard.passes.base import emit
-from autoshard.passes.meta import BUCKET, CHANGE, MODULE
 from autoshard.planning import tensor_bytes
 from autoshard.planning.cost import default_bucket_bytes, fill_buckets, reference_bytes
+from autoshard.runtime.graph_meta import BUCKET, CHANGE, MODULE
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -34,8 +34,8 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autoshard.passes.base import Context, Report, emit
-from autoshard.passes.meta import DIFF
 from autoshard.planning import same_shape
+from autoshard.runtime.graph_meta import DIFF
 
 aten = torch.ops.aten
 

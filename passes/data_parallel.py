@@ -35,8 +35,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard.passes.base import Context, Report, emit, local_value, set_region
 from autoshard.passes.bucketing import kind_of
-from autoshard.passes.meta import BUCKET, CHANGE, PENDING_INPUTS
 from autoshard.runtime.collectives import Axis, R, State, shard_dim
+from autoshard.runtime.graph_meta import BUCKET, CHANGE, PENDING_INPUTS
 from autoshard.runtime.parameters import (
     ACCUMULATE,
     SINGLE,

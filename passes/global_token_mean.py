@@ -24,10 +24,10 @@ import torch
 from torch import fx
 
 from autoshard.passes.base import Context, Report, emit
-from autoshard.passes.meta import CHANGE
 from autoshard.planning import LOSSES, packet
 from autoshard.runtime import operators
 from autoshard.runtime.collectives import Axis
+from autoshard.runtime.graph_meta import CHANGE
 from autoshard.runtime.operators import (
     own_tokens,
     share_of_tokens,

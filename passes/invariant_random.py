@@ -29,9 +29,9 @@ import torch
 from torch import fx
 
 from autoshard.passes.base import Context, Report, emit, set_region
-from autoshard.passes.meta import DIFF, PASS
 from autoshard.planning import same_shape
 from autoshard.runtime import randomness
+from autoshard.runtime.graph_meta import DIFF, PASS, RANDOM_STATE
 
 aten = torch.ops.aten
 _ops = torch.ops.autoshard
@@ -232,7 +232,7 @@ def _states(node: fx.Node) -> tuple[str, str]:
 
     A block of `rng.fork` names one of the two; which one is used follows from the plan.
     """
-    name = node.meta.get("custom", {}).get(randomness.RANDOM_STATE)
+    name = node.meta.get("custom", {}).get(RANDOM_STATE)
     if name in (randomness.DEFAULT, randomness.DATA):
         return name, randomness.TENSOR
     return randomness.DATA, name or randomness.TENSOR

@@ -38,18 +38,6 @@ from autoshard.passes.base import (
     set_region,
     user_line,
 )
-from autoshard.passes.meta import (
-    CHANGE,
-    DIFF,
-    LINE,
-    MODULE,
-    MUTATED,
-    N_OUTPUTS,
-    OUTPUT_EXTENTS,
-    OUTPUT_STATES,
-    READER,
-    READER_LINE,
-)
 from autoshard.planning import Decisions, Strategy, operands, output_state, producer, value
 from autoshard.planning.rules import size_entry
 from autoshard.runtime.collectives import (
@@ -61,6 +49,18 @@ from autoshard.runtime.collectives import (
     chunk_bounds,
     forward_value,
     shard_dim,
+)
+from autoshard.runtime.graph_meta import (
+    CHANGE,
+    DIFF,
+    LINE,
+    MODULE,
+    MUTATED,
+    N_OUTPUTS,
+    OUTPUT_EXTENTS,
+    OUTPUT_STATES,
+    READER,
+    READER_LINE,
 )
 from autoshard.runtime.operators import unbound
 

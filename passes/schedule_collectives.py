@@ -46,8 +46,8 @@ from autoshard.passes.bucketing import (
     sort_stable,
     waits_of,
 )
-from autoshard.passes.meta import PASS
 from autoshard.planning import is_view
+from autoshard.runtime.graph_meta import PASS
 
 
 @dataclass(frozen=True)

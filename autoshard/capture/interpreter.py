@@ -18,12 +18,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard.capture.autocast import AutocastMode
-from autoshard.passes import NO_GRAD
 from autoshard.runtime import compat
 from autoshard.runtime.compat import FunctionalTensor
 from autoshard.runtime.errors import CaptureError, message, source_line
+from autoshard.runtime.graph_meta import NO_GRAD, RANDOM_STATE
 from autoshard.runtime.parameters import materialize
-from autoshard.runtime.randomness import RANDOM_STATE, region
+from autoshard.runtime.randomness import region
 
 IDENTITY_TARGETS: set[Callable[..., Any]] = {materialize}
 """Functions of one tensor that capture reads as the identity."""

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from autoshard.capture.interpreter import Extra, Hop, Slot, TraceState
-from autoshard.passes import DIFF, MUTATED, N_OUTPUTS, NO_GRAD
 from autoshard.runtime import compat
+from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS, NO_GRAD
 
 aten = torch.ops.aten
 

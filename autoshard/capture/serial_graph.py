@@ -38,7 +38,6 @@ from autoshard.capture.interpreter import (
 )
 from autoshard.capture.rebuild import Rebuild, Seen
 from autoshard.capture.transforms import inline_transforms
-from autoshard.passes import DIFF, ENABLE_GRAD
 from autoshard.runtime import compat
 from autoshard.runtime.compat import (
     FakeTensor,
@@ -47,6 +46,7 @@ from autoshard.runtime.compat import (
     is_traceable_wrapper_subclass,
 )
 from autoshard.runtime.errors import CaptureError, message, source_line
+from autoshard.runtime.graph_meta import DIFF, ENABLE_GRAD
 from autoshard.runtime.lazy import LazyGather
 
 GLOBAL_TYPES = (DTensor, LazyGather)

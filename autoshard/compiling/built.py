@@ -17,7 +17,6 @@ from autoshard.config import Config
 from autoshard.passes import SILENT, Watch, finish, local_value, specialize
 from autoshard.planning import Decisions, Plan
 from autoshard.planning.cost import Hardware
-from autoshard.planning.estimate import STORED
 from autoshard.runtime.collectives import Axis, R, State, data_axes
 from autoshard.runtime.compat import (
     ForwardBackward,
@@ -25,6 +24,7 @@ from autoshard.runtime.compat import (
     forward_backward,
     inductor_step,
 )
+from autoshard.runtime.graph_meta import STORED_DTYPE
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import SINGLE
 
@@ -106,7 +106,7 @@ class Built:
         val = local_value(node.meta["val"], self.decisions.stored[node], self.axis)
         for axis in reversed(data_axes(self.mesh.axes)):
             val = local_value(val, self.data[node].get(axis.name, R), axis)
-        dtype = node.meta.get(STORED, val.dtype)
+        dtype = node.meta.get(STORED_DTYPE, val.dtype)
         return val if dtype == val.dtype else torch.empty_like(val, dtype=dtype)
 
     def without_gradient(self) -> list[str]:

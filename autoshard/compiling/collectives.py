@@ -10,8 +10,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.compiling.built import Built
-from autoshard.passes import CHANGE, LINE, MODULE, READER, READER_LINE
 from autoshard.planning import tensor_bytes
+from autoshard.runtime.graph_meta import CHANGE, LINE, MODULE, READER, READER_LINE
 
 _c10d = torch.ops._c10d_functional
 _LOGICAL_SIZE = {  # which tensor's bytes are the size of the collective: megatron's ledger

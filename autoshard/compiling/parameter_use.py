@@ -8,9 +8,9 @@ from torch import fx, nn
 from autoshard.capture import execution
 from autoshard.config import Config, Precision
 from autoshard.errors import ConfigError, message
-from autoshard.planning.estimate import REDUCED, STORED
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import deferred_axes
+from autoshard.runtime.graph_meta import REDUCED_DTYPE, STORED_DTYPE
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import (
     ACCUMULATE,
@@ -56,9 +56,9 @@ def say_stored(gm: fx.GraphModule, inputs: list[compat.GraphInput], config: Conf
     for i, (node, item) in enumerate(zip(placeholders, inputs, strict=True)):
         if isinstance(item.real, nn.Parameter) and item.real.is_floating_point():
             if i in lowered:
-                node.meta[STORED] = item.real.dtype
+                node.meta[STORED_DTYPE] = item.real.dtype
             if reduced is not None:
-                node.meta[REDUCED] = reduced
+                node.meta[REDUCED_DTYPE] = reduced
 
 
 def traced_microbatch(gm: fx.GraphModule) -> str:

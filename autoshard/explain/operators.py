@@ -9,8 +9,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.compiling import Built
-from autoshard.passes import DIFF
 from autoshard.planning import cost, operands, strategy_text, value
+from autoshard.runtime.graph_meta import DIFF
 
 
 def planned_operators(built: Built) -> dict[fx.Node, str]:

@@ -9,11 +9,12 @@ import torch
 from torch import fx
 
 from autoshard.compiling import Built
-from autoshard.passes import DIFF, module_path, user_line
+from autoshard.passes import module_path, user_line
 from autoshard.planning import operands, value
 from autoshard.planning.rules import rules_for
 from autoshard.runtime.collectives import R, State, V, shard_dim
 from autoshard.runtime.errors import PlanError
+from autoshard.runtime.graph_meta import DIFF
 
 
 @dataclass(frozen=True)

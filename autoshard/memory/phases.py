@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autoshard.memory.liveness import Change, Storage, storages, walk
-from autoshard.passes import GATHERS, PASS, BucketGradients, BucketParameters
+from autoshard.passes import GATHERS, BucketGradients, BucketParameters
 from autoshard.planning import tensor_bytes
 from autoshard.runtime.compat import ForwardBackward, InductorGraph, InductorStep
+from autoshard.runtime.graph_meta import PASS
 from autoshard.runtime.parameters import keeps_storage
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"

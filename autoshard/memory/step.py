@@ -29,9 +29,9 @@ from autoshard.memory.phases import (
     Phases,
     phases,
 )
-from autoshard.passes import BUFFER, PENDING_INPUTS
 from autoshard.planning import tensor_bytes
 from autoshard.runtime.compat import ForwardBackward, InductorStep
+from autoshard.runtime.graph_meta import BUFFER, PENDING_INPUTS
 
 
 @dataclass(frozen=True)

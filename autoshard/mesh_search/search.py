@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from autoshard.build import plan_captured
+from autoshard.building import plan_captured
 from autoshard.capture import capture, intercept
 from autoshard.compiling import lowered_dtypes, say_stored, use_by
 from autoshard.config import Config

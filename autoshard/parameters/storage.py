@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autoshard.agreed_build import build_agreed, unplanned_parameters
+from autoshard.building import build_agreed, unplanned_parameters
 from autoshard.capture import example_device, intercept
 from autoshard.compiling import use_by
 from autoshard.config import Config

@@ -19,6 +19,7 @@ from autoshard.planning.strategy import Strategy, value
 from autoshard.planning.values import global_bytes, output_state, producer, shardable
 from autoshard.runtime.collectives import R, State, shard_dim
 from autoshard.runtime.errors import PlanError
+from autoshard.runtime.graph_meta import DIFF, N_OUTPUTS
 
 
 @dataclass(kw_only=True)
@@ -144,10 +145,10 @@ def stored_bytes(decisions: Decisions, n: int) -> int:
     total = 0.0
     for node in decisions.strategies:
         if node.op == "placeholder":
-            kept = TRAINED_BYTES if node in decisions.stored and node.meta.get("diff") else 1.0
+            kept = TRAINED_BYTES if node in decisions.stored and node.meta.get(DIFF) else 1.0
         else:
             kept = 1.0
-        if not node.meta.get("diff") and node not in decisions.stored:
+        if not node.meta.get(DIFF) and node not in decisions.stored:
             continue
         if isinstance(value(node), torch.Tensor):
             sharded = shard_dim(decisions.state(node)) is not None
@@ -170,7 +171,7 @@ def _solve(
         axis,
         stored=stored,
         output_domains=domains,
-        outputs_read=not any(_is_loss(r) for r in results[: gm.meta["n_outputs"]]),
+        outputs_read=not any(_is_loss(r) for r in results[: gm.meta[N_OUTPUTS]]),
     )
     problem = builder.build()
     if request.plan:
@@ -240,7 +241,7 @@ def _is_loss(result: object) -> bool:
         isinstance(result, fx.Node)
         and _is_tensor(result)
         and value(result).dim() == 0
-        and bool(result.meta.get("diff"))
+        and bool(result.meta.get(DIFF))
     )
 
 
@@ -249,7 +250,7 @@ def _output_domains(
 ) -> list[list[State]]:
     domains = []
     for i, result in enumerate(results):
-        free = lazy and i < gm.meta["n_outputs"] and _is_tensor(result)
+        free = lazy and i < gm.meta[N_OUTPUTS] and _is_tensor(result)
         assert not free or isinstance(result, fx.Node)
         if free and isinstance(result, fx.Node) and value(result).is_floating_point():
             domains.append([R, *shardable(value(result), n)])

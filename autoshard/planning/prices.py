@@ -14,6 +14,7 @@ from autoshard.planning.cost import Hardware
 from autoshard.planning.strategy import value
 from autoshard.planning.values import differentiable, global_bytes
 from autoshard.runtime.collectives import P, State, V, shard_dim
+from autoshard.runtime.graph_meta import DIFF
 
 # Bytes the training state keeps for each byte of a parameter: itself, its gradient, and two
 # moments of Adam.
@@ -91,7 +92,7 @@ class AxisPrices:
         """Seconds that storing an input in `state` is charged; nothing where it is no parameter."""
         if node not in self.parameters:
             return 0.0
-        trained = TRAINED_BYTES if node.meta.get("diff") else 1.0
+        trained = TRAINED_BYTES if node.meta.get(DIFF) else 1.0
         share = 1.0 if shard_dim(state) is None else 1.0 / self.n
         price = self.parameter_byte
         if value(node).dim() < 2:

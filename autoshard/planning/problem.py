@@ -34,6 +34,7 @@ from autoshard.planning.values import (
     tensor_bytes,
 )
 from autoshard.runtime.collectives import R, State, V
+from autoshard.runtime.graph_meta import DIFF
 
 # A consumer of a value: its variable, and the input state of each of its strategies.
 Consumer = tuple[int, list[State]]
@@ -149,7 +150,7 @@ class Builder:
         val = value(node)
         if isinstance(val, torch.Tensor):
             shape = tuple((str(e), cost.hint(e)) for e in val.shape)
-            return (shape, val.dtype, bool(node.meta.get("diff")), self._weighted.get(node))
+            return (shape, val.dtype, bool(node.meta.get(DIFF)), self._weighted.get(node))
         return (type(val).__name__, str(val))
 
     def _enumerate(

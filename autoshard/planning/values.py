@@ -12,6 +12,7 @@ from autoshard.planning import cost
 from autoshard.planning.operators import LOOKUPS, UNFUSED, packet
 from autoshard.planning.strategy import Strategy, value
 from autoshard.runtime.collectives import R, S, State, chunk_size
+from autoshard.runtime.graph_meta import DIFF
 
 
 def producer(node: fx.Node) -> tuple[fx.Node, int | None]:
@@ -76,7 +77,7 @@ def is_lookup(node: fx.Node) -> bool:
 
 def differentiable(node: fx.Node) -> bool:
     """Whether a gradient can flow to the node."""
-    return bool(node.meta.get("diff"))
+    return bool(node.meta.get(DIFF))
 
 
 def tensor_bytes(result: Any) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.build import build_program
+from autoshard.building import build_program
 from autoshard.capture import intercept
 from autoshard.config import Config
 from autoshard.planning.cost import hardware_of

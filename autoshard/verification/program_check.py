@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autoshard.passes import N_OUTPUTS, DataParallel, Localize, Pass, rank_program
+from autoshard.passes import DataParallel, Localize, Pass, rank_program
 from autoshard.program import Program
 from autoshard.runtime.collectives import (
     Axis,
@@ -29,6 +29,7 @@ from autoshard.runtime.collectives import (
     run_mesh,
     shard_dim,
 )
+from autoshard.runtime.graph_meta import N_OUTPUTS
 from autoshard.runtime.mesh import Mesh, data_coordinate
 from autoshard.runtime.parameters import local_part, owned
 

@@ -33,7 +33,6 @@ from autoshard.runtime.randomness.operators import (
 from autoshard.runtime.randomness.states import (
     DATA,
     DEFAULT,
-    RANDOM_STATE,
     TENSOR,
     TRACKER,
     State,
@@ -45,7 +44,6 @@ __all__ = [
     "ATTENTION",
     "DATA",
     "DEFAULT",
-    "RANDOM_STATE",
     "State",
     "TENSOR",
     "TRACKER",

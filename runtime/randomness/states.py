@@ -27,9 +27,6 @@ DEFAULT, DATA, TENSOR, EXPERT = "default", "data-parallel", "tensor-parallel", "
 STREAM = 0x9E3779B97F4A7C15
 """Times the index of a batch: odd, so that no two batches have one seed."""
 
-RANDOM_STATE = "autoshard_random_state"
-"""Key in `meta["custom"]` of a node in a `fork` block: the name of its state."""
-
 State = dict[str, torch.Tensor]
 _int64 = torch.iinfo(torch.int64)
 _lock = threading.RLock()

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autoshard.passes.meta import MODULE
 from autoshard.planning.cost import model as cost
 from autoshard.program import Program
 from autoshard.runtime.collectives.redistribution import change
 from autoshard.runtime.collectives.states import shard_dim
+from autoshard.runtime.graph_meta import MODULE
 from traced import programs, sharded_share
 
 N_RANKS, TOKENS, HIDDEN = 8, 4096, 4096

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autoshard
 from autoshard.passes.bucketing import ALL_REDUCE, WAIT, waits_of
-from autoshard.passes.meta import BUCKET
 from autoshard.program import Program
+from autoshard.runtime.graph_meta import BUCKET
 from models import CASES
 
 

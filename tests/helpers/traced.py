@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autoshard.build import build_program
+from autoshard.building.one_rank import build_program
 from autoshard.capture import intercept
 from autoshard.config import Config
 from autoshard.planning.cost.machines import hardware

@@ -20,13 +20,13 @@ TREE = Tree(ROOT)
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("runtime",),
     ("errors", "planning"),
-    ("config", "passes", "capture", "model_source", "rng"),
-    ("compiling", "memory", "batch_check"),
+    ("capture", "config", "model_source", "passes", "rng"),
+    ("compiling",),
+    ("memory",),
     ("explain",),
     ("program",),
-    ("build",),
-    ("agreed_build", "export", "mesh_search", "tracing", "verification"),
-    ("parameters",),
+    ("building", "program_registry"),
+    ("export", "mesh_search", "parameters", "tracing", "verification"),
     ("backend", "cli"),
 )
 

@@ -11,8 +11,8 @@ from torch import fx, nn
 
 from autoshard.passes.base import Context, Report
 from autoshard.passes.canonicalize import Canonicalize
-from autoshard.passes.meta import MUTATED
 from autoshard.runtime.collectives.axis import Axis
+from autoshard.runtime.graph_meta import MUTATED
 from capturing import Recorder, check
 
 T = torch.Tensor

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard.passes.base import Context
 from autoshard.passes.data_parallel import DataParallel
-from autoshard.passes.meta import CHANGE, PENDING_INPUTS
 from autoshard.runtime.collectives.axis import Axis
+from autoshard.runtime.graph_meta import CHANGE, PENDING_INPUTS
 from autoshard.runtime.parameters import ACCUMULATE, FLUSH, Use, unshard
 from autoshard.verification.program_check import verify_program
 from traced import programs

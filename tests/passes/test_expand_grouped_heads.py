@@ -11,8 +11,8 @@ from torch import fx, nn
 
 from autoshard.passes.base import Context, Report
 from autoshard.passes.expand_grouped_heads import ExpandGroupedHeads
-from autoshard.passes.meta import DIFF, PASS
 from autoshard.runtime.collectives.axis import Axis
+from autoshard.runtime.graph_meta import DIFF, PASS
 from capturing import Recorder, check
 
 T = torch.Tensor

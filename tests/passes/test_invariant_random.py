@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 import autoshard
 from autoshard.passes.base import Context
 from autoshard.passes.invariant_random import InvariantRandom
-from autoshard.passes.meta import PASS
 from autoshard.planning.rules.random import SEED
 from autoshard.program import Program
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.lockstep import run_ranks
+from autoshard.runtime.graph_meta import PASS
 from autoshard.runtime.randomness.operators import ATTENTION, on_shard, shared_seed
 from autoshard.verification.program_check import join, split, verify_program
 from model_case import LAYERS

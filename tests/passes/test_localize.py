@@ -17,11 +17,11 @@ import autoshard
 from autoshard.compiling.rendering import render
 from autoshard.passes.base import local_value
 from autoshard.passes.localize import Localize
-from autoshard.passes.meta import CHANGE, LINE
 from autoshard.passes.pipeline import rank_program
 from autoshard.program import Program
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.redistribution import change
+from autoshard.runtime.graph_meta import CHANGE, LINE
 from golden_text import golden
 from models_plain import MLP
 

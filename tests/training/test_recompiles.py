@@ -65,7 +65,8 @@ def shapes(sizes: list[tuple[int, int]], activation_byte: float | None = None) -
 
     activation_byte: the price of a kept activation, to make sequence parallelism worth it.
     """
-    from autoshard import backend, build
+    from autoshard import backend
+    from autoshard.building import one_rank as build
     from autoshard.planning import problem
 
     pair = Pair(Block())

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autoshard.build import build_program
+from autoshard.building import build_program
 from autoshard.capture import intercept
 from autoshard.config import Config
 from autoshard.export.errors import ExportError, export_error
@@ -27,13 +27,14 @@ from autoshard.export.rank_graph.tidy import on_cpu, propagate, tidy
 from autoshard.export.rank_graph.with_cache import with_cache
 from autoshard.export.serial_graph import parameter_names, unwrapped
 from autoshard.export.spec import EngineSpec
-from autoshard.passes import MUTATED, Localize, rank_program
+from autoshard.passes import Localize, rank_program
 from autoshard.planning import producer
 from autoshard.planning.cost import hardware
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree
 from autoshard.runtime.collectives import Axis, shard_dim
+from autoshard.runtime.graph_meta import MUTATED
 from autoshard.runtime.mesh import offline_mesh
 
 

@@ -9,15 +9,13 @@ from autoshard.planning.estimate.mesh import (
     footprint,
     timing,
 )
-from autoshard.planning.estimate.step_profile import REDUCED, STORED, Profile, profile
+from autoshard.planning.estimate.step_profile import Profile, profile
 from autoshard.planning.estimate.training import Training
 
 __all__ = [
     "Footprint",
     "Layout",
     "Profile",
-    "REDUCED",
-    "STORED",
     "Timing",
     "Training",
     "footprint",

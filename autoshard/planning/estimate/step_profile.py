@@ -35,8 +35,8 @@ from autoshard.planning.values import (
     tensor_bytes,
 )
 from autoshard.runtime.collectives import State, chunk_size, forward_value, shard_dim
+from autoshard.runtime.graph_meta import BUFFER, REDUCED_DTYPE, STORED_DTYPE
 
-STORED, REDUCED = "stored_dtype", "reduced_dtype"
 """Keys in the meta of a parameter that is computed with in another dtype than it is stored in."""
 
 
@@ -207,7 +207,7 @@ class _Profiler:
             seconds_sent=seconds,
             weights=self._weights(place, activations.weights),
             activations=activations,
-            buffers=sum(tensor_bytes(value(node)) for node in nodes if node.meta.get("buffer")),
+            buffers=sum(tensor_bytes(value(node)) for node in nodes if node.meta.get(BUFFER)),
         )
 
     def _communicate(
@@ -274,8 +274,8 @@ class _Profiler:
                     trained=trained,
                     use=use,
                     again=node in again,
-                    stored=_size(node.meta.get(STORED)),
-                    reduced=_size(node.meta.get(REDUCED)),
+                    stored=_size(node.meta.get(STORED_DTYPE)),
+                    reduced=_size(node.meta.get(REDUCED_DTYPE)),
                 )
             )
         return tuple(found)

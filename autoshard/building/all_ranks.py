@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autoshard.batch_check import batch_shapes
-from autoshard.build import build_program
+from autoshard.building.batch_check import batch_shapes
+from autoshard.building.one_rank import build_program
 from autoshard.compiling import settings
 from autoshard.config import Config
 from autoshard.planning import fingerprint, strategy_text, value

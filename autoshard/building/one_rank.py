@@ -18,9 +18,6 @@ from autoshard.config import Config
 from autoshard.errors import CaptureError, message
 from autoshard.explain import check_strict, explain_plan
 from autoshard.passes import (
-    BUFFER,
-    DIFF,
-    MUTATED,
     SILENT,
     DataParallel,
     GlobalTokenMean,
@@ -38,7 +35,6 @@ from autoshard.planning import (
     with_graph,
 )
 from autoshard.planning.cost import Hardware
-from autoshard.planning.estimate import STORED
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import (
@@ -51,6 +47,7 @@ from autoshard.runtime.collectives import (
 )
 from autoshard.runtime.compat import artifact
 from autoshard.runtime.errors import PlanError
+from autoshard.runtime.graph_meta import BUFFER, DIFF, MUTATED, STORED_DTYPE
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import is_planned, stored_states
 
@@ -177,7 +174,7 @@ def _local_passes(
     placeholders = [n for n in planned.serial.graph.nodes if n.op == "placeholder"]
     stored_dtypes = {i: inputs[i].real.dtype for i in dtypes}  # type: ignore[union-attr]
     for i, dtype in stored_dtypes.items():
-        placeholders[i].meta[STORED] = dtype
+        placeholders[i].meta[STORED_DTYPE] = dtype
     passes.append(
         DataParallel(
             axes,

@@ -2,8 +2,6 @@
 
 Torch's own keys keep their spelling in the code: `val` (the fake of a node's value), `stack_trace`,
 `nn_module_stack`, `recompute` and `ac_graph_id` (a region of activation checkpointing), `custom`.
-Keys that the folders below read are named there: `planning.estimate.STORED` and `REDUCED`,
-`runtime.randomness.RANDOM_STATE`. Imports nothing, so that whoever writes a graph can read it.
 """
 
 from __future__ import annotations
@@ -31,10 +29,18 @@ PENDING_INPUTS = "pending"
 # Of a node.
 
 DIFF = "diff"
-"""bool: whether a gradient flows through it. capture, `emit`; the planner (as "diff"), passes."""
+"""bool: whether a gradient flows through it. capture, `emit`; the planner, passes."""
 
 BUFFER = "buffer"
 """bool, of a placeholder: a buffer of the model. build; Program.memory, planning.estimate."""
+
+STORED_DTYPE = "stored_dtype"
+"""torch.dtype, of a placeholder: a parameter is stored in it and computed in another. build; the
+prices of a step, Built."""
+
+REDUCED_DTYPE = "reduced_dtype"
+"""torch.dtype, of a placeholder: gradients travel in it over the data-parallel axes. mesh_search;
+the prices of a step."""
 
 # In a node's `custom`, which AOTAutograd carries into the forward and the backward graph.
 
@@ -63,3 +69,6 @@ BUCKET = "autoshard_bucket"
 
 NO_GRAD = "autoshard.no_grad"
 """bool: the node was made inside a no_grad region; gone when capture returns. capture; capture."""
+
+RANDOM_STATE = "autoshard_random_state"
+"""str: the named random state that a draw is from. capture; InvariantRandom."""
