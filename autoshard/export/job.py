@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch.distributed as dist
-
 from autoshard.export.errors import ExportError
 from autoshard.runtime.agreement import gather
 from autoshard.runtime.collectives import Axis
@@ -15,12 +13,6 @@ T = TypeVar("T")
 
 ALONE = Axis("world", 1, 0, "")
 """The job of one process that exports by itself."""
-
-
-def running_job() -> Axis:
-    """All processes of the running world, as one axis."""
-    assert dist.group.WORLD is not None
-    return Axis("world", dist.get_world_size(), dist.get_rank(), dist.group.WORLD.group_name)
 
 
 def on_every_rank(action: Callable[[], T], what: str, job: Axis) -> T:

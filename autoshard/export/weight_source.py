@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.export.errors import export_error
-from autoshard.export.job import ALONE, running_job
+from autoshard.export.job import ALONE
 from autoshard.export.serial_graph import unwrapped
 from autoshard.runtime import compat
+from autoshard.runtime.agreement import world_axis
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters import local_bounds, materialize, stored_states
@@ -54,7 +55,7 @@ class WeightSource:
     def __init__(self, model: nn.Module) -> None:
         self.parameters = dict(unwrapped(model).named_parameters())
         shared = any(isinstance(p, DTensor) for p in self.parameters.values())
-        self.job = running_job() if shared else ALONE
+        self.job = world_axis() if shared else ALONE
         self.gathered: list[str] = []
         for name, parameter in self.parameters.items():
             if parameter.is_meta:
