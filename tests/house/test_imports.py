@@ -24,7 +24,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("compiling", "memory", "batch_check"),
     ("explain",),
     ("program",),
-    ("build",),
+    ("build", "program_registry"),
     ("agreed_build", "export", "mesh_search", "tracing", "verification"),
     ("parameters",),
     ("backend", "cli"),
@@ -48,9 +48,7 @@ KNOWN: tuple[str, ...] = (
     "explain (floor 5) imports program",
     "capture (floor 3) imports passes",  # for the names of metadata keys
     "memory (floor 4) imports compiling",  # for a type
-    "verification (floor 8) imports backend",  # for the programs of a compiled model
     "autoshard.capture.intercept",
-    "verification (floor 8) imports backend",  # until `programs` has a registry of its own
     "autoshard.planning.cost is behind",
     "autoshard.planning.estimate is behind",
     "autoshard.planning.rules is behind",
