@@ -6,13 +6,13 @@ from autoshard.config import Precision as Precision
 from autoshard.errors import AutoshardError as AutoshardError
 from autoshard.mesh_search import search_meshes as search_meshes
 from autoshard.parameters import load_safetensors as load_safetensors
-from autoshard.parameters import shard as shard
 from autoshard.planning import Plan as Plan
 from autoshard.planning.rules import sharding_rule as sharding_rule
 from autoshard.program import Program as Program
 from autoshard.program_registry import programs as programs
 from autoshard.runtime.parameters import discard_pending as discard_pending
 from autoshard.runtime.parameters import no_sync as no_sync
+from autoshard.sharding import shard as shard
 from autoshard.tracing import trace as trace
 from autoshard.verification import Proof as Proof
 from autoshard.verification import verify as verify

@@ -22,12 +22,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "planning"),
     ("capture", "config", "model_source", "passes", "rng"),
     ("compiling",),
-    ("memory",),
+    ("memory", "parameters"),
     ("explain",),
     ("program",),
     ("building", "program_registry"),
-    ("export", "mesh_search", "parameters", "tracing", "verification"),
-    ("backend", "cli"),
+    ("export", "mesh_search", "tracing", "verification"),
+    ("backend", "cli", "sharding"),
 )
 
 #: Folder -> third parties its files may import; what is not named has its parent's. functorch is
@@ -36,6 +36,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 THIRD_PARTIES: dict[str, set[str]] = {
     "autoshard": {"torch", "safetensors"},
     "autoshard.runtime": {"torch", "functorch"},
+    "autoshard.runtime.compat": {"torch", "functorch", "transformers"},
     "autoshard.passes": {"torch"},
     "autoshard.planning": {"torch", "numpy"},
     "autoshard.export": {"torch", "transformers"},
@@ -48,9 +49,7 @@ KNOWN: tuple[str, ...] = (
     "explain (floor 5) imports program",
     "capture (floor 3) imports passes",  # for the names of metadata keys
     "memory (floor 4) imports compiling",  # for a type
-    "verification (floor 8) imports backend",  # for the programs of a compiled model
     "autoshard.capture.intercept",
-    "verification (floor 8) imports backend",  # until `programs` has a registry of its own
     "autoshard.planning.cost is behind",
     "autoshard.planning.estimate is behind",
     "autoshard.planning.rules is behind",
