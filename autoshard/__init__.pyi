@@ -1,6 +1,5 @@
 from autoshard import export as export
 from autoshard import rng as rng
-from autoshard.backend import programs as programs
 from autoshard.compiling import render as render
 from autoshard.config import Config as Config
 from autoshard.config import Precision as Precision
@@ -11,6 +10,7 @@ from autoshard.parameters import shard as shard
 from autoshard.planning import Plan as Plan
 from autoshard.planning.rules import sharding_rule as sharding_rule
 from autoshard.program import Program as Program
+from autoshard.program_registry import programs as programs
 from autoshard.runtime.parameters import discard_pending as discard_pending
 from autoshard.runtime.parameters import no_sync as no_sync
 from autoshard.tracing import trace as trace

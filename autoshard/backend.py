@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.agreed_build import build_agreed, unplanned_parameters
-from autoshard.batch_check import arrival
+from autoshard.batch_check import batch_checker
 from autoshard.capture import device_type
 from autoshard.compiling import check_serving, compile_local, refuse_unsharded, settings, use_by
 from autoshard.config import Config
@@ -34,6 +33,7 @@ from autoshard.passes import (
     PendingInput,
 )
 from autoshard.program import Program
+from autoshard.program_registry import ProgramHandle, register
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree, attempt, wait_at_most
 from autoshard.runtime.collectives import State
@@ -41,38 +41,24 @@ from autoshard.runtime.lazy import LazyGather, wrap_outputs
 from autoshard.runtime.mesh import Mesh, data_coordinate, init_mesh, start_world
 from autoshard.runtime.parameters import (
     Layouts,
-    Use,
+    ParameterPolicy,
     as_dtensors,
-    attend,
-    is_used,
-    lower,
+    cast_parameters,
+    has_policy,
+    on_backward_done,
     pending_of,
+    policy_of,
     related_parameters,
-    set_use,
+    set_policy,
     unwrap,
-    use_of,
 )
 from autoshard.runtime.randomness import TRACKER, draw_apart
-
-compat.allow_rnn()
-compat.trace_leaves()
-
-_programs: list[tuple[weakref.WeakSet[nn.Parameter], Program]] = []
-
-
-def programs(model: nn.Module | None = None) -> list[Program]:
-    """The programs compiled in this process, oldest first; of one model, where it is given."""
-    if model is None:
-        return [program for _, program in _programs]
-    mine = set(map(id, model.parameters()))
-    return [p for owned, p in _programs if any(id(q) in mine for q in owned)]
 
 
 def autoshard(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
     """The backend function that the entry point names. `options`: the fields of `Config`."""
-    compat.probe()
     inputs = compat.graph_inputs(gm)
     device = device_type(inputs)
     world = start_world(device)
@@ -82,7 +68,7 @@ def autoshard(
         return _compile(gm, example_inputs, inputs, device, options or {})
 
 
-setattr(autoshard, compat.MARK, True)
+compat.trace_as_ours(autoshard)
 
 
 def _compile(
@@ -95,14 +81,14 @@ def _compile(
     config = Config.from_options(options)
     wait_at_most(config.timeout)
     if config.mesh is None:  # a mesh is chosen for the dtypes in which it will compute
-        _read_lowered(inputs, use_by(config, None))
+        _cast_inputs(inputs, use_by(config, None))
     choice = choose(gm, example_inputs, inputs, config, device)
     mesh = init_mesh(choice.mesh, device)
     if config.inner == "tensorrt":
         check_serving({axis.name: axis.size for axis in mesh.axes}, device)
     draw_apart(data_coordinate(mesh))
     TRACKER.place(mesh.axis("tp").rank, data_coordinate(mesh))
-    _read_lowered(inputs, use_by(config, mesh))
+    _cast_inputs(inputs, use_by(config, mesh))
     if mesh.size == 1 and "rng" not in options:
         return compile_local(gm, list(example_inputs), config.inner)
     if settings().unsharded:
@@ -117,13 +103,13 @@ def _compile(
     return _runner(program, inputs, mesh, config)
 
 
-def _read_lowered(inputs: list[compat.GraphInput], use: Use) -> None:
-    """Have the parameters of the graph read in the dtype of `use`; see `lower`. Dynamo has to trace
-    again where they were not."""
+def _cast_inputs(inputs: list[compat.GraphInput], use: ParameterPolicy) -> None:
+    """Parameters of the graph are read in the dtype of `use` from now on; where they were not,
+    Dynamo has to trace again."""
     found = [item.real for item in inputs if isinstance(item.real, nn.Parameter)]
     for parameter in found:
-        has = use_of(parameter).param
-        if is_used(parameter) and has != use.param:
+        has = policy_of(parameter).param
+        if has_policy(parameter) and has != use.param:
             raise ConfigError(
                 message(
                     f"options['precision'] computes with {use.param or 'the stored dtype'}, and "
@@ -132,11 +118,11 @@ def _read_lowered(inputs: list[compat.GraphInput], use: Use) -> None:
                     remedy="Give every torch.compile of one model the same precision.",
                 )
             )
-    new = [p for p in found if not is_used(p)]
+    new = [p for p in found if not has_policy(p)]
     if use.param is None or not new:
         return
     with compat.real_tensors():
-        owners = lower([p for p in related_parameters(new) if not is_used(p)], use)
+        owners = cast_parameters([p for p in related_parameters(new) if not has_policy(p)], use)
     raise compat.RestartTrace("autoshard reads parameters in another dtype", keep=owners)
 
 
@@ -146,16 +132,17 @@ def _runner(
     local = program.graph_module
     fakes = compat.backend_fakes([n for n in local.graph.nodes if n.op == "placeholder"])
     modes = _modes(program)
+    parameters = {
+        item.source: item.real for item in inputs if isinstance(item.real, nn.Parameter)
+    }
+    handle = ProgramHandle(program, parameters.values())
     with modes():
-        compiled = compile_local(local, fakes, config.inner, program.finish, program.settings())
+        compiled = compile_local(local, fakes, config.inner, handle.finish, program.settings())
     agree("compiled program", "", [], program.axis)  # nobody runs before everybody can
-    compat.lighten_guards(
-        {item.source: item.real for item in inputs if isinstance(item.real, nn.Parameter)}
-    )
-    arrive = arrival(inputs, program.axis, config)
+    register(handle)
+    compat.lighten_guards(parameters)
+    check = batch_checker(inputs, program.axis, config)
     sharded = [i for i, item in enumerate(inputs) if isinstance(item.real, DTensor)]
-    owned = weakref.WeakSet(item.real for item in inputs if isinstance(item.real, nn.Parameter))
-    _programs.append((owned, program))
     states = local.meta[OUTPUT_STATES]
     extents = local.meta[OUTPUT_EXTENTS]
     present = _presenter(states, extents, mesh, config)
@@ -167,12 +154,12 @@ def _runner(
     @compat.not_traced
     def run(*args: Any) -> Any:
         values: list[Any] = [a.full_tensor() if isinstance(a, LazyGather) else a for a in args]
-        if arrive is not None:
-            arrive(values)
+        if check is not None:
+            check(values)
         with modes():
             shards = unwrap(*[values[i] for i in sharded], known=known)
             if waiting:
-                values += _take(waiting, values, shards, program.microbatch)
+                values += _take(waiting, values, shards, handle.microbatch)
             for i, shard in zip(sharded, shards):
                 values[i] = shard
             return present(compiled(*values))
@@ -191,14 +178,14 @@ def _take(
     for each in waiting:
         parameter = values[each.parameter]
         if pending_of(parameter) is None:
-            set_use([parameter], use_of(parameter))
+            set_policy([parameter], policy_of(parameter))
         pending = pending_of(parameter)
         assert pending is not None
         device = compat.local_of(parameter).device
         held.append((pending, pending.take(each.shape, each.dtype, device)))
     root = next((shard for shard in shards if shard.requires_grad), None)
     if root is not None:
-        attend(root, held, what)
+        on_backward_done(root, held, what)
     # two forwards may precede one backward: the alias has a version counter of its own
     return [buffer.data for _, buffer in held]
 

@@ -17,7 +17,7 @@ CHECKED = 2
 """First calls of a graph that are compared; the second is often the first with its own batch."""
 
 
-def batch_of(inputs: Sequence[compat.GraphInput]) -> list[Input]:
+def batch_inputs(inputs: Sequence[compat.GraphInput]) -> list[Input]:
     """The inputs of a graph that the caller gave: tensors that are no parameters or buffers."""
     return [
         Input(index, item.name.removeprefix("L."))
@@ -31,24 +31,27 @@ def batch_of(inputs: Sequence[compat.GraphInput]) -> list[Input]:
 
 def batch_shapes(inputs: Sequence[compat.GraphInput]) -> str:
     """The shapes of this rank's batch, for error texts."""
-    given = ((item.name, inputs[item.position].real) for item in batch_of(inputs))
+    given = ((item.name, inputs[item.position].real) for item in batch_inputs(inputs))
     return ", ".join(f"{name} {tuple(t.shape)}" for name, t in given if t is not None)
 
 
-def arrival(
+def batch_checker(
     inputs: Sequence[compat.GraphInput], axis: Axis, config: Config
 ) -> Callable[[list[Any]], None] | None:
-    """What to call with the arguments of each call of one graph, in place; None for nothing."""
-    batch = batch_of(inputs)
+    """A function that checks or replaces the batch in the arguments of each call of one graph; None
+    where the options ask for neither."""
+    batch = batch_inputs(inputs)
     if axis.size == 1 or not batch:
         return None
     if config.check_batches == "never" and not config.broadcast_inputs:
         return None
     sizes = [index for index, item in enumerate(inputs) if item.real is None]
-    return _Arrival(batch, sizes, axis, config)
+    return _BatchCheck(batch, sizes, axis, config)
 
 
-class _Arrival:
+class _BatchCheck:
+    """The batch of one graph: compared in the first calls and at new sizes, or sent."""
+
     def __init__(
         self, batch: list[Input], sizes: list[int], axis: Axis, config: Config
     ) -> None:

@@ -101,16 +101,16 @@ def build_program(
     if any(one.name == GlobalTokenMean.name and not one.hits for one in reports):
         _warn_of_no_mean(serial)
     program = Program(
-        local,
-        serial,
-        planned.plan,
-        decisions,
-        axis,
-        parameters,
-        mesh,
-        planned.data,
-        config,
-        microbatch,
+        graph_module=local,
+        serial=serial,
+        plan=planned.plan,
+        decisions=decisions,
+        axis=axis,
+        parameters=parameters,
+        mesh=mesh,
+        data=planned.data,
+        config=config,
+        microbatch=microbatch,
         watch=watch,
     )
     artifact(f"autoshard_{watch.number:02}-plan", planned.plan.text)

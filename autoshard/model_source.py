@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import ConfigError, message
+from autoshard.runtime import compat
 
 
 @dataclass
@@ -75,9 +76,7 @@ def load_on_meta(
             what = f"a sequence of {sequence} is longer than max_position_embeddings={longest}"
             raise ConfigError(message(what, remedy=remedy))
         found = _language_model(_causal_lm(config, "meta").to(dtype), batch, sequence)
-    kept: Any = getattr(found.model, "config", None)
-    if hasattr(kept, "use_cache"):
-        kept.use_cache = False  # a cache of keys and values has no use in training
+    compat.turn_off_cache(found.model)  # it has no use in training
     return found
 
 
@@ -196,9 +195,7 @@ def _causal_lm(config: Any, device: str) -> nn.Module:
                 remedy="Write a module:factory that returns (model, args) for it.",
             )
         ) from error
-    if getattr(model, "loss_type", None) is None:
-        # else its guess is logged, which Dynamo cannot trace
-        model.loss_type = "ForCausalLM"  # type: ignore[assignment]
+    compat.choose_causal_loss(model)
     return model
 
 

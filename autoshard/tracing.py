@@ -17,10 +17,7 @@ from autoshard.planning.cost import hardware_of
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import offline_mesh
-from autoshard.runtime.parameters import MICROBATCH, SINGLE, lowered
-
-compat.allow_rnn()
-compat.trace_leaves()
+from autoshard.runtime.parameters import MICROBATCH, SINGLE, casting
 
 
 def trace(
@@ -40,8 +37,8 @@ def trace(
     model: any unsharded module; on the meta device it costs no memory, whatever its size. It is
         neither changed nor run. args, kwargs: an example batch, on the model's device.
     mesh: sizes by axis name, such as {"tp": 8}. dynamic: as in torch.compile.
-    hardware: the machine to plan for, a key of `planning.hardware.HARDWARE` such as "h100"; None
-        for the nearest to the model's device. microbatch: "single", or the program that runs in
+    hardware: the machine to plan for, a key of `planning.cost.HARDWARE` such as "h100"; None
+        for that of the model's device. microbatch: "single", or the program that runs in
         `no_sync` ("accumulate") or after it ("flush"). options: any other field of
         `autoshard.Config`.
 
@@ -62,7 +59,7 @@ def trace(
         return build_program(gm, example_inputs, inputs, offline, settings, machine, microbatch)
 
     use = use_by(settings, offline)
-    with contextlib.nullcontext() if use.param is None else lowered(model, use):
+    with contextlib.nullcontext() if use.param is None else casting(model, use):
         program = intercept(model, args, kwargs, plan, dynamic)
     read = set(program.parameters.values())
     names: dict[nn.Parameter, list[str]] = {}

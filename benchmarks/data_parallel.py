@@ -42,10 +42,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from autoshard.runtime.compat import dynamo as compat_dynamo
-
 # All contestants are one class, and Dynamo keeps 8 variants of a function: more would run eagerly.
-compat_dynamo.keep_variants(64)
+torch._dynamo.config.recompile_limit = 64
 
 SETTLING = 3  # steps to compile and to settle; the last is the profiled one
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autoshard import backend
-from autoshard.runtime.compat import core as compat
+from autoshard.runtime import compat
 from autoshard.runtime.parameters import unsharding as materialize
 
 

@@ -20,8 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard import backend
-from autoshard.runtime.compat import core as compat
-from autoshard.runtime.compat import inductor as compat_inductor
+from autoshard.runtime import compat
 
 _c10d = torch.ops._c10d_functional
 _LET_GO = 0.01  # seconds
@@ -41,7 +40,7 @@ class LiveStorages(TorchDispatchMode):
         self.live = self.peak = 0
         self.counting = False
         self._pending: dict[int, Any] = {}
-        allocators = compat_inductor.allocators()
+        allocators = torch._C._dynamo.guards  # where Inductor's code allocates, past every mode
         allocate, compile_local = allocators._empty_strided_cpu, backend.compile_local
 
         def counted(*args: Any) -> torch.Tensor:

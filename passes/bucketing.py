@@ -21,7 +21,7 @@ from torch import fx
 from autoshard.passes.base import emit
 from autoshard.passes.meta import BUCKET, CHANGE, MODULE
 from autoshard.planning import tensor_bytes
-from autoshard.planning.cost import default_bucket_bytes, reference_bytes
+from autoshard.planning.cost import default_bucket_bytes, fill_buckets, reference_bytes
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -115,21 +115,9 @@ def fill(
     """
     limit = bucket_size(members) if bucket_bytes is None else bucket_bytes
     most = most or bucket_bytes is None
-    open_buckets: dict[tuple[Any, ...], list[Member]] = {}
-    buckets: list[list[Member]] = []
-    for one in members:
-        if one.nbytes >= limit:
-            continue
-        bucket = open_buckets.get(one.key)
-        if bucket is not None and most and sum(m.nbytes for m in bucket) + one.nbytes > limit:
-            bucket = None
-        if bucket is None:
-            bucket = open_buckets[one.key] = []
-            buckets.append(bucket)
-        bucket.append(one)
-        if sum(m.nbytes for m in bucket) >= limit:
-            del open_buckets[one.key]
-    return [bucket for bucket in buckets if len(bucket) > 1]
+    sizes, keys = [one.nbytes for one in members], [one.key for one in members]
+    buckets = fill_buckets(sizes, keys, limit, most)
+    return [[members[i] for i in bucket] for bucket in buckets if len(bucket) > 1]
 
 
 def aligned(sizes: Sequence[int], ranks: int) -> tuple[list[int], int]:

@@ -37,7 +37,14 @@ from autoshard.passes.base import Context, Report, emit, local_value, set_region
 from autoshard.passes.bucketing import kind_of
 from autoshard.passes.meta import BUCKET, CHANGE, PENDING_INPUTS
 from autoshard.runtime.collectives import Axis, R, State, shard_dim
-from autoshard.runtime.parameters import ACCUMULATE, SINGLE, Use, deferred_at, extents, unshard
+from autoshard.runtime.parameters import (
+    ACCUMULATE,
+    SINGLE,
+    ParameterPolicy,
+    deferred_at,
+    extents,
+    unshard,
+)
 
 # Later than every region of activation checkpointing: a gather that is used inside one must not
 # count as its boundary, which is saved.
@@ -70,7 +77,7 @@ class DataParallel:
     axes: tuple[Axis, ...]
     states: Mapping[int, Mapping[str, State]]
     regather: bool = True
-    use: Use = Use()
+    use: ParameterPolicy = ParameterPolicy()
     dtypes: Mapping[int, torch.dtype] = field(default_factory=dict)
     microbatch: str = SINGLE
 
@@ -172,7 +179,7 @@ class DataParallel:
             args: list[Any] = [at, state, axis, uneven]
             use = self.use._replace(deferred=(), param=lower if axis == chain[-1] else None)
             holds = waits is not None and axis == self.axes[waits]
-            if use != Use() or holds:
+            if use != ParameterPolicy() or holds:
                 args.append(use)
             if holds:
                 args += [pending, self.microbatch]

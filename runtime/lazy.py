@@ -158,11 +158,6 @@ def lazy(local: torch.Tensor, state: State, axis: Axis, extent: int | None = Non
     return _wrap(local, state, axis, extent)
 
 
-def read(value: Any) -> Any:
-    """The whole plain tensor of a LazyGather; anything else as it is."""
-    return value.full_tensor() if isinstance(value, LazyGather) else value
-
-
 def _wrap(local: torch.Tensor, state: State, axis: Axis, extent: int | None) -> LazyGather:
     shape = list(local.shape)
     dim = shard_dim(state)

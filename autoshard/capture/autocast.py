@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch._ops import OpOverload
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils import _pytree as pytree
 
 from autoshard.runtime import compat
+from autoshard.runtime.compat import FunctionalTensor, FunctionalTensorMode
 
 aten = torch.ops.aten
 
@@ -266,15 +266,14 @@ class AutocastMode(FunctionalTensorMode):
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
         entered: list[fx.Node] = []
-        amp = torch.amp.autocast_mode
         for node in body.graph.nodes:
             if node.op != "placeholder" and not entered:
                 for device, setting in self.settings.items():
                     entry = (device, setting.dtype, True, None)
-                    entered.append(graph.call_function(amp._enter_autocast, entry))
+                    entered.append(graph.call_function(compat.ENTER_AUTOCAST, entry))
             if node.op == "output":
                 for region in reversed(entered):
-                    graph.call_function(amp._exit_autocast, (region,))
+                    graph.call_function(compat.EXIT_AUTOCAST, (region,))
             env[node] = graph.node_copy(node, env.__getitem__)
         wrapped = fx.GraphModule(body, graph)
         wrapped.meta.update(body.meta)

@@ -32,7 +32,7 @@ def intercept(
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         raise _Traced(plan(gm, example_inputs, compat.graph_inputs(gm)))
 
-    setattr(backend, compat.MARK, True)
+    compat.trace_as_ours(backend)
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
     try:
         compiled(*args, **(kwargs or {}))

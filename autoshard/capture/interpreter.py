@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard.capture.autocast import AutocastMode
 from autoshard.passes import NO_GRAD
 from autoshard.runtime import compat
+from autoshard.runtime.compat import FunctionalTensor
 from autoshard.runtime.errors import CaptureError, message, source_line
 from autoshard.runtime.parameters import materialize
 from autoshard.runtime.randomness import RANDOM_STATE, region

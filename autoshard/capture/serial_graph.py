@@ -23,12 +23,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autoshard.capture import autocast
 from autoshard.capture.interpreter import (
@@ -43,6 +40,12 @@ from autoshard.capture.rebuild import Rebuild, Seen
 from autoshard.capture.transforms import inline_transforms
 from autoshard.passes import DIFF, ENABLE_GRAD
 from autoshard.runtime import compat
+from autoshard.runtime.compat import (
+    FakeTensor,
+    FakeTensorMode,
+    FunctionalTensor,
+    is_traceable_wrapper_subclass,
+)
 from autoshard.runtime.errors import CaptureError, message, source_line
 from autoshard.runtime.lazy import LazyGather
 

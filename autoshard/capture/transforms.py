@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from autoshard.runtime.compat import FakeTensor, FakeTensorMode
 from autoshard.runtime.errors import CaptureError, message, source_line
 
 _KEPT_META = ("stack_trace", "nn_module_stack", "custom")

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from autoshard.cli.main import main
+from autoshard.cli.dispatch import main
 
 __all__ = ["main"]

@@ -89,8 +89,10 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if arguments.out:
         best.plan.save(arguments.out)
+        options.pop("memory_budget", None)  # it chose the mesh, which the plan holds
+        used = {"plan": str(arguments.out), **options}
         print(
-            f"wrote {arguments.out}: options={json.dumps({'plan': str(arguments.out), **options})}",
+            f"wrote {arguments.out}: options={used}",
             file=sys.stderr if arguments.json else sys.stdout,
         )
 

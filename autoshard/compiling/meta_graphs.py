@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
+
+from autoshard.runtime.compat import FakeTensor
 
 aten = torch.ops.aten
 

@@ -12,13 +12,20 @@ from autoshard.planning.estimate import REDUCED, STORED
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import deferred_axes
 from autoshard.runtime.mesh import Mesh
-from autoshard.runtime.parameters import ACCUMULATE, FLUSH, SINGLE, Use, materialize, use_of
+from autoshard.runtime.parameters import (
+    ACCUMULATE,
+    FLUSH,
+    SINGLE,
+    ParameterPolicy,
+    materialize,
+    policy_of,
+)
 
 
-def use_by(config: Config, mesh: Mesh | None) -> Use:
+def use_by(config: Config, mesh: Mesh | None) -> ParameterPolicy:
     """How the options say that parameters are used on the mesh; None: one not chosen yet."""
     precision = Precision.of(config.precision)
-    return Use(
+    return ParameterPolicy(
         param=precision.param,
         reduce=precision.reduce or precision.param,
         accumulate=precision.accumulate,
@@ -34,7 +41,7 @@ def lowered_dtypes(inputs: list[compat.GraphInput]) -> dict[int, torch.dtype]:
     found: dict[int, torch.dtype] = {}
     for i, item in enumerate(inputs):
         if isinstance(item.real, nn.Parameter) and item.real.is_floating_point():
-            dtype = use_of(item.real).param
+            dtype = policy_of(item.real).param
             if dtype is not None and dtype != item.real.dtype:
                 found[i] = dtype
     return found

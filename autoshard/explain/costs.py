@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import linecache
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import fx
 
+from autoshard.compiling import Built, Collective
+from autoshard.explain.alternatives import machine_of
 from autoshard.passes import WAIT, start_of
 from autoshard.planning import cost
-from autoshard.program import Collective, Program
 from autoshard.runtime.collectives import P
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cost:
     """Equal collectives of equal places in repeated layers, together.
 
@@ -46,11 +47,12 @@ class Cost:
         return len(self.modules)
 
 
-def costs(program: Program) -> list[Cost]:
-    """Every collective of a step, the dearest first."""
-    windows = covered(program)
+def costs(
+    built: Built, collectives: Sequence[Collective], windows: Mapping[fx.Node, float]
+) -> list[Cost]:
+    """The collectives of a step in groups, the dearest first. windows: `hidden_windows`."""
     groups: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
-    for one in program.collectives():
+    for one in collectives:
         module, line = cause(one)
         source, _, change = one.change.partition(": ")
         if source.startswith("bucket of"):
@@ -61,17 +63,17 @@ def costs(program: Program) -> list[Cost]:
     for (op, axis, phase, change, _, _, line), members in groups.items():
         found.append(
             Cost(
-                op,
-                axis,
-                phase,
-                change,
-                members[0].bytes,
-                sum(seconds(program, one) for one in members),
-                sum(sent(program, one) for one in members),
-                sum(min(seconds(program, one), windows[one.node]) for one in members),
-                tuple(cause(one)[0] for one in members),
-                line,
-                code(line),
+                op=op,
+                axis=axis,
+                phase=phase,
+                change=change,
+                bytes=members[0].bytes,
+                seconds=sum(seconds(built, one) for one in members),
+                sent=sum(sent(built, one) for one in members),
+                hidden=sum(min(seconds(built, one), windows[one.node]) for one in members),
+                modules=tuple(cause(one)[0] for one in members),
+                line=line,
+                code=code(line),
             )
         )
     # sorted is stable: of equals, the first issued
@@ -90,14 +92,15 @@ def cause(one: Collective) -> tuple[str, str]:
     return one.module if source.startswith("bucket of") else one.reader, one.reader_line
 
 
-def covered(program: Program) -> dict[fx.Node, float]:
+def hidden_windows(built: Built) -> dict[fx.Node, float]:
     """By collective: seconds of the matrix products between its start and its wait.
 
     Two collectives in flight at once count the same products, so it is what can be hidden at most.
     """
-    hardware = program.decisions.hardware
+    machine = machine_of(built.hardware)
+    share = machine.efficiency
     found: dict[fx.Node, float] = {}
-    for gm in (program.joint.forward, program.joint.backward):
+    for gm in (built.joint.forward, built.joint.backward):
         before: dict[fx.Node, float] = {}
         elapsed = 0.0
         for node in gm.graph.nodes if gm is not None else ():
@@ -107,20 +110,22 @@ def covered(program: Program) -> dict[fx.Node, float]:
             elif flops := cost.node_flops(node):
                 val = node.meta["val"]
                 dtype = val.dtype if isinstance(val, torch.Tensor) else torch.float32
-                elapsed += cost.node_seconds(flops, cost.node_bytes(node), dtype, hardware)
+                moved = cost.node_bytes(node) / share.memory
+                elapsed += cost.node_seconds(flops / share.compute, moved, dtype, machine.device)
     return found
 
 
-def seconds(program: Program, one: Collective) -> float:
+def seconds(built: Built, one: Collective) -> float:
     """Predicted seconds of one collective on its axis."""
-    n = program.mesh.axis(one.axis).size
-    link = program.decisions.hardware.links[one.axis]
-    return cost.collective_seconds(_like(one.op), one.bytes, n, link)
+    machine = machine_of(built.hardware)
+    sizes = {axis.name: axis.size for axis in built.mesh.axes}
+    link = machine.real(machine.links(sizes)[one.axis])
+    return cost.collective_seconds(_like(one.op), one.bytes, sizes[one.axis], link)
 
 
-def sent(program: Program, one: Collective) -> float:
+def sent(built: Built, one: Collective) -> float:
     """Bytes a rank sends for one collective."""
-    return cost.ring_bytes(_like(one.op), one.bytes, program.mesh.axis(one.axis).size)
+    return cost.ring_bytes(_like(one.op), one.bytes, built.mesh.axis(one.axis).size)
 
 
 def _like(op: str) -> str:

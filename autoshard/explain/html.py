@@ -7,18 +7,19 @@ import os
 from importlib import resources
 from pathlib import Path
 
+from autoshard.compiling import Built
 from autoshard.explain.page_data import page_data
-from autoshard.program import Program
 
 
-def write_page(program: Program, path: str | os.PathLike[str]) -> None:
+def write_page(built: Built, path: str | os.PathLike[str]) -> None:
     """Write the page to `path`."""
-    Path(path).write_text(page(program), encoding="utf-8")
+    Path(path).write_text(page(built), encoding="utf-8")
 
 
-def page(program: Program) -> str:
-    """The page's text: the template page.html around the data of `program`."""
-    template = resources.files("autoshard.explain") / "page.html"
+def page(built: Built) -> str:
+    """The page's text: the template page.html around the data of `built`."""
+    file = resources.files("autoshard.explain").joinpath("page.html")
+    template = file.read_text(encoding="utf-8")
     # "</script>" in a user's line of code would end the element
-    data = json.dumps(page_data(program), separators=(",", ":")).replace("<", "\\u003c")
-    return template.read_text(encoding="utf-8").replace("__DATA__", data)
+    data = json.dumps(page_data(built), separators=(",", ":")).replace("<", "\\u003c")
+    return template.replace("__DATA__", data)

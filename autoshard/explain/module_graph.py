@@ -11,15 +11,15 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
-from autoshard.explain.costs import covered, folded, named, seconds
+from autoshard.compiling import Built, Collective
+from autoshard.explain.costs import folded, named
+from autoshard.explain.facts import Facts
+from autoshard.explain.operators import carries_data
 from autoshard.explain.reasons import operator_name
-from autoshard.passes import DIFF, module_path, user_line
-from autoshard.planning import cost, operands, strategy_text, value
-from autoshard.program import Collective, Program
+from autoshard.passes import module_path, user_line
+from autoshard.planning import operands, strategy_text
 from autoshard.runtime.collectives import State
 
 Json = dict[str, Any]
@@ -28,33 +28,7 @@ Json = dict[str, Any]
 _Sources = dict[fx.Node, tuple[str, ...]]
 
 
-def planned(program: Program) -> list[tuple[fx.Node, str]]:
-    """The operators that multiply matrices, read a parameter or communicate, with their
-    strategies as text."""
-    found = []
-    flows = _flows(program)
-    for node in program.serial.graph.nodes:
-        strategy = program.decisions.strategies.get(node)
-        if strategy is None or not flows(node):
-            continue
-        reads = any(source in program.parameters for source in operands(node))
-        if reads or strategy.traffic or cost.node_flops(node):
-            found.append((node, strategy_text(strategy)))
-    return found
-
-
-def _flows(program: Program) -> Callable[[fx.Node], bool]:
-    """Which nodes carry what the model computes: those with a gradient, so that masks and
-    positions are left out; in a graph without gradients all of floating point."""
-    if any(node.meta.get(DIFF) for node in program.serial.graph.nodes):
-        return lambda node: node.op == "call_function" and bool(node.meta.get(DIFF))
-    return lambda node: node.op == "call_function" and any(
-        isinstance(val, torch.Tensor) and val.is_floating_point()
-        for val in pytree.tree_leaves(value(node))
-    )
-
-
-def module_graph(program: Program) -> Json:
+def module_graph(facts: Facts) -> Json:
     """{"vertices": [...], "edges": [...]}; an edge names its ends by position among the vertices,
     the last of which is what the graph returns.
 
@@ -62,8 +36,8 @@ def module_graph(program: Program) -> Json:
     stands for, its operator, strategy, state and line. An edge has its state changes, and the
     collectives of forward and backward with bytes, seconds and the seconds that may be hidden.
     """
-    plans = dict(planned(program))
-    sources = _sources(program, plans)
+    built, plans = facts.built, dict(facts.operators)
+    sources = _sources(built, plans)
     names = _names(plans)
     position = {name: i for i, name in enumerate(dict.fromkeys(names[node] for node in plans))}
     vertices: list[Json] = [{"count": 0} for _ in position]
@@ -83,11 +57,11 @@ def module_graph(program: Program) -> Json:
             key = (position[names[source]], position[names[node]])
             count[key] += 1
             edges[key] += changes
-    for source, changes in _returned(program, sources, plans).items():
+    for source, changes in _returned(built, sources, plans).items():
         key = (position[names[source]], len(vertices))
         count[key] += 1
         edges[key] += changes
-    states = program.decisions.outputs
+    states = built.decisions.outputs
     vertices.append(
         {
             "count": 1,
@@ -99,7 +73,6 @@ def module_graph(program: Program) -> Json:
             "line": "",
         }
     )
-    moved = _by_change(program)
     return {
         "vertices": vertices,
         "edges": [
@@ -108,30 +81,30 @@ def module_graph(program: Program) -> Json:
                 "to": end,
                 "count": count[start, end],
                 "changes": sorted({text.partition(": ")[2] for text in changes}),
-                "collectives": _together(dict.fromkeys(changes), moved),
+                "collectives": _together(dict.fromkeys(changes), facts.moved),
             }
             for (start, end), changes in edges.items()
         ],
     }
 
 
-def _sources(program: Program, plans: dict[fx.Node, str]) -> dict[fx.Node, _Sources]:
+def _sources(built: Built, plans: dict[fx.Node, str]) -> dict[fx.Node, _Sources]:
     """What flows into each node; nodes that join several values are added to `plans`."""
     found: dict[fx.Node, _Sources] = {}
     order: dict[fx.Node, str] = {}
-    flows = _flows(program)
-    for node in program.serial.graph.nodes:
+    flows = carries_data(built)
+    for node in built.serial.graph.nodes:
         if not flows(node):
             continue
         mine: _Sources = {}
         arms = []
-        for source, changes in _reads(program, node, flows):
+        for source, changes in _reads(built, node, flows):
             come = {source: ()} if source in order else found.get(source, {})
             arms.append(set(come))
             for vertex, before in come.items():
                 mine[vertex] = (*mine.get(vertex, ()), *before, *changes)
         found[node] = mine
-        strategy = program.decisions.strategies.get(node)
+        strategy = built.decisions.strategies.get(node)
         if node in plans:
             order[node] = plans[node]
         elif strategy is not None and any(a - b and b - a for a in arms for b in arms):
@@ -142,23 +115,23 @@ def _sources(program: Program, plans: dict[fx.Node, str]) -> dict[fx.Node, _Sour
 
 
 def _reads(
-    program: Program, node: fx.Node, flows: Callable[[fx.Node], bool]
+    built: Built, node: fx.Node, flows: Callable[[fx.Node], bool]
 ) -> list[tuple[fx.Node, tuple[str, ...]]]:
     """(differentiable operand, the changes between its state and the one the node wants)."""
-    strategy = program.decisions.strategies.get(node)
+    strategy = built.decisions.strategies.get(node)
     found = []
     for i, source in enumerate(operands(node) or node.all_input_nodes):
         if not flows(source):
             continue
         known = strategy is not None and i < len(strategy.inputs)
-        changes = _changes(program, source, strategy.inputs[i]) if strategy and known else ()
+        changes = _changes(built, source, strategy.inputs[i]) if strategy and known else ()
         found.append((source, changes))
     return found
 
 
-def _changes(program: Program, source: fx.Node, want: State) -> tuple[str, ...]:
+def _changes(built: Built, source: fx.Node, want: State) -> tuple[str, ...]:
     """The changes between the state a value is produced in and the one that is wanted."""
-    decisions, found = program.decisions, []
+    decisions, found = built.decisions, []
     have = decisions.state(source)
     for state in decisions.route(source, want):
         if state != have:
@@ -167,15 +140,15 @@ def _changes(program: Program, source: fx.Node, want: State) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _returned(program: Program, sources: dict[fx.Node, _Sources], plans: Any) -> _Sources:
+def _returned(built: Built, sources: dict[fx.Node, _Sources], plans: Any) -> _Sources:
     """What flows into the graph's output."""
-    results: Any = next(iter(reversed(program.serial.graph.nodes))).args[0]
-    flows, found = _flows(program), _Sources()
-    for result, state in zip(results, program.decisions.outputs):
+    results: Any = next(iter(reversed(built.serial.graph.nodes))).args[0]
+    flows, found = carries_data(built), _Sources()
+    for result, state in zip(results, built.decisions.outputs):
         if isinstance(result, fx.Node) and flows(result):
             come = {result: ()} if result in plans else sources[result]
             for vertex, before in come.items():
-                changes = (*before, *_changes(program, result, state))
+                changes = (*before, *_changes(built, result, state))
                 found[vertex] = (*found.get(vertex, ()), *changes)
     return found
 
@@ -207,16 +180,6 @@ def _layer(path: str) -> str:
     parts = path.split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1]) if numbers else ""
-
-
-def _by_change(program: Program) -> dict[str, list[tuple[Collective, float, float]]]:
-    """Collectives with their seconds and what of these may be hidden, by the change they run."""
-    windows = covered(program)
-    found = defaultdict(list)
-    for one in program.collectives():
-        time = seconds(program, one)
-        found[one.change].append((one, time, min(time, windows[one.node])))
-    return found
 
 
 def _together(

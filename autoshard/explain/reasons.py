@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from autoshard.compiling import Built
 from autoshard.passes import DIFF, module_path, user_line
 from autoshard.planning import operands, value
 from autoshard.planning.rules import rules_for
-from autoshard.program import Program
 from autoshard.runtime.collectives import R, State, V, shard_dim
 from autoshard.runtime.errors import PlanError
 
@@ -30,9 +30,9 @@ class Whole:
     where: str
 
 
-def reason(program: Program, node: fx.Node) -> str:
+def reason(built: Built, node: fx.Node) -> str:
     """Why a parameter is where it is, in one clause."""
-    decisions = program.decisions
+    decisions = built.decisions
     state = decisions.stored[node]
     uses: list[tuple[fx.Node, State]] = []
     for user in node.users:
@@ -46,7 +46,7 @@ def reason(program: Program, node: fx.Node) -> str:
     where = operator_name(user)
     if state == R:
         declined = decisions.declined.get(user)
-        if declined and max(value(node).shape, default=0) >= program.axis.size:
+        if declined and max(value(node).shape, default=0) >= built.axis.size:
             return f"{where}: {declined[0]}"
         if use == V:
             return f"{where} uses it whole; the ranks' gradients are summed"
@@ -63,21 +63,21 @@ def operator_name(node: fx.Node) -> str:
     return str(getattr(node.target, "_opname", getattr(node.target, "__name__", node.target)))
 
 
-def whole(program: Program) -> list[Whole]:
+def whole(built: Built) -> list[Whole]:
     """Parameters (of two dims or more) and operators without a rule, in the order of the graph.
 
     An operator that only reads masks and positions is not worth a rule and is left out.
     """
-    if program.axis.size == 1:
+    if built.axis.size == 1:
         return []
     found = []
-    for node, name in program.parameters.items():
-        if value(node).dim() > 1 and program.decisions.stored[node] == R:
+    for node, name in built.parameters.items():
+        if value(node).dim() > 1 and built.decisions.stored[node] == R:
             user = next(iter(node.users), node)
             found.append(
-                Whole("parameter", name, reason(program, node), module_path(user), user_line(user))
+                Whole("parameter", name, reason(built, node), module_path(user), user_line(user))
             )
-    for node in program.serial.graph.nodes:
+    for node in built.serial.graph.nodes:
         if node.op == "call_function" and node.meta.get(DIFF) and operands(node):
             why = _no_rule(node)
             if why:
@@ -97,9 +97,9 @@ def _no_rule(node: fx.Node) -> str:
     return ""
 
 
-def check_strict(program: Program) -> None:
+def check_strict(built: Built) -> None:
     """Raise PlanError where something stayed whole that the caller did not ask to keep whole."""
-    found = whole(program)
+    found = whole(built)
     if not found:
         return
     lines = [
@@ -107,7 +107,7 @@ def check_strict(program: Program) -> None:
         for w in dict.fromkeys(found)
     ]
     raise PlanError(
-        f"strict: {len(lines)} not sharded on {program.axis.name}={program.axis.size}:\n"
+        f"strict: {len(lines)} not sharded on {built.axis.name}={built.axis.size}:\n"
         + "\n".join(lines)
         + "\nGive the operator a rule with autoshard.sharding_rule, choose sizes that the axis "
         "splits, or drop options['strict']: what stays whole is slower, never wrong."

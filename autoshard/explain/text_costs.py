@@ -5,18 +5,17 @@ from __future__ import annotations
 import textwrap
 from collections import Counter, defaultdict
 
-from autoshard.explain.alternatives import Alternative, alternatives
-from autoshard.explain.costs import Cost, costs, folded, named, short
-from autoshard.explain.module_graph import planned
+from autoshard.explain.alternatives import Alternative
+from autoshard.explain.costs import Cost, folded, named, short
+from autoshard.explain.facts import Facts
 from autoshard.explain.reasons import operator_name
 from autoshard.explain.tables import clipped, human, milliseconds, table
 from autoshard.passes import module_path
-from autoshard.program import Program
 
 
-def dearest(program: Program, width: int) -> str:
+def dearest(facts: Facts, width: int) -> str:
     """One sentence: the collective that costs most, and the line that causes it."""
-    found = costs(program)
+    found = facts.costs
     if not found:
         return ""
     one = found[0]
@@ -33,10 +32,10 @@ def dearest(program: Program, width: int) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def by_module(program: Program, width: int) -> str:
+def by_module(facts: Facts, width: int) -> str:
     """What each module runs, and how: one row for equal places of repeated layers."""
     groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    for node, how in planned(program):
+    for node, how in facts.operators.items():
         groups[folded(module_path(node)), operator_name(node), how].append(module_path(node))
     rows = [
         [named(paths) or "(top)", str(len(paths)), operator, how]
@@ -48,12 +47,12 @@ def by_module(program: Program, width: int) -> str:
     return table(header, rows, width, right=(1,))
 
 
-def collectives(program: Program, width: int) -> str:
+def collectives(facts: Facts, width: int) -> str:
     """Every collective by cost; under each, where it comes from.
 
     `hidden` is the share of the time that matrix products may cover.
     """
-    found = costs(program)
+    found = facts.costs
     if not found:
         return "no collectives"
     header = ["ms", "hidden", "count", "collective", "axis", "phase", "bytes each", "change"]
@@ -61,7 +60,7 @@ def collectives(program: Program, width: int) -> str:
     text = [clipped(line, width) for line in lines[:2]]
     for one, line in zip(found, lines[2:], strict=True):
         text += [clipped(line, width), *_where(one, width)]
-    return "\n".join([*text, *_totals(program, found, width)])
+    return "\n".join([*text, *_totals(facts.built.hardware.name, found, width)])
 
 
 def _row(one: Cost) -> list[str]:
@@ -86,7 +85,7 @@ def _where(one: Cost, width: int) -> list[str]:
     return [clipped(f"       {text}", width) for text in (place, one.code) if text]
 
 
-def _totals(program: Program, found: list[Cost], width: int) -> list[str]:
+def _totals(machine: str, found: list[Cost], width: int) -> list[str]:
     """What a rank sends in each phase, about how long that takes, and the count of each kind."""
     lines = []
     for phase in ("forward", "backward"):
@@ -94,7 +93,7 @@ def _totals(program: Program, found: list[Cost], width: int) -> list[str]:
         lines.append(
             f"{phase}: a rank sends {human(sum(one.sent for one in these))}, about "
             f"{milliseconds(sum(one.seconds for one in these))} ms "
-            f"on {program.decisions.hardware.name}"
+            f"on {machine}"
         )
     by_op: Counter[tuple[str, str]] = Counter()
     for one in found:
@@ -104,17 +103,18 @@ def _totals(program: Program, found: list[Cost], width: int) -> list[str]:
     return [*lines, *textwrap.wrap(total, width, subsequent_indent="  ")]
 
 
-def beside(program: Program, width: int) -> str:
+def beside(facts: Facts, width: int) -> str:
     """The cost of the plan beside plans with a name, as a table with a note."""
-    found = alternatives(program)
+    found = facts.alternatives
     if not found:
         return ""
-    header = ["plan", "mesh", "sends", "comm ms", "matmul ms", "ms a batch", "weights", "saved"]
+    header = ["plan", "mesh", "sends", "comm ms", "compute ms", "ms a batch", "weights", "saved"]
     rows = [_alternative(one) for one in found]
     lines = [table(header, rows, width, right=(2, 3, 4, 5, 6))]
     note = (
-        "ms a batch: comm + matmul for one example batch, nothing overlapped. weights: with "
-        "gradients and Adam's moments, a rank. saved: for the backward, about."
+        "ms a batch: a step for one example batch, comm overlapped where it can be, as `autoshard "
+        "plan` predicts it. weights: with gradients and Adam's moments, a rank. saved: for the "
+        "backward, about."
     )
     if more := next((one for one in found if one.batches > 1), None):
         note += f" Without tp the ranks consume {more.batches} times the batches a step."
@@ -127,8 +127,8 @@ def _alternative(one: Alternative) -> list[str]:
         " ".join(f"{name}={size}" for name, size in one.mesh.items()),
         human(one.sent),
         milliseconds(one.communication),
-        milliseconds(one.arithmetic),
+        milliseconds(one.timing.compute),
         milliseconds(one.seconds),
         human(one.stored),
-        human(one.activations),
+        human(one.profile.activations.saved),
     ]

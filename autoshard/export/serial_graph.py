@@ -63,8 +63,8 @@ def model_graph(
     if not args and not call:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         args = (torch.arange(SEQUENCE, device=device).unsqueeze(0),)
-    if getattr(getattr(model, "config", None), "use_cache", False):
-        call.setdefault("use_cache", False)  # Hugging Face: a cache would become outputs
+    if compat.uses_cache(model):
+        call.setdefault("use_cache", False)  # a cache would become outputs
     names = parameter_names(model)
 
     def read(

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from autoshard.memory.step import (
-    BUFFERS,
-    KINDS,
-    OPTIMIZER,
-    OPTIMIZERS,
-    PARAMETERS,
-    PENDING,
-    Memory,
-    Moment,
-    Step,
-    summary,
-)
+from autoshard.memory.phases import KINDS
+from autoshard.memory.step import OPTIMIZERS, Memory, Moment, Step, step_of, summary
 
 __all__ = [
-    "BUFFERS",
     "KINDS",
     "Memory",
     "Moment",
-    "OPTIMIZER",
     "OPTIMIZERS",
-    "PARAMETERS",
-    "PENDING",
     "Step",
+    "step_of",
     "summary",
 ]

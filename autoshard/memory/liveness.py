@@ -1,24 +1,22 @@
 """Which tensors of a graph are alive when: storages, the views that share them, and last uses.
 
-The rule is that of torch's graph interpreter and of Inductor's wrapper code: a value is freed after
-the node that reads it last, and its memory with the last value that shares it. One walk over the
-graph, linear in its nodes.
+The rule is that of torch's graph interpreter: a value is freed after the node that reads it last,
+and its memory with the last value that shares it. One walk over the graph, linear in its nodes.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from autoshard.passes import WAIT, start_of
 from autoshard.planning import tensor_bytes
+from autoshard.runtime import compat
 
 aten = torch.ops.aten
 
@@ -87,79 +85,32 @@ def alias_of(node: fx.Node) -> fx.Node | None:
     return None
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """One thing that runs: what it reads and what it writes.
-
-    loop: elements it runs over, and how many results a reduction in it has: 0 where there is none,
-    negative where it reduces others than the last dims. (0, 0): no loop. planned: its results may
-    be in memory that was used before. joined: one call with the loop before it, so that what either
-    reads is there until both are done. parts: the loops fused to this one, what each reads and
-    writes, with what is never stored.
-    """
-
-    node: fx.Node
-    reads: tuple[Storage, ...]
-    writes: tuple[Storage, ...]
-    loop: tuple[int, int] = (0, 0)
-    planned: bool = False
-    joined: bool = False
-    parts: tuple[tuple[tuple[Storage, ...], tuple[Storage, ...]], ...] = ()
-
-
-def kernels(graph: fx.Graph, held: Held) -> list[Kernel]:
-    """Every node of a graph that runs operator by operator, in order."""
-    return [
-        Kernel(node, tuple(s for n in read_by(node) for s in held[n]), held[node])
-        for node in graph.nodes
-        if node.op in ("call_function", "output")
-    ]
-
-
 class Change(NamedTuple):
-    """What a kernel does: storages whose memory it takes, that it makes, and that are freed."""
+    """One operator or kernel that runs: the storages it makes, and those freed after it."""
 
-    node: fx.Node
-    taken: list[Storage]
+    name: str
     made: list[Storage]
     freed: list[Storage]
 
 
-def walk(
-    run: Sequence[Kernel],
-    inputs: Iterable[Storage] = (),
-    reused: Mapping[Storage, Storage] | None = None,
-) -> Iterator[Change]:
-    """The changes of the kernels, in order, the output's aside.
+def walk(graph: fx.Graph, held: Held, inputs: Iterable[Storage] = ()) -> Iterator[Change]:
+    """What each operator of a graph makes, and what is freed after it, in order.
 
     inputs: storages of the graph's inputs, freed after their last use. Storages that the output
-    reads are never freed. reused: by storage, the dead one whose memory it is made in; that one is
-    not freed before.
+    reads are never freed.
     """
-    reused = reused or {}
-    kept = set(reused.values())
+    run = [node for node in graph.nodes if node.op in ("call_function", "output")]
+    uses = [[*held.get(node, ()), *(s for n in read_by(node) for s in held[n])] for node in run]
+    last = {storage: i for i, storages in enumerate(uses) for storage in storages}
+    freed: list[list[Storage]] = [[] for _ in run]
+    for storage, i in last.items():
+        freed[i].append(storage)
     seen = set(inputs)
-    for kernel, freed in zip(run, freed_after(run)):
-        if kernel.node.op == "call_function":
-            made = [s for s in dict.fromkeys(kernel.writes) if s not in seen]
+    for node, gone in zip(run, freed):
+        if node.op == "call_function":
+            made = [storage for storage in dict.fromkeys(held[node]) if storage not in seen]
             seen.update(made)
-            taken = [reused[s] for s in made if s in reused]
-            yield Change(kernel.node, taken, made, [s for s in freed if s not in kept])
-
-
-def last_uses(run: Sequence[Kernel]) -> dict[Storage, int]:
-    """The position of the last kernel that reads or writes each storage."""
-    return {s: i for i, kernel in enumerate(run) for s in (*kernel.reads, *kernel.writes)}
-
-
-def freed_after(run: Sequence[Kernel]) -> list[list[Storage]]:
-    """The storages that nobody needs after each kernel."""
-    gone: list[list[Storage]] = [[] for _ in run]
-    for storage, i in last_uses(run).items():
-        while i + 1 < len(run) and run[i + 1].joined:
-            i += 1
-        gone[i].append(storage)
-    return gone
+            yield Change(node.name, made, gone)
 
 
 def read_by(node: fx.Node) -> list[fx.Node]:
@@ -174,7 +125,7 @@ def _shared(node: fx.Node, source: Any) -> bool:
     ours, theirs = node.meta.get("val"), source.meta.get("val")
     if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
         return False
-    return StorageWeakRef(ours.untyped_storage()) == StorageWeakRef(theirs.untyped_storage())
+    return compat.same_storage(ours, theirs)
 
 
 def _index(node: fx.Node) -> int:

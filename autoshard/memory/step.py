@@ -7,26 +7,31 @@ them; not the caller's batch, and not the scratch space inside an operator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import fx
+import torch
 
-from autoshard.memory.inductor_liveness import Fused
-from autoshard.memory.liveness import Change, Held, Kernel, Storage, kernels, storages, walk
-from autoshard.memory.reused_memory import reused_memory
-from autoshard.passes import GATHERS, PASS, BucketGradients, BucketParameters
+from autoshard.compiling import Built
+from autoshard.memory.liveness import Change
+from autoshard.memory.phases import (
+    ACTIVATIONS,
+    BUFFERS,
+    GATHERED,
+    GRADIENTS,
+    KINDS,
+    OPTIMIZER,
+    OUTPUTS,
+    PARAMETERS,
+    PENDING,
+    TEMPORARIES,
+    Phases,
+    phases,
+)
+from autoshard.passes import BUFFER, PENDING_INPUTS
 from autoshard.planning import tensor_bytes
-from autoshard.runtime.compat import ForwardBackward, Lowered
-
-PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
-BUFFERS, ACTIVATIONS, GATHERED = "buffers", "activations", "gathered"
-TEMPORARIES, OUTPUTS, PENDING = "temporaries", "outputs", "pending"
-KINDS = (
-    PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, ACTIVATIONS, GATHERED, TEMPORARIES, OUTPUTS, PENDING
-)  # fmt: skip
-
-_BUCKETS = (BucketParameters.name, BucketGradients.name)
+from autoshard.runtime.compat import ForwardBackward, InductorStep
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ class Moment:
         return sum(self.held.values())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes one rank holds.
 
@@ -122,158 +127,90 @@ def summary(step: Step) -> Memory:
     return Memory(**most, peak=peak.bytes, peak_at=peak)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Step:
-    """The forward, the backward and the update of one program, as moments in order.
+    """The forward, the backward and the update of one program.
 
-    graphs: `ForwardBackward`, run operator by operator, or `Lowered`, as
-    Inductor runs them. parameters: positions of the parameters among the inputs. resident: bytes
-    by kind of what is there whatever runs: parameters, buffers, optimizer state. gradients: bytes
-    of all gradients. scratch: what the optimizer's update allocates at most.
+    resident: bytes by kind of what is there whatever runs: parameters, buffers, optimizer state.
+    gradients: bytes of all gradients. scratch: what the optimizer's update allocates at most.
     """
 
-    def __init__(
-        self,
-        graphs: ForwardBackward | Lowered,
-        parameters: Container[int],
-        resident: Mapping[str, int],
-        gradients: int,
-        scratch: int,
-    ) -> None:
-        self.graphs, self.resident = graphs, resident
-        self.gradients, self.scratch = gradients, scratch
-        forward = graphs.forward.graph
-        inputs = [node.name for node in forward.nodes if node.op == "placeholder"]
-        self.weights = {name for i, name in enumerate(inputs) if i in parameters}
-        self.held, self.kernels = self._stored(forward, {})
-        results = _results(forward)
-        names: Sequence[str] = [n.name if n else "" for n in results]
-        if isinstance(graphs, Lowered):
-            names = graphs.names
-        backward = () if graphs.backward is None else graphs.backward.graph.nodes
-        wanted = {node.name for node in backward if node.op == "placeholder"}
-        self.known = {node.name: node for node in forward.nodes if node.op == "placeholder"}
-        self.known |= {name: node for name, node in zip(names, results) if node is not None}
-        # what is saved comes after the results of the model
-        returned = results[: len(results) - sum(name in wanted for name in self.known)]
-        saved = [node for name, node in self.known.items() if name in wanted]
-        _mark(self.held, [n for n in results if n is not None], OUTPUTS)
-        _mark(self.held, saved, ACTIVATIONS)
-        _mark(self.held, _gathered(forward, self.weights), GATHERED)
-        self.saved = {storage for node in saved for storage in self.held[node]}
-        self.returned = {s for node in returned if node is not None for s in self.held[node]}
-
-    def _stored(self, graph: fx.Graph, given: Held) -> tuple[Held, list[Kernel]]:
-        """Where the values of a graph are, and what runs."""
-        if isinstance(self.graphs, Lowered):
-            fused = Fused(graph, given, TEMPORARIES)
-            return fused.held, fused.kernels
-        held = storages(graph, given, TEMPORARIES)
-        return held, kernels(graph, held)
+    phases: Phases
+    resident: Mapping[str, int]
+    gradients: int
+    scratch: int
 
     @property
     def activations(self) -> int:
         """Bytes kept from the forward for the backward, gathered weights aside."""
-        return sum(s.nbytes for s in self.saved if s.kind == ACTIVATIONS)
+        return self._saved(ACTIVATIONS)
 
     def moments(self) -> Iterator[Moment]:
         """Every operator of the step with what is alive while it runs."""
         alive = {**dict.fromkeys(KINDS, 0), **self.resident}
         yield Moment("forward", "", dict(alive))
-        yield from _run("forward", walk(self.kernels, (), reused_memory(self.kernels)), alive)
+        yield from _run("forward", self.phases.forward, alive)
         # of the results, the caller keeps the loss: a scalar
-        alive[OUTPUTS] = alive[TEMPORARIES] = 0
+        alive[OUTPUTS] = 0
         alive[ACTIVATIONS] = self.activations
-        alive[GATHERED] = sum(s.nbytes for s in self.saved if s.kind == GATHERED)
-        if self.graphs.backward is None:
+        alive[GATHERED] = self._saved(GATHERED)
+        if self.phases.backward is None:
             return
-        yield from self._backward(self.graphs.backward.graph, alive)
+        alive[TEMPORARIES] = self.phases.tangents
+        yield from _run("backward", self.phases.backward, alive)
+        alive[GRADIENTS] += self.phases.copied
+        yield Moment("backward", "unwrap", dict(alive))
         alive.update(dict.fromkeys((ACTIVATIONS, GATHERED), 0))
         alive[TEMPORARIES] = self.scratch
         yield Moment("optimizer", "", dict(alive))
 
-    def _backward(self, graph: fx.Graph, alive: dict[str, int]) -> Iterator[Moment]:
-        inputs = [n for n in graph.nodes if n.op == "placeholder"]
-        tangents = {n: _tangent(n) for n in inputs if n.name not in self.known}
-        alive[TEMPORARIES] = sum(s.nbytes for made in tangents.values() for s in made)
-        given = {n: self.held[self.known[n.name]] for n in inputs if n not in tangents} | tangents
-        held, run = self._stored(graph, given)
-        _mark(held, _gathered(graph, self.weights), GATHERED)
-        results = [n for n in _results(graph) if n is not None]
-        kept_storages, copies = _handed_out(results, held)
-        for storage in kept_storages:
-            storage.kind = GRADIENTS
-        # autograd lets a graph write over what was saved for it, not over what others may have
-        foreign = self.returned.union(*tangents.values())
-        gone = dict.fromkeys(s for n in inputs for s in held[n])
-        changes = walk(run, gone, reused_memory(run, gone, foreign))
-        yield from _run("backward", changes, alive)
-        alive[GRADIENTS] += copies
-        yield Moment("backward", "unwrap", dict(alive))
-
-
-def _handed_out(gradients: list[fx.Node], held: Held) -> tuple[list[Storage], int]:
-    """Storages that become gradients as they are, and the bytes of gradients that are copied.
-
-    The rule of `runtime.storage.shared`: views of one storage stay where they are most of it.
-    """
-    used: dict[Storage, int] = {}
-    for node in gradients:
-        for storage in held[node]:
-            used[storage] = used.get(storage, 0) + tensor_bytes(node.meta["val"])
-    kept, copied = {}, 0
-    for node in gradients:
-        mostly = all(4 * used[s] >= 3 * s.nbytes for s in held[node])
-        if mostly and node.meta["val"].is_contiguous():
-            kept.update(dict.fromkeys(held[node]))
-        else:
-            copied += tensor_bytes(node.meta["val"])
-    return list(kept), copied
-
-
-def _tangent(node: fx.Node) -> tuple[Storage, ...]:
-    """The gradient of a result. One that the loss does not depend on is made, of zeros."""
-    return (Storage(tensor_bytes(node.meta["val"]), TEMPORARIES),)
+    def _saved(self, kind: str) -> int:
+        return sum(storage.nbytes for storage in self.phases.saved if storage.kind == kind)
 
 
 def _run(phase: str, changes: Iterable[Change], alive: dict[str, int]) -> Iterator[Moment]:
-    for node, taken, made, freed in changes:
-        for storage in taken:
-            alive[storage.kind] -= storage.nbytes
+    for name, made, freed in changes:
         for storage in made:
             alive[storage.kind] += storage.nbytes
-        yield Moment(phase, node.name, dict(alive))
+        yield Moment(phase, name, dict(alive))
         for storage in freed:
             alive[storage.kind] -= storage.nbytes
 
 
-def _results(graph: fx.Graph) -> list[fx.Node | None]:
-    output = next(iter(reversed(graph.nodes)))
-    return [n if isinstance(n, fx.Node) else None for n in output.args[0]]  # type: ignore[union-attr]
+def step_of(built: Built, optimizer: str = "adamw", inner: str | None = None) -> Step:
+    """The step of a program under one of OPTIMIZERS.
 
-
-def _mark(held: Held, nodes: Iterable[fx.Node], kind: str) -> None:
-    for node in nodes:
-        for storage in held[node]:
-            storage.kind = kind
-
-
-def _gathered(graph: fx.Graph, weights: Container[str]) -> list[fx.Node]:
-    """Weights made whole from what this rank and others store, and buckets of gradients.
-
-    weights: names of the graph's inputs that are stored parameters.
+    inner: what runs the graphs; None: the program's own inner compiler.
     """
-    found = []
-    stored: set[fx.Node] = set()
-    for node in graph.nodes:
-        sources = node.all_input_nodes
-        if (node.meta.get("custom") or {}).get(PASS) in _BUCKETS:
-            found.append(node)
-        elif node.op == "placeholder" and node.name in weights:
-            stored.add(node)
-        elif node.op == "call_function" and sources and all(n in stored for n in sources):
-            # until it is gathered, a weight may be padded or cast
-            if node.target in GATHERS:
-                found.append(node)
-            else:
-                stored.add(node)
-    return found
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer {optimizer!r} is none of {', '.join(OPTIMIZERS)}")
+    kind = OPTIMIZERS[optimizer]
+    parameters = buffers = 0
+    trained, positions = [], set()
+    placeholders = [n for n in built.serial.graph.nodes if n.op == "placeholder"]
+    for i, node in enumerate(placeholders):
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        if node in built.parameters:
+            positions.add(i)
+            local = tensor_bytes(built.stored_value(node))
+            parameters += local
+            trained += [local] if node.meta["val"].requires_grad else []
+        elif node.meta.get(BUFFER):
+            buffers += tensor_bytes(node.meta["val"])
+    waiting = built.graph_module.meta.get(PENDING_INPUTS, ())
+    resident = {
+        PARAMETERS: parameters,
+        BUFFERS: buffers,
+        OPTIMIZER: kind.states * sum(trained) + kind.counter * len(trained),
+        PENDING: sum(math.prod(each.shape) * each.dtype.itemsize for each in waiting),
+    }
+    graphs: ForwardBackward | InductorStep | None = None
+    if (inner or built.config.inner) == "inductor":
+        graphs = built.inductor
+    return Step(
+        phases=phases(graphs or built.running, positions),
+        resident=resident,
+        gradients=sum(trained),
+        scratch=kind.scratch(trained),
+    )

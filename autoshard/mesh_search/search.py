@@ -2,7 +2,7 @@
 
 The model is captured once. Each size of the tp axis is planned once, by the exact solver, and
 serves all ways to split the rest of the world into `dp_replicate` x `dp_shard`, which follow from
-the mesh (planning/estimate.py).
+the mesh (planning/estimate/mesh.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from autoshard.planning.cost import DEFAULT_HARDWARE, Cluster, cluster
 from autoshard.planning.estimate import (
     Footprint,
     Layout,
-    MemoryModel,
     Profile,
     Timing,
     Training,
@@ -36,13 +35,13 @@ from autoshard.planning.estimate import (
 )
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import AXIS_ORDER, offline_mesh
-from autoshard.runtime.parameters import lowered
+from autoshard.runtime.parameters import casting
 
 Mesh = dict[str, int]
 Progress = Callable[[str, int, int], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MeshPrice:
     """One mesh: what a rank holds and how long a step takes.
 
@@ -87,7 +86,6 @@ def search_meshes(
     hardware: str | Cluster = DEFAULT_HARDWARE,
     mesh: Mapping[str, int] | None = None,
     training: Training | None = None,
-    memory: MemoryModel = footprint,
     batches: int | None = None,
     progress: Progress | None = None,
     **options: Any,
@@ -96,12 +94,12 @@ def search_meshes(
 
     model, args, kwargs: as for `autoshard.trace`; on the meta device nothing is allocated. The
         batch is that of one data-parallel rank.
-    hardware: a key of `planning.hardware.HARDWARE`, a cluster file, or a Cluster. mesh: only this
+    hardware: a key of `planning.cost.HARDWARE`, a cluster file, or a Cluster. mesh: only this
         one, instead of all factorisations with tp inside a node. training: dtypes and optimizer.
-    memory: what estimates a rank's bytes. batches: how many different batches the world is given,
-        where that is less than one for each data-parallel rank: the others repeat work. progress:
-        called with (what begins, its number, steps in all). options: any other field of
-        `autoshard.Config`; `memory_budget` is of the whole rank.
+    batches: how many different batches the world is given, where that is less than one for each
+        data-parallel rank: the others repeat work. progress: called with (what begins, its number,
+        steps in all). options: any other field of `autoshard.Config`; `memory_budget` is of the
+        whole rank.
 
     Raises ConfigError for a mesh that does not fit the world, and what `trace` raises.
     """
@@ -115,14 +113,14 @@ def search_meshes(
         say("capturing", 2, steps)
         captured = capture(gm, example_inputs, lowered_dtypes(inputs))
         return search_captured(
-            captured, inputs, meshes, machine, settings, training, memory, batches, progress
+            captured, inputs, meshes, machine, settings, training, batches, progress
         )
 
     steps = len(_tp_sizes(meshes)) + 2
     say = progress or _silent
     say("tracing", 1, steps)
     use = use_by(settings, None)
-    with _no_collector(), contextlib.nullcontext() if use.param is None else lowered(model, use):
+    with _no_collector(), contextlib.nullcontext() if use.param is None else casting(model, use):
         found = intercept(model, args, kwargs, search)
     return found
 
@@ -146,7 +144,6 @@ def search_captured(
     machine: Cluster,
     config: Config,
     training: Training | None = None,
-    memory: MemoryModel = footprint,
     batches: int | None = None,
     progress: Progress | None = None,
 ) -> MeshSearch:
@@ -173,16 +170,20 @@ def search_captured(
             if mesh.get("tp", 1) == n:
                 made = replace(planned.plan, mesh=dict(mesh))
                 layout = Layout(
-                    mesh.get("dp_shard", 1),
-                    mesh.get("dp_replicate", 1),
-                    config.zero,
-                    config.bucket_bytes,
+                    shard=mesh.get("dp_shard", 1),
+                    replicate=mesh.get("dp_replicate", 1),
+                    zero=config.zero,
+                    bucket_bytes=config.bucket_bytes,
                 )
-                held = memory(one, layout, training)
+                held = footprint(one, layout, training)
                 took = timing(one, layout, training, machine, machine.links(mesh))
                 mfu = _utilisation(one, layout, took.step, batches)
                 unfit = _unfit(held, limit, layout, one)
-                rows.append(MeshPrice(dict(mesh), held, took, mfu, unfit, made))
+                rows.append(
+                    MeshPrice(
+                        mesh=dict(mesh), memory=held, timing=took, mfu=mfu, unfit=unfit, plan=made
+                    )
+                )
     # the same work in every row where the batch is; utilisation counts it either way
     rows.sort(key=lambda row: (not row.fits, -row.mfu))
     return MeshSearch(tuple(rows), machine, math.prod(meshes[0].values()))

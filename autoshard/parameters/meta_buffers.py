@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.runtime import compat
+
 
 def meta_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
     """(name, module, name in it, buffer) of every buffer on the meta device."""
@@ -32,7 +34,7 @@ def initialise_buffers(model: nn.Module, device: str) -> None:
         if name in module._non_persistent_buffers_set and not module._parameters:
             owners.setdefault(module, []).append(name)
     for module, names in owners.items():
-        initialise = _initialiser(model, module)
+        initialise = compat.initialiser_of(model, module)
         if initialise is None:
             continue
         before = {name: module._buffers[name] for name in names}
@@ -43,15 +45,6 @@ def initialise_buffers(model: nn.Module, device: str) -> None:
         for name in names:
             if _is_unwritten(module._buffers[name]):
                 module._buffers[name] = before[name]
-
-
-def _initialiser(model: nn.Module, module: nn.Module) -> Any:
-    """`_init_weights` of the innermost model that contains the module and has one."""
-    found: Any = None
-    for outer in model.modules():
-        if hasattr(outer, "_init_weights") and any(one is module for one in outer.modules()):
-            found = outer._init_weights
-    return found
 
 
 def _unwritten(buffer: Any, device: str) -> torch.Tensor:

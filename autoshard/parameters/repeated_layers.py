@@ -13,7 +13,7 @@ from torch import nn
 from autoshard.runtime.collectives import State
 
 
-def siblings(
+def parameters_of_repeats(
     planned: Mapping[nn.Parameter, State], models: Sequence[nn.Module]
 ) -> dict[nn.Parameter, State]:
     """The parameters that are to other modules of a class what planned ones are to the first.

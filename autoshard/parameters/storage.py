@@ -16,16 +16,16 @@ from autoshard.compiling import use_by
 from autoshard.config import Config
 from autoshard.mesh_search import choose
 from autoshard.parameters.meta_buffers import initialise_buffers
-from autoshard.parameters.repeated_layers import siblings
+from autoshard.parameters.repeated_layers import parameters_of_repeats
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import attempt, from_first, wait_at_most
 from autoshard.runtime.collectives import R, S, State, data_axes, data_states
 from autoshard.runtime.mesh import Mesh, init_mesh, start_world
 from autoshard.runtime.parameters import (
-    lower,
+    cast_parameters,
     models_of,
     set_planned,
-    set_use,
+    set_policy,
     shard_parameters,
     unstorable,
 )
@@ -75,7 +75,7 @@ def _shard(
         )
     use = use_by(config, given)
     if use.param is not None:
-        lower(list(model.parameters()), use)
+        cast_parameters(list(model.parameters()), use)
 
     def plan(
         gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: list[compat.GraphInput]
@@ -95,7 +95,7 @@ def store(
     planned: dict[nn.Parameter, State], mesh: Mesh, config: Config
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Store the parameters a graph planned as planned, their like in other layers as well
-    (`siblings`), and the rest of their models split.
+    (`parameters_of_repeats`), and the rest of their models split.
 
     Optimizers and clip_grad_norm_ cannot mix DTensors with plain tensors, so parameters that the
     graph never read become DTensors too; the first graph that reads one decides where it lives.
@@ -106,7 +106,7 @@ def store(
     planned = _as_first(planned, mesh)
     models = models_of(list(planned))
     if axis.size > 1:
-        alike = siblings(planned, models).items()
+        alike = parameters_of_repeats(planned, models).items()
         planned = {**planned, **{p: state for p, state in alike if _is_whole(p)}}
     states = {
         parameter: {axis.name: state, **data_states(parameter.dim(), mesh.axes)}
@@ -121,7 +121,7 @@ def store(
     for p in rest:
         resting = {axis.name: _resting_state(p, axis.size)} if axis.size > 1 else {}
         states[p] = {**resting, **data_states(p.dim(), mesh.axes)}
-    set_use(states, use_by(config, mesh))
+    set_policy(states, use_by(config, mesh))
     moved = shard_parameters(states, mesh, broadcast=config.initial_weights == "broadcast")
     for old, new in moved.items():
         set_planned(new, old in planned)

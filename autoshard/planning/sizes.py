@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
+from autoshard.runtime import compat
 from autoshard.runtime.collectives import chunk_size
-from autoshard.runtime.compat import size_hint
 
 Size = int | torch.SymInt
 
@@ -16,7 +16,7 @@ Size = int | torch.SymInt
 def hint(size: Size) -> int | None:
     """The size as seen while tracing; None where it is only known at run time."""
     if isinstance(size, torch.SymInt):
-        return size_hint(size)
+        return compat.size_hint(size)
     return int(size)
 
 

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.backend import programs
 from autoshard.errors import ConfigError, message
+from autoshard.program_registry import programs
 from autoshard.runtime.mesh import data_coordinate, init_mesh
 from autoshard.runtime.parameters import stored_states
 from autoshard.verification import local_world

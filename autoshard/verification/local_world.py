@@ -80,7 +80,6 @@ def _starter(job: Job, folder: Path) -> Callable[[str], Any]:
     payload = _travels(job)
     if payload is None:
         return lambda role: _fork(job, role, folder)
-    (folder / "path").write_bytes(pickle.dumps([os.getcwd(), *sys.path]))
     (folder / "job").write_bytes(payload)
     return lambda role: _start(role, folder)
 
@@ -103,24 +102,18 @@ def _travels(job: Job) -> bytes | None:
 
 def _start(role: str, folder: Path) -> subprocess.Popen[bytes]:
     environment = {k: v for k, v in os.environ.items() if k not in _TORCHRUN}
+    # the package, and what the job's pickle names, may be found on the caller's path only
+    environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])
     with (folder / f"{role}.log").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-c", _MAIN, str(folder), role],
+            # this file and not the module, whose package would be imported, torch and all, before
+            # the process watches its parent; -P: without the file's folder on the path
+            [sys.executable, "-P", __file__, str(folder), role],
             env={**environment, **_ENVIRONMENT},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
         )
-
-
-# The caller's search path comes first: the package, and the pickled job, may be found on it only.
-_MAIN = """\
-import pathlib, pickle, sys
-folder, role = pathlib.Path(sys.argv[1]), sys.argv[2]
-sys.path[:] = pickle.loads((folder / "path").read_bytes())
-from autoshard.verification.local_world import serve
-serve(role, folder)
-"""
 
 
 def _fork(job: Job, role: str, folder: Path) -> Any:
@@ -255,3 +248,7 @@ def _code(process: Any) -> int | None:
 
 def _join(process: Any) -> None:
     process.wait() if isinstance(process, subprocess.Popen) else process.join()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[2], Path(sys.argv[1]))

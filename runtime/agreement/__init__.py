@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from autoshard.runtime.agreement.batches import Input, compare_batch, send_batch
-from autoshard.runtime.agreement.consensus import agree, attempt, from_first, gather, wait_at_most
+from autoshard.runtime.agreement.consensus import (
+    agree,
+    attempt,
+    from_first,
+    gather,
+    wait_at_most,
+    world_axis,
+)
 
 __all__ = [
     "Input",
@@ -14,4 +21,5 @@ __all__ = [
     "gather",
     "send_batch",
     "wait_at_most",
+    "world_axis",
 ]

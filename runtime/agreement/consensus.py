@@ -10,12 +10,11 @@ from typing import Any
 import torch.distributed as dist
 
 from autoshard.runtime import compat
-from autoshard.runtime.agreement.board import Absent, board
+from autoshard.runtime.agreement.store_exchange import PeerFailed, current_exchange
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.errors import AutoshardError, PlanMismatchError, message
 
 _MISSING = "(nothing)"
-_FAILURE = "_autoshard_failure"  # attribute of an error: what the board says of it
 REMEDY = (
     "Build the same model, with the same options and library versions, and call it with inputs of "
     "the same shapes on every rank."
@@ -49,14 +48,8 @@ def agree(
     given = _exchange({"what": what, "here": here, "digest": digest}, here, axis, error)
     if len({each["what"] for each in given}) > 1:
         said = "; ".join(f"rank {rank}: {each['here']}" for rank, each in enumerate(given))
-        raise _shared(
-            error(
-                message(
-                    f"the ranks of axis {axis.name} are at different things; {said}", remedy=remedy
-                )
-            ),
-            axis,
-        )
+        difference = f"are at different things; {said}"
+        raise _failed(f"the ranks of axis {axis.name} {difference}", error, remedy)
     digests = [each["digest"] for each in given]
     if len(set(digests)) == 1:
         return
@@ -69,24 +62,17 @@ def agree(
     else:
         said = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(digests))
         difference = f"their lines are equal and their digests are not: {said}"
-    raise _shared(
-        error(
-            message(
-                f"the ranks of axis {axis.name} disagree on the {what}; {difference}",
-                remedy=remedy,
-            )
-        ),
-        axis,
-    )
+    what = f"the ranks of axis {axis.name} disagree on the {what}; {difference}"
+    raise _failed(what, error, remedy)
 
 
-def _shared(error: AutoshardError, axis: Axis) -> AutoshardError:
-    """An error that every rank of the axis raises at this moment."""
-    wall = board()
-    if wall is not None:
-        story = f"{type(error).__name__}: {error}"
-        setattr(error, _FAILURE, wall.failure(story, _members(axis)))
-    return error
+def _failed(what: str, error: type[AutoshardError], remedy: str) -> AutoshardError:
+    """An error that every rank of an axis raises at this moment; ranks of others hear of it."""
+    raised = error(message(what, remedy=remedy))
+    exchange = current_exchange()
+    if exchange is not None:
+        exchange.fail(exchange.rank, f"{error.__name__}: {raised}")
+    return raised
 
 
 def _members(axis: Axis) -> list[int]:
@@ -104,6 +90,15 @@ def gather(value: Any, what: str, axis: Axis) -> list[Any]:
     return _exchange(value, what, axis, PlanMismatchError)
 
 
+def world_axis() -> Axis:
+    """All ranks of the running world as one axis, for `gather`."""
+    if not dist.is_initialized():
+        return Axis("world", 1, 0, "")
+    group = dist.group.WORLD
+    assert group is not None
+    return Axis("world", dist.get_world_size(), dist.get_rank(), group.group_name)
+
+
 def from_first(value: Any, what: str, axis: Axis) -> Any:
     """What the first rank of the axis gave; see `gather`."""
     return gather(value if axis.rank == 0 else None, what, axis)[0]
@@ -114,48 +109,42 @@ def attempt() -> Iterator[None]:
     """One try at something all ranks of a group do, such as a compilation.
 
     Whatever fails inside is told to the ranks that wait for this one in `agree`, who then raise
-    PlanMismatchError with it.
+    PlanMismatchError with it. All of them raise it at each exchange from then on: after a failure
+    that is caught, the processes must start again.
     """
-    wall = board()
-    if wall is None:
-        yield
-        return
-    wall.attempt += 1
-    wall.trying = True
     try:
         yield
     except compat.RestartTrace:
         raise
     except Exception as error:
-        known = getattr(error, _FAILURE, None)
-        wall.fail(known or wall.failure(f"{type(error).__name__}: {error}"))
+        exchange = current_exchange()
+        if exchange is not None:
+            exchange.fail(exchange.rank, f"{type(error).__name__}: {error}")
         raise
-    finally:
-        wall.trying = False
 
 
 def wait_at_most(seconds: float) -> None:
     """How long a rank waits for the others from now on, before it is an error."""
-    wall = board()
-    if wall is not None:
-        wall.limit = seconds
+    exchange = current_exchange()
+    if exchange is not None:
+        exchange.limit = seconds
 
 
 def _exchange(value: Any, here: str, axis: Axis, error: type[AutoshardError]) -> list[Any]:
-    wall = board()
-    if wall is None:
+    exchange = current_exchange()
+    if exchange is None:
         return [value] * axis.size
+    before = exchange.failure
     try:
-        return wall.exchange(value, here, _members(axis))
-    except Absent as absent:
-        failure = absent.failure
-        told = error(
+        return exchange.exchange(value, here, _members(axis))
+    except PeerFailed as failure:
+        waited = f"rank {exchange.rank} waited for it at the {here} of axis {axis.name}"
+        if before is not None:
+            waited = f"rank {exchange.rank} came to the {here} of axis {axis.name} after that"
+        raise error(
             message(
-                f"rank {failure.origin}: {failure.story}; rank {wall.rank} waited for it at the "
-                f"{here} of axis {axis.name}",
+                f"rank {failure.rank}: {failure.story.rstrip('.')}; {waited}",
                 remedy="See the output of that rank; if it has no error, compare the shapes of "
-                "the ranks' batches, and their options.",
+                "the ranks' batches, and their options. Then start all processes again.",
             )
-        )
-        setattr(told, _FAILURE, failure)
-        raise told from None
+        ) from None

@@ -1,9 +1,47 @@
-"""Everything that touches torch's private parts, each with its reason."""
+"""Everything that touches torch's and transformers' private parts, each with its reason."""
 
 from __future__ import annotations
 
-from autoshard.runtime.compat.aot import Finish, ForwardBackward, aot_eager, forward_backward
+from autoshard.runtime.compat.version import probe  # first: it says by name what is missing
+
+# isort: split
+from autoshard.runtime.compat.aot import (
+    Finish,
+    ForwardBackward,
+    aot_eager,
+    forward_backward,
+)
+from autoshard.runtime.compat.autograd import (
+    AccumulateGrad,
+    apply,
+    drop_accumulated_hooks,
+    has_hooks,
+    in_backward,
+    is_in_a_graph,
+    move_hooks,
+    will_execute,
+)
 from autoshard.runtime.compat.core import (
+    GraphInput,
+    RestartTrace,
+    allow_in_graph,
+    backend_error,
+    backend_fakes,
+    frame_id,
+    graph_inputs,
+    mark_dynamic,
+    never_a_frame,
+    not_traced,
+    registered_backend,
+)
+from autoshard.runtime.compat.dynamo import (
+    lighten_guards,
+    specialize_floats,
+    trace_as_ours,
+)
+from autoshard.runtime.compat.inductor import DECOMPOSITIONS, inductor_compile
+from autoshard.runtime.compat.inductor_memory import InductorGraph, InductorStep, inductor_step
+from autoshard.runtime.compat.modes import (
     ENTER_AUTOCAST,
     ENTER_INFERENCE,
     EXIT_AUTOCAST,
@@ -11,53 +49,47 @@ from autoshard.runtime.compat.core import (
     GET_DATA,
     SAVED_TENSOR_HOOKS,
     SET_GRAD,
-    AccumulateGrad,
-    GraphInput,
-    RestartTrace,
-    __file__,
-    allow_in_graph,
-    allow_rnn,
-    apply,
     autocast_is_on,
     autocast_knows,
-    backend_error,
-    backend_fakes,
+    explicit_modes,
+    real_tensors,
+)
+from autoshard.runtime.compat.symbolic import (
+    FakeTensor,
+    FakeTensorMode,
+    FunctionalTensor,
+    FunctionalTensorMode,
+    is_traceable_wrapper_subclass,
+    same_storage,
+    size_expression,
+    size_hint,
+    size_symbols,
+)
+from autoshard.runtime.compat.tensors import (
     detached_locals,
     dtensor_like,
-    explicit_modes,
-    frame_id,
-    graph_inputs,
     has_data_mutation,
-    in_backward,
-    is_in_a_graph,
     local_of,
-    mark_dynamic,
-    move_hooks,
     nccl_communicator,
-    never_a_frame,
-    not_traced,
     placement_dim,
     plain_attributes,
-    probe,
     process_group,
-    real_tensors,
-    registered_backend,
     set_stored,
     shard_placement,
     share_spec,
-    size_hint,
-    size_symbols,
-    will_execute,
     wrapper_tensor,
 )
-from autoshard.runtime.compat.dynamo import MARK, lighten_guards, specialize_floats, trace_leaves
-from autoshard.runtime.compat.inductor import (
-    DECOMPOSITIONS,
-    Lowered,
-    inductor_compile,
-    inductor_graphs,
+from autoshard.runtime.compat.trace import (
+    artifact,
 )
-from autoshard.runtime.compat.trace import artifact
+from autoshard.runtime.compat.transformers import (
+    apply_gate,
+    choose_causal_loss,
+    initialiser_of,
+    run_experts_by,
+    turn_off_cache,
+    uses_cache,
+)
 
 __all__ = [
     "AccumulateGrad",
@@ -66,36 +98,44 @@ __all__ = [
     "ENTER_INFERENCE",
     "EXIT_AUTOCAST",
     "EXIT_INFERENCE",
+    "FakeTensor",
+    "FakeTensorMode",
     "Finish",
     "ForwardBackward",
+    "FunctionalTensor",
+    "FunctionalTensorMode",
     "GET_DATA",
     "GraphInput",
-    "Lowered",
-    "MARK",
+    "InductorGraph",
+    "InductorStep",
     "RestartTrace",
     "SAVED_TENSOR_HOOKS",
     "SET_GRAD",
-    "__file__",
     "allow_in_graph",
-    "allow_rnn",
     "aot_eager",
     "apply",
+    "apply_gate",
     "artifact",
     "autocast_is_on",
     "autocast_knows",
     "backend_error",
     "backend_fakes",
+    "choose_causal_loss",
     "detached_locals",
+    "drop_accumulated_hooks",
     "dtensor_like",
     "explicit_modes",
     "forward_backward",
     "frame_id",
     "graph_inputs",
     "has_data_mutation",
+    "has_hooks",
     "in_backward",
     "inductor_compile",
-    "inductor_graphs",
+    "inductor_step",
+    "initialiser_of",
     "is_in_a_graph",
+    "is_traceable_wrapper_subclass",
     "lighten_guards",
     "local_of",
     "mark_dynamic",
@@ -109,13 +149,18 @@ __all__ = [
     "process_group",
     "real_tensors",
     "registered_backend",
+    "run_experts_by",
+    "same_storage",
     "set_stored",
     "shard_placement",
     "share_spec",
+    "size_expression",
     "size_hint",
     "size_symbols",
     "specialize_floats",
-    "trace_leaves",
+    "trace_as_ours",
+    "turn_off_cache",
+    "uses_cache",
     "will_execute",
     "wrapper_tensor",
 ]

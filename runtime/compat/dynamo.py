@@ -13,36 +13,55 @@ from torch import fx, nn
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.guards import get_verbose_code_parts
 from torch._dynamo.symbolic_convert import TensorifyState
+from torch._dynamo.variables.builder import VariableBuilder
 from torch._guards import Guard
 from torch.distributed.tensor import DTensor
 
-MARK = "autoshard_traces_leaves"
-"""Attribute of a backend function for whose graphs `trace_leaves` holds."""
+_OURS = "_autoshard_backend"
+"""Attribute of the backend functions whose traces `trace_as_ours` extends."""
 
 
-def keep_variants(count: int) -> None:
-    """Let Dynamo keep `count` variants of a function; torch.compile has no option for it."""
-    torch._dynamo.config.recompile_limit = count
+def trace_as_ours(backend: Callable[..., Any]) -> None:
+    """Let Dynamo trace more than it would of the frames that are compiled with `backend`.
 
+    It has no option of a single compile for either of these:
 
-def trace_leaves() -> None:
-    """Let Dynamo trace `x.requires_grad = True` on a value made in the graph, as nothing at all.
+    - nn.LSTM and its kin, which it leaves to eager code because compiling one is slow. In eager
+      code each weight of the model around one is gathered by itself; traced, the RNN is one
+      operator among others.
+    - `x.requires_grad = True` on a value made in the graph, as nothing at all. Hugging Face's T5
+      and its kin write it on a tensor of zeros in every checkpointed layer, and the break would
+      turn each layer into graphs of its own and its checkpoint into eager code. Nothing in a graph
+      needs the gradient of such a value: only `x.grad` would hold it, which stays None.
 
-    Hugging Face's T5 and its kin write it on a tensor of zeros in every checkpointed layer, and the
-    break would turn each layer into graphs of its own and its checkpoint into eager code. Nothing
-    in a graph needs the gradient of such a value: only `x.grad` would hold it, which stays None.
-    Does nothing in the graphs of other backends, or where this torch has no such function.
+    Frames of other backends are traced by torch's own functions, with the user's settings.
     """
-    for owner, name in (
-        (getattr(_builtins, "SetAttrBuiltinVariable", None), "_call_setattr"),  # since torch 2.13
-        (_builtins.BuiltinVariable, "call_setattr"),
+    setattr(backend, _OURS, True)
+    for owner, name, extend in (
+        (VariableBuilder, "wrap_module", _with_rnn),
+        # since torch 2.13
+        (getattr(_builtins, "SetAttrBuiltinVariable", None), "_call_setattr", _with_leaves),
+        (_builtins.BuiltinVariable, "call_setattr", _with_leaves),
     ):
         found = getattr(owner, name, None)
-        if found is not None and not hasattr(found, MARK):
-            setattr(owner, name, _passing_over(found))
+        if found is not None and not hasattr(found, _OURS):
+            extended = extend(found)
+            setattr(extended, _OURS, True)
+            setattr(owner, name, extended)
 
 
-def _passing_over(original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_rnn(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrap_module(self: Any, value: Any) -> Any:
+        if isinstance(value, nn.RNNBase) and _is_ours(self.tx.output.compiler_fn):
+            with torch._dynamo.config.patch(allow_rnn=True):
+                return original(self, value)
+        return original(self, value)
+
+    return wrap_module
+
+
+def _with_leaves(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def set_attribute(self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
         if (
@@ -52,14 +71,22 @@ def _passing_over(original: Callable[..., Any]) -> Callable[..., Any]:
             and obj.source is None
             and value.is_python_constant()
             and value.as_python_constant() is True
-            and _is_marked(tx.output.compiler_fn)
+            and _is_ours(tx.output.compiler_fn)
         ):
             obj.requires_grad = True  # what the traced code reads from now on
             return value
         return original(self, tx, obj, name, value)
 
-    setattr(set_attribute, MARK, True)
     return set_attribute
+
+
+def _is_ours(backend: Any) -> bool:
+    """Whether `backend`, or what Dynamo and torch.compile wrapped, was given to `trace_as_ours`."""
+    for _ in range(8):
+        if backend is None or hasattr(backend, _OURS):
+            return backend is not None
+        backend = getattr(backend, "__wrapped__", None) or getattr(backend, "compiler_fn", None)
+    return False
 
 
 def specialize_floats(gm: fx.GraphModule) -> None:
@@ -151,12 +178,3 @@ def _stored_alike(spec: Any, needs: bool) -> Callable[[Any], bool]:
         )
 
     return check
-
-
-def _is_marked(backend: Any) -> bool:
-    """Whether `backend`, or what Dynamo and torch.compile wrapped, is a marked function."""
-    for _ in range(8):
-        if backend is None or hasattr(backend, MARK):
-            return backend is not None
-        backend = getattr(backend, "__wrapped__", None) or getattr(backend, "compiler_fn", None)
-    return False

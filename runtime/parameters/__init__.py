@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-from autoshard.runtime.parameters.access import lower, lowered
+from autoshard.runtime.parameters.access import cast_parameters, casting
 from autoshard.runtime.parameters.accumulation import (
-    attend,
     discard_pending,
-    is_used,
     no_sync,
-    pending_of,
-    set_use,
-    use_of,
+    on_backward_done,
 )
 from autoshard.runtime.parameters.data_unsharding import (
     ACCUMULATE,
     FLUSH,
     MICROBATCH,
     SINGLE,
-    Use,
+    ParameterPolicy,
     deferred_at,
     unshard,
 )
-from autoshard.runtime.parameters.gradients import Layouts
+from autoshard.runtime.parameters.gradients import Layouts, keeps_storage
 from autoshard.runtime.parameters.layout import (
     as_dtensors,
     extents,
-    is_planned,
     local_bounds,
     local_part,
     owned,
-    set_planned,
     stored_states,
 )
 from autoshard.runtime.parameters.owners import models_of
+from autoshard.runtime.parameters.record import (
+    has_policy,
+    is_planned,
+    pending_of,
+    policy_of,
+    set_planned,
+    set_policy,
+)
 from autoshard.runtime.parameters.shard import related_parameters, shard_parameters, unstorable
 from autoshard.runtime.parameters.unsharding import materialize, unwrap
 
@@ -44,28 +46,29 @@ __all__ = [
     "Layouts",
     "MICROBATCH",
     "SINGLE",
-    "Use",
+    "ParameterPolicy",
     "as_dtensors",
-    "attend",
+    "on_backward_done",
     "deferred_at",
     "discard_pending",
     "extents",
-    "is_used",
+    "has_policy",
+    "keeps_storage",
     "local_bounds",
     "local_part",
-    "lower",
-    "lowered",
+    "cast_parameters",
+    "casting",
     "materialize",
     "models_of",
     "no_sync",
     "owned",
     "pending_of",
     "related_parameters",
-    "set_use",
+    "set_policy",
     "shard_parameters",
     "stored_states",
     "unshard",
     "unstorable",
     "unwrap",
-    "use_of",
+    "policy_of",
 ]

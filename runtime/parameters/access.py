@@ -12,7 +12,7 @@ import contextlib
 import copyreg
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import axes_of
-from autoshard.runtime.parameters.accumulation import begin, set_use, use_of
-from autoshard.runtime.parameters.data_unsharding import SINGLE, Use
+from autoshard.runtime.parameters.accumulation import begin
+from autoshard.runtime.parameters.data_unsharding import SINGLE, ParameterPolicy
 from autoshard.runtime.parameters.layout import local_part, owned, stored_states, wrap_local
 from autoshard.runtime.parameters.owners import find_owners
+from autoshard.runtime.parameters.record import policy_of, set_policy
 from autoshard.runtime.parameters.unsharding import materialize
 
 _reading_storage = False
@@ -48,10 +49,10 @@ def install(module: nn.Module, names: Sequence[str]) -> None:
     """Make the parameters `names` of `module` readable as whole tensors."""
     cls = type(module)
     if issubclass(cls, Stored):
-        names = sorted({*cls._autoshard_names, *names})
-        cls = cls._autoshard_class
-    uses = [use_of(p) for p in module._parameters.values() if p is not None]
-    dtype = next((use.param for use in uses if use.param is not None), None)
+        names = sorted({*cls._autoshard.names, *names})
+        cls = cls._autoshard.cls
+    policies = [policy_of(p) for p in module._parameters.values() if p is not None]
+    dtype = next((policy.param for policy in policies if policy.param is not None), None)
     module.__class__ = stored_class(cls, tuple(sorted(names)), dtype)  # type: ignore[arg-type]
     begin(module)
     if isinstance(module, nn.RNNBase):
@@ -60,13 +61,15 @@ def install(module: nn.Module, names: Sequence[str]) -> None:
         module.__dict__["_flat_weight_refs"] = []
 
 
-def lower(parameters: Sequence[nn.Parameter], use: Use) -> list[nn.Module]:
-    """Make parameters that are whole readable in `use.param`; returns the modules that own them.
+def cast_parameters(
+    parameters: Sequence[nn.Parameter], policy: ParameterPolicy
+) -> list[nn.Module]:
+    """Make whole parameters readable in the dtype `policy.param`; returns the owning modules.
 
     Dynamo then traces the model in that dtype. Their own values and gradients keep theirs.
     """
     owners = find_owners(tuple(parameters))
-    set_use(parameters, use)
+    set_policy(parameters, policy)
     names: dict[nn.Module, list[str]] = {}
     for parameter in parameters:
         for module, name in owners.modules[parameter]:
@@ -77,13 +80,13 @@ def lower(parameters: Sequence[nn.Parameter], use: Use) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def lowered(model: nn.Module, use: Use) -> Iterator[None]:
-    """Inside, the parameters of an unsharded model are read in `use.param`."""
+def casting(model: nn.Module, policy: ParameterPolicy) -> Iterator[None]:
+    """Inside, the parameters of an unsharded model are read in the dtype `policy.param`."""
     modules = list(model.modules())
     before = [(module.__class__, dict(module.__dict__)) for module in modules]
     attributes = [(p, dict(p.__dict__)) for p in model.parameters()]
     try:
-        lower([p for p, _ in attributes], use)
+        cast_parameters([p for p, _ in attributes], policy)
         yield
     finally:
         for module, (cls, values) in zip(modules, before):
@@ -95,15 +98,22 @@ def lowered(model: nn.Module, use: Use) -> Iterator[None]:
             parameter.__dict__.update(values)
 
 
+class StoredClass(NamedTuple):
+    """What a subclass is made of: the module's own class, the names of its stored parameters, and
+    the dtype in which they are read (None: as they are stored)."""
+
+    cls: type[nn.Module]
+    names: tuple[str, ...]
+    dtype: torch.dtype | None
+
+
 class Stored:
     """What every such subclass has besides its properties.
 
     Without `__slots__`: with them, Python refuses to assign the subclass to an instance.
     """
 
-    _autoshard_class: type[nn.Module]
-    _autoshard_names: tuple[str, ...]
-    _autoshard_dtype: torch.dtype | None
+    _autoshard: StoredClass
     _autoshard_sync: str = SINGLE
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -115,8 +125,7 @@ class Stored:
             and reduced[1][0] is type(self)
         ):
             # The subclass cannot be found by its name; it is made again where it is loaded.
-            of = (self._autoshard_class, self._autoshard_names, self._autoshard_dtype)
-            return (_new, (*of, *reduced[1][1:]), *reduced[2:])
+            return (_new, (*self._autoshard, *reduced[1][1:]), *reduced[2:])
         return reduced
 
     def __setstate__(self, state: Any) -> None:
@@ -146,7 +155,7 @@ class Stored:
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         """Accepts whole tensors as well as DTensors."""
-        for name in self._autoshard_names:
+        for name in self._autoshard.names:
             parameter = self._parameters.get(name)  # type: ignore[attr-defined]
             value = state_dict.get(prefix + name)
             if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
@@ -195,9 +204,7 @@ def stored_class(
         __module__=cls.__module__,
         __qualname__=cls.__qualname__,
         __doc__=cls.__doc__,
-        _autoshard_class=cls,
-        _autoshard_names=names,
-        _autoshard_dtype=dtype,
+        _autoshard=StoredClass(cls, names, dtype),
     )
     metaclass: Any = type(cls)
     return metaclass(cls.__name__, (mixin, cls), namespace)  # type: ignore[no-any-return]

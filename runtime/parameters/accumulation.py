@@ -2,7 +2,7 @@
 
 Inside `no_sync` every module that owns stored parameters says so in one attribute, which the
 property of its parameters reads and Dynamo guards: a model has at most three variants of each of
-its graphs (`unshard.MICROBATCH`), and none is compiled again. An accumulating backward adds to a
+its graphs (`MICROBATCH`), and none is compiled again. An accumulating backward adds to a
 pending sum a parameter, outside of `.grad`; the first backward whose forward ran outside of the
 context reduces the sum with its own gradient.
 """
@@ -10,8 +10,7 @@ context reduces the sum with its own gradient.
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +18,14 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from autoshard.runtime.errors import AutoshardError, message
-from autoshard.runtime.parameters.data_unsharding import ACCUMULATE, FLUSH, SINGLE, Use
+from autoshard.runtime.parameters.data_unsharding import ACCUMULATE, FLUSH, SINGLE
+from autoshard.runtime.parameters.pending import Pending
+from autoshard.runtime.parameters.record import pending_of, policy_of
 
+# Attributes of modules. Not in one record: Dynamo guards `_SYNC` in each call, and would guard the
+# record, too.
 _INSIDE = "_autoshard_inside_no_sync"
 _SYNC = "_autoshard_sync"
-_USE = "_autoshard_use"
-_PENDING = "_autoshard_pending"
 
 
 @contextlib.contextmanager
@@ -67,54 +68,13 @@ def discard_pending(model: nn.Module) -> None:
             pending.clear()
 
 
-def pending_bytes(model: nn.Module) -> int:
-    """Bytes that pending gradients hold on this rank."""
-    found = (pending_of(parameter) for parameter in model.parameters())
-    return sum(p.sum.nbytes for p in found if p is not None and p.sum is not None)
-
-
-class Pending:
-    """The unreduced gradient of one parameter.
-
-    It exists from the first accumulating forward to the end of the backward that reduces it, and
-    as long as a graph that will write to it waits for its backward.
-    """
-
-    def __init__(self) -> None:
-        self.sum: torch.Tensor | None = None
-        self.dirty = False
-        self._last: weakref.ref[torch.Tensor] | None = None
-
-    def __reduce__(self) -> Any:
-        return Pending, ()  # a copy of the model starts with none
-
-    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The buffer; zeros where there is none."""
-        if self.sum is None and self._last is not None:
-            self.sum = self._last()
-        if self.sum is None:
-            self.sum = torch.zeros(tuple(shape), dtype=dtype, device=device)
-            self._last = weakref.ref(self.sum)
-        return self.sum
-
-    def clear(self) -> None:
-        """Forget the sum, also for graphs that wait for their backward."""
-        if self.sum is not None:
-            self.sum.zero_()
-        self.sum, self.dirty = None, False
-
-    def finished(self, buffer: torch.Tensor, microbatch: str) -> None:
-        """A backward has written to `buffer`."""
-        self.dirty = microbatch == ACCUMULATE
-        self.sum = buffer if self.dirty else None
-
-
-def attend(
+def on_backward_done(
     root: torch.Tensor, held: Sequence[tuple[Pending, torch.Tensor]], microbatch: str
 ) -> None:
-    """After the backward of `root` (an output of `unwrap`): its pending sums grew, or are gone.
+    """Registers a hook that updates pending sums when the backward of `root` has run.
 
-    The hook also keeps the buffers alive for as long as the graph is.
+    root: an output of `unwrap`. held: the sums that the backward writes to, with their buffers,
+    which the hook keeps alive for as long as the graph is.
     """
     if not held or root.grad_fn is None:
         return
@@ -128,34 +88,12 @@ def attend(
     root.grad_fn.register_hook(finished)
 
 
-def use_of(parameter: torch.Tensor) -> Use:
-    """How a parameter is used; the default where nothing has been said."""
-    return getattr(parameter, "__dict__", {}).get(_USE) or Use()
-
-
-def is_used(parameter: torch.Tensor) -> bool:
-    """Whether `set_use` has been called for the parameter."""
-    return _USE in parameter.__dict__
-
-
-def set_use(parameters: Iterable[torch.Tensor], use: Use) -> None:
-    """Say how parameters are used; moves with them when they are stored."""
-    for parameter in parameters:
-        parameter.__dict__[_USE] = use
-        parameter.__dict__.setdefault(_PENDING, Pending())
-
-
-def pending_of(parameter: torch.Tensor) -> Pending | None:
-    """The pending gradient of a parameter of which `set_use` was told."""
-    return getattr(parameter, "__dict__", {}).get(_PENDING)
-
-
 def refresh(module: nn.Module) -> None:
     """Set what the properties of a module with stored parameters read."""
     own = module.__dict__
     if _SYNC not in own:
         return
-    waits = any(use_of(p).deferred for p in module._parameters.values() if p is not None)
+    waits = any(policy_of(p).deferred for p in module._parameters.values() if p is not None)
     if not waits:
         own[_SYNC] = SINGLE
     elif own.get(_INSIDE):

@@ -23,7 +23,7 @@ nothing; reduce the pending ones and its own. Strings, because Dynamo makes an i
 MICROBATCH = (SINGLE, ACCUMULATE, FLUSH)
 
 
-class Use(NamedTuple):
+class ParameterPolicy(NamedTuple):
     """How stored parameters are used, and their gradients reduced, on the data-parallel axes.
 
     param: the dtype in which a parameter is gathered and computed with; None: as it is stored.
@@ -50,7 +50,7 @@ def unshard(
     src: State,
     axis: Axis,
     extent: int | None = None,
-    use: Use = Use(),  # noqa: B008  (immutable)
+    use: ParameterPolicy = ParameterPolicy(),  # noqa: B008  (immutable)
     pending: torch.Tensor | None = None,
     microbatch: str = SINGLE,
 ) -> torch.Tensor:
@@ -77,7 +77,7 @@ class _Unshard(torch.autograd.Function):
         src: State,
         axis: Axis,
         extent: int | None,
-        use: Use,
+        use: ParameterPolicy,
         pending: torch.Tensor | None,
         microbatch: str,
     ) -> torch.Tensor:
@@ -101,7 +101,7 @@ class _Unshard(torch.autograd.Function):
         return reduced(grad, dst, axis, use).to(dtype), *nothing
 
 
-def reduced(grad: torch.Tensor, dst: State, axis: Axis, use: Use) -> torch.Tensor:
+def reduced(grad: torch.Tensor, dst: State, axis: Axis, use: ParameterPolicy) -> torch.Tensor:
     """The ranks' gradients summed or averaged over the axis, to R or S(d)."""
     if use.reduce is not None:
         grad = grad.to(use.reduce)
@@ -112,7 +112,7 @@ def reduced(grad: torch.Tensor, dst: State, axis: Axis, use: Use) -> torch.Tenso
     return convert(grad, P, dst, axis)
 
 
-def deferred_at(axes: Sequence[Axis], use: Use) -> int | None:
+def deferred_at(axes: Sequence[Axis], use: ParameterPolicy) -> int | None:
     """The position of the axis at which gradients wait: the innermost that `use` defers.
 
     axes: those of more than one rank, outermost first. Backward passes them from the last to the

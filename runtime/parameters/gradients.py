@@ -1,4 +1,5 @@
-"""From the gradients of a graph to `.grad`: `apart` gives each its own memory, `deliver` stores.
+"""From the gradients of a graph to `.grad`: `unalias` gives each its own memory, `accumulate`
+stores them.
 
 AccumulateGrad detaches what it stores, which for a DTensor is ten microseconds of Python a
 parameter. What it would store as it is, is stored here; everything else is left to it: a gradient
@@ -7,7 +8,9 @@ that is there already, hooks, `autograd.grad`, `backward(inputs=...)`, `create_g
 
 from __future__ import annotations
 
+import functools
 import sys
+import sysconfig
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +21,7 @@ from autoshard.runtime import compat
 
 
 class Layout(NamedTuple):
-    """What `apart` found of the gradients of a graph, which lays them out alike in every step.
+    """What `unalias` found of the gradients of a graph, which lays them out alike in every step.
 
     nbytes: of each gradient. wasteful: those to copy for what they would keep alive.
     """
@@ -27,11 +30,21 @@ class Layout(NamedTuple):
     wasteful: list[int]
 
 
+STORE_DIRECTLY = not sysconfig.get_config_var("Py_GIL_DISABLED")
+"""Whether `accumulate` stores gradients itself. False leaves all of them to autograd, with equal
+results and some ten microseconds more a parameter and step.
+
+It asks Python's reference count whether anybody else holds the AccumulateGrad node of a parameter:
+who does may have hooked it (DDP, and FSDP of torch do), and a gradient that is stored past the node
+would not call the hook. Nothing else tells of such hooks. Without the global interpreter lock the
+count is no longer exact.
+"""
+
 Layouts = dict[tuple[bool, ...], Layout]
 """Of one graph, by which of the gradients are there."""
 
 
-def apart(
+def unalias(
     grads: Sequence[torch.Tensor | None], known: Layouts | None = None
 ) -> list[torch.Tensor | None]:
     """`grads`, contiguous, no two of the same memory.
@@ -81,11 +94,18 @@ def _wasteful(grads: Sequence[torch.Tensor | None], overlap: set[int]) -> list[i
     return [
         i
         for i, grad in alone.items()
-        if 4 * used[storages[i].data_ptr()] < 3 * storages[i].nbytes() or not grad.is_contiguous()
+        if not grad.is_contiguous()
+        or not keeps_storage(used[storages[i].data_ptr()], storages[i].nbytes())
     ]
 
 
-def deliver(
+def keeps_storage(used: int, nbytes: int) -> bool:
+    """Whether gradients of `used` bytes together stay views of a storage of `nbytes`: where they
+    are three quarters of it or more. Less would keep too much else alive, and is copied."""
+    return 4 * used >= 3 * nbytes
+
+
+def accumulate(
     node: Any, parameters: Sequence[DTensor], grads: Sequence[torch.Tensor | None]
 ) -> tuple[DTensor | None, ...]:
     """What the backward of `node` returns: None where the parameter has got its gradient.
@@ -97,9 +117,10 @@ def deliver(
         None if grad is None else compat.dtensor_like(parameter, grad)
         for parameter, grad in zip(parameters, grads)
     ]
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():  # a graph of the backward
+    recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()  # a graph of the backward
+    if recorded or not STORE_DIRECTLY:
         return tuple(left)
-    leaves = _targets(node)
+    leaves, unshared = _targets(node), _references_of_unshared()
     stores = compat.AccumulateGrad
     with compat.plain_attributes():
         for i, parameter in enumerate(parameters):
@@ -107,9 +128,8 @@ def deliver(
                 left[i] is not None
                 and type(leaves[i]) is stores
                 and parameter.grad is None
-                and sys.getrefcount(leaves[i]) == _ALONE
-                and not parameter._backward_hooks
-                and not parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+                and sys.getrefcount(leaves[i]) == unshared
+                and not compat.has_hooks(parameter)
                 and compat.will_execute(leaves[i])
             ):
                 parameter.grad = left[i]
@@ -121,14 +141,12 @@ def _targets(node: Any) -> list[Any]:
     return [target for target, _ in node.next_functions]
 
 
-def _count_alone() -> int:
+@functools.cache
+def _references_of_unshared() -> int:
+    """How many references `sys.getrefcount` counts of an AccumulateGrad node that nobody else
+    holds, in a list such as that of `accumulate`; it differs between versions of Python."""
     with torch.enable_grad(), torch.inference_mode(False):
         x = torch.ones((), requires_grad=True, device="cpu")
         y = x.view_as(x)  # holds the node: nothing is run, which would start autograd's threads
     leaves = _targets(y.grad_fn)
     return sys.getrefcount(leaves[0])
-
-
-# References to an AccumulateGrad node that nobody else holds, which differ with Python's version.
-# Who hooks such a node keeps it: autograd drops it, and its hooks, after each backward.
-_ALONE = _count_alone()

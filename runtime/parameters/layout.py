@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
@@ -160,14 +159,3 @@ def _stored_dim(state: State, ndim: int) -> int | None:
             )
         )
     return dim
-
-
-def is_planned(parameter: nn.Parameter) -> bool:
-    """Whether a graph has decided where the parameter lives; later graphs obey."""
-    return isinstance(parameter, DTensor) and parameter.__dict__.get("_autoshard_planned", True)
-
-
-def set_planned(parameter: nn.Parameter, planned: bool) -> None:
-    """Say that the stored state is a decision, or only a place to wait for one."""
-    if isinstance(parameter, DTensor):
-        parameter.__dict__["_autoshard_planned"] = planned

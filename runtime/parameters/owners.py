@@ -7,6 +7,8 @@ in one pass over the objects Python's garbage collector tracks.
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -118,13 +120,37 @@ def models_of(parameters: Sequence[nn.Parameter]) -> list[nn.Module]:
 
 
 def _tracked() -> list[Any]:
-    frozen = gc.get_freeze_count()
-    if frozen:  # frozen objects are in no generation, so get_objects would not list them
-        gc.unfreeze()
+    """The objects that Python's garbage collector tracks, as far as Python code can reach them.
+
+    `gc.get_objects` leaves out frozen ones (`gc.freeze`, which serving processes call before they
+    fork). They are found from those that are not, without thawing: `gc.freeze` afterwards would
+    freeze everything that is alive.
+    """
     objects = gc.get_objects()
-    if frozen:
-        gc.freeze()
+    if not gc.get_freeze_count():
+        return objects
+    known = set(map(id, objects))
+    known.add(id(objects))
+    reached = [*_roots(), *gc.get_referents(*objects)]
+    while reached:
+        new = {id(o): o for o in reached if gc.is_tracked(o) and id(o) not in known}
+        known.update(new)
+        objects += new.values()
+        reached = gc.get_referents(*new.values())
     return objects
+
+
+def _roots() -> list[Any]:
+    """Where Python begins: its modules, and the variables of what runs in its threads."""
+    found: list[Any] = [sys.modules]
+    own = threading.get_ident()
+    for thread, top in sys._current_frames().items():
+        frame = top.f_back if thread == own else top
+        while frame is not None:
+            if frame.f_code is not _tracked.__code__:  # whose lists hold everything
+                found += frame.f_locals.values()
+            frame = frame.f_back
+    return found
 
 
 class _Kinds(dict[type, type | None]):

@@ -213,8 +213,7 @@ def _pass_on_gradient(old: nn.Parameter, module: nn.Module, name: str) -> None:
         assert grad is not None
         torch.autograd.backward(whole, grad.to(whole.dtype))
 
-    # those of the user are the new one's
-    old._post_accumulate_grad_hooks = None  # type: ignore[attr-defined, assignment]
+    compat.drop_accumulated_hooks(old)  # those of the user are the new one's
     old.register_post_accumulate_grad_hook(arrived)
 
 

@@ -10,10 +10,11 @@ from torch.distributed.tensor import DTensor
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import Axis, R, State, change, data_axes, shard_dim
 from autoshard.runtime.mesh import axes_of
-from autoshard.runtime.parameters.accumulation import attend, pending_of, use_of
+from autoshard.runtime.parameters.accumulation import on_backward_done
 from autoshard.runtime.parameters.data_unsharding import ACCUMULATE, SINGLE, deferred_at, unshard
-from autoshard.runtime.parameters.gradients import Layouts, apart, deliver
+from autoshard.runtime.parameters.gradients import Layouts, accumulate, unalias
 from autoshard.runtime.parameters.layout import extents, stored_states
+from autoshard.runtime.parameters.record import pending_of, policy_of
 
 
 @compat.allow_in_graph
@@ -39,29 +40,29 @@ def materialize(
     sizes = extents(parameter.shape, states, axes)
     uneven = {a.name: sizes[a.name] for a in axes if sizes.get(a.name, 0) % a.size}
     (x,) = unwrap(parameter)
-    use, pending = use_of(parameter)._replace(param=None), pending_of(parameter)
+    policy, pending = policy_of(parameter)._replace(param=None), pending_of(parameter)
     data = data_axes(axes)
     if x.requires_grad and not data and states.get("tp", R) == R:
         x = _OwnGradient.apply(x)
-    waits = None if pending is None or microbatch == SINGLE else deferred_at(data, use)
+    waits = None if pending is None or microbatch == SINGLE else deferred_at(data, policy)
     held: list[Any] = []
     root = x
     for i, axis in enumerate(data):
         state, extent = states[axis.name], uneven.get(axis.name)
-        own = use._replace(param=dtype) if i == len(data) - 1 else use
+        own = policy._replace(param=dtype) if i == len(data) - 1 else policy
         if waits is None or i > waits or not root.requires_grad:
             x = unshard(x, state, axis, extent, own)
         elif i == waits:
             assert pending is not None
             shape = _whole_on(x, state, axis, extent)
-            buffer = pending.take(shape, use.pending_dtype(parameter.dtype), x.device)
+            buffer = pending.take(shape, policy.pending_dtype(parameter.dtype), x.device)
             held.append((pending, buffer))
             x = unshard(x, state, axis, extent, own, buffer.data, microbatch)
         elif microbatch != ACCUMULATE:
             x = unshard(x, state, axis, extent, own)
     if not data and dtype is not None:
         x = x.to(dtype)
-    attend(root, held, microbatch)
+    on_backward_done(root, held, microbatch)
     for axis in axes:
         if axis.name == "tp":
             x = change(x, states["tp"], R, axis, uneven.get("tp"))
@@ -71,7 +72,7 @@ def materialize(
 class _OwnGradient(torch.autograd.Function):
     """Copies the gradient: autograd may have handed the same tensor to another parameter, too.
 
-    `deliver.apart` sees one parameter at a time here. For where nothing reduces or cuts it.
+    `unalias` sees one parameter at a time here. For where nothing reduces or cuts it.
     """
 
     @staticmethod
@@ -95,7 +96,7 @@ def unwrap(*parameters: DTensor, known: Layouts | None = None) -> tuple[torch.Te
 
     Backward wraps each local gradient in a DTensor of its parameter's placements; a parameter
     without gradient gets None. Frozen parameters give local tensors that need no gradient.
-    known: see `deliver.apart`; for parameters that go to one and the same graph each time.
+    known: see `unalias`; for parameters that go to one and the same graph each time.
     """
     return compat.apply(_Unwrap, known, *parameters) if parameters else ()
 
@@ -115,4 +116,4 @@ class _Unwrap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:  # type: ignore[override]
-        return None, *deliver(ctx, ctx.parameters, apart(grads, ctx.known))
+        return None, *accumulate(ctx, ctx.parameters, unalias(grads, ctx.known))

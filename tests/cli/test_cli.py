@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import autoshard
-from autoshard.cli.main import main
+from autoshard.cli import main
 from trtllm_oracle import make
 
 

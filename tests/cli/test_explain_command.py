@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from autoshard.cli import main
 from autoshard.cli.arguments import mesh_sizes, named_value
-from autoshard.cli.main import main
 
 CONFIG = {
     "model_type": "llama",

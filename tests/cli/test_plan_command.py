@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import autoshard
-from autoshard.cli.main import main
+from autoshard.cli import main
 from autoshard.cli.progress import Progress
 from autoshard.planning.cost.clusters import cluster
 
@@ -51,7 +51,7 @@ def test_a_factory_on_a_cluster_of_ones_own(here: Path, capsys: pytest.CaptureFi
     assert main([*asked, "--batch", "8", "--sequence", "16", "--out", "plan.json"]) == 0
     said = capsys.readouterr()
     assert "4 x two-of-mine (2 a node, 1 GB each)" in said.out
-    assert "* recommended: " in said.out and 'options={"plan": "plan.json"}' in said.out
+    assert "* recommended: " in said.out and "options={'plan': 'plan.json'}" in said.out
     for mesh in ("dp_replicate=4", "dp_replicate=2 dp_shard=2", "dp_shard=4", "dp_shard=2 tp=2"):
         assert f"  {mesh}  " in said.out, mesh
     assert "tp=4" not in said.out  # a node has two devices

@@ -32,7 +32,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
 
         return aot_autograd(fw_compiler=keep)(gm, example_inputs)
 
-    from autoshard.runtime.compat import core as compat
+    from autoshard.runtime import compat
 
     real = compat.registered_backend
     monkeypatch.setattr(

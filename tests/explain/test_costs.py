@@ -9,12 +9,14 @@ import torch
 from torch import fx, nn
 
 import autoshard
+from autoshard.compiling import Collective
 from autoshard.explain import text_costs as explain_costs
-from autoshard.explain.alternatives import alternatives
-from autoshard.explain.costs import Cost, cause, costs, covered, seconds, sent
+from autoshard.explain.alternatives import alternatives, machine_of
+from autoshard.explain.costs import Cost, cause, seconds, sent
+from autoshard.explain.facts import Facts
 from autoshard.passes.bucketing import GATHER_TOGETHER
 from autoshard.planning.cost import model as cost
-from autoshard.program import Collective, Program
+from autoshard.program import Program
 from models_hf import llama
 
 
@@ -38,26 +40,29 @@ def trace(model: nn.Module, **options: object) -> Program:
     return autoshard.trace(model, (torch.ones(64, 64),), **options)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module")
-def meshes() -> list[Program]:
+def llama_and_batch() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     with torch.device("meta"):
         model = llama(num_hidden_layers=2)()
     ids = torch.zeros(4, 32, dtype=torch.long, device="meta")
+    return model, {"input_ids": ids, "labels": ids}
+
+
+@pytest.fixture(scope="module")
+def meshes() -> list[Program]:
+    model, batch = llama_and_batch()
     made = []
     for mesh in ({"tp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}):
         torch.compiler.reset()
-        made.append(
-            autoshard.trace(model, kwargs={"input_ids": ids, "labels": ids}, mesh=mesh)
-        )
+        made.append(autoshard.trace(model, kwargs=batch, mesh=mesh))
     return made
 
 
 def test_the_dearest_collective_has_the_line_that_causes_it() -> None:
     made = trace(Wide(), mesh={"tp": 4}, sequence_parallel=False)
-    first = costs(made)[0]
+    first = Facts(made).costs[0]
     assert (first.op, first.phase, first.modules) == ("all_reduce", "forward", ("down",))
     assert first.code == "return self.down(z)  # the dearest line"
-    said = explain_costs.dearest(made, 100)
+    said = explain_costs.dearest(Facts(made), 100)
     assert f"{Path(__file__).name}:" in said and first.code in said
     assert said.splitlines()[0].startswith("Dearest: all_reduce in forward on tp, 1 of ")
     # the same collective is the first of the table, with the same line
@@ -70,8 +75,8 @@ def test_weights_gathered_together_are_one_cost(meshes: list[Program]) -> None:
     """A large weight, or one that is looked up, has a result of its own in one collective."""
     made = meshes[2]
     together = [c for c in made.collectives() if c.node.target is GATHER_TOGETHER]
-    assert together and {c.node for c in together} <= covered(made).keys()
-    assert sum(c.count for c in costs(made)) == len(made.collectives())
+    assert together and {c.node for c in together} <= Facts(made).windows.keys()
+    assert sum(c.count for c in Facts(made).costs) == len(made.collectives())
 
 
 def test_a_gather_is_blamed_on_the_operator_that_reads_it() -> None:
@@ -79,7 +84,16 @@ def test_a_gather_is_blamed_on_the_operator_that_reads_it() -> None:
         node = fx.Graph().placeholder("x")
         return cause(
             Collective(
-                "all_gather", "tp", 8, "forward", "norm", change, "m.py:1", node, "q", reader_line
+                op="all_gather",
+                axis="tp",
+                bytes=8,
+                phase="forward",
+                module="norm",
+                change=change,
+                stack="m.py:1",
+                node=node,
+                reader="q",
+                reader_line=reader_line,
             )
         )
 
@@ -91,7 +105,7 @@ def test_a_gather_is_blamed_on_the_operator_that_reads_it() -> None:
 
 def test_costs_are_all_collectives_sorted(meshes: list[Program]) -> None:
     for made in meshes:
-        found, every = costs(made), made.collectives()
+        found, every = Facts(made).costs, made.collectives()
         assert sum(one.count for one in found) == len(every)
         assert sum(one.bytes * one.count for one in found) == sum(c.bytes for c in every)
         assert [one.seconds for one in found] == sorted((o.seconds for o in found), reverse=True)
@@ -102,14 +116,15 @@ def test_costs_are_all_collectives_sorted(meshes: list[Program]) -> None:
 
 def test_each_axis_is_priced_by_its_own_size_and_link(meshes: list[Program]) -> None:
     made = meshes[1]
-    hardware = made.decisions.hardware
+    machine = machine_of(made.hardware)
+    links = machine.links({"dp_shard": 2, "tp": 2})
     by_axis: dict[str, Cost] = {}
-    for one in costs(made):
+    for one in Facts(made).costs:
         if one.count == 1:
             by_axis.setdefault(one.axis, one)
     assert set(by_axis) == {"dp_shard", "tp"}
     for name, one in by_axis.items():
-        wanted = cost.collective_seconds(one.op, one.bytes, 2, hardware.links[name])
+        wanted = cost.collective_seconds(one.op, one.bytes, 2, machine.real(links[name]))
         assert one.seconds == pytest.approx(wanted)
 
 
@@ -125,6 +140,16 @@ def test_this_plan_is_priced_like_its_collectives(meshes: list[Program]) -> None
         assert first.stored == pytest.approx(held, rel=0.01)
 
 
+def test_a_plan_takes_the_seconds_that_autoshard_plan_says(meshes: list[Program]) -> None:
+    model, batch = llama_and_batch()
+    torch.compiler.reset()
+    mesh, name = {"dp_shard": 2, "tp": 2}, meshes[1].hardware.name
+    (row,) = autoshard.search_meshes(model, (), batch, world=4, mesh=mesh, hardware=name).rows
+    first = alternatives(meshes[1])[0]
+    assert first.seconds == row.timing.step and first.memory == row.memory
+    assert first.timing.traffic == row.timing.traffic
+
+
 def test_alternatives_by_name(meshes: list[Program]) -> None:
     names = [[one.name for one in alternatives(made)] for made in meshes]
     tp = ["this plan", "Megatron TP", "Megatron TP+SP"]
@@ -137,8 +162,8 @@ def test_alternatives_by_name(meshes: list[Program]) -> None:
         assert ddp.sent < fsdp.sent and ddp.batches == made.axis.size
     sharded = {one.name: one for one in alternatives(meshes[0])}
     assert (
-        sharded["Megatron TP+SP"].activations
-        < sharded["Megatron TP"].activations
+        sharded["Megatron TP+SP"].profile.activations.saved
+        < sharded["Megatron TP"].profile.activations.saved
     )
 
 
@@ -162,21 +187,21 @@ def test_values_that_come_out_of_tuples_are_priced() -> None:
     first = alternatives(made)[0]
     # two linears and the attention, forward and backward: at least their share of the work
     flops = 3 * 2 * 64 * 64 * (192 + 64) / 2
-    assert first.arithmetic > flops / made.decisions.hardware.peak(torch.float32)
+    assert first.timing.compute > flops / made.hardware.peak(torch.float32)
     assert "scaled_dot_product_attention" in made.explain()
 
 
 def test_one_rank_has_no_alternatives() -> None:
     made = trace(Wide(), mesh={"tp": 1})
-    assert alternatives(made) == [] and costs(made) == []
-    assert explain_costs.dearest(made, 100) == explain_costs.beside(made, 100) == ""
+    assert alternatives(made) == [] and Facts(made).costs == []
+    assert explain_costs.dearest(Facts(made), 100) == explain_costs.beside(Facts(made), 100) == ""
 
 
 def test_a_graph_without_gradients() -> None:
     made = trace(Wide().requires_grad_(False), mesh={"tp": 4}, sequence_parallel=False)
     assert made.joint.backward is None
-    assert {one.phase for one in costs(made)} == {"forward"}
-    rows = explain_costs.by_module(made, 100).splitlines()[2:]
+    assert {one.phase for one in Facts(made).costs} == {"forward"}
+    rows = explain_costs.by_module(Facts(made), 100).splitlines()[2:]
     assert sum(int(row.split()[1]) for row in rows) == 4 and rows[-1].startswith("down ")
     assert "P -> R" in made.explain()
     first = alternatives(made)[0]
@@ -184,7 +209,7 @@ def test_a_graph_without_gradients() -> None:
 
 
 def test_modules_of_repeated_layers_are_one_row(meshes: list[Program]) -> None:
-    lines = explain_costs.by_module(meshes[0], 200).splitlines()
+    lines = explain_costs.by_module(Facts(meshes[0]), 200).splitlines()
     (down,) = [line for line in lines if "down_proj" in line]
     assert down.split()[:3] == ["model.layers.0-1.mlp.down_proj", "2", "linear"]
     assert down.endswith("S(2), S(1) -> P")

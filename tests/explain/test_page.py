@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoshard
-from autoshard.explain.costs import costs
+from autoshard.explain.facts import Facts
 from autoshard.explain.html import page
 from autoshard.program import Program
 
@@ -115,7 +115,7 @@ def test_data_is_the_programs(program: Program, parsed: Checker) -> None:
     data = data_of(parsed)
     assert sum(p["count"] for p in data["parameters"]) == len(program.parameters)
     assert sum(c["count"] for c in data["collectives"]) == len(program.collectives())
-    assert [c["seconds"] for c in data["collectives"]] == [c.seconds for c in costs(program)]
+    assert [c["seconds"] for c in data["collectives"]] == [c.seconds for c in Facts(program).costs]
     assert "</script>" in data["collectives"][0]["code"]  # told, and not the end of the element
     assert data["nodes"] == len(program.memory_timeline())
     names = [p["name"] for p in data["parameters"]]

@@ -14,7 +14,7 @@ import torch
 
 import autoshard
 import engine_cases as cases
-from autoshard.cli.main import main
+from autoshard.cli import main
 from autoshard.export import ExportError
 
 onnx = pytest.importorskip("onnx")

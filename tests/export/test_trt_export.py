@@ -13,7 +13,7 @@ from torch import nn
 
 import autoshard
 import engine_cases as cases
-from autoshard.cli.main import main
+from autoshard.cli import main
 from autoshard.export import ExportError
 from autoshard.export.rank_graph.config import digest
 

@@ -14,8 +14,8 @@ from autoshard.config import Config
 from autoshard.planning.cost.machines import hardware
 from autoshard.planning.values import global_bytes
 from autoshard.program import Program
+from autoshard.runtime import compat
 from autoshard.runtime.collectives.states import R
-from autoshard.runtime.compat import core as compat
 from autoshard.runtime.mesh import offline_mesh
 from model_case import Case
 

@@ -50,7 +50,7 @@ KNOWN: tuple[str, ...] = (
     "memory (floor 4) imports compiling",  # for a type
     "verification (floor 8) imports backend",  # for the programs of a compiled model
     "autoshard.capture.intercept",
-    "autoshard.cli.main is a file",
+    "verification (floor 8) imports backend",  # until `programs` has a registry of its own
     "autoshard.planning.cost is behind",
     "autoshard.planning.estimate is behind",
     "autoshard.planning.rules is behind",

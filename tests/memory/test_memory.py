@@ -9,11 +9,10 @@ import torch
 from torch import fx, nn
 
 import autoshard
-from autoshard.memory.inductor_liveness import Fused
-from autoshard.memory.liveness import Storage, alias_of, kernels, storages, walk
-from autoshard.memory.reused_memory import reused_memory
-from autoshard.memory.step import KINDS, OPTIMIZERS
+from autoshard.memory import KINDS, OPTIMIZERS
+from autoshard.memory.liveness import Storage, alias_of, storages, walk
 from autoshard.program import Program
+from autoshard.runtime.compat import InductorGraph, inductor_step
 from live_storages import LiveStorages, measure_step
 from models_hf import llama
 from models_plain import MLP
@@ -173,9 +172,9 @@ def traced(fn: Any, *args: torch.Tensor) -> fx.Graph:
 def alive(graph: fx.Graph) -> list[tuple[str, int]]:
     """(operator, bytes alive while it runs), inputs aside."""
     total, found = 0, []
-    for node, _, made, freed in walk(kernels(graph, storages(graph, {}, "x"))):
+    for name, made, freed in walk(graph, storages(graph, {}, "x")):
         total += sum(s.nbytes for s in made)
-        found.append((node.name, total))
+        found.append((name, total))
         total -= sum(s.nbytes for s in freed)
     return found
 
@@ -214,71 +213,51 @@ def test_inputs_that_may_be_freed() -> None:
     graph = traced(lambda x: (x * 2).exp(), torch.ones(16))
     (x,) = [n for n in graph.nodes if n.op == "placeholder"]
     held = storages(graph, {x: (Storage(64, "x"),)}, "y")
-    steps = {change.node.name: change.freed for change in walk(kernels(graph, held), held[x])}
+    steps = {change.name: change.freed for change in walk(graph, held, held[x])}
     assert [s.kind for s in steps["mul"]] == ["x"]
     assert [s.kind for s in steps["exp"]] == ["y"]
 
 
-def fused(fn: Any) -> tuple[Fused, dict[str, str]]:
-    """What Inductor would run, and which kernel's result is in the memory of which other's."""
-    made = Fused(traced(fn, torch.ones(16, 16)), {}, "x")
-    names = {s: kernel.node.name for kernel in made.kernels for s in kernel.writes}
-    reused = reused_memory(made.kernels)
-    return made, {names[new]: names[old] for new, old in reused.items()}
+def code(fn: Any) -> InductorGraph:
+    """What Inductor's code allocates and frees for a function of a 16 by 16 matrix."""
+    gm = traced(fn, torch.ones(16, 16)).owning_module
+    assert gm is not None
+    fakes = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+    made = inductor_step(gm, fakes, None, None)
+    assert made is not None
+    return made.forward
 
 
-def test_a_loop_stores_what_others_need() -> None:
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        y = (x * 2 + 1).relu()  # one loop, stored for the product
-        return (y @ y).exp().sum()  # one loop, of which only the sum is stored
-
-    made, reused = fused(fn)
-    run = [(k.node.name, [s.nbytes for s in k.writes]) for k in made.kernels[:-1]]
-    assert run == [("relu", [1024]), ("mm", [1024]), ("sum_1", [4])]
-    assert reused == {}
-
-
-def test_what_is_dear_is_computed_once() -> None:
-    def stored(fn: Any, name: str) -> bool:
-        made, _ = fused(fn)
-        (storages,) = [held for node, held in made.held.items() if node.name == name]
-        return any(s in k.writes for k in made.kernels for s in storages)
-
-    # cheap enough for each reader; a part of the one loop that its readers are; read by a product
-    assert not stored(lambda x: ((x + 1) * 2 @ x, (x + 1).sum(1)), "add")
-    assert not stored(lambda x: (lambda y: (y * 2) @ ((y + 3) @ x))(x.tanh()), "tanh")
-    assert stored(lambda x: (lambda y: (y * 2) @ ((y @ x) + 3))(x.tanh()), "tanh")
-
-
-def test_memory_of_the_dead_is_used_again() -> None:
-    def fn(x: torch.Tensor) -> torch.Tensor:
+def test_inductors_code_is_read() -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor]:
         one = x @ x
-        two = one.tanh()  # in place
+        two = (one * 2 + 1).tanh()  # one kernel, in place
         three = two @ x
-        return three @ x  # where two was
+        return (torch.cat([three @ x, two / 2]),)  # where one was, and into the concatenation
 
-    _, reused = fused(fn)
-    assert reused == {"tanh": "mm", "mm_2": "tanh"}
-
-
-def test_memory_is_not_kept_where_the_peak_would_rise() -> None:
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        one = x @ x
-        two = one @ x  # one is dead after it
-        wide = torch.cat([two] * 8)  # what is alive here is the most there is
-        return (wide.sum() + two) @ x
-
-    _, reused = fused(fn)
-    assert "mm_2" not in reused
+    made = code(fn)
+    allocated = [nbytes for kernel in made.kernels for nbytes in kernel.made.values()]
+    assert sorted(allocated) == [1024, 1024, 2048]
+    (result,) = made.results
+    assert result in made.kernels[-1].made or any(result in k.made for k in made.kernels)
+    freed = [name for kernel in made.kernels for name in kernel.freed if name in kernel_names(made)]
+    assert sorted(freed) == sorted(kernel_names(made) - {result})
 
 
-def test_pieces_are_computed_into_their_concatenation() -> None:
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([x / 2, (x @ x) / 3]) @ x
+def kernel_names(made: InductorGraph) -> set[str]:
+    return {name for kernel in made.kernels for name in kernel.made}
 
-    made, _ = fused(fn)
-    whole = {s for k in made.kernels if k.node.name.startswith("div") for s in k.writes}
-    assert [s.nbytes for s in whole] == [2048]
+
+def test_what_inductor_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise AttributeError("no such method")
+
+    monkeypatch.setattr("torch._inductor.graph.GraphLowering.codegen", fail)
+    torch.compiler.reset()
+    made = autoshard.trace(MLP(), (torch.ones(8, 64),), mesh={"tp": 2})
+    with pytest.warns(UserWarning, match="AttributeError: no such method.*operator by operator"):
+        memory = made.memory()
+    assert memory == made.memory(inner="aot_eager")
 
 
 def program(zero: int = 3, **options: Any) -> Program:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import autoshard
-from autoshard.parameters.repeated_layers import siblings
+from autoshard.parameters.repeated_layers import parameters_of_repeats
 from autoshard.runtime.collectives.states import R, S
 
 VOCAB, WIDTH, LAYERS = 48, 32, 5
@@ -88,7 +88,7 @@ def test_siblings_are_alike_in_class_place_and_shape() -> None:
     first, second, last = model.layers[0], model.layers[1], model.layers[-1]
     last.down = nn.Linear(4 * WIDTH, WIDTH).double()
     planned = {first.up.weight: S(0), first.down.weight: S(1), first.norm.bias: R}
-    found = siblings(planned, [model])
+    found = parameters_of_repeats(planned, [model])
     assert found[second.up.weight] == S(0) and found[second.down.weight] == S(1)
     assert found[last.up.weight] == S(0) and last.down.weight not in found
     assert len(found) == 3 * (LAYERS - 1) - 1
@@ -96,4 +96,4 @@ def test_siblings_are_alike_in_class_place_and_shape() -> None:
 
 def test_a_whole_model_has_no_siblings() -> None:
     model = Model()
-    assert not siblings(dict.fromkeys(model.parameters(), S(0)), [model])
+    assert not parameters_of_repeats(dict.fromkeys(model.parameters(), S(0)), [model])

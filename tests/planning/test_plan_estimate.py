@@ -15,7 +15,7 @@ from autoshard.errors import ConfigError
 from autoshard.mesh_search.search import candidates, search_meshes
 from autoshard.planning.cost.clusters import Cluster, Efficiency, cluster
 from autoshard.planning.cost.machines import Hardware, Link
-from autoshard.planning.estimate.activations import Kept, kept
+from autoshard.planning.estimate.activations import SavedForBackward, saved_for_backward
 from autoshard.planning.estimate.mesh import Layout, footprint, timing
 from autoshard.planning.estimate.overlap import Segment, step_seconds
 from autoshard.planning.estimate.step_profile import Profile, Weight, tp_traffic
@@ -135,8 +135,23 @@ def test_a_step_is_the_end_of_two_queues() -> None:
 
 
 def seven_billion(n: int = 1) -> Profile:
-    weights = tuple(Weight(f"w{i}", (1000, 1000), 2, True, i, True) for i in range(7000))
-    return Profile(n, (0.0,) * 7000, (0.0,) * 7000, 0.0, 0.0, 1.0, (), 0.0, weights, Kept(0, 0), 0)
+    weights = tuple(
+        Weight(name=f"w{i}", shape=(1000, 1000), itemsize=2, trained=True, use=i, again=True)
+        for i in range(7000)
+    )
+    return Profile(
+        n=n,
+        forward=(0.0,) * 7000,
+        backward=(0.0,) * 7000,
+        compute=0.0,
+        flops=0.0,
+        peak=1.0,
+        sent=(),
+        seconds_sent=0.0,
+        weights=weights,
+        activations=SavedForBackward(0, 0),
+        buffers=0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -233,7 +248,7 @@ def test_memory_and_traffic_are_near_those_of_the_program(name: str) -> None:
     for program in programs(WithLoss(case), (case.make_batch(0),), options)[0]:
         n = program.axis.size
         real = sum(tensor_bytes(node.meta["val"]) for node in program.joint.saved)
-        estimated = kept(program.serial, program.decisions, n).saved
+        estimated = saved_for_backward(program.serial, program.decisions, n).saved
         assert 0.85 < estimated / real < 1.15, (n, estimated, real)
 
         ours: Counter[tuple[str, bool]] = Counter()

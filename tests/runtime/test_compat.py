@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.runtime.compat import core as compat
+from autoshard.runtime import compat
 from autoshard.runtime.errors import AutoshardError
 
 

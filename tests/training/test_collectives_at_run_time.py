@@ -44,7 +44,7 @@ class Stack(nn.Module):
 
 def one_step(mesh: dict[str, int], inner: str, zero: int = 3) -> dict[str, Any]:
     """The names of a step's operators in the order of their start, and the graphs' count."""
-    from autoshard.backend import programs
+    from autoshard import programs
 
     torch.manual_seed(0)
     model = Stack()

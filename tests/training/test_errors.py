@@ -47,7 +47,7 @@ def test_source_line_is_the_innermost() -> None:
 
 def raised(options: dict[str, Any], inner: int = 256) -> tuple[str, str]:
     """(class, text) of what the first call raises, as a user would catch it."""
-    from autoshard.runtime.compat import core as compat
+    from autoshard.runtime import compat
 
     torch.manual_seed(0)
     model = Regression(MLP(inner=inner))

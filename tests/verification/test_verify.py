@@ -17,7 +17,7 @@ import autoshard
 import faults
 import jobs
 import mistakes
-from autoshard.cli.main import main
+from autoshard.cli import main
 from autoshard.errors import ConfigError
 from autoshard.verification import comparison as measuring
 from autoshard.verification import local_world

@@ -8,13 +8,13 @@ only form of it without sorting and without sizes that depend on the data.
 from __future__ import annotations
 
 import copy
-import sys
 from typing import Any
 
 import torch
 from torch import nn
 
 from autoshard.export.serial_graph import unwrapped
+from autoshard.runtime import compat
 
 
 def shadow(
@@ -44,31 +44,13 @@ def shadow(
                 memo[id(tensor)] = empty
                 held[id(empty)] = tensor
     made = copy.deepcopy(model, memo).eval()
-    config = getattr(made, "config", None)
-    if config is not None:
-        if getattr(config, "use_cache", False):
-            config.use_cache = False  # a cache would become outputs
-        _run_all_experts(made)
+    compat.turn_off_cache(made)
+    compat.run_experts_by(made, all_experts)
     return made, held
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
-
-
-def _run_all_experts(model: nn.Module) -> None:
-    """Switch every Hugging Face module of experts to `all_experts`."""
-    if "transformers" not in sys.modules:
-        return
-    try:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    except ImportError:  # before 5.0, where experts are modules of their own
-        return
-    ALL_EXPERTS_FUNCTIONS.register("autoshard_all_experts", all_experts)
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(module, "_apply_gate"):
-            config._experts_implementation = "autoshard_all_experts"
 
 
 def all_experts(
@@ -83,7 +65,7 @@ def all_experts(
     first = self.gate_up_proj if self.has_gate else self.up_proj
     bias = "gate_up_proj_bias" if self.has_gate else "up_proj_bias"
     inner = _project(self, hidden.unsqueeze(0), first, bias)
-    inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+    inner = compat.apply_gate(self, inner) if self.has_gate else self.act_fn(inner)
     out = _project(self, inner, self.down_proj, "down_proj_bias")
     if self.has_post_expert_norm:
         out = self.post_expert_norm(out)

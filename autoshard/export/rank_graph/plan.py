@@ -25,7 +25,7 @@ from autoshard.export.rank_graph.placeholders import Placeholders, read_placehol
 from autoshard.export.rank_graph.plain_attention import plain_attention
 from autoshard.export.rank_graph.tidy import on_cpu, propagate, tidy
 from autoshard.export.rank_graph.with_cache import with_cache
-from autoshard.export.serial_graph import unwrapped
+from autoshard.export.serial_graph import parameter_names, unwrapped
 from autoshard.export.spec import EngineSpec
 from autoshard.passes import MUTATED, Localize, rank_program
 from autoshard.planning import producer
@@ -135,7 +135,7 @@ def plan_inference(model: nn.Module, spec: EngineSpec) -> InferencePlan:
     model = unwrapped(model)
     call = traced_call(model, spec)
     traced, values = shadow(model, spec.weight_dtype)
-    names = {id(p): name for name, p in traced.named_parameters()}
+    names = parameter_names(traced)
     arguments = {id(leaf) for leaf in pytree.tree_leaves(call)}
     config = Config(mesh={"tp": spec.tp}, sequence_parallel=False, outputs="replicate")
     machine, mesh = hardware(spec.hardware), offline_mesh({"tp": spec.tp}, 0)

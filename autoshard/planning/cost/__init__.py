@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoshard.planning.cost.bucket_size import default_bucket_bytes, reference_bytes
+from autoshard.planning.cost.bucket_size import default_bucket_bytes, fill_buckets, reference_bytes
 from autoshard.planning.cost.clusters import Cluster, Efficiency, cluster
 from autoshard.planning.cost.machines import (
     DEFAULT_HARDWARE,
@@ -38,6 +38,7 @@ __all__ = [
     "cluster_of",
     "collective_seconds",
     "default_bucket_bytes",
+    "fill_buckets",
     "hardware",
     "hardware_of",
     "hint",

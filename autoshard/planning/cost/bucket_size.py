@@ -1,10 +1,12 @@
-"""How many bytes of merged collectives a bucket holds where the caller says nothing.
+"""How buckets of merged collectives are filled, and how many bytes each holds by default.
 
-Megatron-Core's size (`DistributedDataParallelConfig`), but a part of the model: one that is
-smaller than eight of those buckets would be whole in one, and nothing would overlap.
+The default is Megatron-Core's size (`DistributedDataParallelConfig`), but a part of the model: one
+that is smaller than eight of those buckets would be whole in one, and nothing would overlap.
 """
 
 from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
 
 _ELEMENTS, _ELEMENTS_A_RANK, _PARTS, _LEAST = 40_000_000, 1_000_000, 8, 4 << 20
 
@@ -18,3 +20,30 @@ def default_bucket_bytes(total: int, reference: int) -> int:
     """The most a bucket holds: `reference`, but no more than an eighth of `total`, the bytes of all
     that is to be merged, and no less than 4 MiB, below which there is only latency."""
     return min(reference, max(total // _PARTS, _LEAST))
+
+
+def fill_buckets(
+    sizes: Sequence[int], keys: Sequence[Hashable], limit: int, before: bool = False
+) -> list[list[int]]:
+    """Positions of the members of each bucket, which have one key; buckets by their first member.
+
+    sizes: bytes of each member, in the order in which they are filled in. A bucket closes when it
+    holds `limit` bytes; with `before`, before it would hold more. A member that fills a bucket by
+    itself is alone in one, and closes none.
+    """
+    filling: dict[Hashable, list[int]] = {}
+    buckets: list[list[int]] = []
+    for i, (nbytes, key) in enumerate(zip(sizes, keys, strict=True)):
+        if nbytes >= limit:
+            buckets.append([i])
+            continue
+        bucket = filling.get(key)
+        if bucket is not None and before and sum(sizes[j] for j in bucket) + nbytes > limit:
+            bucket = None
+        if bucket is None:
+            bucket = filling[key] = []
+            buckets.append(bucket)
+        bucket.append(i)
+        if sum(sizes[j] for j in bucket) >= limit:
+            del filling[key]
+    return buckets

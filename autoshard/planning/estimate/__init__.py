@@ -5,7 +5,6 @@ from __future__ import annotations
 from autoshard.planning.estimate.mesh import (
     Footprint,
     Layout,
-    MemoryModel,
     Timing,
     footprint,
     timing,
@@ -16,7 +15,6 @@ from autoshard.planning.estimate.training import Training
 __all__ = [
     "Footprint",
     "Layout",
-    "MemoryModel",
     "Profile",
     "REDUCED",
     "STORED",

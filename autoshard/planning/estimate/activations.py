@@ -49,29 +49,31 @@ _NOTHING = {
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Bytes a rank: `saved` until the backward pass, `passing` at the worst single operator.
+class SavedForBackward:
+    """What a rank keeps of its activations.
 
-    weights: the parameters that the backward pass reads; an embedding's table is none.
+    saved: bytes kept from the forward for the backward. transient: bytes that are there beside
+    them at the worst single operator of the backward. weights: the parameters that the backward
+    reads; an embedding's table is none.
     """
 
     saved: int
-    passing: int
+    transient: int
     weights: frozenset[fx.Node] = frozenset()
 
 
-def kept(gm: fx.GraphModule, decisions: Decisions, n: int) -> Kept:
+def saved_for_backward(gm: fx.GraphModule, decisions: Decisions, n: int) -> SavedForBackward:
     """What a rank of an axis of `n` keeps of the activations of one planned serial graph."""
-    return _Keeper(gm, decisions, n).run()
+    return _Saving(gm, decisions, n).run()
 
 
-class _Keeper:
+class _Saving:
     def __init__(self, gm: fx.GraphModule, decisions: Decisions, n: int) -> None:
         self.gm, self.decisions, self.n = gm, decisions, n
         self.kernels = Kernels(gm)
         self.found: dict[tuple[fx.Node, State], int] = {}
 
-    def run(self) -> Kept:
+    def run(self) -> SavedForBackward:
         later: list[fx.Node] = []
         weights: set[fx.Node] = set()
         rows = 0
@@ -98,7 +100,8 @@ class _Keeper:
                     later.append(self.kernels.base[tensor])
         for node in dict.fromkeys(later):
             self.found.update(self._cheapest(node))
-        return Kept(sum(self.found.values()) + rows, self._passing(), frozenset(weights))
+        saved = sum(self.found.values()) + rows
+        return SavedForBackward(saved, self._transient(), frozenset(weights))
 
     def _needs(self, node: fx.Node) -> list[tuple[fx.Node, State]]:
         """The (value, state it is used in) that the derivative of `node` reads."""
@@ -160,7 +163,7 @@ class _Keeper:
     def _new(self, kept_too: dict[tuple[fx.Node, State], int]) -> int:
         return sum(size for key, size in kept_too.items() if key not in self.found)
 
-    def _passing(self) -> int:
+    def _transient(self) -> int:
         """The gradient of the largest value in memory, and the value where it is not kept."""
         largest = 0
         for node in self.gm.graph.nodes:

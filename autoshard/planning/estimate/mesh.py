@@ -3,19 +3,25 @@
 The data-parallel axes are not searched node by node: what they do follows from the mesh, so it is
 computed. A parameter is gathered over `dp_shard` before its use (and again in backward with ZeRO-3)
 and its gradient is reduce-scattered there, then all-reduced over `dp_replicate`; buckets fill in
-the order of use by the rule of the passes (passes/bucketing.py), and overlap as planning/overlap.py
+the order of use by the rule of the passes (planning/cost/bucket_size.py), and overlap as overlap.py
 says. The volumes are those of Megatron-Core's and ZeRO's ledgers (S. Rajbhandari et al., "ZeRO:
 memory optimizations toward training trillion parameter models", 2020, section 7).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from autoshard.planning import cost
-from autoshard.planning.cost import Cluster, Link, default_bucket_bytes, reference_bytes
+from autoshard.planning.cost import (
+    Cluster,
+    Link,
+    default_bucket_bytes,
+    fill_buckets,
+    reference_bytes,
+)
 from autoshard.planning.estimate.overlap import Segment, step_seconds
 from autoshard.planning.estimate.step_profile import Profile, Weight
 from autoshard.planning.estimate.training import Training
@@ -31,7 +37,7 @@ class Layout:
     bucket_bytes: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Footprint:
     """Bytes one rank holds at the worst moment of a step, by kind.
 
@@ -62,12 +68,9 @@ class Traffic(NamedTuple):
     collectives: int
 
 
-MemoryModel = Callable[[Profile, Layout, Training], Footprint]
-
-
 def footprint(profile: Profile, layout: Layout, training: Training) -> Footprint:
     """The memory of a rank. Exact for parameters, gradients, optimizer and buffers; activations
-    and buckets are models (planning/saved.py, and two buckets at work at once)."""
+    (planning/estimate/activations.py) and buckets, two of them at work at once, are models."""
     parameters = gradients = optimizer = 0
     for weight in profile.weights:
         part = weight.part(layout.shard)
@@ -75,9 +78,14 @@ def footprint(profile: Profile, layout: Layout, training: Training) -> Footprint
         if weight.trained:
             gradients += part * training.gradient(weight.kept)
             optimizer += part * training.state(weight.kept)
-    kept = profile.kept.saved + profile.kept.passing
-    waiting = _bucket_bytes(profile, layout, training)
-    return Footprint(parameters, gradients, optimizer, kept, waiting, profile.buffers)
+    return Footprint(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=profile.activations.saved + profile.activations.transient,
+        buckets=_bucket_bytes(profile, layout, training),
+        buffers=profile.buffers,
+    )
 
 
 def _bucket_bytes(profile: Profile, layout: Layout, training: Training) -> int:
@@ -110,18 +118,11 @@ def buckets(profile: Profile, layout: Layout) -> list[list[Weight]]:
         sum(w.numel * w.itemsize for w in used),
         max((reference_bytes(w.itemsize, layout.shard) for w in used), default=0),
     )
-    found: list[list[Weight]] = []
-    filled = 0
-    for weight in used:
-        nbytes = weight.numel * weight.itemsize
-        # one given closes when it is full, the default before it would hold more (passes/buckets)
-        full = filled if layout.bucket_bytes else filled + nbytes - 1
-        if not found or full >= limit:
-            found.append([])
-            filled = 0
-        found[-1].append(weight)
-        filled += nbytes
-    return found
+    sizes = [weight.numel * weight.itemsize for weight in used]
+    filled = fill_buckets(
+        sizes, [weight.itemsize for weight in used], limit, layout.bucket_bytes is None
+    )
+    return [[used[i] for i in bucket] for bucket in filled]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Made once for each size of the tp axis. The data-parallel axes change none of it, because the batch
 of a data-parallel rank is its own: they add gathers and reductions of parameters, which
-`estimate.py` lays over this profile for every way to split the rest of the world.
+`estimate/mesh.py` lays over this profile for every way to split the rest of the world.
 
 Operators take roofline time on the shapes of one rank (planning/cost.py), at the rates the cluster
 gets of its data sheet. The backward of a product costs one product for each operand that has a
@@ -22,7 +22,7 @@ from torch import fx
 
 from autoshard.planning import cost
 from autoshard.planning.cost import Cluster, Link
-from autoshard.planning.estimate.activations import Kept, kept
+from autoshard.planning.estimate.activations import SavedForBackward, saved_for_backward
 from autoshard.planning.fusion import Kernels, joined
 from autoshard.planning.operators import ATTENTION, packet
 from autoshard.planning.planner import Decisions
@@ -48,7 +48,7 @@ class Sent(NamedTuple):
     backward: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Weight:
     """A parameter as the tp axis leaves it: local shape, and where it is first used (None: never).
 
@@ -83,7 +83,7 @@ class Weight:
         return chunk_size(self.shape[0], ranks) * math.prod(self.shape[1:])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Profile:
     """One rank of a tp axis of `n`, whatever the data-parallel axes.
 
@@ -101,7 +101,7 @@ class Profile:
     sent: tuple[Sent, ...]
     seconds_sent: float
     weights: tuple[Weight, ...]
-    kept: Kept
+    activations: SavedForBackward
     buffers: int
 
 
@@ -193,20 +193,21 @@ class _Profiler:
             by_dtype[_dtype(node)] = by_dtype.get(_dtype(node), 0.0) + own
         compute = sum(forward) + sum(backward)
         sent, seconds = self._communicate(forward, backward)
-        held = kept(self.gm, self.decisions, self.n)
+        activations = saved_for_backward(self.gm, self.decisions, self.n)
         main = max(by_dtype, key=lambda d: by_dtype[d], default=torch.float32)
+        place = {node: i for i, node in enumerate(nodes)}
         return Profile(
-            self.n,
-            tuple(forward),
-            tuple(backward),
-            compute,
-            flops,
-            self.cluster.device.peak(main),
-            tuple(sent),
-            seconds,
-            self._weights({node: i for i, node in enumerate(nodes)}, held.weights),
-            held,
-            sum(tensor_bytes(value(node)) for node in nodes if node.meta.get("buffer")),
+            n=self.n,
+            forward=tuple(forward),
+            backward=tuple(backward),
+            compute=compute,
+            flops=flops,
+            peak=self.cluster.device.peak(main),
+            sent=tuple(sent),
+            seconds_sent=seconds,
+            weights=self._weights(place, activations.weights),
+            activations=activations,
+            buffers=sum(tensor_bytes(value(node)) for node in nodes if node.meta.get("buffer")),
         )
 
     def _communicate(
@@ -267,8 +268,14 @@ class _Profiler:
             trained = bool(val.requires_grad)
             found.append(
                 Weight(
-                    *(name, tuple(shape), val.element_size(), trained, use, node in again),
-                    *(_size(node.meta.get(key)) for key in (STORED, REDUCED)),
+                    name=name,
+                    shape=tuple(shape),
+                    itemsize=val.element_size(),
+                    trained=trained,
+                    use=use,
+                    again=node in again,
+                    stored=_size(node.meta.get(STORED)),
+                    reduced=_size(node.meta.get(REDUCED)),
                 )
             )
         return tuple(found)

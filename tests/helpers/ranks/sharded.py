@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.runtime.compat import core as compat
+from autoshard.runtime import compat
 from autoshard.runtime.mesh import Mesh, init_mesh
 from autoshard.runtime.parameters.shard import related_parameters, shard_parameters
 from autoshard.runtime.parameters.unsharding import materialize

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.runtime.compat import core as compat
+from autoshard.runtime import compat
 from autoshard.runtime.errors import AutoshardError
 from autoshard.runtime.mesh import axes_of, init_mesh
 from autoshard.runtime.parameters.layout import local_part
@@ -328,8 +328,13 @@ def test_owners() -> None:
     assert any(c is optimizer.param_groups[0]["params"] for c in owners.containers)
     gc.freeze()
     try:
-        assert find_owners([model.scale]).modules[model.scale] == [(model, "scale")]
-        assert gc.get_freeze_count()
+        frozen, later = gc.get_freeze_count(), [object()]
+        found = find_owners([shared, model.scale])
+        assert found.modules[model.scale] == [(model, "scale")]
+        assert len(found.modules[shared]) == 2 and found.optimizers == owners.optimizers
+        assert len(found.containers) == len(owners.containers)
+        assert 0 < gc.get_freeze_count() <= frozen
+        assert any(item is later for item in gc.get_objects())  # not frozen since
     finally:
         gc.unfreeze()
     related = related_parameters([model.scale])

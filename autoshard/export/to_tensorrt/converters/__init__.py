@@ -11,9 +11,10 @@ from autoshard.export.to_tensorrt.converters import (  # noqa: F401  imported to
     reductions,
     shapes,
 )
-from autoshard.export.to_tensorrt.converters.network import CONVERTERS, Lowering
+from autoshard.export.to_tensorrt.converters.network import CONVERTERS, DTYPES, Lowering
 
 __all__ = [
     "CONVERTERS",
+    "DTYPES",
     "Lowering",
 ]

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from autoshard.export.to_tensorrt.converters.network import Lowering, Tensor, converts
+from autoshard.runtime import compat
 
 _c10d = torch.ops._c10d_functional
 
@@ -40,7 +41,7 @@ def _sum_only(low: Lowering, node: fx.Node) -> None:
 def _divisible(low: Lowering, node: fx.Node) -> None:
     source: Any = node.args[0]
     rows, n = source.meta["val"].shape[0], low.graph.axis.size
-    if not isinstance(rows, int) and rows.node.expr % n == 0:
+    if not isinstance(rows, int) and compat.size_expression(rows) % n == 0:
         return  # the ranks' parts in front of a dynamic size: n * batch
     if not isinstance(rows, int):
         raise low.error(

@@ -12,6 +12,16 @@ from torch import fx
 from autoshard.export.errors import ExportError, export_error
 from autoshard.export.rank_graph import RankGraph
 
+DTYPES = {
+    "FLOAT": torch.float32,
+    "HALF": torch.float16,
+    "BF16": torch.bfloat16,
+    "INT64": torch.int64,
+    "INT32": torch.int32,
+    "BOOL": torch.bool,
+}
+"""torch's types by TensorRT's names of them."""
+
 Tensor = Any
 """A tensor of the network (ITensor)."""
 
@@ -51,14 +61,7 @@ class Lowering:
         self.values: dict[fx.Node, Any] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self.node: fx.Node | None = None
-        self._dtypes = {
-            torch.float32: trt.float32,
-            torch.float16: trt.float16,
-            torch.bfloat16: trt.bfloat16,
-            torch.int64: trt.int64,
-            torch.int32: trt.int32,
-            torch.bool: trt.bool,
-        }
+        self._dtypes = {dtype: getattr(trt.DataType, name) for name, dtype in DTYPES.items()}
         self._count = 0
         self._shapes: dict[str, Tensor] = {}
 

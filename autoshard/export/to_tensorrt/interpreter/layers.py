@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from autoshard.export.to_tensorrt.converters import DTYPES
+
 Values = Sequence[Any]
 
 
@@ -18,14 +20,6 @@ class Kind(NamedTuple):
     run: Callable[[Any, Values], Sequence[torch.Tensor]]
 
 
-DTYPES = {
-    "FLOAT": torch.float32,
-    "HALF": torch.float16,
-    "BF16": torch.bfloat16,
-    "INT64": torch.int64,
-    "INT32": torch.int32,
-    "BOOL": torch.bool,
-}
 _ELEMENTWISE: dict[str, Callable[..., torch.Tensor]] = {
     "SUM": torch.add,
     "PROD": torch.mul,

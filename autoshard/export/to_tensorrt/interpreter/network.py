@@ -15,7 +15,8 @@ import torch
 from autoshard.export.errors import export_error
 from autoshard.export.rank_graph import RankGraph
 from autoshard.export.to_tensorrt.build import Network
-from autoshard.export.to_tensorrt.interpreter.layers import DTYPES, LAYERS, attend
+from autoshard.export.to_tensorrt.converters import DTYPES
+from autoshard.export.to_tensorrt.interpreter.layers import LAYERS, attend
 from autoshard.export.to_tensorrt.spy import Spy
 from autoshard.runtime.collectives import Axis, all_gather, all_reduce, all_to_all
 

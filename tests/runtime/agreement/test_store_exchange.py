@@ -1,4 +1,4 @@
-"""The board of three ranks as threads over one store in memory: failures, retries, and the cost."""
+"""The exchanges of three ranks as threads over one store in memory: failures, and the cost."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from autoshard.runtime.agreement import board as board_module
 from autoshard.runtime.agreement import consensus as agreement
-from autoshard.runtime.agreement.board import Board
+from autoshard.runtime.agreement import store_exchange
 from autoshard.runtime.agreement.consensus import agree, attempt, gather
+from autoshard.runtime.agreement.store_exchange import StoreExchange
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.errors import PlanMismatchError
 
@@ -37,7 +35,7 @@ class CountingStore:
 
 
 class World:
-    """What a Board asks of a process group."""
+    """What an exchange asks of a process group."""
 
     def __init__(self, store: Any) -> None:
         self.store = store
@@ -46,35 +44,35 @@ class World:
         return self.store
 
 
-Job = Callable[[int, Board], Any]
+Job = Callable[[int, StoreExchange], Any]
 
 
 class Ranks:
-    """Runs job(rank, board) in a thread a rank, and returns the results."""
+    """Runs job(rank, exchange) in a thread a rank, and returns the results."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int = N, store: Any = None) -> None:
         self.here = threading.local()
-        monkeypatch.setattr(agreement, "board", lambda: self.here.board)
+        monkeypatch.setattr(agreement, "current_exchange", lambda: self.here.exchange)
         monkeypatch.setattr(agreement, "_members", lambda axis: list(range(axis.size)))
-        monkeypatch.setattr(board_module, "_LOOK", LOOK)
-        self.boards = []
+        monkeypatch.setattr(store_exchange, "_LOOK", LOOK)
+        self.exchanges = []
         for rank in range(size):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(dist, "get_rank", lambda rank=rank: rank)
-                self.boards.append(Board(World(store or dist.HashStore()), 0))
-                store = store or self.boards[0].world.store
-            self.boards[-1].limit = LIMIT
+                self.exchanges.append(StoreExchange(World(store or dist.HashStore()), 0))
+                store = store or self.exchanges[0].world.store
+            self.exchanges[-1].limit = LIMIT
 
     def __call__(self, job: Job) -> list[Any]:
-        results: list[Any] = [None] * len(self.boards)
+        results: list[Any] = [None] * len(self.exchanges)
 
         def work(rank: int) -> None:
-            self.here.board = self.boards[rank]
+            self.here.exchange = self.exchanges[rank]
             try:
-                results[rank] = job(rank, self.boards[rank])
+                results[rank] = job(rank, self.exchanges[rank])
             except Exception as error:
                 results[rank] = error
-            self.boards[rank].leave()
+            self.exchanges[rank].leave()
 
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(results))]
         for thread in threads:
@@ -112,54 +110,65 @@ def compile_once(rank: int, fails: bool, what: str = "plan") -> str:
 
 
 def test_all_meet_in_order(ranks: Ranks) -> None:
-    def job(rank: int, board: Board) -> Any:
+    def job(rank: int, exchange: StoreExchange) -> Any:
         axis = axis_of(rank)
         return [gather([rank, turn], "turn", axis) for turn in range(50)]
 
     assert ranks(job) == [[[[r, turn] for r in range(N)] for turn in range(50)]] * N
 
 
-@pytest.mark.parametrize("ahead", [(0, 0, 0), (3, 0, 0), (0, 3, 0), (0, 1, 5)])
-def test_counters_that_differ_hide_no_failure(ranks: Ranks, ahead: tuple[int, ...]) -> None:
-    """Ranks have begun different numbers of attempts; once they have met, failures are heard."""
+@pytest.mark.parametrize("turn", range(3))
+def test_every_attempt_after_a_failure_tells_of_it(ranks: Ranks, turn: int) -> None:
+    def job(rank: int, exchange: StoreExchange) -> list[str]:
+        return [compile_once(rank, rank == 1 and i == turn) for i in range(4)]
 
-    def job(rank: int, board: Board) -> list[str]:
-        board.attempt = ahead[rank]
-        return [compile_once(rank, False), *(compile_once(rank, rank == 1) for _ in range(2)),
-                compile_once(rank, False)]
-
-    results = ranks(job)
-    for rank, (first, *failed, last) in enumerate(results):
-        assert first == last == "", results
-        expected = "own" if rank == 1 else "rank 1: ValueError: no rule"
-        assert all(expected in said for said in failed), results
+    for rank, said in enumerate(ranks(job)):
+        assert said[:turn] == [""] * turn, said
+        assert rank != 1 or said[turn] == "own"
+        rest = said[turn + (rank == 1) :]
+        assert all("rank 1: ValueError: no rule" in each for each in rest), said
 
 
-def test_a_failure_of_each_by_itself_is_not_told_to_the_next_attempt(ranks: Ranks) -> None:
-    """A fast rank tries again while the slow one still fails in the attempt before."""
+def test_the_first_failure_is_told_to_all(ranks: Ranks) -> None:
+    """All ranks fail by themselves; afterwards they agree on whose failure it was."""
 
-    def job(rank: int, board: Board) -> list[str]:
-        if rank == 2:
-            time.sleep(0.3)
+    def job(rank: int, exchange: StoreExchange) -> list[str]:
         return [compile_once(rank, True), compile_once(rank, False)]
 
-    assert ranks(job) == [["own", ""]] * N
+    results = ranks(job)
+    assert [own for own, _ in results] == ["own"] * N
+    assert len({said.partition(";")[0] for _, said in results}) == 1, results
+
+
+def test_a_disagreement_on_one_axis_is_told_to_ranks_of_others(ranks: Ranks) -> None:
+    """Ranks 0 and 1 disagree; rank 2 waits for them elsewhere."""
+
+    def job(rank: int, exchange: StoreExchange) -> str:
+        try:
+            if rank < 2:
+                agree("plan", str(rank), [f"line of {rank}"], axis_of(rank, 2))
+            gather(rank, "all", axis_of(rank))
+        except PlanMismatchError as error:
+            return str(error)
+        return ""
+
+    assert all("rank 0: line of 0; rank 1: line of 1" in said for said in ranks(job))
 
 
 def test_what_a_rank_gave_before_it_failed_is_given(ranks: Ranks) -> None:
     """Rank 0 gives its value and fails after rank 2 asked for it, and before it looks."""
     failed = threading.Event()
-    asked, board = threading.Event(), ranks.boards[2]
-    look = board._look
+    asked, exchange = threading.Event(), ranks.exchanges[2]
+    look = exchange._look
 
     def late(member: int, name: str) -> Any:
         asked.set()
         failed.wait(LIMIT)
         return look(member, name)
 
-    board._look = late  # type: ignore[method-assign]
+    exchange._look = late  # type: ignore[method-assign]
 
-    def job(rank: int, board: Board) -> tuple[Any, str]:
+    def job(rank: int, exchange: StoreExchange) -> tuple[Any, str]:
         met = None
         try:
             with attempt():
@@ -180,64 +189,15 @@ def test_what_a_rank_gave_before_it_failed_is_given(ranks: Ranks) -> None:
     assert all("later" in said for _, said in results), results
 
 
-def test_a_value_that_was_withdrawn_is_not_waited_for_in_the_store(ranks: Ranks) -> None:
-    """Rank 0 gives up and tries again; what it gave first is not read, nor waited for."""
-
-    def job(rank: int, board: Board) -> Any:
-        axis = axis_of(rank)
-        if rank == 0:
-            board.limit = 0.3
-        elif rank == 2:
-            time.sleep(0.5)
-        try:
-            with attempt():
-                return gather(f"old {rank}", "plan", axis)
-        except PlanMismatchError:
-            time.sleep(0.6 if rank == 0 else 0)  # rank 2 comes in between
-            with attempt():
-                board.limit = LIMIT
-                return gather(f"new {rank}", "plan", axis)
-
-    results = ranks(job)
-    for found in results:
-        assert isinstance(found, list) and found[0] == "new 0", results
-
-
-@settings(max_examples=12, deadline=None)
-@given(
-    st.lists(st.integers(0, 2), min_size=N, max_size=N),
-    st.lists(st.sampled_from([0.0, 0.01, 0.05]), min_size=N, max_size=N),
-)
-def test_ranks_that_try_until_it_works_all_get_there(
-    failures: list[int], pauses: list[float]
-) -> None:
-    """Each rank fails so many times by itself; every error is told, and nobody waits in vain."""
-
-    def job(rank: int, board: Board) -> list[str]:
-        said = []
-        for turn in range(12):
-            time.sleep(pauses[rank])
-            said.append(compile_once(rank, turn < failures[rank]))
-            if not said[-1]:
-                break
-        return said
-
-    with pytest.MonkeyPatch.context() as patch:
-        results = Ranks(patch)(job)
-    for rank, said in enumerate(results):
-        assert said[-1] == "" and said.count("own") == failures[rank], (failures, results)
-        assert "did not arrive" not in "".join(said) and "has ended" not in "".join(said), results
-
-
 def test_an_exchange_costs_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its value, where it is, and where it ended; those of the others in one request."""
     store = CountingStore()
 
-    def job(rank: int, board: Board) -> None:
+    def job(rank: int, exchange: StoreExchange) -> None:
         gather(rank, "turn", axis_of(rank, 8))
 
     ranks = Ranks(monkeypatch, 8, store)
-    monkeypatch.setattr(board_module, "_LOOK", LIMIT)  # nobody is late
+    monkeypatch.setattr(store_exchange, "_LOOK", LIMIT)  # nobody is late
     assert ranks(job) == [None] * 8
     assert store.calls["multi_get"] == 8 and store.calls["set"] == 24, store.calls
     assert store.calls["get"] == store.calls["delete_key"] == 0, store.calls

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.runtime.compat import core as compat
-from autoshard.runtime.parameters.gradients import apart
+from autoshard.runtime import compat
+from autoshard.runtime.parameters.gradients import unalias
 from autoshard.runtime.parameters.unsharding import materialize, unwrap
 
 VALUES = torch.tensor([1.0, 2.0])
@@ -125,7 +125,7 @@ def test_apart() -> None:
     small, turned = torch.ones(100)[:10], torch.ones(4, 2).t()
     one = torch.ones(6)
     given = [*pieces, None, small, turned, one, one, one[2:5], torch.empty(0)]
-    found = apart(given)
+    found = unalias(given)
     assert found[2] is None
     for got, want in zip(found, given):
         if got is not None:

@@ -1,0 +1,129 @@
+"""Built: the data of one model, planned and rewritten for one rank, and its AOT graphs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.compiling.inductor_order import hold_order
+from autoshard.compiling.meta_graphs import off_meta
+from autoshard.config import Config
+from autoshard.passes import SILENT, Watch, finish, local_value, specialize
+from autoshard.planning import Decisions, Plan
+from autoshard.planning.cost import Hardware
+from autoshard.planning.estimate import STORED
+from autoshard.runtime.collectives import Axis, R, State, data_axes
+from autoshard.runtime.compat import (
+    ForwardBackward,
+    InductorStep,
+    forward_backward,
+    inductor_step,
+)
+from autoshard.runtime.mesh import Mesh
+from autoshard.runtime.parameters import SINGLE
+
+
+@dataclass(kw_only=True)
+class Built:
+    """One graph, planned and rewritten for one rank of a mesh.
+
+    graph_module: the local forward graph, state changes explicit (`autoshard.render` prints it).
+    serial: the captured serial graph that was planned. plan: the plan, ready to `save`.
+    parameters: name of each parameter by its placeholder in `serial`. axis: the planned one, tp.
+    data: the state in which each is stored on the data-parallel axes; an absent one is R.
+    microbatch: what backward does with gradients, one of `runtime.parameters.MICROBATCH`.
+    chosen: where the mesh comes from, in a line; "" where the caller gave it.
+    absent: trained parameters of the model that the graph does not read, where the model is known.
+    watch: follows the passes that are still to come.
+    """
+
+    graph_module: fx.GraphModule
+    serial: fx.GraphModule
+    plan: Plan
+    decisions: Decisions
+    axis: Axis
+    parameters: Mapping[fx.Node, str]
+    mesh: Mesh
+    data: Mapping[fx.Node, Mapping[str, State]]
+    config: Config
+    microbatch: str = SINGLE
+    chosen: str = ""
+    absent: tuple[str, ...] = ()
+    watch: Watch = field(default=SILENT, repr=False)
+
+    @property
+    def hardware(self) -> Hardware:
+        """The machine that the plan is for."""
+        return self.decisions.hardware
+
+    @cached_property
+    def joint(self) -> ForwardBackward:
+        """The forward and backward ATen graphs AOTAutograd makes of `graph_module`."""
+        made = forward_backward(*self._on_cpu())
+        finish(made.forward, self.mesh, self.config.bucket_bytes, False, self.watch)
+        if made.backward is not None:
+            finish(made.backward, self.mesh, self.config.bucket_bytes, True, self.watch)
+        return made
+
+    @cached_property
+    def running(self) -> ForwardBackward:
+        """`joint` as it is compiled and run: each collective the way its backend does it best."""
+        graphs = (self.joint.forward, self.joint.backward)
+        forward, backward = (gm and copy.deepcopy(gm) for gm in graphs)
+        assert forward is not None
+        specialize(forward, self.axis, False, self.watch)
+        if backward is not None:
+            specialize(backward, self.axis, True, self.watch)
+        return replace(self.joint, forward=forward, backward=backward)
+
+    @cached_property
+    def inductor(self) -> InductorStep | None:
+        """Buffers of the code that Inductor generates; None where this torch cannot say."""
+        return inductor_step(*self._on_cpu(), self.finish, hold_order)
+
+    def finish(self, graph: fx.GraphModule, backward: bool) -> None:
+        """Bucket and schedule the collectives of a graph that is compiled and run, in place."""
+        finish(graph, self.mesh, self.config.bucket_bytes, backward, self.watch)
+        specialize(graph, self.axis, backward, self.watch)
+
+    def settings(self) -> str:
+        """What `finish` depends on besides the graph; equal texts make equal graphs of one."""
+        options = replace(self.config, mesh={}, plan=None)
+        return f"{self.mesh.axes} {options} {self.watch.key()}"
+
+    def stored(self) -> dict[str, State]:
+        """The stored state of each parameter on the axis."""
+        return {name: self.decisions.stored[node] for node, name in self.parameters.items()}
+
+    def stored_value(self, node: fx.Node) -> torch.Tensor:
+        """What this rank stores of a parameter: shape and dtype, on the graph's device."""
+        val = local_value(node.meta["val"], self.decisions.stored[node], self.axis)
+        for axis in reversed(data_axes(self.mesh.axes)):
+            val = local_value(val, self.data[node].get(axis.name, R), axis)
+        dtype = node.meta.get(STORED, val.dtype)
+        return val if dtype == val.dtype else torch.empty_like(val, dtype=dtype)
+
+    def without_gradient(self) -> list[str]:
+        """Trained parameters that this graph gives no gradient: read only where none is recorded,
+        or not read at all (`absent`). No collective waits for them; `grad` stays None."""
+        backward = self.joint.backward
+        grads: Any = ()
+        if backward is not None:
+            grads = next(iter(reversed(backward.graph.nodes))).args[0]
+        names = []
+        for i, node in enumerate(n for n in self.serial.graph.nodes if n.op == "placeholder"):
+            trained = node in self.parameters and node.meta["val"].requires_grad
+            if trained and (i >= len(grads) or grads[i] is None):
+                names.append(self.parameters[node])
+        return [*names, *self.absent]
+
+    def _on_cpu(self) -> tuple[fx.GraphModule, list[Any]]:
+        """The local graph and its inputs, on no meta device."""
+        fakes = [n.meta["val"] for n in self.graph_module.graph.nodes if n.op == "placeholder"]
+        return off_meta(self.graph_module, fakes)

@@ -1,0 +1,77 @@
+"""The collectives of a rank's step, read from its AOT graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autoshard.compiling.built import Built
+from autoshard.passes import CHANGE, LINE, MODULE, READER, READER_LINE
+from autoshard.planning import tensor_bytes
+
+_c10d = torch.ops._c10d_functional
+_LOGICAL_SIZE = {  # which tensor's bytes are the size of the collective: megatron's ledger
+    _c10d.all_reduce.default: ("all_reduce", "input"),
+    _c10d.all_gather_into_tensor.default: ("all_gather", "output"),
+    _c10d.all_gather_into_tensor_coalesced.default: ("all_gather", "output"),
+    _c10d.reduce_scatter_tensor.default: ("reduce_scatter", "input"),
+    _c10d.all_to_all_single.default: ("all_to_all", "input"),
+    _c10d.broadcast.default: ("broadcast", "input"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective of a rank's step.
+
+    bytes is the logical size: the tensor of an all-reduce or all-to-all, the output of an
+    all-gather, the input of a reduce-scatter. phase is "forward" or "backward". module is the
+    path of the module it serves, change the state change that causes it, stack the user's line.
+    reader, reader_line: the module and the line that need the new state, where they are known.
+    """
+
+    op: str
+    axis: str
+    bytes: int
+    phase: str
+    module: str
+    change: str
+    stack: str
+    node: fx.Node = field(repr=False, compare=False)
+    reader: str = ""
+    reader_line: str = ""
+
+
+def collectives_of(built: Built) -> list[Collective]:
+    """One entry a collective, forward then backward, in the order of issue."""
+    axes = {axis.group: axis.name for axis in built.mesh.axes}
+    found = []
+    for phase, gm in (("forward", built.joint.forward), ("backward", built.joint.backward)):
+        for node in gm.graph.nodes if gm is not None else ():
+            if node.target in _LOGICAL_SIZE:
+                # the last argument of a collective names its process group
+                found.append(_collective(node, axes[str(node.args[-1])], phase))
+    return found
+
+
+def _collective(node: fx.Node, axis: str, phase: str) -> Collective:
+    op, side = _LOGICAL_SIZE[node.target]  # type: ignore[index]
+    source = node.args[0] if side == "input" else node
+    assert isinstance(source, fx.Node)
+    custom: dict[str, Any] = node.meta.get("custom") or {}
+    return Collective(
+        op=op,
+        axis=axis,
+        bytes=sum(map(tensor_bytes, pytree.tree_leaves(source.meta["val"]))),
+        phase=phase,
+        module=custom.get(MODULE, ""),
+        change=custom.get(CHANGE, ""),
+        stack=custom.get(LINE, ""),
+        node=node,
+        reader=custom.get(READER, ""),
+        reader_line=custom.get(READER_LINE, ""),
+    )

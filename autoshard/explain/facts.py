@@ -1,0 +1,126 @@
+"""Facts: all that the text and the page say of a program, each computed once, when it is asked."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import fx
+
+from autoshard.compiling import Built, Collective, collectives_of
+from autoshard.explain.alternatives import Alternative, alternatives
+from autoshard.explain.costs import Cost, costs, folded, hidden_windows, seconds
+from autoshard.explain.operators import planned_operators
+from autoshard.explain.reasons import Whole, reason, whole
+from autoshard.memory import Memory, Moment, Step, step_of, summary
+from autoshard.passes import user_line
+from autoshard.planning import global_bytes, value
+from autoshard.runtime.collectives import State
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """Parameters of equal places in repeated layers, stored alike for the same reason.
+
+    shape: of one, as "64x256". states: by mesh axis. bytes: of all together, on all ranks.
+    line: `file:line` of the user's code that reads the first ("" where it is not known).
+    """
+
+    names: list[str]
+    shape: str
+    states: Mapping[str, State]
+    because: str
+    line: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What there is to say of one program."""
+
+    built: Built
+
+    @cached_property
+    def collectives(self) -> list[Collective]:
+        """Every collective of a step, in the order of issue."""
+        return collectives_of(self.built)
+
+    @cached_property
+    def windows(self) -> dict[fx.Node, float]:
+        """Seconds of the matrix products between the start and the wait of each collective."""
+        return hidden_windows(self.built)
+
+    @cached_property
+    def costs(self) -> list[Cost]:
+        """Collectives in groups, the dearest first."""
+        return costs(self.built, self.collectives, self.windows)
+
+    @cached_property
+    def operators(self) -> dict[fx.Node, str]:
+        """The operators that multiply matrices, read a parameter or communicate: strategies."""
+        return planned_operators(self.built)
+
+    @cached_property
+    def parameters(self) -> list[ParameterGroup]:
+        """All parameters, in the order of the graph."""
+        built = self.built
+        groups: dict[tuple[str, ...], list[fx.Node]] = defaultdict(list)
+        for node, name in built.parameters.items():
+            shape = "x".join(str(extent) for extent in value(node).shape)
+            states = (f"{axis} {state}" for axis, state in self.states(node).items())
+            groups[folded(name), shape, *states, reason(built, node)].append(node)
+        return [
+            ParameterGroup(
+                names=[built.parameters[node] for node in nodes],
+                shape=key[1],
+                states=self.states(nodes[0]),
+                because=key[-1],
+                line=user_line(next(iter(nodes[0].users), nodes[0])),
+                bytes=sum(global_bytes(node) for node in nodes),
+            )
+            for key, nodes in groups.items()
+        ]
+
+    @cached_property
+    def moved(self) -> dict[str, list[tuple[Collective, float, float]]]:
+        """Collectives, with their seconds and what of these may be hidden, by the state change."""
+        found = defaultdict(list)
+        for one in self.collectives:
+            took = seconds(self.built, one)
+            found[one.change].append((one, took, min(took, self.windows[one.node])))
+        return found
+
+    def states(self, node: fx.Node) -> dict[str, State]:
+        """Where a parameter is stored, by mesh axis; on an absent one it is R."""
+        return {self.built.axis.name: self.built.decisions.stored[node], **self.built.data[node]}
+
+    @cached_property
+    def whole(self) -> Counter[Whole]:
+        """What is not sharded, with how often; numbers of layers are left out of the names."""
+        return Counter(
+            replace(
+                each, name=folded(each.name) if each.kind == "parameter" else each.name, module=""
+            )
+            for each in whole(self.built)
+        )
+
+    @cached_property
+    def alternatives(self) -> list[Alternative]:
+        """This plan beside plans with a name."""
+        return alternatives(self.built)
+
+    @cached_property
+    def moments(self) -> list[Moment]:
+        """What is alive while each operator of a step runs."""
+        return list(self._step.moments())
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Bytes a rank holds in a step, with AdamW."""
+        return summary(self._step)
+
+    @cached_property
+    def _step(self) -> Step:
+        return step_of(self.built)

@@ -1,0 +1,62 @@
+"""Leaves, their hooks and the nodes of autograd's graph: private parts of torch's autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def in_backward() -> bool:
+    """Whether this thread runs autograd's backward now; nothing public says so."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply` without the search for dead wrappers of torch.func among the arguments."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+"""The class of the autograd nodes that write a leaf's `.grad`."""
+
+
+def will_execute(leaf: Any) -> bool:
+    """Whether the backward that runs now is going to execute the node of a leaf.
+
+    `backward(inputs=...)` leaves others out. Under `autograd.grad` the engine refuses the question:
+    there the gradient is handed to the caller, and nothing is stored.
+    """
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:
+        return False
+
+
+def is_in_a_graph(leaf: torch.Tensor) -> bool:
+    """Whether a graph of autograd waits to hand a leaf its gradient; nothing says so in public."""
+    return leaf._use_count() > 1  # type: ignore[attr-defined, no-any-return]
+
+
+def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Give `new` the hooks registered on the leaf `old`, so that their handles still remove them.
+
+    There is no public way to list hooks; a handle keeps a reference to these very dicts.
+    """
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(old, name, None)
+        if hooks:
+            setattr(new, name, hooks)
+
+
+def has_hooks(leaf: torch.Tensor) -> bool:
+    """Whether anything waits for the gradient of a leaf; there is no public way to list hooks."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+
+
+def drop_accumulated_hooks(leaf: torch.Tensor) -> None:
+    """Forget the hooks that `register_post_accumulate_grad_hook` put on a leaf; `move_hooks` has
+    given another one the same dict."""
+    leaf._post_accumulate_grad_hooks = None  # type: ignore[attr-defined, assignment]

@@ -1,0 +1,135 @@
+"""What this project uses of torch that has no public name, and whether this torch has it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+
+from autoshard.runtime.errors import AutoshardError, message
+
+MINIMUM = (2, 11)
+
+PRIVATE = """
+torch.Tensor._backward_hooks
+torch.Tensor._make_wrapper_subclass
+torch.Tensor._post_accumulate_grad_hooks
+torch.Tensor._use_count
+torch._C.DisableTorchFunctionSubclass
+torch._C._DisableAutocast
+torch._C._are_functorch_transforms_active
+torch._C._autograd._saved_tensors_hooks_disable
+torch._C._autograd._saved_tensors_hooks_enable
+torch._C._current_graph_task_id
+torch._C._dispatch_has_kernel_for_dispatch_key
+torch._C._distributed_c10d._resolve_process_group
+torch._C._dynamo.eval_frame.set_code_exec_strategy
+torch._C._functions.AccumulateGrad
+torch._C._is_any_autocast_enabled
+torch._C._set_grad_enabled
+torch._C._will_engine_execute_node
+torch._dynamo.config.allow_rnn
+torch._dynamo.exc.TensorifyScalarRestartAnalysis
+torch._dynamo.exc.UnspecializeRestartAnalysis
+torch._dynamo.guards.get_verbose_code_parts
+torch._dynamo.lookup_backend
+torch._dynamo.mark_dynamic
+torch._dynamo.symbolic_convert.TensorifyState
+torch._dynamo.types.FrameAction
+torch._dynamo.types.FrameExecStrategy
+torch._dynamo.variables.builder.VariableBuilder.wrap_module
+torch._dynamo.variables.builtin.BuiltinVariable
+torch._functionalize_has_data_mutation
+torch._guards.CompileContext.current_compile_id
+torch._guards.Guard
+torch._guards.TracingContext.try_get
+torch._logging.trace_structured
+torch._subclasses.fake_tensor.FakeTensor
+torch._subclasses.fake_tensor.FakeTensorMode
+torch._subclasses.functional_tensor.FunctionalTensor
+torch._subclasses.functional_tensor.FunctionalTensorMode
+torch.amp.autocast_mode._enter_autocast
+torch.amp.autocast_mode._exit_autocast
+torch.autograd.grad_mode._enter_inference_mode
+torch.autograd.grad_mode._exit_inference_mode
+torch.distributed.ProcessGroup._get_backend
+torch.distributed.tensor.DTensor._local_tensor
+torch.distributed.tensor.DTensor._spec
+torch.distributed.tensor.placement_types._StridedShard
+torch.multiprocessing.reductions.StorageWeakRef
+torch.ops._c10d_functional
+torch.utils._python_dispatch._disable_current_modes
+torch.utils._python_dispatch.is_traceable_wrapper_subclass
+""".split()
+"""Every private name that the files of this folder use, those of compilers excepted. What they ask
+for with a default, because some versions lack it, is not here."""
+
+COMPILERS = """
+torch._dynamo.backends.common.aot_autograd
+torch._dynamo.backends.debugging.boxed_nop
+torch._functorch.aot_autograd.aot_module_simplified
+torch._functorch.config
+torch._functorch.partitioners.min_cut_rematerialization_partition
+torch._guards.detect_fake_mode
+torch._inductor.compile_fx._recursive_post_grad_passes
+torch._inductor.compile_fx.compile_fx
+torch._inductor.compile_fx.compile_fx_inner
+torch._inductor.config
+torch._inductor.custom_graph_pass.CustomGraphPass
+torch._inductor.custom_graph_pass.get_hash_for_files
+torch._inductor.decomposition.decompositions
+torch._inductor.decomposition.fast_random_decomps
+torch._inductor.fx_passes.control_dependencies.preserve_node_ordering
+torch._inductor.fx_passes.post_grad.view_to_reshape
+torch._inductor.utils.fresh_cache
+torch._inductor.virtualized.V
+torch.utils._ordered_set.OrderedSet
+""".split()
+"""Those that are imported with a compiler, at the first graph: it takes seconds."""
+
+
+def probe(names: list[str] = PRIVATE) -> None:
+    """Raise AutoshardError where this torch is too old, or lacks one of `names`."""
+    if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < MINIMUM:
+        raise AutoshardError(
+            message(
+                f"torch {torch.__version__} is too old",
+                remedy=f"Install torch {'.'.join(map(str, MINIMUM))} or later.",
+            )
+        )
+    missing = [name for name in names if not _exists(name)]
+    if missing:
+        raise AutoshardError(
+            message(
+                f"torch {torch.__version__} has no {', '.join(missing)}",
+                remedy="autoshard was written for torch 2.11 to 2.13; install one of them.",
+            )
+        )
+
+
+@functools.cache
+def probe_compilers() -> None:
+    """`probe` of what compiles graphs."""
+    probe(COMPILERS)
+
+
+def _exists(name: str) -> bool:
+    parts = name.split(".")
+    found: Any = torch
+    for number, part in enumerate(parts[1:], 2):
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(".".join(parts[:number]))
+            except ImportError:
+                return False
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return True
+
+
+# At import, and the first module that the folder's door imports: the other files would fail with
+# the ImportError of one name.
+probe()

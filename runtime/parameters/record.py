@@ -1,0 +1,74 @@
+"""`ParameterRecord`: what autoshard knows of a parameter, in one attribute of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoshard.runtime.parameters.data_unsharding import ParameterPolicy
+from autoshard.runtime.parameters.pending import Pending
+
+_RECORD = "_autoshard"
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterRecord:
+    """Attribute `_autoshard` of a parameter, which moves with it when it is stored.
+
+    policy: how it is gathered and reduced; None until that is said. pending: its gradients that
+    wait. planned: whether a graph has decided where it lives; else it is stored somewhere to wait
+    for one.
+    """
+
+    policy: ParameterPolicy | None = None
+    pending: Pending | None = None
+    planned: bool = True
+
+
+def policy_of(parameter: torch.Tensor) -> ParameterPolicy:
+    """How a parameter is used; the default where nothing has been said."""
+    return _record(parameter).policy or ParameterPolicy()
+
+
+def has_policy(parameter: torch.Tensor) -> bool:
+    """Whether `set_policy` has been called for the parameter."""
+    return _record(parameter).policy is not None
+
+
+def set_policy(parameters: Iterable[torch.Tensor], policy: ParameterPolicy) -> None:
+    """Say how parameters are used."""
+    for parameter in parameters:
+        _change(parameter, policy=policy, pending=pending_of(parameter) or Pending())
+
+
+def pending_of(parameter: torch.Tensor) -> Pending | None:
+    """The pending gradient of a parameter that has a policy."""
+    return _record(parameter).pending
+
+
+def is_planned(parameter: nn.Parameter) -> bool:
+    """Whether a graph has decided where the parameter lives; later graphs obey."""
+    return isinstance(parameter, DTensor) and _record(parameter).planned
+
+
+def set_planned(parameter: nn.Parameter, planned: bool) -> None:
+    """Say that the stored state is a decision, or only a place to wait for one."""
+    if isinstance(parameter, DTensor):
+        _change(parameter, planned=planned)
+
+
+_NOTHING = ParameterRecord()
+
+
+def _record(parameter: Any) -> ParameterRecord:
+    found: ParameterRecord = getattr(parameter, "__dict__", {}).get(_RECORD, _NOTHING)
+    return found
+
+
+def _change(parameter: torch.Tensor, **fields: Any) -> None:
+    parameter.__dict__[_RECORD] = dataclasses.replace(_record(parameter), **fields)
