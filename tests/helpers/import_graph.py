@@ -99,7 +99,7 @@ class Tree:
         for module, names in self.names.items():
             for line, name in names:
                 target = self.target(name)
-                if target is None:
+                if target is None or target in self.packages:  # a folder is its own door
                     continue
                 parts = target.split(".")
                 outer = [".".join(parts[:i]) for i in range(1, len(parts))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from autoshard.export.rank_graph.config import digest
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+FOUR_STEPS = ("--steps", "4", "--inner", "aot_eager")
 EXAMPLES = ("custom_model", "hf_trainer", "lora", "inference")
 
 pytestmark = pytest.mark.slow
@@ -42,6 +44,12 @@ def run(name: str, *options: str, processes: int = 2, **environment: str) -> str
     return done.stdout
 
 
+@functools.cache
+def serial_run(name: str) -> str:
+    """What the example prints on one process, without autoshard."""
+    return run(name, *FOUR_STEPS, "--serial", processes=1)
+
+
 def losses(printed: str) -> list[float]:
     """The losses of the steps."""
     return [float(loss) for loss in re.findall(r"^step \d+ loss ([\d.]+)", printed, re.MULTILINE)]
@@ -57,9 +65,8 @@ def test_custom_model_trains_like_on_one_process() -> None:
 
 @pytest.mark.parametrize("name", ["hf_trainer", "lora"])
 def test_trains_like_the_serial_model(name: str) -> None:
-    options = ("--steps", "4", "--inner", "aot_eager")
-    sharded = run(name, *options)
-    serial = run(name, *options, "--serial", processes=1)
+    sharded = run(name, *FOUR_STEPS)
+    serial = serial_run(name)
     assert len(losses(sharded)) == 4
     assert losses(sharded) == pytest.approx(losses(serial), rel=1e-4)
     if name == "lora":

@@ -44,17 +44,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
 }
 
 #: What is still to be mended: texts of entries that the checks pass over. Keep it empty.
-KNOWN: tuple[str, ...] = (
-    "autoshard.explain.alternatives, ",  # the circle of explain and program
-    "explain (floor 5) imports program",
-    "capture (floor 3) imports passes",  # for the names of metadata keys
-    "memory (floor 4) imports compiling",  # for a type
-    "autoshard.capture.intercept",
-    "autoshard.planning.cost is behind",
-    "autoshard.planning.estimate is behind",
-    "autoshard.planning.rules is behind",
-    "autoshard.runtime.operators.softmax is a file",
-)
+KNOWN: tuple[str, ...] = ()
 
 MOST_FILES = 15
 
