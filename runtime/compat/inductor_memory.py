@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import fx
@@ -143,7 +144,9 @@ def _graph(gm: fx.GraphModule, inputs: Any, inference: bool, backward: bool) -> 
     mode: Any = detect_fake_mode(inputs)
     record_original_output_strides(gm)
     view_to_reshape(gm)
-    with V.set_fake_mode(mode), torch.no_grad():
+    # what runs again with a saved random state reads that state, which is no fake tensor
+    states = mock.patch.object(mode, "allow_non_fake_inputs", True)
+    with states, V.set_fake_mode(mode), torch.no_grad():
         _recursive_post_grad_passes(gm, is_inference=inference)
         lowering = GraphLowering(
             gm,
