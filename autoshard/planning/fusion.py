@@ -52,12 +52,16 @@ class Kernels:
         return self.base[node] is not node
 
     def reads(self, node: fx.Node) -> list[fx.Node]:
-        """The operands that the kernel of `node` reads from memory, each once."""
+        """The operands that the kernel of `node` reads from memory, each once; none for a view."""
+        if self.is_view(node):
+            return []
         bases = dict.fromkeys(self.base[tensor] for tensor in operands(node))
         return [base for base in bases if not joined(base, node, self.stage)]
 
     def writes(self, node: fx.Node) -> bool:
-        """Whether the value goes to memory, because another kernel reads it."""
+        """Whether the value goes to memory, because another kernel reads it; no for a view."""
+        if self.is_view(node):
+            return False
         readers = self.readers.get(node, [])
         return not readers or any(not joined(node, reader, self.stage) for reader in readers)
 

@@ -19,7 +19,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.planning import cost, rules
-from autoshard.planning.fusion import joined, stages
+from autoshard.planning.fusion import Kernels
 from autoshard.planning.prices import AxisPrices
 from autoshard.planning.solver import FactorGraph, Solution
 from autoshard.planning.strategy import Strategy, operands, value
@@ -93,11 +93,10 @@ class Builder:
         self._units: dict[tuple[Any, ...], np.ndarray] = {}
         self._strategies: dict[tuple[Any, ...], tuple[list[Strategy], list[str]]] = {}
         self._weighted: dict[fx.Node, bool] = {}
-        self._stage: dict[fx.Node, int] = {}
+        self._kernels = Kernels(gm)
 
     def build(self) -> Problem:
         """All variables first, then the factors along every edge."""
-        self._stage = stages(self.gm)
         for node in self.gm.graph.nodes:
             self._variable(node)
         self._copies_and_edges()
@@ -171,13 +170,14 @@ class Builder:
     ) -> np.ndarray:
         """Roofline seconds of each strategy, forward and backward, as a compiler would fuse it.
 
-        A chain of pointwise operators, views and reductions becomes one kernel, so it is charged
-        for what it reads from elsewhere and for what is read elsewhere.
+        A chain of pointwise operators and reductions becomes one kernel, so it is charged for what
+        it reads from elsewhere and for what is read elsewhere; a view is free (`Kernels`).
         """
         if not self._weighted[node]:
             return np.zeros(len(domain))
-        reads = [not joined(producer(t)[0], node, self._stage) for t in tensors]
-        written = not all(joined(node, user, self._stage) for user in node.users)
+        bases = self._kernels.reads(node)
+        reads = [self._kernels.base[tensor] in bases for tensor in tensors]
+        written = self._kernels.writes(node)
         key = (self._signature(node), tuple(reads), written)
         if key in self._units:
             return self._units[key]
@@ -206,8 +206,8 @@ class Builder:
                 for t in strategy.traffic
                 if diff or not t.backward
             )
-            # where V and R cost the same, R is easier to read
-            costs.append(seconds + 1e-12 * states.count(V))
+            # where V and R cost the same, R is easier to read; a free view is taken of a shard
+            costs.append(seconds + 1e-12 * states.count(V) + 1e-13 * (not sharded))
         self._units[key] = np.array(costs)
         return self._units[key]
 
