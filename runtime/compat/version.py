@@ -76,6 +76,7 @@ torch._guards.detect_fake_mode
 torch._inductor.compile_fx._recursive_post_grad_passes
 torch._inductor.compile_fx.compile_fx
 torch._inductor.compile_fx.compile_fx_inner
+torch._inductor.compile_fx.record_original_output_strides
 torch._inductor.config
 torch._inductor.custom_graph_pass.CustomGraphPass
 torch._inductor.custom_graph_pass.get_hash_for_files
@@ -83,6 +84,8 @@ torch._inductor.decomposition.decompositions
 torch._inductor.decomposition.fast_random_decomps
 torch._inductor.fx_passes.control_dependencies.preserve_node_ordering
 torch._inductor.fx_passes.post_grad.view_to_reshape
+torch._inductor.graph.GraphLowering
+torch._inductor.ir
 torch._inductor.utils.fresh_cache
 torch._inductor.virtualized.V
 torch.utils._ordered_set.OrderedSet
