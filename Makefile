@@ -25,8 +25,9 @@ test: $(VENV)/dev.stamp ## run the tests (ARGS="-k llama" selects, JOBS=8 proces
 test-slow: $(VENV)/dev.stamp ## run the tests that need many processes or many models
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m slow $(ARGS)
 
-check: $(VENV)/dev.stamp ## lint and type-check
+check: $(VENV)/dev.stamp ## lint, formatting and types
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	@rm -rf build/types && mkdir -p build/types/autoshard
 	@ln -s $(CURDIR)/autoshard/* $(CURDIR)/passes $(CURDIR)/runtime build/types/autoshard/
 	MYPYPATH=build/types $(BIN)/mypy -p autoshard

@@ -126,9 +126,7 @@ def _runner(
     local = program.graph_module
     fakes = compat.backend_fakes([n for n in local.graph.nodes if n.op == "placeholder"])
     modes = _modes(program)
-    parameters = {
-        item.source: item.real for item in inputs if isinstance(item.real, nn.Parameter)
-    }
+    parameters = {item.source: item.real for item in inputs if isinstance(item.real, nn.Parameter)}
     handle = ProgramHandle(program, parameters.values())
     with modes():
         compiled = compile_local(local, fakes, config.inner, handle.finish, program.settings())

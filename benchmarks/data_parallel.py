@@ -216,8 +216,10 @@ def figures(measured: dict[str, Measured]) -> dict[str, dict[str, float]]:
 
 def table(rows: dict[str, dict[str, float]]) -> str:
     """The figures, each followed by its ratio."""
-    lines = [f"{'':18}{'ms a step':>12}{'ratio':>7}{'peak MB':>10}{'ratio':>7}"
-             f"{'sent MB':>10}{'ratio':>7}"]
+    lines = [
+        f"{'':18}{'ms a step':>12}{'ratio':>7}{'peak MB':>10}{'ratio':>7}"
+        f"{'sent MB':>10}{'ratio':>7}"
+    ]
     for name, row in rows.items():
         lines.append(
             f"{name:18}{row['ms']:12.1f}{row['ms_ratio']:7.2f}{row['peak_mb']:10.1f}"

@@ -1,6 +1,6 @@
 """Time of dropout that does not depend on the mesh, beside aten.native_dropout; forward and back.
 
-    python benchmarks/dropout.py [--shape 4 512 2048] [--device cpu] [--threads 1]
+python benchmarks/dropout.py [--shape 4 512 2048] [--device cpu] [--threads 1]
 """
 
 from __future__ import annotations
@@ -70,12 +70,18 @@ def main() -> None:
                 run(x).backward(gradient)
 
             times = [
-                milliseconds(step, arguments.device, arguments.repeats)
-                for step in (forward, both)
+                milliseconds(step, arguments.device, arguments.repeats) for step in (forward, both)
             ]
             first = first or times[1]
-            rows.append({"compiler": compiler, "kind": name, "forward_ms": times[0],
-                         "both_ms": times[1], "ratio": times[1] / first})
+            rows.append(
+                {
+                    "compiler": compiler,
+                    "kind": name,
+                    "forward_ms": times[0],
+                    "both_ms": times[1],
+                    "ratio": times[1] / first,
+                }
+            )
             print(
                 f"{compiler:9} {name:34} forward {times[0]:8.2f} ms   "
                 f"and backward {times[1]:8.2f} ms   ratio {times[1] / first:5.2f}",

@@ -29,7 +29,7 @@ from torch import nn
 
 from autoshard import backend
 from autoshard.runtime import compat
-from autoshard.runtime.parameters import unsharding as materialize
+from autoshard.runtime.parameters import unsharding as unshard_parameter
 
 
 class Vectors(nn.Module):
@@ -74,8 +74,8 @@ class Parts:
 
         backend.compile_local = compiled
         backend.unwrap = self.timed("unwrap", backend.unwrap)
-        wrap = materialize._Unwrap.backward
-        materialize._Unwrap.backward = staticmethod(self.timed("wrap", wrap))
+        wrap = unshard_parameter._Unwrap.backward
+        unshard_parameter._Unwrap.backward = staticmethod(self.timed("wrap", wrap))
 
     def plain(self, inner: str) -> Callable[..., Any]:
         """torch's own backend `inner`, its graph counted."""

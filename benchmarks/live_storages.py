@@ -89,9 +89,7 @@ class LiveStorages(TorchDispatchMode):
     def _freed(self, key: int) -> None:
         self.live -= self.sizes.pop(key)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(result):
             if type(tensor) in (torch.Tensor, DTensor):  # not fakes, by which DTensor plans

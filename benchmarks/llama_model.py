@@ -50,8 +50,9 @@ class Attention(nn.Module):
             part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for part in (self.q, self.k, self.v)
         )
-        q, k = (t * cos + torch.cat((-t.chunk(2, -1)[1], t.chunk(2, -1)[0]), -1) * sin
-                for t in (q, k))
+        q, k = (
+            t * cos + torch.cat((-t.chunk(2, -1)[1], t.chunk(2, -1)[0]), -1) * sin for t in (q, k)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(y.transpose(1, 2).flatten(-2))
 

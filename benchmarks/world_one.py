@@ -120,13 +120,18 @@ def main() -> None:
         for name, call in calls.items()
     }
     base = rows["torch.compile"]
-    print(f"{'':16}{'ms a step':>12}{'ratio':>7}{'first s':>10}{'ratio':>7}{'peak MB':>10}"
-          f"{'ratio':>7}")
+    print(
+        f"{'':16}{'ms a step':>12}{'ratio':>7}{'first s':>10}{'ratio':>7}{'peak MB':>10}"
+        f"{'ratio':>7}"
+    )
     for name, row in rows.items():
-        print(f"{name:16}" + "".join(
-            f"{row[key]:{12 if key == 'ms' else 10}.1f}{row[key] / base[key]:7.2f}"
-            for key in ("ms", "first_s", "peak_mb")
-        ))
+        print(
+            f"{name:16}"
+            + "".join(
+                f"{row[key]:{12 if key == 'ms' else 10}.1f}{row[key] / base[key]:7.2f}"
+                for key in ("ms", "first_s", "peak_mb")
+            )
+        )
     if args.json:
         settings = {key: str(value) for key, value in vars(args).items()}
         args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=2) + "\n")

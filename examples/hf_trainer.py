@@ -65,8 +65,14 @@ def main() -> None:
         model.compile(backend="autoshard", options=options)
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
-            folder, max_steps=args.steps, learning_rate=3e-3, logging_steps=1, disable_tqdm=True,
-            report_to="none", save_strategy="no", use_cpu=not torch.cuda.is_available(),
+            folder,
+            max_steps=args.steps,
+            learning_rate=3e-3,
+            logging_steps=1,
+            disable_tqdm=True,
+            report_to="none",
+            save_strategy="no",
+            use_cpu=not torch.cuda.is_available(),
         )
         trainer = ShardedTrainer(model=model, args=settings, train_dataset=Counting())
         trainer.train()

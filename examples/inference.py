@@ -26,7 +26,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
         num_attention_heads=4,
     )
     model = LlamaForCausalLM(config).eval()
@@ -37,9 +40,7 @@ def main() -> None:
     prompt = torch.arange(12).reshape(2, 6)
     with torch.inference_mode():
         logits = model(prompt, use_cache=False).logits
-        text = model.generate(
-            prompt, max_new_tokens=args.tokens, do_sample=False, pad_token_id=0
-        )
+        text = model.generate(prompt, max_new_tokens=args.tokens, do_sample=False, pad_token_id=0)
     if os.environ.get("RANK", "0") == "0":
         print("logits", " ".join(f"{x:.5f}" for x in logits[0, -1, :6].tolist()))
         for row in text.tolist():

@@ -24,8 +24,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, use_cache=False,
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        use_cache=False,
     )
     adapters = LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     model = get_peft_model(LlamaForCausalLM(config), adapters)

@@ -186,9 +186,7 @@ def plan_summary(model: torch.nn.Module, whole: bool) -> str:
 
 def local_bytes(model: torch.nn.Module) -> int:
     """Bytes of the parameters this process stores."""
-    return sum(
-        (p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters()
-    )
+    return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
 
 
 def gather(value: float) -> list[float]:

@@ -10,7 +10,7 @@
 
 A reduction belongs to a gradient where everything that follows it is a chain of single users that
 ends in the output: no other computation waits for it, so that it may come later. All-reduces
-(DDP, the outer axis of a hybrid mesh, and on `tp` the weights used as V: norms, row biases) and
+(DDP, the outer axis of a hybrid mesh, and on `tp` the weights used as R: norms, row biases) and
 reduce-scatters (FSDP; each member is laid out by ranks, so that a rank's part is contiguous).
 Gradients leave as views of the bucket, at the places that `bucketing.aligned` gives them.
 

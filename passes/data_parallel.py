@@ -7,7 +7,7 @@
                                                     %0: f32[2,16] = linear(%x, %1)
 
 Runs on the local graph, after `localize`: the batch of a data-parallel rank is its own, so nothing
-but parameters changes. `unshard` is one state change to V: forward the all-gather of FSDP (nothing,
+but parameters changes. `unshard` is one state change to R: forward the all-gather of FSDP (nothing,
 where the parameter is stored whole), backward the reduce-scatter or all-reduce of the averaged
 gradient. Where both axes exist the change on `dp_replicate` comes first, so that backward scatters
 over `dp_shard` and then reduces only the shard.
@@ -35,7 +35,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard.passes.base import Context, Report, emit, local_value, set_region
 from autoshard.passes.bucketing import kind_of
-from autoshard.runtime.collectives import Axis, R, State, shard_dim
+from autoshard.runtime.collectives import Axis, I, State, shard_dim
 from autoshard.runtime.graph_meta import BUCKET, CHANGE, PENDING_INPUTS
 from autoshard.runtime.parameters import (
     ACCUMULATE,
@@ -150,7 +150,7 @@ class DataParallel:
         chain = [
             axis
             for i, axis in enumerate(self.axes)
-            if (whole.requires_grad or states.get(axis.name, R) != R)
+            if (whole.requires_grad or states.get(axis.name, I) != I)
             and not (waits is not None and self.microbatch == ACCUMULATE and i < waits)
         ]
         lower = whole.dtype if index in self.dtypes else None
@@ -174,7 +174,7 @@ class DataParallel:
 
         at = node
         for axis in chain:
-            state, size = states.get(axis.name, R), sizes.get(axis.name)
+            state, size = states.get(axis.name, I), sizes.get(axis.name)
             uneven = size if size is not None and size % axis.size else None
             args: list[Any] = [at, state, axis, uneven]
             use = self.use._replace(deferred=(), param=lower if axis == chain[-1] else None)
@@ -184,7 +184,7 @@ class DataParallel:
             if holds:
                 args += [pending, self.microbatch]
             custom = {BUCKET: kind} if kind else {}
-            at = made(unshard, args, f"{state} -> V", custom)
+            at = made(unshard, args, f"{state} -> R", custom)
             if shard_dim(state) is not None:
                 at.meta["recompute"] = (
                     CheckpointPolicy.MUST_RECOMPUTE if self.regather else CheckpointPolicy.MUST_SAVE
@@ -198,6 +198,5 @@ class DataParallel:
 
 def _local(whole: torch.Tensor, states: Mapping[str, State], axes: Sequence[Axis]) -> torch.Tensor:
     for axis in reversed(axes):
-        whole = local_value(whole, states.get(axis.name, R), axis)
+        whole = local_value(whole, states.get(axis.name, I), axis)
     return whole
-

@@ -38,9 +38,7 @@ from autoshard.runtime.operators import (
 aten = torch.ops.aten
 _BY_CLASSES = (operators.vocab_parallel_cross_entropy, operators.vocab_parallel_nll)
 _NAMES = ("self", "target", "weight", "reduction", "ignore_index")
-_DEFAULTS: dict[str, Any] = {
-    "weight": None, "reduction": operators.MEAN, "ignore_index": -100
-}
+_DEFAULTS: dict[str, Any] = {"weight": None, "reduction": operators.MEAN, "ignore_index": -100}
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@
     %x: f32[4,8]                                    %x: f32[4,8]
     %w: f32[16,8]                                   %w: f32[8,8]
     %v: f32[8,16]                                   %v: f32[8,8]
-    %0: f32[4,16] = linear(%x, %w)                  %0: f32[4,8] = change(%x, R -> V, tp)
+    %0: f32[4,16] = linear(%x, %w)                  %0: f32[4,8] = redistribute(%x, I -> R, tp)
     %1: f32[4,8] = linear(%0, %v)                   %1: f32[4,8] = linear(%0, %w)
                                                     %2: f32[4,8] = linear(%1, %v)
-                                                    %3: f32[4,8] = change(%2, P -> R, tp)
+                                                    %3: f32[4,8] = redistribute(%2, P -> I, tp)
 
 The pass obeys the decisions and decides nothing. A change is emitted once for each
 (value, state) and shared by every consumer, so q, k and v pay for one gather and autograd sums
@@ -42,12 +42,12 @@ from autoshard.planning import Decisions, Strategy, operands, output_state, prod
 from autoshard.planning.rules import size_entry
 from autoshard.runtime.collectives import (
     Axis,
+    I,
     P,
-    R,
     State,
-    change,
     chunk_bounds,
     forward_value,
+    redistribute,
     shard_dim,
 )
 from autoshard.runtime.graph_meta import (
@@ -91,7 +91,7 @@ class Localize:
         n_outputs = gm.meta[N_OUTPUTS]
         gm.meta[OUTPUT_STATES] = self.decisions.outputs[:n_outputs]
         gm.meta[OUTPUT_EXTENTS] = rewriting.output_extents[:n_outputs]
-        return Report(self.name, sum(node.target is change for node in gm.graph.nodes))
+        return Report(self.name, sum(node.target is redistribute for node in gm.graph.nodes))
 
 
 class _Rewriting:
@@ -250,7 +250,7 @@ class _Rewriting:
         like = source if have == P or user.op == "output" else user
         new = self._emit(
             source,
-            change,
+            redistribute,
             (at, have, want, self.axis, extent),
             custom={
                 CHANGE: f"{source.name}: {have} -> {want}",
@@ -288,7 +288,7 @@ class _Rewriting:
     def _state(self, node: fx.Node) -> State:
         owner, index = producer(node)
         if owner not in self.decisions.strategies:
-            return R
+            return I
         return output_state(self.decisions.strategies[owner], index)
 
     @staticmethod

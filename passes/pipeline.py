@@ -108,7 +108,7 @@ def finish(
 ) -> list[Report]:
     """Bucket and schedule the collectives of one of AOTAutograd's graphs, in place.
 
-    A gradient is reduced on tp first, where its weight was used as V, then over the
+    A gradient is reduced on tp first, where its weight was used as R, then over the
     data-parallel axes, the inner one before the outer one.
     """
     tp = mesh.axis("tp")

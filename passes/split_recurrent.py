@@ -51,8 +51,12 @@ class SplitRecurrent:
                 continue
             with gm.graph.inserting_before(node):
                 whole = _layers(
-                    gm.graph, node, x, states, [weights[i : i + each] for i in
-                    range(0, len(weights), each)], (biases, p, both, batch_first)
+                    gm.graph,
+                    node,
+                    x,
+                    states,
+                    [weights[i : i + each] for i in range(0, len(weights), each)],
+                    (biases, p, both, batch_first),
                 )
             for user in list(node.users):
                 assert user.target is operator.getitem

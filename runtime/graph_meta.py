@@ -48,7 +48,7 @@ PASS = "autoshard_pass"
 """str: the pass that made the node. `emit`; ScheduleCollectives, memory, tests."""
 
 CHANGE = "autoshard_change"
-"""str: "value: S(0) -> R", what a collective is for. Localize, DataParallel, GlobalTokenMean and
+"""str: "value: S(0) -> I", what a collective is for. Localize, DataParallel, GlobalTokenMean and
 the buckets; Program.collectives."""
 
 MODULE = "autoshard_module"

@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autoshard.runtime import compat
-from autoshard.runtime.collectives import Axis, P, R, State, convert, gradient_value, shard_dim
+from autoshard.runtime.collectives import Axis, I, P, State, convert, gradient_value, shard_dim
 
 aten = torch.ops.aten
 
@@ -34,7 +34,7 @@ class _Value:
 
     def read(self) -> torch.Tensor:
         if self.whole is None:
-            whole = convert(self.local, self.state, R, self.axis, self.extent)
+            whole = convert(self.local, self.state, I, self.axis, self.extent)
             self.whole = whole.contiguous()  # as the strides of the LazyGather say
             self._local = None  # what is changed in place from now on is the whole
         return self.whole
@@ -43,7 +43,7 @@ class _Value:
     def local(self) -> torch.Tensor:
         if self._local is not None:
             return self._local
-        return convert(self.read(), R, self.state, self.axis).contiguous()
+        return convert(self.read(), I, self.state, self.axis).contiguous()
 
 
 class LazyGather(torch.Tensor):
@@ -138,7 +138,7 @@ def wrap_outputs(
     """Make each output in state S(d) or P a LazyGather; the others pass as they are.
 
     extents: the global size of the sharded dim where it is known (a static size); None: the axis
-    divides it. An output in state V is replicated already, and must have been changed to R by the
+    divides it. An output in state R is replicated already, and must have been changed to I by the
     graph, which knows its gradient.
     """
     return tuple(
@@ -183,7 +183,7 @@ class _Wrap(torch.autograd.Function):
         # whoever reads the whole does so on every rank alike: its gradient is replicated
         if isinstance(grad, LazyGather):
             grad = _read(grad)
-        return convert(grad, R, gradient_value(ctx.state), ctx.axis), None, None, None
+        return convert(grad, I, gradient_value(ctx.state), ctx.axis), None, None, None
 
 
 class _Read(torch.autograd.Function):

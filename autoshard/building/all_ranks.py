@@ -67,7 +67,6 @@ def plan_lines(program: Program) -> list[str]:
     return lines + [f"copy of {name}: {state}" for name, state in copies.items()]
 
 
-
 def unplanned_parameters(
     inputs: list[compat.GraphInput], program: Program
 ) -> dict[nn.Parameter, State]:

@@ -52,9 +52,7 @@ def batch_checker(
 class _BatchCheck:
     """The batch of one graph: compared in the first calls and at new sizes, or sent."""
 
-    def __init__(
-        self, batch: list[Input], sizes: list[int], axis: Axis, config: Config
-    ) -> None:
+    def __init__(self, batch: list[Input], sizes: list[int], axis: Axis, config: Config) -> None:
         self.batch, self.sizes, self.axis = batch, sizes, axis
         self.send, self.checks = config.broadcast_inputs, config.check_batches
         self.calls = 0

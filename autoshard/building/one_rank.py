@@ -40,7 +40,7 @@ from autoshard.runtime import compat
 from autoshard.runtime.collectives import (
     DATA_AXES,
     Axis,
-    R,
+    I,
     State,
     data_axes,
     data_states,
@@ -139,7 +139,7 @@ def plan_captured(
             data[node] = data_states(item.real.dim(), mesh.axes)
             if isinstance(item.real, DTensor) and is_planned(item.real):
                 found = stored_states(item.real)
-                stored[node] = found.get(axis.name, R)
+                stored[node] = found.get(axis.name, I)
                 data[node] = {name: found[name] for name in DATA_AXES if name in found}
         elif isinstance(item.real, torch.Tensor) and item.of_model:
             node.meta[BUFFER] = True

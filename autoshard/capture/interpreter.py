@@ -22,10 +22,10 @@ from autoshard.runtime import compat
 from autoshard.runtime.compat import FunctionalTensor
 from autoshard.runtime.errors import CaptureError, message, source_line
 from autoshard.runtime.graph_meta import NO_GRAD, RANDOM_STATE
-from autoshard.runtime.parameters import materialize
+from autoshard.runtime.parameters import unshard_parameter
 from autoshard.runtime.randomness import region
 
-IDENTITY_TARGETS: set[Callable[..., Any]] = {materialize}
+IDENTITY_TARGETS: set[Callable[..., Any]] = {unshard_parameter}
 """Functions of one tensor that capture reads as the identity."""
 
 # name -> index of the subgraph's first operand in the node's arguments
@@ -347,7 +347,4 @@ _REGIONS: dict[Any, Callable[[TraceState, Any], None]] = {
 
 def turns_grad_on(gm: fx.GraphModule) -> bool:
     """Whether some node of `gm` enables gradients."""
-    return any(
-        node.target is compat.SET_GRAD and node.args[0] is True
-        for _, node in execution(gm)
-    )
+    return any(node.target is compat.SET_GRAD and node.args[0] is True for _, node in execution(gm))

@@ -1,9 +1,9 @@
 """Capture: Dynamo's torch-level graph -> functional, pre-dispatch ATen graph of serial shapes.
 
 The captured graph is the graph of the unsharded model, whatever is sharded already: a parameter
-that is stored as a DTensor enters as a plain fake of its global shape and `materialize` is the
-identity. Composite operators (linear, scaled_dot_product_attention, layer_norm, ...) stay whole,
-because that is the level at which they are sharded.
+that is stored as a DTensor enters as a plain fake of its global shape, and `unshard_parameter` is
+the identity. Composite operators (linear, scaled_dot_product_attention, layer_norm, ...) stay
+whole, because that is the level at which they are sharded.
 
 What tracing cannot express is made explicit here:
 

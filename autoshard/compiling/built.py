@@ -17,7 +17,7 @@ from autoshard.config import Config
 from autoshard.passes import SILENT, Watch, finish, local_value, specialize
 from autoshard.planning import Decisions, Plan
 from autoshard.planning.cost import Hardware
-from autoshard.runtime.collectives import Axis, R, State, data_axes
+from autoshard.runtime.collectives import Axis, I, State, data_axes
 from autoshard.runtime.compat import (
     ForwardBackward,
     InductorStep,
@@ -36,7 +36,7 @@ class Built:
     graph_module: the local forward graph, state changes explicit (`autoshard.render` prints it).
     serial: the captured serial graph that was planned. plan: the plan, ready to `save`.
     parameters: name of each parameter by its placeholder in `serial`. axis: the planned one, tp.
-    data: the state in which each is stored on the data-parallel axes; an absent one is R.
+    data: the state in which each is stored on the data-parallel axes; an absent one is I.
     microbatch: what backward does with gradients, one of `runtime.parameters.MICROBATCH`.
     chosen: where the mesh comes from, in a line; "" where the caller gave it.
     absent: trained parameters of the model that the graph does not read, where the model is known.
@@ -105,7 +105,7 @@ class Built:
         """What this rank stores of a parameter: shape and dtype, on the graph's device."""
         val = local_value(node.meta["val"], self.decisions.stored[node], self.axis)
         for axis in reversed(data_axes(self.mesh.axes)):
-            val = local_value(val, self.data[node].get(axis.name, R), axis)
+            val = local_value(val, self.data[node].get(axis.name, I), axis)
         dtype = node.meta.get(STORED_DTYPE, val.dtype)
         return val if dtype == val.dtype else torch.empty_like(val, dtype=dtype)
 

@@ -123,8 +123,9 @@ class DebugWatch(Watch):
                     message(
                         f"stopped before {name}: AUTOSHARD_STOP_AFTER={stop}, and no program is "
                         "right without it",
-                        remedy=f"The graphs so far are in {where}." if where else
-                        "Set AUTOSHARD_DUMP to see the graphs so far.",
+                        remedy=f"The graphs so far are in {where}."
+                        if where
+                        else "Set AUTOSHARD_DUMP to see the graphs so far.",
                     )
                 )
             return False

@@ -17,8 +17,8 @@ from autoshard.runtime.parameters import (
     FLUSH,
     SINGLE,
     ParameterPolicy,
-    materialize,
     policy_of,
+    unshard_parameter,
 )
 
 
@@ -69,7 +69,7 @@ def traced_microbatch(gm: fx.GraphModule) -> str:
     said = {
         node.args[1]
         for _, node in execution(gm)
-        if node.op == "call_function" and node.target is materialize and len(node.args) > 1
+        if node.op == "call_function" and node.target is unshard_parameter and len(node.args) > 1
     }
     if ACCUMULATE in said and len(said) > 1:
         raise ConfigError(

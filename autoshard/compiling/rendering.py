@@ -3,7 +3,7 @@
     %x: f32[8,16]
     %lin.weight: f32[32,16]
     %0: f32[8,32] = linear(%x, %lin.weight)
-    %1: f32[8,32] = change(%0, P -> R, tp)
+    %1: f32[8,32] = redistribute(%0, P -> I, tp)
     return (%1)
 
 The text has no addresses, no spelling of torch's that changes between versions, and numbers nodes
@@ -21,7 +21,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
 from autoshard.passes import module_path
-from autoshard.runtime.collectives import Axis, change
+from autoshard.runtime.collectives import Axis, redistribute
 
 _TYPES = {
     torch.float64: "f64",
@@ -134,10 +134,11 @@ class _Text:
             return str(arg).removeprefix("torch.")
         return arg if isinstance(arg, str) else repr(arg)
 
-    def change(self, node: fx.Node) -> str:
+    def redistribute(self, node: fx.Node) -> str:
         x, source, target, axis, *extent = node.args
         known = f", {extent[0]}" if extent and extent[0] is not None else ""
-        return f"change({self.argument(x)}, {source} -> {target}, {self.argument(axis)}{known})"
+        value, on = self.argument(x), self.argument(axis)
+        return f"redistribute({value}, {source} -> {target}, {on}{known})"
 
 
 def _collective(name: str, *, reduced: bool) -> Callable[[_Text, fx.Node], str]:
@@ -155,7 +156,7 @@ def _collective(name: str, *, reduced: bool) -> Callable[[_Text, fx.Node], str]:
 
 _c10d = torch.ops._c10d_functional
 _CALLS: dict[Any, Callable[[_Text, fx.Node], str]] = {
-    change: _Text.change,
+    redistribute: _Text.redistribute,
     _c10d.all_reduce.default: _collective("all_reduce", reduced=True),
     _c10d.reduce_scatter_tensor.default: _collective("reduce_scatter", reduced=True),
     _c10d.all_gather_into_tensor.default: _collective("all_gather", reduced=False),

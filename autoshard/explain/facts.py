@@ -93,7 +93,7 @@ class Facts:
         return found
 
     def states(self, node: fx.Node) -> dict[str, State]:
-        """Where a parameter is stored, by mesh axis; on an absent one it is R."""
+        """Where a parameter is stored, by mesh axis; on an absent one it is I."""
         return {self.built.axis.name: self.built.decisions.stored[node], **self.built.data[node]}
 
     @cached_property

@@ -33,7 +33,10 @@ def carries_data(built: Built) -> Callable[[fx.Node], bool]:
     positions are left out; in a graph without gradients all of floating point."""
     if any(node.meta.get(DIFF) for node in built.serial.graph.nodes):
         return lambda node: node.op == "call_function" and bool(node.meta.get(DIFF))
-    return lambda node: node.op == "call_function" and any(
-        isinstance(val, torch.Tensor) and val.is_floating_point()
-        for val in pytree.tree_leaves(value(node))
+    return lambda node: (
+        node.op == "call_function"
+        and any(
+            isinstance(val, torch.Tensor) and val.is_floating_point()
+            for val in pytree.tree_leaves(value(node))
+        )
     )

@@ -9,7 +9,7 @@ from autoshard.explain.alternatives import Alternative
 from autoshard.explain.costs import Cost, named
 from autoshard.explain.facts import Facts, ParameterGroup
 from autoshard.explain.module_graph import module_graph
-from autoshard.runtime.collectives import R, shard_dim
+from autoshard.runtime.collectives import I, shard_dim
 
 Json = dict[str, Any]
 
@@ -57,7 +57,7 @@ def _parameter(group: ParameterGroup) -> Json:
         "shape": group.shape,
         "states": dict(group.states),
         "split": [axis for axis, state in group.states.items() if shard_dim(state) is not None],
-        "whole": all(state == R for state in group.states.values()),
+        "whole": all(state == I for state in group.states.values()),
         "because": group.because,
         "line": group.line,
         "bytes": group.bytes,

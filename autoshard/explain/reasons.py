@@ -12,7 +12,7 @@ from autoshard.compiling import Built
 from autoshard.passes import module_path, user_line
 from autoshard.planning import operands, value
 from autoshard.planning.rules import rules_for
-from autoshard.runtime.collectives import R, State, V, shard_dim
+from autoshard.runtime.collectives import I, R, State, shard_dim
 from autoshard.runtime.errors import PlanError
 from autoshard.runtime.graph_meta import DIFF
 
@@ -40,16 +40,16 @@ def reason(built: Built, node: fx.Node) -> str:
         strategy = decisions.strategies.get(user)
         if strategy is not None:
             states = [s for o, s in zip(operands(user), strategy.inputs) if o is node]
-            uses.append((user, states[0] if states else R))
+            uses.append((user, states[0] if states else I))
     if not uses:
         return "unused in this graph"
     user, use = uses[0]
     where = operator_name(user)
-    if state == R:
+    if state == I:
         declined = decisions.declined.get(user)
         if declined and max(value(node).shape, default=0) >= built.axis.size:
             return f"{where}: {declined[0]}"
-        if use == V:
+        if use == R:
             return f"{where} uses it whole; the ranks' gradients are summed"
         return f"{where} runs whole; splitting saves less than its collectives cost"
     if use == state:
@@ -73,7 +73,7 @@ def whole(built: Built) -> list[Whole]:
         return []
     found = []
     for node, name in built.parameters.items():
-        if value(node).dim() > 1 and built.decisions.stored[node] == R:
+        if value(node).dim() > 1 and built.decisions.stored[node] == I:
             user = next(iter(node.users), node)
             found.append(
                 Whole("parameter", name, reason(built, node), module_path(user), user_line(user))

@@ -11,7 +11,7 @@ from autoshard.explain.costs import folded, named
 from autoshard.explain.facts import Facts
 from autoshard.explain.tables import human, page_width, table
 from autoshard.memory import KINDS, Memory
-from autoshard.runtime.collectives import R, State
+from autoshard.runtime.collectives import I, State, placement_words
 
 
 def explain(built: Built, width: int | None = None) -> str:
@@ -53,7 +53,7 @@ def explain_plan(built: Built, width: int | None = None) -> str:
 def _headline(facts: Facts) -> str:
     built, groups = facts.built, facts.parameters
     total = sum(group.bytes for group in groups)
-    sharded = sum(group.bytes for group in groups if _placed(built, group.states) != R)
+    sharded = sum(group.bytes for group in groups if _is_split(group.states))
     axes = [axis for axis in built.mesh.axes if axis.size > 1] or [built.axis]
     share = 100 * sharded / total if total else 0.0
     return (
@@ -90,13 +90,17 @@ def _parameters(facts: Facts, width: int) -> str:
     return table(["parameter", "count", "shape", "stored", "bytes", "because"], rows, width)
 
 
+def _is_split(states: Mapping[str, State]) -> bool:
+    return any(state != I for state in states.values())
+
+
 def _placed(built: Built, states: Mapping[str, State]) -> str:
-    """Where a parameter is stored: `S(1)`; on a mesh of several axes `S(0)@dp_shard, S(1)@tp`."""
+    """Where a parameter is stored: `Shard(1)`; on several axes `Shard(0)@dp_shard, Shard(1)@tp`."""
     axes = [axis.name for axis in built.mesh.axes if axis.size > 1]
     if axes in ([], [built.axis.name]):
-        return states[built.axis.name]
-    split = [f"{states[name]}@{name}" for name in axes if states.get(name, R) != R]
-    return ", ".join(split) or R
+        return placement_words(states[built.axis.name])
+    split = [f"{placement_words(states[name])}@{name}" for name in axes if states.get(name, I) != I]
+    return ", ".join(split) or placement_words(I)
 
 
 def _unsharded(facts: Facts, width: int) -> str:

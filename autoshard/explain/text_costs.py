@@ -11,6 +11,7 @@ from autoshard.explain.facts import Facts
 from autoshard.explain.reasons import operator_name
 from autoshard.explain.tables import clipped, human, milliseconds, table
 from autoshard.passes import module_path
+from autoshard.runtime.collectives import in_words
 
 
 def dearest(facts: Facts, width: int) -> str:
@@ -44,7 +45,8 @@ def by_module(facts: Facts, width: int) -> str:
     if not rows:
         return ""
     header = ["module", "count", "operator", "states of its inputs -> of its result"]
-    return table(header, rows, width, right=(1,))
+    legend = "I Replicate, R Replicate with its gradient Partial, P Partial, S(d) Shard(d)"
+    return f"{table(header, rows, width, right=(1,))}\n{clipped(legend, width)}"
 
 
 def collectives(facts: Facts, width: int) -> str:
@@ -72,7 +74,7 @@ def _row(one: Cost) -> list[str]:
         one.axis,
         one.phase,
         human(one.bytes),
-        one.change or "-",
+        in_words(one.change) or "-",
     ]
 
 

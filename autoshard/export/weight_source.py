@@ -17,7 +17,7 @@ from autoshard.runtime import compat
 from autoshard.runtime.agreement import world_axis
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.mesh import axes_of
-from autoshard.runtime.parameters import local_bounds, materialize, stored_states
+from autoshard.runtime.parameters import local_bounds, stored_states, unshard_parameter
 
 
 class Region(Protocol):
@@ -81,7 +81,7 @@ class WeightSource:
             return Block(compat.local_of(parameter).detach(), starts)
         self.gathered.append(name)
         with torch.no_grad():
-            return Block(materialize(parameter).detach(), (0,) * parameter.dim())
+            return Block(unshard_parameter(parameter).detach(), (0,) * parameter.dim())
 
     @staticmethod
     def _bounds(parameter: DTensor, rank: int) -> list[tuple[int, int]]:

@@ -129,9 +129,7 @@ def _of_code(plan: InductorGraph, given: Mapping[str, Storages]) -> _Lifetimes:
     return _Lifetimes(changes, results, named)
 
 
-def _handed_out(
-    gradients: list[fx.Node | None], held: list[Storages]
-) -> tuple[list[Storage], int]:
+def _handed_out(gradients: list[fx.Node | None], held: list[Storages]) -> tuple[list[Storage], int]:
     """Storages that become gradients as they are, and the bytes of gradients that are copied."""
     pairs = [(node.meta["val"], own) for node, own in zip(gradients, held) if node is not None]
     used: Counter[Storage] = Counter()

@@ -119,9 +119,7 @@ def _best(
     """Rank 0's answer: the mesh, and the line that explains it."""
     world = len(digests)
     meshes = [mesh for mesh in candidates(world, machine) if _shares(mesh.get("tp", 1), digests)]
-    found = search_captured(
-        captured, inputs, meshes, machine, config, batches=len(set(digests))
-    )
+    found = search_captured(captured, inputs, meshes, machine, config, batches=len(set(digests)))
     best = found.best
     if best is None:
         least = min(found.rows, key=lambda row: row.memory.total)

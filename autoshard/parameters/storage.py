@@ -11,7 +11,7 @@ from autoshard.compiling import use_by
 from autoshard.config import Config
 from autoshard.parameters.repeated_layers import parameters_of_repeats
 from autoshard.runtime.agreement import from_first
-from autoshard.runtime.collectives import R, S, State, data_axes, data_states
+from autoshard.runtime.collectives import I, S, State, data_axes, data_states
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import (
     models_of,
@@ -43,12 +43,7 @@ def store(
         parameter: {axis.name: state, **data_states(parameter.dim(), mesh.axes)}
         for parameter, state in planned.items()
     }
-    rest = [
-        p
-        for model in models
-        for p in model.parameters()
-        if p not in states and _is_whole(p)
-    ]
+    rest = [p for model in models for p in model.parameters() if p not in states and _is_whole(p)]
     for p in rest:
         resting = {axis.name: _resting_state(p, axis.size)} if axis.size > 1 else {}
         states[p] = {**resting, **data_states(p.dim(), mesh.axes)}
@@ -86,4 +81,4 @@ def _is_whole(parameter: nn.Parameter) -> bool:
 def _resting_state(parameter: nn.Parameter, n: int) -> State:
     """Where a parameter waits for a graph that reads it: vectors whole, the rest by rows."""
     rows = parameter.shape[0] if parameter.dim() > 1 else 0
-    return S(0) if rows >= n else R
+    return S(0) if rows >= n else I

@@ -38,9 +38,7 @@ PRODUCTS = frozenset(
 ATTENTION = frozenset({aten.scaled_dot_product_attention, randomness.ATTENTION})
 """Attention as one operator: the scores are never in memory."""
 
-LOOKUPS = frozenset(
-    {aten.embedding, aten.index, aten.index_select, aten.gather, aten.take}
-)
+LOOKUPS = frozenset({aten.embedding, aten.index, aten.index_select, aten.gather, aten.take})
 """Operators that read of their first operand, the table, only about what they return."""
 
 INDEX_DERIVATIVES = LOOKUPS | {

@@ -19,7 +19,7 @@ from autoshard.planning.strategy import Strategy
 from autoshard.runtime.collectives import State, is_state
 from autoshard.runtime.errors import PlanError
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 def strategy_text(strategy: Strategy) -> str:
@@ -97,10 +97,10 @@ class Plan:
         if missing:
             raise PlanError(f"plan file {path} has no {missing[0]!r}. Save it again.")
         for name, state in body["parameters"].items():
-            if not is_state(state) or state in ("V", "P"):
+            if not is_state(state) or state in ("R", "P"):
                 raise PlanError(
-                    f'plan file {path}: parameter {name!r} is stored {state!r}; '
-                    'use "R" (whole on every rank) or "S(d)" (split along dim d)'
+                    f"plan file {path}: parameter {name!r} is stored {state!r}; "
+                    'use "I" (Replicate: whole on every rank) or "S(d)" (Shard(d))'
                 )
         graphs = {
             key: GraphPlan(dict(graph.get("nodes", {})), dict(graph.get("copies", {})))

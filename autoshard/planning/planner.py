@@ -17,7 +17,7 @@ from autoshard.planning.problem import Builder, Problem
 from autoshard.planning.solver import Solution, TooWide
 from autoshard.planning.strategy import Strategy, value
 from autoshard.planning.values import global_bytes, output_state, producer, shardable
-from autoshard.runtime.collectives import R, State, shard_dim
+from autoshard.runtime.collectives import I, State, shard_dim
 from autoshard.runtime.errors import PlanError
 from autoshard.runtime.graph_meta import DIFF, N_OUTPUTS
 
@@ -102,9 +102,7 @@ def fingerprint(gm: fx.GraphModule) -> str:
     return text.hexdigest()[:16]
 
 
-def plan_graph(
-    gm: fx.GraphModule, n: int, hardware: Hardware, request: Request
-) -> Decisions:
+def plan_graph(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request) -> Decisions:
     """The cheapest plan of `gm` on an axis of `n` ranks; with a `memory_budget`, of those that fit.
 
     On an axis of one rank all is whole, and there is nothing a budget could change.
@@ -222,7 +220,7 @@ def _checked(node: fx.Node, name: str, state: State | None) -> State | None:
     if dim is not None and dim >= len(shape):
         raise PlanError(
             f"the plan stores parameter {name!r} as {state}, but its shape is {shape}: "
-            f"use R or S(0) to S({len(shape) - 1})"
+            f"use I (Replicate) or S(0) to S({len(shape) - 1})"
         )
     return state
 
@@ -253,9 +251,9 @@ def _output_domains(
         free = lazy and i < gm.meta[N_OUTPUTS] and _is_tensor(result)
         assert not free or isinstance(result, fx.Node)
         if free and isinstance(result, fx.Node) and value(result).is_floating_point():
-            domains.append([R, *shardable(value(result), n)])
+            domains.append([I, *shardable(value(result), n)])
         else:
-            domains.append([R])
+            domains.append([I])
     return domains
 
 
@@ -300,4 +298,3 @@ def with_graph(
     parameters.update({name: decisions.stored[node] for node, name in request.parameters.items()})
     graphs = {**base.graphs, fingerprint(gm): decisions.graph_plan()}
     return replace(base, parameters=parameters, graphs=graphs)
-

@@ -13,7 +13,7 @@ from autoshard.planning import cost
 from autoshard.planning.cost import Hardware
 from autoshard.planning.strategy import value
 from autoshard.planning.values import differentiable, global_bytes
-from autoshard.runtime.collectives import P, State, V, shard_dim
+from autoshard.runtime.collectives import P, R, State, shard_dim
 from autoshard.runtime.graph_meta import DIFF
 
 # Bytes the training state keeps for each byte of a parameter: itself, its gradient, and two
@@ -51,10 +51,10 @@ class MovedValue(NamedTuple):
         """Whether the change starts to split an activation along the sequence or the batch.
 
         What a weight splits, features and heads, is born split or is the last dim. A slice of
-        V is no start: every rank has computed the whole, and needs its heads only.
+        R is no start: every rank has computed the whole, and needs its heads only.
         """
         dim = shard_dim(dst)
-        if dim is None or src == V or not (self.diff and self.activation):
+        if dim is None or src == R or not (self.diff and self.activation):
             return False
         return src == P or dim != self.last
 

@@ -33,7 +33,7 @@ from autoshard.planning.values import (
     stored_domain,
     tensor_bytes,
 )
-from autoshard.runtime.collectives import R, State, V
+from autoshard.runtime.collectives import I, R, State
 from autoshard.runtime.graph_meta import DIFF
 
 # A consumer of a value: its variable, and the input state of each of its strategies.
@@ -55,15 +55,13 @@ class Problem:
     def read(self, solution: Solution) -> tuple[dict[fx.Node, Strategy], dict[fx.Node, State]]:
         """(strategy of each node, state of each shared copy)."""
         chosen = {n: self.domains[n][solution.assignment[i]] for n, i in self.variables.items()}
-        copies = {
-            n: self.copy_domains[n][solution.assignment[i]] for n, i in self.copies.items()
-        }
+        copies = {n: self.copy_domains[n][solution.assignment[i]] for n, i in self.copies.items()}
         return chosen, copies
 
     def output_states(self, solution: Solution) -> list[State]:
-        """The state in which each output leaves the graph; R for what is no tensor."""
+        """The state in which each output leaves the graph; I for what is no tensor."""
         return [
-            R if entry is None else entry[1][solution.assignment[entry[0]]]
+            I if entry is None else entry[1][solution.assignment[entry[0]]]
             for entry in self.outputs
         ]
 
@@ -114,21 +112,19 @@ class Builder:
             return
         self._weighted[node] = self._from_weights(node)
         if node.op == "placeholder":
-            fixed = self.stored.get(node, R)
+            fixed = self.stored.get(node, I)
             states = [fixed] if fixed is not None else stored_domain(node, self.n)
             domain = [Strategy((), state) for state in states]
             costs = np.array([self.prices.storage(node, state) for state in states])
         elif node.op == "get_attr":
-            domain, costs = [Strategy((), R)], np.zeros(1)
+            domain, costs = [Strategy((), I)], np.zeros(1)
         else:
             domain, declined = self._enumerate(node, tensors)
             if declined:
                 self.problem.declined[node] = declined
             costs = self._node_costs(node, tensors, domain)
         self.problem.domains[node] = domain
-        self.problem.variables[node] = self.problem.graph.variable(
-            len(domain), costs, node.name
-        )
+        self.problem.variables[node] = self.problem.graph.variable(len(domain), costs, node.name)
 
     def _from_weights(self, node: fx.Node) -> bool:
         """Whether a parameter flows into the node: masks and positions are not worth sharding."""
@@ -152,9 +148,7 @@ class Builder:
             return (shape, val.dtype, bool(node.meta.get(DIFF)), self._weighted.get(node))
         return (type(val).__name__, str(val))
 
-    def _enumerate(
-        self, node: fx.Node, tensors: list[fx.Node]
-    ) -> tuple[list[Strategy], list[str]]:
+    def _enumerate(self, node: fx.Node, tensors: list[fx.Node]) -> tuple[list[Strategy], list[str]]:
         key = self._signature(node)
         if key not in self._strategies:
             found, declined = rules.strategies(node, self.n)
@@ -206,8 +200,8 @@ class Builder:
                 for t in strategy.traffic
                 if diff or not t.backward
             )
-            # where V and R cost the same, R is easier to read; a free view is taken of a shard
-            costs.append(seconds + 1e-12 * states.count(V) + 1e-13 * (not sharded))
+            # where R and I cost the same, I is easier to read; a free view is taken of a shard
+            costs.append(seconds + 1e-12 * states.count(R) + 1e-13 * (not sharded))
         self._units[key] = np.array(costs)
         return self._units[key]
 
@@ -236,7 +230,7 @@ class Builder:
                 costs = np.zeros(len(domain))
                 if self.outputs_read:
                     price = self.prices.change_cost(result)
-                    costs = np.array([price(state, R) for state in domain])
+                    costs = np.array([price(state, I) for state in domain])
                 variable = self.problem.graph.variable(len(domain), costs, "output")
                 self.problem.outputs.append((variable, domain))
                 uses.setdefault(result, []).append((variable, domain))
@@ -259,7 +253,7 @@ class Builder:
             return self._tables[key]
 
         wanted = sorted({state for _, states in uses for state in states})
-        share = len(uses) > 1 and diff and not (len(have) == 1 and have == [R] and wanted == [R])
+        share = len(uses) > 1 and diff and not (len(have) == 1 and have == [I] and wanted == [I])
         if not share:
             for variable, states in uses:
                 if len(have) > 1 or len(states) > 1 or have != states:
@@ -267,7 +261,7 @@ class Builder:
             return
         # an unused copy costs nothing: it may stay in any state of its producer
         split = [s for s in shardable(value(source), self.n) if s in wanted]
-        domain = sorted({R, V, *have, *split})
+        domain = sorted({I, R, *have, *split})
         c = problem.graph.variable(len(domain), None, f"copy of {source.name}")
         problem.copies[source], problem.copy_domains[source] = c, domain
         problem.graph.add((x, c), matrix(have, domain))

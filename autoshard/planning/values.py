@@ -11,7 +11,7 @@ from torch import fx
 from autoshard.planning import cost
 from autoshard.planning.operators import LOOKUPS, UNFUSED, packet
 from autoshard.planning.strategy import Strategy, value
-from autoshard.runtime.collectives import R, S, State, chunk_size
+from autoshard.runtime.collectives import I, S, State, chunk_size
 from autoshard.runtime.graph_meta import DIFF
 
 
@@ -43,9 +43,9 @@ def global_bytes(node: fx.Node) -> int:
 def stored_domain(node: fx.Node, n: int) -> list[State]:
     """Where a parameter may be stored: whole, or split along a dim by the chunk rule."""
     if n == 1:
-        return [R]
+        return [I]
     shape = value(node).shape
-    return [R] + [S(d) for d, extent in enumerate(shape) if extent >= n]
+    return [I] + [S(d) for d, extent in enumerate(shape) if extent >= n]
 
 
 def shardable(tensor: torch.Tensor, n: int) -> list[State]:

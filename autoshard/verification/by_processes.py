@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import ConfigError, message
 from autoshard.program_registry import programs
+from autoshard.runtime.collectives import placement_words
 from autoshard.runtime.mesh import data_coordinate, init_mesh
 from autoshard.runtime.parameters import stored_states
 from autoshard.verification import local_world
@@ -228,7 +229,9 @@ def draws(model: nn.Module, args: Any, kwargs: Any) -> bool:
 def placements(model: nn.Module) -> dict[str, str]:
     """Where each parameter is stored, by name: "dp_shard S(0), tp S(1)"."""
     return {
-        name: ", ".join(f"{axis} {state}" for axis, state in stored_states(p).items())
+        name: ", ".join(
+            f"{axis} {placement_words(state)}" for axis, state in stored_states(p).items()
+        )
         for name, p in model.named_parameters()
         if isinstance(p, DTensor)
     }

@@ -20,7 +20,7 @@ from autoshard.config import Config
 from autoshard.planning.cost import hardware_of
 from autoshard.program import Program
 from autoshard.runtime import compat
-from autoshard.runtime.collectives import R
+from autoshard.runtime.collectives import I, placement_words
 from autoshard.runtime.mesh import Mesh, offline_mesh
 from autoshard.verification.comparison import Comparison, floor_of
 from autoshard.verification.program_check import Differences, verify_program
@@ -73,7 +73,7 @@ def _judged(differences: Differences, program: Program, allowed: float) -> list[
     for node, name in program.parameters.items():
         states = {program.axis.name: program.decisions.stored[node], **program.data[node]}
         axes = [axis.name for axis in program.mesh.axes]
-        stored[name] = ", ".join(f"{axis} {states.get(axis, R)}" for axis in axes)
+        stored[name] = ", ".join(f"{axis} {placement_words(states.get(axis, I))}" for axis in axes)
     found = [("output", name, error) for name, error in differences.outputs.items()]
     found += [("gradient", name, error) for name, error in differences.norms.items()]
     return [

@@ -19,8 +19,8 @@ from autoshard.passes import DataParallel, Localize, Pass, rank_program
 from autoshard.program import Program
 from autoshard.runtime.collectives import (
     Axis,
+    I,
     P,
-    R,
     State,
     chunk_bounds,
     data_axes,
@@ -57,8 +57,8 @@ class Differences:
 
 
 def split(tensor: torch.Tensor, state: State, n: int) -> list[torch.Tensor]:
-    """The local values of `tensor` on n ranks, in R, P (random parts) or S(d)."""
-    if state == R:
+    """The local values of `tensor` on n ranks, in I, P (random parts) or S(d)."""
+    if state == I:
         return [tensor.clone() for _ in range(n)]
     if state == P:
         noise = [torch.randn_like(tensor) for _ in range(n - 1)]
@@ -174,7 +174,7 @@ def _rank_run(
     values = []
     for value, node in zip(batches[index], placeholders):
         if isinstance(value, torch.Tensor):
-            on_tp = program.decisions.stored.get(node, R)
+            on_tp = program.decisions.stored.get(node, I)
             stored = {program.axis.name: on_tp, **program.data.get(node, {})}
             value = _leaf(owned(local_part(value, stored, axes)), node)
         values.append(value)
@@ -213,11 +213,11 @@ def _compare_gradients(
     for (i, index), want in wanted.items():
         node = placeholders[i]
         name = program.parameters.get(node, node.name)
-        states = [gradient_value(program.decisions.stored.get(node, R))]
+        states = [gradient_value(program.decisions.stored.get(node, I))]
         if index is None:
             held, lengths = ranks, list(sizes.values())
             data = program.data.get(node, {})
-            states = [*(data.get(name, R) for name in sizes if name != "tp"), *states]
+            states = [*(data.get(name, I) for name in sizes if name != "tp"), *states]
         else:
             held, lengths = ranks[index * tp : (index + 1) * tp], [tp]
             name += f" of data rank {index}" if len(serial) > 1 else ""

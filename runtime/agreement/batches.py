@@ -45,7 +45,12 @@ def compare_batch(
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     shapes = ", ".join(f"{item.name} {tuple(args[item.position].shape)}" for item in inputs)
     agree(
-        "batch", digest, lines, axis, note=f"{call}: {shapes}", error=BatchMismatchError,
+        "batch",
+        digest,
+        lines,
+        axis,
+        note=f"{call}: {shapes}",
+        error=BatchMismatchError,
         remedy=REMEDY,
     )
 

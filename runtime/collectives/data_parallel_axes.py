@@ -21,7 +21,7 @@ def data_states(ndim: int, axes: Sequence[Axis]) -> dict[str, State]:
     """Where a parameter of `ndim` dims is stored on the data-parallel axes.
 
     Whole on `dp_replicate`; rows split over `dp_shard`, as FSDP2 stores them. A scalar has no
-    rows, and is whole on both. An axis that is not named is R.
+    rows, and is whole on both. An axis that is not named is I.
     """
     names = [axis.name for axis in data_axes(axes)]
     return {"dp_shard": S(0)} if "dp_shard" in names and ndim else {}

@@ -1,6 +1,6 @@
 """State changes: one function over one autograd.Function, and the four collectives under it.
 
-`change(x, src, dst, axis)` moves a value from one placement state to another. Its forward
+`redistribute(x, src, dst, axis)` moves a value from one placement state to another. Its forward
 converts the value, its backward converts the gradient the other way; the table in
 runtime/collectives/states.py says which collective or local step each conversion is.
 
@@ -40,9 +40,7 @@ def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """[r, ...] on each rank -> [n * r, ...], the ranks' rows in rank order."""
     if axis.group.startswith(lockstep.PREFIX):
         return torch.cat(lockstep.exchange(axis, f"all_gather {tuple(x.shape)}", x))
-    return _c10d.wait_tensor(
-        _c10d.all_gather_into_tensor(x.contiguous(), axis.size, axis.group)
-    )
+    return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), axis.size, axis.group))
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -122,7 +120,7 @@ def _reduce_scatter_dim(x: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
 def convert(
     x: torch.Tensor, src: State, dst: State, axis: Axis, extent: int | None = None
 ) -> torch.Tensor:
-    """Convert a value among R, P and S(d), with no autograd of its own.
+    """Convert a value among I, P and S(d), with no autograd of its own.
 
     extent: the global size of the dim that `src` shards, given where the axis size does not
         divide it (torch.chunk's rule then says how many rows each rank holds); None means even.
@@ -168,11 +166,11 @@ def _exchange_dims(
 
 
 def reduce_wide(x: torch.Tensor, dst: State, axis: Axis, dtype: torch.dtype) -> torch.Tensor:
-    """Reduce a partial value to R or S(d): it travels in its own dtype and is summed in `dtype`.
+    """Reduce a partial value to I or S(d): it travels in its own dtype and is summed in `dtype`.
 
     The parts move by one all-to-all, the bytes of a reduce-scatter, and each rank sums what it
     received, in the order of ranks (Megatron-Core's reduce_scatter_with_fp32_accumulation). S(d)
-    is returned in `dtype`; for R the sums are gathered again in the dtype of `x`, so that the bytes
+    is returned in `dtype`; for I the sums are gathered again in the dtype of `x`, so that the bytes
     are those of an all-reduce.
     """
     dim = shard_dim(dst)
@@ -189,7 +187,7 @@ def reduce_wide(x: torch.Tensor, dst: State, axis: Axis, dtype: torch.dtype) -> 
     return total.narrow(dim, 0, chunk_bounds(extent, axis)[1])
 
 
-class _Change(torch.autograd.Function):
+class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, x: torch.Tensor, src: State, dst: State, axis: Axis, extent: int | None
@@ -208,7 +206,7 @@ class _Change(torch.autograd.Function):
         return convert(grad, *ctx.back), None, None, None, None
 
 
-def change(
+def redistribute(
     x: torch.Tensor, src: State, dst: State, axis: Axis, extent: int | None = None
 ) -> torch.Tensor:
     """Move `x` from state `src` to state `dst` on one mesh axis, forward and backward.
@@ -220,4 +218,4 @@ def change(
         return x
     if not (x.is_floating_point() or x.is_complex()):
         return convert(x, forward_value(src), forward_value(dst), axis, extent)
-    return _Change.apply(x, src, dst, axis, extent)
+    return _Redistribute.apply(x, src, dst, axis, extent)

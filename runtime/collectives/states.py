@@ -4,23 +4,26 @@ A state is a short string, so that it can be an argument of a graph node, a word
 plan file and a label in `explain` without conversion:
 
     state   forward value       gradient             produced by
-    R       replicated          replicated           an ordinary tensor
-    V       replicated          partial (to be summed)   the input of a column-parallel linear
+    I       replicated          replicated           an ordinary tensor
+    R       replicated          partial (to be summed)   the input of a column-parallel linear
     P       partial             replicated           the output of a row-parallel linear
     S(d)    sharded on dim d    sharded on dim d     everything in between
+
+The letters are those of torch's local-SPMD types (`spmd_types`); users read `in_words`.
 
 A change of state converts the value, and its backward the gradient the other way. `step` says what
 one conversion is, `change_steps` what a change is (the two tables of Megatron's mappings file):
 
     change    forward          backward          change    forward      backward
-    R -> V    nothing          all-reduce        P -> R    all-reduce   nothing
-    P -> S    reduce-scatter   all-gather        S -> V    all-gather   reduce-scatter
-    S -> R    all-gather       slice             R -> S    slice        all-gather
+    I -> R    nothing          all-reduce        P -> I    all-reduce   nothing
+    P -> S    reduce-scatter   all-gather        S -> R    all-gather   reduce-scatter
+    S -> I    all-gather       slice             I -> S    slice        all-gather
     S -> S'   all-to-all       all-to-all        the rest is local
 """
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 State = str
@@ -30,8 +33,8 @@ ConversionStep = Literal[
 ]
 """A collective, or local work: divide by the number of ranks, take a slice, pad with zeros."""
 
+I: State = "I"  # noqa: E741
 R: State = "R"
-V: State = "V"
 P: State = "P"
 
 
@@ -41,35 +44,48 @@ def S(dim: int) -> State:
 
 
 def shard_dim(state: State) -> int | None:
-    """The sharded dimension, or None for R, V and P."""
+    """The sharded dimension, or None for I, R and P."""
     return int(state[2:-1]) if state[0] == "S" else None
 
 
+def placement_words(state: State) -> str:
+    """The state as users read it: torch's `Replicate`, `Partial` and `Shard(d)`."""
+    dim = shard_dim(state)
+    if dim is not None:
+        return f"Shard({dim})"
+    return {I: "Replicate", R: "Replicate (gradient Partial)", P: "Partial"}[state]
+
+
+def in_words(text: str) -> str:
+    """A text with every state in it, such as `x: S(0) -> I`, as users read it."""
+    return re.sub(r"\b([IRP]\b(?!\()|S\(\d+\))", lambda found: placement_words(found[0]), text)
+
+
 def forward_value(state: State) -> State:
-    """What the forward value is: R, P or S(d)."""
-    return R if state == V else state
+    """What the forward value is: I, P or S(d)."""
+    return I if state == R else state
 
 
 def gradient_value(state: State) -> State:
-    """What the gradient is: R, P or S(d)."""
-    return {R: R, V: P, P: R}.get(state, state)
+    """What the gradient is: I, P or S(d)."""
+    return {I: I, R: P, P: I}.get(state, state)
 
 
 def step(src: State, dst: State) -> ConversionStep | None:
-    """The step that turns a value in R, P or S(d) into another; None where it is there already."""
+    """The step that turns a value in I, P or S(d) into another; None where it is there already."""
     if src == dst:
         return None
-    if src == R:
+    if src == I:
         return "scale" if dst == P else "slice"
     if src == P:
-        return "all_reduce" if dst == R else "reduce_scatter"
-    if dst == R:
+        return "all_reduce" if dst == I else "reduce_scatter"
+    if dst == I:
         return "all_gather"
     return "pad" if dst == P else "all_to_all"
 
 
 def conversions(src: State, dst: State) -> tuple[tuple[State, State], tuple[State, State]]:
-    """What a change of state converts, each in R, P or S(d): the value, and its gradient back."""
+    """What a change of state converts, each in I, P or S(d): the value, and its gradient back."""
     return (
         (forward_value(src), forward_value(dst)),
         (gradient_value(dst), gradient_value(src)),
@@ -84,6 +100,6 @@ def change_steps(src: State, dst: State) -> tuple[ConversionStep | None, Convers
 
 def is_state(text: str) -> bool:
     """Whether `text` spells a state."""
-    return text in (R, V, P) or (
+    return text in (I, R, P) or (
         text.startswith("S(") and text.endswith(")") and text[2:-1].isdigit()
     )

@@ -16,6 +16,7 @@ from autoshard.runtime.errors import AutoshardError, message
 def process_group(name: str) -> Any:
     """The process group of a name; torch's public functions take groups, its operators names."""
     from torch._C._distributed_c10d import _resolve_process_group
+
     return _resolve_process_group(name)  # type: ignore[arg-type]
 
 

@@ -80,6 +80,7 @@ torch._inductor.compile_fx.record_original_output_strides
 torch._inductor.config
 torch._inductor.custom_graph_pass.CustomGraphPass
 torch._inductor.custom_graph_pass.get_hash_for_files
+torch._inductor.debug.DebugContext
 torch._inductor.decomposition.decompositions
 torch._inductor.decomposition.fast_random_decomps
 torch._inductor.fx_passes.control_dependencies.preserve_node_ordering

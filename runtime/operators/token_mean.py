@@ -26,9 +26,7 @@ def own_tokens(
     return own
 
 
-def stand_in_targets(
-    target: torch.Tensor, own: torch.Tensor, ignore_index: int
-) -> torch.Tensor:
+def stand_in_targets(target: torch.Tensor, own: torch.Tensor, ignore_index: int) -> torch.Tensor:
     """`target`; where no token counts, a class that is not ignored for all of them."""
     return torch.where(own > 0, target, 1 if ignore_index == 0 else 0)
 
@@ -38,9 +36,7 @@ def stand_in_weight(weight: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     return torch.where(own > 0, weight, 1)
 
 
-def share_of_tokens(
-    loss: torch.Tensor, own: torch.Tensor, ranks: tuple[Axis, ...]
-) -> torch.Tensor:
+def share_of_tokens(loss: torch.Tensor, own: torch.Tensor, ranks: tuple[Axis, ...]) -> torch.Tensor:
     """`loss`, the mean over this rank's tokens, times its tokens * ranks / tokens of all ranks.
 
     Gradients are averaged over the data-parallel ranks: the average of these is the gradient of

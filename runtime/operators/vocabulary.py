@@ -114,9 +114,7 @@ def vocab_parallel_cross_entropy(
         every = (ones if weight is None else weight.to(ones.dtype)) / classes
         share, whole = every.narrow(0, start, length), every.sum()
     last = scores if scores.dim() == 1 else scores.movedim(1, -1)
-    losses, spread = _TokenLosses.apply(
-        last, local.clamp(0, length - 1), owned, share, whole, axis
-    )
+    losses, spread = _TokenLosses.apply(last, local.clamp(0, length - 1), owned, share, whole, axis)
     counted = token_weight(target, weight, ignore_index, losses.dtype)
     losses = losses * counted
     if spread is not None:

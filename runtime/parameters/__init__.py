@@ -36,7 +36,7 @@ from autoshard.runtime.parameters.record import (
     set_policy,
 )
 from autoshard.runtime.parameters.shard import related_parameters, shard_parameters, unstorable
-from autoshard.runtime.parameters.unsharding import materialize, unwrap
+from autoshard.runtime.parameters.unsharding import unshard_parameter, unwrap
 
 __all__ = [
     "is_planned",
@@ -58,7 +58,7 @@ __all__ = [
     "local_part",
     "cast_parameters",
     "casting",
-    "materialize",
+    "unshard_parameter",
     "models_of",
     "no_sync",
     "owned",

@@ -3,7 +3,7 @@
 A module that owns stored parameters gets a subclass of its own class with one property a
 parameter. `_parameters`, `state_dict` keys, `named_parameters`, `isinstance` and the class's name
 do not change; `type(module) is nn.Linear` does. In Dynamo's graph each access is one
-`materialize` node; in eager code it is a collective on every rank of the mesh.
+`unshard_parameter` node; in eager code it is a collective on every rank of the mesh.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autoshard.runtime.parameters.data_unsharding import SINGLE, ParameterPolicy
 from autoshard.runtime.parameters.layout import local_part, owned, stored_states, wrap_local
 from autoshard.runtime.parameters.owners import find_owners
 from autoshard.runtime.parameters.record import policy_of, set_policy
-from autoshard.runtime.parameters.unsharding import materialize
+from autoshard.runtime.parameters.unsharding import unshard_parameter
 
 _reading_storage = False
 
@@ -61,9 +61,7 @@ def install(module: nn.Module, names: Sequence[str]) -> None:
         module.__dict__["_flat_weight_refs"] = []
 
 
-def cast_parameters(
-    parameters: Sequence[nn.Parameter], policy: ParameterPolicy
-) -> list[nn.Module]:
+def cast_parameters(parameters: Sequence[nn.Parameter], policy: ParameterPolicy) -> list[nn.Module]:
     """Make whole parameters readable in the dtype `policy.param`; returns the owning modules.
 
     Dynamo then traces the model in that dtype. Their own values and gradients keep theirs.
@@ -239,7 +237,7 @@ def _whole(name: str, dtype: torch.dtype | None) -> property:
             return parameter
         # without gradients there is nothing to accumulate, and no variant to compile
         sync = self._autoshard_sync if torch.is_grad_enabled() else SINGLE
-        return materialize(parameter, sync, dtype)
+        return unshard_parameter(parameter, sync, dtype)
 
     def put(self: nn.Module, value: Any) -> None:
         self.__dict__[name] = value

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autoshard.runtime.collectives import Axis, P, R, State, convert, gradient_value, reduce_wide
+from autoshard.runtime.collectives import Axis, I, P, State, convert, gradient_value, reduce_wide
 
 SINGLE, ACCUMULATE, FLUSH = "single", "accumulate", "flush"
 """What a backward does with gradients: reduce its own; add them to the pending ones and reduce
@@ -56,16 +56,16 @@ def unshard(
 ) -> torch.Tensor:
     """A stored parameter, whole on a data-parallel axis; its gradient is reduced over the axis.
 
-    src: R (every rank stores it whole: DDP) or S(d) (FSDP). The ranks compute with different
+    src: I (every rank stores it whole: DDP) or S(d) (FSDP). The ranks compute with different
     batches, so their gradients are divided before they are summed: the sum then cannot overflow,
-    and the division fuses into the kernel that makes the gradient. extent: as in `change`.
+    and the division fuses into the kernel that makes the gradient. extent: as in `redistribute`.
     pending: the sum of the microbatches before, of the result's shape; with ACCUMULATE the gradient
     is added to it and `x` gets none, with FLUSH it is reduced too and set to zero.
     """
     if axis.size == 1:
         return x
     if not x.is_floating_point():
-        return convert(x, src, R, axis, extent)
+        return convert(x, src, I, axis, extent)
     return _Unshard.apply(x, src, axis, extent, use, pending, microbatch)
 
 
@@ -85,7 +85,7 @@ class _Unshard(torch.autograd.Function):
         # not save_for_backward: microbatches write to it between this forward and its backward
         ctx.pending = pending
         low = x if use.param is None else x.to(use.param)
-        out = convert(low, src, R, axis, extent)
+        out = convert(low, src, I, axis, extent)
         return x.view_as(x) if out is x else out
 
     @staticmethod
@@ -102,7 +102,7 @@ class _Unshard(torch.autograd.Function):
 
 
 def reduced(grad: torch.Tensor, dst: State, axis: Axis, use: ParameterPolicy) -> torch.Tensor:
-    """The ranks' gradients summed or averaged over the axis, to R or S(d)."""
+    """The ranks' gradients summed or averaged over the axis, to I or S(d)."""
     if use.reduce is not None:
         grad = grad.to(use.reduce)
     if use.average:

@@ -14,24 +14,32 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from autoshard.runtime import compat
-from autoshard.runtime.collectives import Axis, R, S, State, chunk_bounds, shard_dim
+from autoshard.runtime.collectives import (
+    Axis,
+    I,
+    S,
+    State,
+    chunk_bounds,
+    placement_words,
+    shard_dim,
+)
 from autoshard.runtime.errors import PlanError, message
 from autoshard.runtime.mesh import axes_of
 
 
 def stored_states(parameter: DTensor) -> dict[str, State]:
-    """The state of a stored parameter on each axis of its mesh: R or S(d)."""
+    """The state of a stored parameter on each axis of its mesh: I or S(d)."""
     names = parameter.device_mesh.mesh_dim_names or ()
     dims = [compat.placement_dim(placement) for placement in parameter.placements]
-    return {name: R if dim is None else S(dim) for name, dim in zip(names, dims, strict=True)}
+    return {name: I if dim is None else S(dim) for name, dim in zip(names, dims, strict=True)}
 
 
 def placements_of(states: Mapping[str, State], axes: Sequence[Axis], ndim: int) -> list[Placement]:
-    """DTensor placements, one an axis. An axis without a state is R.
+    """DTensor placements, one an axis. An axis without a state is I.
 
-    Raises PlanError for a state that cannot be stored: V, P, or a dim the tensor has not.
+    Raises PlanError for a state that cannot be stored: R, P, or a dim the tensor has not.
     """
-    dims = [_stored_dim(states.get(axis.name, R), ndim) for axis in axes]
+    dims = [_stored_dim(states.get(axis.name, I), ndim) for axis in axes]
     found: list[Placement] = []
     for i, dim in enumerate(dims):
         if dim is None:
@@ -49,7 +57,7 @@ def local_part(
 ) -> torch.Tensor:
     """This rank's part of a whole tensor, a view of it; uneven dims by torch.chunk's rule."""
     for axis in reversed(axes):
-        dim = shard_dim(states.get(axis.name, R))
+        dim = shard_dim(states.get(axis.name, I))
         if dim is not None:
             whole = whole.narrow(dim, *chunk_bounds(whole.shape[dim], axis))
     return whole
@@ -61,7 +69,7 @@ def local_bounds(
     """(first, one past the last) index of a rank's part in the whole tensor, for each dim."""
     bounds = [(0, size) for size in shape]
     for axis in reversed(axes):
-        dim = shard_dim(states.get(axis.name, R))
+        dim = shard_dim(states.get(axis.name, I))
         if dim is not None:
             low, high = bounds[dim]
             start, length = chunk_bounds(high - low, axis)
@@ -88,7 +96,7 @@ def extents(
     sizes = list(shape)
     found: dict[str, int] = {}
     for axis in reversed(axes):
-        dim = shard_dim(states.get(axis.name, R))
+        dim = shard_dim(states.get(axis.name, I))
         if dim is not None:
             found[axis.name] = sizes[dim]
             sizes[dim] = chunk_bounds(sizes[dim], axis)[1]
@@ -133,9 +141,7 @@ def as_dtensors(
     )
 
 
-def _whole_shape(
-    local: torch.Tensor, state: State, size: int | None, axis: Axis
-) -> torch.Size:
+def _whole_shape(local: torch.Tensor, state: State, size: int | None, axis: Axis) -> torch.Size:
     shape, dim = list(local.shape), shard_dim(state)
     assert dim is not None
     shape[dim] = shape[dim] * axis.size if size is None else size
@@ -151,11 +157,11 @@ def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
 
 def _stored_dim(state: State, ndim: int) -> int | None:
     dim = shard_dim(state)
-    if (dim is None and state != R) or (dim is not None and dim >= ndim):
+    if (dim is None and state != I) or (dim is not None and dim >= ndim):
         raise PlanError(
             message(
-                f"a parameter of {ndim} dims cannot be stored in state {state}",
-                remedy="Store it as R, or as S(d) of one of its dims.",
+                f"a parameter of {ndim} dims cannot be stored as {placement_words(state)}",
+                remedy="Store it as Replicate, or as Shard(d) of one of its dims.",
             )
         )
     return dim

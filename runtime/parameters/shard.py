@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree
-from autoshard.runtime.collectives import R, State
+from autoshard.runtime.collectives import I, State
 from autoshard.runtime.errors import AutoshardError, message
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters.access import install, stored
@@ -30,7 +30,7 @@ from autoshard.runtime.parameters.layout import (
 )
 from autoshard.runtime.parameters.optimizers import repoint, state_summary
 from autoshard.runtime.parameters.owners import Owners, find_owners, related_parameters
-from autoshard.runtime.parameters.unsharding import materialize
+from autoshard.runtime.parameters.unsharding import unshard_parameter
 
 __all__ = [
     "MovedParameter",
@@ -87,7 +87,7 @@ def shard_parameters(
     broadcast: bool,
     allocate_meta: bool = True,
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Store each parameter in the given state on each axis (R where an axis is not named).
+    """Store each parameter in the given state on each axis (I where an axis is not named).
 
     Every module, optimizer, list and dict value that holds one gets the new Parameter. Names,
     requires_grad, `.grad`, attributes, hooks and optimizer state move with it; gradient and state
@@ -228,7 +228,7 @@ def _store(
     assert device_mesh is not None
     shape = tensor.shape
     if isinstance(tensor, DTensor):
-        whole = materialize(tensor).detach()
+        whole = unshard_parameter(tensor).detach()
     else:
         whole = tensor.detach()
         if broadcast and not whole.is_meta:
@@ -270,7 +270,7 @@ def _repoint_containers(moved: Mapping[nn.Parameter, nn.Parameter], owners: Owne
 
 
 def _same(wanted: Mapping[str, State], has: Mapping[str, State]) -> bool:
-    return all(wanted.get(name, R) == state for name, state in has.items())
+    return all(wanted.get(name, I) == state for name, state in has.items())
 
 
 def _name(parameter: nn.Parameter, owners: Owners) -> str:

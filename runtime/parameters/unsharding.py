@@ -1,4 +1,4 @@
-"""From stored shards to tensors: `materialize` makes the whole, `unwrap` takes the local part."""
+"""Stored shards become tensors: the whole by `unshard_parameter`, the own part by `unwrap`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import compat
-from autoshard.runtime.collectives import Axis, R, State, change, data_axes, shard_dim
+from autoshard.runtime.collectives import Axis, I, State, data_axes, redistribute, shard_dim
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters.accumulation import on_backward_done
 from autoshard.runtime.parameters.data_unsharding import ACCUMULATE, SINGLE, deferred_at, unshard
@@ -18,7 +18,7 @@ from autoshard.runtime.parameters.record import pending_of, policy_of
 
 
 @compat.allow_in_graph
-def materialize(
+def unshard_parameter(
     parameter: torch.Tensor, microbatch: str = SINGLE, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """The whole plain tensor of a parameter, differentiable, in `dtype` if it is floating.
@@ -42,7 +42,7 @@ def materialize(
     (x,) = unwrap(parameter)
     policy, pending = policy_of(parameter)._replace(param=None), pending_of(parameter)
     data = data_axes(axes)
-    if x.requires_grad and not data and states.get("tp", R) == R:
+    if x.requires_grad and not data and states.get("tp", I) == I:
         x = _OwnGradient.apply(x)
     waits = None if pending is None or microbatch == SINGLE else deferred_at(data, policy)
     held: list[Any] = []
@@ -65,7 +65,7 @@ def materialize(
     on_backward_done(root, held, microbatch)
     for axis in axes:
         if axis.name == "tp":
-            x = change(x, states["tp"], R, axis, uneven.get("tp"))
+            x = redistribute(x, states["tp"], I, axis, uneven.get("tp"))
     return x
 
 

@@ -58,8 +58,10 @@ def shared_seed(device: torch.device, *, axis: Axis) -> torch.Tensor:
     """
     if axis.group.startswith(collectives.PREFIX):
         # threads share one generator: the first draws alone, as one process would
-        own = torch.ops.autoshard.random_seed(device) if axis.rank == 0 else torch.zeros(
-            (), dtype=torch.int64, device=device
+        own = (
+            torch.ops.autoshard.random_seed(device)
+            if axis.rank == 0
+            else torch.zeros((), dtype=torch.int64, device=device)
         )
         return collectives.exchange(axis, "seed", own)[0]
     seed = torch.ops.autoshard.random_seed(device)
@@ -74,9 +76,7 @@ def _tracked_seeds(device: torch.device, alike: str, apart: str) -> torch.Tensor
     return torch.stack(drawn).to(device, non_blocking=True)
 
 
-def tracked_seeds(
-    device: torch.device, alike: str, apart: str, *, axis: Axis
-) -> torch.Tensor:
+def tracked_seeds(device: torch.device, alike: str, apart: str, *, axis: Axis) -> torch.Tensor:
     """int64 [2]: a seed from the state `alike`, which is that of all ranks of the axis, and one
     from `apart`, the rank's own. Every rank draws both, whichever its values ask for."""
     if not axis.group.startswith(collectives.PREFIX):
@@ -262,9 +262,7 @@ def _define() -> None:
         lambda device: torch.empty((), dtype=torch.int64, device=device),
         lib=_library,
     )
-    _library.define(
-        "tracked_seeds(Device device, str alike, str apart) -> Tensor", tags=(seeded,)
-    )
+    _library.define("tracked_seeds(Device device, str alike, str apart) -> Tensor", tags=(seeded,))
     _library.impl("tracked_seeds", _tracked_seeds, "CompositeExplicitAutograd")
     torch.library.register_fake(
         "autoshard::tracked_seeds",

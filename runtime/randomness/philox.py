@@ -119,7 +119,12 @@ def draw(
 
 
 def composed(
-    seed: torch.Tensor, shape: Sequence[int], dim: int, start: int, extent: int, call: int,
+    seed: torch.Tensor,
+    shape: Sequence[int],
+    dim: int,
+    start: int,
+    extent: int,
+    call: int,
     count: int,
 ) -> list[Any]:
     """The operator autoshard::philox in integer operators, for compilers that fuse them."""
@@ -135,7 +140,12 @@ def composed(
 
 
 def _kernel(
-    seed: torch.Tensor, shape: Sequence[int], dim: int, start: int, extent: int, call: int,
+    seed: torch.Tensor,
+    shape: Sequence[int],
+    dim: int,
+    start: int,
+    extent: int,
+    call: int,
     count: int,
 ) -> list[torch.Tensor]:
     """The same, operator by operator: in place, and on a CPU in blocks that stay in its cache."""

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from autoshard.planning.cost import model as cost
 from autoshard.program import Program
-from autoshard.runtime.collectives.redistribution import change
+from autoshard.runtime.collectives.redistribution import redistribute
 from autoshard.runtime.collectives.states import shard_dim
 from autoshard.runtime.graph_meta import MODULE
 from traced import programs, sharded_share
@@ -246,7 +246,7 @@ def test_neighbouring_projections_share_one_copy(sequence: bool) -> None:
     assert groups.count(["gate_proj", "up_proj"]) == 2
     for source, users in read.items():
         if len(users) > 1:
-            assert source.target is change and source.args[2] == "V"
+            assert source.target is redistribute and source.args[2] == "R"
 
 
 def test_logits_beside_a_loss_stay_split_and_cost_nothing() -> None:
@@ -260,7 +260,7 @@ def test_logits_without_a_loss_are_gathered_at_most_once() -> None:
     program = planned("llama", 2, loss=False)[TENSOR]
     (state,) = program.decisions.outputs
     gathered = [(c.phase, c.op) for c in program.collectives() if c.bytes >= LOGITS]
-    assert gathered == ([("forward", "all_gather")] if state == "R" else [])
+    assert gathered == ([("forward", "all_gather")] if state == "I" else [])
 
 
 def test_replicated_outputs_are_gathered_in_the_graph() -> None:
@@ -269,6 +269,6 @@ def test_replicated_outputs_are_gathered_in_the_graph() -> None:
     ids = torch.zeros(1, 512, dtype=torch.long, device="meta")
     options = {"mesh": {"tp": N_RANKS}, "hardware": "h100", "outputs": "replicate"}
     (program,), _ = programs(model, (ids,), [options])
-    assert program.decisions.outputs == ["R"]
+    assert program.decisions.outputs == ["I"]
     gathered = [c for c in program.collectives() if c.bytes == 512 * 32000 * 4]
     assert [(c.phase, c.op) for c in gathered] == [("forward", "all_gather")]

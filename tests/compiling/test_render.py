@@ -15,7 +15,7 @@ from autoshard.passes.base import Context, module_path, user_line
 from autoshard.passes.canonicalize import Canonicalize
 from autoshard.passes.expand_grouped_heads import ExpandGroupedHeads
 from autoshard.runtime.collectives.axis import Axis
-from autoshard.runtime.collectives.redistribution import change
+from autoshard.runtime.collectives.redistribution import redistribute
 from capturing import Recorder
 from golden_text import golden
 
@@ -95,8 +95,8 @@ def test_changes_and_collectives() -> None:
     wait = (c10d.wait_tensor.default, ())
     full, part = torch.empty(8, 6), torch.empty(4, 6)
     gm = graph_of(
-        (change, ("P", "S(0)", TP, None), part),
-        (change, ("S(0)", "R", TP, 7), full),
+        (redistribute, ("P", "S(0)", TP, None), part),
+        (redistribute, ("S(0)", "I", TP, 7), full),
         (c10d.all_reduce.default, ("sum", "group-17"), full),
         (*wait, full),
         (c10d.reduce_scatter_tensor.default, ("sum", 2, "group-17"), part),

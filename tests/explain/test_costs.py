@@ -97,10 +97,10 @@ def test_a_gather_is_blamed_on_the_operator_that_reads_it() -> None:
             )
         )
 
-    assert one("mul: S(1) -> V") == ("q", "m.py:2")
+    assert one("mul: S(1) -> R") == ("q", "m.py:2")
     assert one("linear: P -> S(1)") == ("norm", "m.py:1")
-    assert one("mul: S(1) -> V", reader_line="") == ("norm", "m.py:1")
-    assert one("bucket of 3: R -> V") == ("norm", "m.py:2")
+    assert one("mul: S(1) -> R", reader_line="") == ("norm", "m.py:1")
+    assert one("bucket of 3: I -> R") == ("norm", "m.py:2")
 
 
 def test_costs_are_all_collectives_sorted(meshes: list[Program]) -> None:
@@ -203,7 +203,7 @@ def test_a_graph_without_gradients() -> None:
     assert {one.phase for one in Facts(made).costs} == {"forward"}
     rows = explain_costs.by_module(Facts(made), 100).splitlines()[2:]
     assert sum(int(row.split()[1]) for row in rows) == 4 and rows[-1].startswith("down ")
-    assert "P -> R" in made.explain()
+    assert "P -> I" in made.explain()
     first = alternatives(made)[0]
     assert first.sent == pytest.approx(sum(sent(made, one) for one in made.collectives()))
 

@@ -132,7 +132,7 @@ def test_graph_folds_layers_and_has_the_collectives_on_edges(parsed: Checker) ->
     (down,) = [i for i, v in enumerate(vertices) if v["name"].endswith("down")]
     assert vertices[down]["state"] == "P"
     (leaving,) = [e for e in graph["edges"] if e["from"] == down]
-    assert leaving["changes"] == ["P -> R"] and leaving["count"] == 3
+    assert leaving["changes"] == ["P -> I"] and leaving["count"] == 3
     assert [(c["op"], c["phase"], c["count"]) for c in leaving["collectives"]] == [
         ("all_reduce", "forward", 3)
     ]
@@ -145,7 +145,7 @@ def test_what_is_returned_is_the_last_vertex() -> None:
     made = autoshard.trace(Block(), (torch.ones(4, 8, 32),), mesh={"tp": 2})
     graph = json.loads(_data(page(made)))["graph"]
     *_, (last, edge) = [(graph["vertices"][e["to"]]["name"], e) for e in graph["edges"]]
-    assert last == "output" and edge["changes"] == ["P -> R"]
+    assert last == "output" and edge["changes"] == ["P -> I"]
     assert [c["op"] for c in edge["collectives"]] == ["all_reduce"]
 
 
@@ -215,7 +215,13 @@ def test_an_error_in_the_script_is_seen(text: str, tmp_path: Path) -> None:
 
 def browse(path: Path, home: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [
-        str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
-        f"--user-data-dir={home / 'profile'}", *options, path.as_uri(),
+        str(BROWSER),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        f"--user-data-dir={home / 'profile'}",
+        *options,
+        path.as_uri(),
     ]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)

@@ -69,9 +69,9 @@ def text() -> str:
         model = llama(num_hidden_layers=2)()
     ids = torch.zeros(4, 32, dtype=torch.long, device="meta")
     torch.compiler.reset()
-    return autoshard.trace(
-        model, kwargs={"input_ids": ids, "labels": ids}, mesh={"tp": 2}
-    ).explain(width=200)
+    return autoshard.trace(model, kwargs={"input_ids": ids, "labels": ids}, mesh={"tp": 2}).explain(
+        width=200
+    )
 
 
 def section(text: str, start: str) -> list[str]:
@@ -89,7 +89,10 @@ def test_repeated_layers_are_one_line_with_a_count(text: str) -> None:
     (line,) = [line for line in text.splitlines() if "mlp.down_proj.weight" in line]
     name, count, shape, state, *rest = line.split()
     assert (name, count, shape, state) == (
-        "model.layers.0-1.mlp.down_proj.weight", "2", "64x256", "S(1)"
+        "model.layers.0-1.mlp.down_proj.weight",
+        "2",
+        "64x256",
+        "S(1)",
     )
     assert line.endswith("linear runs on the shard")
     assert "model.embed_tokens.weight" in text  # what there is once has its own name
@@ -163,7 +166,7 @@ def test_strict_refuses_an_operator_without_a_rule() -> None:
 
 
 def test_strict_refuses_a_matrix_that_stays_whole() -> None:
-    assert program(Tiny()).stored()["small"] == "R"
+    assert program(Tiny()).stored()["small"] == "I"
     with pytest.raises(PlanError) as caught:
         program(Tiny(), strict=True)
     error = str(caught.value)
@@ -181,7 +184,11 @@ def test_folding_hides_numbers_only() -> None:
 
 def test_bytes_for_people() -> None:
     assert [human(n) for n in (0, 1023, 1536, 5 * 2**20, 3 * 2**40)] == [
-        "0 B", "1023 B", "1.5 KiB", "5.0 MiB", "3072.0 GiB"
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "5.0 MiB",
+        "3072.0 GiB",
     ]
 
 

@@ -49,7 +49,7 @@ def sharded(name: str, rank: int) -> nn.Module:
 def shards(model: nn.Module) -> nn.Module:
     states = {}
     for i, parameter in enumerate(model.parameters()):
-        states[parameter] = {"tp": f"S({i % 3})" if i % 3 < parameter.dim() else "R"}
+        states[parameter] = {"tp": f"S({i % 3})" if i % 3 < parameter.dim() else "I"}
     shard_parameters(states, init_mesh({"tp": 2}, "cpu"), broadcast=True)
     return model
 

@@ -21,7 +21,7 @@ from autoshard.planning.strategy import Strategy
 from autoshard.runtime import randomness
 from autoshard.runtime.collectives import redistribution as collectives
 from autoshard.runtime.collectives.axis import Axis
-from autoshard.runtime.collectives.states import P, R, V
+from autoshard.runtime.collectives.states import I, P, R
 from autoshard.runtime.randomness import operators as random_ops
 
 SEQ, WIDTH, WORDS = 16, 32, 64
@@ -82,9 +82,9 @@ class Fault(NamedTuple):
     spared: tuple[str, ...] = ()
 
 
-_change, _strategies, _unshard = localize.change, registry.strategies, data_parallel.unshard
+_change, _strategies, _unshard = localize.redistribute, registry.strategies, data_parallel.unshard
 _all_reduce, _shared_seed = collectives.all_reduce, random_ops.shared_seed
-_backward = collectives._Change.backward
+_backward = collectives._Redistribute.backward
 
 
 def _without(have: str, want: str) -> Callable[..., Any]:
@@ -97,7 +97,7 @@ def _without(have: str, want: str) -> Callable[..., Any]:
 def _whole_linear(node: Any, n: int) -> Any:
     """A row-parallel linear that says its partial result is whole."""
     offered, reasons = _strategies(node, n)
-    wrong = [s._replace(output=R) if s.output == P else s for s in offered]
+    wrong = [s._replace(output=I) if s.output == P else s for s in offered]
     return (wrong if "linear" in str(node.target) else offered), reasons
 
 
@@ -124,35 +124,38 @@ def _unscaled(x: Any, *args: Any, op: Any, axis: Axis, **kwargs: Any) -> Any:
 
 
 def _unreduced(ctx: Any, grad: torch.Tensor) -> Any:
-    return (grad, *[None] * 4) if ctx.back[:2] == (P, R) else _backward(ctx, grad)
+    return (grad, *[None] * 4) if ctx.back[:2] == (P, I) else _backward(ctx, grad)
 
 
 def _summed(x: torch.Tensor, src: str, axis: Axis, extent: int | None = None) -> torch.Tensor:
-    return _change(x, src, V, axis, extent)
+    return _change(x, src, R, axis, extent)
 
 
 def _not_reduced(x: torch.Tensor, src: str, axis: Axis, extent: int | None = None) -> Any:
-    return x if src == R else _unshard(x, src, axis, extent)
+    return x if src == I else _unshard(x, src, axis, extent)
 
 
 FAULTS: dict[str, Fault] = {
     "rule": Fault(rules, "strategies", _whole_linear),
-    "dropped_all_reduce": Fault(localize, "change", _without(P, R)),
+    "dropped_all_reduce": Fault(localize, "redistribute", _without(P, I)),
     "max_for_sum": Fault(collectives, "all_reduce", _reduced_by("max")),
     "mean_for_sum": Fault(collectives, "all_reduce", _averaged),
     "masks_alike": Fault(randomness, "on_shard", _same_part, dropping),
     "masks_apart": Fault(
-        registry, "SEEDS", {**registry.SEEDS, SEED: Strategy((), R, _own_seed)}, dropping
+        registry, "SEEDS", {**registry.SEEDS, SEED: Strategy((), I, _own_seed)}, dropping
     ),
     "mean_of_a_shard": Fault(reductions, "share_of_mean", _unscaled, averaging),
     "gradient_not_reduced": Fault(
-        collectives._Change, "backward", staticmethod(_unreduced), spared=("output", "loss")
+        collectives._Redistribute, "backward", staticmethod(_unreduced), spared=("output", "loss")
     ),
     "data_sum_for_mean": Fault(
         data_parallel, "unshard", _summed, mesh=(("dp_shard", 2),), spared=("output", "loss")
     ),
     "data_not_reduced": Fault(
-        data_parallel, "unshard", _not_reduced, mesh=(("dp_replicate", 2), ("tp", 2)),
+        data_parallel,
+        "unshard",
+        _not_reduced,
+        mesh=(("dp_replicate", 2), ("tp", 2)),
         spared=("output", "loss"),
     ),
 }

@@ -1,7 +1,7 @@
 """A rank's graph under spmd_types, torch's checker of what is partial, forward and backward.
 
-Its letters beside ours: I (invariant) is R, its R is V (replicated, the gradient partial), P is P,
-and its V (varying) is S(d): it does not look at the dim. So where a contraction of two varying
+Its letters are ours: I (invariant), R (replicated, the gradient partial) and P; its V (varying) is
+our S(d): it does not look at the dim. So where a contraction of two varying
 operands is planned as a partial sum, the plan is believed (`SUMS`); from there on the checker says
 what may be done with it, and which replicated operand must collect a partial gradient.
 """
@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 
 from autoshard.planning.strategy import Strategy
 from autoshard.program import Program
-from autoshard.runtime.collectives.redistribution import change
-from autoshard.runtime.collectives.states import P, R, State, V
+from autoshard.runtime.collectives.redistribution import redistribute
+from autoshard.runtime.collectives.states import I, P, R, State
 from autoshard.runtime.operators.bound import unbound
 from autoshard.runtime.parameters.data_unsharding import unshard
 
@@ -49,7 +49,7 @@ WITH_BIAS = {"linear", "conv1d", "conv2d"}
 
 def theirs(state: State) -> Any:
     """The checker's type of one of our states."""
-    return {R: spmd.I, V: spmd.R, P: spmd.P}.get(state, spmd.V)
+    return {I: spmd.I, R: spmd.R, P: spmd.P}.get(state, spmd.V)
 
 
 def check_types(program: Program) -> Counter[str]:
@@ -144,7 +144,7 @@ class _Typed(fx.Interpreter):
             if axis is self.tp:
                 types[axis] = theirs(self.program.decisions.state(node))
             elif node in self.program.data:
-                types[axis] = theirs(self.program.data[node].get(name, R))
+                types[axis] = theirs(self.program.data[node].get(name, I))
             else:
                 types[axis] = spmd.I if node.meta.get("buffer") else spmd.V
         return spmd.assert_type(found, types)
@@ -152,10 +152,10 @@ class _Typed(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """One operator, its type inferred, then compared with the plan's state."""
         tensors = [a for a in pytree.arg_tree_leaves(*args, **kwargs) if _is_tensor(a)]
-        if target is change:
+        if target is redistribute:
             return self._redistributed(target, args, args[3].name, args[1], args[2])
         if target is unshard:
-            return self._redistributed(target, args, args[2].name, args[1], V)
+            return self._redistributed(target, args, args[2].name, args[1], R)
         serial = self.planned.get(self.node)
         strategy = self.program.decisions.strategies.get(serial) if serial is not None else None
         if not tensors:
@@ -209,7 +209,7 @@ class _Typed(fx.Interpreter):
         return made
 
     def expect(self, tensor: torch.Tensor, state: State, what: str) -> None:
-        """The type on tp is the state's; R and V are one where no gradient flows."""
+        """The type on tp is the state's; I and R are one where no gradient flows."""
         if self.tp is None:
             return
         found, want = spmd.get_axis_local_type(tensor, self.tp), theirs(state)

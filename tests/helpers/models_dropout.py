@@ -38,8 +38,9 @@ def t5() -> nn.Module:
 
 def vit() -> nn.Module:
     sizes = {k: v for k, v in ENCODER.items() if k != "vocab_size"}
-    return hf("ViTForImageClassification", "ViTConfig", **sizes, image_size=32, patch_size=8,
-              num_labels=8)()
+    return hf(
+        "ViTForImageClassification", "ViTConfig", **sizes, image_size=32, patch_size=8, num_labels=8
+    )()
 
 
 BUILD: dict[str, Callable[[], nn.Module]] = {

@@ -19,8 +19,8 @@ from autoshard.planning.strategy import Strategy
 from autoshard.runtime.collectives.axis import Axis, chunk_bounds
 from autoshard.runtime.collectives.lockstep import run_ranks
 from autoshard.runtime.collectives.states import (
+    I,
     P,
-    R,
     State,
     forward_value,
     gradient_value,
@@ -32,7 +32,7 @@ class Sample(NamedTuple):
     """One call of an operator: `op` is "aten.linear" or "aten.add.Tensor"; tensors in `args`.
 
     constant: positions, among the tensors, of those the operator has no gradient for.
-    random: whether the call draws random numbers; nothing but R may then be offered.
+    random: whether the call draws random numbers; nothing but I may then be offered.
     """
 
     op: str
@@ -69,12 +69,12 @@ def node_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.
 
 
 def split(x: torch.Tensor, kind: State, n: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """The n local values of `x` where it is R, P (random parts that sum to it) or S(d)."""
+    """The n local values of `x` where it is I, P (random parts that sum to it) or S(d)."""
     dim = shard_dim(kind)
     if dim is not None:
         spans = [chunk_bounds(x.shape[dim], Axis("tp", n, rank, "")) for rank in range(n)]
         return [x.narrow(dim, *span).clone() for span in spans]
-    if kind == R:
+    if kind == I:
         return [x.clone() for _ in range(n)]
     shape = (n - 1, *x.shape)
     parts = list(torch.randn(shape, generator=generator, dtype=torch.float64).to(x.dtype))
@@ -82,7 +82,7 @@ def split(x: torch.Tensor, kind: State, n: int, generator: torch.Generator) -> l
 
 
 def join(parts: list[torch.Tensor], kind: State, what: str) -> torch.Tensor:
-    """The whole value from its parts; for R every rank must hold the same."""
+    """The whole value from its parts; for I every rank must hold the same."""
     dim = shard_dim(kind)
     if dim is not None:
         return torch.cat(parts, dim)
@@ -218,7 +218,7 @@ def prove(sample: Sample) -> int:
         node, tensors = node_of(sample.overload, sample.args, sample.kwargs)
         offered, _ = strategies(node, n)
         if sample.random:
-            assert [s.output for s in offered] == [R], f"{sample.op} draws: {offered}"
+            assert [s.output for s in offered] == [I], f"{sample.op} draws: {offered}"
             continue
         for strategy in offered:
             try:

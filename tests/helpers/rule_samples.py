@@ -447,7 +447,15 @@ def randomness() -> Iterator[Sample]:
 
 
 FAMILIES: list[Callable[[], Iterator[Sample]]] = [
-    matrices, elementwise, pointwise, views, reductions, indexing, layers, losses, randomness,
+    matrices,
+    elementwise,
+    pointwise,
+    views,
+    reductions,
+    indexing,
+    layers,
+    losses,
+    randomness,
 ]
 
 

@@ -15,7 +15,7 @@ from autoshard.planning.cost.machines import hardware
 from autoshard.planning.values import global_bytes
 from autoshard.program import Program
 from autoshard.runtime import compat
-from autoshard.runtime.collectives.states import R
+from autoshard.runtime.collectives.states import I
 from autoshard.runtime.mesh import offline_mesh
 from model_case import Case
 
@@ -64,5 +64,5 @@ def sharded_share(program: Program) -> float:
     """The fraction of parameter bytes that the plan splits."""
     total = sum(global_bytes(node) for node in program.parameters)
     stored = program.decisions.stored
-    split = sum(global_bytes(node) for node in program.parameters if stored[node] != R)
+    split = sum(global_bytes(node) for node in program.parameters if stored[node] != I)
     return split / total

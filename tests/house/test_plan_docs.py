@@ -32,7 +32,9 @@ def test_the_cluster_file_is_the_built_in_h100(tmp_path: Path) -> None:
     (tmp_path / "file.yaml").write_text(block("yaml"))
     read, known = cluster(str(tmp_path / "file.yaml")), cluster("h100")
     assert (read.inside, read.between, read.per_node) == (
-        known.inside, known.between, known.per_node,
+        known.inside,
+        known.between,
+        known.per_node,
     )
     assert read.efficiency == known.efficiency
     assert read.device.flops == known.device.flops

@@ -19,6 +19,7 @@ LONG: dict[str, str] = {
     "tests/helpers/rule_samples.py": "data: one sample of arguments an operator",
 }
 
+
 def sources() -> Iterator[Path]:
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*")):
@@ -32,9 +33,7 @@ def relative(path: Path) -> str:
 
 
 def test_files_hold_one_idea() -> None:
-    lengths = {
-        relative(p): len(p.read_text().splitlines()) for p in sources() if p.suffix == ".py"
-    }
+    lengths = {relative(p): len(p.read_text().splitlines()) for p in sources() if p.suffix == ".py"}
     over = {name: lines for name, lines in lengths.items() if lines > 400 and name not in LONG}
     assert not over
 

@@ -37,9 +37,7 @@ def train(batches: list[int], **options: Any) -> dict[str, Any]:
         autoshard.shard(nn.Linear(1, 1), (torch.ones(1, 1),), mesh={"dp_shard": 2})
     rank = dist.get_rank()
     model = make()
-    compiled = torch.compile(
-        model, backend="autoshard", options={"inner": "eager", **options}
-    )
+    compiled = torch.compile(model, backend="autoshard", options={"inner": "eager", **options})
     compiled(batch_of(batches[rank])).square().mean().backward()
     serial = make()
     each = [serial(batch_of(number)).square().mean() for number in batches]

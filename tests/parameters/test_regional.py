@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import autoshard
 from autoshard.parameters.repeated_layers import parameters_of_repeats
-from autoshard.runtime.collectives.states import R, S
+from autoshard.runtime.collectives.states import I, S
 
 VOCAB, WIDTH, LAYERS = 48, 32, 5
 
@@ -87,7 +87,7 @@ def test_siblings_are_alike_in_class_place_and_shape() -> None:
     model = Model()
     first, second, last = model.layers[0], model.layers[1], model.layers[-1]
     last.down = nn.Linear(4 * WIDTH, WIDTH).double()
-    planned = {first.up.weight: S(0), first.down.weight: S(1), first.norm.bias: R}
+    planned = {first.up.weight: S(0), first.down.weight: S(1), first.norm.bias: I}
     found = parameters_of_repeats(planned, [model])
     assert found[second.up.weight] == S(0) and found[second.down.weight] == S(1)
     assert found[last.up.weight] == S(0) and last.down.weight not in found

@@ -98,8 +98,7 @@ def from_file(name: str, sizes: Sizes, source: str, target: str) -> dict[str, An
     result["loss"] = float((loss - expected).detach().abs())
     wanted = dict(serial.named_parameters())
     result["gradient"] = max(
-        float((whole(p.grad) - wanted[key].grad).abs().max())
-        for key, p in model.named_parameters()
+        float((whole(p.grad) - wanted[key].grad).abs().max()) for key, p in model.named_parameters()
     )
     with torch.no_grad():
         for p in model.parameters():

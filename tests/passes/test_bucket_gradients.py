@@ -11,8 +11,8 @@ from autoshard.passes.base import Context
 from autoshard.passes.bucket_gradients import BucketGradients
 from autoshard.passes.bucketing import ALL_REDUCE
 from autoshard.runtime.collectives.axis import Axis
-from autoshard.runtime.collectives.redistribution import change
-from autoshard.runtime.collectives.states import R, V
+from autoshard.runtime.collectives.redistribution import redistribute
+from autoshard.runtime.collectives.states import I, R
 from autoshard.runtime.compat.aot import forward_backward
 from bucketed import reductions
 
@@ -46,13 +46,13 @@ def test_tied_and_expert_weights_have_buckets_of_their_own() -> None:
 
 
 def test_gradients_of_norms_on_tp_are_one_bucket() -> None:
-    """Weights used as V on tp (norms under sequence parallelism) share one all-reduce."""
+    """Weights used as R on tp (norms under sequence parallelism) share one all-reduce."""
     axis = Axis("tp", 4, 0, "offline:tp")
     graph = fx.Graph()
     x, *weights = [graph.placeholder(name) for name in ("x", "w", "v", "u")]
     at = x
     for weight in weights:
-        used = graph.call_function(change, (weight, R, V, axis))
+        used = graph.call_function(redistribute, (weight, I, R, axis))
         at = graph.call_function(torch.ops.aten.mul.Tensor, (at, used))
     graph.output((at,))
     with FakeTensorMode() as mode:

@@ -20,7 +20,7 @@ from traced import programs
 
 OUTER, INNER = (Axis(name, 2, 0, f"offline:{name}") for name in ("dp_replicate", "dp_shard"))
 TP = Axis("tp", 1, 0, "")
-STORED = {"dp_replicate": "R", "dp_shard": "S(0)"}
+STORED = {"dp_replicate": "I", "dp_shard": "S(0)"}
 
 
 def product(trained: bool = True, used: bool = True) -> fx.GraphModule:
@@ -41,7 +41,7 @@ def test_the_outer_axis_comes_first_and_the_shard_is_stored() -> None:
     gm = product()
     report = DataParallel((OUTER, INNER), {1: STORED}).run(gm, Context(TP))
     gm.graph.lint()
-    assert report.hits == 1 and changes(gm) == ["w: R -> V", "w: S(0) -> V"]
+    assert report.hits == 1 and changes(gm) == ["w: I -> R", "w: S(0) -> R"]
     assert [n.args[2] for n in gm.graph.nodes if n.target is unshard] == [OUTER, INNER]
     w = list(gm.graph.nodes)[1]
     assert tuple(w.meta["val"].shape) == (2, 6) and w.meta["val"].requires_grad
@@ -49,7 +49,7 @@ def test_the_outer_axis_comes_first_and_the_shard_is_stored() -> None:
 
 def test_what_needs_no_change_gets_none() -> None:
     frozen, unread = product(trained=False), product(used=False)
-    DataParallel((OUTER,), {1: {"dp_replicate": "R"}}).run(frozen, Context(TP))
+    DataParallel((OUTER,), {1: {"dp_replicate": "I"}}).run(frozen, Context(TP))
     report = DataParallel((INNER,), {1: STORED}).run(unread, Context(TP))
     assert changes(frozen) == changes(unread) == [] and report.hits == 0
     assert tuple(list(unread.graph.nodes)[1].meta["val"].shape) == (2, 6)
@@ -67,7 +67,7 @@ def test_a_gather_belongs_to_no_region(regather: bool) -> None:
 
 @pytest.mark.parametrize(
     ("microbatch", "found"),
-    [(ACCUMULATE, ["w: S(0) -> V"]), (FLUSH, ["w: R -> V", "w: S(0) -> V"])],
+    [(ACCUMULATE, ["w: S(0) -> R"]), (FLUSH, ["w: I -> R", "w: S(0) -> R"])],
 )
 def test_a_deferred_gradient_has_an_input_of_its_own(microbatch: str, found: list[str]) -> None:
     """Accumulating, the axes outside of the innermost deferred one are left out."""

@@ -29,13 +29,16 @@ TOLERANCE = 1e-5
 
 
 def random_nodes(gm: fx.GraphModule) -> list[fx.Node]:
-    return [n for n in gm.graph.nodes if n.meta.get("custom", {}).get(PASS)
-            == "invariant_random" and n.target not in (SEED, shared_seed)]
+    return [
+        n
+        for n in gm.graph.nodes
+        if n.meta.get("custom", {}).get(PASS) == "invariant_random"
+        and n.target not in (SEED, shared_seed)
+    ]
 
 
 def on_shards(program: Program) -> list[fx.Node]:
-    return [n for n in program.graph_module.graph.nodes
-            if n.target is on_shard]
+    return [n for n in program.graph_module.graph.nodes if n.target is on_shard]
 
 
 @pytest.mark.parametrize("name", ["bert", pytest.param("t5", marks=pytest.mark.slow), "vit"])
@@ -106,9 +109,13 @@ class Noisy(nn.Module):
 def test_every_random_operator_draws_as_on_one_device(n: int) -> None:
     model, x = Noisy(), torch.randn(2, 8, 16)
     (program,), values = programs(model, (x,), [{"mesh": {"tp": n}}])
-    left = [node for node in program.serial.graph.nodes
-            if isinstance(node.target, torch._ops.OpOverload) and node.target is not SEED
-            and torch.Tag.nondeterministic_seeded in node.target.tags]
+    left = [
+        node
+        for node in program.serial.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+        and node.target is not SEED
+        and torch.Tag.nondeterministic_seeded in node.target.tags
+    ]
     assert left == []
     assert len({node.args for node in random_nodes(program.serial)}) >= 11
     report = verify_program(program, values)

@@ -20,7 +20,7 @@ from autoshard.passes.localize import Localize
 from autoshard.passes.pipeline import rank_program
 from autoshard.program import Program
 from autoshard.runtime.collectives.axis import Axis
-from autoshard.runtime.collectives.redistribution import change
+from autoshard.runtime.collectives.redistribution import redistribute
 from autoshard.runtime.graph_meta import CHANGE, LINE
 from golden_text import golden
 from models_plain import MLP
@@ -36,9 +36,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(32, 32, bias=False) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            p(x).view(2, 8, 4, 8).transpose(1, 2) for p in (self.q, self.k, self.v)
-        )
+        q, k, v = (p(x).view(2, 8, 4, 8).transpose(1, 2) for p in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(y.transpose(1, 2).reshape(2, 8, 32))
 
@@ -125,14 +123,14 @@ def test_last_rank_of_an_uneven_dim_holds_what_is_left() -> None:
 
 def test_every_change_is_emitted_once() -> None:
     made = program("shared_copy")
-    changes = [n.args[:3] for n in made.graph_module.graph.nodes if n.target is change]
+    changes = [n.args[:3] for n in made.graph_module.graph.nodes if n.target is redistribute]
     assert changes and len(changes) == len(set(changes))
 
 
 def test_nodes_carry_their_module_and_the_users_line() -> None:
     made = program("shared_copy")
     for node in made.graph_module.graph.nodes:
-        if node.target is change:
+        if node.target is redistribute:
             custom = node.meta["custom"]
             assert "->" in custom[CHANGE]
             assert any(file in custom[LINE] for file in ("test_localize.py", "torch"))
@@ -140,7 +138,7 @@ def test_nodes_carry_their_module_and_the_users_line() -> None:
 
 def test_one_rank_adds_nothing() -> None:
     made = program("mlp", n=1)
-    assert not [n for n in made.graph_module.graph.nodes if n.target is change]
+    assert not [n for n in made.graph_module.graph.nodes if n.target is redistribute]
     assert render(made.graph_module) == render(made.serial)
 
 
@@ -159,4 +157,4 @@ def test_local_value_follows_the_chunk_rule(rank: int, rows: int) -> None:
     local = local_value(val, "S(0)", Axis("tp", 3, rank, ""))
     assert tuple(local.shape) == (rows, 4)
     assert local.requires_grad and local.dtype == val.dtype
-    assert local_value(val, "R", Axis("tp", 3, rank, "")) is val
+    assert local_value(val, "I", Axis("tp", 3, rank, "")) is val

@@ -205,9 +205,7 @@ def test_disable_leaves_out_optional_passes(monkeypatch: pytest.MonkeyPatch) -> 
         program_text(monkeypatch, AUTOSHARD_DISABLE="bucket_parameters,schedule_collectives")
     )
     everything = program_text(monkeypatch, AUTOSHARD_DISABLE="all")
-    stopped = program_text(
-        monkeypatch, AUTOSHARD_DISABLE="0", AUTOSHARD_STOP_AFTER="data_parallel"
-    )
+    stopped = program_text(monkeypatch, AUTOSHARD_DISABLE="0", AUTOSHARD_STOP_AFTER="data_parallel")
     assert everything == stopped != plain
 
 

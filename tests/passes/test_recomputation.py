@@ -50,16 +50,19 @@ def checkpointed(sequence: bool) -> dict[str, Program]:
         torch.compiler.reset()
         with torch.device("meta"):
             model = Stack(how, FeedForward)
-        options = [settings if how == "off" else {**settings, "recompute_collectives": name}
-                   for name in names]
+        options = [
+            settings if how == "off" else {**settings, "recompute_collectives": name}
+            for name in names
+        ]
         found.update(zip(names, programs(model, (x,), options)[0], strict=True))
     return found
 
 
 def large(program: Program, phase: str) -> Counter[str]:
     """Collectives of whole activations."""
-    return Counter(c.op for c in program.collectives()
-                   if c.phase == phase and c.bytes >= ACTIVATION)
+    return Counter(
+        c.op for c in program.collectives() if c.phase == phase and c.bytes >= ACTIVATION
+    )
 
 
 def saved(program: Program) -> float:
@@ -178,6 +181,7 @@ def kept(how: str) -> list[fx.Node]:
 
 def test_no_mask_is_kept() -> None:
     """What is kept of checkpointed blocks: their inputs, by policy matmuls, sums, and the seed."""
+
     def elements(how: str) -> int:
         return sum(n.meta["val"].numel() for n in kept(how) if n.meta["val"].is_floating_point())
 

@@ -28,8 +28,11 @@ class Recurrent(nn.Module):
         return out.sin().sum() + sum(s.cos().sum() for s in states)
 
 
-KINDS = [("LSTM", {}), ("GRU", {"bidirectional": True, "batch_first": True}),
-         ("RNN", {"bias": False})]
+KINDS = [
+    ("LSTM", {}),
+    ("GRU", {"bidirectional": True, "batch_first": True}),
+    ("RNN", {"bias": False}),
+]
 
 
 @pytest.mark.filterwarnings("ignore")

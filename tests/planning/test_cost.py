@@ -30,28 +30,28 @@ from autoshard.runtime.collectives import step
 
 # Typed from the design's table of transitions, not derived: "-" is no collective.
 TRANSITIONS = """
-    R    V    -              all_reduce
-    P    R    all_reduce     -
+    I    R    -              all_reduce
+    P    I    all_reduce     -
     P    S(0) reduce_scatter all_gather
-    S(0) V    all_gather     reduce_scatter
-    S(0) R    all_gather     -
-    R    S(0) -              all_gather
-    V    S(0) -              -
+    S(0) R    all_gather     reduce_scatter
+    S(0) I    all_gather     -
+    I    S(0) -              all_gather
+    R    S(0) -              -
     S(0) S(1) all_to_all     all_to_all
     S(1) S(0) all_to_all     all_to_all
-    V    R    -              -
-    R    P    -              -
+    R    I    -              -
+    I    P    -              -
     S(0) P    -              -
-    P    V    all_reduce     all_reduce
-    V    P    -              -
+    P    R    all_reduce     all_reduce
+    R    P    -              -
     P    S(1) reduce_scatter all_gather
-    S(1) V    all_gather     reduce_scatter
-    S(1) R    all_gather     -
-    R    S(1) -              all_gather
-    V    S(1) -              -
+    S(1) R    all_gather     reduce_scatter
+    S(1) I    all_gather     -
+    I    S(1) -              all_gather
+    R    S(1) -              -
     S(1) P    -              -
 """
-STATES = ("R", "V", "P", "S(0)", "S(1)")
+STATES = ("I", "R", "P", "S(0)", "S(1)")
 SLOW = Link(latency=1.0, bandwidth=1.0, copy_bandwidth=float("inf"))
 FREE = Link(latency=0.0, bandwidth=float("inf"), copy_bandwidth=float("inf"))
 
@@ -92,16 +92,16 @@ def test_staying_is_free(state: str) -> None:
 @pytest.mark.parametrize(
     ("src", "dst", "nbytes"),
     [
-        ("R", "P", 128),  # scale: 64 read, 64 written
-        ("R", "S(1)", 32),  # slice: a quarter read, a quarter written
+        ("I", "P", 128),  # scale: 64 read, 64 written
+        ("I", "S(1)", 32),  # slice: a quarter read, a quarter written
         ("S(1)", "P", 80),  # pad: a quarter read, all written
-        ("S(0)", "R", 0),
-        ("S(1)", "R", 128),
+        ("S(0)", "I", 0),
+        ("S(1)", "I", 128),
         ("P", "S(0)", 0),
         ("P", "S(2)", 128),
         ("S(0)", "S(1)", 32),
         ("S(1)", "S(2)", 64),
-        ("P", "R", 0),
+        ("P", "I", 0),
     ],
 )
 def test_local_copies(src: str, dst: str, nbytes: int) -> None:
@@ -111,7 +111,7 @@ def test_local_copies(src: str, dst: str, nbytes: int) -> None:
 
 
 def test_local_steps_have_names() -> None:
-    steps = {step(*pair) for pair in itertools.permutations(("R", "P", "S(0)"), 2)}
+    steps = {step(*pair) for pair in itertools.permutations(("I", "P", "S(0)"), 2)}
     assert steps == {"scale", "slice", "pad", "all_reduce", "reduce_scatter", "all_gather"}
 
 
@@ -124,8 +124,8 @@ def layer_bytes(changes: list[tuple[str, str]], n: int, nbytes: int) -> tuple[li
 def test_the_ledger_of_a_transformer_layer(t: int) -> None:
     nbytes = 2 * 4096 * 4096
     # Attention and MLP each: into the column-parallel products, out of the row-parallel one.
-    tensor = [("R", "V"), ("P", "R")] * 2
-    sequence = [("S(1)", "V"), ("P", "S(1)")] * 2
+    tensor = [("I", "R"), ("P", "I")] * 2
+    sequence = [("S(1)", "R"), ("P", "S(1)")] * 2
     assert layer_bytes(tensor, t, nbytes) == (["all_reduce"] * 4, 8 * (t - 1) / t * nbytes)
     assert layer_bytes(sequence, t, nbytes) == (
         ["all_gather"] * 4 + ["reduce_scatter"] * 4,

@@ -26,17 +26,31 @@ from traced import WithLoss, programs
 
 SLOW = Link(latency=0.0, bandwidth=100.0, copy_bandwidth=float("inf"))
 ROUND = Cluster(  # 1000 operations and 1e9 bytes a second: the arithmetic is what counts
-    Hardware("round", dict.fromkeys(("float8", "half", "float32", "float64"), 1000.0), 1e9,
-             10**9, {"tp": SLOW, "dp_shard": SLOW, "dp_replicate": SLOW}),
-    8, SLOW, SLOW, Efficiency(1.0, 1.0, 1.0, 1.0),
+    Hardware(
+        "round",
+        dict.fromkeys(("float8", "half", "float32", "float64"), 1000.0),
+        1e9,
+        10**9,
+        {"tp": SLOW, "dp_shard": SLOW, "dp_replicate": SLOW},
+    ),
+    8,
+    SLOW,
+    SLOW,
+    Efficiency(1.0, 1.0, 1.0, 1.0),
 )
 
 
 def meta_llama(**sizes: int) -> tuple[nn.Module, dict[str, Any]]:
     import transformers
 
-    given = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 2,
-             "num_attention_heads": 8, "vocab_size": 512, **sizes}
+    given = {
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "vocab_size": 512,
+        **sizes,
+    }
     with torch.device("meta"):
         config = transformers.LlamaConfig(**given, use_cache=False)
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)

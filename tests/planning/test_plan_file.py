@@ -60,7 +60,7 @@ def test_the_file_reads_as_one_decision_a_line(saved: Path) -> None:
     lines = [line.strip().rstrip(",") for line in saved.read_text().splitlines()]
     assert '"up.weight": "S(0)"' in lines
     assert '"down.weight": "S(1)"' in lines
-    assert any(line.startswith('"linear": "V, S(0)') for line in lines)
+    assert any(line.startswith('"linear": "R, S(0)') for line in lines)
     assert max(map(len, lines)) < 100
 
 
@@ -109,13 +109,13 @@ def test_deleted_lines_are_planned_again(saved: Path) -> None:
 def test_an_edited_operator_is_obeyed(saved: Path) -> None:
     def whole(body: dict[str, Any]) -> None:
         body["parameters"] = {}
-        graph_of(body)["nodes"] = {"linear": "R, R, R -> R"}
+        graph_of(body)["nodes"] = {"linear": "I, I, I -> I"}
         graph_of(body)["copies"] = {}
 
     edit(saved, whole)
     program = trace(plan=saved)
     (key,) = program.plan.graphs
-    assert program.plan.graphs[key].nodes["linear"] == "R, R, R -> R"
+    assert program.plan.graphs[key].nodes["linear"] == "I, I, I -> I"
 
 
 def test_a_plan_of_another_model_is_no_constraint(saved: Path) -> None:
@@ -136,13 +136,13 @@ def error(saved: Path, change: Any, kind: type[Exception] = PlanError) -> str:
 
 
 def test_an_impossible_strategy_is_an_error_that_lists_the_possible(saved: Path) -> None:
-    text = error(saved, lambda body: graph_of(body)["nodes"].update(linear="S(0), P -> V"))
-    assert "'linear' as 'S(0), P -> V'" in text
-    assert "R, R, R -> R" in text and "Correct the line, or delete it" in text
+    text = error(saved, lambda body: graph_of(body)["nodes"].update(linear="S(0), P -> R"))
+    assert "'linear' as 'S(0), P -> R'" in text
+    assert "I, I, I -> I" in text and "Correct the line, or delete it" in text
 
 
 def test_an_unknown_node_is_an_error(saved: Path) -> None:
-    text = error(saved, lambda body: graph_of(body)["nodes"].update(nowhere="R -> R"))
+    text = error(saved, lambda body: graph_of(body)["nodes"].update(nowhere="I -> I"))
     assert "'nowhere'" in text and "no such node" in text
 
 
@@ -158,7 +158,7 @@ def test_a_dim_the_parameter_lacks_is_an_error(saved: Path) -> None:
 
 
 def test_a_state_no_parameter_can_be_stored_in_is_an_error(saved: Path) -> None:
-    for state in ("P", "V", "S", "sharded"):
+    for state in ("P", "R", "S", "sharded"):
         text = error(
             saved, lambda body, s=state: body["parameters"].update({"up.bias": s}), ValueError
         )

@@ -17,7 +17,7 @@ from autoshard.planning.planner import stored_bytes
 from autoshard.planning.rules import strategies
 from autoshard.planning.solver.factor_graph import FactorGraph
 from autoshard.program import Program
-from autoshard.runtime.collectives.states import R, shard_dim
+from autoshard.runtime.collectives.states import I, shard_dim
 from autoshard.runtime.errors import PlanError
 from autoshard.verification.program_check import verify_program
 from models import CASES
@@ -89,7 +89,7 @@ def test_every_rank_makes_the_same_plan() -> None:
 def test_digest_follows_the_decisions() -> None:
     plan = autoshard.trace(MLP(), (torch.randn(8, 64),), mesh={"tp": 2}).plan
     before = plan.digest()
-    plan.parameters["up.weight"] = R
+    plan.parameters["up.weight"] = I
     assert plan.digest() != before
 
 
@@ -125,17 +125,17 @@ def _smallest_budget(model: nn.Module, x: torch.Tensor) -> int:
 def test_stored_parameter_stays_where_it_is() -> None:
     """What a loaded plan says of a parameter is obeyed by every operator around it."""
     x = torch.randn(8, 64)
-    plan = autoshard.Plan("tp", 2, {"up.weight": R, "down.weight": "S(0)"})
+    plan = autoshard.Plan("tp", 2, {"up.weight": I, "down.weight": "S(0)"})
     program = autoshard.trace(MLP(), (x,), mesh={"tp": 2}, plan=plan)
     stored = program.stored()
-    assert stored["up.weight"] == R
+    assert stored["up.weight"] == I
     assert stored["down.weight"] == "S(0)"
 
 
 def test_without_sequence_parallelism_no_change_spreads_an_activation() -> None:
     program = planned("llama", mesh={"tp": 2}, sequence_parallel=False)
     for node in program.graph_module.graph.nodes:
-        if getattr(node.target, "__name__", "") == "change" and node.meta.get("diff"):
+        if getattr(node.target, "__name__", "") == "redistribute" and node.meta.get("diff"):
             source, want = node.args[1], node.args[2]
             assert not (source == "P" and want.startswith("S")), node
 
@@ -165,9 +165,7 @@ def test_solver_work_is_linear_in_depth() -> None:
         with torch.device("meta"):
             model = llama(num_hidden_layers=layers)()
         ids = torch.zeros(4, 32, dtype=torch.long, device="meta")
-        program = autoshard.trace(
-            model, kwargs={"input_ids": ids, "labels": ids}, mesh={"tp": 4}
-        )
+        program = autoshard.trace(model, kwargs={"input_ids": ids, "labels": ids}, mesh={"tp": 4})
         work.append(program.decisions.work)
         width.append(program.decisions.width)
     first, second = work[1] - work[0], work[2] - work[1]

@@ -8,7 +8,7 @@ import torch
 from autoshard.planning.rules.language import TextRule
 from autoshard.planning.rules.registry import sharding_rule, strategies
 from autoshard.planning.strategy import Strategy
-from autoshard.runtime.collectives.states import P, R, S, V
+from autoshard.runtime.collectives.states import I, P, R, S
 from oracle import node_of
 
 aten = torch.ops.aten
@@ -17,19 +17,19 @@ aten = torch.ops.aten
 def offered(
     op: torch._ops.OpOverload, *args: object, n: int = 2, **kwargs: object
 ) -> list[Strategy]:
-    """What is offered beyond all-R and all-V."""
+    """What is offered beyond all-I and all-R."""
     return strategies(node_of(op, args, kwargs)[0], n)[0][2:]
 
 
 def test_linear_is_column_parallel_row_parallel_batch_sharded_and_linear() -> None:
     x, weight, bias = torch.randn(3, 4, 6), torch.randn(8, 6), torch.randn(8)
     assert offered(aten.linear.default, x, weight, bias) == [
-        Strategy((S(0), V, V), S(0)),
-        Strategy((S(1), V, V), S(1)),
+        Strategy((S(0), R, R), S(0)),
+        Strategy((S(1), R, R), S(1)),
         Strategy((S(2), S(1), P), P),
-        Strategy((V, S(0), S(0)), S(2)),
-        Strategy((P, V, P), P),
-        Strategy((V, P, P), P),
+        Strategy((R, S(0), S(0)), S(2)),
+        Strategy((P, R, P), P),
+        Strategy((R, P, P), P),
     ]
 
 
@@ -43,20 +43,20 @@ def test_a_missing_operand_and_a_keyword_operand() -> None:
 def test_a_broadcast_dim_lacks_the_letter() -> None:
     x, row, column = torch.randn(4, 6), torch.randn(1, 6), torch.randn(4, 1)
     assert offered(aten.maximum.default, x, row) == [
-        Strategy((S(0), V), S(0)),
+        Strategy((S(0), R), S(0)),
         Strategy((S(1), S(1)), S(1)),
     ]
     assert offered(aten.maximum.default, row, column) == [
-        Strategy((V, S(0)), S(0)),
-        Strategy((S(1), V), S(1)),
+        Strategy((R, S(0)), S(0)),
+        Strategy((S(1), R), S(1)),
     ]
 
 
 def test_integers_and_masks_are_r_where_others_would_be_v() -> None:
     mask, x = torch.ones(6, dtype=torch.bool), torch.randn(4, 6)
     found = offered(aten.where.self, mask, x, x)
-    assert Strategy((R, S(0), S(0)), S(0)) in found
-    assert Strategy((R, P, P), P) in found
+    assert Strategy((I, S(0), S(0)), S(0)) in found
+    assert Strategy((I, P, P), P) in found
 
 
 def test_a_number_as_a_term_is_not_partial() -> None:

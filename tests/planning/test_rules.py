@@ -11,7 +11,7 @@ from autoshard.planning.rules import registry
 from autoshard.planning.rules.call import OpCall
 from autoshard.planning.rules.registry import strategies
 from autoshard.planning.strategy import Strategy
-from autoshard.runtime.collectives.states import P, R, S, V
+from autoshard.runtime.collectives.states import I, P, R, S
 from oracle import Sample, check, node_of, prove
 from rule_samples import all_samples
 
@@ -26,11 +26,11 @@ def test_every_strategy_is_right(op: str) -> None:
 
 
 def test_every_rule_is_proved() -> None:
-    """A rule is proved where some sample of its operator gets a strategy beyond R and V."""
+    """A rule is proved where some sample of its operator gets a strategy beyond I and R."""
     proved = set()
     for sample in SAMPLES:
         node, _ = node_of(sample.overload, sample.args, sample.kwargs)
-        if any(set(s.inputs) - {R, V} or s.impl for s in strategies(node, 2)[0]):
+        if any(set(s.inputs) - {I, R} or s.impl for s in strategies(node, 2)[0]):
             proved |= {str(sample.overload), str(sample.overload.overloadpacket)}
     assert [name for name in registry.registered() if name not in proved] == []
 
@@ -47,12 +47,12 @@ WRONG = {
     "a weight that is not summed": (
         "aten.linear",
         tuple(torch.randn(s).double() for s in [(4, 8), (6, 8), (6,)]),
-        lambda call: [call.strategy({"input": S(0), "weight": R, "bias": R}, S(0))],
+        lambda call: [call.strategy({"input": S(0), "weight": I, "bias": I}, S(0))],
     ),
     "an output said to be whole": (
         "aten.mm",
         tuple(torch.randn(s).double() for s in [(4, 8), (8, 6)]),
-        lambda call: [call.strategy({"self": S(1), "mat2": S(0)}, R)],
+        lambda call: [call.strategy({"self": S(1), "mat2": S(0)}, I)],
     ),
 }
 
@@ -71,10 +71,8 @@ def test_the_first_strategy_is_replicated_and_unknown_operators_are_only_that() 
     x = torch.randn(4, 4, dtype=torch.float64)
     node, _ = node_of(torch.ops.aten.linalg_inv.default, (x,), {})
     found, reasons = strategies(node, 2)
-    assert found == [Strategy((R,), R), Strategy((V,), V)]
-    assert reasons == [
-        "aten.linalg_inv.default has no sharding rule (see autoshard.sharding_rule)"
-    ]
+    assert found == [Strategy((I,), I), Strategy((R,), R)]
+    assert reasons == ["aten.linalg_inv.default has no sharding rule (see autoshard.sharding_rule)"]
 
 
 @pytest.mark.parametrize(
@@ -106,8 +104,8 @@ def test_users_add_rules_for_their_operators(monkeypatch: pytest.MonkeyPatch) ->
         node, tensors = node_of(op.default, args, {})
         found, _ = strategies(node, 2)
         assert Strategy((S(0), S(0)), S(0)) in found
-        assert Strategy((S(1), V), S(1)) in found
-        assert Strategy((P, V), P) in found
+        assert Strategy((S(1), R), S(1)) in found
+        assert Strategy((P, R), P) in found
         for strategy in found:
             check(node, tensors, strategy, 2)
 
@@ -115,7 +113,7 @@ def test_users_add_rules_for_their_operators(monkeypatch: pytest.MonkeyPatch) ->
             yield call.strategy({"x": S(1)}, S(1))
 
         registry.sharding_rule(op, by_column)
-        assert strategies(node, 2)[0][2:] == [Strategy((S(1), V), S(1))]
+        assert strategies(node, 2)[0][2:] == [Strategy((S(1), R), S(1))]
 
 
 def test_vocab_parallel_loss_of_16_bits_is_that_of_fp32() -> None:

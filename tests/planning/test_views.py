@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from autoshard.planning.rules.registry import strategies
 from autoshard.planning.rules.views import size_entry
 from autoshard.planning.strategy import Strategy
-from autoshard.runtime.collectives.states import P, R, S, V, shard_dim
+from autoshard.runtime.collectives.states import I, P, R, S, shard_dim
 from oracle import check, node_of
 
 aten = torch.ops.aten
@@ -88,8 +88,8 @@ CASES: dict[str, tuple[Any, tuple[torch.Tensor, ...], tuple[Any, ...], Any]] = {
         S(1),
     ),
     "merge tokens": (lambda x: x.reshape(-1, x.shape[2]), (torch.randn(4, 7, 6),), (S(0),), S(0)),
-    "linear": (torch.nn.functional.linear, (torch.randn(4, 6), torch.randn(8, 6)), (S(0), V), S(0)),
-    "broadcast": (torch.add, (torch.randn(4, 6), torch.randn(1, 6)), (S(0), V), S(0)),
+    "linear": (torch.nn.functional.linear, (torch.randn(4, 6), torch.randn(8, 6)), (S(0), R), S(0)),
+    "broadcast": (torch.add, (torch.randn(4, 6), torch.randn(1, 6)), (S(0), R), S(0)),
     "attention": (
         torch.nn.functional.scaled_dot_product_attention,
         tuple(torch.randn(2, 4, 6, 8) for _ in range(3)),
@@ -99,11 +99,11 @@ CASES: dict[str, tuple[Any, tuple[torch.Tensor, ...], tuple[Any, ...], Any]] = {
     "embedding": (
         lambda w, i: torch.nn.functional.embedding(i, w),
         (torch.randn(10, 8), IDS),
-        (V, S(1)),
+        (R, S(1)),
         S(1),
     ),
     "gather": (lambda x, i: x.gather(1, i), (torch.randn(4, 6), IDS), (S(0), S(0)), S(0)),
-    "index": (lambda x, i: x[i], (torch.randn(10, 8), IDS), (V, S(0)), S(0)),
+    "index": (lambda x, i: x[i], (torch.randn(10, 8), IDS), (R, S(0)), S(0)),
     "cat": (lambda x, y: torch.cat([x, y], 1), (torch.randn(4, 6),) * 2, (S(0), S(0)), S(0)),
     "mean": (lambda x: x.mean(1), (torch.randn(4, 6),), (S(1),), P),
     "loss": (
@@ -128,7 +128,7 @@ def test_symbolic_sizes_are_sharded_without_new_guards(name: str) -> None:
 def test_a_symbolic_size_whose_hint_does_not_divide_is_declined() -> None:
     node, _ = symbolic(torch.relu, torch.randn(7, 6))
     found, reasons = strategies(node, 2)
-    assert [s.output for s in found] == [R, V, S(1)]
+    assert [s.output for s in found] == [I, R, S(1)]
     assert "aten.relu.default: ...1 7 % 2 != 0" in reasons
 
 

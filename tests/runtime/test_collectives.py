@@ -9,24 +9,24 @@ import torch
 
 from autoshard.runtime.collectives.axis import Axis, chunk_bounds
 from autoshard.runtime.collectives.lockstep import run_ranks
-from autoshard.runtime.collectives.redistribution import change
+from autoshard.runtime.collectives.redistribution import redistribute
 from autoshard.runtime.collectives.states import (
+    I,
     P,
     R,
     S,
     State,
-    V,
     forward_value,
     gradient_value,
     shard_dim,
 )
 
-STATES = [R, V, P, S(0), S(1), S(2)]
+STATES = [I, R, P, S(0), S(1), S(2)]
 
 
 def parts(x: torch.Tensor, kind: State, n: int, seed: int = 7) -> list[torch.Tensor]:
-    """The local values of `x` on n ranks in R, P or S(d)."""
-    if kind == R:
+    """The local values of `x` on n ranks in I, P or S(d)."""
+    if kind == I:
         return [x.clone() for _ in range(n)]
     if kind == P:
         generator = torch.Generator().manual_seed(seed)
@@ -38,8 +38,8 @@ def parts(x: torch.Tensor, kind: State, n: int, seed: int = 7) -> list[torch.Ten
 
 
 def whole(locals_: list[torch.Tensor], kind: State) -> torch.Tensor:
-    """The inverse of `parts`; for R every rank must hold the same."""
-    if kind == R:
+    """The inverse of `parts`; for I every rank must hold the same."""
+    if kind == I:
         for other in locals_[1:]:
             torch.testing.assert_close(other, locals_[0], rtol=0, atol=0)
         return locals_[0]
@@ -62,7 +62,7 @@ def test_every_pair_returns_value_and_gradient(n: int, shape: tuple[int, ...]) -
 
         def rank(axis: Axis, xs=xs, grads=grads, src=src, dst=dst, extent=extent):
             leaf = xs[axis.rank].requires_grad_()
-            out = change(leaf, src, dst, axis, extent)
+            out = redistribute(leaf, src, dst, axis, extent)
             out.backward(grads[axis.rank])
             return out.detach(), leaf.grad
 
@@ -78,7 +78,7 @@ def test_a_failing_rank_fails_all_and_hangs_none() -> None:
     def rank(axis: Axis) -> torch.Tensor:
         if axis.rank == 1:
             raise ValueError("rank 1 is out of memory")
-        return change(torch.ones(4), P, R, axis)
+        return redistribute(torch.ones(4), P, I, axis)
 
     with pytest.raises(ValueError, match="rank 1 is out of memory"):
         run_ranks(2, rank)
@@ -86,7 +86,7 @@ def test_a_failing_rank_fails_all_and_hangs_none() -> None:
 
 def test_ranks_that_run_different_collectives_are_told() -> None:
     def rank(axis: Axis) -> torch.Tensor:
-        return change(torch.ones(4), P, R if axis.rank else S(0), axis)
+        return redistribute(torch.ones(4), P, I if axis.rank else S(0), axis)
 
     with pytest.raises(RuntimeError, match="ranks disagree on the collective"):
         run_ranks(2, rank)

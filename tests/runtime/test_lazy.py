@@ -140,7 +140,7 @@ def test_metadata_and_repr_are_free_and_a_read_is_paid_once(
 def test_wrap_outputs_leaves_the_rest_alone() -> None:
     axis = Axis("tp", 2, 0, "offline:tp")
     outputs = (torch.ones(2), torch.ones(3, 2), None, torch.ones(2, 4), 5)
-    got = wrap_outputs(outputs, ("R", "S(0)", "R", "P", "R"), (None, 5, None, None, None), axis)
+    got = wrap_outputs(outputs, ("I", "S(0)", "I", "P", "I"), (None, 5, None, None, None), axis)
     assert got[0] is outputs[0] and got[2] is None and got[4] == 5
     assert got[1].shape == (5, 2) and got[3].shape == (2, 4)
     assert [isinstance(x, LazyGather) for x in got] == [False, True, False, True, False]

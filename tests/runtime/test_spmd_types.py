@@ -11,8 +11,8 @@ from torch import fx
 
 import autoshard
 from autoshard.program import Program
-from autoshard.runtime.collectives.redistribution import change
-from autoshard.runtime.collectives.states import P, R, V
+from autoshard.runtime.collectives.redistribution import redistribute
+from autoshard.runtime.collectives.states import I, P, R
 from autoshard.runtime.parameters.data_unsharding import unshard
 from gradient_types import check_types
 from models import CASES
@@ -59,12 +59,12 @@ def test_each_dropped_change_is_found(name: str, mesh: dict[str, int]) -> None:
             faulty.graph.erase_node(spoiled)
             with pytest.raises(SpmdTypeError):
                 check_types(dataclasses.replace(program, graph_module=faulty))
-            dropped.add(node.args[1:3] if node.target is change else "unshard")
-    assert dropped >= {(P, R), (R, V)}
+            dropped.add(node.args[1:3] if node.target is redistribute else "unshard")
+    assert dropped >= {(P, I), (I, R)}
     assert ("unshard" in dropped) == ("dp_replicate" in mesh)
 
 
 def _keeps_the_shape(node: fx.Node) -> bool:
     if node.target is unshard:
-        return node.args[1] == R
-    return node.target is change and node.meta["val"].shape == node.args[0].meta["val"].shape
+        return node.args[1] == I
+    return node.target is redistribute and node.meta["val"].shape == node.args[0].meta["val"].shape

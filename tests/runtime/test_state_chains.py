@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from autoshard.runtime.collectives import states
 from autoshard.runtime.collectives.axis import Axis, chunk_size
 from autoshard.runtime.collectives.lockstep import run_ranks
-from autoshard.runtime.collectives.redistribution import change
+from autoshard.runtime.collectives.redistribution import redistribute
 from autoshard.runtime.collectives.states import (
+    I,
     P,
     R,
     S,
-    V,
     forward_value,
     gradient_value,
     shard_dim,
@@ -31,7 +31,7 @@ def chains(draw: Any) -> tuple[int, tuple[int, ...], list[str]]:
     n = draw(st.integers(2, 4))
     sizes = [s for s in range(1, 10) if s % n == 0 or (n - 1) * chunk_size(s, n) < s]
     shape = tuple(draw(st.lists(st.sampled_from([1, *sizes]), min_size=1, max_size=3)))
-    possible = [R, V, P, *(S(d) for d, size in enumerate(shape) if size in sizes)]
+    possible = [I, R, P, *(S(d) for d, size in enumerate(shape) if size in sizes)]
     states = draw(st.lists(st.sampled_from(possible), min_size=2, max_size=6))
     return n, shape, states
 
@@ -52,7 +52,9 @@ def run_chain(
         for have, want in zip(states, states[1:]):
             dim = shard_dim(have)
             uneven = dim is not None and shape[dim] % n != 0
-            x = change(x, have, want, axis, shape[dim] if uneven and dim is not None else None)
+            x = redistribute(
+                x, have, want, axis, shape[dim] if uneven and dim is not None else None
+            )
         x.backward(gradients[axis.rank])
         assert start.grad is not None
         return x.detach(), start.grad
@@ -74,7 +76,7 @@ def test_a_chain_returns_the_value_and_the_gradient(
 
 def join_close(parts: list[torch.Tensor], state: str) -> torch.Tensor:
     """`join`, where ranks that hold one value may differ by rounding: each was summed once."""
-    if state == R:
+    if state == I:
         for part in parts[1:]:
             torch.testing.assert_close(part, parts[0])
         return parts[0]
@@ -98,7 +100,7 @@ def test_forks_of_a_chain_sum_their_gradients(
 
     def rank(axis: Axis) -> torch.Tensor:
         start = values[axis.rank].clone().requires_grad_()
-        reads = [change(start, first, state, axis, extent) for state in others]
+        reads = [redistribute(start, first, state, axis, extent) for state in others]
         torch.autograd.backward(reads, [share[axis.rank] for share in shares])
         assert start.grad is not None
         return start.grad
@@ -108,8 +110,8 @@ def test_forks_of_a_chain_sum_their_gradients(
 
 
 def test_the_oracle_sees_a_gradient_that_is_not_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, gradients, _, gradient = run_chain(2, (4, 4), [R, V], 0)
+    _, gradients, _, gradient = run_chain(2, (4, 4), [I, R], 0)
     torch.testing.assert_close(gradients[0], gradient)
-    monkeypatch.setattr(states, "gradient_value", lambda state: R)
-    _, gradients, _, gradient = run_chain(2, (4, 4), [R, V], 0)
+    monkeypatch.setattr(states, "gradient_value", lambda state: I)
+    _, gradients, _, gradient = run_chain(2, (4, 4), [I, R], 0)
     assert not torch.allclose(gradients[0], gradient)

@@ -87,9 +87,7 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
         for form in FORMS
     ],
 )
-def test_adamw_and_its_schedule(
-    gloo2: Any, gloo4: Any, sizes: Sizes, zero: int, form: str
-) -> None:
+def test_adamw_and_its_schedule(gloo2: Any, gloo4: Any, sizes: Sizes, zero: int, form: str) -> None:
     pool = gloo4 if len(sizes) == 2 else gloo2
     for worst in pool(train, "mlp", sizes, zero, FORMS[form]):
         assert worst["rate"] == 0, worst

@@ -62,9 +62,7 @@ def test_several_buckets(gloo2: Any, sizes: Sizes, options: dict[str, Any]) -> N
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize(("sizes", "zero"), MATRIX)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "convnet"])
-def test_matrix(
-    gloo2: Any, gloo4: Any, name: str, sizes: Sizes, zero: int, micro: int
-) -> None:
+def test_matrix(gloo2: Any, gloo4: Any, name: str, sizes: Sizes, zero: int, micro: int) -> None:
     """The matrix of the data-parallel issue; the early microbatches run in `no_sync`."""
     pool = gloo4 if len(sizes) == 2 else gloo2
     results = pool(train, name, sizes, micro, 5, {"zero": zero}, wait=True)

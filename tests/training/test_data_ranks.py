@@ -16,7 +16,7 @@ from models import CASES
 
 def apart() -> dict[str, Any]:
     """dp rank 0 has 3 rows and its plan; dp rank 1 has 5 rows and would store otherwise."""
-    from autoshard.runtime.collectives.states import R, S
+    from autoshard.runtime.collectives.states import I, S
     from autoshard.runtime.mesh import init_mesh
 
     sizes = {"dp_shard": 2, "tp": 2}
@@ -33,13 +33,13 @@ def apart() -> dict[str, Any]:
         model, backend="autoshard", options={"mesh": sizes, "inner": "aot_eager"}
     )
     planned = backend.unplanned_parameters
-    swaps = {S(0): S(1), S(1): S(0), R: R}
+    swaps = {S(0): S(1), S(1): S(0), I: I}
 
     def otherwise(*args: Any) -> Any:
         found = planned(*args)
         if rank == 0:
             return found
-        return {p: swaps[state] if p.dim() == 2 else R for p, state in found.items()}
+        return {p: swaps[state] if p.dim() == 2 else I for p, state in found.items()}
 
     with mock.patch.object(backend, "unplanned_parameters", otherwise):
         compiled(*steps[0][rank]).backward()

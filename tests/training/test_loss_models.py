@@ -129,8 +129,11 @@ def test_loss_and_gradients_are_those_of_the_dense_model(loss: str) -> None:
 def test_two_reductions_of_a_number_for_each_token(loss: str, sums: int) -> None:
     """The maximum, and one packed sum: exponentials, the target's score, with smoothing all."""
     for program in traced(loss)[0]:
-        inside = [c.bytes for c in program.collectives()
-                  if c.phase == "forward" and "cross_entropy" in c.change]
+        inside = [
+            c.bytes
+            for c in program.collectives()
+            if c.phase == "forward" and "cross_entropy" in c.change
+        ]
         assert inside == [TOKENS * 8, sums * TOKENS * 8]
 
 
@@ -139,8 +142,9 @@ def test_logits_that_nobody_reads_cost_nothing(outputs: str) -> None:
     model, x, target = case(F.cross_entropy, logits=True)
     torch.compiler.reset()
     (program,), _ = programs(model, (x, target), [{**sharded(2), "outputs": outputs}])
-    gathered = [c for c in program.collectives()
-                if c.op == "all_gather" and c.bytes >= TOKENS * VOCAB * 8]
+    gathered = [
+        c for c in program.collectives() if c.op == "all_gather" and c.bytes >= TOKENS * VOCAB * 8
+    ]
     assert len(gathered) == (outputs == "replicate")
 
 
@@ -172,8 +176,13 @@ def test_no_tokens_in_every_form_of_the_loss(
     scores, target = torch.randn(2, tokens, classes), torch.randint(1, classes, (2, tokens))
     target[0], target[1, 2] = ignored, ignored
     want = scores.clone().requires_grad_()
-    whole = F.cross_entropy(want.flatten(0, 1), target.flatten(), weight, ignore_index=ignored,
-                            label_smoothing=smoothing)
+    whole = F.cross_entropy(
+        want.flatten(0, 1),
+        target.flatten(),
+        weight,
+        ignore_index=ignored,
+        label_smoothing=smoothing,
+    )
     whole.backward()
 
     def rank(axes: tuple[Axis, ...]) -> tuple[T, T]:

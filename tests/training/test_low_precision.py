@@ -14,8 +14,9 @@ from steps import Step, error, serial_step, sharded_step
 from traced import WithLoss, programs
 
 NAMES = ["llama", "gpt2", "bert", "vit"]
-OPTIONS = [{"mesh": {"tp": n}, "sequence_parallel": sequence}
-           for n in (2, 4) for sequence in (True, False)]
+OPTIONS = [
+    {"mesh": {"tp": n}, "sequence_parallel": sequence} for n in (2, 4) for sequence in (True, False)
+]
 
 
 def traced(
@@ -61,9 +62,13 @@ def test_autocast_error_is_that_of_the_serial_run(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [pytest.param("llama", torch.float16, marks=pytest.mark.slow),
-     *[pytest.param(n, torch.bfloat16, marks=[pytest.mark.slow] if n != "vit" else [])
-       for n in NAMES]],
+    [
+        pytest.param("llama", torch.float16, marks=pytest.mark.slow),
+        *[
+            pytest.param(n, torch.bfloat16, marks=[pytest.mark.slow] if n != "vit" else [])
+            for n in NAMES
+        ],
+    ],
 )
 def test_error_of_a_model_cast_as_a_whole(name: str, dtype: torch.dtype) -> None:
     want = exact(name)

@@ -139,9 +139,7 @@ def three_steps(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
-@pytest.mark.parametrize(
-    ("name", "sequence"), [("t5", True), ("gpt2", False)]
-)
+@pytest.mark.parametrize(("name", "sequence"), [("t5", True), ("gpt2", False)])
 def test_checkpointed_on_processes_and_not_on_one(gloo2: Any, name: str, sequence: bool) -> None:
     """What two ranks train with recomputation is what one process trains without."""
     options = {"mesh": {"tp": 2}, "sequence_parallel": sequence}
@@ -160,7 +158,8 @@ def test_the_comparison_sees_one_wrong_element() -> None:
     serial: Drawn = [(call, None, mask) for call in range(3)]
     parts: Drawn = [
         (call, Part(1, 4 * rank, 8), mask[:, 4 * rank : 4 * rank + 4].clone())
-        for call in range(3) for rank in range(2)
+        for call in range(3)
+        for rank in range(2)
     ]
     compare_masks(serial, parts, 2)
     parts[4][2][0, 0] ^= True

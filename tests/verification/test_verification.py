@@ -12,7 +12,7 @@ from torch import fx, nn
 from autoshard.passes import localize
 from autoshard.planning.strategy import operands
 from autoshard.program import Program
-from autoshard.runtime.collectives.states import R, V, shard_dim
+from autoshard.runtime.collectives.states import I, R, shard_dim
 from autoshard.verification.program_check import Differences, join, split, verify_program
 from gradient_types import check_types
 from models import CASES
@@ -85,14 +85,14 @@ def test_a_dropped_reduction_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
     program, values = _mlp()
     assert not _fails(program, values)
     changes = _changes(program)
-    assert {(have, want) for have, want in changes} >= {("P", "R")}
-    honest = localize.change
+    assert {(have, want) for have, want in changes} >= {("P", "I")}
+    honest = localize.redistribute
     for dropped in changes:
 
         def faulty(x: Any, have: str, want: str, *rest: Any, drop: Any = dropped) -> Any:
             return x if (have, want) == drop else honest(x, have, want, *rest)
 
-        monkeypatch.setattr(localize, "change", faulty)
+        monkeypatch.setattr(localize, "redistribute", faulty)
         assert _fails(program, values), f"{dropped} was dropped and nobody noticed"
 
 
@@ -100,24 +100,22 @@ def _changes(program: Program) -> list[tuple[str, str]]:
     return [
         (node.args[1], node.args[2])
         for node in program.graph_module.graph.nodes
-        if node.target is localize.change
+        if node.target is localize.redistribute
     ]
 
 
 def test_an_input_whose_partial_gradient_is_not_summed_is_noticed() -> None:
-    """V treated as R: the value is right, the gradient is one rank's part."""
+    """R treated as I: the value is right, the gradient is one rank's part."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), MLP())
     made, values = programs(Regression(model), (torch.randn(8, 64),) * 2, [{"mesh": {"tp": 2}}])
     program = made[0]
     assert not _fails(program, values)
     for node, strategy in program.decisions.strategies.items():
-        if strategy.inputs[:1] != (V,) or not operands(node)[0].meta.get("diff"):
+        if strategy.inputs[:1] != (R,) or not operands(node)[0].meta.get("diff"):
             continue
-        program.decisions.strategies[node] = strategy._replace(
-            inputs=(R, *strategy.inputs[1:])
-        )
-        assert _fails(program, values), f"{node} takes R in place of V and nobody noticed"
+        program.decisions.strategies[node] = strategy._replace(inputs=(I, *strategy.inputs[1:]))
+        assert _fails(program, values), f"{node} takes I in place of R and nobody noticed"
         return
     raise AssertionError("the plan has no column-parallel operator to spoil")
 
@@ -128,7 +126,7 @@ def test_a_wrong_rule_is_noticed() -> None:
     spoiled = 0
     for node, strategy in program.decisions.strategies.items():
         if strategy.output == "P" and node.op == "call_function":
-            program.decisions.strategies[node] = strategy._replace(output=R)
+            program.decisions.strategies[node] = strategy._replace(output=I)
             spoiled += 1
     assert spoiled
     assert _fails(program, values)
@@ -137,7 +135,7 @@ def test_a_wrong_rule_is_noticed() -> None:
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_split_and_join_are_inverse(n: int) -> None:
     whole = torch.randn(5, 7)
-    for state in ("R", "P", "S(0)", "S(1)"):
+    for state in ("I", "P", "S(0)", "S(1)"):
         parts = split(whole, state, n)
         assert len(parts) == n
         torch.testing.assert_close(join(parts, state), whole)
@@ -148,7 +146,7 @@ def test_split_and_join_are_inverse(n: int) -> None:
 
 def test_join_notices_ranks_that_disagree() -> None:
     with pytest.raises(AssertionError):
-        join([torch.zeros(3), torch.ones(3)], R)
+        join([torch.zeros(3), torch.ones(3)], I)
 
 
 def test_the_differences_name_the_entry_that_is_furthest_off() -> None:

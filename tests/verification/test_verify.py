@@ -197,7 +197,7 @@ def test_a_mesh_is_needed() -> None:
 
 def test_the_worst_comes_first_and_decides() -> None:
     fine = Comparison(
-        kind="gradient", name="a", placement="tp R", error=1e-7, tolerance=1e-5, step=1, rank=0
+        kind="gradient", name="a", placement="tp I", error=1e-7, tolerance=1e-5, step=1, rank=0
     )
     again = dataclasses.replace(fine, error=2e-6, rank=1)
     wrong = Comparison(kind="output", name="b", error=float("nan"), tolerance=1e-5, step=2, rank=1)

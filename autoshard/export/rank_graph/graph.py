@@ -45,7 +45,7 @@ class RankWeight:
     """A parameter of the model, of which a rank holds a part.
 
     name: as in `named_parameters()`. shape: of the whole. state: how the part is cut from it on
-    the axis tp, R or S(dim). dtype: that of the engine.
+    the axis tp, I or S(dim). dtype: that of the engine.
     """
 
     name: str

@@ -56,9 +56,7 @@ def attention(
     return result
 
 
-def update_cache(
-    cache: torch.Tensor, update: torch.Tensor, start: torch.Tensor
-) -> torch.Tensor:
+def update_cache(cache: torch.Tensor, update: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
     """`cache` [b, g, s, d] with `update` [b, g, t, d] written at rows start[b] ... of each row.
 
     start: [b] integers; start + t <= s. In an engine the result is the memory of `cache`.

@@ -115,4 +115,3 @@ def _keeps_value(node: fx.Node) -> bool:
         step = node.args[4] if node.target is aten.slice.Tensor and len(node.args) > 4 else 1
         return bool(step == 1) and [str(e) for e in val.shape] == [str(e) for e in have.shape]
     return False
-

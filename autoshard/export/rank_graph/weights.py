@@ -35,9 +35,7 @@ class Shard:
         return tensor.to("cpu", self.weight.dtype).contiguous()
 
 
-def read_weights(
-    source: WeightSource, graph: RankGraph, first: int = 0
-) -> dict[str, torch.Tensor]:
+def read_weights(source: WeightSource, graph: RankGraph, first: int = 0) -> dict[str, torch.Tensor]:
     """The weights of the rank that this process builds, by placeholder: `first` + its own rank.
 
     graph: of any rank. Empty where the mesh has no such rank. Collective where the model stores

@@ -74,9 +74,7 @@ def with_cache(gm: fx.GraphModule, tokens: str, max_length: int, mode: Any) -> d
     with graph.inserting_before(first):
         size = graph.call_function(aten.sym_size.int, (ids, 1))
         total = graph.call_function(aten.add.Tensor, (lengths, size))
-        steps = graph.call_function(
-            aten.arange.start_step, (0, size, 1), {"dtype": torch.int64}
-        )
+        steps = graph.call_function(aten.arange.start_step, (0, size, 1), {"dtype": torch.int64})
         start = graph.call_function(aten._to_copy.default, (lengths,), {"dtype": torch.int64})
         column = graph.call_function(aten.unsqueeze.default, (start, 1))
         positions = graph.call_function(aten.add.Tensor, (column, steps))

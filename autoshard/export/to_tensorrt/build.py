@@ -75,8 +75,9 @@ def check_capabilities(trt: Any, capabilities: Sequence[str], graph: RankGraph) 
             raise export_error(
                 f"{trt.__name__} {trt.__version__} builds no engine for compute capability "
                 f"{capability}",
-                remedy=f"It builds for {', '.join(offered)}." if offered else
-                "It builds for the GPU of the machine it runs on; give no compute_capability.",
+                remedy=f"It builds for {', '.join(offered)}."
+                if offered
+                else "It builds for the GPU of the machine it runs on; give no compute_capability.",
             )
         if int(name[2:]) < 80 and graph.tp > 1:
             raise export_error(

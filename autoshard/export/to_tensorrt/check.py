@@ -20,9 +20,7 @@ from autoshard.runtime.collectives import Axis
 from autoshard.runtime.engine import Engine
 
 
-def networks(
-    model: nn.Module, spec: EngineSpec, builder: Any = None
-) -> list[tuple[Network, Spy]]:
+def networks(model: nn.Module, spec: EngineSpec, builder: Any = None) -> list[tuple[Network, Spy]]:
     """The networks that `autoshard.export.tensorrt` would build for `spec`, their collectives
     checked: of all ranks in one process; in a running sharded job of as many ranks, of this
     process's rank."""

@@ -42,9 +42,7 @@ class Spy:
         layer = self.network.add_dist_collective(*args)
         if layer is not None:
             _, operation, reduction, root, groups = args
-            self.collectives.append(
-                Recorded(operation.name, reduction.name, root, groups, layer)
-            )
+            self.collectives.append(Recorded(operation.name, reduction.name, root, groups, layer))
         return layer
 
     def add_attention_v2(self, *args: Any) -> Any:

@@ -94,9 +94,7 @@ class Cluster:
     def real(self, link: Link) -> Link:
         """The link at the rate that a program gets of it."""
         share = self.efficiency
-        return Link(
-            link.latency, link.bandwidth * share.links, link.copy_bandwidth * share.memory
-        )
+        return Link(link.latency, link.bandwidth * share.links, link.copy_bandwidth * share.memory)
 
     def planned(self, sizes: Mapping[str, int]) -> Hardware:
         """What the planner needs to know of the cluster for a mesh of these sizes."""

@@ -123,7 +123,9 @@ class _Saving:
         if cost.node_flops(node) or operator in (aten.mul, aten.div):
             two = used[1:3] if operator in ADDED_PRODUCTS else used[:2]
             return [
-                pair for i, pair in enumerate(two) if any(differentiable(t) for t, _ in two[:i])
+                pair
+                for i, pair in enumerate(two)
+                if any(differentiable(t) for t, _ in two[:i])
                 or any(differentiable(t) for t, _ in two[i + 1 :])
             ] + (used[2:] if operator == aten.lstm else [])
         return [(t, s) for t, s in used if differentiable(t)]

@@ -94,9 +94,7 @@ def _bucket_bytes(profile: Profile, layout: Layout, training: Training) -> int:
     gathered, reduced = [], []
     for bucket in buckets(profile, layout):
         gathered.append(sum(w.numel * w.itemsize for w in bucket))
-        reduced.append(
-            sum(w.numel * _sent(w, training) for w in bucket if w.trained)
-        )
+        reduced.append(sum(w.numel * _sent(w, training) for w in bucket if w.trained))
     # a gradient bucket is there twice: its members, and the joined one that is sent
     sending = 2 * max(reduced, default=0)
     if layout.shard == 1:
@@ -169,9 +167,7 @@ def timing(
         part = {w.name: w.part(layout.shard) for w in bucket}
         whole = sum(layout.shard * part[w.name] * w.itemsize for w in bucket)
         twice = sum(layout.shard * part[w.name] * w.itemsize for w in bucket if w.again)
-        reduced = sum(
-            part[w.name] * _sent(w, training) for w in bucket if w.trained
-        )
+        reduced = sum(part[w.name] * _sent(w, training) for w in bucket if w.trained)
         gather = send("dp_shard", "all_gather", whole)
         again = send("dp_shard", "all_gather", twice) if layout.zero == 3 else 0.0
         reduce = send("dp_shard", "reduce_scatter", layout.shard * reduced)

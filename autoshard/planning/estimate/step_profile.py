@@ -210,9 +210,7 @@ class _Profiler:
             buffers=sum(tensor_bytes(value(node)) for node in nodes if node.meta.get(BUFFER)),
         )
 
-    def _communicate(
-        self, forward: list[float], backward: list[float]
-    ) -> tuple[list[Sent], float]:
+    def _communicate(self, forward: list[float], backward: list[float]) -> tuple[list[Sent], float]:
         """Add each collective's time where it is waited for; gradients of weights go as one."""
         parameters = set(self.decisions.stored)
         nodes = list(self.gm.graph.nodes)
@@ -238,9 +236,7 @@ class _Profiler:
         sharded = any(shard_dim(state) is not None for state in (*strategy.inputs, *states))
         made = value(node)
         results = made if isinstance(made, (tuple, list)) else [made]
-        written = sum(
-            tensor_bytes(one) / self._split(state) for one, state in zip(results, states)
-        )
+        written = sum(tensor_bytes(one) / self._split(state) for one, state in zip(results, states))
         moved = written if self.kernels.writes(node) else 0.0
         seen: set[fx.Node] = set()
         for tensor, want in zip(operands(node), strategy.inputs):

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.planning.sizes import Size, why_not
 from autoshard.planning.strategy import ImplCollective, Strategy, operands, value
-from autoshard.runtime.collectives import R, State, V
+from autoshard.runtime.collectives import I, R, State
 
 
 class OpCall:
@@ -104,16 +104,16 @@ class OpCall:
         impl: Callable[..., Any] | None = None,
         traffic: Sequence[ImplCollective] = (),
     ) -> Strategy:
-        """A strategy from states by argument name; operands not named are used as V.
+        """A strategy from states by argument name; operands not named are used as R.
 
-        Operands without a gradient (integers, masks) are R where V was said: both mean the same.
+        Operands without a gradient (integers, masks) are I where R was said: both mean the same.
         One output state is given to every element of a tuple-valued result.
         """
         queues = {k: [s] if isinstance(s, str) else list(s) for k, s in states.items()}
         inputs = []
         for slot, operand in zip(self._slots, self.operands, strict=True):
             queue = queues.get(slot)
-            state = V if queue is None else queue.pop(0)
+            state = R if queue is None else queue.pop(0)
             inputs.append(canonical(state, value(operand)))
         return Strategy(tuple(inputs), self._output(output), impl, tuple(traffic))
 
@@ -145,5 +145,5 @@ def differentiable(tensor: Any) -> bool:
 
 
 def canonical(state: State, tensor: Any) -> State:
-    """V and R mean the same where there is no gradient: R stands for both."""
-    return R if state == V and not differentiable(tensor) else state
+    """R and I mean the same where there is no gradient: I stands for both."""
+    return I if state == R and not differentiable(tensor) else state

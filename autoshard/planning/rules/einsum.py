@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from autoshard.planning.rules.call import OpCall, differentiable
 from autoshard.planning.sizes import is_one
 from autoshard.planning.strategy import Strategy
-from autoshard.runtime.collectives import P, S, State, V
+from autoshard.runtime.collectives import P, R, S, State
 
 
 def einsum(call: OpCall) -> Iterator[Strategy]:
@@ -33,7 +33,7 @@ def einsum(call: OpCall) -> Iterator[Strategy]:
         for subscripts, tensor in zip(inputs, tensors, strict=True):
             dim = subscripts.find(letter)
             held = dim >= 0 and not is_one(tensor.shape[dim])
-            states.append(S(dim) if held else V)
+            states.append(S(dim) if held else R)
             if held:
                 sizes.append(tensor.shape[dim])
         if sizes and call.fits(sizes[0], f"{call.op}: {letter}"):
@@ -43,5 +43,5 @@ def einsum(call: OpCall) -> Iterator[Strategy]:
                 yield call.strategy({"tensors": states}, P)
     if differentiable(call.result):
         for position in range(len(tensors)):
-            states = [P if i == position else V for i in range(len(tensors))]
+            states = [P if i == position else R for i in range(len(tensors))]
             yield call.strategy({"tensors": states}, P)

@@ -10,7 +10,7 @@ from autoshard.planning.rules.call import OpCall, differentiable
 from autoshard.planning.rules.language import TextRule
 from autoshard.planning.sizes import is_one, same
 from autoshard.planning.strategy import Strategy, value
-from autoshard.runtime.collectives import P, R, S, V
+from autoshard.runtime.collectives import I, P, R, S
 from autoshard.runtime.operators import Bound, vocab_parallel_embedding
 
 _BY_COLUMN = TextRule("* V d, I... -> I... d")
@@ -31,7 +31,7 @@ def looked_up(call: OpCall) -> Iterator[Strategy]:
         call.decline(f"{label} of symbolic size")
     elif call.fits(rows, label):
         impl = Bound.of(vocab_parallel_embedding, rows=rows)
-        yield call.strategy({"weight": S(0), "indices": R}, P, impl)
+        yield call.strategy({"weight": S(0), "indices": I}, P, impl)
 
 
 def gathered(call: OpCall) -> Iterator[Strategy]:
@@ -42,7 +42,7 @@ def gathered(call: OpCall) -> Iterator[Strategy]:
         label = f"{call.op}: dim {d}"
         if d == call["dim"] % max(index.dim(), 1):
             if call.fits(index.shape[d], label):
-                yield call.strategy({"self": V, "index": S(d)}, S(d))
+                yield call.strategy({"self": R, "index": S(d)}, S(d))
         elif _agree(call, label, d, source, index) and call.fits(index.shape[d], label):
             yield call.strategy({"self": S(d), "index": S(d)}, S(d))
     if differentiable(call.result):
@@ -82,7 +82,7 @@ def index_selected(call: OpCall) -> Iterator[Strategy]:
     for d in range(source.dim()):
         size = index.shape[0] if d == dim else source.shape[d]
         if call.fits(size, f"{call.op}: dim {d}"):
-            states = {"self": V, "index": S(0)} if d == dim else {"self": S(d), "index": R}
+            states = {"self": R, "index": S(0)} if d == dim else {"self": S(d), "index": I}
             yield call.strategy(states, S(d))
     if differentiable(call.result):
         yield call.strategy({"self": P}, P)
@@ -97,7 +97,7 @@ def index_written(call: OpCall) -> Iterator[Strategy]:
     for d in range(target.dim()):
         if d != dim and target.dim() == source.dim():
             if call.fits(target.shape[d], f"{call.op}: dim {d}"):
-                yield call.strategy({"self": S(d), "index": R, "source": S(d)}, S(d))
+                yield call.strategy({"self": S(d), "index": I, "source": S(d)}, S(d))
     if differentiable(call.result):
         yield call.strategy({"self": P, "source": P}, P)
 
@@ -159,18 +159,18 @@ def advanced_indexed(call: OpCall) -> Iterator[Strategy]:
     assert source is not None
     for d, e in places.items():
         if call.fits(source.shape[d], f"{call.op}: dim {d}"):
-            yield call.strategy({"self": S(d), "indices": [R] * len(tensors)}, S(e))
+            yield call.strategy({"self": S(d), "indices": [I] * len(tensors)}, S(e))
     for position, e in enumerate(block):
         if call.fits(call.result.shape[e], f"{call.op}: result dim {e}"):
             states = [_index_state(index, position - len(block)) for index in tensors]
-            yield call.strategy({"self": V, "indices": states}, S(e))
+            yield call.strategy({"self": R, "indices": states}, S(e))
     if differentiable(call.result):
-        yield call.strategy({"self": P, "indices": [R] * len(tensors)}, P)
+        yield call.strategy({"self": P, "indices": [I] * len(tensors)}, P)
 
 
 def _index_state(index: torch.Tensor, from_right: int) -> str:
     d = index.dim() + from_right
-    return S(d) if d >= 0 and not is_one(index.shape[d]) else R
+    return S(d) if d >= 0 and not is_one(index.shape[d]) else I
 
 
 def advanced_written(call: OpCall) -> Iterator[Strategy]:
@@ -186,10 +186,10 @@ def advanced_written(call: OpCall) -> Iterator[Strategy]:
     for d, e in places.items():
         if call.fits(target.shape[d], f"{call.op}: dim {d}"):
             v = values.dim() - rank + e
-            state = S(v) if v >= 0 and not is_one(values.shape[v]) else V
-            yield call.strategy({"self": S(d), "indices": [R] * count, "values": state}, S(d))
+            state = S(v) if v >= 0 and not is_one(values.shape[v]) else R
+            yield call.strategy({"self": S(d), "indices": [I] * count, "values": state}, S(d))
     if differentiable(call.result):
-        yield call.strategy({"self": P, "indices": [R] * count, "values": P}, P)
+        yield call.strategy({"self": P, "indices": [I] * count, "values": P}, P)
 
 
 def metadata_read(call: OpCall) -> Iterator[Strategy]:
@@ -198,6 +198,6 @@ def metadata_read(call: OpCall) -> Iterator[Strategy]:
     assert tensor is not None and value(call.node) is not None
     for d in range(tensor.dim()):
         if call.fits(tensor.shape[d], f"{call.op}: dim {d}"):
-            yield call.strategy({"self": S(d)}, R)
+            yield call.strategy({"self": S(d)}, I)
     if differentiable(tensor):
-        yield call.strategy({"self": P}, R)
+        yield call.strategy({"self": P}, I)

@@ -5,14 +5,14 @@
 An operand (in the order of the operator's tensor arguments) is a list of dims; a result likewise.
 
 - A lower-case letter may be sharded: wherever it stands, on operands and results, the tensor is
-  S(that dim). An operand without the letter is used as V. A letter missing from the results is
+  S(that dim). An operand without the letter is used as R. A letter missing from the results is
   summed over: the result is P.
 - A name that starts with an upper-case letter is a dim that must be whole.
 - `...` stands for any number of leading dims, aligned from the right as in broadcasting; each
   of them is a letter of its own. A dim of size 1 that is broadcast lacks the letter.
 - `X...` stands for any number of dims that must be whole.
 - `_` alone is an operand whose dims take no part (it is used whole).
-- `*` marks a factor: the result is linear in it, so it may be P with the others V.
+- `*` marks a factor: the result is linear in it, so it may be P with the others R.
 - `+` marks a term: it is added to the result, so it is P wherever the result is P.
 """
 

@@ -9,7 +9,7 @@ from autoshard.planning.rules.call import OpCall
 from autoshard.planning.rules.language import TextRule
 from autoshard.planning.sizes import hint, is_one
 from autoshard.planning.strategy import Strategy
-from autoshard.runtime.collectives import R, S, V
+from autoshard.runtime.collectives import I, R, S
 from autoshard.runtime.operators import Bound, attend_to_shared_head, with_local_groups
 
 
@@ -48,11 +48,11 @@ def batch_normalized_functional(call: OpCall) -> Iterator[Strategy]:
     training = call["training"]
     if call.fits(tensor.shape[1], f"{call.op}: channels"):
         names = ["weight", "bias", "running_mean", "running_var"]
-        saved = S(0) if training else R  # empty tensors in evaluation
+        saved = S(0) if training else I  # empty tensors in evaluation
         states = {"input": S(1), **dict.fromkeys(names, S(0))}
         yield call.strategy(states, [S(1), saved, saved, S(0), S(0)])
     if not training and call.fits(tensor.shape[0], f"{call.op}: batch"):
-        yield call.strategy({"input": S(0)}, [S(0), R, R, R, R])
+        yield call.strategy({"input": S(0)}, [S(0), I, I, I, I])
 
 
 def group_normalized(call: OpCall) -> Iterator[Strategy]:
@@ -81,9 +81,7 @@ def convolved(*texts: str) -> Any:
         if call.fits(call["groups"], f"{call.op}: groups", even=True):
             channel = 1 if batched else 0
             names = [argument.name for argument in call.schema.arguments]
-            impl = Bound.of(
-                with_local_groups, op=call.target, position=names.index("groups")
-            )
+            impl = Bound.of(with_local_groups, op=call.target, position=names.index("groups"))
             states = {"input": S(channel), "weight": S(0), "bias": S(0)}
             yield call.strategy(states, S(channel), impl)
 
@@ -112,13 +110,13 @@ def attention(call: OpCall) -> Iterator[Strategy]:
     heads, shared = hint(query.shape[1]) or 0, hint(key.shape[1]) or 0
     if shared > 1 and shared < call.n and call.n % shared == 0 and heads % call.n == 0:
         by_head = mask is not None and mask.dim() == 4 and not is_one(mask.shape[1])
-        states = {"query": S(1), "key": V, "value": V, "attn_mask": S(1) if by_head else V}
+        states = {"query": S(1), "key": R, "value": R, "attn_mask": S(1) if by_head else R}
         impl = Bound.of(attend_to_shared_head, op=call.target, dim=1)
         yield call.strategy(states, S(1), impl)
 
 
 def recurrent(call: OpCall) -> Iterator[Strategy]:
-    """lstm, gru, rnn over padded input: the batch, with every weight used as V."""
+    """lstm, gru, rnn over padded input: the batch, with every weight used as R."""
     tensor = call.tensor("input")
     assert tensor is not None
     if tensor.dim() != 3:
@@ -127,5 +125,5 @@ def recurrent(call: OpCall) -> Iterator[Strategy]:
     batch = 0 if call["batch_first"] else 1
     if call.fits(tensor.shape[batch], f"{call.op}: batch"):
         hidden = [S(1)] * len(call.tensors("hx"))
-        states = {"input": S(batch), "hx": hidden, "params": [V] * len(call.tensors("params"))}
+        states = {"input": S(batch), "hx": hidden, "params": [R] * len(call.tensors("params"))}
         yield call.strategy(states, [S(batch), *[S(1)] * len(hidden)])

@@ -9,7 +9,7 @@ from autoshard.planning.rules.call import OpCall, differentiable
 from autoshard.planning.sizes import count, same_shape
 from autoshard.planning.strategy import ImplCollective, Strategy
 from autoshard.runtime import operators
-from autoshard.runtime.collectives import P, R, S
+from autoshard.runtime.collectives import I, P, S
 from autoshard.runtime.operators import Bound, share_of_equal_mean
 
 NONE, MEAN, SUM = 0, 1, 2  # at::Reduction
@@ -36,17 +36,17 @@ def classified(
             call.decline(f"{label} of symbolic number")
         elif call.fits(extent, label):
             impl = Bound.of(by_classes, classes=extent)
-            states = {"self": S(classes), "target": R, "weight": R}
+            states = {"self": S(classes), "target": I, "weight": I}
             tokens = max(4, scores.element_size()) * count(target.shape)
             sums = 3 if call.get("label_smoothing") else 2
             sizes = (tokens, sums * tokens)
             traffic = [ImplCollective("all_reduce", nbytes) for nbytes in sizes]
-            yield call.strategy(states, output, impl, traffic if output == R else [])
+            yield call.strategy(states, output, impl, traffic if output == I else [])
         for d in range(scores.dim()):
             if d == classes or not call.fits(scores.shape[d], f"{call.op}: dim {d}"):
                 continue
             t = d - (d > classes)
-            states = {"self": S(d), "target": S(t), "weight": R}
+            states = {"self": S(d), "target": S(t), "weight": I}
             if call["reduction"] == NONE:
                 yield call.strategy(states, S(t))
             elif call["reduction"] == SUM:

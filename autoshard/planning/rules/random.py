@@ -14,14 +14,14 @@ from autoshard.planning.rules.call import OpCall
 from autoshard.planning.rules.language import TextRule
 from autoshard.planning.strategy import Strategy
 from autoshard.runtime import randomness
-from autoshard.runtime.collectives import R, shard_dim
+from autoshard.runtime.collectives import I, shard_dim
 from autoshard.runtime.operators import Bound
 
 SEED = torch.ops.autoshard.random_seed.default
 
 SEEDS = {
-    SEED: Strategy((), R, randomness.shared_seed),
-    torch.ops.autoshard.tracked_seeds.default: Strategy((), R, randomness.tracked_seeds),
+    SEED: Strategy((), I, randomness.shared_seed),
+    torch.ops.autoshard.tracked_seeds.default: Strategy((), I, randomness.tracked_seeds),
 }
 """The only way to draw each kind of seed: on every rank of the axis, at the same time."""
 

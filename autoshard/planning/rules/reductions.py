@@ -9,7 +9,7 @@ from autoshard.planning.rules.views import along, except_dims, reducing
 from autoshard.planning.sizes import count, hint
 from autoshard.planning.strategy import ImplCollective, Strategy
 from autoshard.runtime import operators
-from autoshard.runtime.collectives import P, R, S
+from autoshard.runtime.collectives import I, P, S
 from autoshard.runtime.operators import Bound, share_of_mean
 
 
@@ -49,7 +49,7 @@ def logsumexp(call: OpCall) -> Iterator[Strategy]:
         if len(dims) == 1 and call.fits(shape[d], f"{call.op}: dim {d}"):
             row = call.results[0].element_size() * count(call.results[0].shape)
             traffic = [ImplCollective("all_reduce", row)] * 2
-            yield call.strategy({"self": S(d)}, R, operators.logsumexp, traffic)
+            yield call.strategy({"self": S(d)}, I, operators.logsumexp, traffic)
 
 
 def normalized_over(dim_impl: str) -> Callable[[OpCall], Iterator[Strategy]]:

@@ -11,7 +11,7 @@ from autoshard.planning.rules.language import TextRule
 from autoshard.planning.rules.random import SEEDS
 from autoshard.planning.rules.table import RULES
 from autoshard.planning.strategy import Strategy, operands, value
-from autoshard.runtime.collectives import R, V
+from autoshard.runtime.collectives import I, R
 
 Operator = str | torch._ops.OpOverload | torch._ops.OpOverloadPacket
 
@@ -73,11 +73,11 @@ def rules_for(target: torch._ops.OpOverload) -> tuple[Rule, ...] | None:
 def strategies(node: fx.Node, n: int) -> tuple[list[Strategy], list[str]]:
     """The ways `node` may run on an axis of `n` ranks, and the reasons for what is not offered.
 
-    Never empty: [0] consumes and produces everything replicated (R), which is right for any
+    Never empty: [0] consumes and produces everything replicated (I), which is right for any
     operator whose random draws are alike on all ranks.
     """
     count = len(operands(node))
-    replicated = Strategy((R,) * count, _same_for_all(node, R))
+    replicated = Strategy((I,) * count, _same_for_all(node, I))
     target = node.target
     if n == 1:
         return [replicated], []
@@ -90,7 +90,7 @@ def strategies(node: fx.Node, n: int) -> tuple[list[Strategy], list[str]]:
         return [replicated], ["it draws random numbers, which must be alike on all ranks"]
     offered = [replicated]
     if _any_differentiable(node):
-        offered.append(call.uniform(V))
+        offered.append(call.uniform(R))
     rules = rules_for(target)
     if call.schema.is_mutable:
         rules = ()

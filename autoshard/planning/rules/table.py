@@ -11,7 +11,7 @@ from autoshard.planning.rules.call import Rule
 from autoshard.planning.rules.einsum import einsum
 from autoshard.planning.rules.elementwise import when_zero
 from autoshard.planning.rules.views import along, dropping, except_dims, except_last, reducing
-from autoshard.runtime.collectives import P, R
+from autoshard.runtime.collectives import I, P
 from autoshard.runtime.operators import vocab_parallel_cross_entropy, vocab_parallel_nll
 
 RuleEntry = str | Rule | tuple[str | Rule, ...]
@@ -264,7 +264,7 @@ LAYERS: dict[str, RuleEntry] = {
 }
 
 LOSSES: dict[str, RuleEntry] = {
-    "aten.cross_entropy_loss": losses.classified(vocab_parallel_cross_entropy, R),
+    "aten.cross_entropy_loss": losses.classified(vocab_parallel_cross_entropy, I),
     "aten.nll_loss": losses.classified(vocab_parallel_nll, P),
     "aten.nll_loss_nd": losses.classified(vocab_parallel_nll, P),
     "aten.mse_loss": losses.elementwise_loss,

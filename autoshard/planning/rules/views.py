@@ -189,9 +189,7 @@ def _groups(before: Sequence[Size], after: Sequence[Size]) -> Iterator[tuple[lis
 def _same_product(
     before: Sequence[Size], sources: list[int], after: Sequence[Size], results: list[int]
 ) -> bool:
-    return same(
-        math.prod(before[d] for d in sources), math.prod(after[d] for d in results)
-    )
+    return same(math.prod(before[d] for d in sources), math.prod(after[d] for d in results))
 
 
 def diagonalised(call: OpCall) -> Iterator[Pair]:
@@ -281,9 +279,7 @@ def stacked(call: OpCall) -> Iterator[Strategy]:
         yield call.strategy({"tensors": [P] * len(tensors)}, P)
 
 
-def _joined(
-    call: OpCall, dims: Iterable[int], result: Callable[[int], int]
-) -> Iterator[Strategy]:
+def _joined(call: OpCall, dims: Iterable[int], result: Callable[[int], int]) -> Iterator[Strategy]:
     tensors = call.tensors("tensors")
     for d in dims:
         if call.fits(tensors[0].shape[d], f"{call.op}: dim {d}"):

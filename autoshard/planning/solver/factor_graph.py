@@ -1,7 +1,7 @@
 """Exact minimisation of a sum of small tables: bucket elimination on a factor graph.
 
 The problem: variables with finite domains, and factors, each a table of costs over one or a few
-variables; find the assignment of least total cost. The algorithm is bucket elimination (R.
+variables; find the assignment of least total cost. The algorithm is bucket elimination (I.
 Dechter, "Bucket elimination: a unifying framework for reasoning", Artificial Intelligence 113,
 1999): take one variable, add up every table it appears in, minimise over it, and put what is
 left back as a new table over its neighbours. Work is the sum of the tables' sizes, so it is

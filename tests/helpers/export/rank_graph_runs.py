@@ -59,9 +59,12 @@ def run_plan(
                 ports = [p for p in graph.inputs if p.role.endswith("cache")]
                 caches = [torch.zeros(rows, *p.shape[1:], dtype=p.dtype) for p in ports]
             values = [*feed, *caches]
-            values += [own[name] if name in own else graph.constants[name] for name in
-                       [str(n.target) for n in graph.module.graph.find_nodes(op="placeholder")]
-                       [len(values):]]
+            values += [
+                own[name] if name in own else graph.constants[name]
+                for name in [
+                    str(n.target) for n in graph.module.graph.find_nodes(op="placeholder")
+                ][len(values) :]
+            ]
             out = _Ranked(graph, axis).run(*values)
             n = len(out) - len(caches)
             caches = list(out[n:])

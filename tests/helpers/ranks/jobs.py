@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def by_role(role: str, folder: Path) -> int:
-    """"raise", "die", "sleep", or a role's length."""
+    """ "raise", "die", "sleep", or a role's length."""
     if role == "raise":
         raise KeyError("no such thing")
     if role == "die":

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import Mesh, init_mesh
 from autoshard.runtime.parameters.shard import related_parameters, shard_parameters
-from autoshard.runtime.parameters.unsharding import materialize
+from autoshard.runtime.parameters.unsharding import unshard_parameter
 
 State = dict[str, str]
 
@@ -25,13 +25,13 @@ def tp(size: int = 2) -> Mesh:
 
 def by_dim(parameter: nn.Parameter) -> State:
     """Rows where there are two dims, replicated biases, columns of anything else."""
-    return {"tp": {1: "R", 2: "S(0)"}.get(parameter.dim(), "S(1)")}
+    return {"tp": {1: "I", 2: "S(0)"}.get(parameter.dim(), "S(1)")}
 
 
 def sharding_backend(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, log: list[str]
 ) -> Callable[..., Any]:
-    """Store the parameters, ask for another trace, and run that as it is: materialize is exact."""
+    """Store the parameters, ask for another trace, and run that: unshard_parameter is exact."""
     inputs = compat.graph_inputs(gm)
     parameters = [i.real for i in inputs if isinstance(i.real, nn.Parameter)]
     whole = [p for p in related_parameters(parameters) if not isinstance(p, DTensor)]
@@ -41,7 +41,7 @@ def sharding_backend(
         raise compat.RestartTrace(keep=moved)
     for item in inputs:
         assert (item.real is None) == item.source.isidentifier() or item.source.startswith("L[")
-    calls = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is materialize]
+    calls = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is unshard_parameter]
     log.append(f"run {len({n.args[0] for n in calls})} of {len(parameters)}")
     return gm.forward
 

@@ -13,7 +13,7 @@ from autoshard.passes.pipeline import rank_program
 from autoshard.program import Program
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.lockstep import run_ranks
-from autoshard.runtime.collectives.states import R, forward_value, gradient_value
+from autoshard.runtime.collectives.states import I, forward_value, gradient_value
 from autoshard.verification.program_check import join, split
 
 
@@ -41,8 +41,11 @@ def serial_step(program: Program, values: Sequence[Any], seed: int = 0) -> Step:
     torch.manual_seed(seed)
     loss = program.serial(*leaves)[0]
     loss.backward()
-    found = {program.parameters[node]: leaf.grad for node, leaf in zip(nodes, leaves)
-             if node in program.parameters and leaf.grad is not None}
+    found = {
+        program.parameters[node]: leaf.grad
+        for node, leaf in zip(nodes, leaves)
+        if node in program.parameters and leaf.grad is not None
+    }
     return Step(loss.detach(), found)
 
 
@@ -50,9 +53,10 @@ def sharded_step(program: Program, values: Sequence[Any], seed: int = 0) -> Step
     """The same of every rank of its axis, joined."""
     n, nodes, decisions = program.axis.size, placeholders(program), program.decisions
     state = decisions.outputs[0]
-    assert state == R, state
+    assert state == I, state
     shards = [
-        split(v.detach(), decisions.stored.get(node, R), n) if isinstance(v, torch.Tensor)
+        split(v.detach(), decisions.stored.get(node, I), n)
+        if isinstance(v, torch.Tensor)
         else [v] * n
         for v, node in zip(values, nodes, strict=True)
     ]
@@ -70,7 +74,7 @@ def sharded_step(program: Program, values: Sequence[Any], seed: int = 0) -> Step
     gradients = {}
     for i, node in enumerate(nodes):
         if node in program.parameters and results[0][1][i] is not None:
-            where = gradient_value(decisions.stored.get(node, R))
+            where = gradient_value(decisions.stored.get(node, I))
             gradients[program.parameters[node]] = join([r[1][i] for r in results], where)
     return Step(join([r[0] for r in results], forward_value(state)), gradients)
 

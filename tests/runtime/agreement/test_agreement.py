@@ -27,7 +27,7 @@ def test_equal_digests_pass_whatever_the_detail(gloo2: GlooPool) -> None:
 
 
 def test_the_first_difference_is_named_on_every_rank(gloo2: GlooPool) -> None:
-    lines = [["a: R", "b: S(0)", "c: R"], ["a: R", "b: S(1)", "c: P"]]
+    lines = [["a: I", "b: S(0)", "c: I"], ["a: I", "b: S(1)", "c: P"]]
     told = gloo2(run_agreement, lines, ["1", "2"])
     assert told[0] == told[1]
     assert told[0].startswith(

@@ -80,8 +80,11 @@ def fails_in(stage: str, rank: int) -> tuple[str, str]:
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise ZeroDivisionError(f"a fault of the {stage}")
 
-    place = {"capture": (build, "capture"), "inner": (backend, "compile_local"),
-             "store": (backend, "store")}[stage]
+    place = {
+        "capture": (build, "capture"),
+        "inner": (backend, "compile_local"),
+        "store": (backend, "store"),
+    }[stage]
     honest = getattr(*place)
     if mine(rank):
         setattr(*place, broken)
@@ -156,12 +159,18 @@ def batches(steps: list[list[list[int]]], **options: Any) -> tuple[str, str]:
         ([[4, 1]], [[4, 2]], ["axis tp disagree on the batch", "input 0 (x): float32 (4, 8, 64)"]),
         ([[4, 1], [4, 2]], [[4, 1], [4, 3]], ["disagree on the batch", "input 0 (x)", "hash"]),
         # one rank compiles for a new length, the other has a graph for the old one
-        ([[4, 1], [5, 1]], [[4, 1], [4, 1]],
-         ["at different things", "plan (x (5, 8, 64)", "batch (call 2: x (4, 8, 64)"]),
+        (
+            [[4, 1], [5, 1]],
+            [[4, 1], [4, 1]],
+            ["at different things", "plan (x (5, 8, 64)", "batch (call 2: x (4, 8, 64)"],
+        ),
         # both have a graph for any length: its first call, and a later one
         ([[4, 1], [5, 1], [6, 1]], [[4, 1], [5, 1], [7, 1]], ["(6, 8, 64)", "(7, 8, 64)"]),
-        ([[4, 1], [5, 1], [6, 1], [7, 1], [8, 1]], [[4, 1], [5, 1], [6, 1], [7, 1], [9, 1]],
-         ["disagree on the batch", "(8, 8, 64)", "(9, 8, 64)"]),
+        (
+            [[4, 1], [5, 1], [6, 1], [7, 1], [8, 1]],
+            [[4, 1], [5, 1], [6, 1], [7, 1], [9, 1]],
+            ["disagree on the batch", "(8, 8, 64)", "(9, 8, 64)"],
+        ),
     ],
 )
 def test_batches_that_differ(

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.runtime import compat
 from autoshard.runtime.parameters.gradients import unalias
-from autoshard.runtime.parameters.unsharding import materialize, unwrap
+from autoshard.runtime.parameters.unsharding import unshard_parameter, unwrap
 
 VALUES = torch.tensor([1.0, 2.0])
 
@@ -111,7 +111,7 @@ def test_parameters_that_are_added_in_eager_code() -> None:
         a, b = (
             nn.Parameter(DTensor.from_local(VALUES.clone(), mesh, [Replicate()])) for _ in range(2)
         )
-        (materialize(a) + materialize(b)).square().sum().backward()
+        (unshard_parameter(a) + unshard_parameter(b)).square().sum().backward()
         compat.local_of(a.grad).mul_(3.0)  # type: ignore[arg-type]
         assert compat.local_of(a.grad).tolist() == [12.0, 24.0]  # type: ignore[arg-type]
         assert compat.local_of(b.grad).tolist() == [4.0, 8.0]  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from autoshard.runtime.parameters.shard import (
     stored,
     stored_states,
 )
-from autoshard.runtime.parameters.unsharding import materialize, unwrap
+from autoshard.runtime.parameters.unsharding import unshard_parameter, unwrap
 from gloo_pool import GlooPool
 from sharded import (
     Mixed,
@@ -104,7 +104,7 @@ def run_what_moves_along() -> None:
     model[0].bias = None
     assert model[0](torch.ones(1, 4)).shape == (1, 6)
 
-    again = shard_parameters({new: {"tp": "S(1)"}, kept[3]: {"tp": "R"}}, tp(), broadcast=False)
+    again = shard_parameters({new: {"tp": "S(1)"}, kept[3]: {"tp": "I"}}, tp(), broadcast=False)
     assert list(again) == [new] and stored_states(kept[0]) == {"tp": "S(1)"}
     assert torch.equal(kept[0].full_tensor(), new.full_tensor())
 
@@ -240,11 +240,11 @@ def test_ranks_with_different_state_are_told(gloo2: GlooPool) -> None:
 def run_unstorable() -> None:
     free = nn.Parameter(torch.ones(2))
     with pytest.raises(AutoshardError, match=r"shape \(2,\) cannot be sharded: no module owns it"):
-        shard_parameters({free: {"tp": "R"}}, tp(), broadcast=True)
+        shard_parameters({free: {"tp": "I"}}, tp(), broadcast=True)
     odd = nn.Linear(2, 2)
     odd.weight = type("Quantised", (nn.Parameter,), {})(torch.ones(2, 2))
     with pytest.raises(AutoshardError, match=r"Linear\.weight .* it is a Quantised"):
-        shard_parameters({odd.weight: {"tp": "R"}}, tp(), broadcast=True)
+        shard_parameters({odd.weight: {"tp": "I"}}, tp(), broadcast=True)
     plain = nn.Linear(2, 2)
     states = {plain.bias: {"tp": "S(0)"}, plain.weight: {"tp": "S(2)"}}
     with pytest.raises(AutoshardError, match=r"2 dims cannot be stored in state S\(2\)"):
@@ -259,16 +259,16 @@ def test_what_cannot_be_stored(gloo2: GlooPool) -> None:
 def run_two_axes(sizes: dict[str, int]) -> None:
     """Stored as FSDP2 over tensor parallelism stores, read back whole, gradients averaged."""
     mesh = init_mesh(sizes, "cpu")
-    for rows, dim in itertools.product((16, 18, 37, 6, 3), ("S(0)", "S(1)", "R")):
+    for rows, dim in itertools.product((16, 18, 37, 6, 3), ("S(0)", "S(1)", "I")):
         full = torch.arange(rows * 8, dtype=torch.float32).view(rows, 8)
         model = nn.Linear(8, rows, bias=False)
         with torch.no_grad():
             model.weight.copy_(full)
-        states = {"dp_replicate": "R", "dp_shard": "S(0)", "tp": dim}
+        states = {"dp_replicate": "I", "dp_shard": "S(0)", "tp": dim}
         shard_parameters({model.weight: states}, mesh, broadcast=False)
         stored_weight = model._parameters["weight"]
         local = full
-        if dim != "R":
+        if dim != "I":
             local = local.chunk(2, int(dim[2]))[mesh.axis("tp").rank] if "tp" in sizes else local
         pieces = local.chunk(mesh.axis("dp_shard").size)
         rank = mesh.axis("dp_shard").rank
@@ -307,7 +307,7 @@ def test_a_world_of_one_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         == {}
     )
     assert model.weight is weight and type(model) is nn.Linear and not dist.is_initialized()
-    assert materialize(weight) is weight and unwrap() == ()
+    assert unshard_parameter(weight) is weight and unwrap() == ()
 
 
 def test_owners() -> None:

@@ -114,9 +114,7 @@ def test_a_shard_far_into_a_large_tensor() -> None:
 # torch.jit, which Inductor imports, warns of itself
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("part", [None, Part(1, 4, 37)])
-def test_compiled_draws_are_eager_ones(
-    part: Part | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_draws_are_eager_ones(part: Part | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """On sizes with vector bodies and scalar tails; 1 makes a constant of the operand."""
     from torch._inductor.decomposition import decompositions
 

@@ -46,9 +46,13 @@ class Choosing(nn.Module):
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_shards_choose_as_one_device_does(n: int) -> None:
     (program,), values = programs(Choosing(), (torch.randn(2, 8, 16),), [{"mesh": {"tp": n}}])
-    left = [str(node.target) for node in program.serial.graph.nodes
-            if isinstance(node.target, torch._ops.OpOverload) and node.target is not SEED
-            and torch.Tag.nondeterministic_seeded in node.target.tags]
+    left = [
+        str(node.target)
+        for node in program.serial.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+        and node.target is not SEED
+        and torch.Tag.nondeterministic_seeded in node.target.tags
+    ]
     assert left == []
     report = verify_program(program, values)
     assert report.worst[1] < 1e-5, report.worst
@@ -80,8 +84,15 @@ def test_a_shard_draws_the_slice(name: str) -> None:
     for dim in dims:
         for n in (2, 3, 4):
             parts = [
-                on_shard(local, KEY, *arguments, op=op.__name__, dim=dim, extent=x.shape[dim],
-                         axis=Axis("tp", n, rank, ""))
+                on_shard(
+                    local,
+                    KEY,
+                    *arguments,
+                    op=op.__name__,
+                    dim=dim,
+                    extent=x.shape[dim],
+                    axis=Axis("tp", n, rank, ""),
+                )
                 for rank, local in enumerate(split(x, f"S({dim})", n))
             ]
             torch.testing.assert_close(torch.cat(parts, dim), whole, rtol=1e-6, atol=1e-6)

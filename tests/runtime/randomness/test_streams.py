@@ -44,7 +44,9 @@ def test_seeds_are_those_of_the_rule() -> None:
     tracker = Tracker(tp_rank=3)
     tracker.follow()
     assert tracker.seeds == {
-        "data-parallel": 1234, "tensor-parallel": 1234 + 2718 + 3, "expert": 1234 + 1024 + 300
+        "data-parallel": 1234,
+        "tensor-parallel": 1234 + 2718 + 3,
+        "expert": 1234 + 1024 + 300,
     }
 
 
@@ -217,8 +219,10 @@ def drawn_masks(program: Program, values: list[Any]) -> list[list[torch.Tensor]]
     n = program.axis.size
     serial, decisions = program.serial, program.decisions
     placeholders = [node for node in serial.graph.nodes if node.op == "placeholder"]
-    shards = [split(v.detach(), decisions.stored.get(node, "R"), n)
-              for v, node in zip(values, placeholders)]
+    shards = [
+        split(v.detach(), decisions.stored.get(node, "I"), n)
+        for v, node in zip(values, placeholders)
+    ]
 
     def rank(axis: Axis, local: fx.GraphModule) -> list[torch.Tensor]:
         outputs = local(*[shard[axis.rank] for shard in shards])
@@ -231,8 +235,11 @@ def drawn_masks(program: Program, values: list[Any]) -> list[list[torch.Tensor]]
 
 
 def random_states(program: Program) -> list[str]:
-    return [program.decisions.state(n) for n in program.serial.graph.nodes
-            if str(n.target).startswith("autoshard.dropout")]
+    return [
+        program.decisions.state(n)
+        for n in program.serial.graph.nodes
+        if str(n.target).startswith("autoshard.dropout")
+    ]
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -240,7 +247,7 @@ def test_whole_values_draw_alike_and_shards_apart(n: int) -> None:
     torch.manual_seed(0)
     program, values = tracked(Dropping(), torch.randn(512, 64), n)
     states = random_states(program)
-    assert states == ["S(1)", "R"], "the plan is not the one this test is about"
+    assert states == ["S(1)", "I"], "the plan is not the one this test is about"
     torch.manual_seed(3)
     found = drawn_masks(program, values)
     for masks in found:  # the sharded one leaves the program gathered
@@ -259,8 +266,14 @@ def test_whole_values_draw_alike_and_shards_apart(n: int) -> None:
             assert abs(kept - 0.5) < 5 * 0.5 / math.sqrt(mask.numel())
     # against the generators by hand
     for rank in range(n):
-        seeds = [int(torch.randint(random_ops._int64.min, random_ops._int64.max, (),
-                                   generator=generator(s))) for s in (3, 3 + 2718 + rank)]
+        seeds = [
+            int(
+                torch.randint(
+                    random_ops._int64.min, random_ops._int64.max, (), generator=generator(s)
+                )
+            )
+            for s in (3, 3 + 2718 + rank)
+        ]
         for mask, seed, call in zip(found[rank], seeds, (1, 0)):
             want = torch.ops.autoshard.dropout(
                 torch.ones(mask.shape), torch.tensor(seed), 0.5, call
@@ -272,11 +285,12 @@ def test_whole_values_draw_alike_and_shards_apart(n: int) -> None:
 
 @pytest.mark.parametrize("name", ["expert", "default", None])
 def test_a_fork_in_traced_code_names_the_state(name: str | None) -> None:
-    program = autoshard.trace(
-        Dropping(name), (torch.randn(8, 64),), mesh={"tp": 2}, rng="tracker"
-    )
-    seeds = [n.args[1:] for n in program.serial.graph.nodes
-             if n.target is torch.ops.autoshard.tracked_seeds.default]
+    program = autoshard.trace(Dropping(name), (torch.randn(8, 64),), mesh={"tp": 2}, rng="tracker")
+    seeds = [
+        n.args[1:]
+        for n in program.serial.graph.nodes
+        if n.target is torch.ops.autoshard.tracked_seeds.default
+    ]
     usual = ("data-parallel", "tensor-parallel")
     own = {"expert": ("data-parallel", "expert"), "default": ("default", "tensor-parallel")}
     assert sorted(seeds) == sorted({own.get(name or "", usual), usual})
@@ -321,8 +335,9 @@ def test_one_process_draws_from_its_states(inner: str) -> None:
         torch.manual_seed(4)
         loss = compiled(x)
         loss.backward()
-        seed = int(torch.randint(random_ops._int64.min, random_ops._int64.max, (),
-                                 generator=generator(4)))
+        seed = int(
+            torch.randint(random_ops._int64.min, random_ops._int64.max, (), generator=generator(4))
+        )
         mask = torch.ops.autoshard.dropout(torch.ones(4, 8), torch.tensor(seed), 0.5, 0)
         torch.testing.assert_close(loss, (model.lin(x).sin() * mask).sum())
         results.append(model.lin.weight.grad)

@@ -43,6 +43,4 @@ def attention(low: Lowering, node: fx.Node) -> Tensor:
 def update_cache(low: Lowering, node: fx.Node) -> Tensor:
     """The result is the memory of the cache: the caller binds one address to both."""
     cache, update, start = (low[arg] for arg in node.args)
-    return low.out(
-        "add_kv_cache_update", cache, update, start, low.trt.KVCacheMode.LINEAR
-    )
+    return low.out("add_kv_cache_update", cache, update, start, low.trt.KVCacheMode.LINEAR)

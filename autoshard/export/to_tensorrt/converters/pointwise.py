@@ -56,9 +56,7 @@ _ACTIVATIONS: dict[Any, str] = {
 
 def elementwise(low: Lowering, left: Tensor, right: Tensor, operation: str) -> Tensor:
     """One elementwise layer."""
-    return low.out(
-        "add_elementwise", left, right, getattr(low.trt.ElementWiseOperation, operation)
-    )
+    return low.out("add_elementwise", left, right, getattr(low.trt.ElementWiseOperation, operation))
 
 
 def unary(low: Lowering, value: Tensor, operation: str) -> Tensor:
