@@ -5,11 +5,3 @@ from __future__ import annotations
 from autoshard.building.all_ranks import build_agreed, unplanned_parameters
 from autoshard.building.batch_check import batch_checker
 from autoshard.building.one_rank import build_program, plan_captured
-
-__all__ = [
-    "batch_checker",
-    "build_agreed",
-    "build_program",
-    "plan_captured",
-    "unplanned_parameters",
-]

@@ -7,12 +7,3 @@ from autoshard.capture.inputs import device_type, example_device
 from autoshard.capture.interception import intercept
 from autoshard.capture.interpreter import execution
 from autoshard.capture.serial_graph import capture
-
-__all__ = [
-    "capture",
-    "device_type",
-    "example_device",
-    "execution",
-    "guard_divisible",
-    "intercept",
-]

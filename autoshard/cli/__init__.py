@@ -3,5 +3,3 @@
 from __future__ import annotations
 
 from autoshard.cli.dispatch import main
-
-__all__ = ["main"]

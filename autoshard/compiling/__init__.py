@@ -9,19 +9,3 @@ from autoshard.compiling.inner import compile_local
 from autoshard.compiling.parameter_use import lowered_dtypes, say_stored, traced_microbatch, use_by
 from autoshard.compiling.rendering import render
 from autoshard.compiling.serving import check_serving
-
-__all__ = [
-    "Built",
-    "Collective",
-    "DebugWatch",
-    "check_serving",
-    "collectives_of",
-    "compile_local",
-    "lowered_dtypes",
-    "refuse_unsharded",
-    "render",
-    "say_stored",
-    "settings",
-    "traced_microbatch",
-    "use_by",
-]

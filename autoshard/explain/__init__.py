@@ -6,11 +6,3 @@ from autoshard.explain.html import write_page
 from autoshard.explain.reasons import check_strict
 from autoshard.explain.tables import table
 from autoshard.explain.text import explain, explain_plan
-
-__all__ = [
-    "check_strict",
-    "explain",
-    "explain_plan",
-    "table",
-    "write_page",
-]

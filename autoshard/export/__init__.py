@@ -14,13 +14,3 @@ from autoshard.export.to_huggingface import huggingface
 from autoshard.export.to_onnx import onnx
 from autoshard.export.to_tensorrt import tensorrt
 from autoshard.export.to_trtllm import trtllm, trtllm_build
-
-__all__ = [
-    "EngineSpec",
-    "ExportError",
-    "huggingface",
-    "onnx",
-    "tensorrt",
-    "trtllm",
-    "trtllm_build",
-]

@@ -4,13 +4,3 @@ from __future__ import annotations
 
 from autoshard.memory.phases import KINDS
 from autoshard.memory.step import OPTIMIZERS, Memory, Moment, Step, step_of, summary
-
-__all__ = [
-    "KINDS",
-    "Memory",
-    "Moment",
-    "OPTIMIZERS",
-    "Step",
-    "step_of",
-    "summary",
-]

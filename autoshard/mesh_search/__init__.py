@@ -4,10 +4,3 @@ from __future__ import annotations
 
 from autoshard.mesh_search.first_call import choose
 from autoshard.mesh_search.search import MeshPrice, MeshSearch, search_meshes
-
-__all__ = [
-    "MeshPrice",
-    "MeshSearch",
-    "choose",
-    "search_meshes",
-]

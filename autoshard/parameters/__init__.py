@@ -5,9 +5,3 @@ from __future__ import annotations
 from autoshard.parameters.meta_buffers import initialise_buffers
 from autoshard.parameters.safetensors import load_safetensors
 from autoshard.parameters.storage import store
-
-__all__ = [
-    "initialise_buffers",
-    "load_safetensors",
-    "store",
-]

@@ -7,11 +7,4 @@
 
 from __future__ import annotations
 
-from autoshard.verification.comparison import Comparison
 from autoshard.verification.proof import Proof, verify
-
-__all__ = [
-    "Comparison",
-    "Proof",
-    "verify",
-]

@@ -11,15 +11,3 @@ from autoshard.runtime.agreement.consensus import (
     wait_at_most,
     world_axis,
 )
-
-__all__ = [
-    "Input",
-    "agree",
-    "attempt",
-    "compare_batch",
-    "from_first",
-    "gather",
-    "send_batch",
-    "wait_at_most",
-    "world_axis",
-]

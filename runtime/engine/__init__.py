@@ -10,12 +10,3 @@ from __future__ import annotations
 
 from autoshard.runtime.engine.execution import FORMAT, FORMAT_VERSION, TensorRT, load, read_config
 from autoshard.runtime.engine.generation import Engine
-
-__all__ = [
-    "FORMAT",
-    "FORMAT_VERSION",
-    "Engine",
-    "TensorRT",
-    "load",
-    "read_config",
-]

@@ -20,28 +20,3 @@ from autoshard.runtime.operators.vocabulary import (
     vocab_parallel_embedding,
     vocab_parallel_nll,
 )
-
-__all__ = [
-    "Bound",
-    "MEAN",
-    "attend_to_shared_head",
-    "log_softmax",
-    "logsumexp",
-    "mean_of_all_tokens",
-    "own_tokens",
-    "pieces",
-    "share_of_equal_mean",
-    "share_of_mean",
-    "share_of_tokens",
-    "softmax",
-    "split_parts",
-    "stand_in_targets",
-    "stand_in_weight",
-    "unbound",
-    "unfold_parts",
-    "vocab_parallel_cross_entropy",
-    "vocab_parallel_embedding",
-    "vocab_parallel_nll",
-    "with_local_groups",
-    "with_parts",
-]

@@ -37,38 +37,3 @@ from autoshard.runtime.parameters.record import (
 )
 from autoshard.runtime.parameters.shard import related_parameters, shard_parameters, unstorable
 from autoshard.runtime.parameters.unsharding import unshard_parameter, unwrap
-
-__all__ = [
-    "is_planned",
-    "set_planned",
-    "ACCUMULATE",
-    "FLUSH",
-    "Layouts",
-    "MICROBATCH",
-    "SINGLE",
-    "ParameterPolicy",
-    "as_dtensors",
-    "on_backward_done",
-    "deferred_at",
-    "discard_pending",
-    "extents",
-    "has_policy",
-    "keeps_storage",
-    "local_bounds",
-    "local_part",
-    "cast_parameters",
-    "casting",
-    "unshard_parameter",
-    "models_of",
-    "no_sync",
-    "owned",
-    "pending_of",
-    "related_parameters",
-    "set_policy",
-    "shard_parameters",
-    "stored_states",
-    "unshard",
-    "unstorable",
-    "unwrap",
-    "policy_of",
-]

@@ -5,15 +5,3 @@ from __future__ import annotations
 from autoshard.export.decoder.hf_config import ConfigFacts, config_facts
 from autoshard.export.decoder.reading import read_decoder
 from autoshard.export.decoder.structure import Attention, Decoder, Layer, Linear, Mlp, Norm
-
-__all__ = [
-    "Attention",
-    "ConfigFacts",
-    "Decoder",
-    "Layer",
-    "Linear",
-    "Mlp",
-    "Norm",
-    "config_facts",
-    "read_decoder",
-]

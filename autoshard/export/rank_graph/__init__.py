@@ -3,23 +3,8 @@
 from __future__ import annotations
 
 from autoshard.export.rank_graph.config import configuration, file_digest
-from autoshard.export.rank_graph.files import Format, write_ranks
+from autoshard.export.rank_graph.files import write_ranks
 from autoshard.export.rank_graph.graph import Port, RankGraph
 from autoshard.export.rank_graph.operators import NONE, attention, update_cache
-from autoshard.export.rank_graph.plan import InferencePlan, plan_inference
+from autoshard.export.rank_graph.plan import plan_inference
 from autoshard.export.rank_graph.weights import read_weights
-
-__all__ = [
-    "NONE",
-    "Format",
-    "InferencePlan",
-    "Port",
-    "RankGraph",
-    "attention",
-    "configuration",
-    "file_digest",
-    "plan_inference",
-    "read_weights",
-    "update_cache",
-    "write_ranks",
-]

@@ -3,7 +3,3 @@
 from __future__ import annotations
 
 from autoshard.export.to_onnx.directory import onnx
-
-__all__ = [
-    "onnx",
-]

@@ -3,8 +3,3 @@
 from __future__ import annotations
 
 from autoshard.export.to_trtllm.checkpoint import trtllm, trtllm_build
-
-__all__ = [
-    "trtllm",
-    "trtllm_build",
-]

@@ -11,14 +11,3 @@ from autoshard.planning.estimate.mesh import (
 )
 from autoshard.planning.estimate.step_profile import Profile, profile
 from autoshard.planning.estimate.training import Training
-
-__all__ = [
-    "Footprint",
-    "Layout",
-    "Profile",
-    "Timing",
-    "Training",
-    "footprint",
-    "profile",
-    "timing",
-]

@@ -4,10 +4,3 @@ from __future__ import annotations
 
 from autoshard.planning.rules.registry import rules_for, sharding_rule, strategies
 from autoshard.planning.rules.views import size_entry
-
-__all__ = [
-    "rules_for",
-    "sharding_rule",
-    "size_entry",
-    "strategies",
-]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from autoshard.planning.rules.call import OpCall, differentiable
 from autoshard.planning.rules.views import along, except_dims, reducing
@@ -52,9 +53,8 @@ def logsumexp(call: OpCall) -> Iterator[Strategy]:
             yield call.strategy({"self": S(d)}, I, operators.logsumexp, traffic)
 
 
-def normalized_over(dim_impl: str) -> Callable[[OpCall], Iterator[Strategy]]:
+def normalized_over(dim_impl: Callable[..., Any]) -> Callable[[OpCall], Iterator[Strategy]]:
     """softmax and log_softmax: other dims stay; over the sharded dim, two small all-reduces."""
-    implementation = getattr(operators, dim_impl)
 
     def rule(call: OpCall) -> Iterator[Strategy]:
         yield from along(except_dims(), linear=False)(call)
@@ -63,6 +63,6 @@ def normalized_over(dim_impl: str) -> Callable[[OpCall], Iterator[Strategy]]:
             if shape and call.fits(shape[d], f"{call.op}: dim {d}"):
                 row = call.results[0].element_size() * count(shape) // (hint(shape[d]) or 1)
                 traffic = [ImplCollective("all_reduce", row, back) for back in (False, False, True)]
-                yield call.strategy({"self": S(d)}, S(d), implementation, traffic)
+                yield call.strategy({"self": S(d)}, S(d), dim_impl, traffic)
 
     return rule

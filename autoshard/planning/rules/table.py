@@ -11,6 +11,7 @@ from autoshard.planning.rules.call import Rule
 from autoshard.planning.rules.einsum import einsum
 from autoshard.planning.rules.elementwise import when_zero
 from autoshard.planning.rules.views import along, dropping, except_dims, except_last, reducing
+from autoshard.runtime import operators
 from autoshard.runtime.collectives import I, P
 from autoshard.runtime.operators import vocab_parallel_cross_entropy, vocab_parallel_nll
 
@@ -204,8 +205,8 @@ REDUCTIONS: dict[str, RuleEntry] = {
     ),
     "aten.glu": (along(except_dims(), linear=False), fused_dims.gated),
     "aten.logsumexp": reductions.logsumexp,
-    "aten.softmax.int": reductions.normalized_over("softmax"),
-    "aten.log_softmax.int": reductions.normalized_over("log_softmax"),
+    "aten.softmax.int": reductions.normalized_over(operators.softmax),
+    "aten.log_softmax.int": reductions.normalized_over(operators.log_softmax),
     "aten.one_hot": along(views.classes_known),
 }
 

@@ -3,9 +3,3 @@
 from __future__ import annotations
 
 from autoshard.planning.solver.factor_graph import FactorGraph, Solution, TooWide
-
-__all__ = [
-    "FactorGraph",
-    "Solution",
-    "TooWide",
-]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoshard.export.to_tensorrt.converters import (  # noqa: F401  imported to register
+from autoshard.export.to_tensorrt.converters import (  # imported to register
     attention,
     collectives,
     lookups,
@@ -12,9 +12,3 @@ from autoshard.export.to_tensorrt.converters import (  # noqa: F401  imported to
     shapes,
 )
 from autoshard.export.to_tensorrt.converters.network import CONVERTERS, DTYPES, Lowering
-
-__all__ = [
-    "CONVERTERS",
-    "DTYPES",
-    "Lowering",
-]

@@ -3,8 +3,3 @@
 from __future__ import annotations
 
 from autoshard.export.to_tensorrt.interpreter.network import NetworkInterpreter, check_collectives
-
-__all__ = [
-    "NetworkInterpreter",
-    "check_collectives",
-]
