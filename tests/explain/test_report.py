@@ -92,7 +92,7 @@ def test_repeated_layers_are_one_line_with_a_count(text: str) -> None:
         "model.layers.0-1.mlp.down_proj.weight",
         "2",
         "64x256",
-        "S(1)",
+        "Shard(1)",
     )
     assert line.endswith("linear runs on the shard")
     assert "model.embed_tokens.weight" in text  # what there is once has its own name

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from autoshard.building.one_rank import build_program
-from autoshard.capture import interception as intercept
+from autoshard.capture import intercept
 from autoshard.config import Config
 from autoshard.planning.cost.machines import hardware
 from autoshard.planning.values import global_bytes
