@@ -82,7 +82,7 @@ def test_the_pass_of_the_page_does_what_its_docstring_shows() -> None:
     exec(definition, names)
     exec(use, names)
     text = autoshard.render(names["program"].serial)
-    assert f"print(report)                              # {names['report']}" in use
+    assert f"print(report)  # {names['report']}" in use
     assert "mul(" not in text and "linear(" in text
 
 
@@ -96,6 +96,13 @@ def test_links_between_pages_lead_somewhere() -> None:
     ]
     assert len(links) > 20
     assert not [(page.name, link) for page, link in links if not (page.parent / link).exists()]
+
+
+def test_every_path_of_the_map_exists() -> None:
+    page = (DOC.parent / "how_it_works.md").read_text()
+    paths = re.findall(r"`((?:autoshard|passes|runtime|tests)/[^`]*)`", page)
+    assert len(paths) > 40
+    assert not [path for path in paths if not (DOC.parents[1] / path).exists()]
 
 
 def test_the_page_of_variables_names_every_pass_and_variable() -> None:
