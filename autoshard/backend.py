@@ -193,7 +193,7 @@ def _modes(program: Program) -> Callable[[], contextlib.AbstractContextManager[N
 def _presenter(
     states: list[State], extents: list[int | None], mesh: Mesh, config: Config
 ) -> Callable[[Any], Any]:
-    """What turns the graph's outputs into what the caller gets, by `config.outputs`."""
+    """The function that makes the caller's outputs of the graph's, by `config.outputs`."""
     if not any(state[0] == "S" for state in states):
         return lambda outputs: outputs
     axis = mesh.axis("tp")

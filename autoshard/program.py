@@ -12,7 +12,7 @@ from autoshard.memory import Memory, Moment, step_of, summary
 
 @dataclass(kw_only=True)
 class Program(Built):
-    """What `autoshard.trace` returns and the backend builds, for one graph on one rank.
+    """The program of one graph on one rank: `autoshard.trace` returns it, the backend builds it.
 
     Its fields are those of `autoshard.compiling.Built`; its methods answer questions about them.
     """

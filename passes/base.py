@@ -1,4 +1,4 @@
-"""What every pass is made of: a frozen dataclass, a context, a report, and one way to make nodes.
+"""The contract of passes: a frozen dataclass, a context, a report, and one way to make nodes.
 
 A pass rewrites a graph in place and reports; it never lints, recompiles or logs, which is the
 runner's part (pipeline.py).
@@ -26,7 +26,7 @@ _REGION = ("recompute", "ac_graph_id")
 
 @dataclass(frozen=True)
 class Context:
-    """What every pass knows besides the graph: the planned axis, with this rank's place on it."""
+    """The context of a pass besides its graph: the planned axis, with this rank's place on it."""
 
     axis: Axis
 
@@ -40,7 +40,7 @@ class Skip(NamedTuple):
 
 @dataclass
 class Report:
-    """What a pass did: `hits` rewrites, and the places where it declined."""
+    """The result of a pass: `hits` rewrites, and the places where it declined."""
 
     name: str
     hits: int = 0
@@ -80,7 +80,7 @@ class Watch:
         return True
 
     def key(self) -> str:
-        """What it changes, for the key of a cache of compiled graphs."""
+        """Text of the watch's changes to programs, for the key of a cache of compiled graphs."""
         return ""
 
     def before(self, name: str, gm: fx.GraphModule, phase: str = "") -> None:
@@ -89,7 +89,7 @@ class Watch:
     def after(
         self, name: str, gm: fx.GraphModule, report: Report | None = None, phase: str = ""
     ) -> None:
-        """Called after it, with the graph it left."""
+        """Called after a pass, with the graph it left."""
 
 
 SILENT = Watch()

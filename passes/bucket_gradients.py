@@ -47,8 +47,8 @@ from autoshard.planning import RESHAPES, packet
 
 @dataclass(frozen=True)
 class BucketGradients:
-    """groups: the process groups of the axes to merge on, in the order in which a gradient passes
-    them (tp, dp_shard, dp_replicate). bucket_bytes: a bucket closes at this size."""
+    """groups: process groups of the axes to merge on, in the order in which a gradient passes them
+    (tp, dp_shard, dp_replicate). bucket_bytes: size at which a bucket closes."""
 
     name: ClassVar[str] = BUCKETED_GRADIENT
     optional: ClassVar[bool] = True
@@ -105,7 +105,7 @@ _PIECES = RESHAPES | {aten.slice}
 
 
 def _divisor(source: fx.Node) -> Any:
-    """What a piece is divided by on its way, a number; None: nothing."""
+    """The number that a piece is divided by on its way; None: it is not divided."""
     return source.args[1] if source.target is aten.div.Tensor else None
 
 

@@ -50,8 +50,8 @@ from autoshard.planning import LOOKUPS, packet
 class BucketParameters:
     """bucket_bytes: the most that a bucket holds, gathered; None: `bucket_size`.
 
-    apart: a group whose gathers stay. In a backward graph what a checkpointed region gathers again
-    over tp is made from inputs, too: merged, all of it would be alive from the start.
+    apart: process group whose gathers are not bucketed. A checkpointed region's gathers over tp are
+    made from inputs of the backward graph, too: merged, all would be alive from its start.
     """
 
     name: ClassVar[str] = "bucket_parameters"

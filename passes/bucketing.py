@@ -1,4 +1,4 @@
-"""A library of the passes over forward and backward, no pass: what may be merged, and how.
+"""A library for the passes over forward and backward: which collectives merge, and how.
 
 Collectives are taken in the order of the graph, which is the order in which their inputs become
 ready (of gradients: the parameter that forward uses last comes first), and fill a bucket until it
@@ -64,7 +64,7 @@ def member(node: fx.Node) -> Member | None:
     tensors = [source.meta["val"], node.meta["val"]]
     if not all(isinstance(size, int) for tensor in tensors for size in tensor.shape):
         return None
-    # the logical size: an all-gather's output, a reduce-scatter's input (planning/cost.py)
+    # the logical size: an all-gather's output, a reduce-scatter's input (planning/cost/model.py)
     nbytes = max(tensor.numel() * tensor.element_size() for tensor in tensors)
     return Member(node, users[0], source, nbytes)
 
@@ -87,7 +87,7 @@ def _reference_bytes(one: Member) -> int:
 
 
 def bucket_size(members: Sequence[Member]) -> int:
-    """The most that a bucket holds where nothing is said (`planning/bucket_size.py`)."""
+    """Default size of a bucket in bytes (`planning/cost/bucket_size.py`)."""
     if not members:
         return 0
     total = sum(one.nbytes for one in members)
@@ -95,7 +95,7 @@ def bucket_size(members: Sequence[Member]) -> int:
 
 
 def gathered(node: fx.Node) -> list[Member]:
-    """What a gather, of one tensor or of several, makes whole."""
+    """The tensors that a gather makes whole, one or several."""
     if node.target is not GATHER_TOGETHER:
         found = member(node)
         return [] if found is None else [found]
@@ -121,7 +121,7 @@ def fill(
 
 
 def aligned(sizes: Sequence[int], ranks: int) -> tuple[list[int], int]:
-    """Where members begin in a rank's part of a bucket of gradients, and how long the part is.
+    """Offsets of the members in a rank's part of a bucket of gradients, and how long the part is.
 
     sizes: elements of each member a rank; ranks: parts of the bucket (1: an all-reduce). Members
     begin at multiples of 64 elements, and a scattered bucket is a multiple of lcm(ranks, 128), as

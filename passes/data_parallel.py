@@ -46,13 +46,13 @@ from autoshard.runtime.parameters import (
     unshard,
 )
 
-# Later than every region of activation checkpointing: a gather that is used inside one must not
-# count as its boundary, which is saved.
+# Above the number of every region of activation checkpointing: `cleanup_recompute_tags` of torch's
+# partitioner saves a value whose reader is in a later region, and gathers must not be saved.
 _LAST_REGION = 1 << 30
 
 
 class PendingInput(NamedTuple):
-    """One further input of the local graph: the pending gradient of a parameter.
+    """A further input of the local graph: the pending gradient of a parameter.
 
     parameter: the index of its placeholder. shape, dtype: of the sum.
     """

@@ -64,7 +64,7 @@ def _symbolic_count(a: Arguments, node: fx.Node) -> str | None:
 
 
 class New(NamedTuple):
-    """The operator of ours that a random one becomes: name(*tensors, seed, *constants, call).
+    """The operator of autoshard that replaces a random one: name(*tensors, seed, *constants, call).
 
     tensors, constants: names of the old arguments. A constant without a name stands for itself,
     a pair is a name and its default. like: the one tensor is a stranger of the result's shape, and

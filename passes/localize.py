@@ -95,7 +95,7 @@ class Localize:
 
 
 class _Rewriting:
-    """One run: the new graph, and what has been made so far."""
+    """The state of one run: the new graph, and the nodes made so far."""
 
     def __init__(
         self, gm: fx.GraphModule, decisions: Decisions, axis: Axis, recompute: str
@@ -296,14 +296,14 @@ class _Rewriting:
         return isinstance(value(node), torch.Tensor)
 
     def _set_whole_value(self, node: fx.Node) -> None:
-        """The value of what has no strategy: one result of several, or the same on every rank."""
+        """The value of a node without a strategy: one result of several, or alike on every rank."""
         owner, index = producer(node)
         if "val" in node.meta:
             whole = value(node) if index is None else value(self.local[owner])[index]
             self.local[node].meta["val"] = whole
 
     def _copied(self, node: fx.Node) -> fx.Node:
-        """A placeholder or an attribute, with all that is known of it but its value."""
+        """A copy of a placeholder or an attribute, with its metadata but its value."""
         new = self.graph.create_node(node.op, node.target, name=node.name)
         new.meta = {k: v for k, v in node.meta.items() if k != "val"}
         new.meta["custom"] = {**node.meta.get("custom", {}), **_origin(node)}

@@ -48,7 +48,7 @@ ORDER = tuple(one.name for one in _EVERY)
 """The name of every pass, as a program meets them: what AUTOSHARD_STOP_AFTER counts by."""
 
 OPTIONAL = tuple(one.name for one in _EVERY if one.optional)
-"""Those without which a program is as right, only slower; AUTOSHARD_DISABLE takes no other."""
+"""Passes without which a program is as right, only slower; AUTOSHARD_DISABLE takes no others."""
 
 
 def run_stage(

@@ -29,7 +29,7 @@ ALL_TO_ALL = c10d.all_to_all_single.default
 
 @dataclass(frozen=True)
 class ReduceScatterByAllToAll:
-    """Nothing to choose."""
+    """No options."""
 
     name: ClassVar[str] = "reduce_scatter_by_all_to_all"
     optional: ClassVar[bool] = True

@@ -145,7 +145,7 @@ def _above(node: fx.Node, limit: int, order: dict[fx.Node, int]) -> set[fx.Node]
 
 
 def _sink_waits(graph: fx.Graph) -> int:
-    """Move each wait, and what only reshapes or finishes it, to the first reader."""
+    """Move each wait, and nodes that only reshape or finish it, to the first reader."""
     finishing = single_chains(graph)
     leader: dict[fx.Node, fx.Node] = {}  # the first node moved in front of a reader
     moved = 0
@@ -183,7 +183,7 @@ def _limit_in_flight(graph: fx.Graph) -> None:
 
 
 def _made_by_bucketing(node: fx.Node) -> set[fx.Node]:
-    """A merged reduction and what puts its bucket together."""
+    """A merged reduction and the nodes that put its bucket together."""
     if (node.meta.get("custom") or {}).get(PASS) != BUCKETED_GRADIENT:
         return set()
     return {node}.union(*(_made_by_bucketing(source) for source in node.all_input_nodes))

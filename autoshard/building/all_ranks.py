@@ -52,8 +52,8 @@ def build_agreed(
 
 
 def plan_lines(program: Program) -> list[str]:
-    """What ranks compare: options, where each parameter lives, and each node with its constants,
-    shape, dtype and strategy."""
+    """The lines that ranks compare: options, each parameter's placement, and each node with its
+    constants, shape, dtype and strategy."""
     lines = [f"gradients: {program.microbatch}", *program.config.lines()]
     lines += [f"parameter {name}: {state}" for name, state in program.plan.parameters.items()]
     strategies = program.decisions.strategies

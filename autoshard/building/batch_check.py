@@ -1,4 +1,4 @@
-"""What happens to a call's batch before its graph runs: it is compared over the group, or sent."""
+"""The batch of a call before its graph runs: compared over the group, or sent by its first rank."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 class Policy(NamedTuple):
-    """What autocast does on one kind of device, by operator name ("softmax" or "softmax.int").
+    """The casts of autocast on one kind of device, by operator name ("softmax" or "softmax.int").
 
     lower: run in the lower precision. fp32: run in float32. fp32_dtype: the same through the
     operator's own `dtype` argument, unless the caller gave one. promote: run in the widest type
@@ -185,7 +185,7 @@ class AutocastMode(FunctionalTensorMode):
 
     @property
     def settings(self) -> dict[str, Setting]:
-        """What is on, by device type."""
+        """The autocast that is on, by device type."""
         return {device: s for device, s in self._settings.items() if s.enabled}
 
     def __torch_dispatch__(

@@ -1,4 +1,4 @@
-"""What the inputs of a Dynamo graph are: whose they are, and on which device they live."""
+"""The devices of a Dynamo graph's inputs: of its model and of its example."""
 
 from __future__ import annotations
 

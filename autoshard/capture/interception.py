@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class _Traced(Exception):
-    """Carries what was made out of Dynamo: nothing is compiled and nothing runs."""
+    """The exception that carries the result out of Dynamo: nothing is compiled, nothing runs."""
 
     def __init__(self, made: Any) -> None:
         self.made = made
@@ -27,7 +27,7 @@ def intercept(
     plan: Callable[[fx.GraphModule, Sequence[Any], list[compat.GraphInput]], T],
     dynamic: bool | None = None,
 ) -> T:
-    """What `plan` makes of the graph Dynamo traces for the call; the model does not run."""
+    """The result of `plan` on the graph Dynamo traces for the call; the model does not run."""
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         raise _Traced(plan(gm, example_inputs, compat.graph_inputs(gm)))

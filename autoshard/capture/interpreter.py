@@ -217,7 +217,7 @@ def _policy(body: fx.GraphModule) -> Callable[..., Any] | None:
 
 
 class TraceState:
-    """What a trace knows at the node it is at.
+    """The state of a trace at its present node.
 
     extra: values of `extras(gm)`, consumed in order. grad: the grad mode at the graph's start.
     replaced: (value before, value after) of each write into a tensor.

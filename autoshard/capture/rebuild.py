@@ -48,7 +48,7 @@ _KERNELS = {
 
 
 class Seen(NamedTuple):
-    """What the trace of a Dynamo graph saw besides the operators.
+    """The record of a trace of a Dynamo graph, besides its operators.
 
     n_outputs: the number of the user's outputs, flattened. mutated: the indices of inputs that
     have a new value; the new values follow the user's outputs, and then come the operands of
@@ -225,7 +225,7 @@ class Rebuild:
         return source
 
     def _derived(self, like: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node:
-        """A node that is not in the trace, on behalf of one that is."""
+        """A node that is not in the trace, made on behalf of a traced node."""
         new = self.graph.call_function(target, args, kwargs)
         new.meta = {key: like.meta[key] for key in _KEPT_META if key in like.meta}
         custom = {k: v for k, v in like.meta.get("custom", {}).items() if k != NO_GRAD}
@@ -248,7 +248,7 @@ class Rebuild:
         return self.detached[operand]
 
     def _hop_value(self, index: int) -> fx.Node:
-        """One value of an opaque node; all of them are made when the first is needed."""
+        """A value of an opaque node; all its values are made when the first is needed."""
         hop = self.hops[index]
         if index not in self.hop_values:
             self._hop(hop)

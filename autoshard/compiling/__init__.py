@@ -1,4 +1,4 @@
-"""What one rank compiles: a program's data and collectives, inner compilers, graph text, dumps."""
+"""Compiling a rank's program: its data and collectives, inner compilers, graph text, dumps."""
 
 from __future__ import annotations
 

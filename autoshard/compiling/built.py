@@ -93,7 +93,7 @@ class Built:
         specialize(graph, self.axis, backward, self.watch)
 
     def settings(self) -> str:
-        """What `finish` depends on besides the graph; equal texts make equal graphs of one."""
+        """Text of all that `finish` depends on besides the graph: equal texts make equal graphs."""
         options = replace(self.config, mesh={}, plan=None)
         return f"{self.mesh.axes} {options} {self.watch.key()}"
 
@@ -102,7 +102,7 @@ class Built:
         return {name: self.decisions.stored[node] for node, name in self.parameters.items()}
 
     def stored_value(self, node: fx.Node) -> torch.Tensor:
-        """What this rank stores of a parameter: shape and dtype, on the graph's device."""
+        """A fake of this rank's part of a parameter, as stored, on the graph's device."""
         val = local_value(node.meta["val"], self.decisions.stored[node], self.axis)
         for axis in reversed(data_axes(self.mesh.axes)):
             val = local_value(val, self.data[node].get(axis.name, I), axis)

@@ -47,7 +47,7 @@ class Collective:
 
 
 def collectives_of(built: Built) -> list[Collective]:
-    """One entry a collective, forward then backward, in the order of issue."""
+    """The collectives of a step, forward then backward, in the order of issue."""
     axes = {axis.group: axis.name for axis in built.mesh.axes}
     found = []
     for phase, gm in (("forward", built.joint.forward), ("backward", built.joint.backward)):

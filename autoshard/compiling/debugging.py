@@ -1,4 +1,4 @@
-"""What the environment asks to see, or to leave out: logs, dumps of graphs, fewer passes.
+"""Debugging by environment variables: logs, dumps of graphs, passes left out.
 
     AUTOSHARD_DEBUG=1|2|3       log each pass; and why it declined; and the graph it left
     AUTOSHARD_DUMP=DIR          write each graph before and after each pass
@@ -35,7 +35,7 @@ _programs = itertools.count()
 
 @dataclass(frozen=True)
 class Settings:
-    """The environment's wishes, checked.
+    """The values of the AUTOSHARD_* variables, checked.
 
     level: of AUTOSHARD_DEBUG. folder: of AUTOSHARD_DUMP. left_out: the passes that do not run.
     unsharded: run the caller's graph as it is. stop_after: the last pass that runs.
@@ -80,7 +80,7 @@ class Settings:
         )
 
     def text(self) -> str:
-        """What changes a program: ranks whose texts differ must not run together."""
+        """The settings that change a program: ranks whose texts differ must not run together."""
         return f"passes left out {list(self.left_out)}, stop after {self.stop_after!r}"
 
 
@@ -132,7 +132,7 @@ class DebugWatch(Watch):
         return name not in self.settings.left_out
 
     def key(self) -> str:
-        """What is to be shown must be made: no program but this one has the key."""
+        """A key of this program alone where graphs are shown: a graph from a cache is not made."""
         shows = self.settings.level or self.settings.folder
         return f"{self.settings.text()} {uuid.uuid4() if shows else ''}"
 

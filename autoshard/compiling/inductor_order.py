@@ -33,7 +33,7 @@ from autoshard.planning import PRODUCTS, RESHAPES, packet
 
 
 def hold_order(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """What Inductor is given: buckets reduced in place, and the dependencies."""
+    """Reduce buckets in place, and return the dependencies that Inductor is given."""
     reduce_in_place(graph)
     return order_dependencies(graph)
 
@@ -107,7 +107,7 @@ def _bucket(start: fx.Node) -> fx.Node | None:
 
 
 def _behind(nodes: Any) -> list[fx.Node]:
-    """What `nodes` are views of."""
+    """The nodes that `nodes` are views of."""
     found = []
     for node in nodes:
         while packet(node) in RESHAPES:

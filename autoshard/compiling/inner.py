@@ -1,4 +1,4 @@
-"""The last step: the local graph becomes something to call."""
+"""Inner compilers: the local graph becomes a callable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the options, and the graph itself, say that stored parameters are read and reduced."""
+"""The use of stored parameters, from the options and the graph: how read, how reduced."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autoshard.runtime.parameters import (
 
 
 def use_by(config: Config, mesh: Mesh | None) -> ParameterPolicy:
-    """How the options say that parameters are used on the mesh; None: one not chosen yet."""
+    """The policy of parameters by the options, on the mesh; None: a mesh not chosen yet."""
     precision = Precision.of(config.precision)
     return ParameterPolicy(
         param=precision.param,
@@ -62,7 +62,7 @@ def say_stored(gm: fx.GraphModule, inputs: list[compat.GraphInput], config: Conf
 
 
 def traced_microbatch(gm: fx.GraphModule) -> str:
-    """What the reads of parameters in the graph say that its backward does with gradients.
+    """The microbatch, single or accumulating, that the reads of parameters in a graph are of.
 
     A parameter that came later than the others may still say SINGLE: nothing of it is pending.
     """

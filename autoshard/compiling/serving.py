@@ -1,4 +1,4 @@
-"""`inner="tensorrt"`: what must hold before torch-tensorrt is given a rank's program."""
+"""`inner="tensorrt"`: the conditions under which torch-tensorrt is given a program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that are compiled one by one: what the plan of the first one says of the others.
+"""Layers compiled one by one: the plan of the first gives the states of the others.
 
 `for layer in model.layers: layer.compile(backend="autoshard")` makes one graph, which serves every
 layer whose parameters are stored as those of the first are. So they are stored with it.
@@ -16,7 +16,7 @@ from autoshard.runtime.collectives import State
 def parameters_of_repeats(
     planned: Mapping[nn.Parameter, State], models: Sequence[nn.Module]
 ) -> dict[nn.Parameter, State]:
-    """The parameters that are to other modules of a class what planned ones are to the first.
+    """The parameters of a class's other modules that correspond to planned ones of the first.
 
     planned: what one graph read. The first is the smallest module of one of `models` that holds
     them; the others are of its class, and each such parameter has the shape and dtype of the

@@ -28,7 +28,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 class Keys(NamedTuple):
-    """What `load_state_dict` returns: names the file lacks, and names the model lacks."""
+    """The result of `load_state_dict`: names the file lacks, and names the model lacks."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -139,7 +139,7 @@ def _fill(target: _Target, source: Any) -> None:
 
 
 def _targets(model: nn.Module) -> Iterator[_Target]:
-    """What the state dict has, a tied parameter once a name."""
+    """The entries of the state dict, a tied parameter once for each name."""
     holders: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for module in model.modules():
         for registry in (module._parameters, module._buffers):
@@ -233,7 +233,7 @@ def _few(names: list[str]) -> str:
 
 
 def _device(targets: list[_Target]) -> str:
-    """Where buffers belong: where the parameters are."""
+    """The device of the parameters, where buffers belong."""
     for target in targets:
         if isinstance(target.tensor, DTensor):
             return target.tensor.device_mesh.device_type

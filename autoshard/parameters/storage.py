@@ -74,11 +74,11 @@ def _as_first(planned: dict[nn.Parameter, State], mesh: Mesh) -> dict[nn.Paramet
 
 
 def _is_whole(parameter: nn.Parameter) -> bool:
-    """Whether it can be stored, and is not yet."""
+    """Whether a parameter can be stored, and is not yet."""
     return not isinstance(parameter, DTensor) and unstorable(parameter) is None
 
 
 def _resting_state(parameter: nn.Parameter, n: int) -> State:
-    """Where a parameter waits for a graph that reads it: vectors whole, the rest by rows."""
+    """The stored state of a parameter until a graph reads it: vectors whole, the rest by rows."""
     rows = parameter.shape[0] if parameter.dim() > 1 else 0
     return S(0) if rows >= n else I

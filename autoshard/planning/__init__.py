@@ -1,4 +1,4 @@
-"""What to shard: operators' rules, costs, the exact plan of a graph, prices of a mesh."""
+"""Planning: operators' rules, costs, the exact plan of a graph, prices of a mesh."""
 
 from __future__ import annotations
 

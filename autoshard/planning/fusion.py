@@ -1,4 +1,4 @@
-"""Which operators a compiler joins into one kernel, as the cost model assumes it."""
+"""Fusion of operators into kernels, as the cost model assumes it of a compiler."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Kernels:
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """What `node` is a view, or an element, of."""
+    """The node of which `node` is a view or an element."""
     target = node.target
     if target is operator.getitem:
         source = node.args[0]

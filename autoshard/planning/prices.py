@@ -1,4 +1,4 @@
-"""What the planner charges on one mesh axis: seconds of stored bytes and of changes of state."""
+"""The planner's prices on one mesh axis: seconds of stored bytes and of changes of state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VECTOR_DISCOUNT = 1e-3
 
 @dataclass(frozen=True)
 class Prices:
-    """What a stored byte costs, in seconds a step; None for the defaults.
+    """Prices of a stored byte, in seconds a step; None for the defaults.
 
     Whoever asks for a tp axis wants the weights split: by default a megabyte that every rank
     keeps whole must save a millisecond a step to be worth it, and in a small model an average
@@ -39,7 +39,7 @@ class Prices:
 
 
 class MovedValue(NamedTuple):
-    """What the price of moving a value depends on; `last` is its last dim."""
+    """The properties of a value that the price of moving it depends on; `last` is its last dim."""
 
     nbytes: int
     diff: bool
@@ -100,7 +100,7 @@ class AxisPrices:
         return global_bytes(node) * share * trained * price
 
     def moved(self, source: fx.Node) -> MovedValue:
-        """What the price of moving `source`'s value depends on."""
+        """The properties of `source`'s value that the price of moving it depends on."""
         shape = value(source).shape
         return MovedValue(
             global_bytes(source),

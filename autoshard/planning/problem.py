@@ -1,4 +1,4 @@
-"""From a captured graph to a factor graph: what is decided, and what each decision costs.
+"""From a captured graph to a factor graph: a variable for each decision, tables of costs.
 
 One variable a node chooses its strategy; one variable a shared value chooses the state of its
 *copy*, so that q, k and v pay for one gather and one summed gradient. A factor on

@@ -1,4 +1,4 @@
-"""When a dim of a given size may be split over n ranks, and why not otherwise."""
+"""Sizes of dims: when one may be split over n ranks, and why not otherwise."""
 
 from __future__ import annotations
 

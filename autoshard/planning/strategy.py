@@ -13,7 +13,7 @@ from autoshard.runtime.collectives import State
 
 
 class ImplCollective(NamedTuple):
-    """A collective that a strategy's own implementation runs; `nbytes` as in planning/cost.py."""
+    """A collective that a strategy's own implementation runs; `nbytes` as in cost/model.py."""
 
     op: str
     nbytes: int

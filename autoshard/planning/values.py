@@ -1,4 +1,4 @@
-"""What the planner asks about a node: who decides its state, its bytes, where it may be split."""
+"""Properties of a node for the planner: who decides its state, its bytes, where it may be split."""
 
 from __future__ import annotations
 

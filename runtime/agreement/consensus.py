@@ -80,7 +80,7 @@ def _members(axis: Axis) -> list[int]:
 
 
 def gather(value: Any, what: str, axis: Axis) -> list[Any]:
-    """What every rank of the axis gave, anything that JSON holds, in the order of the ranks.
+    """The values that the ranks of the axis gave, in their order; anything that JSON holds.
 
     Collective over the axis; `[value]` on one of size 1 or without a process group. what: the name
     of it in the errors of ranks that wait. Raises PlanMismatchError where a rank does not come.
@@ -100,13 +100,13 @@ def world_axis() -> Axis:
 
 
 def from_first(value: Any, what: str, axis: Axis) -> Any:
-    """What the first rank of the axis gave; see `gather`."""
+    """The value that the first rank of the axis gave; see `gather`."""
     return gather(value if axis.rank == 0 else None, what, axis)[0]
 
 
 @contextlib.contextmanager
 def attempt() -> Iterator[None]:
-    """One try at something all ranks of a group do, such as a compilation.
+    """A block of code that all ranks of a group run, such as a compilation.
 
     Whatever fails inside is told to the ranks that wait for this one in `agree`, who then raise
     PlanMismatchError with it. All of them raise it at each exchange from then on: after a failure

@@ -47,7 +47,7 @@ class StoreExchange:
         self._counts: dict[str, int] = {}
 
     def exchange(self, value: Any, what: str, members: Sequence[int]) -> list[Any]:
-        """What every member gave, in their order; `value` is anything that JSON holds.
+        """The values that the members gave, in their order; `value` is anything that JSON holds.
 
         what: where this rank is, for the errors of others. Raises PeerFailed where a member will
         not come, or has not come within `limit` seconds, and after any failure that this rank

@@ -1,7 +1,7 @@
 """Run every rank of a mesh in one process: threads that meet at each collective.
 
 The same rewritten graph and the same collectives run with no process group, which makes
-`Program.verify`, the rule oracle and most tests one-process affairs. A rank that fails, or that
+`verify_program`, the rule oracle and most tests one-process affairs. A rank that fails, or that
 calls another collective than its peers, fails all of them: never a hang.
 """
 

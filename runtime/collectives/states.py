@@ -62,12 +62,12 @@ def in_words(text: str) -> str:
 
 
 def forward_value(state: State) -> State:
-    """What the forward value is: I, P or S(d)."""
+    """The placement of the forward value: I, P or S(d)."""
     return I if state == R else state
 
 
 def gradient_value(state: State) -> State:
-    """What the gradient is: I, P or S(d)."""
+    """The placement of the gradient: I, P or S(d)."""
     return {I: I, R: P, P: I}.get(state, state)
 
 
@@ -85,7 +85,7 @@ def step(src: State, dst: State) -> ConversionStep | None:
 
 
 def conversions(src: State, dst: State) -> tuple[tuple[State, State], tuple[State, State]]:
-    """What a change of state converts, each in I, P or S(d): the value, and its gradient back."""
+    """Conversions of a change of state, in I, P and S(d): of the value, of its gradient back."""
     return (
         (forward_value(src), forward_value(dst)),
         (gradient_value(dst), gradient_value(src)),

@@ -55,7 +55,7 @@ class ForwardBackward:
 
 
 def forward_backward(gm: fx.GraphModule, fakes: Sequence[Any]) -> ForwardBackward:
-    """What AOTAutograd and its min-cut partitioner make of `gm`; compiles and runs nothing.
+    """The graphs that AOTAutograd and its min-cut partitioner make of `gm`; nothing runs.
 
     fakes: one a placeholder, all of one fake mode; requires_grad says what is differentiated.
     """
@@ -91,7 +91,7 @@ def forward_backward(gm: fx.GraphModule, fakes: Sequence[Any]) -> ForwardBackwar
 
 
 def to_be_read(*args: Any) -> Any:
-    """Stands for a compiled graph where nothing is compiled."""
+    """Stand-in for a compiled graph where nothing is compiled."""
     raise AssertionError("this graph was made to be read, not to be run")
 
 

@@ -1,4 +1,4 @@
-"""What Dynamo hands a backend, and how it treats the frames it meets: private parts of torch."""
+"""Dynamo's inputs to a backend, and its treatment of frames: private parts of torch."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def never_a_frame(fn: F) -> F:
 
 
 def frame_id() -> int | None:
-    """Which code object is being compiled: its recompilations have the same id."""
+    """Identity of the code object being compiled: its recompilations have the same."""
     current = torch._guards.CompileContext.current_compile_id()
     return None if current is None else current.frame_id
 

@@ -1,4 +1,4 @@
-"""What Dynamo is asked to trace and to guard otherwise than it would: private parts of torch."""
+"""Changes to what Dynamo traces and what it guards: private parts of torch."""
 
 from __future__ import annotations
 

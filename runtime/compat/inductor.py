@@ -84,7 +84,7 @@ def fresh_cache() -> contextlib.AbstractContextManager[Any]:
 
 
 def keep_order(order: Order | None) -> Any:
-    """Inductor's pass after its own passes: what is set there, then the dependencies.
+    """Inductor's last pass over a graph: the pass that is set there already, then the dependencies.
 
     Only a class with a `uuid` lets Inductor cache what it compiles.
     """

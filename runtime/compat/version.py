@@ -1,4 +1,4 @@
-"""What this project uses of torch that has no public name, and whether this torch has it."""
+"""The private names of torch that this project uses, and whether this torch has them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def probe(names: list[str] = PRIVATE) -> None:
 
 @functools.cache
 def probe_compilers() -> None:
-    """`probe` of what compiles graphs."""
+    """`probe` of the names that compile graphs."""
     probe(COMPILERS)
 
 

@@ -141,7 +141,7 @@ class TensorRT:
 
 
 def _capsule(address: int) -> Any:
-    """What TensorRT takes a communicator as."""
+    """The capsule in which TensorRT takes a communicator."""
     new = ctypes.pythonapi.PyCapsule_New
     new.restype = ctypes.py_object
     new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)

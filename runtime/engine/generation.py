@@ -148,7 +148,7 @@ class Engine:
         return self._run([row[-1:] for row in rows], [len(row) - 1 for row in rows])[:, 0]
 
     def _whole(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Without a cache: everything again."""
+        """The logits without a cache: every token is computed again."""
         logits = self._run(rows, [0] * len(rows))
         return torch.stack([logits[i, len(row) - 1] for i, row in enumerate(rows)])
 

@@ -147,7 +147,7 @@ def vocab_parallel_nll(
 def token_weight(
     target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """What each token counts in a mean, of target's shape: its class' weight, 0 where ignored."""
+    """The weight of each token in a mean, of target's shape: its class' weight, 0 where ignored."""
     valid = (target != ignore_index).to(dtype)
     if weight is None:
         return valid

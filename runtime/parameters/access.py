@@ -97,7 +97,7 @@ def casting(model: nn.Module, policy: ParameterPolicy) -> Iterator[None]:
 
 
 class StoredClass(NamedTuple):
-    """What a subclass is made of: the module's own class, the names of its stored parameters, and
+    """The parts of a subclass: the module's own class, the names of its stored parameters, and
     the dtype in which they are read (None: as they are stored)."""
 
     cls: type[nn.Module]
@@ -106,7 +106,7 @@ class StoredClass(NamedTuple):
 
 
 class Stored:
-    """What every such subclass has besides its properties.
+    """The common base of these subclasses; each adds its properties.
 
     Without `__slots__`: with them, Python refuses to assign the subclass to an instance.
     """

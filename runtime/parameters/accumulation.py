@@ -89,7 +89,7 @@ def on_backward_done(
 
 
 def refresh(module: nn.Module) -> None:
-    """Set what the properties of a module with stored parameters read."""
+    """Set the attribute that the properties of a module with stored parameters read."""
     own = module.__dict__
     if _SYNC not in own:
         return
@@ -103,7 +103,7 @@ def refresh(module: nn.Module) -> None:
 
 
 def begin(module: nn.Module) -> None:
-    """Give a module that got stored parameters the attribute, right for where it is."""
+    """Give a module that got stored parameters this attribute, by whether it is in `no_sync`."""
     module.__dict__.setdefault(_SYNC, SINGLE)
     refresh(module)
 
@@ -119,7 +119,7 @@ def _watch_optimizers() -> None:
 
 
 def _refuse_pending(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """A step without them would train on a part of the gradient, silently."""
+    """Raise where sums are pending: the step would silently train on a part of the gradient."""
     waiting = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:

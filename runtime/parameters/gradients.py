@@ -21,7 +21,7 @@ from autoshard.runtime import compat
 
 
 class Layout(NamedTuple):
-    """What `unalias` found of the gradients of a graph, which lays them out alike in every step.
+    """The memory of a graph's gradients as `unalias` found it; it is the same in every step.
 
     nbytes: of each gradient. wasteful: those to copy for what they would keep alive.
     """
@@ -108,7 +108,7 @@ def keeps_storage(used: int, nbytes: int) -> bool:
 def accumulate(
     node: Any, parameters: Sequence[DTensor], grads: Sequence[torch.Tensor | None]
 ) -> tuple[DTensor | None, ...]:
-    """What the backward of `node` returns: None where the parameter has got its gradient.
+    """The gradient that the backward of `node` returns; None where the parameter has got it.
 
     node: the autograd node whose inputs are `parameters`, in whose backward this is called.
     grads: the local part of each parameter's gradient; owned by nobody else.

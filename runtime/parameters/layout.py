@@ -1,4 +1,4 @@
-"""Where the parts of one tensor live: states by axis <-> DTensor placements, whole <-> local.
+"""Placement of a tensor's parts: states by axis <-> DTensor placements, whole <-> local.
 
 A tensor is split over `tp` first, then over the data-parallel axes: the local part is
 chunk(chunk(whole, tp), dp), bit for bit what FSDP2 over tensor parallelism stores.

@@ -39,7 +39,7 @@ def repoint(
 
 
 def state_summary(optimizer: Optimizer, parameter: nn.Parameter) -> list[str]:
-    """What state the optimizer holds for a parameter: names and shapes, for ranks to compare."""
+    """The optimizer's state of a parameter: names and shapes, for ranks to compare."""
     state: Mapping[str, Any] = optimizer.state[parameter] if parameter in optimizer.state else {}
     return [
         f"{name} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else name

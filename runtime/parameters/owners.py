@@ -1,4 +1,4 @@
-"""Who holds a Parameter object: modules, optimizers, and plain lists and dicts.
+"""The holders of a Parameter object: modules, optimizers, and plain lists and dicts.
 
 The backend is handed parameters, not the model; everything that must see the replacement is found
 in one pass over the objects Python's garbage collector tracks.
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 @dataclass(frozen=True)
 class Owners:
-    """What holds some parameters.
+    """The holders of some parameters.
 
     modules: for each parameter, the modules that registered it and under which names (several
     where it is tied). optimizers: those with one of them in a param group, in an order that does
@@ -141,7 +141,7 @@ def _tracked() -> list[Any]:
 
 
 def _roots() -> list[Any]:
-    """Where Python begins: its modules, and the variables of what runs in its threads."""
+    """The roots of all objects: Python's modules, and the variables of what runs in its threads."""
     found: list[Any] = [sys.modules]
     own = threading.get_ident()
     for thread, top in sys._current_frames().items():
@@ -154,7 +154,7 @@ def _roots() -> list[Any]:
 
 
 class _Kinds(dict[type, type | None]):
-    """What an object of a class may hold parameters as: a look-up for each of a million objects."""
+    """The kind of holder that a class is, if any: looked up for each of a million objects."""
 
     def __missing__(self, cls: type) -> type | None:
         # issubclass of the type, not isinstance: that asks __class__, and lazy proxies then import

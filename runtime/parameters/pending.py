@@ -42,6 +42,6 @@ class Pending:
         self.sum, self.dirty = None, False
 
     def finished(self, buffer: torch.Tensor, microbatch: str) -> None:
-        """A backward has written to `buffer`."""
+        """Record that a backward has written to `buffer`."""
         self.dirty = microbatch == ACCUMULATE
         self.sum = buffer if self.dirty else None

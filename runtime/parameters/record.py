@@ -31,7 +31,7 @@ class ParameterRecord:
 
 
 def policy_of(parameter: torch.Tensor) -> ParameterPolicy:
-    """How a parameter is used; the default where nothing has been said."""
+    """The policy of a parameter; the default where none was set."""
     return _record(parameter).policy or ParameterPolicy()
 
 
@@ -41,7 +41,7 @@ def has_policy(parameter: torch.Tensor) -> bool:
 
 
 def set_policy(parameters: Iterable[torch.Tensor], policy: ParameterPolicy) -> None:
-    """Say how parameters are used."""
+    """Set the policy of parameters."""
     for parameter in parameters:
         _change(parameter, policy=policy, pending=pending_of(parameter) or Pending())
 
@@ -57,7 +57,7 @@ def is_planned(parameter: nn.Parameter) -> bool:
 
 
 def set_planned(parameter: nn.Parameter, planned: bool) -> None:
-    """Say that the stored state is a decision, or only a place to wait for one."""
+    """Record whether the stored state is a plan's decision, or provisional until then."""
     if isinstance(parameter, DTensor):
         _change(parameter, planned=planned)
 

@@ -44,7 +44,7 @@ __all__ = [
 
 
 class MovedParameter(nn.Parameter):
-    """What a whole parameter becomes when its shard has replaced it: empty, and an error to use.
+    """The class of a whole parameter that its shard has replaced: empty, and an error to use.
 
     References that could not be found (a local variable, a tuple) would otherwise read a stale
     value, or see no gradient, silently.
@@ -148,7 +148,7 @@ def _agree(
     names: Mapping[nn.Parameter, str],
     mesh: Mesh,
 ) -> None:
-    """Ranks that hold different gradients or state would wait for each other for ever."""
+    """Raise where ranks hold different gradients or state: they would wait for ever."""
     lines = [
         f"{names[p]} {p.dtype} {tuple(p.shape)} meta {p.is_meta}, stored {dict(states)}, "
         f"gradient {p.grad is not None}, "
@@ -260,7 +260,7 @@ def _install(moved: Mapping[nn.Parameter, nn.Parameter], owners: Owners) -> None
 
 
 def _repoint_containers(moved: Mapping[nn.Parameter, nn.Parameter], owners: Owners) -> None:
-    """Lists such as `params = list(model.parameters())`, kept to clip gradients each step."""
+    """Repoint lists such as `params = list(model.parameters())`, kept to clip gradients."""
     by_id = {id(old): new for old, new in moved.items()}
     for container in owners.containers:
         items = enumerate(container) if isinstance(container, list) else container.items()

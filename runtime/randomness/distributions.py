@@ -1,8 +1,8 @@
 """Random choices and further distributions, as functions of a seed, a call and the element.
 
-The same contract as the operators of random_ops.py, which registers these: `part` says which rows
-of the whole tensor a rank holds. What they draw has the distribution of the ATen operator of that
-name, not its numbers.
+The contract is that of the operators of randomness/operators.py, which registers these: `part` is
+the rows of the whole tensor that a rank holds. The numbers have the distribution of the ATen
+operator of that name; they are not its numbers.
 """
 
 from __future__ import annotations

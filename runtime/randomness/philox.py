@@ -1,4 +1,4 @@
-"""Random numbers that depend on where an element is in the whole tensor, not on who draws it.
+"""Random numbers by an element's place in the whole tensor, whichever rank draws it.
 
 Philox4x32-10 (J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel random numbers: as easy as
 1, 2, 3", SC 2011) in integer tensor operators: the key is the seed of one forward call, the
@@ -32,7 +32,7 @@ _DIGITS = {torch.float32: 24, torch.float64: 53, torch.float16: 11, torch.bfloat
 
 
 class Part(NamedTuple):
-    """Where a shard lies in the whole tensor: rows `start`... of a `dim` of `extent` rows."""
+    """The place of a shard in the whole tensor: rows `start`... of a `dim` of `extent` rows."""
 
     dim: int
     start: int
@@ -148,7 +148,7 @@ def _kernel(
     call: int,
     count: int,
 ) -> list[torch.Tensor]:
-    """The same, operator by operator: in place, and on a CPU in blocks that stay in its cache."""
+    """The same numbers, operator by operator: in place, on a CPU in blocks that fit its cache."""
     total = math.prod(shape)
     found = [torch.empty(total, dtype=torch.int64, device=seed.device) for _ in range(count)]
     step = _BLOCK if seed.device.type == "cpu" else max(total, 1)

@@ -33,7 +33,7 @@ _lock = threading.RLock()
 
 
 class _Seeding:
-    """Which seed of torch's CPU generator the states stem from, and how often that changed."""
+    """The seed of torch's CPU generator from which the states stem, and how often it changed."""
 
     seed: int | None = None
     count = 0
@@ -87,7 +87,7 @@ class Tracker:
         self._seed(name, offset)
 
     def follow(self) -> None:
-        """Seed the states anew where torch was, unless a block draws from one of them now.
+        """Reseed all named states if torch was reseeded since the last call; not in a `fork` block.
 
         Raises AutoshardError in a backward pass, where only a recomputed forward would draw, and
         other numbers than forward did.
@@ -121,7 +121,7 @@ class Tracker:
         self.states[name] = {}
 
     def state(self, name: str) -> State:
-        """Where the state stands. Raises AutoshardError for a name that is not known."""
+        """The position of a state. Raises AutoshardError for a name that is not known."""
         if name != DEFAULT and name not in self.seeds:
             raise AutoshardError(
                 message(
@@ -147,7 +147,7 @@ class Tracker:
         _load(entered)
 
     def leave(self) -> None:
-        """Keep where the state of the last `enter` stands now, and put back the one before."""
+        """Keep the position of the state entered last, and put back the state before it."""
         self.states[self.active.pop()] = _live()
         _load(self.states[self.active[-1]])
 

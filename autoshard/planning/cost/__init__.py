@@ -1,4 +1,4 @@
-"""What an operator and a collective cost on a described machine."""
+"""The costs of operators and collectives on a described machine."""
 
 from __future__ import annotations
 

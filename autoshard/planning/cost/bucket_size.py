@@ -1,4 +1,4 @@
-"""How buckets of merged collectives are filled, and how many bytes each holds by default.
+"""Buckets of merged collectives: the rule that fills them, and their default size in bytes.
 
 The default is Megatron-Core's size (`DistributedDataParallelConfig`), but a part of the model: one
 that is smaller than eight of those buckets would be whole in one, and nothing would overlap.

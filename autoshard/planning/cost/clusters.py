@@ -1,4 +1,4 @@
-"""Machines joined by links: what a rank of a mesh axis talks over, and the files that describe one.
+"""Clusters: machines, the links that the ranks of a mesh axis use, and files that describe them.
 
 A cluster is nodes of equal devices. Ranks are laid out with `tp` innermost, then `dp_shard`, then
 `dp_replicate`, as `runtime.mesh.AXIS_ORDER` has it and torchrun numbers them, so the layout says
@@ -32,7 +32,7 @@ from autoshard.runtime.mesh import AXIS_ORDER
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What a well-tuned program gets of the data sheet: fractions of peak arithmetic, of memory
+    """Fractions of the data sheet that a well-tuned program gets: of peak arithmetic, of memory
     bandwidth and of link bandwidth; `fits` is the part of device memory that tensors may fill,
     beside the runtime, communication buffers and fragmentation. The defaults are assumptions of
     this project, not measurements: put your own into a cluster file.
@@ -97,7 +97,7 @@ class Cluster:
         return Link(link.latency, link.bandwidth * share.links, link.copy_bandwidth * share.memory)
 
     def planned(self, sizes: Mapping[str, int]) -> Hardware:
-        """What the planner needs to know of the cluster for a mesh of these sizes."""
+        """The planner's description of the cluster for a mesh of these sizes."""
         return replace(self.device, links=self.links(sizes))
 
 

@@ -1,4 +1,4 @@
-"""What the cost model needs to know of a machine, and the machines it knows.
+"""Machines as the cost model describes them, and the built-in ones.
 
 Figures are the manufacturers' data sheets: dense rates (without structured sparsity), memory as
 sold, and links in one direction. They are used to compare plans; what predicts a step's time takes

@@ -1,4 +1,4 @@
-"""What a state change and an operator cost, in seconds.
+"""The cost of a state change and of an operator, in seconds.
 
 Collectives follow the alpha-beta model of a ring: a latency for each step, and the bytes a rank
 sends over its bandwidth. The *logical size* of a collective, everywhere in this project, is in

@@ -36,7 +36,7 @@ def cluster_of(device: str) -> Cluster:
 
 
 def hardware_of(device: str) -> Hardware:
-    """What the planner needs to know of this process's device."""
+    """The planner's description of this process's device."""
     return cluster_of(device).device
 
 

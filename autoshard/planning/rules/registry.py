@@ -1,4 +1,4 @@
-"""Which strategies a node of the serial graph may use, and why not others."""
+"""The strategies that a node of the serial graph may use, and reasons against others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The sharding rules of ATen operators, as data. See rule_language for the text.
+"""The sharding rules of ATen operators, as data; rules/language.py defines their text.
 
-Elementwise operators need no line here (torch.Tag.pointwise says it); those listed are linear
+Elementwise operators need no line here (they have torch.Tag.pointwise); those listed are linear
 in some operand, so that a partial sum passes through them, or lack the tag.
 """
 

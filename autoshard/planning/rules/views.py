@@ -299,7 +299,7 @@ _SIZES = {
 
 
 def size_entry(node: fx.Node, dim: int) -> tuple[int, int] | None:
-    """Where a node says the size of dim `dim` of its result: (argument, entry of its list).
+    """The argument, and the entry of its list, that hold the size of dim `dim` of the result.
 
     The rewrite makes that entry local; an entry of -1 stays. None where no argument says it.
     """

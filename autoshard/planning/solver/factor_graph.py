@@ -66,7 +66,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What does not change when only the finite unary costs do."""
+    """The parts of a solution that stay when only finite unary costs change."""
 
     finite: tuple[bytes, ...]
     domains: list[NDArray[np.intp]]  # the values of each variable that survive
