@@ -56,7 +56,7 @@ class Report:
 
 
 class Pass(Protocol):
-    """One graph rewrite. Implementations are frozen dataclasses; their fields are the options.
+    """A graph rewrite. Implementations are frozen dataclasses; their fields are the options.
 
     optional: a program without the pass is as right, only slower.
     """

@@ -67,6 +67,6 @@ def source_line(stack_trace: str | None) -> str | None:
 
 @functools.cache
 def _torch_folder() -> str:
-    """Where torch is installed, found without importing it."""
+    """The folder torch is installed in, found without importing it."""
     spec = importlib.util.find_spec("torch")
     return os.path.join(os.path.dirname((spec and spec.origin) or "torch"), "")

@@ -135,7 +135,7 @@ POLICIES: dict[str, Policy] = {"cpu": _CPU, "cuda": _CUDA}
 
 
 class Setting(NamedTuple):
-    """One `torch.autocast`: on or off, and in which lower precision."""
+    """A `torch.autocast` region: on or off, and in which lower precision."""
 
     enabled: bool
     dtype: torch.dtype

@@ -93,7 +93,7 @@ def is_inlined(node: fx.Node) -> bool:
 
 
 def extras(gm: fx.GraphModule) -> list[Extra]:
-    """What the trace of `gm` needs as extra inputs, in the order in which it meets them."""
+    """The extra inputs that the trace of `gm` needs, in the order in which it meets them."""
     found: list[Extra] = []
     for owner, node in execution(gm):
         if node.op == "get_attr":

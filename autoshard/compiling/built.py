@@ -31,7 +31,7 @@ from autoshard.runtime.parameters import SINGLE
 
 @dataclass(kw_only=True)
 class Built:
-    """One graph, planned and rewritten for one rank of a mesh.
+    """A graph, planned and rewritten for one rank of a mesh.
 
     graph_module: the local forward graph, state changes explicit (`autoshard.render` prints it).
     serial: the captured serial graph that was planned. plan: the plan, ready to `save`.

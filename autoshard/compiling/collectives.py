@@ -26,7 +26,7 @@ _LOGICAL_SIZE = {  # which tensor's bytes are the size of the collective: megatr
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One collective of a rank's step.
+    """A collective of a rank's step.
 
     bytes is the logical size: the tensor of an all-reduce or all-to-all, the output of an
     all-gather, the input of a reduce-scatter. phase is "forward" or "backward". module is the

@@ -14,7 +14,7 @@ from autoshard.planning.values import fusible
 
 
 def stages(gm: fx.GraphModule) -> dict[fx.Node, int]:
-    """How many unfused operators lie on the longest way to each node.
+    """Number of unfused operators on the longest way to each node.
 
     A residual stream is read at the next stage: it is written, whatever fuses.
     """

@@ -21,7 +21,7 @@ class ImplCollective(NamedTuple):
 
 
 class Strategy(NamedTuple):
-    """One way to run an operator on one mesh axis.
+    """A way to run an operator on one mesh axis: the states of its operands and result.
 
     inputs: the state of each operand, in the order of `operands(node)`.
     output: the state of the result; a tuple (one state an element) where the node's value is a

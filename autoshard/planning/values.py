@@ -41,7 +41,7 @@ def global_bytes(node: fx.Node) -> int:
 
 
 def stored_domain(node: fx.Node, n: int) -> list[State]:
-    """Where a parameter may be stored: whole, or split along a dim by the chunk rule."""
+    """The states a parameter may be stored in: whole, or split along a dim by the chunk rule."""
     if n == 1:
         return [I]
     shape = value(node).shape

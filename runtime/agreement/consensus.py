@@ -124,7 +124,7 @@ def attempt() -> Iterator[None]:
 
 
 def wait_at_most(seconds: float) -> None:
-    """How long a rank waits for the others from now on, before it is an error."""
+    """Set the seconds that this rank waits for others before it raises an error."""
     exchange = current_exchange()
     if exchange is not None:
         exchange.limit = seconds

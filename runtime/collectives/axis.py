@@ -1,4 +1,4 @@
-"""One axis of the device mesh as a rank sees it, and the one rule by which a dim is split."""
+"""An axis of the device mesh as a rank sees it, and the rule by which dims are split."""
 
 from __future__ import annotations
 

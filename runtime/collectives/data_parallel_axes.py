@@ -18,7 +18,7 @@ def data_axes(axes: Sequence[Axis]) -> tuple[Axis, ...]:
 
 
 def data_states(ndim: int, axes: Sequence[Axis]) -> dict[str, State]:
-    """Where a parameter of `ndim` dims is stored on the data-parallel axes.
+    """The stored state of a parameter of `ndim` dims on each data-parallel axis.
 
     Whole on `dp_replicate`; rows split over `dp_shard`, as FSDP2 stores them. A scalar has no
     rows, and is whole on both. An axis that is not named is I.

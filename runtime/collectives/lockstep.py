@@ -24,7 +24,7 @@ _ids = itertools.count()
 
 
 class _Meeting:
-    """Where the threads of one run exchange their tensors."""
+    """The meeting point of a run, at which its threads exchange tensors."""
 
     def __init__(self, n: int, timeout: float) -> None:
         self.barrier = threading.Barrier(n, timeout=timeout)

@@ -36,7 +36,7 @@ class RestartTrace(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):
 
 @dataclass(frozen=True, kw_only=True)
 class GraphInput:
-    """One placeholder of a Dynamo graph.
+    """A placeholder of a Dynamo graph.
 
     source: the expression by which Dynamo finds the value, such as `L['x']`. name: the dotted
     path, `a.weight` of the compiled module's own `a.weight`, `L.x` of an argument x. key: the last

@@ -156,10 +156,10 @@ def lighten_guards(inputs: Mapping[str, nn.Parameter]) -> None:
 
 
 _ASKED = {"type", "_spec", "requires_grad", "_local_tensor", "device_mesh"}
-"""What Dynamo asks of a DTensor."""
+"""The parts of a DTensor that Dynamo guards."""
 
 _CLASS = re.compile(r"\btype\((.+?)\)\.(?:__mro__\[1\]\.)?__dict__")
-"""What is read from a module's own class, or the next one: those that `access` makes."""
+"""Attributes of a module read from its own class, or the next: the classes of `access`."""
 
 
 def _guard_parameter(check: Callable[[Any], bool], builder: Any, guard: Guard) -> None:

@@ -220,7 +220,7 @@ class _Plan:
         return []
 
     def _result(self, buffer: Any) -> None:
-        """What an operator that allocates its result returns: new memory, or that of an operand."""
+        """Memory of an operator that allocates its result: new, or that of an operand."""
         from torch._inductor import ir
 
         layout = buffer.get_output_spec()

@@ -91,7 +91,7 @@ torch._inductor.utils.fresh_cache
 torch._inductor.virtualized.V
 torch.utils._ordered_set.OrderedSet
 """.split()
-"""Those that are imported with a compiler, at the first graph: it takes seconds."""
+"""Private names that are imported with a compiler, at the first graph: it takes seconds."""
 
 
 def probe(names: list[str] = PRIVATE) -> None:

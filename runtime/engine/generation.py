@@ -11,12 +11,12 @@ import torch.distributed as dist
 from autoshard.runtime.errors import AutoshardError, message
 
 Execute = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
-"""What runs an engine once: tensors by input name -> tensors by output name. The output of a cache,
-`<cache>_out`, may be the tensor that came in."""
+"""Function that runs an engine once: tensors by input name -> tensors by output name. The output of
+a cache, `<cache>_out`, may be the tensor that came in."""
 
 
 class Engine:
-    """One rank's engine with its key-value buffers.
+    """The engine of a rank, with its key-value buffers.
 
     config: of the directory. execute: runs the engine once. device: where its tensors live.
     group: of the ranks; the tokens that its rank 0 draws are everybody's. None: nothing is sent.
@@ -177,7 +177,7 @@ class Engine:
 def _draw(
     logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator
 ) -> torch.Tensor:
-    """One token a row of [rows, vocabulary]."""
+    """Next tokens, one for each row of [rows, vocabulary]."""
     if temperature == 0:
         return logits.argmax(-1)
     scores = logits.cpu() / temperature

@@ -16,7 +16,7 @@ from autoshard.runtime.operators.vocabulary import token_weight
 def own_tokens(
     target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, split: tuple[Axis, ...]
 ) -> torch.Tensor:
-    """How many tokens of this data-parallel rank count, as float32; each with its class' weight.
+    """Number of tokens of this data-parallel rank that count, float32; each with its class' weight.
 
     target: class numbers. split: axes over which the tokens of one batch are split.
     """

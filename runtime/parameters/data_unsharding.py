@@ -17,14 +17,14 @@ import torch
 from autoshard.runtime.collectives import Axis, I, P, State, convert, gradient_value, reduce_wide
 
 SINGLE, ACCUMULATE, FLUSH = "single", "accumulate", "flush"
-"""What a backward does with gradients: reduce its own; add them to the pending ones and reduce
+"""Work of a backward on gradients: reduce its own; add them to the pending ones and reduce
 nothing; reduce the pending ones and its own. Strings, because Dynamo makes an int symbolic."""
 
 MICROBATCH = (SINGLE, ACCUMULATE, FLUSH)
 
 
 class ParameterPolicy(NamedTuple):
-    """How stored parameters are used, and their gradients reduced, on the data-parallel axes.
+    """The use of stored parameters, and reduction of gradients, on the data-parallel axes.
 
     param: the dtype in which a parameter is gathered and computed with; None: as it is stored.
     reduce: the dtype in which its gradient travels; None: that of compute. accumulate: the dtype

@@ -41,7 +41,7 @@ count is no longer exact.
 """
 
 Layouts = dict[tuple[bool, ...], Layout]
-"""Of one graph, by which of the gradients are there."""
+"""The layouts of a graph, by which of its gradients are present."""
 
 
 def unalias(
@@ -84,7 +84,7 @@ def unalias(
 
 
 def _wasteful(grads: Sequence[torch.Tensor | None], overlap: set[int]) -> list[int]:
-    """Which of the gradients use little of their storage, all together, or are not contiguous."""
+    """Gradients that together use little of their storage, or are not contiguous."""
     alone = {i: grad for i, grad in enumerate(grads) if grad is not None and i not in overlap}
     storages = {i: grad.untyped_storage() for i, grad in alone.items()}
     used: dict[int, int] = {}  # of each storage, by its address
@@ -143,7 +143,7 @@ def _targets(node: Any) -> list[Any]:
 
 @functools.cache
 def _references_of_unshared() -> int:
-    """How many references `sys.getrefcount` counts of an AccumulateGrad node that nobody else
+    """Number of references `sys.getrefcount` counts of an AccumulateGrad node that nobody else
     holds, in a list such as that of `accumulate`; it differs between versions of Python."""
     with torch.enable_grad(), torch.inference_mode(False):
         x = torch.ones((), requires_grad=True, device="cpu")

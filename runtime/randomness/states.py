@@ -152,7 +152,7 @@ class Tracker:
         _load(self.states[self.active[-1]])
 
     def draw(self, name: str) -> torch.Tensor:
-        """One int64 from the CPU generator of the state."""
+        """Draw an int64 from the CPU generator of the state."""
         with _lock:
             self.follow()
             generator = torch.Generator()

@@ -33,7 +33,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One rank's device and its links.
+    """The device of a rank, and its links.
 
     flops: peak operations a second of a matrix product, by `dtype_class`.
     memory_bandwidth: bytes a second, read plus written.
@@ -53,7 +53,7 @@ class Hardware:
 
 
 def dtype_class(dtype: torch.dtype) -> str:
-    """Which of the rates "float8", "half", "float32" and "float64" a dtype runs at.
+    """The rate that a dtype runs at: "float8", "half", "float32" or "float64".
 
     Integers and bools count as float32: they are never the cost of a model.
     """

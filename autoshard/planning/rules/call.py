@@ -1,4 +1,4 @@
-"""One operator call of the serial graph as a sharding rule sees it."""
+"""A call of an operator in the serial graph, as a sharding rule sees it."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class OpCall:
 
 
 Rule = Callable[[OpCall], Iterable[Strategy]]
-"""What offers the strategies of a call."""
+"""A function that offers the strategies of a call."""
 
 
 def differentiable(tensor: Any) -> bool:

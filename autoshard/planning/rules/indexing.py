@@ -127,7 +127,7 @@ def part_written(call: OpCall) -> Iterator[Strategy]:
 
 
 def _advanced(call: OpCall) -> tuple[dict[int, int], list[int], int] | None:
-    """How x[indices] lays its dims out: kept dims, where they go, and the index block.
+    """The layout of the dims of x[indices]: kept dims, where they go, and the index block.
 
     Returns ({dim of self: dim of result}, [dims of the block in the result], indexed dims); None
     with masks, whose result has a size known only at run time.

@@ -35,7 +35,7 @@ ELLIPSIS = "..."
 
 
 class Operand(NamedTuple):
-    """One operand or result of a rule: its mark ("", "*" or "+") and the names of its dims."""
+    """An operand or result of a rule: its mark ("", "*" or "+") and the names of its dims."""
 
     mark: str
     dims: tuple[str, ...]

@@ -80,7 +80,7 @@ def elimination_order(
 
 
 class Elimination:
-    """One pass of bucket elimination; `assignment` walks the buckets backwards."""
+    """A pass of bucket elimination; `assignment` walks the buckets backwards."""
 
     def __init__(self, factors: list[Factor], order: list[int]) -> None:
         self.width = self.work = 0
