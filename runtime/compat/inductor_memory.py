@@ -67,9 +67,7 @@ def inductor_step(
     code: another version of torch, or a device whose compiler is not installed here.
     """
     with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="aten::nll_loss")
-        # what Inductor imports for its patterns still uses torch.jit
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        warnings.simplefilter("ignore")  # the user gets Inductor's warnings where it compiles
         try:
             return _generated(gm, fakes, finish, order)
         except TensorifyScalarRestartAnalysis:

@@ -14,7 +14,7 @@ from autoshard.passes.base import Context
 from autoshard.passes.data_parallel import DataParallel
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.graph_meta import CHANGE, PENDING_INPUTS
-from autoshard.runtime.parameters import ACCUMULATE, FLUSH, Use, unshard
+from autoshard.runtime.parameters import ACCUMULATE, FLUSH, ParameterPolicy, unshard
 from autoshard.verification.program_check import verify_program
 from traced import programs
 
@@ -72,7 +72,7 @@ def test_a_gather_belongs_to_no_region(regather: bool) -> None:
 def test_a_deferred_gradient_has_an_input_of_its_own(microbatch: str, found: list[str]) -> None:
     """Accumulating, the axes outside of the innermost deferred one are left out."""
     gm = product()
-    use = Use(deferred=("dp_shard",))
+    use = ParameterPolicy(deferred=("dp_shard",))
     each = DataParallel((OUTER, INNER), {1: STORED}, use=use, microbatch=microbatch)
     each.run(gm, Context(TP))
     gm.graph.lint()

@@ -37,7 +37,7 @@ def onnx_program(graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> Any:
     """
     check_onnx(graph)
     module = _bound(graph, weights)
-    examples = tuple(_example(port) for port in graph.inputs)
+    examples = tuple(example_input(port) for port in graph.inputs)
     sizes = tuple(
         {dim: torch.export.Dim.AUTO for dim, size in enumerate(port.shape) if isinstance(size, str)}
         for port in graph.inputs
@@ -109,7 +109,7 @@ def _bound(graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> fx.GraphMod
     return fx.GraphModule(root, copy)
 
 
-def _example(port: Port) -> torch.Tensor:
+def example_input(port: Port) -> torch.Tensor:
     shape = [size if isinstance(size, int) else _EXAMPLE[size] for size in port.shape]
     return torch.zeros(shape, dtype=port.dtype)
 

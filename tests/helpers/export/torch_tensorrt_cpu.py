@@ -23,7 +23,7 @@ from torch import fx
 
 from autoshard.export.rank_graph import operators
 from autoshard.export.rank_graph.graph import RankGraph
-from autoshard.export.to_onnx.model import example
+from autoshard.export.to_onnx.model import example_input
 from autoshard.export.to_tensorrt.build import Network, shapes_of
 from autoshard.export.to_tensorrt.spy import Spy
 
@@ -139,7 +139,7 @@ def of_rank_graph(graph: RankGraph, given: Mapping[str, torch.Tensor]) -> tuple[
     lowering = importlib.import_module("torch_tensorrt.dynamo.lowering")
     ports = {port.name: port for port in graph.inputs}
     names = [str(node.target) for node in graph.module.graph.find_nodes(op="placeholder")]
-    examples = tuple(example(ports[n]) if n in ports else given[n] for n in names)
+    examples = tuple(example_input(ports[n]) if n in ports else given[n] for n in names)
     dims = {
         name: torch.export.Dim(name, min=extent.minimum, max=extent.maximum)
         for name, extent in graph.symbols.items()
