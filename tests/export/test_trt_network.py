@@ -12,8 +12,8 @@ import torch
 
 import engine_cases as cases
 from autoshard.export import ExportError
-from autoshard.export.to_tensorrt.build import Network, build, check_capabilities, make_network
 from autoshard.export.to_tensorrt import generate
+from autoshard.export.to_tensorrt.build import Network, build, check_capabilities, make_network
 from autoshard.export.to_tensorrt.converters import attention as attention_converter
 from autoshard.export.to_tensorrt.engine import checked_network
 from autoshard.export.to_tensorrt.interpreter.network import check_collectives

@@ -67,7 +67,7 @@ def shapes(sizes: list[tuple[int, int]], activation_byte: float | None = None) -
     """
     from autoshard import backend
     from autoshard.building import one_rank as build
-    from autoshard.planning import problem
+    from autoshard.planning import Prices
 
     pair = Pair(Block())
     counts: list[int] = []
@@ -79,7 +79,7 @@ def shapes(sizes: list[tuple[int, int]], activation_byte: float | None = None) -
         return torch.compiler.disable(lambda *values: (ran.append(number), run(*values))[1])
 
     backend._runner = recorded
-    prices, request = problem.Prices(activation_byte=activation_byte), build.Request
+    prices, request = Prices(activation_byte=activation_byte), build.Request
     build.Request = functools.partial(request, prices=prices)  # type: ignore[misc,assignment]
     try:
         for step, (rows, length) in enumerate(sizes):
