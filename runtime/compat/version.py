@@ -88,7 +88,6 @@ torch._inductor.fx_passes.control_dependencies.preserve_node_ordering
 torch._inductor.fx_passes.post_grad.view_to_reshape
 torch._inductor.graph.GraphLowering
 torch._inductor.ir
-torch._inductor.utils.fresh_cache
 torch._inductor.virtualized.V
 torch.utils._ordered_set.OrderedSet
 """.split()
