@@ -34,7 +34,7 @@ from autoshard.runtime.graph_meta import ENABLE_GRAD, OUTPUT_EXTENTS, OUTPUT_STA
 from autoshard.runtime.lazy import LazyGather, wrap_outputs
 from autoshard.runtime.mesh import Mesh, data_coordinate, init_mesh, start_world
 from autoshard.runtime.parameters import (
-    Layouts,
+    GradientLayouts,
     ParameterPolicy,
     as_dtensors,
     cast_parameters,
@@ -141,7 +141,7 @@ def _runner(
 
     waiting: list[PendingInput] = local.meta.get(PENDING_INPUTS, [])
 
-    known: Layouts = {}
+    known: GradientLayouts = {}
 
     @compat.not_traced
     def run(*args: Any) -> Any:

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from autoshard.runtime.errors import (
-    AutoshardError,
-    CaptureError,
-    ConfigError,
-    PlanError,
-    PlanMismatchError,
-    ShardingRuleError,
-    message,
-    source_line,
-)
-
-__all__ = [
-    "AutoshardError",
-    "CaptureError",
-    "ConfigError",
-    "PlanError",
-    "PlanMismatchError",
-    "ShardingRuleError",
-    "message",
-    "source_line",
-]
+from autoshard.runtime.errors import AutoshardError as AutoshardError
+from autoshard.runtime.errors import CaptureError as CaptureError
+from autoshard.runtime.errors import ConfigError as ConfigError
+from autoshard.runtime.errors import PlanError as PlanError
+from autoshard.runtime.errors import PlanMismatchError as PlanMismatchError
+from autoshard.runtime.errors import ShardingRuleError as ShardingRuleError
+from autoshard.runtime.errors import message as message
+from autoshard.runtime.errors import source_line as source_line

@@ -13,7 +13,7 @@ import torch
 
 from autoshard.errors import AutoshardError, message
 from autoshard.runtime import compat
-from autoshard.runtime.randomness import TRACKER, State, fork
+from autoshard.runtime.randomness import TRACKER, GeneratorState, fork
 
 __all__ = ["add", "checkpoint_contexts", "fork", "get_state", "manual_seed", "set_state"]
 
@@ -37,7 +37,7 @@ def add(name: str, offset: int) -> None:
     TRACKER.add(name, offset)
 
 
-def get_state() -> dict[str, dict[str, State]]:
+def get_state() -> dict[str, dict[str, GeneratorState]]:
     """Every state of this rank, for a checkpoint: place in the mesh -> name -> device -> bytes.
 
     The default state (torch's own generators) is among them. The first key differs between ranks,
@@ -46,7 +46,7 @@ def get_state() -> dict[str, dict[str, State]]:
     return {_place(): TRACKER.snapshot()}
 
 
-def set_state(states: dict[str, dict[str, State]]) -> None:
+def set_state(states: dict[str, dict[str, GeneratorState]]) -> None:
     """Go on from what `get_state` returned in this place of the mesh.
 
     Raises AutoshardError where the states are those of other places only.
@@ -73,18 +73,18 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     """
     if not compat.in_backward():
         TRACKER.follow()  # before checkpoint looks at torch's generators
-    found: list[dict[str, State]] = []
+    found: list[dict[str, GeneratorState]] = []
     return _remember(found), _replay(found)
 
 
 @contextmanager
-def _remember(found: list[dict[str, State]]) -> Iterator[None]:
+def _remember(found: list[dict[str, GeneratorState]]) -> Iterator[None]:
     found.append(TRACKER.snapshot())
     yield
 
 
 @contextmanager
-def _replay(found: list[dict[str, State]]) -> Iterator[None]:
+def _replay(found: list[dict[str, GeneratorState]]) -> Iterator[None]:
     outer, TRACKER.replaying = TRACKER.replaying, True
     now, live = TRACKER.snapshot(), TRACKER.active[-1]
     # the state in torch's generators is checkpoint's own to put back

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._inductor.utils import fresh_cache
 
-from autoshard.runtime.compat.inductor import fresh_cache, inductor_compile
+from autoshard.runtime.compat.inductor import inductor_compile
 from autoshard.runtime.randomness.operators import native_dropout
 from autoshard.runtime.randomness.philox import Part
 

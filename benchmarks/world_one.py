@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._inductor.utils import fresh_cache
 from torch.profiler import ProfilerActivity, profile
 
-from autoshard.runtime.compat.inductor import fresh_cache
 from data_parallel import peak
 from llama_model import Llama, Shape, WithLoss
 

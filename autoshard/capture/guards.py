@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from types import CodeType
 from typing import Any
 
 import torch
@@ -12,7 +14,8 @@ from autoshard.runtime import compat
 from autoshard.runtime.collectives import shard_dim
 
 # By code object: sizes (source, dim) of inputs that decide a size which some graph shards.
-_split_sizes: dict[int | None, set[tuple[str, int]]] = {}
+_split_sizes: weakref.WeakKeyDictionary[CodeType, set[tuple[str, int]]]
+_split_sizes = weakref.WeakKeyDictionary()
 
 
 def guard_divisible(
@@ -35,7 +38,8 @@ def guard_divisible(
         for dim, extent in enumerate(item.fake.shape)
         if not isinstance(extent, int)
     }
-    known = _split_sizes.setdefault(compat.frame_id(), set())
+    code = compat.compiled_code()
+    known = set() if code is None else _split_sizes.setdefault(code, set())
     for key, size in sizes.items():
         if key in known:
             bool(size % n == 0)

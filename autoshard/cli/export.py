@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.cli.arguments import positive, shared_arguments
-from autoshard.cli.progress import Progress
+from autoshard.cli.progress import ProgressLine
 
 
 def add_command(commands: Any) -> None:
@@ -74,7 +74,7 @@ def write_trtllm(arguments: argparse.Namespace) -> None:
         dtype=arguments.dtype,
         vocab_parallel_embedding=arguments.vocab_parallel_embedding,
         max_position_embeddings=arguments.max_position_embeddings,
-        progress=Progress(),
+        progress=ProgressLine(),
     )
     print(_written(arguments))
     if arguments.engines is not None:
@@ -96,7 +96,7 @@ def write_huggingface(arguments: argparse.Namespace) -> None:
         dtype=arguments.dtype,
         max_shard_bytes=arguments.max_shard_bytes,
         tokenizer=load_tokenizer(arguments.model),
-        progress=Progress(),
+        progress=ProgressLine(),
     )
     print(f"wrote {arguments.directory}")
 
@@ -127,7 +127,7 @@ def _write_ranks(write: Callable[..., Path], arguments: argparse.Namespace, **mo
         dtype=arguments.dtype,
         dynamic={name: (1, largest, largest) for name, largest in sizes.items()},
         max_length=arguments.max_length,
-        progress=Progress(),
+        progress=ProgressLine(),
         **more,
     )
     print(_written(arguments))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoshard.cli.arguments import options_and_entries, positive, shared_arguments
-from autoshard.cli.progress import Progress
+from autoshard.cli.progress import ProgressLine
 from autoshard.errors import AutoshardError, message
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
         hardware=arguments.hardware or DEFAULT_HARDWARE,
         mesh=arguments.mesh,
         training=training,
-        progress=Progress(),
+        progress=ProgressLine(),
         **options,
     )
     if arguments.json:

@@ -8,7 +8,7 @@ LINES = 20
 """The most lines, or one more, that a pipe is sent for one piece of work."""
 
 
-class Progress:
+class ProgressLine:
     """`[done/total] what`: one line that is rewritten on a terminal, a few lines elsewhere."""
 
     def __init__(self) -> None:

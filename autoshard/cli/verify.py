@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.cli.arguments import options_and_entries, positive, shared_arguments
-from autoshard.cli.progress import Progress
+from autoshard.cli.progress import ProgressLine
 
 
 def add_command(commands: Any) -> None:
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         dtype=None if arguments.dtype is None else getattr(torch, arguments.dtype),
         tolerance=arguments.tolerance,
-        progress=Progress(),
+        progress=ProgressLine(),
         **options,
     )
     print(proof)

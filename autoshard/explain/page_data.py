@@ -8,10 +8,8 @@ from autoshard.compiling import Built
 from autoshard.explain.alternatives import Alternative
 from autoshard.explain.costs import Cost, named
 from autoshard.explain.facts import Facts, ParameterGroup
-from autoshard.explain.module_graph import module_graph
+from autoshard.explain.module_graph import Json, module_graph
 from autoshard.runtime.collectives import I, shard_dim
-
-Json = dict[str, Any]
 
 # More points than a page has pixels in width say nothing more.
 _POINTS = 1200

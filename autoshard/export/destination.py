@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 from autoshard.export.errors import export_error
 from autoshard.export.job import on_every_rank
@@ -54,12 +53,7 @@ class Destination:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         try:
             if kind is None:
                 on_every_rank(self._raise, "files", self._job)

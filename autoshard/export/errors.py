@@ -11,10 +11,9 @@ class ExportError(AutoshardError):
     """A model that the target format cannot hold, or that cannot be written."""
 
 
-def export_error(
-    what: str, node: fx.Node | None = None, remedy: str | None = None, where: str | None = None
-) -> ExportError:
+def export_error(what: str, node: fx.Node | None = None, remedy: str | None = None) -> ExportError:
     """An error that names the node and the user's line where a node is to blame."""
+    where = None
     if node is not None:
         what = f"{node.name}: {what}"
         where = source_line(node.meta.get("stack_trace"))

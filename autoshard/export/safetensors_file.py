@@ -8,9 +8,9 @@ written is zero. https://huggingface.co/docs/safetensors
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -50,7 +50,7 @@ class SafetensorsFile:
         end = 0
         for name in order:
             shape, dtype = tensors[name]
-            begin, end = end, end + dtype.itemsize * _count(shape)
+            begin, end = end, end + dtype.itemsize * math.prod(shape)
             self._begin[name], self._end[name] = begin, end
             header[name] = {
                 "dtype": _NAMES[dtype],
@@ -82,14 +82,5 @@ class SafetensorsFile:
     def __enter__(self) -> SafetensorsFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    return int(torch.Size(shape).numel())

@@ -22,7 +22,7 @@ from autoshard.export.errors import export_error
 from autoshard.export.safetensors_file import SafetensorsFile
 from autoshard.export.serial_graph import unwrapped
 from autoshard.export.spec import weight_dtype
-from autoshard.export.weight_source import WeightSource, Whole
+from autoshard.export.weight_source import WeightSource, WholeParameter
 
 _METADATA = {"format": "pt"}
 
@@ -98,7 +98,7 @@ def _write(
         for one in tensors:
             tensor = one.value.detach()
             if one.name in source.parameters:
-                tensor = source.read(one.name, [[Whole()]]).tensor
+                tensor = source.read(one.name, [[WholeParameter()]]).tensor
             for file in opened:
                 destination.attempt(partial(file.write, one.name, tensor.to(one.dtype)))
             del tensor

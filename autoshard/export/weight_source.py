@@ -28,7 +28,7 @@ class Region(Protocol):
         ...
 
 
-class Whole:
+class WholeParameter:
     """All of a parameter, as a region."""
 
     def needs(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -37,8 +37,7 @@ from autoshard.runtime import compat
 from autoshard.runtime.mesh import AXIS_ORDER, offline_mesh
 from autoshard.runtime.parameters import casting
 
-Mesh = dict[str, int]
-Progress = Callable[[str, int, int], None]
+AxisSizes = dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +49,7 @@ class MeshPrice:
     fit, empty where it does. plan: the tp axis's decisions and the mesh, ready to `save`.
     """
 
-    mesh: Mesh
+    mesh: AxisSizes
     memory: Footprint
     timing: Timing
     mfu: float
@@ -87,7 +86,7 @@ def search_meshes(
     mesh: Mapping[str, int] | None = None,
     training: Training | None = None,
     batches: int | None = None,
-    progress: Progress | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
 ) -> MeshSearch:
     """Try the meshes of `world` ranks for training `model` on batches like `args` and `kwargs`.
@@ -140,12 +139,12 @@ def _no_collector() -> Iterator[None]:
 def search_captured(
     captured: fx.GraphModule,
     inputs: list[compat.GraphInput],
-    meshes: Sequence[Mesh],
+    meshes: Sequence[AxisSizes],
     machine: Cluster,
     config: Config,
     training: Training | None = None,
     batches: int | None = None,
-    progress: Progress | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> MeshSearch:
     """`search_meshes`, of a serial graph that is captured already; `captured` stays as it is.
 
@@ -189,7 +188,7 @@ def search_captured(
     return MeshSearch(tuple(rows), machine, math.prod(meshes[0].values()))
 
 
-def _tp_sizes(meshes: Sequence[Mesh]) -> list[int]:
+def _tp_sizes(meshes: Sequence[AxisSizes]) -> list[int]:
     return list(dict.fromkeys(mesh.get("tp", 1) for mesh in meshes))
 
 
@@ -197,7 +196,7 @@ def _silent(what: str, done: int, total: int) -> None:
     pass
 
 
-def candidates(world: int, machine: Cluster) -> list[Mesh]:
+def candidates(world: int, machine: Cluster) -> list[AxisSizes]:
     """Every dp_replicate x dp_shard x tp that multiplies to `world`, with tp inside a node.
 
     Across nodes a tp axis would send whole activations, several times a layer, over the slower
@@ -216,12 +215,12 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _named(replicate: int, shard: int, tp: int) -> Mesh:
+def _named(replicate: int, shard: int, tp: int) -> AxisSizes:
     sizes = dict(zip(AXIS_ORDER, (replicate, shard, tp), strict=True))
     return {name: size for name, size in sizes.items() if size > 1} or {"tp": 1}
 
 
-def _checked(mesh: Mapping[str, int], world: int) -> Mesh:
+def _checked(mesh: Mapping[str, int], world: int) -> AxisSizes:
     sizes = {axis.name: axis.size for axis in offline_mesh(mesh, 0).axes}
     if math.prod(sizes.values()) != world:
         spelled = " x ".join(f"{name} {size}" for name, size in sizes.items())

@@ -119,7 +119,7 @@ class Builder:
         elif node.op == "get_attr":
             domain, costs = [Strategy((), I)], np.zeros(1)
         else:
-            domain, declined = self._enumerate(node, tensors)
+            domain, declined = self._enumerate(node)
             if declined:
                 self.problem.declined[node] = declined
             costs = self._node_costs(node, tensors, domain)
@@ -148,7 +148,7 @@ class Builder:
             return (shape, val.dtype, bool(node.meta.get(DIFF)), self._weighted.get(node))
         return (type(val).__name__, str(val))
 
-    def _enumerate(self, node: fx.Node, tensors: list[fx.Node]) -> tuple[list[Strategy], list[str]]:
+    def _enumerate(self, node: fx.Node) -> tuple[list[Strategy], list[str]]:
         key = self._signature(node)
         if key not in self._strategies:
             found, declined = rules.strategies(node, self.n)

@@ -28,7 +28,6 @@ from typing import Any
 from autoshard.errors import AutoshardError, message
 
 Job = Callable[[str, Path], Any]
-Progress = Callable[[str], None]
 
 GRACE = 5.0
 """Seconds the others get to end by themselves once one process has failed."""
@@ -45,7 +44,7 @@ class WorldError(AutoshardError):
 
 
 def run(
-    job: Job, roles: Sequence[str], timeout: float, progress: Progress | None = None
+    job: Job, roles: Sequence[str], timeout: float, progress: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
     """The results of `job(role, folder)`, each role in a process of its own.
 
@@ -174,7 +173,7 @@ def _end_with_parent() -> None:
 
 
 def _watch(
-    processes: dict[str, Any], folder: Path, timeout: float, progress: Progress
+    processes: dict[str, Any], folder: Path, timeout: float, progress: Callable[[str], None]
 ) -> dict[str, Any]:
     deadline = time.monotonic() + timeout
     results: dict[str, Any] = {}
@@ -217,7 +216,7 @@ def _watch(
     return results
 
 
-def _pass_on(folder: Path, said: int, progress: Progress) -> int:
+def _pass_on(folder: Path, said: int, progress: Callable[[str], None]) -> int:
     path = folder / "progress"
     lines = path.read_text().splitlines() if path.exists() else []
     for line in lines[said:]:

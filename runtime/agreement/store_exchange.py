@@ -180,16 +180,6 @@ def current_exchange() -> StoreExchange | None:
     return _current.exchange
 
 
-def forget_failure() -> None:
-    """Let the running world go on after a failure; only where no rank is at an exchange.
-
-    Each rank must call it equally often. For a launcher that gives its processes one job after the
-    other, such as that of the tests.
-    """
-    if current_exchange() is not None:
-        _renew()
-
-
 def _renew() -> None:
     global _current
     if _current.exchange is None:

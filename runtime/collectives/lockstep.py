@@ -50,13 +50,12 @@ def run_ranks(
     n: int,
     fn: Callable[..., T],
     *,
-    name: str = "tp",
     timeout: float = 60,
     prepare: Callable[[Axis], Any] | None = None,
 ) -> list[T]:
-    """`run_mesh` on one axis of n ranks: fn and prepare get the axis."""
+    """`run_mesh` on a tp axis of n ranks: fn and prepare get the axis."""
     made = None if prepare is None else lambda axes: prepare(axes[0])
-    return run_mesh({name: n}, lambda axes, *rest: fn(axes[0], *rest), timeout, made)
+    return run_mesh({"tp": n}, lambda axes, *rest: fn(axes[0], *rest), timeout, made)
 
 
 def run_mesh(

@@ -21,23 +21,23 @@ from autoshard.runtime.compat.autograd import (
     move_hooks,
     will_execute,
 )
-from autoshard.runtime.compat.core import (
+from autoshard.runtime.compat.dynamo import (
+    lighten_guards,
+    specialize_floats,
+    trace_as_ours,
+)
+from autoshard.runtime.compat.frames import (
     GraphInput,
     RestartTrace,
     allow_in_graph,
     backend_error,
     backend_fakes,
-    frame_id,
+    compiled_code,
     graph_inputs,
     mark_dynamic,
     never_a_frame,
     not_traced,
     registered_backend,
-)
-from autoshard.runtime.compat.dynamo import (
-    lighten_guards,
-    specialize_floats,
-    trace_as_ours,
 )
 from autoshard.runtime.compat.inductor import DECOMPOSITIONS, inductor_compile
 from autoshard.runtime.compat.inductor_memory import InductorGraph, InductorStep, inductor_step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,13 +73,6 @@ def _cache_keys(gm: fx.GraphModule, digest: str) -> dict[str, str]:
             tags.append(f"{node.name} {tag}")
     key = hashlib.sha256("\n".join(tags).encode()).hexdigest()
     return {name: key for name in sorted(functions)}
-
-
-def fresh_cache() -> contextlib.AbstractContextManager[Any]:
-    """Caches of Inductor and of AOTAutograd that are empty, and gone at the end; for measuring."""
-    from torch._inductor.utils import fresh_cache
-
-    return fresh_cache()  # type: ignore[no-any-return]
 
 
 def keep_order(order: Order | None) -> Any:

@@ -36,6 +36,7 @@ torch._dynamo.exc.UnspecializeRestartAnalysis
 torch._dynamo.guards.get_verbose_code_parts
 torch._dynamo.lookup_backend
 torch._dynamo.mark_dynamic
+torch._dynamo.symbolic_convert.InstructionTranslator.current_tx
 torch._dynamo.symbolic_convert.TensorifyState
 torch._dynamo.types.FrameAction
 torch._dynamo.types.FrameExecStrategy
@@ -87,7 +88,6 @@ torch._inductor.fx_passes.control_dependencies.preserve_node_ordering
 torch._inductor.fx_passes.post_grad.view_to_reshape
 torch._inductor.graph.GraphLowering
 torch._inductor.ir
-torch._inductor.utils.fresh_cache
 torch._inductor.virtualized.V
 torch.utils._ordered_set.OrderedSet
 """.split()

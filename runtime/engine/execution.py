@@ -107,7 +107,6 @@ class TensorRT:
                 )
             )
         self._context = self._engine.create_execution_context()
-        self._group = group
         if group is not None:
             # torch makes the communicator at the first collective, and keeps it with the group
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)

@@ -17,7 +17,7 @@ from autoshard.runtime.parameters.data_unsharding import (
     deferred_at,
     unshard,
 )
-from autoshard.runtime.parameters.gradients import Layouts, keeps_storage
+from autoshard.runtime.parameters.gradients import GradientLayouts, keeps_storage
 from autoshard.runtime.parameters.layout import (
     as_dtensors,
     extents,

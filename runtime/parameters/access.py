@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters.accumulation import begin
 from autoshard.runtime.parameters.data_unsharding import SINGLE, ParameterPolicy
 from autoshard.runtime.parameters.layout import local_part, owned, stored_states, wrap_local
-from autoshard.runtime.parameters.owners import find_owners
+from autoshard.runtime.parameters.owners import Owners, find_owners
 from autoshard.runtime.parameters.record import policy_of, set_policy
 from autoshard.runtime.parameters.unsharding import unshard_parameter
 
@@ -45,8 +45,18 @@ def stored() -> Iterator[None]:
         _reading_storage = before
 
 
-def install(module: nn.Module, names: Sequence[str]) -> None:
-    """Make the parameters `names` of `module` readable as whole tensors."""
+def install(parameters: Iterable[nn.Parameter], owners: Owners) -> list[nn.Module]:
+    """Make parameters readable as whole tensors, by the modules that own them; returns those."""
+    names: dict[nn.Module, list[str]] = {}
+    for parameter in parameters:
+        for module, name in owners.modules[parameter]:
+            names.setdefault(module, []).append(name)
+    for module, own in names.items():
+        _install(module, own)
+    return list(names)
+
+
+def _install(module: nn.Module, names: Sequence[str]) -> None:
     cls = type(module)
     if issubclass(cls, Stored):
         names = sorted({*cls._autoshard.names, *names})
@@ -68,13 +78,7 @@ def cast_parameters(parameters: Sequence[nn.Parameter], policy: ParameterPolicy)
     """
     owners = find_owners(tuple(parameters))
     set_policy(parameters, policy)
-    names: dict[nn.Module, list[str]] = {}
-    for parameter in parameters:
-        for module, name in owners.modules[parameter]:
-            names.setdefault(module, []).append(name)
-    for module, own in names.items():
-        install(module, own)
-    return list(names)
+    return install(parameters, owners)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.runtime import compat
 
 
-class Layout(NamedTuple):
+class GradientLayout(NamedTuple):
     """The memory of a graph's gradients as `unalias` found it; it is the same in every step.
 
     nbytes: of each gradient. wasteful: those to copy for what they would keep alive.
@@ -40,12 +40,12 @@ would not call the hook. Nothing else tells of such hooks. Without the global in
 count is no longer exact.
 """
 
-Layouts = dict[tuple[bool, ...], Layout]
+GradientLayouts = dict[tuple[bool, ...], GradientLayout]
 """The layouts of a graph, by which of its gradients are present."""
 
 
 def unalias(
-    grads: Sequence[torch.Tensor | None], known: Layouts | None = None
+    grads: Sequence[torch.Tensor | None], known: GradientLayouts | None = None
 ) -> list[torch.Tensor | None]:
     """`grads`, contiguous, no two of the same memory.
 
@@ -73,7 +73,7 @@ def unalias(
         else:
             end = start + nbytes[i]
     if layout is None:
-        layout = Layout(nbytes, _wasteful(grads, overlap))
+        layout = GradientLayout(nbytes, _wasteful(grads, overlap))
         if known is not None:
             known[present] = layout
     for i in overlap.union(layout.wasteful):

@@ -116,7 +116,7 @@ def shard_parameters(
             if isinstance(old, DTensor) and _same(states, stored_states(old)):
                 continue
             moved[old] = _move(old, states, owners, names[old], mesh, broadcast, allocate_meta)
-        _install(moved, owners)
+        install(moved, owners)
         _repoint_containers(moved, owners)
     return moved
 
@@ -248,15 +248,6 @@ def _broadcast(whole: torch.Tensor, mesh: Mesh) -> torch.Tensor:
         if axis.size > 1:
             dist.broadcast(data, group=compat.process_group(axis.group), group_src=0)
     return whole
-
-
-def _install(moved: Mapping[nn.Parameter, nn.Parameter], owners: Owners) -> None:
-    names: dict[nn.Module, list[str]] = {}
-    for old in moved:
-        for module, name in owners.modules[old]:
-            names.setdefault(module, []).append(name)
-    for module, own in names.items():
-        install(module, own)
 
 
 def _repoint_containers(moved: Mapping[nn.Parameter, nn.Parameter], owners: Owners) -> None:

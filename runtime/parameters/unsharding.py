@@ -12,7 +12,7 @@ from autoshard.runtime.collectives import Axis, I, State, data_axes, redistribut
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters.accumulation import on_backward_done
 from autoshard.runtime.parameters.data_unsharding import ACCUMULATE, SINGLE, deferred_at, unshard
-from autoshard.runtime.parameters.gradients import Layouts, accumulate, unalias
+from autoshard.runtime.parameters.gradients import GradientLayouts, accumulate, unalias
 from autoshard.runtime.parameters.layout import extents, stored_states
 from autoshard.runtime.parameters.record import pending_of, policy_of
 
@@ -91,7 +91,7 @@ def _whole_on(x: torch.Tensor, state: State, axis: Axis, extent: int | None) -> 
     return shape
 
 
-def unwrap(*parameters: DTensor, known: Layouts | None = None) -> tuple[torch.Tensor, ...]:
+def unwrap(*parameters: DTensor, known: GradientLayouts | None = None) -> tuple[torch.Tensor, ...]:
     """The local tensors of stored parameters, through one autograd.Function for all of them.
 
     Backward wraps each local gradient in a DTensor of its parameter's placements; a parameter
@@ -103,7 +103,9 @@ def unwrap(*parameters: DTensor, known: Layouts | None = None) -> tuple[torch.Te
 
 class _Unwrap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, known: Layouts | None, *parameters: DTensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, known: GradientLayouts | None, *parameters: DTensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.known, ctx.parameters = known, parameters
         # a fresh tensor object each: autograd marks what a Function returns

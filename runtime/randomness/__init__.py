@@ -35,7 +35,7 @@ from autoshard.runtime.randomness.states import (
     DEFAULT,
     TENSOR,
     TRACKER,
-    State,
+    GeneratorState,
     fork,
     region,
 )

@@ -27,7 +27,7 @@ DEFAULT, DATA, TENSOR, EXPERT = "default", "data-parallel", "tensor-parallel", "
 STREAM = 0x9E3779B97F4A7C15
 """Times the index of a batch: odd, so that no two batches have one seed."""
 
-State = dict[str, torch.Tensor]
+GeneratorState = dict[str, torch.Tensor]
 _int64 = torch.iinfo(torch.int64)
 _lock = threading.RLock()
 
@@ -60,7 +60,7 @@ class Tracker:
     def __init__(self, tp_rank: int = 0, batch: int = 0) -> None:
         self.tp_rank, self.batch = tp_rank, batch
         self.seeds: dict[str, int] = {}
-        self.states: dict[str, State] = {}
+        self.states: dict[str, GeneratorState] = {}
         self.added: dict[str, int] = {}
         self.active = [DEFAULT]
         self.replaying = False
@@ -120,7 +120,7 @@ class Tracker:
         self.seeds[name] = (base + offset) % 2**64
         self.states[name] = {}
 
-    def state(self, name: str) -> State:
+    def state(self, name: str) -> GeneratorState:
         """The position of a state. Raises AutoshardError for a name that is not known."""
         if name != DEFAULT and name not in self.seeds:
             raise AutoshardError(
@@ -163,12 +163,12 @@ class Tracker:
             self.states[name]["cpu"] = generator.get_state()
             return drawn
 
-    def snapshot(self) -> dict[str, State]:
+    def snapshot(self) -> dict[str, GeneratorState]:
         """Every state, the default one included; copies."""
         self.follow()
         return {name: self.state(name) for name in (DEFAULT, *self.seeds)}
 
-    def restore(self, states: Mapping[str, State]) -> None:
+    def restore(self, states: Mapping[str, GeneratorState]) -> None:
         """Take the states of a `snapshot`."""
         self.follow()
         for name, state in states.items():
@@ -184,14 +184,14 @@ def _devices() -> list[str]:
     return ["cpu", "cuda"] if torch.cuda.is_available() and torch.cuda.is_initialized() else ["cpu"]
 
 
-def _live() -> State:
+def _live() -> GeneratorState:
     found = {"cpu": torch.get_rng_state()}
     if len(_devices()) > 1:
         found["cuda"] = torch.cuda.get_rng_state()
     return found
 
 
-def _load(state: State) -> None:
+def _load(state: GeneratorState) -> None:
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and len(_devices()) > 1:
         torch.cuda.set_rng_state(state["cuda"])

@@ -14,17 +14,14 @@ from capturing import check, region_tags
 # Models
 
 
+def llama(**options: Any) -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=32, num_hidden_layers=2, **sizes, **options)
+    return transformers.LlamaForCausalLM(config)
+
+
 def test_llama() -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_implementation="sdpa",
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model = llama(num_key_value_heads=2, attn_implementation="sdpa")
     ids = torch.randint(0, 32, (2, 7))
     for dynamic in (False, True):
         recorder = check(model, kwargs={"input_ids": ids, "labels": ids}, dynamic=dynamic)
@@ -36,15 +33,7 @@ def test_llama() -> None:
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")
 def test_llama_with_checkpointing_and_autocast() -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        use_cache=False,
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model = llama(use_cache=False)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.randint(0, 32, (2, 7))
     recorder = check(

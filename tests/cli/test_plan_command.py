@@ -13,7 +13,7 @@ import torch
 
 import autoshard
 from autoshard.cli import main
-from autoshard.cli.progress import Progress
+from autoshard.cli.progress import ProgressLine
 from autoshard.planning.cost.clusters import cluster
 
 FACTORY = """
@@ -171,7 +171,7 @@ def test_progress_is_one_line_on_a_terminal_and_a_few_in_a_pipe(
     terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
-    progress = Progress()
+    progress = ProgressLine()
     for done in range(1, 102):
         progress("weight", done, 101)
     said = capsys.readouterr().err

@@ -15,8 +15,7 @@ Found = tuple[dict[str, int], list[torch.Tensor]]
 def compile_again(bucket_bytes: list[int | None]) -> list[Found]:
     """For each setting, from nothing but the disk: the counters of the caches, the gradients."""
     from torch._dynamo.utils import counters
-
-    from autoshard.runtime.compat.inductor import fresh_cache
+    from torch._inductor.utils import fresh_cache
 
     torch.manual_seed(0)
     # the middle width is read sharded: a rule's own algorithm is in the graph too

@@ -29,9 +29,7 @@ def models(
 
 def difference(found: list[Any], name: str, length: int | None) -> float:
     """The largest of any rank from the unsharded fp32 model."""
-    outputs = evaluate(found, cases.feeds(length))
-    wanted = cases.expected(name, length)
-    return max(cases.error([out["logits"] for out in rank], wanted) for rank in outputs)
+    return cases.difference(evaluate(found, cases.feeds(length)), name, length)
 
 
 def test_onnx_says_what_the_model_says_and_what_the_network_says() -> None:

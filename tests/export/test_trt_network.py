@@ -32,9 +32,7 @@ def networks(name: str, tp: int, dtype: torch.dtype, length: int | None) -> Rank
 
 def difference(ranks: Ranks, name: str, length: int | None) -> float:
     """The largest of any rank from the unsharded fp32 model."""
-    outputs = interpret(ranks, cases.feeds(length))
-    wanted = cases.expected(name, length)
-    return max(cases.error([out["logits"] for out in rank], wanted) for rank in outputs)
+    return cases.difference(interpret(ranks, cases.feeds(length)), name, length)
 
 
 def check(name: str, tp: int, dtype: torch.dtype, length: int | None) -> None:

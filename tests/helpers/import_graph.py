@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Set
+import re
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +36,21 @@ def imported_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, name) for name in names)
         else:
             yield from imported_names(node)
+
+
+def used_names(tree: ast.Module) -> Iterator[str]:
+    """Dotted names that a file imports from others, and the attributes it reads of those."""
+    bound: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                bound[alias.asname or alias.name] = name
+                yield name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id in bound:
+                yield f"{bound[node.value.id]}.{node.attr}"
 
 
 @dataclass(frozen=True)
@@ -112,6 +128,31 @@ class Tree:
                     file = self.files[module].relative_to(self.root).as_posix()
                     found.append(f"{file}:{line}: {target} is behind the door {closed[0]}")
         return found
+
+    def unused_doors(self, users: Iterable[Path]) -> list[str]:
+        """Names of a folder's `__init__` that nobody outside of the folder imports.
+
+        users: other files that import from the package; texts are searched for import lines.
+        """
+        doors = {
+            f"{package}.{alias.asname or alias.name}"
+            for package in self.packages
+            for node in ast.parse(self.files[package].read_text()).body
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("autoshard")
+            for alias in node.names
+            if f"{node.module}.{alias.name}" not in self.files  # imported for what it registers
+        }
+        found: set[str] = set()
+        for module, file in self.files.items():
+            inside = f"{module}."
+            used = set(used_names(ast.parse(file.read_text())))
+            found |= {n for n in used if not inside.startswith(f"{n.rpartition('.')[0]}.")}
+        for file in users:
+            text = file.read_text()
+            if file.suffix == ".md":
+                text = "\n".join(re.findall(r"^ *((?:from|import) autoshard[\w., ]*)$", text, re.M))
+            found |= set(used_names(ast.parse(text)))
+        return sorted(doors - found)
 
     def shadowed_modules(self) -> list[str]:
         """Modules whose name their folder's `__init__` also gives to something of its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,18 +43,18 @@ ENCODER: dict[str, Any] = {
 }
 
 
-def hf(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
-    """A factory of a Hugging Face class with a configuration of these options."""
+def hf(model: str, config: str, **options: Any) -> Callable[..., nn.Module]:
+    """A factory of a Hugging Face class with a configuration of these options, and of its own."""
+    return functools.partial(_build, model, config, **options)
 
-    def build() -> nn.Module:
-        import transformers
 
-        settings = getattr(transformers, config)(**options)
-        settings.use_cache = False
-        built: nn.Module = getattr(transformers, model)(settings)
-        return built
+def _build(model: str, config: str, **options: Any) -> nn.Module:
+    import transformers
 
-    return build
+    settings = getattr(transformers, config)(**options)
+    settings.use_cache = False
+    built: nn.Module = getattr(transformers, model)(settings)
+    return built
 
 
 def llama(**options: Any) -> Callable[[], nn.Module]:

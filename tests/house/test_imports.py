@@ -82,6 +82,13 @@ def test_no_module_is_shadowed_by_its_door() -> None:
     assert not unknown(TREE.shadowed_modules())
 
 
+def test_every_name_of_a_door_is_imported() -> None:
+    folders = ("tests", "benchmarks", "examples", "docs")
+    files = [file for name in folders for file in (ROOT / name).rglob("*")]
+    users = [file for file in files if file.suffix in (".py", ".md")]
+    assert not TREE.unused_doors([*users, ROOT / "README.md", ROOT / "autoshard/__init__.pyi"])
+
+
 def test_rooms_import_lower_floors_only() -> None:
     rooms = TREE.rooms()
     drawn = [room for floor in FLOORS for room in floor]
@@ -146,6 +153,16 @@ def test_finds_shadowed_modules(tree: Tree) -> None:
         "autoshard.low is a file, and autoshard.low.make under that name",
         "autoshard.low.make is a file, and autoshard.low.make.make under that name",
     ]
+
+
+def test_finds_names_of_a_door_that_nobody_imports(tree: Tree) -> None:
+    door, user = tree.root / "autoshard/low/__init__.py", tree.root / "user.py"
+    door.write_text(door.read_text() + "from autoshard.low.types import a, b, c\n")
+    user.write_text("from autoshard.low import a\nfrom autoshard import low\nlow.b\n")
+    text = tree.root / "user.md"
+    text.write_text("Text.\n\n    from autoshard.low import c\n")
+    assert tree.unused_doors([user]) == ["autoshard.low.c"]
+    assert tree.unused_doors([user, text]) == []
 
 
 def test_finds_arrows_up_and_across(tree: Tree) -> None:

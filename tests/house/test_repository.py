@@ -38,6 +38,31 @@ def test_files_hold_one_idea() -> None:
     assert not over
 
 
+def types_named_twice(root: Path) -> list[str]:
+    """Classes and type aliases of the package that share their name, each with its files."""
+    homes: dict[str, list[str]] = {}
+    for folder in ("autoshard", "passes", "runtime"):
+        for path in sorted((root / folder).rglob("*.py")):
+            for node in ast.parse(path.read_text()).body:
+                match node:
+                    case ast.ClassDef(name=name) | ast.Assign(targets=[ast.Name(id=name)]):
+                        if re.match(r"_?[A-Z]\w*[a-z]", name):  # no constant: those are capitals
+                            homes.setdefault(name, []).append(path.relative_to(root).as_posix())
+    return [f"{name}: {', '.join(files)}" for name, files in homes.items() if len(files) > 1]
+
+
+def test_a_type_has_a_name_of_its_own(tmp_path: Path) -> None:
+    assert not types_named_twice(ROOT)
+    for folder, text in [("autoshard", "class Mesh: ...\nRANK = 0"), ("runtime", "RANK = 1")]:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "low.py").write_text(text + "\nSize = int | str\n")
+    (tmp_path / "runtime" / "mesh.py").write_text("Mesh = dict[str, int]\n")
+    assert types_named_twice(tmp_path) == [
+        "Mesh: autoshard/low.py, runtime/mesh.py",
+        "Size: autoshard/low.py, runtime/low.py",
+    ]
+
+
 def test_no_path_of_one_machine() -> None:
     machine = re.compile(r"(?<![.\w])/(work|farm|root|home/\w+|Users/\w+)/\w")
     found = [

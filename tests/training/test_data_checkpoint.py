@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from joined_batch import Sizes, part, whole
+from joined_batch import Sizes, part
 from models import CASES
+from side_by_side import whole
 
 pytestmark = pytest.mark.slow
 

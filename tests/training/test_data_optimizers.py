@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from joined_batch import MATRIX, Sizes, part, serial_backward, whole
+from joined_batch import MATRIX, Sizes, part, serial_backward
 from models import CASES
+from side_by_side import whole
 
 FORMS: dict[str, dict[str, bool]] = {
     "one by one": {"foreach": False},

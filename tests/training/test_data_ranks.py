@@ -10,8 +10,8 @@ import torch
 
 import autoshard
 from autoshard import backend
-from joined_batch import whole
 from models import CASES
+from side_by_side import whole
 
 
 def apart() -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard.capture import guards
 
 OPTIONS = {"inner": "aot_eager", "mesh": {"tp": 1}, "rng": "tracker"}  # a program of one rank
 
@@ -74,3 +75,16 @@ def test_a_program_dies_when_the_compiler_is_reset() -> None:
     assert program() is None and autoshard.programs() == []
     step(torch.randn(2, 4)).sum().backward()
     assert len(autoshard.programs(model)) == 1
+
+
+def test_what_is_known_of_a_function_dies_with_it() -> None:
+    for _ in range(2):  # torch keeps the first code object that it compiles
+        model = nn.Module()
+        model.forward = exec_new("return (x + 1).relu()")
+        code = weakref.ref(model.forward.__code__)
+        autoshard.trace(model, (torch.randn(2, 4),), mesh={"tp": 2})
+        assert code() in guards._split_sizes
+        del model
+        torch.compiler.reset()
+        gc.collect()
+    assert code() is None

@@ -67,7 +67,7 @@ def shapes(sizes: list[tuple[int, int]], activation_byte: float | None = None) -
     """
     from autoshard import backend
     from autoshard.building import one_rank as build
-    from autoshard.planning.prices import Prices
+    from autoshard.planning import Prices
 
     pair = Pair(Block())
     counts: list[int] = []

@@ -64,7 +64,7 @@ def find_anchors(graph: ModelGraph) -> Anchors:
             found.norm[node], found.normed[node] = norm[0], norm[1]
             claimed.update(norm[2])
         elif (linear := _linear(graph, node)) is not None:
-            last = _biased(graph, node, linear, found, claimed)
+            last = _biased(graph, node, linear, found)
             claimed.update((node, last))
     _check(graph, claimed)
     return found
@@ -130,11 +130,7 @@ def _is_grouped(graph: ModelGraph, node: fx.Node) -> bool:
 
 
 def _biased(
-    graph: ModelGraph,
-    node: fx.Node,
-    linear: tuple[fx.Node, Linear],
-    found: Anchors,
-    claimed: set[fx.Node],
+    graph: ModelGraph, node: fx.Node, linear: tuple[fx.Node, Linear], found: Anchors
 ) -> fx.Node:
     """Record a projection, at the addition of its bias where that is a node of its own."""
     x, one = linear

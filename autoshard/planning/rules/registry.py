@@ -46,11 +46,6 @@ def sharding_rule(op: Operator, *rules: str | Rule) -> None:
     _rules[name] = tuple(parsed)
 
 
-def registered() -> list[str]:
-    """The names of the operators that have rules."""
-    return list(_rules)
-
-
 def _schemas(name: str) -> list[torch.FunctionSchema]:
     """The schemas a name stands for; none where the operator is not defined (yet)."""
     namespace, _, rest = name.partition(".")

@@ -131,8 +131,8 @@ VIEWS: dict[str, RuleEntry] = {
     "aten.adjoint": along(views.permuted(views.swapped(-2, -1))),
     "aten.permute": along(views.permuted(views.by_dims)),
     "aten.movedim": along(views.permuted(views.by_movedim)),
-    "aten.select": along(dropping()),
-    "aten.unbind": along(dropping()),
+    "aten.select": along(dropping),
+    "aten.unbind": along(dropping),
     "aten.slice.Tensor": along(views.sliced),
     "aten.narrow": along(views.sliced),
     **dict.fromkeys(

@@ -76,15 +76,11 @@ def except_last(count: int) -> DimMap:
     return lambda call: (Pair(d, d) for d in range(_rank(call) - count))
 
 
-def dropping(argument: str = "dim") -> DimMap:
-    """The named dim disappears from the result (select, unbind)."""
-
-    def dim_map(call: OpCall) -> Iterator[Pair]:
-        rank = _rank(call)
-        (gone,) = call.dims(argument, rank)
-        return (Pair(d, d - (d > gone)) for d in range(rank) if d != gone)
-
-    return dim_map
+def dropping(call: OpCall) -> Iterator[Pair]:
+    """The dim `dim` disappears from the result (select, unbind)."""
+    rank = _rank(call)
+    (gone,) = call.dims("dim", rank)
+    return (Pair(d, d - (d > gone)) for d in range(rank) if d != gone)
 
 
 def reducing(argument: str | None = "dim") -> DimMap:

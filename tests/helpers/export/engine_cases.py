@@ -120,6 +120,14 @@ def error(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> floa
     )
 
 
+def difference(
+    outputs: Sequence[Sequence[dict[str, torch.Tensor]]], name: str, length: int | None
+) -> float:
+    """The largest `error` of any rank's outputs for `feeds`."""
+    wanted = expected(name, length)
+    return max(error([out["logits"] for out in rank], wanted) for rank in outputs)
+
+
 def greedy(name: str, prompts: Sequence[Sequence[int]], steps: int) -> list[list[int]]:
     """What the unsharded model says next, without any cache."""
     answers = []

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from model_case import Batch, Case
 from models import CASES
+from side_by_side import whole
 
 Sizes = dict[str, int]
 
@@ -29,11 +30,6 @@ MATRIX = [
 def part(batch: Batch, n: int, index: int) -> Batch:
     """The rows of one of n ranks."""
     return {key: value.chunk(n)[index] for key, value in batch.items()}
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The global value of a gradient or parameter."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def load(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
@@ -135,13 +131,11 @@ def train(
         default=0.0,
     )
     worst["programs"] = len(autoshard.programs(model))
-    worst["local"] = sum(whole_or_local(p).numel() for p in model.parameters())
+    worst["local"] = sum(
+        (p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters()
+    )
     worst["total"] = sum(p.numel() for p in model.parameters())
     return worst
-
-
-def whole_or_local(p: torch.Tensor) -> torch.Tensor:
-    return p.to_local() if isinstance(p, DTensor) else p
 
 
 def check(results: list[dict[str, Any]], split: int, programs: int = 1) -> None:

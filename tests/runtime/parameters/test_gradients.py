@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.runtime import compat
+from autoshard.runtime.parameters import gradients, unsharding
 from autoshard.runtime.parameters.gradients import unalias
 from autoshard.runtime.parameters.unsharding import unshard_parameter, unwrap
 
@@ -59,6 +60,24 @@ def test_a_gradient_is_stored_without_a_copy(stored: list[Any]) -> None:
     assert not stored[0].grad.requires_grad and stored[0].grad.grad_fn is None
     loss(stored).backward()
     assert local(stored[0].grad) == [6.0, 24.0] and local(stored[1].grad) == [12.0, 12.0]
+
+
+@pytest.mark.parametrize("directly", [True, False])
+def test_who_stores_a_gradient(
+    stored: list[Any], monkeypatch: pytest.MonkeyPatch, directly: bool
+) -> None:
+    """`STORE_DIRECTLY` decides what autograd is left with, not what `.grad` is."""
+    left: list[Any] = []
+
+    def accumulate(*args: Any) -> Any:
+        left.extend(found := gradients.accumulate(*args))
+        return found
+
+    monkeypatch.setattr(gradients, "STORE_DIRECTLY", directly)
+    monkeypatch.setattr(unsharding, "accumulate", accumulate)
+    loss(stored).backward()
+    assert [grad is None for grad in left] == [directly, directly]
+    assert local(stored[0].grad) == [3.0, 12.0] and local(stored[1].grad) == [6.0, 6.0]
 
 
 def test_a_graph_that_is_kept_gives_its_gradient_again(stored: list[Any]) -> None:

@@ -25,7 +25,7 @@ DTYPES = {
 Tensor = Any
 """A tensor of the network (ITensor)."""
 
-Size = Any
+DynamicSize = Any
 """An int, or a network tensor of shape [1] and type int64 where the size is dynamic."""
 
 Converter = Callable[["Lowering", fx.Node], Any]
@@ -150,7 +150,7 @@ class Lowering:
 
     # Sizes
 
-    def size(self, tensor: Tensor, dim: int) -> Size:
+    def size(self, tensor: Tensor, dim: int) -> DynamicSize:
         """The size of a dim."""
         extent = tensor.shape[dim]
         if extent >= 0:
@@ -160,7 +160,7 @@ class Lowering:
         start = (dim % len(tensor.shape),)
         return self.out("add_slice", self._shapes[tensor.name], start, (1,), (1,))
 
-    def sizes(self, sizes: Sequence[Size]) -> Tensor:
+    def sizes(self, sizes: Sequence[DynamicSize]) -> Tensor:
         """Sizes as one shape tensor; neighbours that are known become one constant."""
         parts: list[Tensor] = []
         known: list[int] = []
@@ -180,7 +180,11 @@ class Lowering:
         return layer.get_output(0)
 
     def slice(
-        self, tensor: Tensor, starts: Sequence[Size], sizes: Sequence[Size], steps: Sequence[int]
+        self,
+        tensor: Tensor,
+        starts: Sequence[DynamicSize],
+        sizes: Sequence[DynamicSize],
+        steps: Sequence[int],
     ) -> Tensor:
         """add_slice; a dynamic start or size becomes an input of the layer."""
         fixed = [isinstance(s, int) for s in (*starts, *sizes)]

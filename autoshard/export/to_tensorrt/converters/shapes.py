@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.export.to_tensorrt.converters.network import Lowering, Size, Tensor, converts
+from autoshard.export.to_tensorrt.converters.network import DynamicSize, Lowering, Tensor, converts
 from autoshard.export.to_tensorrt.converters.pointwise import elementwise
 
 aten = torch.ops.aten
@@ -22,14 +22,14 @@ _ARITHMETIC: dict[Any, str] = {
 
 
 @converts(aten.sym_size.int)
-def size(low: Lowering, node: fx.Node) -> Size:
+def size(low: Lowering, node: fx.Node) -> DynamicSize:
     """A size of a tensor."""
     dim: Any = node.args[1]
     return low.size(low[node.args[0]], dim)
 
 
 @converts(*_ARITHMETIC)
-def arithmetic(low: Lowering, node: fx.Node) -> Size:
+def arithmetic(low: Lowering, node: fx.Node) -> DynamicSize:
     """Arithmetic of sizes."""
     left, right = (low[arg] for arg in node.args)
     if isinstance(left, int) and isinstance(right, int):
@@ -104,7 +104,7 @@ def expand(low: Lowering, node: fx.Node) -> Tensor:
     """Dims of size 1 repeated, by slices of step 0."""
     given: Any = node.args[1]
     x = low.with_rank(low[node.args[0]], len(given))
-    sizes: list[Size] = []
+    sizes: list[DynamicSize] = []
     steps = []
     for dim, (wanted, result) in enumerate(zip(given, node.meta["val"].shape, strict=True)):
         repeated = x.shape[dim] == 1
@@ -128,8 +128,8 @@ def part(low: Lowering, node: fx.Node) -> Tensor:
     dim, step = given.get("dim", 0) % rank, given.get("step", 1)
     result = node.meta["val"].shape[dim]
     start = low[given.get("start") or 0]
-    starts: list[Size] = [0] * rank
-    sizes: list[Size] = [low.size(x, d) if d != dim else 0 for d in range(rank)]
+    starts: list[DynamicSize] = [0] * rank
+    sizes: list[DynamicSize] = [low.size(x, d) if d != dim else 0 for d in range(rank)]
     full = sizes[dim] = low.size(x, dim)
     if not isinstance(start, int) or start < 0:
         if not isinstance(full, int) or not isinstance(start, int):
@@ -143,7 +143,9 @@ def part(low: Lowering, node: fx.Node) -> Tensor:
     return low.slice(x, starts, sizes, [step if d == dim else 1 for d in range(rank)])
 
 
-def _dynamic_length(low: Lowering, given: Any, start: int, full: Size, step: int) -> Size:
+def _dynamic_length(
+    low: Lowering, given: Any, start: int, full: DynamicSize, step: int
+) -> DynamicSize:
     """How many a range of a dynamic dim has."""
     end = low[given.get("end")]
     if step != 1:

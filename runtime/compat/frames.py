@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -145,10 +146,13 @@ def never_a_frame(fn: F) -> F:
     return fn
 
 
-def frame_id() -> int | None:
-    """Identity of the code object being compiled: its recompilations have the same."""
-    current = torch._guards.CompileContext.current_compile_id()
-    return None if current is None else current.frame_id
+def compiled_code() -> CodeType | None:
+    """The code object of the frame that Dynamo is compiling; its recompilations have the same."""
+    if torch._guards.CompileContext.current_compile_id() is None:
+        return None
+    translator: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
+    code: CodeType = translator.output.root_tx.f_code
+    return code
 
 
 def not_traced(fn: F) -> F:
