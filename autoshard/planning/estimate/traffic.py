@@ -134,7 +134,7 @@ def tp_collectives(
     # the gradient of what forward reads last is there first
     gradients.sort(key=lambda one: -one[0])
     members = [(op, source) for _, op, source in gradients]
-    return [*found, *_gradient_buckets(members, n, bucket_bytes)]
+    return [*found, *gradient_buckets(members, n, bucket_bytes)]
 
 
 def _change(source: fx.Node, have: State, want: State, n: int, at: int) -> list[Sent]:
@@ -151,7 +151,7 @@ def _change(source: fx.Node, have: State, want: State, n: int, at: int) -> list[
     ]
 
 
-def _gradient_buckets(
+def gradient_buckets(
     members: Sequence[tuple[str, fx.Node]], n: int, bucket_bytes: int | None
 ) -> Iterator[Sent]:
     """Reductions of the gradients of parameters, in order, as `bucket_gradients` merges them."""
