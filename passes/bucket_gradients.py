@@ -12,7 +12,7 @@ A reduction belongs to a gradient where everything that follows it is a chain of
 ends in the output: no other computation waits for it, so that it may come later. All-reduces
 (DDP, the outer axis of a hybrid mesh, and on `tp` the weights used as R: norms, row biases) and
 reduce-scatters (FSDP; each member is laid out by ranks, so that a rank's part is contiguous).
-Gradients leave as views of the bucket, at the places that `bucketing.aligned` gives them.
+Gradients leave as views of the bucket, at the places that `aligned` gives them.
 
 On a hybrid mesh the all-reduce over the outer axis takes the reduced bucket of the inner one as it
 is: one for one, with no copy between.
@@ -33,7 +33,6 @@ from autoshard.passes.bucketing import (
     WAIT,
     Maker,
     Member,
-    aligned,
     aten,
     fill,
     member,
@@ -43,6 +42,7 @@ from autoshard.passes.bucketing import (
     sort_stable,
 )
 from autoshard.planning import RESHAPES, packet
+from autoshard.planning.cost import aligned
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ graph is the same on all ranks of its axis, and so are its buckets.
 from __future__ import annotations
 
 import heapq
-import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -118,31 +117,6 @@ def fill(
     sizes, keys = [one.nbytes for one in members], [one.key for one in members]
     buckets = fill_buckets(sizes, keys, limit, most)
     return [[members[i] for i in bucket] for bucket in buckets if len(bucket) > 1]
-
-
-def aligned(sizes: Sequence[int], ranks: int) -> tuple[list[int], int]:
-    """Offsets of the members in a rank's part of a bucket of gradients, and how long the part is.
-
-    sizes: elements of each member a rank; ranks: parts of the bucket (1: an all-reduce). Members
-    begin at multiples of 64 elements, and a scattered bucket is a multiple of lcm(ranks, 128), as
-    in Megatron-Core's distributed optimizer (`param_layout`): gradients are views of the bucket,
-    and vector kernels, of Inductor and of fused optimizers, copy or slow down on what is not
-    aligned. An all-reduce has no parts to align, and its bucket ends with its last member.
-
-    Buckets of parameters have no padding: each weight is copied out of its bucket, whose layout is
-    by ranks, and the copy is aligned by itself.
-    """
-    starts, end = [], 0
-    for size in sizes:
-        starts.append(end)
-        end += -(-size // _ALIGNED) * _ALIGNED
-    if ranks == 1:
-        return starts, starts[-1] + sizes[-1] if sizes else 0
-    multiple = math.lcm(ranks, 128) // ranks
-    return starts, -(-end // multiple) * multiple
-
-
-_ALIGNED = 64
 
 
 def kind_of(parameter: fx.Node) -> str:

@@ -13,7 +13,14 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.capture import capture, guard_divisible
-from autoshard.compiling import DebugWatch, lowered_dtypes, settings, traced_microbatch, use_by
+from autoshard.compiling import (
+    DebugWatch,
+    lowered_dtypes,
+    say_stored,
+    settings,
+    traced_microbatch,
+    use_by,
+)
 from autoshard.config import Config
 from autoshard.errors import CaptureError, message
 from autoshard.explain import check_strict, explain_plan
@@ -35,6 +42,7 @@ from autoshard.planning import (
     with_graph,
 )
 from autoshard.planning.cost import Hardware
+from autoshard.planning.estimate import Layout
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import (
@@ -89,6 +97,7 @@ def build_program(
     dtypes = lowered_dtypes(inputs)
     watch = DebugWatch(settings(), mesh.axes)
     captured = capture(gm, example_inputs, dtypes)
+    say_stored(captured, inputs, config)
     planned = plan_captured(captured, inputs, mesh, config, machine, watch)
     serial, decisions, parameters = planned.serial, planned.decisions, planned.parameters
     if axis.size > 1:
@@ -144,6 +153,7 @@ def plan_captured(
         elif isinstance(item.real, torch.Tensor) and item.of_model:
             node.meta[BUFFER] = True
     plan = load_plan(config.plan, axis)
+    sizes = {one.name: one.size for one in mesh.axes}
     request = Request(
         parameters=parameters,
         stored=stored,
@@ -151,6 +161,7 @@ def plan_captured(
         lazy_outputs=config.outputs != "replicate",
         memory_budget=config.memory_budget,
         plan=plan,
+        layout=Layout.of(sizes, config.zero, config.bucket_bytes),
     )
     decisions = plan_graph(serial, axis.size, machine, request)
     full = with_graph(plan, decisions, request, serial, axis.size)

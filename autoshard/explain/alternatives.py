@@ -108,14 +108,9 @@ def _priced(
 ) -> Alternative:
     machine, training = machine_of(built.hardware), Training()
     links, n = machine.links(sizes), sizes.get("tp", 1)
-    one = profile(built.serial, decisions, built.parameters, n, machine, links["tp"])
-    own = name == "this plan"
-    layout = Layout(
-        shard=sizes.get("dp_shard", 1),
-        replicate=sizes.get("dp_replicate", 1),
-        zero=built.config.zero if own else 3,
-        bucket_bytes=built.config.bucket_bytes,
-    )
+    bucket_bytes = built.config.bucket_bytes
+    one = profile(built.serial, decisions, built.parameters, n, machine, bucket_bytes)
+    layout = Layout.of(sizes, built.config.zero if name == "this plan" else 3, bucket_bytes)
     return Alternative(
         name=name,
         mesh=dict(sizes),

@@ -163,17 +163,12 @@ def search_captured(
         device = machine.planned({"tp": n})
         planned = plan_captured(serial, inputs, offline_mesh({"tp": n}, 0), config, device)
         one = profile(
-            planned.serial, planned.decisions, planned.parameters, n, machine, device.links["tp"]
+            planned.serial, planned.decisions, planned.parameters, n, machine, config.bucket_bytes
         )
         for mesh in meshes:
             if mesh.get("tp", 1) == n:
                 made = replace(planned.plan, mesh=dict(mesh))
-                layout = Layout(
-                    shard=mesh.get("dp_shard", 1),
-                    replicate=mesh.get("dp_replicate", 1),
-                    zero=config.zero,
-                    bucket_bytes=config.bucket_bytes,
-                )
+                layout = Layout.of(mesh, config.zero, config.bucket_bytes)
                 held = footprint(one, layout, training)
                 took = timing(one, layout, training, machine, machine.links(mesh))
                 mfu = _utilisation(one, layout, took.step, batches)

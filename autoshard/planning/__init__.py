@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autoshard.planning.decisions import Decisions
 from autoshard.planning.operators import (
     LOOKUPS,
     LOSSES,
@@ -11,7 +12,7 @@ from autoshard.planning.operators import (
     packet,
 )
 from autoshard.planning.plan import Plan, strategy_text
-from autoshard.planning.planner import Decisions, Request, fingerprint, plan_graph, with_graph
+from autoshard.planning.planner import Request, fingerprint, plan_graph, with_graph
 from autoshard.planning.prices import Prices
 from autoshard.planning.sizes import same_shape
 from autoshard.planning.strategy import Strategy, operands, value

@@ -11,12 +11,14 @@ import torch
 from torch import fx
 
 from autoshard.planning.cost import Hardware
-from autoshard.planning.plan import GraphPlan, Plan, strategy_text
-from autoshard.planning.prices import TRAINED_BYTES, AxisPrices, Prices
+from autoshard.planning.decisions import Decisions
+from autoshard.planning.estimate import Layout, Training, footprint, held
+from autoshard.planning.plan import Plan, strategy_text
+from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Builder, Problem
 from autoshard.planning.solver import Solution, TooWide
-from autoshard.planning.strategy import Strategy, value
-from autoshard.planning.values import global_bytes, output_state, producer, shardable
+from autoshard.planning.strategy import value
+from autoshard.planning.values import shardable
 from autoshard.runtime.collectives import I, State, shard_dim
 from autoshard.runtime.errors import PlanError
 from autoshard.runtime.graph_meta import DIFF, N_OUTPUTS
@@ -28,7 +30,8 @@ class Request:
 
     parameters: name of each parameter placeholder.
     stored: the state in which a parameter is stored already; one without an entry is free.
-    prices: what a stored byte costs where there is no memory_budget.
+    prices: what a stored byte costs where there is no memory_budget. layout: the data-parallel
+    axes, among which a rank's bytes are split further.
     """
 
     parameters: Mapping[fx.Node, str]
@@ -38,58 +41,7 @@ class Request:
     memory_budget: int | None = None
     plan: Plan | None = None
     prices: Prices = field(default_factory=Prices)
-
-
-@dataclass(kw_only=True)
-class Decisions:
-    """The solution for one graph, in terms of its nodes.
-
-    copies: the state of each shared copy. stored: of each parameter. outputs: of each output.
-    offered: the strategies each node could choose from; declined: why others were not offered.
-    seconds: of a step, as the planner charges it. variables, width, work: the size of the solver's
-    problem (see `Solution`). held: nodes whose value was not chosen by cost. prices: what a
-    change of state was charged.
-    """
-
-    strategies: dict[fx.Node, Strategy]
-    copies: dict[fx.Node, State]
-    stored: dict[fx.Node, State]
-    outputs: list[State]
-    offered: dict[fx.Node, list[Strategy]]
-    declined: dict[fx.Node, list[str]]
-    seconds: float
-    variables: int
-    width: int
-    work: int
-    prices: AxisPrices
-    held: list[fx.Node]
-
-    @property
-    def hardware(self) -> Hardware:
-        """The machine the graph was planned for."""
-        return self.prices.hardware
-
-    def state(self, node: fx.Node) -> State:
-        """The state in which `node`'s own value is produced."""
-        owner, index = producer(node)
-        return output_state(self.strategies[owner], index)
-
-    def route(self, source: fx.Node, want: State) -> tuple[State, ...]:
-        """The states a consumer that wants `want` passes through: directly, or by the copy."""
-        have, copy = self.state(source), self.copies.get(source)
-        if copy is None or copy in (have, want):
-            return (want,)
-        price = self.prices.change_cost(source)
-        return (copy, want) if price(copy, want) < price(have, want) else (want,)
-
-    def graph_plan(self) -> GraphPlan:
-        """The decisions as text, without the nodes that had no choice."""
-        nodes = {
-            node.name: strategy_text(strategy)
-            for node, strategy in self.strategies.items()
-            if node.op == "call_function" and len(self.offered[node]) > 1
-        }
-        return GraphPlan(nodes, {node.name: state for node, state in self.copies.items()})
+    layout: Layout = field(default_factory=Layout)
 
 
 def fingerprint(gm: fx.GraphModule) -> str:
@@ -105,29 +57,38 @@ def fingerprint(gm: fx.GraphModule) -> str:
 def plan_graph(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request) -> Decisions:
     """The cheapest plan of `gm` on an axis of `n` ranks; with a `memory_budget`, of those that fit.
 
-    On an axis of one rank all is whole, and there is nothing a budget could change.
+    What a plan needs is estimated as in `autoshard plan`. On an axis of one rank all is whole, and
+    there is nothing a budget could change.
 
     Raises PlanError where a loaded plan asks for what the graph does not offer, and where no
     plan fits `memory_budget` bytes a rank.
     """
     default = _solve(gm, n, hardware, request, request.prices)
     budget = request.memory_budget
-    if n == 1 or budget is None or stored_bytes(default, n) <= budget:
+    if n == 1 or budget is None:
+        return default
+
+    def needed(decisions: Decisions) -> int:
+        kept = held(gm, decisions, request.parameters, n)
+        return footprint(kept, request.layout, Training()).total
+
+    before = needed(default)
+    if before <= budget:
         return default
     # Dearer bytes until it fits; at `high` a gigabyte costs a thousand seconds a step.
     low, high = default.prices.parameter_byte, 1e-6
     best = _solve(gm, n, hardware, request, _prices(high, hardware))
-    smallest = min(stored_bytes(best, n), stored_bytes(default, n))
+    smallest = min(needed(best), before)
     if smallest > budget:
         raise PlanError(
-            f"no plan fits memory_budget={budget:,} bytes a rank: the smallest found stores "
-            f"{smallest:,} bytes of parameters, gradients, optimizer state and "
-            f"activations on {n} ranks. Raise the budget, or use more ranks."
+            f"no plan fits memory_budget={budget:,} bytes a rank: the smallest found needs "
+            f"{smallest:,} bytes of parameters, gradients, optimizer state, activations, buckets "
+            f"and buffers on {n} ranks of tp. Raise the budget, or use more ranks."
         )
     for _ in range(12):
         middle = (low * high) ** 0.5
         found = _solve(gm, n, hardware, request, _prices(middle, hardware))
-        if stored_bytes(found, n) <= budget:
+        if needed(found) <= budget:
             best, high = found, middle
         else:
             low = middle
@@ -136,22 +97,6 @@ def plan_graph(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request)
 
 def _prices(price: float, hardware: Hardware) -> Prices:
     return Prices(price, max(price, 2.0 / hardware.memory_bandwidth))
-
-
-def stored_bytes(decisions: Decisions, n: int) -> int:
-    """Bytes a rank of parameters, gradients, Adam's moments and values kept for the backward."""
-    total = 0.0
-    for node in decisions.strategies:
-        if node.op == "placeholder":
-            kept = TRAINED_BYTES if node in decisions.stored and node.meta.get(DIFF) else 1.0
-        else:
-            kept = 1.0
-        if not node.meta.get(DIFF) and node not in decisions.stored:
-            continue
-        if isinstance(value(node), torch.Tensor):
-            sharded = shard_dim(decisions.state(node)) is not None
-            total += kept * global_bytes(node) / (n if sharded else 1)
-    return int(total)
 
 
 def _solve(

@@ -14,7 +14,7 @@ from collections import Counter
 import pytest
 
 import autoshard
-from autoshard.passes.bucketing import aligned
+from autoshard.planning.cost import aligned
 from autoshard.program import Program
 from joined_batch import MATRIX, Sizes
 from models import CASES

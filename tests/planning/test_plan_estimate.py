@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import autoshard
 from autoshard.errors import ConfigError
@@ -16,10 +16,13 @@ from autoshard.mesh_search.search import candidates, search_meshes
 from autoshard.planning.cost.clusters import Cluster, Efficiency, cluster
 from autoshard.planning.cost.machines import Hardware, Link
 from autoshard.planning.estimate.activations import SavedForBackward, saved_for_backward
-from autoshard.planning.estimate.mesh import Layout, footprint, timing
+from autoshard.planning.estimate.memory import footprint, held
+from autoshard.planning.estimate.mesh import timing
 from autoshard.planning.estimate.overlap import Segment, step_seconds
-from autoshard.planning.estimate.step_profile import Profile, Weight, tp_traffic
+from autoshard.planning.estimate.step_profile import Profile
+from autoshard.planning.estimate.traffic import gradient_buckets, tp_collectives
 from autoshard.planning.estimate.training import Training
+from autoshard.planning.estimate.weights import Layout, Weight
 from autoshard.planning.values import tensor_bytes
 from models import CASES
 from traced import WithLoss, programs
@@ -157,11 +160,9 @@ def seven_billion(n: int = 1) -> Profile:
         n=n,
         forward=(0.0,) * 7000,
         backward=(0.0,) * 7000,
-        compute=0.0,
         flops=0.0,
         peak=1.0,
         sent=(),
-        seconds_sent=0.0,
         weights=weights,
         activations=SavedForBackward(0, 0),
         buffers=0,
@@ -255,7 +256,8 @@ MORE = ("llama_gqa", "bert", "t5", "vit", "mixtral", "gpt_neox", "opt", "qwen3",
     "name", ["llama", "lora", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
 )
 def test_memory_and_traffic_are_near_those_of_the_program(name: str) -> None:
-    """Saved activations within 15% of AOTAutograd's; tp collectives to the byte."""
+    """Saved activations within 15% of AOTAutograd's; tp collectives to the byte; a memory budget
+    asks for at least 0.8 of the peak (0.86 with LoRA, 1.1 to 1.2 of Llama, BERT, T5 and ViT)."""
     torch.compiler.reset()
     case = CASES[name]
     options = [{"mesh": {"tp": n}} for n in (1, 2)]
@@ -265,18 +267,32 @@ def test_memory_and_traffic_are_near_those_of_the_program(name: str) -> None:
         estimated = saved_for_backward(program.serial, program.decisions, n).saved
         assert 0.85 < estimated / real < 1.15, (n, estimated, real)
 
+        kept = held(program.serial, program.decisions, program.parameters, n)
+        peak = program.memory(inner="aot_eager").peak
+        assert n == 1 or 0.8 * peak < footprint(kept, Layout(), Training()).total
+
         ours: Counter[tuple[str, bool]] = Counter()
-        for _, one in tp_traffic(program.serial, program.decisions, n):
+        for one in tp_collectives(program.serial, program.decisions, n):
             ours[one.op, one.backward] += one.nbytes
         theirs: Counter[tuple[str, bool]] = Counter()
         for made in program.collectives():
             theirs[made.op, made.phase == "backward"] += made.bytes
         for key in ours | theirs:
-            # AOTAutograd drops a sum of one number that nobody needs; in a bucket of gradients
-            # each begins at a multiple of 64 elements
-            padding = 64 * 4 * (len(program.parameters) + n) if key[1] else 0
-            assert ours[key] - 16 <= theirs[key] <= ours[key] + 16 + padding, key
+            # AOTAutograd drops a sum of one number that nobody needs
+            assert ours[key] == pytest.approx(theirs[key], abs=16), key
         assert (n == 1) == (not ours)
+
+
+def test_a_bucket_of_gradients_counts_with_its_padding() -> None:
+    graph, weights = fx.Graph(), []
+    for i in range(3):
+        weights.append(graph.placeholder(f"w{i}"))
+        weights[-1].meta["val"] = torch.empty(100, device="meta")
+    reductions = [("all_reduce", weight) for weight in weights]
+    (one,) = gradient_buckets(reductions, 2, None)
+    assert one.nbytes == 4 * (128 + 128 + 100)  # each begins at a multiple of 64 elements
+    alone = list(gradient_buckets(reductions, 2, 400))
+    assert [one.nbytes for one in alone] == [400, 400, 400]
 
 
 def test_the_same_batch_on_every_rank_is_no_work_shared() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.planning.planner import stored_bytes
+from autoshard.planning.estimate import Layout, Training, footprint, held
 from autoshard.planning.rules import strategies
 from autoshard.planning.solver.factor_graph import FactorGraph
 from autoshard.program import Program
@@ -94,7 +94,8 @@ def test_digest_follows_the_decisions() -> None:
 
 
 def _bytes_a_rank(program: Program) -> int:
-    return stored_bytes(program.decisions, program.axis.size)
+    kept = held(program.serial, program.decisions, program.parameters, program.axis.size)
+    return footprint(kept, Layout(), Training()).total
 
 
 def test_memory_budget_is_kept() -> None:
@@ -119,7 +120,7 @@ def _smallest_budget(model: nn.Module, x: torch.Tensor) -> int:
     text = str(caught.value)
     assert "memory_budget=1 bytes" in text
     assert "on 2 ranks" in text and "Raise the budget, or use more ranks" in text
-    return int(text.partition("stores ")[2].partition(" bytes")[0].replace(",", ""))
+    return int(text.partition("needs ")[2].partition(" bytes")[0].replace(",", ""))
 
 
 def test_stored_parameter_stays_where_it_is() -> None:

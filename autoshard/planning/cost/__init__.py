@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from autoshard.planning.cost.bucket_size import default_bucket_bytes, fill_buckets, reference_bytes
+from autoshard.planning.cost.bucket_size import (
+    aligned,
+    default_bucket_bytes,
+    fill_buckets,
+    reference_bytes,
+)
 from autoshard.planning.cost.clusters import Cluster, cluster
 from autoshard.planning.cost.machines import (
     DEFAULT_HARDWARE,

@@ -6,6 +6,7 @@ that is smaller than eight of those buckets would be whole in one, and nothing w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 
 _ELEMENTS, _ELEMENTS_A_RANK, _PARTS, _LEAST = 40_000_000, 1_000_000, 8, 4 << 20
@@ -47,3 +48,28 @@ def fill_buckets(
         if sum(sizes[j] for j in bucket) >= limit:
             del filling[key]
     return buckets
+
+
+def aligned(sizes: Sequence[int], ranks: int) -> tuple[list[int], int]:
+    """Where members begin in a rank's part of a bucket of gradients, and how long the part is.
+
+    sizes: elements of each member a rank; ranks: parts of the bucket (1: an all-reduce). Members
+    begin at multiples of 64 elements, and a scattered bucket is a multiple of lcm(ranks, 128), as
+    in Megatron-Core's distributed optimizer (`param_layout`): gradients are views of the bucket,
+    and vector kernels, of Inductor and of fused optimizers, copy or slow down on what is not
+    aligned. An all-reduce has no parts to align, and its bucket ends with its last member.
+
+    Buckets of parameters have no padding: each weight is copied out of its bucket, whose layout is
+    by ranks, and the copy is aligned by itself.
+    """
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += -(-size // _ALIGNED) * _ALIGNED
+    if ranks == 1:
+        return starts, starts[-1] + sizes[-1] if sizes else 0
+    multiple = math.lcm(ranks, 128) // ranks
+    return starts, -(-end // multiple) * multiple
+
+
+_ALIGNED = 64

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from autoshard.planning.estimate.mesh import (
-    Footprint,
-    Layout,
-    Timing,
-    footprint,
-    timing,
-)
+from autoshard.planning.estimate.memory import Footprint, footprint, held
+from autoshard.planning.estimate.mesh import Timing, timing
 from autoshard.planning.estimate.step_profile import Profile, profile
 from autoshard.planning.estimate.training import Training
+from autoshard.planning.estimate.weights import Layout

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from autoshard.planning import cost
+from autoshard.planning.decisions import Decisions
 from autoshard.planning.fusion import Kernels
 from autoshard.planning.operators import (
     ADDED_PRODUCTS,
@@ -28,7 +29,6 @@ from autoshard.planning.operators import (
     LOSSES,
     packet,
 )
-from autoshard.planning.planner import Decisions
 from autoshard.planning.strategy import operands, value
 from autoshard.planning.values import differentiable, fusible, global_bytes, producer, tensor_bytes
 from autoshard.runtime.collectives import State, forward_value, shard_dim

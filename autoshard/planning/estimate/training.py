@@ -54,3 +54,7 @@ class Training:
         """Bytes of optimizer state of one element."""
         each = itemsize if self.recipe == "pure" else 4
         return MOMENTS[self.optimizer] * each + (4 if self.recipe == "master" else 0)
+
+    def sent(self, itemsize: int, reduced: int | None) -> int:
+        """Bytes of one element of a gradient while it is reduced. reduced: where that is told."""
+        return self.gradient(itemsize) if reduced is None else reduced

@@ -1,0 +1,66 @@
+"""What was decided for one graph on one mesh axis: the solver's answer, by the graph's nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from autoshard.planning.cost import Hardware
+from autoshard.planning.plan import GraphPlan, strategy_text
+from autoshard.planning.prices import AxisPrices
+from autoshard.planning.strategy import Strategy
+from autoshard.planning.values import output_state, producer
+from autoshard.runtime.collectives import State
+
+
+@dataclass(kw_only=True)
+class Decisions:
+    """The solution for one graph, in terms of its nodes.
+
+    copies: the state of each shared copy. stored: of each parameter. outputs: of each output.
+    offered: the strategies each node could choose from; declined: why others were not offered.
+    seconds: of a step, as the planner charges it. variables, width, work: the size of the solver's
+    problem (see `Solution`). held: nodes whose value was not chosen by cost. prices: what a
+    change of state was charged.
+    """
+
+    strategies: dict[fx.Node, Strategy]
+    copies: dict[fx.Node, State]
+    stored: dict[fx.Node, State]
+    outputs: list[State]
+    offered: dict[fx.Node, list[Strategy]]
+    declined: dict[fx.Node, list[str]]
+    seconds: float
+    variables: int
+    width: int
+    work: int
+    prices: AxisPrices
+    held: list[fx.Node]
+
+    @property
+    def hardware(self) -> Hardware:
+        """The machine the graph was planned for."""
+        return self.prices.hardware
+
+    def state(self, node: fx.Node) -> State:
+        """The state in which `node`'s own value is produced."""
+        owner, index = producer(node)
+        return output_state(self.strategies[owner], index)
+
+    def route(self, source: fx.Node, want: State) -> tuple[State, ...]:
+        """The states a consumer that wants `want` passes through: directly, or by the copy."""
+        have, copy = self.state(source), self.copies.get(source)
+        if copy is None or copy in (have, want):
+            return (want,)
+        price = self.prices.change_cost(source)
+        return (copy, want) if price(copy, want) < price(have, want) else (want,)
+
+    def graph_plan(self) -> GraphPlan:
+        """The decisions as text, without the nodes that had no choice."""
+        nodes = {
+            node.name: strategy_text(strategy)
+            for node, strategy in self.strategies.items()
+            if node.op == "call_function" and len(self.offered[node]) > 1
+        }
+        return GraphPlan(nodes, {node.name: state for node, state in self.copies.items()})

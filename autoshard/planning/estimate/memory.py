@@ -1,0 +1,101 @@
+"""The bytes a rank holds in a training step, from the plan: the one account of memory of a plan.
+
+`memory_budget`, `autoshard plan` and the alternatives of `explain` ask it. `Program.memory` is the
+exact account, of the graphs that run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from autoshard.planning.decisions import Decisions
+from autoshard.planning.estimate.activations import SavedForBackward, saved_for_backward
+from autoshard.planning.estimate.training import Training
+from autoshard.planning.estimate.weights import Layout, Weight, buckets, weights_of
+from autoshard.planning.strategy import value
+from autoshard.planning.values import tensor_bytes
+from autoshard.runtime.graph_meta import BUFFER
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What a rank of a tp axis holds, whatever the data-parallel axes. buffers: their bytes."""
+
+    weights: tuple[Weight, ...]
+    activations: SavedForBackward
+    buffers: int
+
+
+def held(
+    gm: fx.GraphModule, decisions: Decisions, parameters: Mapping[fx.Node, str], n: int
+) -> Held:
+    """What a rank of an axis of `n` holds of `gm` under `decisions`."""
+    activations = saved_for_backward(gm, decisions, n)
+    return Held(
+        weights=weights_of(gm, decisions, parameters, n, activations.weights),
+        activations=activations,
+        buffers=sum(tensor_bytes(value(node)) for node in gm.graph.nodes if node.meta.get(BUFFER)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Bytes one rank holds at the worst moment of a step, by kind.
+
+    activations: saved for the backward, and the largest gradient that passes. buckets: parameters
+    gathered and gradients waiting for their reduction. buffers: the model's own.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buckets: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        """The sum of all kinds."""
+        kinds = (self.parameters, self.gradients, self.optimizer, self.activations)
+        return sum(kinds) + self.buckets + self.buffers
+
+
+def footprint(held: Held, layout: Layout, training: Training) -> Footprint:
+    """The memory of a rank. Exact for parameters, gradients, optimizer and buffers; activations
+    (planning/estimate/activations.py) and buckets, two of them at work at once, are models."""
+    parameters = gradients = optimizer = 0
+    for weight in held.weights:
+        part = weight.part(layout.shard)
+        parameters += part * training.stored(weight.kept)
+        if weight.trained:
+            gradients += part * training.gradient(weight.kept)
+            optimizer += part * training.state(weight.kept)
+    return Footprint(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=held.activations.saved + held.activations.transient,
+        buckets=_bucket_bytes(held, layout, training),
+        buffers=held.buffers,
+    )
+
+
+def _bucket_bytes(held: Held, layout: Layout, training: Training) -> int:
+    if layout.shard * layout.replicate == 1:
+        return 0
+    gathered, reduced = [], []
+    for bucket in buckets(held.weights, layout):
+        gathered.append(sum(w.numel * w.itemsize for w in bucket))
+        reduced.append(
+            sum(w.numel * training.sent(w.itemsize, w.reduced) for w in bucket if w.trained)
+        )
+    # a gradient bucket is there twice: its members, and the joined one that is sent
+    sending = 2 * max(reduced, default=0)
+    if layout.shard == 1:
+        return sending
+    if layout.zero < 3:
+        return sum(gathered) + sending
+    return max((a + b for a, b in zip(gathered, [*gathered[1:], 0])), default=0) + sending

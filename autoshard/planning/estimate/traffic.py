@@ -1,0 +1,172 @@
+"""The collectives of a training step, listed from the plan and priced.
+
+On tp they follow from the states of the values, as `localize` rewrites them; gradients of weights
+go in buckets, as `bucket_gradients` merges them. On the data-parallel axes a bucket of parameters
+is gathered before its use (and again in backward with ZeRO-3), its gradient is reduce-scattered
+over `dp_shard` and all-reduced over `dp_replicate`. The volumes are those of Megatron-Core's and
+ZeRO's ledgers (S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion
+parameter models", 2020, section 7); the padding of a bucket of gradients is counted on tp only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from autoshard.planning import cost
+from autoshard.planning.cost import (
+    Link,
+    aligned,
+    default_bucket_bytes,
+    fill_buckets,
+    reference_bytes,
+)
+from autoshard.planning.decisions import Decisions
+from autoshard.planning.estimate.training import Training
+from autoshard.planning.estimate.weights import Layout, Weight
+from autoshard.planning.strategy import operands, value
+from autoshard.planning.values import differentiable, global_bytes
+from autoshard.runtime.collectives import State, forward_value
+
+
+class Sent(NamedTuple):
+    """One collective of a step; `nbytes` is its logical size (planning/cost/model.py).
+
+    at: the position in the graph where it is waited for: of the operator that causes it, of the
+    first use of a bucket of parameters.
+    """
+
+    axis: str
+    op: str
+    nbytes: int
+    backward: bool
+    at: int
+
+
+class Traffic(NamedTuple):
+    """What a rank sends on one axis in a step, in bytes, the seconds its collectives take, and
+    how many they are."""
+
+    nbytes: float
+    seconds: float
+    collectives: int
+
+
+def seconds(one: Sent, ranks: Mapping[str, int], links: Mapping[str, Link]) -> float:
+    """Seconds of one collective. ranks, links: by axis; links at the rates they really have."""
+    return cost.collective_seconds(one.op, one.nbytes, ranks[one.axis], links[one.axis])
+
+
+def traffic(
+    sent: Iterable[Sent], ranks: Mapping[str, int], links: Mapping[str, Link]
+) -> dict[str, Traffic]:
+    """What a rank sends on each axis."""
+    found: dict[str, Traffic] = {}
+    for one in sent:
+        before = found.get(one.axis, Traffic(0.0, 0.0, 0))
+        found[one.axis] = Traffic(
+            before.nbytes + cost.ring_bytes(one.op, one.nbytes, ranks[one.axis]),
+            before.seconds + seconds(one, ranks, links),
+            before.collectives + 1,
+        )
+    return found
+
+
+def data_collectives(bucket: Sequence[Weight], layout: Layout, training: Training) -> list[Sent]:
+    """The collectives of one bucket of parameters on the data-parallel axes."""
+    if not bucket:
+        return []
+    at, part = bucket[0].use or 0, {w.name: w.part(layout.shard) for w in bucket}
+    whole = sum(layout.shard * part[w.name] * w.itemsize for w in bucket)
+    twice = sum(layout.shard * part[w.name] * w.itemsize for w in bucket if w.again)
+    reduced = sum(part[w.name] * training.sent(w.itemsize, w.reduced) for w in bucket if w.trained)
+    sent = []
+    if layout.shard > 1:
+        sent.append(Sent("dp_shard", "all_gather", whole, False, at))
+        if layout.zero == 3:
+            sent.append(Sent("dp_shard", "all_gather", twice, True, at))
+        sent.append(Sent("dp_shard", "reduce_scatter", layout.shard * reduced, True, at))
+    if layout.replicate > 1:
+        sent.append(Sent("dp_replicate", "all_reduce", reduced, True, at))
+    return [one for one in sent if one.nbytes]
+
+
+def tp_collectives(
+    gm: fx.GraphModule, decisions: Decisions, n: int, bucket_bytes: int | None = None
+) -> list[Sent]:
+    """The collectives of a plan on an axis of `n` ranks.
+
+    A value is changed once for each state it is used in. Buckets of gradients end the backward.
+    """
+    found: list[Sent] = []
+    gradients: list[tuple[int, str, fx.Node]] = []
+    done: set[tuple[fx.Node, State]] = set()
+    place = {node: i for i, node in enumerate(gm.graph.nodes)}
+
+    def read(source: fx.Node, want: State, user: fx.Node) -> None:
+        have = decisions.state(source)
+        if (source, want) in done:
+            return
+        for state in decisions.route(source, want):
+            if (source, state) not in done:
+                done.add((source, state))
+                weight = source in decisions.stored
+                for one in _change(source, have, state, n, place[source if weight else user]):
+                    if one.backward and weight:
+                        gradients.append((place[user], one.op, source))
+                    else:
+                        found.append(one)
+            have = state
+
+    for node, strategy in decisions.strategies.items():
+        for source, want in zip(operands(node), strategy.inputs):
+            read(source, want, node)
+        for t in strategy.traffic:
+            if differentiable(node) or not t.backward:
+                found.append(Sent("tp", t.op, t.nbytes, t.backward, place[node]))
+    output = next(iter(reversed(gm.graph.nodes)))
+    for result, state in zip(output.args[0], decisions.outputs):  # type: ignore[arg-type]
+        if isinstance(result, fx.Node) and isinstance(value(result), torch.Tensor):
+            read(result, state, output)
+    # the gradient of what forward reads last is there first
+    gradients.sort(key=lambda one: -one[0])
+    members = [(op, source) for _, op, source in gradients]
+    return [*found, *gradient_buckets(members, n, bucket_bytes)]
+
+
+def _change(source: fx.Node, have: State, want: State, n: int, at: int) -> list[Sent]:
+    if n == 1 or have == want:
+        return []
+    if not differentiable(source) and forward_value(have) == forward_value(want):
+        return []
+    whole = global_bytes(source)
+    forward, backward = cost.change_collectives(have, want)
+    passes = [(op, False) for op in forward]
+    passes += [(op, True) for op in backward if differentiable(source)]
+    return [
+        Sent("tp", op, whole // n if op == "all_to_all" else whole, late, at) for op, late in passes
+    ]
+
+
+def gradient_buckets(
+    members: Sequence[tuple[str, fx.Node]], n: int, bucket_bytes: int | None
+) -> Iterator[Sent]:
+    """Reductions of the gradients of parameters, in order, as `bucket_gradients` merges them."""
+    if not members:
+        return
+    sizes = [global_bytes(source) for _, source in members]
+    ranks = [n if op == "reduce_scatter" else 1 for op, _ in members]
+    items = [value(source).element_size() for _, source in members]
+    limit = bucket_bytes or default_bucket_bytes(
+        sum(sizes), max(reference_bytes(item, parts) for item, parts in zip(items, ranks))
+    )
+    keys = [(op, value(source).dtype) for op, source in members]
+    for bucket in fill_buckets(sizes, keys, limit, bucket_bytes is None):
+        first = bucket[0]
+        nbytes, parts, item = sizes[first], ranks[first], items[first]
+        if len(bucket) > 1:
+            nbytes = item * parts * aligned([sizes[i] // item // parts for i in bucket], parts)[1]
+        yield Sent("tp", members[first][0], nbytes, True, 0)

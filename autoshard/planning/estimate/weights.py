@@ -1,0 +1,117 @@
+"""The parameters of a planned graph as the tp axis leaves them, and the buckets they travel in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autoshard.planning import cost
+from autoshard.planning.cost import default_bucket_bytes, fill_buckets, reference_bytes
+from autoshard.planning.decisions import Decisions
+from autoshard.planning.strategy import value
+from autoshard.runtime.collectives import chunk_size, shard_dim
+from autoshard.runtime.graph_meta import REDUCED_DTYPE, STORED_DTYPE
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The data-parallel half of a mesh and its options; `zero` and `bucket_bytes` as in Config."""
+
+    shard: int = 1
+    replicate: int = 1
+    zero: int = 3
+    bucket_bytes: int | None = None
+
+    @staticmethod
+    def of(sizes: Mapping[str, int], zero: int, bucket_bytes: int | None) -> Layout:
+        """The layout of a mesh by the sizes of its axes."""
+        shard, replicate = sizes.get("dp_shard", 1), sizes.get("dp_replicate", 1)
+        return Layout(shard, replicate, zero, bucket_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """A parameter as the tp axis leaves it: local shape, and where it is first used (None: never).
+
+    itemsize: bytes an element while it is computed with. again: whether backward reads it. stored:
+    bytes an element as it is kept, where that is in another dtype (the option `precision`).
+    reduced: those of its gradient while it travels, where that is told.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    trained: bool
+    use: int | None
+    again: bool
+    stored: int | None = None
+    reduced: int | None = None
+
+    @property
+    def kept(self) -> int:
+        """Bytes an element as it is kept, by the optimizer too."""
+        return self.itemsize if self.stored is None else self.stored
+
+    @property
+    def numel(self) -> int:
+        """Elements on a rank of the tp axis."""
+        return math.prod(self.shape)
+
+    def part(self, ranks: int) -> int:
+        """Elements that the first of `ranks` data-parallel ranks stores: rows, by torch.chunk."""
+        if not self.shape or ranks == 1:
+            return self.numel
+        return chunk_size(self.shape[0], ranks) * math.prod(self.shape[1:])
+
+
+def weights_of(
+    gm: fx.GraphModule,
+    decisions: Decisions,
+    parameters: Mapping[fx.Node, str],
+    n: int,
+    again: frozenset[fx.Node],
+) -> tuple[Weight, ...]:
+    """The parameters of `gm` on a rank of an axis of `n`. again: those that backward reads."""
+    place = {node: i for i, node in enumerate(gm.graph.nodes)}
+    found = []
+    for node, name in parameters.items():
+        val = value(node)
+        shape = [cost.hint(extent) for extent in val.shape]
+        dim = shard_dim(decisions.stored[node])
+        if dim is not None:
+            shape[dim] = chunk_size(shape[dim], n)
+        found.append(
+            Weight(
+                name=name,
+                shape=tuple(shape),
+                itemsize=val.element_size(),
+                trained=bool(val.requires_grad),
+                use=min((place[user] for user in node.users), default=None),
+                again=node in again,
+                stored=_size(node.meta.get(STORED_DTYPE)),
+                reduced=_size(node.meta.get(REDUCED_DTYPE)),
+            )
+        )
+    return tuple(found)
+
+
+def _size(dtype: torch.dtype | None) -> int | None:
+    return None if dtype is None else dtype.itemsize
+
+
+def buckets(weights: Sequence[Weight], layout: Layout) -> list[list[Weight]]:
+    """The parameters in use, in the order of their first use, as the passes merge them."""
+    used = sorted((w for w in weights if w.use is not None), key=lambda w: w.use or 0)
+    limit = layout.bucket_bytes or default_bucket_bytes(
+        sum(w.numel * w.itemsize for w in used),
+        max((reference_bytes(w.itemsize, layout.shard) for w in used), default=0),
+    )
+    sizes = [weight.numel * weight.itemsize for weight in used]
+    filled = fill_buckets(
+        sizes, [weight.itemsize for weight in used], limit, layout.bucket_bytes is None
+    )
+    return [[used[i] for i in bucket] for bucket in filled]
