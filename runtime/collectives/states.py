@@ -86,10 +86,7 @@ def step(src: State, dst: State) -> ConversionStep | None:
 
 def conversions(src: State, dst: State) -> tuple[tuple[State, State], tuple[State, State]]:
     """What a change of state converts, each in I, P or S(d): the value, and its gradient back."""
-    return (
-        (forward_value(src), forward_value(dst)),
-        (gradient_value(dst), gradient_value(src)),
-    )
+    return ((forward_value(src), forward_value(dst)), (gradient_value(dst), gradient_value(src)))
 
 
 def change_steps(src: State, dst: State) -> tuple[ConversionStep | None, ConversionStep | None]:

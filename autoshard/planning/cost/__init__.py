@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from autoshard.planning.cost.bucket_size import default_bucket_bytes, fill_buckets, reference_bytes
 from autoshard.planning.cost.clusters import Cluster, cluster
-from autoshard.planning.cost.machines import (
-    DEFAULT_HARDWARE,
-    HARDWARE,
-    Hardware,
-    Link,
-    hardware,
-)
+from autoshard.planning.cost.machines import DEFAULT_HARDWARE, HARDWARE, Hardware, Link, hardware
 from autoshard.planning.cost.model import (
     change_collectives,
     change_seconds,
