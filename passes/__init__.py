@@ -31,11 +31,4 @@ from autoshard.passes.canonicalize import Canonicalize
 from autoshard.passes.data_parallel import DataParallel, PendingInput
 from autoshard.passes.global_token_mean import GlobalTokenMean
 from autoshard.passes.localize import Localize
-from autoshard.passes.pipeline import (
-    OPTIONAL,
-    ORDER,
-    finish,
-    prepare,
-    rank_program,
-    specialize,
-)
+from autoshard.passes.pipeline import OPTIONAL, ORDER, finish, prepare, rank_program, specialize

@@ -187,13 +187,7 @@ class InvariantRandom:
         return seed
 
     def _replace(
-        self,
-        graph: fx.Graph,
-        node: fx.Node,
-        new: New,
-        given: Arguments,
-        seed: fx.Node,
-        call: int,
+        self, graph: fx.Graph, node: fx.Node, new: New, given: Arguments, seed: fx.Node, call: int
     ) -> None:
         tensors = [given[name] for name in new.tensors]
         with graph.inserting_before(node):

@@ -100,11 +100,7 @@ def rank_program(
 
 
 def finish(
-    gm: fx.GraphModule,
-    mesh: Mesh,
-    bucket_bytes: int | None,
-    backward: bool,
-    watch: Watch = SILENT,
+    gm: fx.GraphModule, mesh: Mesh, bucket_bytes: int | None, backward: bool, watch: Watch = SILENT
 ) -> list[Report]:
     """Bucket and schedule the collectives of one of AOTAutograd's graphs, in place.
 

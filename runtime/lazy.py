@@ -130,10 +130,7 @@ class LazyGather(torch.Tensor):
 
 
 def wrap_outputs(
-    outputs: Sequence[Any],
-    states: Sequence[State],
-    extents: Sequence[int | None],
-    axis: Axis,
+    outputs: Sequence[Any], states: Sequence[State], extents: Sequence[int | None], axis: Axis
 ) -> tuple[Any, ...]:
     """Make each output in state S(d) or P a LazyGather; the others pass as they are.
 

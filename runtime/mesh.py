@@ -159,8 +159,7 @@ def _ordered(sizes: Mapping[str, int]) -> dict[str, int]:
     if unknown:
         raise ConfigError(
             message(
-                f"unknown mesh axis {unknown[0]!r}",
-                remedy=f"The axes are {', '.join(AXIS_ORDER)}.",
+                f"unknown mesh axis {unknown[0]!r}", remedy=f"The axes are {', '.join(AXIS_ORDER)}."
             )
         )
     for name, size in sizes.items():

@@ -34,25 +34,12 @@ from autoshard.passes import (
     prepare,
     rank_program,
 )
-from autoshard.planning import (
-    Decisions,
-    Plan,
-    Request,
-    plan_graph,
-    with_graph,
-)
+from autoshard.planning import Decisions, Plan, Request, plan_graph, with_graph
 from autoshard.planning.cost import Hardware
 from autoshard.planning.estimate import Layout
 from autoshard.program import Program
 from autoshard.runtime import compat
-from autoshard.runtime.collectives import (
-    DATA_AXES,
-    Axis,
-    I,
-    State,
-    data_axes,
-    data_states,
-)
+from autoshard.runtime.collectives import DATA_AXES, Axis, I, State, data_axes, data_states
 from autoshard.runtime.compat import artifact
 from autoshard.runtime.errors import PlanError
 from autoshard.runtime.graph_meta import BUFFER, DIFF, MUTATED, STORED_DTYPE

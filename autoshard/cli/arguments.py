@@ -87,11 +87,7 @@ def options_and_entries(
 
 
 _FLAGS: dict[str, dict[str, Any]] = {
-    "mesh": {
-        "type": mesh_sizes,
-        "metavar": "dp_shard=2,tp=4",
-        "help": "axes and their sizes",
-    },
+    "mesh": {"type": mesh_sizes, "metavar": "dp_shard=2,tp=4", "help": "axes and their sizes"},
     "batch": {"type": positive, "metavar": "N", "help": "sequences in a batch"},
     "sequence": {"type": positive, "metavar": "N", "help": "tokens in a sequence"},
     "dtype": {

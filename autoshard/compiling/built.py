@@ -18,12 +18,7 @@ from autoshard.passes import SILENT, Watch, finish, local_value, specialize
 from autoshard.planning import Decisions, Plan
 from autoshard.planning.cost import Hardware
 from autoshard.runtime.collectives import Axis, I, State, data_axes
-from autoshard.runtime.compat import (
-    ForwardBackward,
-    InductorStep,
-    forward_backward,
-    inductor_step,
-)
+from autoshard.runtime.compat import ForwardBackward, InductorStep, forward_backward, inductor_step
 from autoshard.runtime.graph_meta import STORED_DTYPE
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import SINGLE

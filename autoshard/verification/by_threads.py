@@ -78,11 +78,7 @@ def _judged(differences: Differences, program: Program, allowed: float) -> list[
     found += [("gradient", name, error) for name, error in differences.norms.items()]
     return [
         Comparison(
-            kind=kind,
-            name=name,
-            placement=stored.get(name, ""),
-            error=error,
-            tolerance=allowed,
+            kind=kind, name=name, placement=stored.get(name, ""), error=error, tolerance=allowed
         )
         for kind, name, error in found
     ]

@@ -91,11 +91,7 @@ class _Run(NamedTuple):
 
 
 def verify_program(
-    program: Program,
-    inputs: Sequence[Any],
-    *,
-    seed: int = 0,
-    others: Sequence[Sequence[Any]] = (),
+    program: Program, inputs: Sequence[Any], *, seed: int = 0, others: Sequence[Sequence[Any]] = ()
 ) -> Differences:
     """Compare `program` on all ranks of its mesh with its serial graph on `inputs`.
 

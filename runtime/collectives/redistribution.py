@@ -17,13 +17,7 @@ import torch.nn.functional as F
 
 from autoshard.runtime.collectives import lockstep
 from autoshard.runtime.collectives.axis import Axis, chunk_bounds, chunk_size
-from autoshard.runtime.collectives.states import (
-    State,
-    conversions,
-    forward_value,
-    shard_dim,
-    step,
-)
+from autoshard.runtime.collectives.states import State, conversions, forward_value, shard_dim, step
 
 _c10d = torch.ops._c10d_functional
 

@@ -86,10 +86,7 @@ def step(src: State, dst: State) -> ConversionStep | None:
 
 def conversions(src: State, dst: State) -> tuple[tuple[State, State], tuple[State, State]]:
     """Conversions of a change of state, in I, P and S(d): of the value, of its gradient back."""
-    return (
-        (forward_value(src), forward_value(dst)),
-        (gradient_value(dst), gradient_value(src)),
-    )
+    return ((forward_value(src), forward_value(dst)), (gradient_value(dst), gradient_value(src)))
 
 
 def change_steps(src: State, dst: State) -> tuple[ConversionStep | None, ConversionStep | None]:

@@ -5,12 +5,7 @@ from __future__ import annotations
 from autoshard.runtime.compat.version import probe  # first: it says by name what is missing
 
 # isort: split
-from autoshard.runtime.compat.aot import (
-    Finish,
-    ForwardBackward,
-    aot_eager,
-    forward_backward,
-)
+from autoshard.runtime.compat.aot import Finish, ForwardBackward, aot_eager, forward_backward
 from autoshard.runtime.compat.autograd import (
     AccumulateGrad,
     apply,
@@ -21,11 +16,7 @@ from autoshard.runtime.compat.autograd import (
     move_hooks,
     will_execute,
 )
-from autoshard.runtime.compat.dynamo import (
-    lighten_guards,
-    specialize_floats,
-    trace_as_ours,
-)
+from autoshard.runtime.compat.dynamo import lighten_guards, specialize_floats, trace_as_ours
 from autoshard.runtime.compat.frames import (
     GraphInput,
     RestartTrace,
@@ -79,9 +70,7 @@ from autoshard.runtime.compat.tensors import (
     share_spec,
     wrapper_tensor,
 )
-from autoshard.runtime.compat.trace import (
-    artifact,
-)
+from autoshard.runtime.compat.trace import artifact
 from autoshard.runtime.compat.transformers import (
     apply_gate,
     choose_causal_loss,

@@ -14,7 +14,5 @@ def artifact(name: str, text: Callable[[], str]) -> None:
     tlparse knows no other way in, and torch has no public name for it.
     """
     torch._logging.trace_structured(  # type: ignore[attr-defined]
-        "artifact",
-        metadata_fn=lambda: {"name": name, "encoding": "string"},
-        payload_fn=text,
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
     )

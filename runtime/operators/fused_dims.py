@@ -78,12 +78,7 @@ def regroup(x: torch.Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> torc
 
 
 def split_parts(
-    x: torch.Tensor,
-    *args: Any,
-    sharded_dim: int,
-    sizes: tuple[int, ...],
-    axis: Axis,
-    **kwargs: Any,
+    x: torch.Tensor, *args: Any, sharded_dim: int, sizes: tuple[int, ...], axis: Axis, **kwargs: Any
 ) -> tuple[torch.Tensor, ...]:
     """aten.split, split_with_sizes and chunk along a sharded dim: the rank's share of each part.
 
@@ -108,12 +103,7 @@ def with_parts(
 
 
 def unfold_parts(
-    x: torch.Tensor,
-    *args: Any,
-    sharded_dim: int,
-    shape: tuple[int, ...],
-    axis: Axis,
-    **kwargs: Any,
+    x: torch.Tensor, *args: Any, sharded_dim: int, shape: tuple[int, ...], axis: Axis, **kwargs: Any
 ) -> torch.Tensor:
     """A view of a sharded dim as [parts, rows, ...], sharded on rows afterwards.
 

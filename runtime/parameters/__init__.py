@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from autoshard.runtime.parameters.access import cast_parameters, casting
-from autoshard.runtime.parameters.accumulation import (
-    discard_pending,
-    no_sync,
-    on_backward_done,
-)
+from autoshard.runtime.parameters.accumulation import discard_pending, no_sync, on_backward_done
 from autoshard.runtime.parameters.data_unsharding import (
     ACCUMULATE,
     FLUSH,

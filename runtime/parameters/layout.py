@@ -104,10 +104,7 @@ def extents(
 
 
 def wrap_local(
-    local: torch.Tensor,
-    shape: torch.Size,
-    states: Mapping[str, State],
-    device_mesh: DeviceMesh,
+    local: torch.Tensor, shape: torch.Size, states: Mapping[str, State], device_mesh: DeviceMesh
 ) -> DTensor:
     """A DTensor of global `shape` around this rank's part. No communication, no check."""
     # from_local with shape and stride is the one constructor that is right for uneven and strided

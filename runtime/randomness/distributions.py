@@ -35,11 +35,7 @@ def integers(
 
 
 def permutation(
-    x: torch.Tensor,
-    seed: torch.Tensor,
-    call: int,
-    dtype: torch.dtype,
-    part: Part | None = None,
+    x: torch.Tensor, seed: torch.Tensor, call: int, dtype: torch.dtype, part: Part | None = None
 ) -> torch.Tensor:
     """aten.randperm of len(x), by sorting random keys of 63 bits. x must be whole."""
     return _long(philox.draw(x.shape, seed, call, part, 2)).argsort(stable=True).to(dtype)
@@ -89,11 +85,7 @@ def normal_scaled(
 
 
 def normal_each(
-    mean: torch.Tensor,
-    std: torch.Tensor,
-    seed: torch.Tensor,
-    call: int,
-    part: Part | None = None,
+    mean: torch.Tensor, std: torch.Tensor, seed: torch.Tensor, call: int, part: Part | None = None
 ) -> torch.Tensor:
     """aten.normal.Tensor_Tensor, of operands of one shape."""
     numbers = philox.normal(mean.shape, seed, call, mean.dtype, part)
@@ -154,10 +146,7 @@ SCHEMAS = (
         "Tensor self, Tensor seed, int low, int high, int call, ScalarType? dtype=None) -> Tensor",
     ),
     (permutation, "Tensor self, Tensor seed, int call, ScalarType dtype) -> Tensor"),
-    (
-        multinomial,
-        "Tensor self, Tensor seed, int count, bool replacement, int call) -> Tensor",
-    ),
+    (multinomial, "Tensor self, Tensor seed, int count, bool replacement, int call) -> Tensor"),
     (normal_around, "Tensor self, Tensor seed, float std, int call) -> Tensor"),
     (normal_scaled, "Tensor self, Tensor seed, float mean, int call) -> Tensor"),
     (normal_each, "Tensor self, Tensor std, Tensor seed, int call) -> Tensor"),

@@ -206,12 +206,7 @@ def attention(
 
 
 def on_shard(
-    first: torch.Tensor,
-    *args: Any,
-    op: str,
-    dim: int,
-    extent: int | None,
-    axis: Axis,
+    first: torch.Tensor, *args: Any, op: str, dim: int, extent: int | None, axis: Axis
 ) -> Any:
     """Run the function of `SCHEMAS` that is named `op` on a shard.
 

@@ -100,11 +100,7 @@ def words(seed: torch.Tensor, index: torch.Tensor, call: int, *, large: bool) ->
 
 
 def draw(
-    shape: Sequence[int],
-    seed: torch.Tensor,
-    call: int,
-    part: Part | None = None,
-    count: int = 4,
+    shape: Sequence[int], seed: torch.Tensor, call: int, part: Part | None = None, count: int = 4
 ) -> list[Any]:
     """`count` words of every element of a tensor of `shape` (this rank's part of the whole).
 

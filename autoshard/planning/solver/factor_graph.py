@@ -111,10 +111,7 @@ class FactorGraph:
         return self._sizes[variable]
 
     def add(
-        self,
-        variables: tuple[int, ...],
-        table: NDArray[np.floating],
-        name: str | None = None,
+        self, variables: tuple[int, ...], table: NDArray[np.floating], name: str | None = None
     ) -> None:
         """Add `table[value of variables[0], value of variables[1], ...]`; np.inf forbids.
 
