@@ -26,8 +26,9 @@ from autoshard.planning.estimate import (
 )
 
 # How much dearer than by default a saved activation is, so that what can be split along the
-# sequence is.
-_DEAR = 20.0
+# sequence is. Dearer still, and the gathered copies that sequence parallelism saves for the
+# backward pass would cost more than what it splits.
+_DEAR = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)

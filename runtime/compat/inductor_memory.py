@@ -179,6 +179,7 @@ class _Plan:
         self.origins: dict[str, str] = {}
         self.made: dict[str, int] = {}
         self.alive = dict(self.holds)
+        self.order = {node: i for i, node in enumerate(lowering.graph.nodes)}
 
     def kernels(self) -> Iterator[InductorKernel]:
         """Each stretch of code up to where something is freed."""
@@ -190,10 +191,16 @@ class _Plan:
                 freed = []
             gone = self._read(kind, line)
             if kind in _RUNS:
-                name = str(getattr(line, "kernel_name", None) or line.node.get_name())
-                name = self.origins.get(name, name)
+                name = self._name(line)
             freed += gone
         yield self._stretch(name, freed)
+
+    def _name(self, line: Any) -> str:
+        """The kernel's name; of an operator that Inductor calls, the node that it is of."""
+        if kernel := getattr(line, "kernel_name", None):
+            return str(kernel)
+        buffer, node = line.node.get_name(), line.node.get_origin_node()
+        return self.origins.get(buffer, buffer if node is None else node.name)
 
     def _stretch(self, name: str, freed: list[str]) -> InductorKernel:
         made, self.made = self.made, {}
@@ -237,7 +244,10 @@ class _Plan:
         numel = int(hint(graph.get_allocation_storage_size(buffer), fallback=0))
         self.made[name] = numel * buffer.get_dtype().itemsize
         self.holds[name] = self.alive[name] = name
-        node = buffer.get_origin_node()
+        # of a collective the last origin is the wait for it, and others are those of its operand
+        operator = getattr(buffer, "op_overload", None)
+        own = [node for node in buffer.origins if node.target is operator]
+        node = max(own, key=lambda node: self.order.get(node, -1), default=buffer.get_origin_node())
         origins = [node] if node is not None else list(buffer.origins)
         if len(origins) == 1:
             self.origins[name] = origins[0].name

@@ -21,7 +21,7 @@ from autoshard.runtime.graph_meta import BUFFER
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class RankHolds:
     """What a rank of a tp axis holds, whatever the data-parallel axes. buffers: their bytes."""
 
     weights: tuple[Weight, ...]
@@ -31,10 +31,10 @@ class Held:
 
 def held(
     gm: fx.GraphModule, decisions: Decisions, parameters: Mapping[fx.Node, str], n: int
-) -> Held:
+) -> RankHolds:
     """What a rank of an axis of `n` holds of `gm` under `decisions`."""
     activations = saved_for_backward(gm, decisions, n)
-    return Held(
+    return RankHolds(
         weights=weights_of(gm, decisions, parameters, n, activations.weights),
         activations=activations,
         buffers=sum(tensor_bytes(value(node)) for node in gm.graph.nodes if node.meta.get(BUFFER)),
@@ -63,7 +63,7 @@ class Footprint:
         return sum(kinds) + self.buckets + self.buffers
 
 
-def footprint(held: Held, layout: Layout, training: Training) -> Footprint:
+def footprint(held: RankHolds, layout: Layout, training: Training) -> Footprint:
     """The memory of a rank. Exact for parameters, gradients, optimizer and buffers; activations
     (planning/estimate/activations.py) and buckets, two of them at work at once, are models."""
     parameters = gradients = optimizer = 0
@@ -83,7 +83,7 @@ def footprint(held: Held, layout: Layout, training: Training) -> Footprint:
     )
 
 
-def _bucket_bytes(held: Held, layout: Layout, training: Training) -> int:
+def _bucket_bytes(held: RankHolds, layout: Layout, training: Training) -> int:
     if layout.shard * layout.replicate == 1:
         return 0
     gathered, reduced = [], []

@@ -21,7 +21,7 @@ from torch import fx
 from autoshard.planning import cost
 from autoshard.planning.cost import Cluster
 from autoshard.planning.decisions import Decisions
-from autoshard.planning.estimate.memory import Held, held
+from autoshard.planning.estimate.memory import RankHolds, held
 from autoshard.planning.estimate.traffic import Sent, tp_collectives
 from autoshard.planning.fusion import Kernels, joined
 from autoshard.planning.operators import ATTENTION, packet
@@ -31,7 +31,7 @@ from autoshard.runtime.collectives import State, shard_dim
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile(Held):
+class Profile(RankHolds):
     """One rank of a tp axis of `n`, whatever the data-parallel axes.
 
     forward, backward: seconds of compute at each operator. sent: the collectives on tp. flops:
