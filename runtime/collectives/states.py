@@ -53,7 +53,7 @@ def placement_words(state: State) -> str:
     dim = shard_dim(state)
     if dim is not None:
         return f"Shard({dim})"
-    return {I: "Replicate", R: "Replicate (gradient Partial)", P: "Partial"}[state]
+    return {I: "Replicate", R: "Replicate, grad Partial", P: "Partial"}[state]
 
 
 def in_words(text: str) -> str:
