@@ -64,16 +64,10 @@ def main() -> None:
         options = {"mesh": {"tp": int(os.environ.get("WORLD_SIZE", 1))}, "inner": args.inner}
         model.compile(backend="autoshard", options=options)
     with tempfile.TemporaryDirectory() as folder:
-        settings = TrainingArguments(
-            folder,
-            max_steps=args.steps,
-            learning_rate=3e-3,
-            logging_steps=1,
-            disable_tqdm=True,
-            report_to="none",
-            save_strategy="no",
-            use_cpu=not torch.cuda.is_available(),
-        )
+        quiet = dict(disable_tqdm=True, report_to="none", save_strategy="no")
+        steps = dict(max_steps=args.steps, logging_steps=1, learning_rate=3e-3)
+        cpu = not torch.cuda.is_available()
+        settings = TrainingArguments(folder, use_cpu=cpu, **steps, **quiet)
         trainer = ShardedTrainer(model=model, args=settings, train_dataset=Counting())
         trainer.train()
     if trainer.is_world_process_zero():

@@ -114,7 +114,7 @@ def attempt() -> Iterator[None]:
     """
     try:
         yield
-    except compat.RestartTrace:
+    except compat.RESTARTS:  # Dynamo traces the frame again: nothing has failed
         raise
     except Exception as error:
         exchange = current_exchange()

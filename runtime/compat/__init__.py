@@ -18,6 +18,7 @@ from autoshard.runtime.compat.autograd import (
 )
 from autoshard.runtime.compat.dynamo import lighten_guards, specialize_floats, trace_as_ours
 from autoshard.runtime.compat.frames import (
+    RESTARTS,
     GraphInput,
     RestartTrace,
     allow_in_graph,

@@ -19,6 +19,10 @@ allow_in_graph = torch.compiler.allow_in_graph
 mark_dynamic = torch._dynamo.mark_dynamic  # documented, and under no other name
 
 
+RESTARTS = (UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis)
+"""Exceptions by which a trace, or a compiler in it, asks Dynamo to trace the frame again."""
+
+
 class RestartTrace(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):
     """Raised by the backend to make Dynamo trace the frame again from the start.
 

@@ -41,7 +41,9 @@ def test_equal_with_dropout() -> None:
     names = dict(faults.model()[0].named_parameters())
     for kind in ("gradient", "parameter"):
         assert {one.name for one in proof.comparisons if one.kind == kind} == set(names)
-    assert {one.placement for one in proof.comparisons if one.name == "up.weight"} == {"tp S(0)"}
+    assert {one.placement for one in proof.comparisons if one.name == "up.weight"} == {
+        "tp Shard(0)"
+    }
     assert "EQUAL: mesh tp=2, 2 steps" in str(proof) and "drew those of the mesh" in str(proof)
     assert said[0] == "starting 3 processes"
     assert {"serial model: step 2 of 2", "2 ranks: step 2 of 2"} <= set(said)

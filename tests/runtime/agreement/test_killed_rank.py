@@ -18,7 +18,8 @@ pytestmark = pytest.mark.slow
 
 
 def environment(**more: str) -> dict[str, str]:
-    paths = [str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")]
+    helpers = SCRIPT.parents[2] / "helpers"
+    paths = [str(helpers), str(helpers / "ranks"), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **more}
 
 
