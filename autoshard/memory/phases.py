@@ -14,7 +14,7 @@ from torch import fx
 
 from autoshard.memory.liveness import Change, Storage, storages, walk
 from autoshard.passes import GATHERS, BucketGradients, BucketParameters
-from autoshard.planning import tensor_bytes
+from autoshard.planning import is_view, tensor_bytes
 from autoshard.runtime.compat import ForwardBackward, InductorGraph, InductorStep
 from autoshard.runtime.graph_meta import PASS
 from autoshard.runtime.parameters import keeps_storage
@@ -164,18 +164,20 @@ def _gathered(graph: fx.Graph, weights: Container[str], made: _Lifetimes) -> lis
 
     weights: names of the graph's inputs that are stored parameters.
     """
-    found: list[fx.Node] = []
+    found: dict[fx.Node, None] = {}
     stored: set[fx.Node] = set()
     for node in graph.nodes:
         sources = node.all_input_nodes
         if (node.meta.get("custom") or {}).get(PASS) in _BUCKETS:
-            found.append(node)
+            found[node] = None
+        elif sources and is_view(node) and all(n in found for n in sources):
+            found[node] = None  # Inductor may lay a weight out anew as it takes it from its bucket
         elif node.op == "placeholder" and node.name in weights:
             stored.add(node)
         elif node.op == "call_function" and sources and all(n in stored for n in sources):
             # until it is gathered, a weight may be padded or cast
             if node.target in GATHERS:
-                found.append(node)
+                found[node] = None
             else:
                 stored.add(node)
     return [storage for node in found for storage in made.named.get(node.name, ())]

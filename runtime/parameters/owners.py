@@ -131,7 +131,9 @@ def _tracked() -> list[Any]:
         return objects
     known = set(map(id, objects))
     known.add(id(objects))
-    reached = [*_roots(), *gc.get_referents(*objects)]
+    roots, copies = _roots()
+    known |= copies
+    reached = [*roots, *gc.get_referents(*objects)]
     while reached:
         new = {id(o): o for o in reached if gc.is_tracked(o) and id(o) not in known}
         known.update(new)
@@ -140,17 +142,21 @@ def _tracked() -> list[Any]:
     return objects
 
 
-def _roots() -> list[Any]:
-    """The roots of all objects: Python's modules, and the variables of what runs in its threads."""
+def _roots() -> tuple[list[Any], set[int]]:
+    """The roots of all objects: Python's modules, and the variables of what runs in its threads;
+    and the ids of the dicts that Python copies these variables to, which own nothing."""
     found: list[Any] = [sys.modules]
+    copies: set[int] = set()
     own = threading.get_ident()
     for thread, top in sys._current_frames().items():
         frame = top.f_back if thread == own else top
         while frame is not None:
             if frame.f_code is not _tracked.__code__:  # whose lists hold everything
-                found += frame.f_locals.values()
+                variables = frame.f_locals
+                copies.add(id(variables))
+                found += variables.values()
             frame = frame.f_back
-    return found
+    return found, copies
 
 
 class _Kinds(dict[type, type | None]):

@@ -157,7 +157,7 @@ def test_one_rank_fails(gloo2: Any, tmp_path: Path) -> None:
             lambda plan: dataclasses.replace(
                 plan, parameters={**plan.parameters, "body.up.weight": "P"}
             ),
-            ["'body.up.weight' is stored 'P'", '"I" (whole on every rank)'],
+            ["'body.up.weight' is stored 'P'", '"I" (Replicate: whole on every rank)'],
         ),
         (lambda plan: with_node(plan, "S(7) -> S(7)"), ["'S(7) -> S(7)'", "Possible: ["]),
     ],
@@ -179,7 +179,7 @@ def test_what_is_no_plan(gloo2: Any, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text("{")
     all_raise(gloo2(raised, {"plan": str(path)}), PlanError, "plan.json is not JSON")
-    path.write_text('{"version": 1, "axis": "tp"}')
+    path.write_text('{"version": 2, "axis": "tp"}')
     all_raise(gloo2(raised, {"plan": str(path)}), PlanError, "plan.json has no 'size'")
     path.write_text('{"version": 99}')
     all_raise(gloo2(raised, {"plan": str(path)}), PlanError, "has version 99")

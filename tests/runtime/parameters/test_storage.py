@@ -247,7 +247,7 @@ def run_unstorable() -> None:
         shard_parameters({odd.weight: {"tp": "I"}}, tp(), broadcast=True)
     plain = nn.Linear(2, 2)
     states = {plain.bias: {"tp": "S(0)"}, plain.weight: {"tp": "S(2)"}}
-    with pytest.raises(AutoshardError, match=r"2 dims cannot be stored in state S\(2\)"):
+    with pytest.raises(AutoshardError, match=r"2 dims cannot be stored as Shard\(2\)"):
         shard_parameters(states, tp(), broadcast=True)
     assert type(plain.bias) is nn.Parameter  # nothing was begun
 
@@ -332,7 +332,9 @@ def test_owners() -> None:
         found = find_owners([shared, model.scale])
         assert found.modules[model.scale] == [(model, "scale")]
         assert len(found.modules[shared]) == 2 and found.optimizers == owners.optimizers
-        assert len(found.containers) == len(owners.containers)
+        # walking the frozen objects may also meet a list on its own way, which owns nothing
+        held = set(map(id, found.containers))
+        assert {id(container) for container in owners.containers} <= held
         assert 0 < gc.get_freeze_count() <= frozen
         assert any(item is later for item in gc.get_objects())  # not frozen since
     finally:
