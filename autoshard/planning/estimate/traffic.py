@@ -115,7 +115,7 @@ def tp_collectives(
                 done.add((source, state))
                 weight = source in decisions.stored
                 for one in _change(source, have, state, n, place[source if weight else user]):
-                    if one.backward and weight:
+                    if one.backward and _only_a_weight(source, decisions):
                         gradients.append((place[user], one.op, source))
                     else:
                         found.append(one)
@@ -135,6 +135,17 @@ def tp_collectives(
     gradients.sort(key=lambda one: -one[0])
     members = [(op, source) for _, op, source in gradients]
     return [*found, *gradient_buckets(members, n, bucket_bytes)]
+
+
+def _only_a_weight(source: fx.Node, decisions: Decisions) -> bool:
+    """Whether `source` is a stored weight, or made of one weight alone (`1 + weight`): nothing but
+    the weight's gradient waits for the gradient of `source`, so that it goes in a bucket."""
+    while source not in decisions.stored:
+        made_of = operands(source)
+        if len(made_of) != 1 or len(made_of[0].users) > 1:
+            return False
+        source = made_of[0]
+    return True
 
 
 def _change(source: fx.Node, have: State, want: State, n: int, at: int) -> list[Sent]:
