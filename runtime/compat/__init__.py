@@ -68,6 +68,7 @@ from autoshard.runtime.compat.tensors import (
     process_group,
     set_stored,
     shard_placement,
+    shards,
     share_spec,
     wrapper_tensor,
 )

@@ -172,7 +172,7 @@ def _stored_alike(spec: Any, needs: bool) -> Callable[[Any], bool]:
 
     def check(now: Any) -> bool:
         return (
-            type(now) is DTensor
+            isinstance(now, DTensor)
             and now.requires_grad is needs
             and (now._spec is spec or now._spec == spec)
         )

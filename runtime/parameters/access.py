@@ -1,14 +1,15 @@
-"""Attribute access of stored parameters: `module.weight` is the whole weight, made on demand.
+"""Attribute access of stored parameters: `module.weight` is the parameter, and whole in a graph.
 
 A module that owns stored parameters gets a subclass of its own class with one property a
 parameter. `_parameters`, `state_dict` keys, `named_parameters`, `isinstance` and the class's name
-do not change; `type(module) is nn.Linear` does. In Dynamo's graph each access is one
-`unshard_parameter` node; in eager code it is a collective on every rank of the mesh.
+do not change; `type(module) is nn.Linear` does. What Dynamo traces reads the whole weight, one
+`unshard_parameter` node each access; eager code reads the stored parameter itself (`StoredTensor`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import copyreg
 import functools
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,31 +20,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import compat
-from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters.accumulation import begin
 from autoshard.runtime.parameters.data_unsharding import SINGLE, ParameterPolicy
-from autoshard.runtime.parameters.layout import local_part, owned, stored_states, wrap_local
+from autoshard.runtime.parameters.layout import part_like
 from autoshard.runtime.parameters.owners import Owners, find_owners
 from autoshard.runtime.parameters.record import policy_of, set_policy
 from autoshard.runtime.parameters.unsharding import unshard_parameter
-
-_reading_storage = False
-
-
-@contextlib.contextmanager
-def stored() -> Iterator[None]:
-    """Inside, `module.weight` is the stored DTensor itself, not the whole weight.
-
-    For code that writes to parameters through attributes, such as `reset_parameters()`: writes
-    to the whole weight would be lost. For the whole process, not only this thread.
-    """
-    global _reading_storage
-    before, _reading_storage = _reading_storage, True
-    try:
-        yield
-    finally:
-        _reading_storage = before
-
 
 def install(parameters: Iterable[nn.Parameter], owners: Owners) -> list[nn.Module]:
     """Make parameters readable as whole tensors, by the modules that own them; returns those."""
@@ -119,20 +101,32 @@ class Stored:
     _autoshard_sync: str = SINGLE
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with stored():
-            reduced = super().__reduce_ex__(protocol)
-        if (
-            isinstance(reduced, tuple)
-            and reduced[0] is copyreg.__newobj__  # type: ignore[attr-defined]
-            and reduced[1][0] is type(self)
-        ):
-            # The subclass cannot be found by its name; it is made again where it is loaded.
-            return (_new, (*self._autoshard, *reduced[1][1:]), *reduced[2:])
+        # the parameters are saved whole: the module that loads them is one of the user's own class
+        reduced = super().__reduce_ex__(protocol)
+        if isinstance(reduced, tuple) and reduced[1:2] and reduced[1][:1] == (type(self),):
+            cls = self._autoshard.cls
+            return (cls.__new__, (cls, *reduced[1][1:]), *reduced[2:])
         return reduced
 
-    def __setstate__(self, state: Any) -> None:
-        with stored():
-            super().__setstate__(state)  # type: ignore[misc]
+    def __copy__(self) -> Any:
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        own = getattr(super(), "__deepcopy__", None)
+        if own is not None:
+            return own(memo)
+        reduced = super().__reduce_ex__(4)
+        if not isinstance(reduced, tuple) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+            return copy._reconstruct(self, memo, *reduced)  # type: ignore[attr-defined]
+        made = memo[id(self)] = reduced[0](*reduced[1])
+        state = copy.deepcopy(reduced[2], memo)
+        if hasattr(made, "__setstate__"):
+            made.__setstate__(state)
+        else:
+            made.__dict__.update(state)
+        return made
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """`to`, `half`, `double`, ...: of stored parameters the shards are converted."""
@@ -148,11 +142,6 @@ class Stored:
                 _convert(parameter, fn)
         return self
 
-    def __repr__(self) -> str:
-        # extra_repr reads `self.bias`; printing on one rank must not wait for the others
-        with stored():
-            return super().__repr__()
-
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
@@ -164,8 +153,7 @@ class Stored:
                 continue
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 state_dict[prefix + name] = part_like(value, parameter)
-        with stored():
-            super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[misc]
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[misc]
 
 
 class StoredRNN(Stored):
@@ -189,10 +177,6 @@ class StoredRNN(Stored):
     def flatten_parameters(self) -> None:
         """Nothing to flatten: the whole weights live for one call only."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        with stored():
-            super().__setattr__(name, value)
-
 
 @functools.cache
 def stored_class(
@@ -212,13 +196,6 @@ def stored_class(
     return metaclass(cls.__name__, (mixin, cls), namespace)  # type: ignore[no-any-return]
 
 
-def part_like(whole: torch.Tensor, parameter: DTensor) -> DTensor:
-    """A whole tensor cut and placed like a stored parameter; every rank gives the same tensor."""
-    states, mesh = stored_states(parameter), parameter.device_mesh
-    part = local_part(whole.detach(), states, axes_of(mesh)).to(mesh.device_type)
-    return wrap_local(owned(part), parameter.shape, states, mesh)
-
-
 def _convert(parameter: DTensor, fn: Any) -> None:
     new, grad = fn(parameter), parameter.grad
     if new is not parameter:
@@ -235,7 +212,7 @@ def _whole(name: str, dtype: torch.dtype | None) -> property:
                 raise AttributeError(name)
             return self.__dict__[name]
         parameter = self._parameters[name]
-        if parameter is None or _reading_storage:
+        if parameter is None or not torch.compiler.is_compiling():
             return parameter
         if dtype is None and not isinstance(parameter, DTensor):
             return parameter
@@ -250,10 +227,3 @@ def _whole(name: str, dtype: torch.dtype | None) -> property:
         del self.__dict__[name]
 
     return property(get, put, delete)
-
-
-def _new(
-    cls: type[nn.Module], names: tuple[str, ...], dtype: torch.dtype | None, *args: Any
-) -> Any:
-    made = stored_class(cls, names, dtype)  # type: ignore[arg-type]
-    return made.__new__(made, *args)

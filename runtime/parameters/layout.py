@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
@@ -117,6 +118,50 @@ def wrap_local(
         shape=shape,
         stride=_contiguous_stride(shape),
     )
+
+
+def like(x: DTensor, local: torch.Tensor) -> DTensor:
+    """`local` as this rank's part of a tensor of the class, shape and placements of `x`."""
+    made = compat.dtensor_like(x, local)
+    if local.requires_grad:
+        made.requires_grad_(True)
+    return made
+
+
+def part_like(whole: torch.Tensor, x: DTensor) -> DTensor:
+    """A whole tensor cut and placed like `x`; every rank gives the same tensor."""
+    states, mesh = stored_states(x), x.device_mesh
+    part = local_part(whole.detach(), states, axes_of(mesh)).to(mesh.device_type)
+    if whole.shape == x.shape:
+        return like(x, owned(part))
+    made = wrap_local(owned(part), whole.shape, states, mesh)
+    made.__class__ = type(x)
+    return made
+
+
+def is_sharded(x: DTensor) -> bool:
+    """Whether a rank holds a part of `x` only."""
+    return any(compat.shards(placement) for placement in x._spec.placements)
+
+
+def is_even(x: DTensor) -> bool:
+    """Whether every rank's part of `x` is of one size."""
+    parts = [1] * x.dim()
+    for axis, state in zip(axes_of(x.device_mesh), stored_states(x).values()):
+        dim = shard_dim(state)
+        if dim is not None:
+            parts[dim] *= axis.size
+    return all(size % n == 0 for size, n in zip(x.shape, parts))
+
+
+def from_first_rank(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The values of the mesh's first rank, in place where `whole` is contiguous."""
+    whole = whole.contiguous()
+    data = whole.view(-1).view(torch.uint8)  # bytes: not every backend knows every dtype
+    for axis in axes_of(mesh):
+        if axis.size > 1:
+            dist.broadcast(data, group=compat.process_group(axis.group), group_src=0)
+    return whole
 
 
 def as_dtensors(

@@ -20,8 +20,9 @@ from autoshard.runtime.agreement import agree
 from autoshard.runtime.collectives import I, State
 from autoshard.runtime.errors import AutoshardError, message
 from autoshard.runtime.mesh import Mesh
-from autoshard.runtime.parameters.access import install, stored
+from autoshard.runtime.parameters.access import install
 from autoshard.runtime.parameters.layout import (
+    from_first_rank,
     local_part,
     owned,
     placements_of,
@@ -30,17 +31,8 @@ from autoshard.runtime.parameters.layout import (
 )
 from autoshard.runtime.parameters.optimizers import repoint, state_summary
 from autoshard.runtime.parameters.owners import Owners, find_owners, related_parameters
+from autoshard.runtime.parameters.stored_tensor import StoredTensor
 from autoshard.runtime.parameters.unsharding import unshard_parameter
-
-__all__ = [
-    "MovedParameter",
-    "find_owners",
-    "related_parameters",
-    "shard_parameters",
-    "stored",
-    "stored_states",
-    "unstorable",
-]
 
 
 class MovedParameter(nn.Parameter):
@@ -232,22 +224,14 @@ def _store(
     else:
         whole = tensor.detach()
         if broadcast and not whole.is_meta:
-            whole = _broadcast(whole.to(device_mesh.device_type), mesh)
+            whole = from_first_rank(whole.to(device_mesh.device_type), device_mesh)
     part = local_part(whole, states, mesh.axes)
     if part.is_meta and allocate_meta:
         part = torch.empty(part.shape, dtype=part.dtype, device=device_mesh.device_type)
         part.fill_(float("nan")) if part.is_floating_point() else part.zero_()
-    return wrap_local(owned(part), shape, states, device_mesh)
-
-
-def _broadcast(whole: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """The values of the mesh's first rank, in place where `whole` is contiguous."""
-    whole = whole.contiguous()
-    data = whole.view(-1).view(torch.uint8)  # bytes: not every backend knows every dtype
-    for axis in mesh.axes:
-        if axis.size > 1:
-            dist.broadcast(data, group=compat.process_group(axis.group), group_src=0)
-    return whole
+    stored = wrap_local(owned(part), shape, states, device_mesh)
+    stored.__class__ = StoredTensor
+    return stored
 
 
 def _repoint_containers(moved: Mapping[nn.Parameter, nn.Parameter], owners: Owners) -> None:

@@ -1,0 +1,283 @@
+"""Operators of eager code on stored tensors: which work on the parts, which on the whole.
+
+    elementwise, alike placed         on the parts: an optimizer's step, `p.data.mul_(2)`
+    sum, norm and the like            on the parts, then a reduction
+    random numbers                    drawn whole on the mesh's first rank, then cut
+    another write                     on the whole, then cut: `p[0] = 1`, `p.copy_(x.T)`
+    everything else                   on the whole; the result is a plain tensor
+
+The whole is made by `unshard_parameter`, differentiable, so that gradients along data-parallel
+axes are reduced in eager code as they are in a graph.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autoshard.runtime import compat
+from autoshard.runtime.parameters import operator_names as names
+from autoshard.runtime.parameters.foreach_operators import apply_to_lists
+from autoshard.runtime.parameters.layout import from_first_rank, is_even, like, part_like
+from autoshard.runtime.parameters.partial_reductions import is_partial, resolved, stacked
+from autoshard.runtime.parameters.record import policy_of
+from autoshard.runtime.parameters.unsharding import unshard_parameter
+from autoshard.runtime.parameters.whole_views import keep_views
+
+
+def apply(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The result of `func`, one of whose operands is of `cls`, the class of stored tensors."""
+    name = func.__name__
+    if name == "__get__":
+        if func.__self__.__name__ in names.VIEW_ATTRIBUTES:
+            return _on_whole(cls, func, args, kwargs)
+        return _native(cls, func, args, kwargs)
+    if name in names.FREE or name.startswith("_amp_"):
+        return _native(cls, func, args, kwargs)
+    if name == "__set__":
+        return _set(cls, func, *args)
+    if name.startswith(("_foreach_", "_fused_")):
+        return apply_to_lists(cls, func, args, kwargs)
+    if kwargs.get("out") is not None:
+        return _into(cls, func, args, dict(kwargs))
+    op, writes = names.operator(name)
+    if writes and not (args and type(args[0]) is cls):
+        if args and isinstance(args[0], torch.Tensor):
+            return _on_whole(cls, func, args, kwargs)
+    if op in names.ELEMENTWISE and (not writes or args):
+        found = _on_parts(cls, func, op, writes, args, kwargs)
+        if found is not NotImplemented:
+            return found
+    elif op in names.REDUCTIONS and not writes:
+        found = _reduced(cls, func, op, args, kwargs)
+        if found is not NotImplemented:
+            return found
+    elif op == "stack" and not writes:
+        found = stacked(cls, args, kwargs)
+        if found is not NotImplemented:
+            return found
+    if writes:
+        return _write(cls, func, op, args, kwargs)
+    if op in names.DRAWS_LIKE:
+        return _draw_like(func, args, kwargs)
+    if op in names.NEW and type(args[0]) is cls:
+        return func(compat.local_of(args[0]), *args[1:], **kwargs)
+    if op in names.SHAPE_ONLY and len(args) > 1 and type(args[1]) is cls:
+        args = (args[0], compat.local_of(args[1]).new_empty(()).expand(args[1].shape))
+        return func(*args)
+    if op == "data_ptr":
+        whole = args[0].__dict__["_whole"] = unsharded(args[0]).contiguous()  # alive as long
+        return whole.data_ptr()
+    return _on_whole(cls, func, args, kwargs)
+
+
+def unsharded(x: DTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The whole of a stored tensor, plain and differentiable, in `dtype` if it is floating."""
+    with compat.plain_attributes():
+        # what is gathered along an inner dim has other strides than `x` says
+        return unshard_parameter(resolved(x), dtype=dtype).contiguous()
+
+
+def assign(x: DTensor, value: torch.Tensor) -> None:
+    """`x.data = value`: new storage for `x`, of the part where `value` is whole.
+
+    Not a copy into the old storage, which another tensor may have been told to keep: the values of
+    before, to be set back after an evaluation of averaged ones.
+    """
+    with compat.plain_attributes(), torch.no_grad():
+        new = value.detach()
+        if not isinstance(new, DTensor):
+            new = part_like(new, x)
+        elif tuple(new.placements) != tuple(x.placements):
+            new = part_like(unsharded(new), x)
+        compat.set_stored(x, new)
+
+
+def copy_record(source: DTensor, target: DTensor) -> None:
+    """Give `target` what autoshard knows of `source`: how its gradient is reduced."""
+    if "_autoshard" in source.__dict__:
+        target.__dict__["_autoshard"] = copy.deepcopy(source.__dict__["_autoshard"])
+
+
+def _native(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """DTensor's own result, its DTensors of our class."""
+    with compat.plain_attributes():
+        out = func(*args, **kwargs)
+    if type(out) is DTensor:
+        out.__class__ = cls
+    elif type(out) is tuple:  # of autograd.grad
+        for each in out:
+            if type(each) is DTensor:
+                each.__class__ = cls
+    return out
+
+
+def _set(cls: type[DTensor], func: Any, owner: torch.Tensor, value: Any) -> None:
+    if func.__self__.__name__ == "grad" and isinstance(value, torch.Tensor):
+        if type(owner) is cls and not isinstance(value, DTensor):
+            value = part_like(value, owner)
+        elif type(owner) is not cls and isinstance(value, DTensor):
+            value = unsharded(value)
+    with compat.plain_attributes():
+        func(owner, value)
+
+
+def _on_parts(
+    cls: type[DTensor],
+    func: Any,
+    op: str,
+    writes: bool,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """An elementwise operator on the parts, or NotImplemented where they do not suffice."""
+    if op in ("cpu", "cuda"):
+        return NotImplemented
+    first = args[0] if writes else next((a for a in args if type(a) is cls), None)
+    if first is None or is_partial(first):
+        return NotImplemented
+    spec = first._spec
+    local: list[Any] = []
+    needs = grad = torch.is_grad_enabled()
+    needs = False
+    with compat.plain_attributes():
+        for a in args:
+            if type(a) is cls:
+                if a._spec is not spec and not _alike(a._spec, spec):
+                    return NotImplemented
+                needs = needs or (grad and a.requires_grad)
+                local.append(a._local_tensor)
+            elif isinstance(a, torch.Tensor):
+                if a.dim() == 0 and not isinstance(a, DTensor):
+                    local.append(a)
+                elif writes and a.shape == spec.shape and not isinstance(a, DTensor):
+                    local.append(compat.local_of(part_like(a, first)))
+                else:
+                    return NotImplemented
+                needs = needs or (grad and a.requires_grad)
+            else:
+                local.append(a)
+        if any(isinstance(a, torch.Tensor) for a in kwargs.values()):
+            return NotImplemented
+        if needs and op not in names.ALIASES:
+            if any(isinstance(a, torch.Tensor) and not isinstance(a, DTensor) for a in args):
+                return NotImplemented
+            return _recorded(cls, func, first, args, kwargs)
+        out = func(*local, **kwargs)
+        if writes:
+            increment_version(first)
+            return first
+        if out is first._local_tensor:
+            return first
+        if not isinstance(out, torch.Tensor):
+            return out
+        if out.device != first._local_tensor.device or out.shape != first._local_tensor.shape:
+            return NotImplemented
+        return like(first, out)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return a.shape == b.shape and a.placements == b.placements and a.mesh == b.mesh
+
+
+def _recorded(
+    cls: type[DTensor], func: Any, first: DTensor, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """DTensor's own differentiable operator."""
+    out = _native(cls, func, args, kwargs)
+    if type(out) is cls and out is not first:
+        copy_record(first, out)
+    return out
+
+
+def _reduced(
+    cls: type[DTensor], func: Any, op: str, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """A reduction of all elements: plain, or a sum that waits to be reduced with others."""
+    x = args[0] if args else None
+    order = args[1:] if op in ("norm", "linalg_vector_norm") else ()
+    whole = kwargs.get("dim") is None and len(args) == 1 + len(order) and len(order) < 2
+    numbers = all(isinstance(n, (int, float)) and 0 < abs(n) < float("inf") for n in order)
+    if type(x) is not cls or is_partial(x) or not (whole and numbers and is_even(x)):
+        return NotImplemented
+    try:
+        out = _recorded(cls, func, x, args, kwargs)
+    except (NotImplementedError, RuntimeError):  # what DTensor has no rule for, on every rank
+        return NotImplemented
+    if type(out) is not cls:
+        return out
+    with compat.plain_attributes():
+        wait = is_partial(out) and not out.requires_grad
+    return out if wait else unsharded(out)
+
+
+def _into(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`func(..., out=x)`: the result, copied into `x`, as it is drawn on the mesh's first rank."""
+    target = kwargs.pop("out")
+    found = func(*args, **kwargs)
+    with torch.no_grad():
+        for to, value in zip(*([t] if isinstance(t, torch.Tensor) else t for t in (target, found))):
+            if type(to) is cls and not isinstance(value, DTensor):
+                value = from_first_rank(value.detach(), to.device_mesh)
+            to.copy_(value)
+    return target
+
+
+def _write(
+    cls: type[DTensor], func: Any, op: str, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """A write to a stored tensor by way of its whole."""
+    flat, tree = pytree.tree_flatten((args, kwargs))
+    target = next(a for a in flat if type(a) is cls)
+    with compat.plain_attributes():
+        initialises = getattr(func, "__module__", None) == "torch.nn.init"
+        if torch.is_grad_enabled() and target.requires_grad and not initialises:
+            return _recorded(cls, func, target, args, kwargs)  # which raises for a leaf
+        draws = op in names.DRAWS or initialises
+        local = compat.local_of(target)
+        with torch.no_grad():
+            if draws:
+                whole = torch.empty(target.shape, dtype=target.dtype, device=local.device)
+            else:
+                whole = unsharded(target).clone()
+    values = [
+        whole if a is target else unsharded(a) if isinstance(a, DTensor) else a for a in flat
+    ]
+    new_args, new_kwargs = pytree.tree_unflatten(values, tree)
+    func(*new_args, **new_kwargs)
+    with compat.plain_attributes(), torch.no_grad():
+        if draws:
+            whole = from_first_rank(whole, target.device_mesh)
+        local.copy_(compat.local_of(part_like(whole, target)))
+        increment_version(target)
+    return target
+
+
+def _draw_like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    local = compat.local_of(x)
+    whole = func(local.new_empty(x.shape), *args[1:], **kwargs)
+    with compat.plain_attributes(), torch.no_grad():
+        return part_like(from_first_rank(whole, x.device_mesh), x)
+
+
+def _on_whole(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The operator on whole tensors, as it is where nothing is sharded."""
+    flat, tree = pytree.tree_flatten((args, kwargs))
+    beside = {a.dtype for a in flat if isinstance(a, torch.Tensor) and not isinstance(a, DTensor)}
+    functional = getattr(func, "__module__", None) == "torch.nn.functional"
+    wholes: dict[int, tuple[DTensor, torch.Tensor]] = {}
+    for a in flat:
+        if isinstance(a, DTensor) and id(a) not in wholes:
+            low = policy_of(a).param
+            reads_low = low is not None and (functional or (low in beside and a.dtype not in beside))
+            wholes[id(a)] = a, unsharded(a, low if reads_low else None)
+    new = [wholes[id(a)][1] if id(a) in wholes else a for a in flat]
+    new_args, new_kwargs = pytree.tree_unflatten(new, tree)
+    return keep_views(func(*new_args, **new_kwargs), wholes.values())

@@ -1,0 +1,81 @@
+"""Names of torch's operators, by what a stored tensor does with them (`eager_operators`).
+
+A method, a function of `torch` and an operator sign of one name do the same: `mul`, `__mul__` and
+`__rmul__` are "mul"; with a trailing underscore or as `__imul__` they write to their first operand.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+FREE = frozenset(
+    """
+    dim size stride numel nelement ndimension element_size storage_offset is_floating_point
+    is_complex is_contiguous is_signed is_inference is_pinned is_same_size get_device has_names
+    requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook backward grad
+    detach_ record_stream untyped_storage storage is_shared __hash__ __len__ __delete__ result_type
+    """.split()
+)
+"""What asks for no value, or belongs to autograd: DTensor's own, as it is."""
+
+ELEMENTWISE = frozenset(
+    """
+    abs absolute acos add addcdiv addcmul asin atan atan2 bfloat16 bitwise_and bitwise_not
+    bitwise_or bitwise_xor and or xor invert ceil clamp clamp_max clamp_min clip clone conj
+    contiguous copy copysign cos cosh deg2rad detach digamma div divide double truediv rtruediv
+    floordiv empty_like eq erf erfc erfinv exp exp2 expm1 fill fix float floor floor_divide fmax
+    fmin fmod frac full_like ge greater greater_equal gt half heaviside hypot isclose isfinite isinf
+    isnan isneginf isposinf ldexp le less less_equal lerp lgamma log log10 log1p log2 logaddexp
+    logical_and logical_not logical_or logical_xor logit lt maximum minimum mod mul multiply
+    nan_to_num ne neg negative not_equal ones_like positive pos pow reciprocal relu remainder
+    round rsqrt rsub sgn sigmoid sign signbit sin sinc sinh sqrt square sub subtract tan tanh to
+    true_divide trunc type where xlogy zero zeros_like int long bool
+    """.split()
+)
+"""One element of the result follows from one of each operand."""
+
+ALIASES = frozenset(("detach", "data"))
+
+VIEW_ATTRIBUTES = frozenset(("T", "mT", "H", "mH", "real", "imag"))
+
+REDUCTIONS = frozenset("sum mean norm linalg_vector_norm amax amin max min all any".split())
+"""Reductions over all elements, of which each rank can do a part."""
+
+DRAWS = frozenset(
+    "uniform normal random bernoulli exponential log_normal cauchy geometric".split()
+)
+"""Random numbers in place of all elements, with a trailing underscore."""
+
+DRAWS_LIKE = frozenset(("rand_like", "randn_like", "randint_like"))
+
+NEW = frozenset(("new", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"))
+
+SHAPE_ONLY = frozenset(("view_as", "reshape_as", "expand_as"))
+"""The second operand gives a shape."""
+
+_WRITES = frozenset(
+    f"__i{name}__"
+    for name in "add and floordiv lshift mod mul or pow rshift sub truediv xor div".split()
+)
+
+
+class Operator(NamedTuple):
+    """name: without underscores. writes: whether the first operand is written to."""
+
+    name: str
+    writes: bool
+
+
+@functools.cache
+def operator(name: str) -> Operator:
+    """The operator that a function of torch of this `__name__` is."""
+    if name == "__setitem__" or name in _WRITES:
+        return Operator(name[3:-2] if name in _WRITES else "setitem", True)
+    if name.startswith("__"):
+        base = name.strip("_")
+        known = ELEMENTWISE
+        return Operator(base[1:] if base[0] == "r" and base[1:] in known else base, False)
+    if name.endswith("_"):
+        return Operator(name[:-1], True)
+    return Operator(name, False)

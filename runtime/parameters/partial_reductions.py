@@ -1,0 +1,62 @@
+"""Norms and sums of stored tensors whose reduction waits, so that many are reduced in one.
+
+`clip_grad_norm_` takes one norm a gradient and stacks them: each norm stays what a rank has
+(Partial) until it is read, and the stack is reduced once for all that are placed alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from autoshard.runtime import compat
+
+
+def is_partial(x: DTensor) -> bool:
+    """Whether the ranks' values are still to be reduced."""
+    return any(placement.is_partial() for placement in x._spec.placements)
+
+
+def resolved(x: DTensor) -> DTensor:
+    """`x`, reduced where it is Partial."""
+    if not is_partial(x):
+        return x
+    with compat.plain_attributes():
+        placements = [Replicate() if p.is_partial() else p for p in x.placements]
+        return x.redistribute(placements=placements)
+
+
+def stacked(cls: type[DTensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`torch.stack` of single values, some of them Partial: a plain vector; else NotImplemented.
+
+    One collective an axis for all that are placed alike.
+    """
+    values = args[0] if len(args) == 1 and not kwargs else None
+    if not isinstance(values, (list, tuple)) or not any(
+        type(v) is cls and is_partial(v) for v in values
+    ):
+        return NotImplemented
+    groups: dict[Any, list[int]] = {}
+    with compat.plain_attributes():
+        if any(not isinstance(v, torch.Tensor) or v.dim() or v.requires_grad for v in values):
+            return NotImplemented
+        for i, value in enumerate(values):
+            placed = isinstance(value, DTensor)
+            key = (value.placements, value.device_mesh) if placed else None
+            groups.setdefault((key, value.dtype), []).append(i)
+        parts = []
+        for (key, _), at in groups.items():
+            local = [v._local_tensor if isinstance(v, DTensor) else v for v in map(values.__getitem__, at)]
+            vector = torch.stack(local)
+            if key is not None:
+                vector = DTensor.from_local(vector, key[1], key[0], run_check=False)
+                vector = resolved(vector).to_local()
+            parts.append(vector)
+        order = [i for at in groups.values() for i in at]
+        together = torch.cat(parts)
+        back = torch.empty(len(order), dtype=torch.long)
+        back[torch.tensor(order)] = torch.arange(len(order))
+        return together[back.to(together.device)]

@@ -1,0 +1,73 @@
+"""`StoredTensor`: a stored parameter, its gradient and its optimizer state, as eager code sees them.
+
+A DTensor of the whole's shape around this rank's part. Optimizers work on the parts; beside plain
+tensors it is its whole value (`eager_operators`); what is written to it lands in the parts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoshard.runtime import compat
+from autoshard.runtime.parameters import eager_operators
+from autoshard.runtime.parameters.eager_operators import assign, unsharded
+from autoshard.runtime.parameters.layout import like
+
+
+class StoredTensor(DTensor):
+    """A DTensor that eager code uses as the tensor it stands for.
+
+    Reading its values is a collective: every rank of its mesh does it, or none. Its shape, dtype,
+    device, requires_grad, `to_local()` and repr are free.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():  # in a graph it is read as the whole by `access`
+            with compat.plain_attributes():
+                return func(*args, **(kwargs or {}))
+        return eager_operators.apply(cls, func, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # a file of it is a file of the whole, which loads anywhere
+        with torch.no_grad():
+            whole = unsharded(self)
+        if getattr(self, "_is_param", False):
+            whole = nn.Parameter(whole, requires_grad=self.requires_grad)
+        return whole.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        with compat.plain_attributes():
+            copied = like(self, compat.local_of(self).detach().clone())
+            copied.requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            copied._is_param = True  # type: ignore[attr-defined]
+        eager_operators.copy_record(self, copied)
+        memo[id(self)] = copied
+        return copied
+
+    def __format__(self, spec: str) -> str:
+        return format(unsharded(self), spec) if self.numel() == 1 else repr(self)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        kind = "Parameter" if getattr(self, "_is_param", False) else "Tensor"
+        return (
+            f"{kind} {tuple(self.shape)} {self.dtype}, stored as {self.placements} on the mesh "
+            f"{self.device_mesh.mesh_dim_names} {tuple(self.device_mesh.shape)}; this rank's part:\n"
+            f"{compat.local_of(self)}"
+        )
+
+    @property
+    def data(self) -> StoredTensor:  # type: ignore[override]
+        """The same values without their history; what is written to it is written to this."""
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        assign(self, value)

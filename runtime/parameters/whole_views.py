@@ -1,0 +1,106 @@
+"""`WholeView`: a view of a stored tensor (`p.data[0]`, `p.T`), whose writes land in the parts.
+
+It is a view of a gathered whole. A write to it changes the whole, of which each rank then stores
+its part; what has been written to the stored tensor since is gathered again before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autoshard.runtime import compat
+from autoshard.runtime.parameters import operator_names as names
+from autoshard.runtime.parameters.layout import is_sharded, part_like
+from autoshard.runtime.parameters.unsharding import unshard_parameter
+
+
+class _Source:
+    """A stored tensor and its gathered whole, of which views were taken."""
+
+    def __init__(self, base: DTensor, whole: torch.Tensor) -> None:
+        self.base, self.whole = base, whole
+        self.seen = self._version()
+
+    def _version(self) -> tuple[int, int]:
+        local = compat.local_of(self.base)
+        return id(local), local._version
+
+    def refresh(self) -> None:
+        """Gather again if the stored tensor was written to."""
+        if self.seen != self._version():
+            with compat.plain_attributes(), torch.no_grad():
+                self.whole.copy_(unshard_parameter(self.base))
+            self.seen = self._version()
+
+    def store(self) -> None:
+        """Write the whole to the parts."""
+        with compat.plain_attributes(), torch.no_grad():
+            part = compat.local_of(part_like(self.whole, self.base))
+            compat.local_of(self.base).copy_(part)
+            torch.autograd.graph.increment_version(self.base)
+        self.seen = self._version()
+
+
+class WholeView(torch.Tensor):
+    """A view of the gathered whole of a stored tensor; see this file's docstring."""
+
+    _source: _Source
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.__name__
+        attribute = name in ("__get__", "__set__")
+        if attribute and func.__self__.__name__ not in (*names.VIEW_ATTRIBUTES, "data"):
+            with compat.plain_attributes():
+                return func(*args, **kwargs)
+        flat, tree = pytree.tree_flatten((args, kwargs))
+        sources = {id(a._source): a._source for a in flat if type(a) is WholeView}
+        if name not in names.FREE:
+            for source in sources.values():
+                source.refresh()
+        flat = [unshard_parameter(a) if isinstance(a, DTensor) else a for a in flat]
+        new_args, new_kwargs = pytree.tree_unflatten(flat, tree)
+        with compat.plain_attributes():
+            out = func(*new_args, **new_kwargs)
+        written = args[0] if args else None
+        if type(written) is WholeView and (name == "__set__" or names.operator(name).writes):
+            if name not in names.FREE:
+                written._source.store()
+            return out
+        for source in sources.values():
+            out = _marked(out, source)
+        return out
+
+
+def keep_views(out: Any, wholes: Iterable[tuple[DTensor, torch.Tensor]]) -> Any:
+    """`out`, its tensors that are views of a gathered whole as WholeViews.
+
+    Not where autograd records: torch itself refuses a write to them there.
+    """
+    for base, whole in wholes:
+        with compat.plain_attributes():
+            written_back = not whole.requires_grad and is_sharded(base)
+        if written_back:
+            out = _marked(out, _Source(base, whole))
+    return out
+
+
+def _marked(out: Any, source: _Source) -> Any:
+    storage = source.whole.untyped_storage().data_ptr()
+
+    def mark(x: torch.Tensor) -> torch.Tensor:
+        if type(x) is WholeView or isinstance(x, DTensor) or not x.numel():
+            return x
+        if x.layout is not torch.strided or x.untyped_storage().data_ptr() != storage:
+            return x
+        view = x.as_subclass(WholeView)
+        view._source = source
+        return view
+
+    return pytree.tree_map_only(torch.Tensor, mark, out)
