@@ -212,7 +212,7 @@ def _whole(name: str, dtype: torch.dtype | None) -> property:
                 raise AttributeError(name)
             return self.__dict__[name]
         parameter = self._parameters[name]
-        if parameter is None or not torch.compiler.is_compiling():
+        if parameter is None or not torch.compiler.is_dynamo_compiling():
             return parameter
         if dtype is None and not isinstance(parameter, DTensor):
             return parameter

@@ -37,13 +37,13 @@ def apply(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, 
     if name == "__get__":
         if func.__self__.__name__ in names.VIEW_ATTRIBUTES:
             return _on_whole(cls, func, args, kwargs)
-        return _native(cls, func, args, kwargs)
-    if name in names.FREE or name.startswith("_amp_"):
-        return _native(cls, func, args, kwargs)
+        return native(cls, func, args, kwargs)
     if name == "__set__":
         return _set(cls, func, *args)
     if name.startswith(("_foreach_", "_fused_")):
         return apply_to_lists(cls, func, args, kwargs)
+    if name in names.FREE or (name[0] == "_" and name[1] != "_"):  # such as `_is_view`
+        return native(cls, func, args, kwargs)
     if kwargs.get("out") is not None:
         return _into(cls, func, args, dict(kwargs))
     op, writes = names.operator(name)
@@ -105,7 +105,7 @@ def copy_record(source: DTensor, target: DTensor) -> None:
         target.__dict__["_autoshard"] = copy.deepcopy(source.__dict__["_autoshard"])
 
 
-def _native(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def native(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """DTensor's own result, its DTensors of our class."""
     with compat.plain_attributes():
         out = func(*args, **kwargs)
@@ -190,7 +190,7 @@ def _recorded(
     cls: type[DTensor], func: Any, first: DTensor, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """DTensor's own differentiable operator."""
-    out = _native(cls, func, args, kwargs)
+    out = native(cls, func, args, kwargs)
     if type(out) is cls and out is not first:
         copy_record(first, out)
     return out

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 FREE = frozenset(
     """
-    dim size stride numel nelement ndimension element_size storage_offset is_floating_point
+    dim is_neg is_conj is_coalesced is_set_to size stride numel nelement ndimension element_size storage_offset is_floating_point
     is_complex is_contiguous is_signed is_inference is_pinned is_same_size get_device has_names
     requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook backward grad
     detach_ record_stream untyped_storage storage is_shared __hash__ __len__ __delete__ result_type

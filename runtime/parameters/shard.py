@@ -31,7 +31,7 @@ from autoshard.runtime.parameters.layout import (
 )
 from autoshard.runtime.parameters.optimizers import repoint, state_summary
 from autoshard.runtime.parameters.owners import Owners, find_owners, related_parameters
-from autoshard.runtime.parameters.stored_tensor import StoredTensor
+from autoshard.runtime.parameters.stored_tensor import as_parameter, as_stored
 from autoshard.runtime.parameters.unsharding import unshard_parameter
 
 
@@ -165,8 +165,7 @@ def _move(
         return _store(tensor, states, mesh, broadcast, allocate_meta)
 
     shape = old.shape
-    new = nn.Parameter(store(old, states), requires_grad=old.requires_grad)
-    compat.share_spec(new)  # type: ignore[arg-type]
+    new = as_parameter(store(old, states), old.requires_grad)
     if old.grad is not None:
         new.grad = store(old.grad, states)
         old.grad = None
@@ -229,9 +228,7 @@ def _store(
     if part.is_meta and allocate_meta:
         part = torch.empty(part.shape, dtype=part.dtype, device=device_mesh.device_type)
         part.fill_(float("nan")) if part.is_floating_point() else part.zero_()
-    stored = wrap_local(owned(part), shape, states, device_mesh)
-    stored.__class__ = StoredTensor
-    return stored
+    return as_stored(wrap_local(owned(part), shape, states, device_mesh))
 
 
 def _repoint_containers(moved: Mapping[nn.Parameter, nn.Parameter], owners: Owners) -> None:

@@ -27,9 +27,11 @@ class StoredTensor(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():  # in a graph it is read as the whole by `access`
+        if torch.compiler.is_dynamo_compiling():  # in a graph it is read as the whole by `access`
             with compat.plain_attributes():
                 return func(*args, **(kwargs or {}))
+        if torch.compiler.is_compiling():  # what Dynamo asks of it while it traces is of a DTensor
+            return eager_operators.native(cls, func, args, kwargs or {})
         return eager_operators.apply(cls, func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -43,11 +45,10 @@ class StoredTensor(DTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             return memo[id(self)]
-        with compat.plain_attributes():
-            copied = like(self, compat.local_of(self).detach().clone())
-            copied.requires_grad_(self.requires_grad)
+        with torch.no_grad():
+            copied = like(self, compat.local_of(self).clone())
         if getattr(self, "_is_param", False):
-            copied._is_param = True  # type: ignore[attr-defined]
+            copied = as_parameter(copied, self.requires_grad)
         eager_operators.copy_record(self, copied)
         memo[id(self)] = copied
         return copied
@@ -71,3 +72,23 @@ class StoredTensor(DTensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         assign(self, value)
+
+
+def as_stored(x: DTensor) -> StoredTensor:
+    """`x`, of which a StoredTensor is made in place."""
+    x.__class__ = StoredTensor
+    return x  # type: ignore[return-value]
+
+
+def as_parameter(x: DTensor, requires_grad: bool) -> nn.Parameter:
+    """A parameter that shares the memory of `x`.
+
+    Of DTensor's own `detach`, whose part is no view: Dynamo looks for the base of a view. That is
+    why it is not `nn.Parameter(x)`.
+    """
+    with compat.plain_attributes():
+        made = as_stored(x.detach())
+        made.requires_grad_(requires_grad)
+    made._is_param = True  # type: ignore[attr-defined]
+    compat.share_spec(made)
+    return made  # type: ignore[return-value]

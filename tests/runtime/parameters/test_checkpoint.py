@@ -69,8 +69,11 @@ def run_checkpoints(folder: str) -> None:
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
-    for copied in (torch.load(buffer, weights_only=False), copy.deepcopy(model)):
-        assert isinstance(copied.head, nn.Linear) and type(copied.head) is type(model.head)
+    loaded = torch.load(buffer, weights_only=False)  # a serial model of the user's own classes
+    assert type(loaded.head) is nn.Linear and type(loaded.head.weight) is nn.Parameter
+    again = copy.deepcopy(model)
+    assert type(again.head) is type(model.head) and isinstance(again.head.weight, DTensor)
+    for copied in (loaded, again):
         assert copied.head._parameters["weight"] is copied.embed._parameters["weight"]
         torch.testing.assert_close(copied(batch(0)), serial(batch(0)))
     rnn = copy.deepcopy(nn.LSTM(4, 4))

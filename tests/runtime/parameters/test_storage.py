@@ -22,7 +22,6 @@ from autoshard.runtime.parameters.shard import (
     find_owners,
     related_parameters,
     shard_parameters,
-    stored,
     stored_states,
 )
 from autoshard.runtime.parameters.unsharding import unshard_parameter, unwrap
@@ -87,17 +86,18 @@ def run_what_moves_along() -> None:
         with pytest.raises(AutoshardError, match=r"Linear\.weight is stored as shards now"):
             use()
     model(torch.ones(1, 4)).sum().backward()
-    assert seen == ["hook DTensor", "done 0.5"]
+    assert seen == ["hook StoredTensor", "done 0.5"]
     torch.testing.assert_close(new.grad.full_tensor(), 2 * expected)
     handle.remove()
     model(torch.ones(1, 4)).sum().backward()
-    assert seen == ["hook DTensor", "done 0.5", "done 0.5"]
+    assert seen == ["hook StoredTensor", "done 0.5", "done 0.5"]
 
     assert isinstance(model[0], nn.Linear) and type(model[0]).__name__ == "Linear"
-    assert not isinstance(model[0].weight, DTensor) and model[0].weight.shape == (6, 4)
+    assert model[0].weight is new and isinstance(new, nn.Parameter) and new.shape == (6, 4)
     if rank == 0:
         repr(model)  # on one rank only: no collective, or the other would wait
-    with stored(), torch.no_grad():
+        repr(new)
+    with torch.no_grad():
         model[0].weight.mul_(2)
     model[0].weight_again = nn.Parameter(torch.ones(1))
     del model[0].bias
