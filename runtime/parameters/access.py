@@ -12,6 +12,7 @@ import contextlib
 import copy
 import copyreg
 import functools
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -212,10 +213,13 @@ def _whole(name: str, dtype: torch.dtype | None) -> property:
                 raise AttributeError(name)
             return self.__dict__[name]
         parameter = self._parameters[name]
-        if parameter is None or not torch.compiler.is_dynamo_compiling():
+        if parameter is None or (dtype is None and not isinstance(parameter, DTensor)):
             return parameter
-        if dtype is None and not isinstance(parameter, DTensor):
-            return parameter
+        if not torch.compiler.is_dynamo_compiling():
+            # a plain parameter does not know its dtype of compute, as a StoredTensor does: a
+            # forward that Dynamo left to eager code would multiply tensors of two dtypes
+            if isinstance(parameter, DTensor) or sys._getframe(1).f_code.co_name != "forward":
+                return parameter
         # without gradients there is nothing to accumulate, and no variant to compile
         sync = self._autoshard_sync if torch.is_grad_enabled() else SINGLE
         return unshard_parameter(parameter, sync, dtype)

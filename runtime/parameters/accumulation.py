@@ -89,17 +89,25 @@ def on_backward_done(
 
 
 def refresh(module: nn.Module) -> None:
-    """Set the attribute that the properties of a module with stored parameters read."""
+    """Set the attribute that the properties of a module with stored parameters read, and eager code
+    of the parameters."""
     own = module.__dict__
     if _SYNC not in own:
         return
-    waits = any(policy_of(p).deferred for p in module._parameters.values() if p is not None)
-    if not waits:
+    parameters = [p for p in module._parameters.values() if p is not None]
+    if not any(policy_of(p).deferred for p in parameters):
         own[_SYNC] = SINGLE
     elif own.get(_INSIDE):
         own[_SYNC] = ACCUMULATE
     elif own[_SYNC] == ACCUMULATE:
         own[_SYNC] = FLUSH
+    for parameter in parameters:
+        parameter.__dict__[_SYNC] = own[_SYNC]
+
+
+def microbatch_of(parameter: torch.Tensor) -> str:
+    """What a backward does with the gradient of a parameter that eager code reads now."""
+    return parameter.__dict__.get(_SYNC, SINGLE) if torch.is_grad_enabled() else SINGLE
 
 
 def begin(module: nn.Module) -> None:

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.runtime import compat
 from autoshard.runtime.parameters import operator_names as names
+from autoshard.runtime.parameters.accumulation import microbatch_of
 from autoshard.runtime.parameters.foreach_operators import apply_to_lists
 from autoshard.runtime.parameters.layout import from_first_rank, is_even, like, part_like
 from autoshard.runtime.parameters.partial_reductions import is_partial, resolved, stacked
@@ -81,7 +82,7 @@ def unsharded(x: DTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The whole of a stored tensor, plain and differentiable, in `dtype` if it is floating."""
     with compat.plain_attributes():
         # what is gathered along an inner dim has other strides than `x` says
-        return unshard_parameter(resolved(x), dtype=dtype).contiguous()
+        return unshard_parameter(resolved(x), microbatch_of(x), dtype).contiguous()
 
 
 def assign(x: DTensor, value: torch.Tensor) -> None:
