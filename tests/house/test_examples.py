@@ -56,10 +56,9 @@ def losses(printed: str) -> list[float]:
 
 
 def test_custom_model_trains_like_on_one_process() -> None:
-    options = ("--steps", "4", "--inner", "aot_eager")
-    sharded = run("custom_model", *options)
+    sharded = run("custom_model", *FOUR_STEPS)
     assert "autoshard: tp=2, " in sharded and "\nDearest: " in sharded
-    assert losses(sharded) == pytest.approx(losses(run("custom_model", *options, processes=1)))
+    assert losses(sharded) == pytest.approx(losses(run("custom_model", *FOUR_STEPS, processes=1)))
     assert len(losses(sharded)) == 4 and losses(sharded)[-1] < losses(sharded)[0]
 
 
@@ -89,9 +88,8 @@ def test_inference_gives_the_same_text() -> None:
 
 
 def test_unsharded_runs_the_model_unsharded() -> None:
-    options = ("--steps", "2", "--inner", "aot_eager")
-    plain = run("lora", *options, AUTOSHARD_UNSHARDED="1")
-    assert losses(plain) == pytest.approx(losses(run("lora", *options, "--serial", processes=1)))
+    plain = run("lora", *FOUR_STEPS, AUTOSHARD_UNSHARDED="1")
+    assert losses(plain) == pytest.approx(losses(serial_run("lora")))
     held, total = re.search(r"^frozen: rank 0 holds (\d+) of (\d+)", plain, re.M).groups()  # type: ignore[union-attr]
     assert held == total
 
