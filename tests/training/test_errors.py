@@ -137,9 +137,9 @@ def test_one_rank_fails(gloo2: Any, tmp_path: Path) -> None:
     missing = str(tmp_path / "none.json")
     started = time.monotonic()
     results = gloo2(on_rank, 0, {"plan": missing})
-    assert results[0][0] == "FileNotFoundError" and "none.json" in results[0][1]
+    assert results[0][0] == "PlanError" and "none.json" in results[0][1]
     assert results[1][0] == "PlanMismatchError", results
-    assert "rank 0: FileNotFoundError" in results[1][1] and "none.json" in results[1][1]
+    assert "rank 0: PlanError" in results[1][1] and "none.json" in results[1][1]
     assert time.monotonic() - started < 100, "a rank was waited for"
 
 
