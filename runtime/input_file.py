@@ -30,7 +30,7 @@ _short = reprlib.Repr()
 _short.maxstring = 80
 
 
-class Entry:
+class FileEntry:
     """One value of a file. `place` is its path in it, such as `memory.gigabytes`."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Entry:
         text = f"the {self._what} {self._file}: {name} {_short.repr(self.value)} ({kind}), {wanted}"
         return self._error(message(text, remedy=self._remedy))
 
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, FileEntry]:
         """The entries of an object, by name."""
         if not isinstance(self.value, Mapping):
             raise self.refused("not an object of named entries")
@@ -61,13 +61,13 @@ class Entry:
                 raise self.refused(f"and its name {_short.repr(name)} is no text")
         return {name: self._inner(value, name) for name, value in self.value.items()}
 
-    def items(self) -> list[Entry]:
+    def items(self) -> list[FileEntry]:
         """The values of a list."""
         if not isinstance(self.value, list):
             raise self.refused("not a list")
         return [self._inner(value, f"[{i}]") for i, value in enumerate(self.value)]
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> FileEntry:
         """The entry of that name, which must be there."""
         found = self.entries().get(name)
         if found is None:
@@ -79,7 +79,7 @@ class Entry:
             )
         return found
 
-    def optional(self, name: str, default: Any) -> Entry:
+    def optional(self, name: str, default: Any) -> FileEntry:
         """The entry of that name, or one that holds `default`."""
         return self.entries().get(name) or self._inner(default, name)
 
@@ -114,9 +114,9 @@ class Entry:
             raise self.refused(f"not from {low:g} to {high:g}")
         return float(self.value)
 
-    def _inner(self, value: Any, name: str) -> Entry:
+    def _inner(self, value: Any, name: str) -> FileEntry:
         place = f"{self.place}{'.' if self.place and name[:1] != '[' else ''}{name}"
-        return Entry(value, self._file, self._what, self._error, self._remedy, place)
+        return FileEntry(value, self._file, self._what, self._error, self._remedy, place)
 
 
 def read_json(
@@ -125,7 +125,7 @@ def read_json(
     error: type[AutoshardError],
     remedy: str | None = None,
     most: int = MOST_BYTES,
-) -> Entry:
+) -> FileEntry:
     """The value that a JSON file holds; NaN, Infinity and a name that comes twice are refused.
 
     what: a noun for the file in errors. error, remedy: of every refusal. most: bytes it may have.
@@ -141,7 +141,7 @@ def parsed(
     language: str,
     remedy: str | None = None,
     most: int = MOST_BYTES,
-) -> Entry:
+) -> FileEntry:
     """The value that `parse` makes of a file's text; whatever it raises is an `error`."""
     text = read_text(path, what, error, most)
     try:
@@ -154,7 +154,7 @@ def parsed(
         raise error(
             message(f"the {what} {path} is not {language}: {wrong}", remedy=remedy)
         ) from wrong
-    return Entry(value, path, what, error, remedy)
+    return FileEntry(value, path, what, error, remedy)
 
 
 def read_text(

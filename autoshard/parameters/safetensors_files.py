@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autoshard.errors import AutoshardError, message
-from autoshard.runtime.input_file import Entry, is_directory, is_file, read_json
+from autoshard.runtime.input_file import FileEntry, is_directory, is_file, read_json
 
 _INDEX = "model.safetensors.index.json"
 _COMPLEX = ("C64",)
@@ -54,7 +54,7 @@ def tensor_files(path: Path) -> dict[str, Path]:
     return files
 
 
-def _beside(entry: Entry) -> str:
+def _beside(entry: FileEntry) -> str:
     """The name of a file in the index's own directory. (It may be a symbolic link there: in the
     cache of the Hugging Face hub every file is one.)"""
     name = entry.text()

@@ -19,7 +19,7 @@ from typing import Any
 from autoshard.planning.strategy import Strategy
 from autoshard.runtime.collectives import State, is_state
 from autoshard.runtime.errors import PlanError
-from autoshard.runtime.input_file import MOST_RANKS, Entry, read_json
+from autoshard.runtime.input_file import MOST_RANKS, FileEntry, read_json
 from autoshard.runtime.mesh import AXIS_ORDER
 
 PLAN_VERSION = 2
@@ -108,7 +108,7 @@ class Plan:
         )
 
 
-def _stored(entry: Entry) -> State:
+def _stored(entry: FileEntry) -> State:
     state = entry.value
     if not isinstance(state, str) or not is_state(state) or state in ("R", "P"):
         raise entry.refused(
@@ -118,7 +118,7 @@ def _stored(entry: Entry) -> State:
     return state
 
 
-def _graph(entry: Entry) -> GraphPlan:
+def _graph(entry: FileEntry) -> GraphPlan:
     entry.only(("nodes", "copies"))
     nodes, copies = (entry.optional(name, {}).entries() for name in ("nodes", "copies"))
     for copy in copies.values():

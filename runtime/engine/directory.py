@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.runtime.errors import AutoshardError, message
-from autoshard.runtime.input_file import MOST_RANKS, Entry, is_file, read_json
+from autoshard.runtime.input_file import MOST_RANKS, FileEntry, is_file, read_json
 
 FORMAT, FORMAT_VERSION = "autoshard-engine", 1
 
@@ -85,7 +85,7 @@ def _inside(directory: Path, name: str) -> Path:
     return path
 
 
-def _check_ranks(ranks: Entry) -> None:
+def _check_ranks(ranks: FileEntry) -> None:
     found = ranks.items()
     if not 1 <= len(found) <= MOST_RANKS:
         raise ranks.refused(f"not a list of 1 to {MOST_RANKS:,} ranks")
@@ -96,7 +96,7 @@ def _check_ranks(ranks: Entry) -> None:
             raise digest.refused("not the 64 hexadecimal digits of a SHA-256")
 
 
-def _check_ports(body: Entry) -> None:
+def _check_ports(body: FileEntry) -> None:
     """Inputs, outputs, sizes and cache: whatever a runner will look up is there."""
     profiles = body.entry("profiles")
     if not profiles.items():
@@ -125,7 +125,7 @@ def _check_ports(body: Entry) -> None:
         body.entry("kv_cache").entry("max_length").integer(1, _MOST)
 
 
-def _port(entry: Entry) -> tuple[str, list[Entry], str]:
+def _port(entry: FileEntry) -> tuple[str, list[FileEntry], str]:
     """The name, the sizes and the role of an input or an output."""
     name, dims = entry.entry("name").text(), entry.entry("shape").items()
     for dim in dims:

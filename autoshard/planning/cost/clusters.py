@@ -26,7 +26,7 @@ from typing import Any
 from autoshard.planning.cost.machines import HARDWARE, Hardware, Link, hardware
 from autoshard.runtime.collectives import DATA_AXES
 from autoshard.runtime.errors import ConfigError, message
-from autoshard.runtime.input_file import MOST_RANKS, Entry, parsed, read_json
+from autoshard.runtime.input_file import MOST_RANKS, FileEntry, parsed, read_json
 from autoshard.runtime.mesh import AXIS_ORDER
 
 MOST_BYTES = 2**16
@@ -157,7 +157,7 @@ def read_cluster(path: Path) -> Cluster:
     return Cluster(device, per_node, inside, between, Efficiency(**shares))
 
 
-def _figures(entry: Entry, names: Sequence[str]) -> list[float]:
+def _figures(entry: FileEntry, names: Sequence[str]) -> list[float]:
     """The figures of these names, of which only a latency may be 0."""
     entry.only(names)
     return [
