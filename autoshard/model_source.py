@@ -173,7 +173,11 @@ def _call(factory: Callable[..., Any], name: str, **given: Any) -> Any:
 
 def _failed(what: str, error: Exception) -> ConfigError:
     """The error of a user's module, with the line that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__ and not frame.filename.startswith("<")
+    ]
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
     return ConfigError(message(f"{what}: {type(error).__name__}: {error}", where=where))
 

@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
         call.args,
         call.kwargs,
         world=arguments.world,
-        hardware=arguments.hardware or DEFAULT_HARDWARE,
+        hardware=DEFAULT_HARDWARE if arguments.hardware is None else arguments.hardware,
         mesh=arguments.mesh,
         training=training,
         progress=ProgressLine(),
