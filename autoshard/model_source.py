@@ -66,6 +66,11 @@ def load_model(name: str, entries: Mapping[str, Any] | None = None) -> nn.Module
     return _causal_lm(config, "cpu")
 
 
+def check_named(name: str, entries: Mapping[str, Any] | None = None) -> None:
+    """Raise ConfigError for a name, a configuration or entries that `load_model` refuses."""
+    _configuration(name, entries or {})
+
+
 def load_on_meta(
     name: str,
     batch: int,

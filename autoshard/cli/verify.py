@@ -32,12 +32,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Verify and print; the exit status."""
     import torch
 
-    from autoshard.model_source import is_factory
+    from autoshard.model_source import check_named, is_factory
     from autoshard.verification import verify
 
     options, entries = options_and_entries(arguments.model, arguments.option)
     source: Any = arguments.model
     if not is_factory(source):
+        check_named(source, entries)  # before processes start
         source = NamedModel(source, entries, arguments.batch, arguments.sequence)
     proof = verify(
         source,

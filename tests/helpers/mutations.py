@@ -18,7 +18,7 @@ HOSTILE: tuple[Any, ...] = (
 """Values of every type, at and beyond every bound."""
 
 values = st.one_of(
-    st.sampled_from(HOSTILE),
+    st.sampled_from(HOSTILE).map(copy.deepcopy),  # it may be edited in its place
     st.integers(),
     st.floats(),
     st.text(max_size=8),
