@@ -15,9 +15,9 @@ from autoshard.errors import ConfigError, message
 from autoshard.runtime.input_file import MOST_RANKS
 
 _MODEL = (
-    "a Hugging Face directory, a configuration class of transformers such as LlamaConfig (random "
-    "weights), or module:factory, which returns a model, (model, args), (model, kwargs) or "
-    "(model, args, kwargs)"
+    "a Hugging Face directory (no code of its own is run), a configuration class of transformers "
+    "such as LlamaConfig (random weights), or module:factory, which returns a model, (model, "
+    "args), (model, kwargs) or (model, args, kwargs)"
 )
 
 
