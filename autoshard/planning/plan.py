@@ -86,7 +86,9 @@ class Plan:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
         """Read a plan; PlanError names the file and the entry that is wrong."""
-        body = read_json(path, "plan file", PlanError, "Save the plan again.")
+        body = read_json(
+            path, "plan file", PlanError, "Correct the entry, delete it, or save the plan again."
+        )
         version = body.optional("version", None).value
         if version != PLAN_VERSION:
             raise PlanError(

@@ -24,6 +24,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mutations import HOSTILE, damaged, damaged_bytes, damaged_json, json_bytes, values
 from safetensors.torch import save
 from torch import nn
 
@@ -36,7 +37,6 @@ from autoshard.export import EngineSpec, ExportError, check_target
 from autoshard.model_source import load_model, load_on_meta
 from autoshard.planning.cost.clusters import cluster
 from autoshard.runtime.engine import Engine, execution, load
-from mutations import HOSTILE, damaged, damaged_bytes, damaged_json, json_bytes, values
 
 MANY = int(os.environ.get("AUTOSHARD_FUZZ", 0))
 """Examples a reader, drawn anew in each run; 0: the few of the quick suite."""
@@ -97,6 +97,47 @@ def test_plan_file(data: bytes) -> None:
         if plan is not None:
             plan.save(path)
             assert Plan.load(path) == plan and 1 <= plan.size <= 2**20
+
+
+@pytest.fixture(scope="module")
+def traced() -> dict[str, Any]:
+    """The plan of a small model, as its file has it."""
+    torch.compiler.reset()
+    body: dict[str, Any] = json.loads(trace(None).plan.text())
+    return body
+
+
+def trace(plan: Plan | None) -> Any:
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), torch.zeros(4, 8)
+    return autoshard.trace(model, (x,), mesh={"tp": 2}, plan=plan)
+
+
+def test_plan_that_is_obeyed(traced: dict[str, Any]) -> None:
+    """What reads as a plan is obeyed, or refused by name: its states are exchanged at random."""
+    states = st.sampled_from(("I", "R", "P", "S(0)", "S(1)", "S(2)", "S(7)"))
+    strategies = st.builds("{}, {}, {} -> {}".format, states, states, states, states)
+
+    @tried(st.data(), few=10)
+    def read(data: st.DataObject) -> None:
+        body = json.loads(json.dumps(traced))
+        (graph,) = body["graphs"].values()
+        for entries, drawn in (
+            (body["parameters"], states),
+            (graph["nodes"], strategies),
+            (graph["copies"], states),
+        ):
+            for name in data.draw(
+                st.lists(st.sampled_from(sorted(entries) or ["none"]), max_size=2)
+            ):
+                entries[name] = data.draw(drawn)
+        with Folder() as folder:
+            (folder / "plan.json").write_bytes(json_bytes(body))
+            plan = accepted(lambda: Plan.load(folder / "plan.json"), PlanError)
+        if plan is not None:
+            program = accepted(lambda: trace(plan))
+            assert program is None or program.plan.parameters == plan.parameters
+
+    read()
 
 
 CLUSTER = {

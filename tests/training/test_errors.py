@@ -157,7 +157,7 @@ def test_one_rank_fails(gloo2: Any, tmp_path: Path) -> None:
             lambda plan: dataclasses.replace(
                 plan, parameters={**plan.parameters, "body.up.weight": "P"}
             ),
-            ["'body.up.weight' is stored 'P'", '"I" (Replicate: whole on every rank)'],
+            ["body.up.weight is 'P'", '"I" (Replicate: whole on every rank)'],
         ),
         (lambda plan: with_node(plan, "S(7) -> S(7)"), ["'S(7) -> S(7)'", "Possible: ["]),
     ],
