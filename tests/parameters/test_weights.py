@@ -41,7 +41,7 @@ class Counted:
         outer, inner = self, self.opened.get_slice(name)
 
         class Slice:
-            get_shape = inner.get_shape
+            get_shape, get_dtype = inner.get_shape, inner.get_dtype
 
             def __getitem__(self, index: Any) -> torch.Tensor:
                 with _disable_current_modes():  # a view of the mapped file: nothing allocated

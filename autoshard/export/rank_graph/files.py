@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from autoshard.export.destination import Destination, Progress, check_vacant
+from autoshard.export.destination import Destination, Progress
 from autoshard.export.job import on_every_rank
 from autoshard.export.rank_graph.config import configuration, rank_entry
 from autoshard.export.rank_graph.graph import RankGraph
@@ -63,10 +63,22 @@ def write_ranks(
     made before any file is written.
     """
     source, directory = WeightSource(model), Path(directory)
+    with Destination(directory, source.job) as destination:
+        _write(form, model, destination, source, spec, progress)
+    return directory
+
+
+def _write(
+    form: Format[T],
+    model: nn.Module,
+    destination: Destination,
+    source: WeightSource,
+    spec: EngineSpec,
+    progress: Progress | None,
+) -> None:
     job = source.job
 
     def prepare() -> tuple[InferencePlan, RankGraph]:
-        check_vacant(directory)
         plan = plan_inference(model, spec)
         graph = plan.rank_graph(min(job.rank, spec.tp - 1))
         form.check(graph)
@@ -87,24 +99,22 @@ def write_ranks(
         if progress is not None:
             progress(file.name, graph.rank + 1, spec.tp)
 
-    with Destination(directory, job) as destination:
-        for first in range(0, spec.tp, job.size):
-            rank = first + job.rank
-            if first > 0:
-                made, weights = None, {}  # this memory goes before the next rank's comes
-                graph = plan.rank_graph(min(rank, spec.tp - 1))
-                weights = read_weights(source, graph, first)
-            if rank < spec.tp:
-                destination.attempt(partial(write, graph, weights, made))
-        everybody = [entry for part in gather(entries, "entries", job) for entry in part]
-        if job.rank == 0:
-            config = {
-                "format": form.name,
-                "format_version": form.version,
-                **form.describe(graph),
-                **configuration(graph, spec.weight_dtype),
-                "ranks": [entry for _, entry in sorted(everybody, key=lambda pair: pair[0])],
-            }
-            text = json.dumps(config, indent=1) + "\n"
-            destination.attempt(partial((destination.partial / "config.json").write_text, text))
-    return directory
+    for first in range(0, spec.tp, job.size):
+        rank = first + job.rank
+        if first > 0:
+            made, weights = None, {}  # this memory goes before the next rank's comes
+            graph = plan.rank_graph(min(rank, spec.tp - 1))
+            weights = read_weights(source, graph, first)
+        if rank < spec.tp:
+            destination.attempt(partial(write, graph, weights, made))
+    everybody = [entry for part in gather(entries, "entries", job) for entry in part]
+    if job.rank == 0:
+        config = {
+            "format": form.name,
+            "format_version": form.version,
+            **form.describe(graph),
+            **configuration(graph, spec.weight_dtype),
+            "ranks": [entry for _, entry in sorted(everybody, key=lambda pair: pair[0])],
+        }
+        text = json.dumps(config, indent=1) + "\n"
+        destination.attempt(partial((destination.partial / "config.json").write_text, text))
