@@ -17,6 +17,7 @@ from autoshard.building import build_program
 from autoshard.capture import intercept
 from autoshard.config import Config
 from autoshard.export.errors import ExportError, export_error
+from autoshard.export.rank_graph.cache import whole_graph, with_cache
 from autoshard.export.rank_graph.core_operators import reduce_to_core
 from autoshard.export.rank_graph.example import traced_call
 from autoshard.export.rank_graph.graph import RankGraph
@@ -24,7 +25,6 @@ from autoshard.export.rank_graph.meta_copy import shadow
 from autoshard.export.rank_graph.placeholders import Placeholders, read_placeholders
 from autoshard.export.rank_graph.plain_attention import plain_attention
 from autoshard.export.rank_graph.tidy import on_cpu, propagate, tidy
-from autoshard.export.rank_graph.with_cache import with_cache
 from autoshard.export.serial_graph import parameter_names, unwrapped
 from autoshard.export.spec import EngineSpec
 from autoshard.passes import Localize, rank_program
@@ -67,12 +67,14 @@ class InferencePlan:
         tidy(module, set(inputs))
         longest = {name: extent.maximum for name, extent in spec.extents.items()}
         roles: dict[str, str] = {}
+        whole, whole_constants = None, dict[str, torch.Tensor]()
         if spec.max_length is None:
             plain_attention(module, constants, names.sizes, longest)
         else:
             longest["sequence"] = spec.max_length
+            whole, whole_constants = whole_graph(module), dict(constants)
             plain_attention(module, constants, names.sizes, longest)
-            roles = with_cache(module, inputs[0], spec.max_length, mode)
+            roles = with_cache(module, inputs, constants, names.sizes, spec.max_length, mode)
         propagate(module, mode)
         module.graph.eliminate_dead_code()
         for node in _placeholders(module):
@@ -94,6 +96,8 @@ class InferencePlan:
             sizes=names.sizes,
             axis=axis,
             max_length=spec.max_length,
+            whole=whole,
+            whole_constants=whole_constants,
         )
 
     def check_same(self, job: Axis) -> None:

@@ -67,6 +67,9 @@ class Models:
         """See Format."""
         return onnx_program(graph, weights)
 
+    def runner(self, made: Any, graph: RankGraph) -> None:
+        """See Format: torch translates each operator of the graph by itself."""
+
     def write(self, made: Any, file: Path) -> Mapping[str, Any]:
         """See Format."""
         held = sum(value.const_value.nbytes for value in made.model.graph.initializers.values())
