@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import ConfigError, message
+from autoshard.hf_weights import load_pretrained
 from autoshard.runtime import compat
 
 
@@ -33,20 +34,19 @@ class ModelCall:
 def load_model(name: str, entries: Mapping[str, Any] | None = None) -> nn.Module:
     """The model `name` means, on the CPU, in the dtype it is stored in.
 
-    name: a directory with a Hugging Face `config.json` and weights; the name of a configuration
-        class of transformers (`LlamaConfig`), whose weights are then random; or `module:factory`,
-        called without arguments (`model_and_call` says what it returns).
+    name: a directory with a Hugging Face `config.json`, weights, and the class in its
+        `architectures`; the name of a configuration class of transformers (`LlamaConfig`), whose
+        weights are then random; or `module:factory`, called without arguments (`model_and_call`
+        says what it returns).
     entries: of the Hugging Face configuration, in place of its own.
 
-    Raises ConfigError for what cannot be found.
+    Raises ConfigError for what cannot be found, and for weights that are not the model's.
     """
     if is_factory(name):
         return model_and_call(callable_named(name)(), name)[0]
     config = _configuration(name, entries or {})
-    causal_lm = _transformers(name).AutoModelForCausalLM
     if (Path(name) / "config.json").is_file():
-        loaded: nn.Module = causal_lm.from_pretrained(name, config=config, dtype="auto")
-        return loaded
+        return load_pretrained(_transformers(name), name, config)
     return _causal_lm(config, "cpu")
 
 
