@@ -37,7 +37,7 @@ def onnx(
 
     For the other arguments, and what is written when, see `autoshard.export.tensorrt`. Raises
     ExportError, before any file is written, for a mesh with another axis, where the extra `onnx` is
-    missing, for an operator torch cannot translate, and for a size the ranks do not divide.
+    missing, for an operator torch cannot translate, and for what no cache can continue.
     """
     spec = EngineSpec(
         mesh=mesh,

@@ -53,8 +53,10 @@ def tensorrt(
     From one process: all ranks, one after the other. From a running sharded job: every process
     calls, all see one file system, and each builds the ranks r, r + world, ... from the weights it
     holds. The directory appears complete or not at all. Raises ExportError, before any file is
-    written, for a mesh with another axis, an operator without a converter, a size the ranks do not
-    divide, and a compute capability the builder has not, or has no collectives for.
+    written, for a mesh with another axis, an operator without a converter, and a compute capability
+    the builder has not, or has no collectives for; with a cache, for an operator other than
+    attention that computes a token from others, and where the network, run on the CPU, says another
+    token with the cache than without.
     """
     if isinstance(compute_capability, str):
         compute_capability = [compute_capability]
