@@ -41,6 +41,64 @@ def test_from_pretrained_gives_the_same(name: str, limit: int, tmp_path: Path) -
     assert torch.equal(auto(ids).logits, model(ids).logits)
 
 
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+RANKED = {f"qk_{kind}_head_dim": 8 for kind in ("rope", "nope")} | {"v_head_dim": 8}
+CONVERTED: dict[str, tuple[dict[str, Any], str]] = {
+    "MixtralForCausalLM": (
+        {"num_local_experts": 4},
+        "model.layers.1.block_sparse_moe.experts.3.w2.weight",
+    ),
+    "Qwen3MoeForCausalLM": (
+        {"num_experts": 4, **MIXTURE},
+        "model.layers.0.mlp.experts.0.gate_proj.weight",
+    ),
+    "DeepseekV3ForCausalLM": (
+        {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "kv_lora_rank": 8, "q_lora_rank": 8}
+        | MIXTURE
+        | RANKED,
+        "model.layers.1.mlp.experts.2.up_proj.weight",
+    ),
+    "GPTNeoXForCausalLM": ({}, "embed_out.weight"),
+    "ViTForImageClassification": (
+        {"image_size": 8, "patch_size": 4},
+        "vit.encoder.layer.0.attention.attention.query.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CONVERTED)
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_names_and_shapes_are_the_published_ones(
+    kind: str, dtype: str | None, tmp_path: Path
+) -> None:
+    import transformers
+
+    sizes, name = CONVERTED[kind]
+    made = getattr(transformers, kind)
+    torch.manual_seed(0)
+    model = made(made.config_class(**SMALL, **sizes))
+    autoshard.export.huggingface(model, tmp_path / "out", dtype=dtype, max_shard_bytes=9000)
+    found = tensors(tmp_path / "out")
+    (model if dtype is None else model.bfloat16()).save_pretrained(tmp_path / "theirs")
+    theirs = tensors(tmp_path / "theirs")
+    assert name in found and found.keys() == theirs.keys()
+    for key, value in theirs.items():
+        assert torch.equal(found[key].to(value.dtype), value), key
+    loaded, info = made.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    for key, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key].to(value.dtype), value), key
+
+
 def test_files_and_index(tmp_path: Path) -> None:
     model = make("llama_tied")
     autoshard.export.huggingface(model, tmp_path / "out", max_shard_bytes=5000)
