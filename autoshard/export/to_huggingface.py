@@ -19,6 +19,7 @@ from torch import nn
 
 from autoshard.export.destination import Destination, Progress
 from autoshard.export.errors import export_error
+from autoshard.export.published_config import add_older_names
 from autoshard.export.published_form import Part, Stored, in_published_form, published_parts
 from autoshard.export.safetensors_file import SafetensorsFile
 from autoshard.export.serial_graph import unwrapped
@@ -169,6 +170,7 @@ def _beside(
         if first is not None:
             config.dtype = dtype or first.dtype
         config.save_pretrained(folder)
+        add_older_names(folder / "config.json", getattr(config, "attribute_map", None) or {})
     generation: Any = getattr(inner, "generation_config", None)
     if hasattr(generation, "save_pretrained"):
         generation.save_pretrained(folder)

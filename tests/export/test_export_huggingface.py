@@ -99,6 +99,59 @@ def test_names_and_shapes_are_the_published_ones(
         assert torch.equal(loaded.state_dict()[key].to(value.dtype), value), key
 
 
+LONG = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+SCALING = {name: value for name, value in LONG.items() if name != "rope_theta"}
+TWO = {
+    "full_attention": {"rope_type": "default", "rope_theta": 7e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "older"),
+    [
+        (
+            "Llama",
+            {"rope_parameters": LONG, "max_position_embeddings": 64},
+            {"rope_theta": 5e5, "rope_scaling": SCALING},
+        ),
+        ("Qwen3Moe", {"num_experts": 4, "rope_theta": 1e6}, {"num_experts": 4, "rope_theta": 1e6}),
+        (
+            "GPTNeoX",
+            {"rotary_pct": 0.5, "rotary_emb_base": 2e4},
+            {"rotary_pct": 0.5, "rotary_emb_base": 2e4},
+        ),
+        (
+            "Gemma3Text",
+            {"rope_parameters": TWO},
+            {"rope_theta": 7e5, "rope_local_base_freq": 3e4},
+        ),
+    ],
+)
+def test_older_readers_find_what_they_look_for(
+    kind: str, given: dict[str, Any], older: dict[str, Any], tmp_path: Path
+) -> None:
+    import transformers
+
+    from autoshard.export.published_config import add_older_names
+
+    config = getattr(transformers, f"{kind}Config")(dtype="bfloat16", **given)
+    config.save_pretrained(tmp_path)
+    add_older_names(tmp_path / "config.json", config.attribute_map)
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert {name: said[name] for name in older} == older and said["torch_dtype"] == "bfloat16"
+    again = type(config).from_pretrained(tmp_path).to_dict()
+    for name, value in config.to_dict().items():
+        assert again[name] == value, name
+
+
 def test_files_and_index(tmp_path: Path) -> None:
     model = make("llama_tied")
     autoshard.export.huggingface(model, tmp_path / "out", max_shard_bytes=5000)
