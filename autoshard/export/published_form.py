@@ -19,7 +19,7 @@ from autoshard.runtime import compat
 
 
 @dataclass(frozen=True)
-class Stored:
+class StateTensor:
     """One tensor of the state dict. value: the parameter or buffer as it is stored; dtype: that it
     is written in."""
 
@@ -29,16 +29,16 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckpointPart:
     """Tensors of the state dict that are converted together, and what is written of them: shape
     and dtype by published name. plain: whether they are written as they are."""
 
-    sources: Sequence[Stored]
+    sources: Sequence[StateTensor]
     written: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     plain: bool = False
 
 
-def published_parts(model: nn.Module, tensors: Sequence[Stored]) -> list[Part]:
+def published_parts(model: nn.Module, tensors: Sequence[StateTensor]) -> list[CheckpointPart]:
     """The parts of a state dict, in its order: one tensor each where it converts by itself.
 
     Raises ExportError where the parts together are not what the whole converts to.
@@ -48,16 +48,16 @@ def published_parts(model: nn.Module, tensors: Sequence[Stored]) -> list[Part]:
     made = compat.published(inner, empty)
     whole = _described(made)
     if all(made.get(name) is tensor for name, tensor in empty.items()):
-        return [Part([one], {one.name: whole[one.name]}, plain=True) for one in tensors]
+        return [CheckpointPart([one], {one.name: whole[one.name]}, plain=True) for one in tensors]
     parts, rest = [], []
     for one in tensors:
         written = _converted(inner, [one], empty)
         if written and written.items() <= whole.items():
-            parts.append(Part([one], written))
+            parts.append(CheckpointPart([one], written))
         else:
             rest.append(one)
     if rest:  # converted from several tensors: all of them at once
-        parts.append(Part(rest, _converted(inner, rest, empty)))
+        parts.append(CheckpointPart(rest, _converted(inner, rest, empty)))
     found = [name for part in parts for name in part.written]
     if len(found) != len(whole) or any(not p.written.items() <= whole.items() for p in parts):
         missing = sorted(whole.keys() - set(found))[:4]
@@ -69,14 +69,14 @@ def published_parts(model: nn.Module, tensors: Sequence[Stored]) -> list[Part]:
 
 
 def in_published_form(
-    model: nn.Module, part: Part, tensors: dict[str, torch.Tensor]
+    model: nn.Module, part: CheckpointPart, tensors: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The values to write of a part. tensors: the whole values of its sources, by name."""
     return tensors if part.plain else compat.published(unwrapped(model), tensors)
 
 
 def _converted(
-    model: nn.Module, sources: Sequence[Stored], empty: Mapping[str, torch.Tensor]
+    model: nn.Module, sources: Sequence[StateTensor], empty: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     try:
         return _described(compat.published(model, {one.name: empty[one.name] for one in sources}))

@@ -20,7 +20,12 @@ from torch import nn
 from autoshard.export.destination import Destination, Progress
 from autoshard.export.errors import export_error
 from autoshard.export.published_config import add_older_names
-from autoshard.export.published_form import Part, Stored, in_published_form, published_parts
+from autoshard.export.published_form import (
+    CheckpointPart,
+    StateTensor,
+    in_published_form,
+    published_parts,
+)
 from autoshard.export.safetensors_file import SafetensorsFile
 from autoshard.export.serial_graph import unwrapped
 from autoshard.export.spec import weight_dtype
@@ -80,7 +85,7 @@ def _write(
     source: WeightSource,
     destination: Destination,
     files: Files,
-    parts: list[Part],
+    parts: list[CheckpointPart],
 ) -> Iterator[str]:
     """All files, one part at a time: the name of each tensor, once it is written. Every rank takes
     part in reading, rank 0 writes."""
@@ -89,7 +94,7 @@ def _write(
     with contextlib.ExitStack() as stack:
         opened: dict[str, SafetensorsFile] = {}
 
-        def put(part: Part, tensors: dict[str, torch.Tensor]) -> None:
+        def put(part: CheckpointPart, tensors: dict[str, torch.Tensor]) -> None:
             for name, tensor in in_published_form(model, part, tensors).items():
                 file = place[name]
                 if file not in opened:
@@ -114,13 +119,15 @@ def _write(
             yield from part.written
 
 
-def _tensors(model: nn.Module, dtype: torch.dtype | None) -> list[Stored]:
+def _tensors(model: nn.Module, dtype: torch.dtype | None) -> list[StateTensor]:
     """The state dict, each tensor once."""
-    found: dict[int, Stored] = {}
+    found: dict[int, StateTensor] = {}
     for name, value in unwrapped(model).state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor) and id(value) not in found:
             floating = value.is_floating_point() and isinstance(value, nn.Parameter)
-            found[id(value)] = Stored(name, value, dtype if dtype and floating else value.dtype)
+            found[id(value)] = StateTensor(
+                name, value, dtype if dtype and floating else value.dtype
+            )
     return list(found.values())
 
 
