@@ -26,6 +26,7 @@ from autoshard.hf_configuration import (
     check_known,
     transformers_errors,
 )
+from autoshard.hf_weights import load_pretrained
 from autoshard.runtime import compat
 from autoshard.runtime.input_file import is_directory, is_file
 
@@ -46,23 +47,21 @@ class ModelCall:
 def load_model(name: str, entries: Mapping[str, Any] | None = None) -> nn.Module:
     """The model `name` means, on the CPU, in the dtype it is stored in.
 
-    name: a directory with a Hugging Face `config.json` and weights; the name of a configuration
-        class of transformers (`LlamaConfig`), whose weights are then random; or `module:factory`,
-        called without arguments (`model_and_call` says what it returns).
+    name: a directory with a Hugging Face `config.json`, weights, and the class in its
+        `architectures`; the name of a configuration class of transformers (`LlamaConfig`), whose
+        weights are then random; or `module:factory`, called without arguments (`model_and_call`
+        says what it returns).
     entries: of the Hugging Face configuration, in place of its own.
 
-    Raises ConfigError for what cannot be found.
+    Raises ConfigError for what cannot be found, and for weights that are not the model's.
     """
     if is_factory(name):
         return model_and_call(_call(callable_named(name), name), name)[0]
     config = _configuration(name, entries or {})
-    causal_lm = _transformers(name).AutoModelForCausalLM
+    transformers = _transformers(name)
     if is_file(Path(name) / "config.json"):
         with bounded_modules(name), transformers_errors(f"{name} cannot be loaded"):
-            loaded: nn.Module = causal_lm.from_pretrained(
-                name, config=config, dtype="auto", **_DATA_ONLY
-            )
-        return loaded
+            return load_pretrained(transformers, name, config, **_DATA_ONLY)
     return _causal_lm(config, "cpu")
 
 

@@ -76,6 +76,7 @@ from autoshard.runtime.compat.transformers import (
     apply_gate,
     choose_causal_loss,
     initialiser_of,
+    published,
     run_experts_by,
     turn_off_cache,
     uses_cache,

@@ -13,6 +13,7 @@ from torch import nn
 
 from autoshard.export.destination import Destination, Progress
 from autoshard.export.job import on_every_rank
+from autoshard.export.rank_graph.cache import Runner, check_cached
 from autoshard.export.rank_graph.config import configuration, rank_entry
 from autoshard.export.rank_graph.graph import RankGraph
 from autoshard.export.rank_graph.plan import InferencePlan, plan_inference
@@ -39,6 +40,10 @@ class Format(Protocol[T]):
         """A rank's file, in memory. Raises ExportError."""
         ...
 
+    def runner(self, made: T, graph: RankGraph) -> Runner | None:
+        """What runs `made` on the CPU, alone; None: nothing but the graph's own operators."""
+        ...
+
     def write(self, made: T, file: Path) -> Mapping[str, Any]:
         """Write it; what the rank's entry of config.json says beside the file and the hashes."""
         ...
@@ -60,7 +65,8 @@ def write_ranks(
     From one process: all ranks, one after the other. From a running sharded job: every process
     calls, all see one file system, and each writes the ranks r, r + world, ... from the weights it
     holds. The directory appears complete or not at all, and the first rank of every process is
-    made before any file is written.
+    made before any file is written. With a cache, what is made of each rank is compared on the CPU
+    with the whole graph, token by token.
     """
     source, directory = WeightSource(model), Path(directory)
     with Destination(directory, source.job) as destination:
@@ -87,24 +93,30 @@ def _write(
     plan, graph = on_every_rank(prepare, "plan", job)
     plan.check_same(job)
     weights = read_weights(source, graph)
+
+    def make(graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> T:
+        made = form.make(graph, weights)
+        check_cached(graph, weights, form.runner(made, graph))
+        return made
+
     # a job may have more processes than the mesh has ranks
-    make = partial(form.make, graph, weights) if job.rank < spec.tp else lambda: None
-    made = on_every_rank(make, "first file", job)
+    first = partial(make, graph, weights) if job.rank < spec.tp else lambda: None
+    made = on_every_rank(first, "first file", job)
     entries: list[tuple[int, Mapping[str, Any]]] = []
 
     def write(graph: RankGraph, weights: Mapping[str, torch.Tensor], made: T | None) -> None:
         file = destination.partial / f"rank{graph.rank}{form.suffix}"
-        more = form.write(form.make(graph, weights) if made is None else made, file)
+        more = form.write(make(graph, weights) if made is None else made, file)
         entries.append((graph.rank, {**rank_entry(graph, weights, file), **more}))
         if progress is not None:
             progress(file.name, graph.rank + 1, spec.tp)
 
-    for first in range(0, spec.tp, job.size):
-        rank = first + job.rank
-        if first > 0:
+    for turn in range(0, spec.tp, job.size):
+        rank = turn + job.rank
+        if turn > 0:
             made, weights = None, {}  # this memory goes before the next rank's comes
             graph = plan.rank_graph(min(rank, spec.tp - 1))
-            weights = read_weights(source, graph, first)
+            weights = read_weights(source, graph, turn)
         if rank < spec.tp:
             destination.attempt(partial(write, graph, weights, made))
     everybody = [entry for part in gather(entries, "entries", job) for entry in part]
