@@ -53,7 +53,7 @@ class Ranks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int = N, store: Any = None) -> None:
         self.here = threading.local()
         monkeypatch.setattr(agreement, "current_exchange", lambda: self.here.exchange)
-        monkeypatch.setattr(agreement, "_members", lambda axis: list(range(axis.size)))
+        monkeypatch.setattr(agreement, "members", lambda axis: list(range(axis.size)))
         monkeypatch.setattr(store_exchange, "_LOOK", LOOK)
         self.exchanges = []
         for rank in range(size):
@@ -72,7 +72,7 @@ class Ranks:
                 results[rank] = job(rank, self.exchanges[rank])
             except Exception as error:
                 results[rank] = error
-            self.exchanges[rank].leave()
+            self.exchanges[rank].ended("has ended")
 
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(results))]
         for thread in threads:
