@@ -12,7 +12,7 @@ import torch
 from autoshard.runtime.agreement.turns import Turn
 from models_plain import MLP, Regression, vectors
 
-LIMIT = 20.0
+LIMIT = 4.0
 
 
 def in_threads(*jobs: Callable[[], Any]) -> list[str]:
@@ -54,7 +54,7 @@ def steps(kind: str, sizes: dict[str, int], inner: str) -> tuple[list[str], list
     options = {"inner": inner, "mesh": sizes, "timeout": LIMIT}
     step = torch.compile(Regression(MLP()), backend="autoshard", options=options)
     if kind == "warm":
-        for number in range(2):
+        for _ in range(2):
             step(**vectors(0)).backward()
     losses = [0.0, 0.0]
 

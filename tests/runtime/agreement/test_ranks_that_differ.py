@@ -99,3 +99,38 @@ def test_a_rank_that_freezes_later_is_told_so(gloo2: Any) -> None:
     assert kind == "PlanMismatchError", text
     assert "did not arrive within 2 seconds" in text
     assert "requires_grad of out.weight was set" in text
+
+
+def reads_alone() -> tuple[str, str]:
+    """Rank 0 reads a parameter; rank 1 calls the model with another length."""
+    from autoshard.runtime import compat
+    from autoshard.runtime.agreement import announced
+    from autoshard.runtime.mesh import init_mesh
+
+    torch.manual_seed(0)
+    step: Any = torch.compile(
+        Normed(1e-5),
+        backend="autoshard",
+        options={"inner": "eager", "mesh": {"tp": 2}, "timeout": LIMIT},
+    )
+    axes = init_mesh({"tp": 2}, "cpu").axes
+    for rows in (8, 8, 9):
+        x = torch.ones(4, rows, 64)
+        try:
+            with announced("read of out.weight", axes):
+                pass  # together, which is right
+            if rows == 9 and not mine():
+                with announced("read of out.weight", axes):
+                    raise AssertionError("rank 1 is elsewhere")
+            step(x=x, y=x)
+        except Exception as error:
+            cause = compat.backend_error(error) or error
+            return type(cause).__name__, str(cause)
+    return "", ""
+
+
+def test_a_rank_that_reads_alone(gloo2: Any) -> None:
+    for kind, text in gloo2(reads_alone):
+        assert kind in ("CollectiveError", "PlanMismatchError"), text
+        assert "rank 0: read of out.weight (" in text and "rank 1: plan (" in text
+        assert "test_ranks_that_differ.py:" in text and "every rank has to do it" in text
