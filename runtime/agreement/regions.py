@@ -85,10 +85,11 @@ def announced(what: str, axes: Sequence[Axis]) -> Iterator[None]:
     each axis tell each other first: one that does it alone raises CollectiveError after `timeout`,
     instead of meeting the others in a collective of something else, and they raise it too, with
     this rank's line. A message through the store, and a look at those of the others, for each axis;
-    nothing on axes of one rank, or without processes. For eager code, on every rank of the axes.
+    nothing on axes of one rank, without processes, or while a graph is traced. For eager code, on
+    every rank of the axes.
     """
     axes = [axis for axis in axes if axis.size > 1 and ":" not in axis.group]
-    if not axes:
+    if not axes or torch.compiler.is_compiling():
         yield
         return
     note = f"{_users_line()}; every rank has to do it"

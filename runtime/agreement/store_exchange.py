@@ -23,7 +23,7 @@ from autoshard.runtime.agreement.turns import Turn, refusal
 T = TypeVar("T")
 
 DEFAULT_LIMIT = 600.0
-SPARE = 1.0  # seconds more than the limit, after which it is the store that does not answer
+SPARE = 1.0  # seconds at least after which it is the store that does not answer
 _ENDED, _RAISED, _WAITS = "ended", "raised", "waits"
 _LOOK = 0.2  # seconds between looks at where the missing ranks are
 
@@ -132,14 +132,14 @@ class StoreExchange:
 
     def _within(self, limit: float, call: Callable[[], T]) -> T:
         try:
-            return within(limit + SPARE, call)
+            return within(limit + max(SPARE, limit / 4), call)
         except StoreLost as lost:
             self.failure = None, str(lost)
             raise PeerFailed(*self.failure) from None
 
     def _tell(self, place: dict[str, Any]) -> None:
         try:
-            within(SPARE, lambda: self._put(self._place(self.rank), place))
+            within(5 * SPARE, lambda: self._put(self._place(self.rank), place))
         except Exception:  # the store is gone, and so are those who would read it
             return
 
@@ -250,15 +250,23 @@ class StoreExchange:
                     self.rank, f"{here}: so has every other rank; they ran different collectives"
                 )
             # a rank that shares no axis with the missing leaves the word to one that does
-            mine = missing[0] in peers
-            if time.monotonic() - started > grace * (1 if mine else 1.5):
-                axis = f" of axis {peers[missing[0]]}" if mine else ""
+            late = next((rank for rank in missing if not self._waits(rank)), missing[0])
+            if time.monotonic() - started > grace * (1 if late in peers else 1.5):
+                axis = f" of axis {peers[late]}" if late in peers else ""
                 raise self._fail(
-                    missing[0],
+                    late,
                     f"did not come to a collective{axis} within {self.limit:g} seconds, where rank "
                     f"{self.rank} waited ({here}); it is stopped, gone, or busy elsewhere",
                 )
             time.sleep(_LOOK / 4 * max(1, len(others) / 8))
+
+    def _waits(self, rank: int) -> bool:
+        """Whether a rank waits for another in an exchange: it will say for which."""
+        place = self._where_is(rank)
+        if place.get("state") != _WAITS or not place["members"]:
+            return False
+        slots = [self._slot(place["name"], place["count"], m) for m in place["members"]]
+        return not self._store.check(slots)
 
     def _told(self, rank: int, here: str) -> str | None:
         """What a rank that misses a collective told of itself, where that is the reason."""

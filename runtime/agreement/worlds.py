@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -34,9 +34,12 @@ def current_exchange() -> StoreExchange | None:
     Ranks count the worlds they have been in, so that a store which outlives one holds no old
     message for the next. Raises AutoshardError in a process that a rank has forked: it is no rank.
     """
+    exchange = _current.exchange
+    if exchange is not None and exchange.world is dist.group.WORLD:
+        return exchange
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
-    if _forked:
+    if dist.group.WORLD is _inherited:
         raise AutoshardError(
             message(
                 f"process {os.getpid()} was forked by rank {dist.get_rank()} and is no rank itself",
@@ -44,8 +47,7 @@ def current_exchange() -> StoreExchange | None:
                 "worker of a DataLoader gets what it needs as tensors.",
             )
         )
-    if _current.exchange is None or _current.exchange.world is not dist.group.WORLD:
-        renew()
+    renew()
     return _current.exchange
 
 
@@ -59,7 +61,8 @@ def renew() -> None:
     before = _current.exchange
     if before is not None and before.world is world:  # what options have set is undone
         limit = _current.limit
-        compat.set_group_limit(world, limit)
+        if compat.group_limit(world) not in (None, limit):
+            compat.set_group_limit(world, limit)
     else:
         limit = compat.group_limit(world) or DEFAULT_LIMIT
     made = StoreExchange(world, _current.generation)
@@ -80,13 +83,13 @@ def limit_group(name: str) -> None:
     exchange = current_exchange()
     if exchange is not None:
         group = compat.process_group(name)
-        if compat.group_limit(group) != exchange.limit:
+        if compat.group_limit(group) not in (None, exchange.limit):
             compat.set_group_limit(group, exchange.limit)
 
 
 def _leave() -> None:
     exchange = _current.exchange
-    if _forked or exchange is None or not dist.is_initialized():
+    if exchange is None or not dist.is_initialized():
         return
     story = _last_error()
     exchange.ended(f"has ended, after {story}" if story else "has ended")
@@ -104,13 +107,14 @@ def _last_error() -> str:
     return f"{type(error).__name__}: {str(error).rstrip('.')}{where}"
 
 
-_forked = False
+_inherited: Any = None  # the world of the process that forked this one
 
 
 def _after_fork() -> None:
-    global _forked
-    _forked = True
+    """The child has the parent's connections, and its list of what to do at exit."""
+    global _current, _inherited
+    _inherited = dist.group.WORLD
+    _current = _Worlds(None, _current.generation, DEFAULT_LIMIT)
 
 
-# The child has the parent's connections, and its list of what to do at exit.
 os.register_at_fork(after_in_child=_after_fork)

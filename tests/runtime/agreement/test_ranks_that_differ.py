@@ -134,3 +134,34 @@ def test_a_rank_that_reads_alone(gloo2: Any) -> None:
         assert kind in ("CollectiveError", "PlanMismatchError"), text
         assert "rank 0: read of out.weight (" in text and "rank 1: plan (" in text
         assert "test_ranks_that_differ.py:" in text and "every rank has to do it" in text
+
+
+def forks() -> tuple[str, bool]:
+    """What a step raises after a child of rank 1 has ended; whether the child was refused."""
+    from autoshard.errors import AutoshardError
+    from autoshard.runtime.agreement import worlds
+
+    torch.manual_seed(0)
+    options = {"inner": "eager", "mesh": {"tp": 2}, "timeout": LIMIT}
+    step: Any = torch.compile(Normed(1e-5), backend="autoshard", options=options)
+    step(x=torch.ones(4, 8, 64), y=torch.ones(4, 8, 64))
+    refused = True
+    if mine():
+        child = os.fork()
+        if child == 0:
+            try:
+                worlds.current_exchange()
+            except AutoshardError:
+                worlds._leave()
+                os._exit(7)
+            os._exit(0)
+        refused = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    try:
+        step(x=torch.ones(4, 9, 64), y=torch.ones(4, 9, 64))
+    except Exception as error:
+        return str(error), refused
+    return "", refused
+
+
+def test_a_forked_child_is_no_rank(gloo2: Any) -> None:
+    assert gloo2(forks) == [("", True)] * 2
