@@ -1,4 +1,7 @@
-"""Two threads in one sharded model: refused at once on every rank, and never a mixture."""
+"""Two threads in one sharded model: refused at once on every rank, and never a mixture.
+
+Slow: two that really run, in whatever order.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,39 @@ def test_a_thread_keeps_its_turn_and_others_are_refused() -> None:
     assert in_threads(lambda: (turn.enter("another step"), turn.leave())) == [""]
 
 
+def while_in_a_step(what: str) -> list[str]:
+    """What another thread raises that calls a model, runs its backward, or compiles one."""
+    from autoshard.runtime.agreement.worlds import current_exchange
+
+    torch.manual_seed(0)
+    options = {"inner": "aot_eager", "mesh": {"tp": 2}, "timeout": LIMIT}
+    step = torch.compile(Regression(MLP()), backend="autoshard", options=options)
+    loss = step(**vectors(0))
+    loss.backward(retain_graph=True)
+    exchange = current_exchange()
+    assert exchange is not None
+    exchange.enter("a step")
+    jobs = {
+        "forward": lambda: step(**vectors(0)),
+        "backward": loss.backward,
+        "compilation": lambda: step(x=torch.ones(6, 8, 64), y=torch.ones(6, 8, 64)),
+    }
+    said = in_threads(jobs[what])
+    try:
+        exchange.leave()
+    except RuntimeError as error:
+        said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("what", ["forward", "backward", "compilation"])
+def test_another_thread_is_refused_at_once(gloo2: Any, what: str) -> None:
+    """And the first hears of it: no rank has entered a collective, so the pool lives on."""
+    for second, first in gloo2(while_in_a_step, what):
+        assert "two threads at once" in first and "(a step)" in first
+        assert second == first or "rank" in second, second
+
+
 def steps(kind: str, sizes: dict[str, int], inner: str) -> tuple[list[str], list[float]]:
     """What two threads raise that train one model, or call it; and their last losses."""
     torch.manual_seed(0)
@@ -67,6 +103,7 @@ def steps(kind: str, sizes: dict[str, int], inner: str) -> tuple[list[str], list
     return in_threads(lambda: job(0), lambda: job(1)), losses
 
 
+@pytest.mark.slow  # the pool has to start again after each
 @pytest.mark.parametrize(
     ("kind", "sizes", "inner"),
     [("warm", {"tp": 2}, "aot_eager"), ("cold", {"dp_shard": 2}, "aot_eager")],
