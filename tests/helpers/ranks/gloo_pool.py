@@ -169,10 +169,10 @@ def _answer(call: bytes) -> bytes:
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     if torch.distributed.is_initialized():  # on all ranks, or on none
-        from autoshard.runtime.agreement import store_exchange
+        from autoshard.runtime.agreement import worlds
 
-        if store_exchange.current_exchange() is not None:
-            store_exchange._renew()  # the failure of an earlier job is none of this one
+        if worlds.current_exchange() is not None:
+            worlds.renew()  # the failure of an earlier job is none of this one
     try:
         fn, args, kwargs = pickle.loads(call)
         return pickle.dumps(("result", fn(*args, **kwargs)))
