@@ -52,6 +52,7 @@ class Job:
         self.rank = process() // (sizes or {}).get("tp", 1) if sizes else 0
         self.found: dict[str, Any] = {}
         self.refusable = False  # an AutoshardError in place of the result is right as well
+        self.tolerance = TOLERANCE
         torch.manual_seed(0)
 
     @property
@@ -197,7 +198,8 @@ def run_scenario(
 
     scenario = SCENARIOS[name]
     runs = []
-    for job in (Job(None, f"{folder}/serial{process()}"), Job(sizes, folder, inner)):
+    for mesh, place in ((None, f"{folder}/serial{process()}"), (sizes, folder)):
+        job = Job(mesh, place, inner)
         try:
             scenario(job)
         except AutoshardError:
@@ -207,7 +209,7 @@ def run_scenario(
         runs.append(job.found)
     serial, sharded = runs
     assert serial, "the scenario records nothing"
-    return differences(sharded, serial, TOLERANCE), len(serial)
+    return differences(sharded, serial, job.tolerance), len(serial)
 
 
 def process() -> int:

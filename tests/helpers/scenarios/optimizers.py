@@ -50,6 +50,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 def muon(job: Job) -> None:
     """Muon on the matrices, whose steps need each whole, and AdamW on the rest."""
+    job.tolerance = 1e-2  # it orthogonalises in bf16
     net = job.net()
     compiled = job.compile(net)
     matrices = [p for p in net.parameters() if p.dim() == 2]
@@ -63,9 +64,7 @@ def muon(job: Job) -> None:
         for optimizer in both:
             optimizer.step()
             optimizer.zero_grad()
-    # orthogonalised in bf16: rounding shows
-    job.record("weights", [p.detach().bfloat16().float().mean().item() for p in rest])
-    job.record("norms", [round(p.norm().item(), 2) for p in matrices])
+    job.record_model(net)
 
 
 def lbfgs(job: Job) -> None:
