@@ -1,10 +1,14 @@
-"""The list of scenarios: what a person does, and the function that does it."""
+"""The list of scenarios: what a person does, and the function that does it.
+
+Each function is run twice, on the serial model and on the compiled one, and what it records is
+compared (`job.py`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from scenarios import calls, copies, optimizers, reads, surgery, wrappers, writes
+from scenarios import calls, copies, libraries, optimizers, reads, surgery, wrappers, writes
 from scenarios.job import Job
 from scenarios.optimizers import OPTIMIZERS, steps_of
 from scenarios.surgery import around_the_first_call
@@ -130,7 +134,152 @@ CALLS: dict[str, Scenario] = {
 
 SCENARIOS: dict[str, Scenario] = {**WRITES, **READS, **TRAINING, **COPIES, **SURGERY, **CALLS}
 
-#: "MESH: SCENARIO", or a scenario for every mesh -> why it does not pass yet.
-EXPECTED_TO_FAIL: dict[str, str] = {
-    name: "module.weight is a copy of the stored parameter" for name in SCENARIOS
+LIBRARIES: dict[str, Scenario] = {
+    "accelerate": libraries.accelerated,
+    "lightning": libraries.lightning_fit,
+    "timm: ModelEmaV3": libraries.timm_ema,
+    "trl: SFTTrainer": libraries.supervised,
+    "trl: DPOTrainer, a reference model": libraries.preferred,
 }
+
+#: Scenario of a library -> the modules it needs.
+NEEDED: dict[str, tuple[str, ...]] = {
+    "accelerate": ("accelerate",),
+    "lightning": ("lightning",),
+    "timm: ModelEmaV3": ("timm", "torchvision"),
+    "trl: SFTTrainer": ("trl", "datasets"),
+    "trl: DPOTrainer, a reference model": ("trl", "datasets"),
+}
+
+#: Scenarios of the quick suite, on tp and on dp_shard; the slow one has all.
+QUICK = (
+    "weight.data.clamp_",
+    "weight.data[a:b, ::c] =",
+    "weight.data =",
+    "no_grad: clamp_, add_, *=",
+    "no_grad: through views",
+    "no_grad: uniform_, normal_",
+    "every nn.init",
+    "reset_parameters",
+    "model.apply(init)",
+    "module.bias = Parameter",
+    "module.weight is the parameter",
+    "weight.grad",
+    "norms and histograms for a log",
+    "item, tolist, numpy, repr",
+    "eager mathematics with plain tensors",
+    "register_hook",
+    "clip_grad_norm_, clip_grad_value_",
+    "SGD momentum",
+    "Adafactor",
+    "LBFGS whose closure makes the first call",
+    "SAM",
+    "L2 and L1 over parameters() beside the loss",
+    "parameters_to_vector, vector_to_parameters",
+    "optimizer in backward",
+    "GradScaler",
+    "AveragedModel",
+    "deepcopy",
+    "state dict files",
+    "load_state_dict of plain values",
+    "layers frozen and thawed between steps",
+    "prune",
+    "weights tied later",
+    "functional_call",
+    "mixture with torch.where",
+    "mixture, dynamo.disable",
+)
+
+#: Scenarios that are also run under Inductor, and on four ranks, dp_shard with tp.
+FURTHER = (
+    "weight.data[a:b, ::c] =",
+    "every nn.init",
+    "weight.grad",
+    "register_hook",
+    "Adafactor",
+    "L2 and L1 over parameters() beside the loss",
+    "optimizer in backward",
+    "deepcopy",
+    "weight_norm",
+    "mixture with torch.where",
+)
+
+#: "MESH: SCENARIO", or a scenario for every mesh -> why it does not pass yet.
+EXPECTED_TO_FAIL: dict[str, str] = dict.fromkeys(
+    (
+        "weight.data.clamp_",
+        "weight.data.mul_",
+        "weight.data[0] =",
+        "weight.data[a:b, ::c] =",
+        "weight.data[mask] =",
+        "weight.data.copy_",
+        "weight.data =",
+        "weight.data = normalize(weight.data)",
+        "no_grad: clamp_, add_, *=",
+        "no_grad: weight[1:3] =",
+        "no_grad: copy_, fill_",
+        "no_grad: through views",
+        "no_grad: uniform_, normal_",
+        "weight.detach().mul_",
+        "mul(..., out=weight)",
+        "renorm",
+        "every nn.init",
+        "reset_parameters",
+        "model.apply(init)",
+        "model.apply(_init_weights)",
+        "module.weight is the parameter",
+        "parameter groups by identity",
+        "weight.grad",
+        "norms and histograms for a log",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "clip_grad_norm_, clip_grad_value_",
+        "gradients changed by hand",
+        "Adafactor",
+        "Rprop",
+        "Adafactor made after the first call",
+        "LBFGS whose closure makes the first call",
+        "SAM",
+        "L2 and L1 over parameters() beside the loss",
+        "distance from the first weights (EWC)",
+        "parameters_to_vector, vector_to_parameters",
+        "optimizer in backward",
+        "schedulers and late parameter groups",
+        "Lookahead",
+        "Embedding(sparse=True)",
+        "Embedding(max_norm=1)",
+        "AveragedModel",
+        "EMA by hand",
+        "EMA of a deep copy",
+        "momentum copies (MoCo)",
+        "deepcopy",
+        "copies of parameters",
+        "torch.save(state_dict()) of each rank",
+        "values between models",
+        "save_pretrained, from_pretrained",
+        "weight_norm",
+        "spectral_norm",
+        "orthogonal",
+        "LoRA by parametrize",
+        "prune",
+        "prune globally",
+        "layers frozen",
+        "layers frozen and thawed between steps",
+        "weights tied later",
+        "modules shared by two models",
+        "resize_token_embeddings",
+        "PEFT: LoRA, merge_and_unload",
+        "stateless, MAML",
+        "vmap(grad(functional_call)) inside",
+        "complex slice assignment (FNO)",
+        "DDP of a stored model",
+        "fully_shard inside",
+        "mixture with torch.where",
+        "mixture, dynamo.disable",
+        "mixture, generator",
+        "mixture, try/finally in a context",
+        "forward disabled",
+        "hooks on each parameter",
+    ),
+    "module.weight is a copy, a DTensor takes no plain operand, a skipped frame is not stored",
+)
