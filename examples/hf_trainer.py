@@ -36,7 +36,8 @@ class ShardedTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Every process gathers, the first one writes."""
-        self._save(output_dir, state_dict=whole(self.model.state_dict()))
+        state, first = whole(self.model.state_dict()), self.args.should_save
+        self.model.save_pretrained(output_dir, state_dict=state, is_main_process=first)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         state = whole(self.optimizer.state_dict())
