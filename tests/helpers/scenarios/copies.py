@@ -254,6 +254,6 @@ def values_between_models(job: Job) -> None:
     job.train(compiled, optimizer, [2])
     job.record_model(net)
     distance = sum(
-        float((t - p).abs().sum()) for t, p in zip(target.parameters(), net.parameters())
+        float((t - p).detach().abs().sum()) for t, p in zip(target.parameters(), net.parameters())
     )
     job.record("distance", distance)
