@@ -70,8 +70,9 @@ def accelerated(job: Job) -> None:
 
 def timm_ema(job: Job) -> None:
     """timm: a vision transformer, its optimizer factory, and ModelEmaV3 made before and after."""
-    if not hasattr(torch.ops.torchvision, "nms"):  # a torchvision built for another torch
-        torch.library.define("torchvision::nms", "(Tensor boxes, Tensor scores, float t) -> Tensor")
+    for name in ("nms", "qnms"):  # absent where torchvision was built for another torch
+        if not hasattr(torch.ops.torchvision, name):
+            torch.library.define(f"torchvision::{name}", "(Tensor b, Tensor s, float t) -> Tensor")
     import timm
     from timm.optim import create_optimizer_v2
     from timm.utils import ModelEmaV3

@@ -286,3 +286,6 @@ EXPECTED_TO_FAIL: dict[str, str] = dict.fromkeys(
 EXPECTED_TO_FAIL["library: lightning"] = (
     "torch.load maps the place of a saved DTensor by a function"
 )
+EXPECTED_TO_FAIL["library: timm: ModelEmaV3"] = (
+    "_foreach_lerp_ of plain weights towards stored ones"
+)
