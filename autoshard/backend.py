@@ -19,7 +19,14 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.building import batch_checker, build_agreed, unplanned_parameters
 from autoshard.capture import device_type
-from autoshard.compiling import check_serving, compile_local, refuse_unsharded, settings, use_by
+from autoshard.compiling import (
+    check_serving,
+    compile_local,
+    refuse_unsharded,
+    settings,
+    use_by,
+    watched,
+)
 from autoshard.config import Config
 from autoshard.errors import ConfigError, message
 from autoshard.mesh_search import choose
@@ -28,7 +35,7 @@ from autoshard.passes import PendingInput
 from autoshard.program import Program
 from autoshard.program_registry import ProgramHandle, register
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import agree, attempt, wait_at_most
+from autoshard.runtime.agreement import CollectiveRegion, agree, attempt, wait_at_most
 from autoshard.runtime.collectives import State
 from autoshard.runtime.graph_meta import ENABLE_GRAD, OUTPUT_EXTENTS, OUTPUT_STATES, PENDING_INPUTS
 from autoshard.runtime.lazy import LazyGather, wrap_outputs
@@ -58,7 +65,7 @@ def autoshard(
     world = start_world(device)
     if world > 1 or "rng" in (options or {}):  # else the inner compiler gets the graph as it is
         compat.specialize_floats(gm)
-    with attempt():
+    with attempt(), CollectiveRegion("the compilation of a graph", ()):
         return _compile(gm, example_inputs, inputs, device, options or {})
 
 
@@ -130,6 +137,8 @@ def _runner(
     handle = ProgramHandle(program, parameters.values())
     with modes():
         compiled = compile_local(local, fakes, config.inner, handle.finish, program.settings())
+    if mesh.size > 1:
+        compiled = watched(compiled, mesh.axes)
     agree("compiled program", "", [], program.axis)  # nobody runs before everybody can
     register(handle)
     compat.lighten_guards(parameters)

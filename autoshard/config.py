@@ -74,7 +74,7 @@ def axis_sizes(mesh: DeviceMesh | Mapping[str, int] | None) -> dict[str, int]:
 
 
 def _is_positive_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**63
 
 
 def _is_mesh(value: object) -> bool:
@@ -202,11 +202,12 @@ class Config:
         "Compare the batches of the ranks of a tp group at the first two calls of each graph, or "
         "at all of them.",
     )
-    timeout: float = _option(
-        600.0,
-        "a positive number of seconds",
-        lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and v > 0,
-        "How long a rank waits for the others to compile, or to compare batches, before an error.",
+    timeout: float | None = _option(
+        None,
+        "a positive number of seconds, less than 2**31, or None",
+        lambda v: v is None or (type(v) in (int, float) and 0 < v < 2**31),
+        "How long a rank waits for the others, to compile, to compare batches or in a collective, "
+        "before an error; None: as long as the process group does.",
     )
     initial_weights: str = _choice(
         "broadcast",

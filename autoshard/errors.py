@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autoshard.runtime.errors import AutoshardError as AutoshardError
 from autoshard.runtime.errors import CaptureError as CaptureError
+from autoshard.runtime.errors import CollectiveError as CollectiveError
 from autoshard.runtime.errors import ConfigError as ConfigError
 from autoshard.runtime.errors import PlanError as PlanError
 from autoshard.runtime.errors import PlanMismatchError as PlanMismatchError

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
+import contextlib
+import functools
 import importlib
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +18,20 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoshard.errors import ConfigError, message
+from autoshard.errors import AutoshardError, ConfigError, message
+from autoshard.hf_configuration import (
+    bounded_modules,
+    check_configuration,
+    check_entries,
+    check_known,
+    transformers_errors,
+)
+from autoshard.hf_weights import load_pretrained
 from autoshard.runtime import compat
+from autoshard.runtime.input_file import is_directory, is_file
+
+MOST_TOKENS = 2**32
+"""Tokens of a batch whose sizes are still numbers that torch can multiply."""
 
 
 @dataclass
@@ -33,21 +47,27 @@ class ModelCall:
 def load_model(name: str, entries: Mapping[str, Any] | None = None) -> nn.Module:
     """The model `name` means, on the CPU, in the dtype it is stored in.
 
-    name: a directory with a Hugging Face `config.json` and weights; the name of a configuration
-        class of transformers (`LlamaConfig`), whose weights are then random; or `module:factory`,
-        called without arguments (`model_and_call` says what it returns).
+    name: a directory with a Hugging Face `config.json`, weights, and the class in its
+        `architectures`; the name of a configuration class of transformers (`LlamaConfig`), whose
+        weights are then random; or `module:factory`, called without arguments (`model_and_call`
+        says what it returns).
     entries: of the Hugging Face configuration, in place of its own.
 
-    Raises ConfigError for what cannot be found.
+    Raises ConfigError for what cannot be found, and for weights that are not the model's.
     """
     if is_factory(name):
-        return model_and_call(callable_named(name)(), name)[0]
+        return model_and_call(_call(callable_named(name), name), name)[0]
     config = _configuration(name, entries or {})
-    causal_lm = _transformers(name).AutoModelForCausalLM
-    if (Path(name) / "config.json").is_file():
-        loaded: nn.Module = causal_lm.from_pretrained(name, config=config, dtype="auto")
-        return loaded
+    transformers = _transformers(name)
+    if is_file(Path(name) / "config.json"):
+        with bounded_modules(name), transformers_errors(f"{name} cannot be loaded"):
+            return load_pretrained(transformers, name, config, **_DATA_ONLY)
     return _causal_lm(config, "cpu")
+
+
+def check_named(name: str, entries: Mapping[str, Any] | None = None) -> None:
+    """Raise ConfigError for a name, a configuration or entries that `load_model` refuses."""
+    _configuration(name, entries or {})
 
 
 def load_on_meta(
@@ -64,14 +84,21 @@ def load_on_meta(
         these names. A language model may come alone: it is called with input_ids and labels of
         [batch, sequence].
 
-    Raises ConfigError for what cannot be found.
+    Raises ConfigError for what cannot be found, and for more than MOST_TOKENS.
     """
+    if batch * sequence > MOST_TOKENS:
+        raise ConfigError(
+            message(
+                f"a batch of {batch:,} x {sequence:,} tokens is more than {MOST_TOKENS:,}",
+                remedy="Give the batch of one data-parallel rank.",
+            )
+        )
     if is_factory(name):
         found = _from_factory(name, batch, sequence, dtype)
     else:
         config = _configuration(name, entries or {})
         longest = getattr(config, "max_position_embeddings", None)
-        if isinstance(longest, int) and longest < sequence:
+        if isinstance(longest, int) and 0 < longest < sequence:
             remedy = f"Give --sequence {longest}, or --option max_position_embeddings={sequence}."
             what = f"a sequence of {sequence} is longer than max_position_embeddings={longest}"
             raise ConfigError(message(what, remedy=remedy))
@@ -83,14 +110,16 @@ def load_on_meta(
 def load_tokenizer(name: str) -> Any:
     """The tokenizer of a Hugging Face directory, or None where there is none."""
     files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-    if not any((Path(name) / file).is_file() for file in files):
+    if not any(is_file(Path(name) / file) for file in files):
         return None
-    return _transformers(name).AutoTokenizer.from_pretrained(name)
+    auto = _transformers(name).AutoTokenizer
+    with transformers_errors(f"the tokenizer of {name} cannot be read"):
+        return auto.from_pretrained(name, **_DATA_ONLY)
 
 
 def is_factory(name: str) -> bool:
     """Whether `name` is of the form `module:factory`."""
-    return ":" in name and not Path(name).exists()
+    return ":" in name and not is_file(name) and not is_directory(name)
 
 
 def callable_named(name: str) -> Callable[..., Any]:
@@ -108,6 +137,8 @@ def callable_named(name: str) -> Callable[..., Any]:
             found = getattr(found, part)
     except (ModuleNotFoundError, AttributeError) as error:
         raise ConfigError(message(f"{name!r} cannot be found: {error}")) from error
+    except Exception as error:  # of the module itself
+        raise _failed(f"{name!r} cannot be imported", error) from error
     if not callable(found):
         raise ConfigError(message(f"{name!r} is a {type(found).__name__}, not a function"))
     return found  # type: ignore[no-any-return]
@@ -135,12 +166,35 @@ def model_and_call(made: Any, source: str) -> tuple[nn.Module, tuple[Any, ...], 
     return model, tuple(args) if isinstance(args, (tuple, list)) else (args,), dict(kwargs)
 
 
+def _call(factory: Callable[..., Any], name: str, **given: Any) -> Any:
+    try:
+        return factory(**given)
+    except AutoshardError:
+        raise
+    except Exception as error:
+        raise _failed(f"{name} cannot make a model", error) from error
+
+
+def _failed(what: str, error: Exception) -> ConfigError:
+    """The error of a user's module, with the line that raised it."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__ and not frame.filename.startswith("<")
+    ]
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
+    return ConfigError(message(f"{what}: {type(error).__name__}: {error}", where=where))
+
+
 def _from_factory(name: str, batch: int, sequence: int, dtype: torch.dtype) -> ModelCall:
     factory = callable_named(name)
-    known = inspect.signature(factory).parameters
+    try:
+        known: Mapping[str, Any] = inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # a function of C
+        known = {}
     given = {k: v for k, v in (("batch", batch), ("sequence", sequence)) if k in known}
     with torch.device("meta"):
-        model, args, kwargs = model_and_call(factory(**given), name)
+        model, args, kwargs = model_and_call(_call(factory, name, **given), name)
     model = model.to("meta", dtype)
     if not args and not kwargs and "input_ids" in inspect.signature(model.forward).parameters:
         return _language_model(model, batch, sequence)
@@ -155,48 +209,75 @@ def _language_model(model: nn.Module, batch: int, sequence: int) -> ModelCall:
 
 def _configuration(name: str, entries: Mapping[str, Any]) -> Any:
     transformers = _transformers(name)
-    if (Path(name) / "config.json").is_file():
-        config = transformers.AutoConfig.from_pretrained(name, **entries)
+    if is_file(Path(name) / "config.json"):
+        made = check_configuration(transformers, name, entries)
+        make = functools.partial(transformers.AutoConfig.from_pretrained, name, **_DATA_ONLY)
     else:
-        made = getattr(transformers, name, None)
-        base = transformers.PretrainedConfig
-        if not (isinstance(made, type) and issubclass(made, base)):
-            raise ConfigError(
-                message(
-                    f"{name} is no directory with a config.json, no module:factory and no "
-                    "configuration class of transformers",
-                    remedy="Such a class is LlamaConfig.",
-                )
-            )
-        config = made(**entries)
-    default = type(config)()  # a configuration keeps whatever it is given
-    unknown = [key for key in entries if not hasattr(default, key)]
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], default.to_dict(), n=1)
-        raise ConfigError(
-            message(
-                f"{type(config).__name__} has no entry {unknown[0]!r}",
-                remedy=f"Did you mean {near[0]!r}?" if near else None,
-            )
+        made = make = _configuration_class(transformers, name)
+        check_entries(entries)
+    with transformers_errors(f"transformers takes no such {made.__name__}"):
+        check_known(made(), entries)
+        return make(**entries)
+
+
+_DATA_ONLY = {"trust_remote_code": False, "local_files_only": True}
+"""What transformers is told of every directory: it is data, and all there is."""
+
+
+def _configuration_class(transformers: Any, name: str) -> Any:
+    with contextlib.suppress(Exception):  # a module of transformers that cannot be imported here
+        made = getattr(transformers, name)
+        if isinstance(made, type) and issubclass(made, transformers.PretrainedConfig):
+            return made
+    raise ConfigError(
+        message(
+            f"{name} is no directory with a config.json, no module:factory and no "
+            "configuration class of transformers",
+            remedy="Such a class is LlamaConfig.",
         )
-    return config
+    )
 
 
 def _causal_lm(config: Any, device: str) -> nn.Module:
     """A causal language model of the configuration, with the weights it is initialised with."""
-    transformers = _transformers(type(config).__name__)
-    try:
-        with torch.device(device):
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    except ValueError as error:
+    name = type(config).__name__
+    transformers = _transformers(name)
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
             message(
-                f"{type(config).__name__} makes no causal language model",
+                f"{name} makes no causal language model",
                 remedy="Write a module:factory that returns (model, args) for it.",
             )
-        ) from error
+        )
+    model = _built(transformers, config, "meta")
+    if device != "meta":
+        _refuse_larger_than_memory(model, name)
+        model = _built(transformers, config, device)
     compat.choose_causal_loss(model)
     return model
+
+
+def _built(transformers: Any, config: Any, device: str) -> nn.Module:
+    name = type(config).__name__
+    cannot = f"transformers cannot make a model of this {name}"
+    with transformers_errors(cannot), bounded_modules(name), torch.device(device):
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+            config, trust_remote_code=False
+        )
+    return model
+
+
+def _refuse_larger_than_memory(model: nn.Module, name: str) -> None:
+    needed = sum(p.numel() * p.element_size() for p in model.parameters())
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise ConfigError(
+            message(
+                f"the weights of this {name} are {needed / 1e9:,.0f} GB, and this machine has "
+                f"{there / 1e9:,.0f} GB of memory",
+                remedy="Give smaller sizes, such as --option num_hidden_layers=2.",
+            )
+        )
 
 
 def _transformers(name: str) -> Any:

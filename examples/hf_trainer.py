@@ -1,35 +1,54 @@
-"""Hugging Face's Trainer over a sharded model.
+"""Hugging Face's Trainer over a sharded model: it trains, evaluates, saves, resumes.
 
-    torchrun --nproc-per-node 2 examples/hf_trainer.py
-
-Under torchrun, Trainer wraps the model in DistributedDataParallel and gives each process its own
-batches. On a tp axis the processes are one worker: `ShardedTrainer` says so in three places.
+torchrun --nproc-per-node 2 examples/hf_trainer.py --steps 4
+torchrun --nproc-per-node 2 examples/hf_trainer.py --steps 8 --resume --axis dp_shard
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import autoshard
 
 
 class ShardedTrainer(Trainer):
-    """A Trainer whose processes work on one batch together."""
+    """A Trainer without DistributedDataParallel, whose checkpoints are those of one process. On a
+    tp axis the processes work on one batch together."""
+
+    tp_size = 1
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self.accelerator.prepare_model = lambda model, **_: model  # no DDP
-        self.accelerator.prepare_data_loader = lambda loader, **_: loader  # the same batches
+        if self.tp_size > 1:
+            self.accelerator.prepare_data_loader = lambda loader, **_: loader  # the same batches
 
     def get_tp_size(self) -> int:
-        """Tokens and losses are counted once, not once a process."""
-        return self.args.world_size
+        """Tokens and losses are counted once, not once a process of a tp axis."""
+        return self.tp_size
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Every process gathers, the first one writes."""
+        state, first = whole(self.model.state_dict()), self.args.should_save
+        self.model.save_pretrained(output_dir, state_dict=state, is_main_process=first)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        state = whole(self.optimizer.state_dict())
+        if self.args.should_save:
+            torch.save(state, os.path.join(output_dir, "optimizer.pt"))
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
+
+
+def whole(state: dict[str, object]) -> dict[str, object]:
+    """The same with plain tensors in the place of sharded ones."""
+    return pytree.tree_map_only(DTensor, lambda t: t.full_tensor(), state)  # type: ignore[no-any-return]
 
 
 class Counting(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -56,23 +75,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--inner", default="inductor")
+    parser.add_argument("--axis", default="tp", choices=["tp", "dp_shard"])
+    parser.add_argument("--folder", default="trained")
+    parser.add_argument("--resume", action="store_true", help="from the folder's last checkpoint")
     parser.add_argument("--serial", action="store_true", help="do not shard")
     args = parser.parse_args()
-    model = tiny_llama()
+    model, world = tiny_llama(), int(os.environ.get("WORLD_SIZE", 1))
     if not args.serial:
-        # every process has the same batch; in place, so that Trainer sees the model it knows
-        options = {"mesh": {"tp": int(os.environ.get("WORLD_SIZE", 1))}, "inner": args.inner}
+        # in place, so that Trainer sees the model it knows
+        options = {"mesh": {args.axis: world}, "inner": args.inner}
         model.compile(backend="autoshard", options=options)
-    with tempfile.TemporaryDirectory() as folder:
-        quiet = dict(disable_tqdm=True, report_to="none", save_strategy="no")
-        steps = dict(max_steps=args.steps, logging_steps=1, learning_rate=3e-3)
-        cpu = not torch.cuda.is_available()
-        settings = TrainingArguments(folder, use_cpu=cpu, **steps, **quiet)
-        trainer = ShardedTrainer(model=model, args=settings, train_dataset=Counting())
-        trainer.train()
+    ShardedTrainer.tp_size = world if args.axis == "tp" else 1
+    rows = 8 * ShardedTrainer.tp_size // world  # eight in all, on any mesh
+    quiet = dict(disable_tqdm=True, report_to="none", use_cpu=not torch.cuda.is_available())
+    data = dict(train_sampling_strategy="sequential", per_device_train_batch_size=rows)
+    steps = dict(max_steps=args.steps, logging_steps=1, learning_rate=3e-3)
+    saved = dict(save_steps=2, eval_steps=2, eval_strategy="steps", load_best_model_at_end=True)
+    settings = TrainingArguments(
+        args.folder, lr_scheduler_type="constant", **steps, **saved, **data, **quiet
+    )
+    trainer = ShardedTrainer(model, settings, train_dataset=Counting(), eval_dataset=Counting())
+    trainer.train(resume_from_checkpoint=args.resume)
+    trainer.save_model(os.path.join(args.folder, "best"))
     if trainer.is_world_process_zero():
-        for entry in trainer.state.log_history[:-1]:
-            print(f"step {entry['step']} loss {entry['loss']:.6f} norm {entry['grad_norm']:.4f}")
+        for entry in trainer.state.log_history:
+            if "grad_norm" in entry:
+                norm = entry["grad_norm"]
+                print(f"step {entry['step']} loss {entry['loss']:.6f} norm {norm:.4f}")
+            elif "eval_loss" in entry:
+                print(f"evaluated at {entry['step']}: {entry['eval_loss']:.6f}")
         print("compiled", len(autoshard.programs(model)), "graphs")
 
 

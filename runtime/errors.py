@@ -34,6 +34,10 @@ class BatchMismatchError(AutoshardError):
     """Ranks that compute one batch together were given different ones."""
 
 
+class CollectiveError(AutoshardError):
+    """A collective, or a read of a stored parameter, to which a rank did not come."""
+
+
 class ShardingRuleError(AutoshardError, ValueError):
     """A sharding rule that cannot be read, or that contradicts its operator."""
 

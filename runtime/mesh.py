@@ -8,12 +8,13 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autoshard.runtime.agreement import agree
+from autoshard.runtime.agreement import agree, limit_group
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.errors import ConfigError, message
 
@@ -21,6 +22,7 @@ AXIS_ORDER = ("dp_replicate", "dp_shard", "tp")
 """Outermost first: ranks next to each other share the tp axis, which communicates most."""
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LIMIT = timedelta(minutes=10)  # of collectives, and of what `timeout` says where it is not given
 _meshes: dict[tuple[object, ...], Mesh] = {}
 
 
@@ -87,7 +89,7 @@ def init_mesh(sizes: Mapping[str, int] | DeviceMesh | None, device_type: str) ->
         agree("mesh", " ".join(lines), lines, everyone)
         mesh = init_device_mesh(device_type, tuple(ordered.values()), mesh_dim_names=tuple(ordered))
         _meshes[key] = Mesh(axes_of(mesh), mesh)
-    return _meshes[key]
+    return _limited(_meshes[key])
 
 
 def data_coordinate(mesh: Mesh) -> int:
@@ -151,7 +153,17 @@ def _of_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     key = (device_mesh,)
     if key not in _meshes:
         _meshes[key] = Mesh(axes_of(device_mesh), device_mesh)
-    return _meshes[key]
+    return _limited(_meshes[key])
+
+
+def _limited(mesh: Mesh) -> Mesh:
+    """The mesh, the collectives of whose axes wait no longer than `timeout`.
+
+    init_device_mesh gives sub-groups torch's default, whatever the limit of the world's own group.
+    """
+    for axis in mesh.axes:
+        limit_group(axis.group)
+    return mesh
 
 
 def _ordered(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -185,11 +197,11 @@ def start_world(device_type: str) -> int:
             torch.get_device_module(device_type).set_device(int(os.environ.get("LOCAL_RANK", 0)))
             native = dist.get_default_backend_for_device(device_type)
             backend = f"cpu:gloo,{device_type}:{native}"
-        dist.init_process_group(backend)
-        atexit.register(_destroy_process_group)
+        dist.init_process_group(backend, timeout=_LIMIT)
+        atexit.register(_destroy_process_group, os.getpid())
     return dist.get_world_size()
 
 
-def _destroy_process_group() -> None:
-    if dist.is_initialized():
+def _destroy_process_group(process: int) -> None:
+    if os.getpid() == process and dist.is_initialized():
         dist.destroy_process_group()

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
 
 import pytest
 
-from gloo_pool import GlooPool
+from gloo_pool import COLLECTION, GlooPool
 
 # Before anything imports torch: the suite runs several processes on few cores, and never
 # reaches for a network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Inductor's vectorized code takes it half as long again to write and the compiler half as long
+# again to read; how its loops look is torch's to test. Tests that are about it unset this.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+# A trace makes a million objects that live: fewer looks at all those of torch and transformers.
+gc.set_threshold(*COLLECTION)
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from autoshard.building.batch_check import batch_shapes
+from autoshard.building.data_ranks import agree_on_data_axes, digest_of, node_line
 from autoshard.building.one_rank import build_program
 from autoshard.compiling import settings
 from autoshard.config import Config
@@ -22,9 +21,6 @@ from autoshard.runtime.agreement import agree
 from autoshard.runtime.collectives import State
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import is_planned
-
-# Which device of its kind a rank uses, and where an object lies, are its own affair.
-_OF_THIS_PROCESS = re.compile(r":\d+(?=['\"])|(?: object)? at 0x[0-9a-f]+|, index=\d+")
 
 
 def build_agreed(
@@ -46,8 +42,8 @@ def build_agreed(
     lines = [wishes, f"hardware: {machine.name}", *plan_lines(program)]
     if config.rng == "tracker":  # values that all ranks hold are drawn from states of one seed
         lines.append(f"torch.initial_seed() {torch.initial_seed()}")
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    agree("plan", digest, lines, mesh.axis("tp"), note=batch_shapes(inputs))
+    agree("plan", digest_of(lines), lines, mesh.axis("tp"), note=batch_shapes(inputs))
+    agree_on_data_axes(program, inputs, new=bool(unplanned_parameters(inputs, program)))
     return program
 
 
@@ -55,14 +51,13 @@ def plan_lines(program: Program) -> list[str]:
     """The lines that ranks compare: options, each parameter's placement, and each node with its
     constants, shape, dtype and strategy."""
     lines = [f"gradients: {program.microbatch}", *program.config.lines()]
-    lines += [f"parameter {name}: {state}" for name, state in program.plan.parameters.items()]
+    for node, name in program.parameters.items():
+        frozen = "" if value(node).requires_grad else ", frozen"
+        lines.append(f"parameter {name}: {program.plan.parameters[name]}{frozen}")
     strategies = program.decisions.strategies
     for node in program.serial.graph.nodes:
-        val = value(node)
-        shape = f" {tuple(val.shape)} {val.dtype}" if isinstance(val, torch.Tensor) else ""
         text = f": {strategy_text(strategies[node])}" if node in strategies else ""
-        args = _OF_THIS_PROCESS.sub("", f"{node.args}") if node.op == "call_function" else ""
-        lines.append(f"{node.op} {program.parameters.get(node, node.name)}{args}{shape}{text}")
+        lines.append(f"{node_line(node, program.parameters)}{text}")
     copies = program.plan.graphs[fingerprint(program.serial)].copies
     return lines + [f"copy of {name}: {state}" for name, state in copies.items()]
 

@@ -69,11 +69,12 @@ def build_program(
     config: Config,
     machine: Hardware,
     microbatch: str | None = None,
+    even: bool = False,
 ) -> Program:
     """Plan one Dynamo graph on the axis tp for `machine`; rewrite it for one rank of the mesh.
 
     microbatch: what its backward does with gradients (`unshard.MICROBATCH`); None: what the graph
-    was traced for.
+    was traced for. even: whether only dims are split that the axis divides.
 
     Raises CaptureError where the graph cannot be captured and PlanError where a loaded plan or
     the memory budget cannot be met.
@@ -85,7 +86,7 @@ def build_program(
     watch = DebugWatch(settings(), mesh.axes)
     captured = capture(gm, example_inputs, dtypes)
     say_stored(captured, inputs, config)
-    planned = plan_captured(captured, inputs, mesh, config, machine, watch)
+    planned = plan_captured(captured, inputs, mesh, config, machine, watch, even)
     serial, decisions, parameters = planned.serial, planned.decisions, planned.parameters
     if axis.size > 1:
         guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
@@ -120,6 +121,7 @@ def plan_captured(
     config: Config,
     machine: Hardware,
     watch: Watch = SILENT,
+    even: bool = False,
 ) -> Planned:
     """Plan a captured graph on the axis tp of `mesh`; the passes before the plan change it."""
     axis = mesh.axis("tp")
@@ -149,6 +151,7 @@ def plan_captured(
         memory_budget=config.memory_budget,
         plan=plan,
         layout=Layout.of(sizes, config.zero, config.bucket_bytes),
+        even=even,
     )
     decisions = plan_graph(serial, axis.size, machine, request)
     full = with_graph(plan, decisions, request, serial, axis.size)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import math
+import re
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from autoshard.errors import ConfigError, message
+from autoshard.runtime.input_file import MOST_RANKS
 
 _MODEL = (
-    "a Hugging Face directory, a configuration class of transformers such as LlamaConfig (random "
-    "weights), or module:factory, which returns a model, (model, args), (model, kwargs) or "
-    "(model, args, kwargs)"
+    "a Hugging Face directory (no code of its own is run), a configuration class of transformers "
+    "such as LlamaConfig (random weights), or module:factory, which returns a model, (model, "
+    "args), (model, kwargs) or (model, args, kwargs)"
 )
 
 
@@ -38,12 +42,16 @@ def mesh_sizes(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = (piece.strip() for piece in part.partition("="))
-        if not name or not equals or not size.isdigit() or name in sizes:
+        if not name or not equals or name in sizes or not _whole(size, MOST_RANKS):
             raise argparse.ArgumentTypeError(
-                f"{text!r} is no mesh: {part.strip()!r}. "
+                f"{_short(text)} is no mesh: {_short(part.strip())}. "
                 "Write each axis once, with its size: dp_shard=2,tp=4."
             )
         sizes[name] = int(size)
+    if math.prod(sizes.values()) > MOST_RANKS:
+        raise argparse.ArgumentTypeError(
+            f"{_short(text)} is no mesh: more than {MOST_RANKS:,} ranks."
+        )
     return sizes
 
 
@@ -51,18 +59,57 @@ def named_value(text: str) -> tuple[str, Any]:
     """`zero=2` -> ("zero", 2): a Python literal, or a string without its quotes."""
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+        raise argparse.ArgumentTypeError(f"{_short(text)} is not NAME=VALUE")
     try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
+        with warnings.catch_warnings(action="ignore"):  # such as an escape that means nothing
+            return name, ast.literal_eval(value)
+    except (MemoryError, RecursionError):
+        raise argparse.ArgumentTypeError(f"{_short(text)} is nested too deeply") from None
+    except (SyntaxError, TypeError, ValueError):
         return name, value
 
 
-def positive(text: str) -> int:
-    """An int above 0."""
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+def positive(text: str, most: int = 2**63 - 1) -> int:
+    """An int above 0, and at most `most`."""
+    if not _whole(text, most):
+        bound = f" up to {most:,}" if text.isdecimal() and int(text[:20]) else ""
+        raise argparse.ArgumentTypeError(f"{_short(text)} is not a positive number{bound}")
     return int(text)
+
+
+def world_size(text: str) -> int:
+    """A number of ranks."""
+    return positive(text, MOST_RANKS)
+
+
+def batch_size(text: str) -> int:
+    """A number of sequences, or of tokens in one."""
+    return positive(text, 2**24)
+
+
+def seed(text: str) -> int:
+    """A seed of torch's generators."""
+    return 0 if text == "0" else positive(text)
+
+
+def finite(text: str) -> float:
+    """A number from 0, neither infinite nor NaN."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{_short(text)} is not a number from 0")
+    return number
+
+
+def _whole(text: str, most: int) -> bool:
+    """Whether `text` spells an int from 1 to `most` in the digits 0 to 9."""
+    return re.fullmatch("0*[1-9][0-9]{0,18}", text) is not None and int(text) <= most
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) < 80 else text[:80] + "...")
 
 
 def options_and_entries(
@@ -88,8 +135,8 @@ def options_and_entries(
 
 _FLAGS: dict[str, dict[str, Any]] = {
     "mesh": {"type": mesh_sizes, "metavar": "dp_shard=2,tp=4", "help": "axes and their sizes"},
-    "batch": {"type": positive, "metavar": "N", "help": "sequences in a batch"},
-    "sequence": {"type": positive, "metavar": "N", "help": "tokens in a sequence"},
+    "batch": {"type": batch_size, "metavar": "N", "help": "sequences in a batch"},
+    "sequence": {"type": batch_size, "metavar": "N", "help": "tokens in a sequence"},
     "dtype": {
         "choices": ("float64", "float32", "bfloat16", "float16"),
         "help": "of the parameters",

@@ -23,4 +23,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (AutoshardError, OSError) as error:
         print(f"autoshard: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except RuntimeError as error:
+        if not _is_of_dynamo(error):
+            raise
+        said = "\n  ".join(line for line in str(error).splitlines() if line.strip())
+        print(f"autoshard: error: the model cannot be called: {said}", file=sys.stderr)
+        return 1
     return status or 0
+
+
+def _is_of_dynamo(error: Exception) -> bool:
+    """Whether the model's own operators refused their operands while Dynamo traced it: sizes of a
+    configuration that do not fit together. (By name: the command line imports torch late.)"""
+    return any(kind.__name__ == "TorchDynamoException" for kind in type(error).__mro__)

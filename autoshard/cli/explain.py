@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
         call.args,
         call.kwargs,
         mesh=arguments.mesh,
-        hardware=arguments.hardware or DEFAULT_HARDWARE,
+        hardware=DEFAULT_HARDWARE if arguments.hardware is None else arguments.hardware,
         **options,
     )
     print(program.explain(), end="")

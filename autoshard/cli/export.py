@@ -25,7 +25,7 @@ def add_command(commands: Any) -> None:
             name, parents=[shared_arguments(**shared)], help=about
         )
         parser.add_argument("directory", type=Path, help="where to write; must not exist")
-        parser.set_defaults(run=run)
+        parser.set_defaults(run=lambda given: _unless_taken(run, given))
         return parser
 
     trtllm = add_format(
@@ -60,6 +60,14 @@ def add_command(commands: Any) -> None:
         parser.add_argument(
             "--max-length", type=positive, help="tokens of the key-value cache (default: no cache)"
         )
+
+
+def _unless_taken(run: Callable[[argparse.Namespace], None], arguments: argparse.Namespace) -> None:
+    """Write, where the directory can be had; before the model is loaded."""
+    from autoshard.export import check_target
+
+    check_target(arguments.directory)
+    run(arguments)
 
 
 def write_trtllm(arguments: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoshard.cli.arguments import options_and_entries, positive, shared_arguments
+from autoshard.cli.arguments import options_and_entries, shared_arguments, world_size
 from autoshard.cli.progress import ProgressLine
 from autoshard.errors import AutoshardError, message
 
@@ -31,7 +31,7 @@ def add_command(commands: Any) -> None:
         description="--batch is that of one data-parallel rank, --mesh the only one to price, and "
         "--hardware may be a .yaml or .json file: a cluster of your own.",
     )
-    parser.add_argument("--world", type=positive, required=True, help="number of ranks (devices)")
+    parser.add_argument("--world", type=world_size, required=True, help="number of ranks (devices)")
     parser.add_argument(
         "--recipe",
         default="pure",
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
         call.args,
         call.kwargs,
         world=arguments.world,
-        hardware=arguments.hardware or DEFAULT_HARDWARE,
+        hardware=DEFAULT_HARDWARE if arguments.hardware is None else arguments.hardware,
         mesh=arguments.mesh,
         training=training,
         progress=ProgressLine(),

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from autoshard.cli.arguments import options_and_entries, positive, shared_arguments
+from autoshard.cli.arguments import finite, options_and_entries, positive, seed, shared_arguments
 from autoshard.cli.progress import ProgressLine
 
 
@@ -22,9 +22,9 @@ def add_command(commands: Any) -> None:
         "tokens. Exit status: 0 equal, 1 different or failed, 2 usage.",
     )
     parser.add_argument("--steps", type=positive, default=1, help="of training (default 1)")
-    parser.add_argument("--lr", type=float, default=0.1, help="learning rate of the steps (SGD)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tolerance", type=float, help="default: by dtype and float64 run")
+    parser.add_argument("--lr", type=finite, default=0.1, help="learning rate of the steps (SGD)")
+    parser.add_argument("--seed", type=seed, default=0)
+    parser.add_argument("--tolerance", type=finite, help="default: by dtype and float64 run")
     parser.set_defaults(run=run)
 
 
@@ -32,12 +32,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Verify and print; the exit status."""
     import torch
 
-    from autoshard.model_source import is_factory
+    from autoshard.model_source import check_named, is_factory
     from autoshard.verification import verify
 
     options, entries = options_and_entries(arguments.model, arguments.option)
     source: Any = arguments.model
     if not is_factory(source):
+        check_named(source, entries)  # before processes start
         source = NamedModel(source, entries, arguments.batch, arguments.sequence)
     proof = verify(
         source,

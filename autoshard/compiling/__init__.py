@@ -9,3 +9,4 @@ from autoshard.compiling.inner import compile_local
 from autoshard.compiling.parameter_use import lowered_dtypes, say_stored, traced_microbatch, use_by
 from autoshard.compiling.rendering import render
 from autoshard.compiling.serving import check_serving
+from autoshard.compiling.watching import watched

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from autoshard.export.errors import ExportError
 from autoshard.export.spec import EngineSpec
+from autoshard.export.target import check_target
 from autoshard.export.to_huggingface import huggingface
 from autoshard.export.to_onnx import onnx
 from autoshard.export.to_tensorrt import tensorrt

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +11,16 @@ from typing import Any
 import torch
 
 from autoshard.export.errors import export_error
+from autoshard.planning.cost import hardware
+from autoshard.runtime.input_file import MOST_RANKS
 
 DIMS = ("batch", "sequence")
 """Names of the first dims of the inputs, which may vary."""
+
+MOST_SIZE = 2**31 - 1
+"""The largest size that TensorRT counts in."""
+
+_DYNAMIC = f"It takes {{name: (minimum, optimum, maximum)}} of {' and '.join(DIMS)}."
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -51,6 +60,13 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         _ = self.tp, self.weight_dtype, self.extents
+        if self.max_length is not None and not _is_size(self.max_length):
+            raise export_error(
+                f"max_length {_short(self.max_length)}: give the tokens of the cache, or None"
+            )
+        if not isinstance(self.hardware, str):
+            raise export_error(f"hardware {_short(self.hardware)} is no name of a machine")
+        hardware(self.hardware)  # ConfigError, naming the closest
 
     @property
     def tp(self) -> int:
@@ -67,7 +83,10 @@ class EngineSpec:
     @property
     def extents(self) -> dict[str, Extent]:
         """The sizes of each dynamic dim, by its name."""
-        return {name: _extent(name, sizes) for name, sizes in (self.dynamic or {}).items()}
+        dynamic = {} if self.dynamic is None else self.dynamic
+        if not isinstance(dynamic, Mapping):
+            raise export_error(f"dynamic {_short(dynamic)}: give sizes by name", remedy=_DYNAMIC)
+        return {name: _extent(name, sizes) for name, sizes in dynamic.items()}
 
 
 def axis_sizes(
@@ -77,31 +96,48 @@ def axis_sizes(
 
     why, remedy: what the error says of another axis.
     """
+    if not isinstance(mesh, Mapping):
+        raise export_error(f"mesh {_short(mesh)} is no dict of sizes by axis name", remedy=remedy)
     for name, size in mesh.items():
+        if not _is_size(size):
+            raise export_error(
+                f"mesh axis {_short(name)} has size {_short(size)}, not an integer from 1 to "
+                f"{MOST_SIZE:,}"
+            )
         if name not in axes and size != 1:
             raise export_error(f"mesh axis {name} of size {size}: {why}", remedy=remedy)
     sizes = tuple(mesh.get(name, 1) for name in axes)
-    for name, size in zip(axes, sizes):
-        if not isinstance(size, int) or size < 1:
-            raise export_error(f"mesh axis {name} has size {size!r}, not an integer from 1")
+    if math.prod(sizes) > MOST_RANKS:
+        raise export_error(f"a mesh of {math.prod(sizes):,} ranks is more than {MOST_RANKS:,}")
     return sizes
 
 
 def weight_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """The type that weights are written in, by its name or itself."""
-    found = DTYPES.get(str(dtype).removeprefix("torch."))
+    known = isinstance(dtype, (str, torch.dtype))
+    found = DTYPES.get(str(dtype).removeprefix("torch.")) if known else None
     if found is None:
         raise export_error(
-            f"dtype {dtype!r} cannot be written", remedy=f"Give {', '.join(DTYPES)}."
+            f"dtype {_short(dtype)} cannot be written", remedy=f"Give {', '.join(DTYPES)}."
         )
     return found
 
 
 def _extent(name: str, sizes: tuple[int, int, int]) -> Extent:
     if name not in DIMS:
-        raise export_error(f"dynamic size {name!r} is not known; there are {', '.join(DIMS)}")
-    low, best, high = sizes
-    if not 1 <= low <= best <= high:
-        bounds = "1 <= minimum <= optimum <= maximum"
-        raise export_error(f"dynamic {name} {tuple(sizes)}: give {bounds}")
-    return Extent(low, best, high)
+        raise export_error(f"dynamic size {_short(name)} is not known", remedy=_DYNAMIC)
+    given = tuple(sizes) if isinstance(sizes, Sequence) else (sizes,)
+    if len(given) != 3 or not all(map(_is_size, given)) or list(given) != sorted(given):
+        raise export_error(
+            f"dynamic {name} {_short(sizes)}: give 1 <= minimum <= optimum <= maximum, at most "
+            f"{MOST_SIZE:,}",
+            remedy=_DYNAMIC,
+        )
+    return Extent(*given)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_SIZE
+
+
+_short = reprlib.Repr().repr

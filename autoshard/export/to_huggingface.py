@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,13 @@ from torch import nn
 
 from autoshard.export.destination import Destination, Progress
 from autoshard.export.errors import export_error
+from autoshard.export.published_config import add_older_names
+from autoshard.export.published_form import (
+    CheckpointPart,
+    StateTensor,
+    in_published_form,
+    published_parts,
+)
 from autoshard.export.safetensors_file import SafetensorsFile
 from autoshard.export.serial_graph import unwrapped
 from autoshard.export.spec import weight_dtype
@@ -26,18 +33,11 @@ from autoshard.export.weight_source import WeightSource, WholeParameter
 
 _METADATA = {"format": "pt"}
 
+Description = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor that is written."""
 
-@dataclass(frozen=True)
-class _Tensor:
-    """One tensor of the state dict. value: the parameter or buffer as it is stored."""
-
-    name: str
-    value: torch.Tensor
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.value.numel() * self.dtype.itemsize
+Files = dict[str, dict[str, Description]]
+"""The tensors of each file, by name."""
 
 
 def huggingface(
@@ -52,10 +52,11 @@ def huggingface(
     """Write the whole model as a Hugging Face directory; return the directory.
 
     model: any module, plain or with the parameters of a running sharded job; then every rank must
-    call, one parameter is whole at a time, and rank 0 writes. Names are those of its state dict; a
-    parameter under several names is written under the first. `config.json` and
-    `generation_config.json` are written where the model has them, and the tokenizer's files where
-    one is given.
+    call, one parameter is whole at a time, and rank 0 writes. Names and shapes are those of its
+    state dict, and of a model of transformers those that `save_pretrained` writes: the form of its
+    published checkpoints. A parameter under several names is written under the first.
+    `config.json` and `generation_config.json` are written where the model has them, and the
+    tokenizer's files where one is given.
 
     dtype: of floating-point parameters: "float16", "bfloat16" or "float32"; None keeps each one's.
     max_shard_bytes: of tensors in one file, where a single tensor is not larger; with more than one
@@ -67,75 +68,93 @@ def huggingface(
         raise export_error(f"max_shard_bytes={max_shard_bytes} must be at least 1")
     kind = None if dtype is None else weight_dtype(dtype)
     source = WeightSource(model)
-    files = _files(_tensors(model, kind), max_shard_bytes)
-    total, done = sum(map(len, files.values())), 0
+    parts = published_parts(model, _tensors(model, kind))
+    written = {name: one for part in parts for name, one in part.written.items()}
+    files = _files(written, max_shard_bytes)
     with Destination(directory, source.job) as destination:
         if source.job.rank == 0:
             destination.attempt(lambda: _beside(model, files, destination.partial, kind, tokenizer))
-        for name, tensors in files.items():
-            for one in _write(source, destination, name, tensors):
-                done += 1
-                if progress is not None and source.job.rank == 0:
-                    progress(one, done, total)
+        for done, name in enumerate(_write(model, source, destination, files, parts), 1):
+            if progress is not None and source.job.rank == 0:
+                progress(name, done, len(written))
     return Path(directory)
 
 
 def _write(
-    source: WeightSource, destination: Destination, name: str, tensors: list[_Tensor]
+    model: nn.Module,
+    source: WeightSource,
+    destination: Destination,
+    files: Files,
+    parts: list[CheckpointPart],
 ) -> Iterator[str]:
-    """One file, one parameter at a time: the name of each, once it is written. Every rank takes
+    """All files, one part at a time: the name of each tensor, once it is written. Every rank takes
     part in reading, rank 0 writes."""
-    sizes = {one.name: (tuple(one.value.shape), one.dtype) for one in tensors}
+    place = {name: file for file, tensors in files.items() for name in tensors}
+    left = {file: len(tensors) for file, tensors in files.items()}
     with contextlib.ExitStack() as stack:
-        opened: list[SafetensorsFile] = []
+        opened: dict[str, SafetensorsFile] = {}
 
-        def begin() -> None:
-            file = SafetensorsFile(destination.partial / name, sizes, _METADATA)
-            opened.append(stack.enter_context(file))
+        def put(part: CheckpointPart, tensors: dict[str, torch.Tensor]) -> None:
+            for name, tensor in in_published_form(model, part, tensors).items():
+                file = place[name]
+                if file not in opened:
+                    made = SafetensorsFile(destination.partial / file, files[file], _METADATA)
+                    opened[file] = stack.enter_context(made)
+                opened[file].write(name, tensor)
+                left[file] -= 1
+                if left[file] == 0:
+                    opened[file].close()
 
-        if source.job.rank == 0:
-            destination.attempt(begin)
-        for one in tensors:
-            tensor = one.value.detach()
-            if one.name in source.parameters:
-                tensor = source.read(one.name, [[WholeParameter()]]).tensor
-            for file in opened:
-                destination.attempt(partial(file.write, one.name, tensor.to(one.dtype)))
-            del tensor
-            yield one.name
-        for file in opened:
-            destination.attempt(file.close)
+        for part in parts:
+            tensors = {}
+            for one in part.sources:
+                tensor = one.value.detach()
+                if one.name in source.parameters:
+                    tensor = source.read(one.name, [[WholeParameter()]]).tensor
+                tensors[one.name] = tensor.to(one.dtype)
+                del tensor
+            if source.job.rank == 0:
+                destination.attempt(partial(put, part, tensors))
+            del tensors
+            yield from part.written
 
 
-def _tensors(model: nn.Module, dtype: torch.dtype | None) -> list[_Tensor]:
+def _tensors(model: nn.Module, dtype: torch.dtype | None) -> list[StateTensor]:
     """The state dict, each tensor once."""
-    found: dict[int, _Tensor] = {}
+    found: dict[int, StateTensor] = {}
     for name, value in unwrapped(model).state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor) and id(value) not in found:
             floating = value.is_floating_point() and isinstance(value, nn.Parameter)
-            found[id(value)] = _Tensor(name, value, dtype if dtype and floating else value.dtype)
+            found[id(value)] = StateTensor(
+                name, value, dtype if dtype and floating else value.dtype
+            )
     return list(found.values())
 
 
-def _files(tensors: list[_Tensor], limit: int) -> dict[str, list[_Tensor]]:
+def _files(tensors: Mapping[str, Description], limit: int) -> Files:
     """Tensors in order, in files of at most `limit` bytes; or alone, where one is larger."""
-    groups: list[list[_Tensor]] = [[]]
+    groups: list[dict[str, Description]] = [{}]
     size = 0
-    for one in tensors:
-        if groups[-1] and size + one.nbytes > limit:
-            groups.append([])
+    for name, one in tensors.items():
+        if groups[-1] and size + _bytes(one) > limit:
+            groups.append({})
             size = 0
-        groups[-1].append(one)
-        size += one.nbytes
+        groups[-1][name] = one
+        size += _bytes(one)
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
     count = len(groups)
     return {f"model-{i:05d}-of-{count:05d}.safetensors": g for i, g in enumerate(groups, 1)}
 
 
+def _bytes(one: Description) -> int:
+    shape, dtype = one
+    return math.prod(shape) * dtype.itemsize
+
+
 def _beside(
     model: nn.Module,
-    files: dict[str, list[_Tensor]],
+    files: Files,
     folder: Path,
     dtype: torch.dtype | None,
     tokenizer: Any,
@@ -143,10 +162,10 @@ def _beside(
     """Everything but the tensors: index, configurations, tokenizer."""
     inner = unwrapped(model)
     if len(files) > 1:
-        size = sum(one.nbytes for tensors in files.values() for one in tensors)
+        size = sum(_bytes(one) for tensors in files.values() for one in tensors.values())
         index = {
             "metadata": {"total_size": size},
-            "weight_map": {one.name: name for name, tensors in files.items() for one in tensors},
+            "weight_map": {name: file for file, tensors in files.items() for name in tensors},
         }
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / "model.safetensors.index.json").write_text(text)
@@ -158,6 +177,7 @@ def _beside(
         if first is not None:
             config.dtype = dtype or first.dtype
         config.save_pretrained(folder)
+        add_older_names(folder / "config.json", getattr(config, "attribute_map", None) or {})
     generation: Any = getattr(inner, "generation_config", None)
     if hasattr(generation, "save_pretrained"):
         generation.save_pretrained(folder)

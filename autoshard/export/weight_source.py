@@ -57,11 +57,13 @@ class WeightSource:
         shared = any(isinstance(p, DTensor) for p in self.parameters.values())
         self.job = world_axis() if shared else ALONE
         self.gathered: list[str] = []
-        for name, parameter in self.parameters.items():
-            if parameter.is_meta:
-                raise export_error(
-                    f"parameter {name} is on the meta device: it has no values to write"
-                )
+        buffers = dict(unwrapped(model).named_buffers())
+        for kind, tensors in (("parameter", self.parameters), ("buffer", buffers)):
+            for name, tensor in tensors.items():
+                if tensor.is_meta:
+                    raise export_error(
+                        f"{kind} {name} is on the meta device: it has no values to write"
+                    )
 
     def read(self, name: str, wanted: Sequence[Sequence[Region]]) -> Block:
         """What this rank holds of a parameter, where that is enough for every rank, else all of it.

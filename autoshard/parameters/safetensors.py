@@ -7,7 +7,6 @@ They are written by `autoshard.export.huggingface`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import AutoshardError, message
 from autoshard.parameters.meta_buffers import initialise_buffers, meta_buffers
+from autoshard.parameters.safetensors_files import opened_file, reading, refuse_dtype, tensor_files
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters import local_bounds, stored_states
-
-_INDEX = "model.safetensors.index.json"
 
 
 class Keys(NamedTuple):
@@ -57,11 +55,12 @@ def load_safetensors(model: nn.Module, path: str | Path, *, strict: bool = True)
     where the model is on meta and knows how (Hugging Face's `_init_weights`).
 
     Returns the names that only one side has. Raises AutoshardError, before anything is written,
-    for such names where `strict`, for a shape that differs (with the file and both shapes), and for
-    a parameter on meta that nothing stores yet; after it for buffers that are still on meta.
+    for such names where `strict`, for a shape that differs (with the file and both shapes), for a
+    damaged file, an index that names files outside of its directory, and for a parameter on meta
+    that nothing stores yet; after it for buffers that are still on meta.
     """
     model = getattr(model, "_orig_mod", model)
-    files = _files(Path(path))
+    files = tensor_files(Path(path))
     targets = list(_targets(model))
     _refuse_whole_meta(targets)
     found: dict[str, tuple[Path, str]] = {}
@@ -99,13 +98,16 @@ def _read(found: Mapping[str, tuple[Path, str]], of: Mapping[str, _Target]) -> N
         by_file.setdefault(file, []).append((stored_as, of[name]))
     for write in (False, True):
         for file, wanted in by_file.items():
-            with _opened(file) as opened:
+            with opened_file(file) as opened:
                 for stored_as, target in wanted:
-                    source = opened.get_slice(stored_as)
+                    with reading(file):
+                        source = opened.get_slice(stored_as)
+                        shape, kind = tuple(source.get_shape()), source.get_dtype()
                     if write:
-                        _fill(target, source)
+                        _fill(target, source, file)
                         continue
-                    shape, want = tuple(source.get_shape()), tuple(target.tensor.shape)
+                    refuse_dtype(kind, f"{stored_as} in {file}", target.tensor.dtype)
+                    want = tuple(target.tensor.shape)
                     if shape != want:
                         raise AutoshardError(
                             message(
@@ -115,7 +117,7 @@ def _read(found: Mapping[str, tuple[Path, str]], of: Mapping[str, _Target]) -> N
                         )
 
 
-def _fill(target: _Target, source: Any) -> None:
+def _fill(target: _Target, source: Any, file: Path) -> None:
     tensor = target.tensor
     if isinstance(tensor, DTensor):
         states, axes = stored_states(tensor), axes_of(tensor.device_mesh)
@@ -126,7 +128,8 @@ def _fill(target: _Target, source: Any) -> None:
         local = tensor
     if any(first >= end for first, end in bounds):
         return  # fewer rows than ranks: this one holds none
-    value = source[tuple(slice(first, end) for first, end in bounds)] if bounds else source[...]
+    with reading(file):
+        value = source[tuple(slice(first, end) for first, end in bounds)] if bounds else source[...]
     if local.is_meta:
         value = value.to(local.dtype, copy=True)  # what was read is a view of the mapped file
         whole = isinstance(tensor, nn.Parameter)
@@ -173,45 +176,6 @@ def _refuse_whole_meta(targets: list[_Target]) -> None:
                     "rank then reads its shard only.",
                 )
             )
-
-
-def _files(path: Path) -> dict[str, Path]:
-    """Tensor name -> file."""
-    if path.is_file():
-        return dict.fromkeys(_names(path), path)
-    index = path / _INDEX
-    if index.is_file():
-        weights: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        return {name: path / file for name, file in weights.items()}
-    found = sorted(path.glob("*.safetensors")) if path.is_dir() else []
-    if not found:
-        raise AutoshardError(
-            message(
-                f"{path} is neither a safetensors file nor a directory with one",
-                remedy="Give a file, or a Hugging Face directory of safetensors.",
-            )
-        )
-    return {name: file for file in found for name in _names(file)}
-
-
-def _names(file: Path) -> list[str]:
-    with _opened(file) as opened:
-        return list(opened.keys())
-
-
-def _opened(file: Path) -> Any:
-    try:
-        import safetensors
-    except ModuleNotFoundError as error:
-        raise AutoshardError(
-            message(
-                "reading safetensors needs the package of that name",
-                remedy="pip install 'autoshard[export]'.",
-            )
-        ) from error
-    if not file.is_file():
-        raise AutoshardError(message(f"{file} is named in the index and does not exist"))
-    return safetensors.safe_open(file, framework="pt")
 
 
 def _names_differ(path: str | Path, missing: list[str], unexpected: list[str]) -> AutoshardError:

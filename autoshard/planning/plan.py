@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any
 from autoshard.planning.strategy import Strategy
 from autoshard.runtime.collectives import State, is_state
 from autoshard.runtime.errors import PlanError
+from autoshard.runtime.input_file import MOST_RANKS, FileEntry, read_json
+from autoshard.runtime.mesh import AXIS_ORDER
 
 PLAN_VERSION = 2
 
@@ -83,28 +86,47 @@ class Plan:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
         """Read a plan; PlanError names the file and the entry that is wrong."""
-        try:
-            body = json.loads(Path(path).read_text())
-        except json.JSONDecodeError as error:
-            raise PlanError(f"plan file {path} is not JSON: {error}") from error
-        if not isinstance(body, dict) or body.get("version") != PLAN_VERSION:
-            found = body.get("version") if isinstance(body, dict) else type(body).__name__
+        body = read_json(
+            path, "plan file", PlanError, "Correct the entry, delete it, or save the plan again."
+        )
+        version = body.optional("version", None).value
+        if version != PLAN_VERSION:
             raise PlanError(
-                f"plan file {path} has version {found!r}; this release reads {PLAN_VERSION}. "
+                f"plan file {path} has version {version!r:.40}; this release reads {PLAN_VERSION}. "
                 "Save it again with this release."
             )
-        missing = [key for key in ("axis", "size", "parameters") if key not in body]
-        if missing:
-            raise PlanError(f"plan file {path} has no {missing[0]!r}. Save it again.")
-        for name, state in body["parameters"].items():
-            if not is_state(state) or state in ("R", "P"):
-                raise PlanError(
-                    f"plan file {path}: parameter {name!r} is stored {state!r}; "
-                    'use "I" (Replicate: whole on every rank) or "S(d)" (Shard(d))'
-                )
-        graphs = {
-            key: GraphPlan(dict(graph.get("nodes", {})), dict(graph.get("copies", {})))
-            for key, graph in body.get("graphs", {}).items()
-        }
-        mesh = {str(name): int(size) for name, size in body.get("mesh", {}).items()}
-        return Plan(body["axis"], int(body["size"]), dict(body["parameters"]), graphs, mesh)
+        body.only(("version", "axis", "size", "mesh", "parameters", "graphs"))
+        mesh = body.optional("mesh", {})
+        mesh.only(AXIS_ORDER)
+        sizes = {name: size.integer(1, MOST_RANKS) for name, size in mesh.entries().items()}
+        if math.prod(sizes.values()) > MOST_RANKS:
+            raise mesh.refused(f"a mesh of more than {MOST_RANKS:,} ranks")
+        return Plan(
+            body.entry("axis").text(*AXIS_ORDER),
+            body.entry("size").integer(1, MOST_RANKS),
+            {name: _stored(state) for name, state in body.entry("parameters").entries().items()},
+            {name: _graph(graph) for name, graph in body.optional("graphs", {}).entries().items()},
+            sizes,
+        )
+
+
+def _stored(entry: FileEntry) -> State:
+    state = entry.value
+    if not isinstance(state, str) or not is_state(state) or state in ("R", "P"):
+        raise entry.refused(
+            'which is no state to store in: use "I" (Replicate: whole on every rank) or '
+            '"S(d)" (Shard(d))'
+        )
+    return state
+
+
+def _graph(entry: FileEntry) -> GraphPlan:
+    entry.only(("nodes", "copies"))
+    nodes, copies = (entry.optional(name, {}).entries() for name in ("nodes", "copies"))
+    for copy in copies.values():
+        if not is_state(copy.text()):
+            raise copy.refused('which is no state: use "I", "R", "P" or "S(d)"')
+    return GraphPlan(
+        {name: node.text() for name, node in nodes.items()},
+        {name: copy.text() for name, copy in copies.items()},
+    )

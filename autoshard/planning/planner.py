@@ -31,7 +31,8 @@ class Request:
     parameters: name of each parameter placeholder.
     stored: the state in which a parameter is stored already; one without an entry is free.
     prices: what a stored byte costs where there is no memory_budget. layout: the data-parallel
-    axes, among which a rank's bytes are split further.
+    axes, among which a rank's bytes are split further. even: whether only dims are split that the
+    axis divides.
     """
 
     parameters: Mapping[fx.Node, str]
@@ -42,6 +43,7 @@ class Request:
     plan: Plan | None = None
     prices: Prices = field(default_factory=Prices)
     layout: Layout = field(default_factory=Layout)
+    even: bool = False
 
 
 def fingerprint(gm: fx.GraphModule) -> str:
@@ -115,6 +117,7 @@ def _solve(
         stored=stored,
         output_domains=domains,
         outputs_read=not any(_is_loss(r) for r in results[: gm.meta[N_OUTPUTS]]),
+        even=request.even,
     )
     problem = builder.build()
     if request.plan:

@@ -30,6 +30,7 @@ from autoshard.planning.values import (
     output_state,
     producer,
     shardable,
+    splits_evenly,
     stored_domain,
     tensor_bytes,
 )
@@ -71,7 +72,7 @@ class Builder:
 
     stored: the state in which each parameter is stored, None where it is free. output_domains: the
     states in which each output may leave. outputs_read: whether the caller reads them, so that a
-    sharded one costs its gather.
+    sharded one costs its gather. even: whether only dims are split that the axis divides.
     """
 
     def __init__(
@@ -82,10 +83,11 @@ class Builder:
         stored: Mapping[fx.Node, State | None],
         output_domains: list[list[State]],
         outputs_read: bool,
+        even: bool = False,
     ) -> None:
         self.gm, self.prices, self.n = gm, prices, prices.n
         self.stored = stored
-        self.output_domains, self.outputs_read = output_domains, outputs_read
+        self.output_domains, self.outputs_read, self.even = output_domains, outputs_read, even
         self.problem = Problem()
         self._tables: dict[tuple[Any, ...], np.ndarray] = {}
         self._units: dict[tuple[Any, ...], np.ndarray] = {}
@@ -113,7 +115,7 @@ class Builder:
         self._weighted[node] = self._from_weights(node)
         if node.op == "placeholder":
             fixed = self.stored.get(node, I)
-            states = [fixed] if fixed is not None else stored_domain(node, self.n)
+            states = [fixed] if fixed is not None else stored_domain(node, self.n, self.even)
             domain = [Strategy((), state) for state in states]
             costs = np.array([self.prices.storage(node, state) for state in states])
         elif node.op == "get_attr":
@@ -152,6 +154,8 @@ class Builder:
         key = self._signature(node)
         if key not in self._strategies:
             found, declined = rules.strategies(node, self.n)
+            if self.even:
+                found = [s for s in found if splits_evenly(node, s, self.n)]
             if not self._weighted[node] and not differentiable(node):
                 found = found[:1]  # masks and positions: never worth a collective
             self._strategies[key] = (found, declined)

@@ -10,8 +10,8 @@ from torch import fx
 
 from autoshard.planning import cost
 from autoshard.planning.operators import LOOKUPS, UNFUSED, packet
-from autoshard.planning.strategy import Strategy, value
-from autoshard.runtime.collectives import I, S, State, chunk_size
+from autoshard.planning.strategy import Strategy, operands, value
+from autoshard.runtime.collectives import I, S, State, chunk_size, shard_dim
 from autoshard.runtime.graph_meta import DIFF
 
 
@@ -40,12 +40,26 @@ def global_bytes(node: fx.Node) -> int:
     return tensor_bytes(value(node))
 
 
-def stored_domain(node: fx.Node, n: int) -> list[State]:
-    """The states a parameter may be stored in: whole, or split along a dim by the chunk rule."""
+def stored_domain(node: fx.Node, n: int, even: bool = False) -> list[State]:
+    """The states a parameter may be stored in: whole, or split along a dim by the chunk rule;
+    even: along those that n ranks divide only."""
     if n == 1:
         return [I]
     shape = value(node).shape
-    return [I] + [S(d) for d, extent in enumerate(shape) if extent >= n]
+    return [I] + [S(d) for d, e in enumerate(shape) if e >= n and not (even and e % n)]
+
+
+def splits_evenly(node: fx.Node, strategy: Strategy, n: int) -> bool:
+    """Whether a strategy gives each of n ranks as many rows, of operands and of results."""
+    result = value(node)
+    several = isinstance(result, (tuple, list))
+    made = zip(result, strategy.output) if several else [(result, strategy.output)]
+    pairs = [*zip(map(value, operands(node)), strategy.inputs), *made]
+    for tensor, state in pairs:
+        dim = shard_dim(state) if isinstance(tensor, torch.Tensor) else None
+        if dim is not None and cost.hint(tensor.shape[dim]) % n:
+            return False
+    return True
 
 
 def shardable(tensor: torch.Tensor, n: int) -> list[State]:

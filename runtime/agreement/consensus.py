@@ -10,7 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from autoshard.runtime import compat
-from autoshard.runtime.agreement.store_exchange import PeerFailed, current_exchange
+from autoshard.runtime.agreement.store_exchange import PeerFailed
+from autoshard.runtime.agreement.worlds import current_exchange
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.errors import AutoshardError, PlanMismatchError, message
 
@@ -18,6 +19,10 @@ _MISSING = "(nothing)"
 REMEDY = (
     "Build the same model, with the same options and library versions, and call it with inputs of "
     "the same shapes on every rank."
+)
+FAILED = (
+    "See the output of that rank; if it has no error, compare the shapes of the ranks' batches, "
+    "and their options. Then start all processes again."
 )
 
 
@@ -45,9 +50,10 @@ def agree(
     if axis.size == 1 or ":" in axis.group:
         return
     here = f"{what} ({note})" if note else what
+    ranks = members(axis)
     given = _exchange({"what": what, "here": here, "digest": digest}, here, axis, error)
     if len({each["what"] for each in given}) > 1:
-        said = "; ".join(f"rank {rank}: {each['here']}" for rank, each in enumerate(given))
+        said = "; ".join(f"rank {rank}: {each['here']}" for rank, each in zip(ranks, given))
         difference = f"are at different things; {said}"
         raise _failed(f"the ranks of axis {axis.name} {difference}", error, remedy)
     digests = [each["digest"] for each in given]
@@ -56,11 +62,11 @@ def agree(
     details: list[list[str]] = _exchange(list(detail), here, axis, error)
     for number, lines in enumerate(zip_longest(*details, fillvalue=_MISSING)):
         if len(set(lines)) > 1:
-            said = "; ".join(f"rank {rank}: {line}" for rank, line in enumerate(lines))
+            said = "; ".join(f"rank {rank}: {line}" for rank, line in zip(ranks, lines))
             difference = f"line {number + 1} is the first that differs: {said}"
             break
     else:
-        said = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(digests))
+        said = ", ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, digests))
         difference = f"their lines are equal and their digests are not: {said}"
     what = f"the ranks of axis {axis.name} disagree on the {what}; {difference}"
     raise _failed(what, error, remedy)
@@ -75,7 +81,8 @@ def _failed(what: str, error: type[AutoshardError], remedy: str) -> AutoshardErr
     return raised
 
 
-def _members(axis: Axis) -> list[int]:
+def members(axis: Axis) -> list[int]:
+    """The ranks of the world that an axis is made of, in its order."""
     return dist.get_process_group_ranks(compat.process_group(axis.group))
 
 
@@ -123,28 +130,17 @@ def attempt() -> Iterator[None]:
         raise
 
 
-def wait_at_most(seconds: float) -> None:
-    """Set the seconds that this rank waits for others before it raises an error."""
-    exchange = current_exchange()
-    if exchange is not None:
-        exchange.limit = seconds
-
-
 def _exchange(value: Any, here: str, axis: Axis, error: type[AutoshardError]) -> list[Any]:
     exchange = current_exchange()
     if exchange is None:
         return [value] * axis.size
     before = exchange.failure
     try:
-        return exchange.exchange(value, here, _members(axis))
+        return exchange.exchange(value, here, members(axis))
     except PeerFailed as failure:
         waited = f"rank {exchange.rank} waited for it at the {here} of axis {axis.name}"
-        if before is not None:
+        if failure.rank == exchange.rank:
+            waited = f"this is rank {exchange.rank}, at the {here} of axis {axis.name}"
+        elif before is not None:
             waited = f"rank {exchange.rank} came to the {here} of axis {axis.name} after that"
-        raise error(
-            message(
-                f"rank {failure.rank}: {failure.story.rstrip('.')}; {waited}",
-                remedy="See the output of that rank; if it has no error, compare the shapes of "
-                "the ranks' batches, and their options. Then start all processes again.",
-            )
-        ) from None
+        raise error(message(f"{failure}; {waited}", remedy=FAILED)) from None

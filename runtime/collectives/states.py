@@ -96,7 +96,5 @@ def change_steps(src: State, dst: State) -> tuple[ConversionStep | None, Convers
 
 
 def is_state(text: str) -> bool:
-    """Whether `text` spells a state."""
-    return text in (I, R, P) or (
-        text.startswith("S(") and text.endswith(")") and text[2:-1].isdigit()
-    )
+    """Whether `text` spells a state: one way of writing each, of a dim that a tensor may have."""
+    return text in (I, R, P) or re.fullmatch(r"S\((0|[1-9][0-9]?)\)", text) is not None

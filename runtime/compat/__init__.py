@@ -9,6 +9,7 @@ from autoshard.runtime.compat.aot import Finish, ForwardBackward, aot_eager, for
 from autoshard.runtime.compat.autograd import (
     AccumulateGrad,
     apply,
+    around_backward,
     drop_accumulated_hooks,
     has_hooks,
     in_backward,
@@ -30,6 +31,13 @@ from autoshard.runtime.compat.frames import (
     never_a_frame,
     not_traced,
     registered_backend,
+)
+from autoshard.runtime.compat.groups import (
+    group_limit,
+    is_of_a_collective,
+    misses_a_rank,
+    process_group,
+    set_group_limit,
 )
 from autoshard.runtime.compat.inductor import DECOMPOSITIONS, inductor_compile
 from autoshard.runtime.compat.inductor_memory import InductorGraph, InductorStep, inductor_step
@@ -65,7 +73,6 @@ from autoshard.runtime.compat.tensors import (
     nccl_communicator,
     placement_dim,
     plain_attributes,
-    process_group,
     set_stored,
     shard_placement,
     shards,
@@ -77,6 +84,7 @@ from autoshard.runtime.compat.transformers import (
     apply_gate,
     choose_causal_loss,
     initialiser_of,
+    published,
     run_experts_by,
     turn_off_cache,
     uses_cache,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -60,3 +61,28 @@ def drop_accumulated_hooks(leaf: torch.Tensor) -> None:
     """Forget the hooks that `register_post_accumulate_grad_hook` put on a leaf; `move_hooks` has
     given another one the same dict."""
     leaf._post_accumulate_grad_hooks = None  # type: ignore[attr-defined, assignment]
+
+
+def around_backward(outputs: Any, region: AbstractContextManager[None]) -> bool:
+    """Have the backward of the AOTAutograd graph that made `outputs` run inside `region`, now and
+    later; False where none of them is of one that records a backward.
+
+    Nobody is called when a backward raises. The engine calls the function that the class of the
+    graph's node names; AOTAutograd makes one such class a graph.
+    """
+    for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
+        node = getattr(output, "grad_fn", None)
+        # an output that is a view of another has its own node before the graph's
+        for _ in range(3):
+            function: Any = getattr(type(node), "_forward_cls", None)
+            if function is not None and hasattr(function, "compiled_bw"):
+                theirs = function.backward
+
+                def backward(*args: Any, theirs: Any = theirs) -> Any:
+                    with region:
+                        return theirs(*args)
+
+                function.backward = staticmethod(backward)
+                return True
+            node = next((n for n, _ in getattr(node, "next_functions", ())), None)
+    return False

@@ -14,13 +14,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from autoshard.runtime.errors import AutoshardError, message
 
 
-def process_group(name: str) -> Any:
-    """The process group of a name; torch's public functions take groups, its operators names."""
-    from torch._C._distributed_c10d import _resolve_process_group
-
-    return _resolve_process_group(name)  # type: ignore[arg-type]
-
-
 def nccl_communicator(group: Any) -> int:
     """The address of a process group's ncclComm_t, which no public function tells."""
     return int(group._get_backend(torch.device("cuda"))._comm_ptr())

@@ -39,6 +39,24 @@ def apply_gate(experts: Any, hidden: torch.Tensor) -> torch.Tensor:
     return gated
 
 
+def published(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What `save_pretrained` writes of these tensors of a state dict, under their published names.
+
+    Transformers keeps some families in another form in memory than in their checkpoints (experts
+    stacked, modules renamed), and converts back by an undocumented function, of all tensors at
+    once; before 5.0 the two forms are one, and so they are of other modules.
+    """
+    module = sys.modules.get("transformers")
+    if module is None or not isinstance(model, module.PreTrainedModel):
+        return tensors
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return tensors
+    made: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
+    return made
+
+
 def uses_cache(model: nn.Module) -> bool:
     """Whether the model returns a cache of keys and values."""
     return bool(getattr(getattr(model, "config", None), "use_cache", False))

@@ -56,6 +56,7 @@ torch.amp.autocast_mode._exit_autocast
 torch.autograd.grad_mode._enter_inference_mode
 torch.autograd.grad_mode._exit_inference_mode
 torch.distributed.ProcessGroup._get_backend
+torch.distributed.distributed_c10d._set_pg_timeout
 torch.distributed.tensor.DTensor._local_tensor
 torch.distributed.tensor.DTensor._spec
 torch.distributed.tensor.placement_types._StridedShard

@@ -1,14 +1,12 @@
-"""Load the engines of an engine directory: its configuration, and TensorRT with a communicator.
+"""Load the engines of an engine directory: TensorRT with a communicator.
 
-TensorRT is imported when an engine is loaded, by the name the directory's config.json gives.
+TensorRT is imported when an engine is loaded, by the name in config.json, which is one of BUILDERS.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import importlib
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,10 +16,9 @@ import torch
 import torch.distributed as dist
 
 from autoshard.runtime import compat
+from autoshard.runtime.engine.directory import BUILDERS, read_config, read_engine
 from autoshard.runtime.engine.generation import Engine
 from autoshard.runtime.errors import AutoshardError, message
-
-FORMAT, FORMAT_VERSION = "autoshard-engine", 1
 
 
 def load(directory: str | Path, group: Any = None) -> Engine:
@@ -29,7 +26,7 @@ def load(directory: str | Path, group: Any = None) -> Engine:
 
     group: the process group of the ranks, of the size of the engine's mesh; None: the whole world,
     which is started from torchrun's variables where it is not. Collective. Raises AutoshardError
-    where sizes differ, the file is not an engine directory's, or TensorRT cannot load it.
+    where sizes differ, the directory is damaged or not one of engines, or TensorRT cannot load it.
     """
     config = read_config(directory)
     ranks = len(config["ranks"])
@@ -47,37 +44,21 @@ def load(directory: str | Path, group: Any = None) -> Engine:
             )
         )
     rank = 0 if group is None else dist.get_rank(group)
-    data = (Path(directory) / config["ranks"][rank]["file"]).read_bytes()
+    data = read_engine(directory, config, rank)
     return Engine(config, TensorRT(config, data, group), torch.device("cuda"), group)
-
-
-def read_config(directory: str | Path) -> dict[str, Any]:
-    """The config.json of an engine directory, its format and version checked."""
-    path = Path(directory) / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise AutoshardError(message(f"{path} cannot be read: {error}")) from error
-    found = config.get("format"), config.get("format_version")
-    if found != (FORMAT, FORMAT_VERSION):
-        raise AutoshardError(
-            message(
-                f"{path} is of format {found[0]} {found[1]}, this version reads {FORMAT} "
-                f"{FORMAT_VERSION}",
-                remedy="Export the engines again with this version.",
-            )
-        )
-    return config
 
 
 class TensorRT:
     """A deserialized engine and its execution context; an `Execute`.
 
-    config: of the directory. data: the engine's bytes. group: the ranks it communicates with.
+    config: of the directory. data: the engine's bytes, from `read_engine`, which compared their
+    SHA-256: TensorRT itself trusts what it reads. group: the ranks it communicates with.
     """
 
     def __init__(self, config: Mapping[str, Any], data: bytes, group: Any) -> None:
         builder = config["builder"]
+        if builder["module"] not in BUILDERS:
+            raise AutoshardError(message(f"{builder['module']!r} builds no engine"))
         try:
             trt = importlib.import_module(builder["module"])
         except ImportError as error:
@@ -90,15 +71,6 @@ class TensorRT:
         self._runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
         self._engine = self._runtime.deserialize_cuda_engine(data)
         if self._engine is None:
-            found = hashlib.sha256(data).hexdigest()
-            if found not in {rank.get("sha256") for rank in config["ranks"]}:
-                raise AutoshardError(
-                    message(
-                        f"the file of the engine is damaged: its SHA-256 is {found}, which is "
-                        "that of no rank in config.json",
-                        remedy="Copy or export the engines again.",
-                    )
-                )
             raise AutoshardError(
                 message(
                     f"{builder['module']} {trt.__version__} cannot load the engine",

@@ -34,11 +34,12 @@ class Engine:
         for port in config["inputs"]:
             role = "cache" if port["role"].endswith("cache") else port["role"]
             roles.setdefault(role, []).append(port)
-        if len(roles.get("input", ())) != 1:
+        found = {port["name"]: port["shape"] for port in roles.get("input", ())}
+        if [len(shape) for shape in found.values()] != [2]:
             raise AutoshardError(
                 message(
-                    f"the engine has the inputs {[p['name'] for p in roles.get('input', ())]}; "
-                    "tokens are generated from one, the token ids"
+                    f"the engine has the inputs {found}; tokens are generated from one, the token "
+                    "ids [batch, sequence]"
                 )
             )
         self._tokens = roles["input"][0]["name"]

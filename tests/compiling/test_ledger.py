@@ -10,14 +10,15 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
-import autoshard
 from autoshard.planning.cost import aligned
 from autoshard.program import Program
 from joined_batch import MATRIX, Sizes
 from models import CASES
+from traced import builder
 
 Moved = dict[tuple[str, str], tuple[int, int]]
 """(collectives, bytes) by operator and axis."""
@@ -27,15 +28,19 @@ REDUCE = ("all_reduce", "dp_replicate")
 
 
 @functools.cache
-def program(
-    name: str, mesh: tuple[tuple[str, int], ...], zero: int, microbatch: str, size: int | None
-) -> Program:
+def build(name: str) -> Callable[..., Program]:
     case = CASES[name]
-    options = {"mesh": dict(mesh), "zero": zero, "bucket_bytes": size}
     model = case.make_model()
     if name == "gpt2":
         model.loss_type = "ForCausalLM"  # type: ignore[assignment]  # a warning breaks the graph
-    return autoshard.trace(model, (), case.make_batch(0), microbatch=microbatch, **options)
+    return builder(model, (), case.make_batch(0))
+
+
+@functools.cache
+def program(
+    name: str, mesh: tuple[tuple[str, int], ...], zero: int, microbatch: str, size: int | None
+) -> Program:
+    return build(name)(dict(mesh), microbatch=microbatch, zero=zero, bucket_bytes=size)
 
 
 def moved(name: str, mesh: Sizes, zero: int, micro: int, size: int | None = 1) -> Moved:
@@ -103,10 +108,11 @@ def test_a_step_moves_what_the_ledger_says(mesh: Sizes, zero: int, micro: int) -
 @pytest.mark.slow
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize(("mesh", "zero"), MESHES)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "convnet"])
+@pytest.mark.parametrize("name", ["gpt2", "convnet"])
 def test_other_models_move_what_the_ledger_says(
     name: str, mesh: Sizes, zero: int, micro: int
 ) -> None:
+    """A tied weight; convolutions. passes/test_bucketing.py counts a Llama's."""
     check(name, mesh, zero, micro)
 
 

@@ -16,6 +16,7 @@ import engine_cases as cases
 from autoshard.cli import main
 from autoshard.export import ExportError
 from autoshard.export.rank_graph.config import digest
+from autoshard.runtime.engine import read_config
 
 trt = pytest.importorskip("tensorrt_rtx")
 
@@ -49,7 +50,7 @@ def test_a_directory_says_what_it_holds(tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     assert export(out, model, compute_capability="8.9", progress=lambda *a: seen.append(a)) == out
     assert sorted(p.name for p in tmp_path.iterdir()) == ["engines"]
-    config = json.loads((out / "config.json").read_text())
+    config = read_config(out)
     assert sorted(p.name for p in out.iterdir()) == ["config.json", "rank0.engine", "rank1.engine"]
     assert (config["format"], config["format_version"]) == ("autoshard-engine", 1)
     assert config["builder"] == {

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import autoshard
 from autoshard.passes.bucketing import ALL_REDUCE, WAIT, waits_of
 from autoshard.program import Program
 from autoshard.runtime.graph_meta import BUCKET
 from models import CASES
+from traced import builder
 
 
 def program(mesh: dict[str, int], **config: Any) -> Program:
-    """The tiny Llama's program; traced once for each mesh and configuration."""
+    """The tiny Llama's program; traced once, built once for each mesh and configuration."""
     return _program(tuple(mesh.items()), tuple(config.items()))
 
 
 @functools.cache
-def _program(mesh: tuple[Any, ...], config: tuple[Any, ...]) -> Program:
+def _build() -> Callable[..., Program]:
     case = CASES["llama"]
-    model, batch = case.make_model(), case.make_batch(0)
-    return autoshard.trace(model, (), batch, mesh=dict(mesh), **dict(config))
+    return builder(case.make_model(), (), case.make_batch(0))
+
+
+@functools.cache
+def _program(mesh: tuple[Any, ...], config: tuple[Any, ...]) -> Program:
+    return _build()(dict(mesh), **dict(config))
 
 
 def reductions(shapes: list[list[int]], kinds: list[str] | None = None) -> fx.GraphModule:

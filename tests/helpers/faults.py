@@ -161,23 +161,8 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-def plant(name: str) -> Any:
-    """Plant a fault in this process, for good; its model."""
-    fault = FAULTS[name]
+def gradient_not_reduced() -> Any:
+    """A factory that plants a fault in the backward alone, for good in this process."""
+    fault = FAULTS["gradient_not_reduced"]
     setattr(fault.place, fault.name, fault.faulty)
     return fault.make()
-
-
-def dropped_all_reduce() -> Any:
-    """A factory with a fault in the forward."""
-    return plant("dropped_all_reduce")
-
-
-def gradient_not_reduced() -> Any:
-    """A factory with a fault in the backward alone."""
-    return plant("gradient_not_reduced")
-
-
-def masks_alike() -> Any:
-    """A factory with a fault in the masks."""
-    return plant("masks_alike")

@@ -1,8 +1,9 @@
-"""Programs of test models with the values of their inputs, so that one process can verify them."""
+"""Programs of test models, as many as are asked for of one trace by Dynamo, which is most of the
+work; and the values of their inputs, so that one process can verify them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.collectives.states import I
 from autoshard.runtime.mesh import offline_mesh
+from autoshard.runtime.parameters import SINGLE
 from model_case import Case
 
 
@@ -30,6 +32,26 @@ class WithLoss(nn.Module):
     def forward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The scalar loss."""
         return self.case.loss(self.model, dict(batch))
+
+
+def builder(
+    model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> Callable[..., Program]:
+    """What makes the programs of one Dynamo trace, with the options of `autoshard.trace`."""
+    found: tuple[Any, ...] = intercept(model, args, kwargs, lambda *graph: graph)
+
+    def build(
+        mesh: Mapping[str, int],
+        rank: int = 0,
+        hardware_name: str = "cpu",
+        microbatch: str = SINGLE,
+        **options: Any,
+    ) -> Program:
+        config = Config.from_options({"mesh": dict(mesh), **options})
+        offline = offline_mesh(dict(mesh), rank)
+        return build_program(*found, offline, config, hardware(hardware_name), microbatch)
+
+    return build
 
 
 def programs(

@@ -23,6 +23,7 @@ def test_every_benchmark_is_run_by_make_bench() -> None:
 
 def losses_and_gradients(names: list[str]) -> dict[str, tuple[float, float]]:
     """For each contestant, relative to the serial model: differences of loss and gradients."""
+    from autoshard import backend
     from autoshard.runtime.mesh import start_world
     from data_parallel import Measured
     from llama_model import Llama, Shape, WithLoss
@@ -30,7 +31,7 @@ def losses_and_gradients(names: list[str]) -> dict[str, tuple[float, float]]:
 
     start_world("cpu")
     torch.manual_seed(0)
-    shape = Shape(vocab=64, width=32, hidden=64, layers=2, heads=4, length=16)
+    shape = Shape(vocab=64, width=32, hidden=64, layers=1, heads=4, length=16)
     model = Llama(shape)
     ids = torch.randint(shape.vocab, (2, shape.length))
     serial = WithLoss(model)
@@ -39,6 +40,9 @@ def losses_and_gradients(names: list[str]) -> dict[str, tuple[float, float]]:
     gradients = [p.grad for p in model.parameters()]
     for p in model.parameters():
         p.grad = None
+    compile_local = backend.compile_local
+    # what Inductor makes of our graphs is compared in training/test_backend.py
+    backend.compile_local = lambda gm, fakes, _, *rest: compile_local(gm, fakes, "aot_eager", *rest)
     found = {}
     for name in names:
         one = Measured(contestants(model, "")[name]())
@@ -56,6 +60,7 @@ def losses_and_gradients(names: list[str]) -> dict[str, tuple[float, float]]:
             assert got is not None and expected is not None
             worst = max(worst, float((got - expected).norm() / expected.norm()))
         found[name] = (abs(float(value) / float(want.detach()) - 1), worst)
+    backend.compile_local = compile_local
     return found
 
 
@@ -65,5 +70,5 @@ EAGER = ["TP by hand eager", "TP+SP by hand eager", "DDP eager", "FSDP2 eager"]
 @pytest.mark.slow
 def test_contestants_train_the_same_model(gloo2: Any) -> None:
     ours = ["autoshard TP+SP", "autoshard ZeRO-3"]
-    for found in gloo2(losses_and_gradients, EAGER + ours, pool_timeout=600.0):
+    for found in gloo2(losses_and_gradients, EAGER + ours):
         assert all(max(pair) < 1e-5 for pair in found.values()), found

@@ -19,7 +19,7 @@ TREE = Tree(ROOT)
 #: The rooms of autoshard (its files and folders) from the ground up: a room imports lower floors.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("runtime",),
-    ("errors", "planning"),
+    ("errors", "hf_configuration", "hf_weights", "planning"),
     ("capture", "config", "model_source", "passes", "rng"),
     ("compiling",),
     ("memory", "parameters"),

@@ -98,6 +98,7 @@ OPEN = {
     "_parameters": "nn.Module: a registry",
     "_pytree": "torch.utils: documented for custom containers",
     "_replace": "NamedTuple",
+    "_save_optimizer_and_scheduler": "transformers.Trainer: what a subclass overrides",
     "_schema": "OpOverload: what torch.library's documentation of operators shows",
 }
 COMPAT = ROOT / "runtime/compat"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,8 +18,10 @@ from autoshard.runtime.compat import InductorGraph, inductor_step
 from live_storages import LiveStorages, measure_step
 from models_hf import llama
 from models_plain import MLP
+from traced import builder
 
 Sizes = dict[str, int]
+PATIENCE = 600.0  # seconds for a model, on a machine that has other things to do
 SHAPE: dict[str, int] = {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 512}
 
 
@@ -34,7 +38,7 @@ def gpt2() -> nn.Module:
 def measured(
     name: str, sizes: Sizes, inner: str, optimizer: str = "adamw", **options: Any
 ) -> dict[str, Any]:
-    """Bytes of the second step of a model on the mesh, and what its program predicts."""
+    """Bytes of the second step of a model on the mesh, and on rank 0 what its program predicts."""
     torch.manual_seed(0)
     live = LiveStorages()
     model = gpt2() if name == "gpt2" else llama(**SHAPE)()
@@ -50,6 +54,8 @@ def measured(
         )
     finally:
         live.restore()
+    if torch.distributed.get_rank():
+        return result  # the ranks run one program
     (program,) = autoshard.programs(model)
     memory = program.memory(optimizer)
     moments = program.memory_timeline(optimizer)
@@ -68,15 +74,16 @@ def made_by(kind: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def check(results: list[dict[str, Any]], tolerance: float) -> None:
+    predicted = results[0]["predicted"]
     for result in results:
-        predicted = result["predicted"]
         for kind in ("parameters", "gradients", "optimizer"):
-            assert predicted[kind] == result[kind], (kind, result)
-        assert abs(predicted["peak"] / result["peak"] - 1) < tolerance, result
+            assert predicted[kind] == result[kind], (kind, predicted, result)
+        assert abs(predicted["peak"] / result["peak"] - 1) < tolerance, (predicted, result)
         if tolerance <= 0.05:
             pairs = {"forward": "forward", "backward": "backward", "optimizer": "update"}
             for ours, theirs in pairs.items():
-                assert abs(result[f"predicted {ours}"] / result[theirs] - 1) < tolerance, result
+                found = results[0][f"predicted {ours}"]
+                assert abs(found / result[theirs] - 1) < tolerance, (ours, found, result)
 
 
 CASES: list[tuple[str, Sizes, dict[str, Any]]] = [
@@ -85,7 +92,6 @@ CASES: list[tuple[str, Sizes, dict[str, Any]]] = [
 ]
 MORE: list[tuple[str, Sizes, dict[str, Any]]] = [
     ("gpt2", {"dp_shard": 2}, {"zero": 2, "optimizer": "adamw_foreach"}),
-    ("gpt2", {"dp_shard": 2}, {"zero": 1}),
     ("llama", {"dp_replicate": 2}, {"optimizer": "adamw_fused"}),
 ]
 
@@ -99,25 +105,25 @@ def test_prediction_of_graphs(gloo2: Any, name: str, sizes: Sizes, options: Any)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize(
-    ("sizes", "options"),
+    ("name", "sizes", "options"),
     [
-        ({"dp_replicate": 2}, {}),
-        ({"dp_shard": 2}, {"zero": 1}),
-        ({"dp_shard": 2}, {"zero": 3}),
-        ({"tp": 2}, {}),
+        ("gpt2", {"dp_replicate": 2}, {}),
+        ("gpt2", {"dp_shard": 2}, {"zero": 1}),
+        ("llama", {"dp_shard": 2}, {"zero": 3}),
+        ("llama", {"tp": 2}, {}),
     ],
     ids=["ddp", "zero1", "zero3", "tp"],
 )
 def test_prediction_for_inductor(gloo2: Any, name: str, sizes: Sizes, options: Any) -> None:
-    # zero=2 runs the graphs of zero=1
-    check(gloo2(measured, name, sizes, "inductor", **options), 0.05)
+    # zero=2 runs the graphs of zero=1; the GPT-2 is split by zero=3 and by tp below
+    check(gloo2(measured, name, sizes, "inductor", pool_timeout=PATIENCE, **options), 0.05)
 
 
 @pytest.mark.slow
 def test_prediction_for_inductor_on_two_axes(gloo4: Any) -> None:
-    check(gloo4(measured, "gpt2", {"dp_shard": 2, "tp": 2}, "inductor", bucket_bytes=500_000), 0.05)
+    mesh = {"dp_shard": 2, "tp": 2}
+    check(gloo4(measured, "gpt2", mesh, "inductor", pool_timeout=PATIENCE), 0.05)
 
 
 @pytest.mark.slow
@@ -260,32 +266,38 @@ def test_what_inductor_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     assert memory == made.memory(inner="aot_eager")
 
 
-def program(zero: int = 3, **options: Any) -> Program:
+@functools.cache
+def build(recompute: bool = False) -> Callable[..., Program]:
     torch.compiler.reset()
     model = llama(num_hidden_layers=4, **SHAPE)()
     ids = torch.zeros(4, 64, dtype=torch.long)
-    if options.pop("recompute", False):
+    if recompute:
         model.train().activation_checkpointing_enable()
-    batch = {"input_ids": ids, "labels": ids}
-    mesh = options.pop("mesh", {"dp_shard": 8})
-    return autoshard.trace(model, kwargs=batch, mesh=mesh, zero=zero, **options)
+    return builder(model, (), {"input_ids": ids, "labels": ids})
+
+
+@functools.cache
+def program(
+    zero: int = 3, recompute: bool = False, axis: str = "dp_shard", **options: Any
+) -> Program:
+    return build(recompute)({axis: 8}, zero=zero, **options)
 
 
 def test_recomputation_keeps_less_and_peaks_lower() -> None:
-    without, recomputed = program().memory(), program(recompute=True).memory()
+    without = program().memory(inner="aot_eager")
+    recomputed = program(recompute=True).memory(inner="aot_eager")
     assert recomputed.activations < 0.4 * without.activations
     assert recomputed.peak < 0.85 * without.peak
     assert recomputed.parameters == without.parameters
 
 
-@pytest.mark.slow
 def test_stages_of_zero() -> None:
     """Kept weights count as gathered, not as activations; a bucket at a time is less."""
-    three, two = program(3).memory(), program(2).memory()
+    three, two = (program(zero).memory(inner="aot_eager") for zero in (3, 2))
     assert three.activations == two.activations and three.peak < two.peak
-    small = program(3, bucket_bytes=200_000).memory()
+    small = program(3, bucket_bytes=200_000).memory(inner="aot_eager")
     assert small.gathered < 0.6 * three.gathered and small.peak < three.peak
-    whole = program(mesh={"dp_replicate": 8}).memory()
+    whole = program(axis="dp_replicate").memory(inner="aot_eager")
     assert whole.parameters == 8 * three.parameters and whole.optimizer > 7 * three.optimizer
 
 
@@ -312,7 +324,7 @@ def test_timeline_covers_every_operator_and_ends_as_it_began() -> None:
 
 def test_optimizers_differ_in_state_and_scratch() -> None:
     made = program()
-    found = {name: made.memory(name) for name in OPTIMIZERS}
+    found = {name: made.memory(name, "aot_eager") for name in OPTIMIZERS}
     trained = found["sgd"].gradients
     count = len(made.parameters)
     assert found["adamw"].optimizer == 2 * trained + 4 * count

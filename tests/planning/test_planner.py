@@ -179,7 +179,7 @@ def test_more_ranks_store_less() -> None:
     for n in (2, 4, 8):
         torch.compiler.reset()
         program = autoshard.trace(MLP(), (torch.randn(8, 64),), mesh={"tp": n})
-        stored.append(program.memory().parameters)
+        stored.append(program.memory(inner="aot_eager").parameters)
     assert stored[0] > 1.9 * stored[1] > 3.5 * stored[2]
 
 

@@ -205,7 +205,7 @@ def test_the_same_in_every_process() -> None:
             text=True,
             check=True,
         ).stdout
-        for seed in ("0", "1", "31")
+        for seed in ("0", "31")
     }
     assert len(outputs) == 1
     assert outputs.pop().count("\n") == 61

@@ -22,18 +22,19 @@ def config(cached: bool = True, fewest: int = 1, ids: str = "int64") -> dict[str
     cache = {"dtype": "float32", "shape": ["batch", 1, LENGTH, 1], "role": "key_cache"}
     tokens = {"name": "ids", "dtype": ids, "shape": ["batch", "sequence"], "role": "input"}
     lengths = {"name": "past", "dtype": "int32", "shape": ["batch"], "role": "lengths"}
-    logits = {"name": "logits", "dtype": "float32", "role": "output"}
+    shape = ["batch", "sequence", VOCAB]
+    logits = {"name": "logits", "dtype": "float32", "shape": shape, "role": "output"}
     sequence = {"minimum": fewest, "maximum": WIDTH if cached else LENGTH}
     sizes = {"batch": {"minimum": 1, "maximum": 3}, "sequence": sequence}
     return {
         "format": "autoshard-engine",
         "format_version": 1,
-        "builder": {"module": "no_such_builder", "version": "1", "compute_capabilities": []},
+        "builder": {"module": "tensorrt", "version": "1", "compute_capabilities": []},
         "inputs": [tokens, lengths, {"name": "seen", **cache}] if cached else [tokens],
         "outputs": [logits, {"name": "seen_out", **cache}] if cached else [logits],
         "profiles": [sizes],
         "kv_cache": {"max_length": LENGTH} if cached else None,
-        "ranks": [{"file": "rank0.engine"}],
+        "ranks": [{"file": "rank0.engine", "sha256": hashlib.sha256(b"whole").hexdigest()}],
     }
 
 
@@ -166,26 +167,90 @@ class Refusing:
 
 
 def test_an_engine_that_does_not_load_or_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "refusing_trt", Refusing)
-    builder = {"module": "refusing_trt", "version": "0", "compute_capabilities": ["8.9"]}
-    ranks = [{"file": "rank0.engine", "sha256": hashlib.sha256(b"old").hexdigest()}]
-    described = {**config(), "builder": builder, "ranks": ranks}
+    monkeypatch.setitem(sys.modules, "tensorrt", Refusing)
+    builder = {"module": "tensorrt", "version": "0", "compute_capabilities": ["8.9"]}
+    described = {**config(), "builder": builder}
     with pytest.raises(AutoshardError, match=r"1 cannot load the engine.*version 0 for .* 8\.9"):
         TensorRT(described, b"old", None)
-    with pytest.raises(AutoshardError, match="the engine is damaged: its SHA-256 is .* no rank"):
-        TensorRT(described, b"ol", None)
     with pytest.raises(AutoshardError, match=r"takes no ids of shape \(1, 2\)"):
         TensorRT(described, b"whole", None)({"ids": torch.zeros(1, 2)})
 
 
-def test_loading_says_what_does_not_fit(tmp_path: Path) -> None:
-    with pytest.raises(AutoshardError, match=r"config.json cannot be read"):
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A directory of one engine."""
+    made = tmp_path / "engines"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(config()))
+    (made / "rank0.engine").write_bytes(b"whole")
+    return made
+
+
+def test_loading_says_what_does_not_fit(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", None)  # type: ignore[arg-type]
+    with pytest.raises(AutoshardError, match="built by tensorrt 1, which is not installed"):
+        load(directory)
+    with pytest.raises(AutoshardError, match=r"config.json' is no file of the directory"):
         read_config(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**config(), "format_version": 9}))
-    with pytest.raises(AutoshardError, match="autoshard-engine 9, this version reads .* 1"):
-        read_config(tmp_path)
-    path.write_text(json.dumps(config()))
-    (tmp_path / "rank0.engine").write_bytes(b"")
-    with pytest.raises(AutoshardError, match="built by no_such_builder 1, which is not installed"):
-        load(tmp_path)
+    (directory / "config.json").write_text(json.dumps({**config(), "format_version": 9}))
+    with pytest.raises(AutoshardError, match="autoshard-engine' 9, this version reads .* 1"):
+        read_config(directory)
+
+
+def test_no_module_that_a_directory_names_is_imported(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (directory / "planted_module.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(str(directory))
+    builder = {"module": "planted_module", "version": "1", "compute_capabilities": []}
+    (directory / "config.json").write_text(json.dumps({**config(), "builder": builder}))
+    with pytest.raises(AutoshardError, match="'planted_module' .*not one of tensorrt, tensorrt_rt"):
+        load(directory)
+
+
+@pytest.mark.parametrize("name", ["../outside", "{absolute}", "link", "..", ".", "", "sub/rank"])
+def test_no_file_outside_of_the_directory_is_read(directory: Path, name: str) -> None:
+    outside = directory.parent / "outside"
+    outside.write_bytes(b"whole")  # its SHA-256 would be the right one
+    (directory / "sub").mkdir()
+    (directory / "sub" / "rank").write_bytes(b"whole")
+    (directory / "link").symlink_to(outside)
+    body = config()
+    body["ranks"][0]["file"] = name.format(absolute=outside)
+    (directory / "config.json").write_text(json.dumps(body))
+    with pytest.raises(AutoshardError, match="no file of the directory|outside of the directory"):
+        load(directory)
+
+
+def test_a_damaged_engine_is_not_deserialised(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(self: Any, data: bytes) -> Any:
+        raise AssertionError("deserialised")
+
+    monkeypatch.setattr(Refusing.Runtime, "deserialize_cuda_engine", never)
+    monkeypatch.setitem(sys.modules, "tensorrt", Refusing)
+    (directory / "rank0.engine").write_bytes(b"whole!")
+    with pytest.raises(AutoshardError, match="is damaged, or another file: its SHA-256 is .* no r"):
+        load(directory)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"ranks": []}, "1 to 1,048,576 ranks"),
+        ({"ranks": [{"file": "rank0.engine"}]}, r"no 'sha256' in ranks\[0\]"),
+        ({"outputs": []}, "has no seen_out for the cache seen"),
+        ({"profiles": []}, "not one profile or more"),
+        ({"kv_cache": None}, "entry kv_cache is None"),
+        ({"profiles": [{"batch": {"minimum": 3, "maximum": 2}}]}, "not from 3 to"),
+    ],
+)
+def test_every_entry_that_a_runner_needs_is_checked(
+    directory: Path, change: dict[str, Any], said: str
+) -> None:
+    (directory / "config.json").write_text(json.dumps({**config(), **change}))
+    with pytest.raises(AutoshardError, match=said):
+        read_config(directory)

@@ -137,9 +137,9 @@ def test_one_rank_fails(gloo2: Any, tmp_path: Path) -> None:
     missing = str(tmp_path / "none.json")
     started = time.monotonic()
     results = gloo2(on_rank, 0, {"plan": missing})
-    assert results[0][0] == "FileNotFoundError" and "none.json" in results[0][1]
+    assert results[0][0] == "PlanError" and "none.json" in results[0][1]
     assert results[1][0] == "PlanMismatchError", results
-    assert "rank 0: FileNotFoundError" in results[1][1] and "none.json" in results[1][1]
+    assert "rank 0: PlanError" in results[1][1] and "none.json" in results[1][1]
     assert time.monotonic() - started < 100, "a rank was waited for"
 
 
@@ -157,7 +157,7 @@ def test_one_rank_fails(gloo2: Any, tmp_path: Path) -> None:
             lambda plan: dataclasses.replace(
                 plan, parameters={**plan.parameters, "body.up.weight": "P"}
             ),
-            ["'body.up.weight' is stored 'P'", '"I" (Replicate: whole on every rank)'],
+            ["body.up.weight is 'P'", '"I" (Replicate: whole on every rank)'],
         ),
         (lambda plan: with_node(plan, "S(7) -> S(7)"), ["'S(7) -> S(7)'", "Possible: ["]),
     ],

@@ -52,7 +52,8 @@ def test_equal_with_dropout() -> None:
 def test_a_fault_through_processes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the command, from the name of a factory that plants the fault where it is called."""
+    """By the command, from the name of a factory that plants the fault where it is called; all the
+    others are planted in one process, by test_planted_faults.py."""
     assert main(["verify", "faults:gradient_not_reduced", "--mesh", "tp=2"]) == 1
     told = capsys.readouterr()
     assert "DIFFERENT: mesh tp=2" in told.out and "WRONG" in told.out
@@ -71,14 +72,6 @@ def test_a_rank_that_fails_between_calls() -> None:
     assert str(caught.value).startswith("rank 1 of 3 processes failed")
     assert "ArithmeticError: a mistake in the training loop of rank 1" in str(caught.value)
     assert time.monotonic() - started < 250.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["dropped_all_reduce", "masks_alike"])
-def test_more_faults_through_processes(name: str) -> None:
-    proof = autoshard.verify(f"faults:{name}", mesh={"tp": 2})
-    wrong = {one.kind for one in proof.comparisons if not one.ok}
-    assert wrong and "capture" not in wrong, proof
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autoshard.export.rank_graph.cache import Runner, stand_in
 from autoshard.export.rank_graph.config import configuration, file_digest
 from autoshard.export.rank_graph.files import write_ranks
 from autoshard.export.rank_graph.graph import Port, RankGraph

@@ -154,6 +154,11 @@ def _pad(x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> torch.Tensor:
     return x
 
 
+def _full_like(x: torch.Tensor, value: Any, *, dtype: Any = None, **kwargs: Any) -> torch.Tensor:
+    """Of a size, not of a value: what it makes depends on no input."""
+    return aten.full.default(x.shape, value, dtype=dtype or x.dtype, device=x.device)
+
+
 _OWN: dict[Any, Callable[..., Any]] = {
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split_with_sizes,
@@ -162,6 +167,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.pow.Scalar: _pow_scalar,
     aten.arange.default: _arange,
     aten.arange.start: _arange_start,
+    aten.full_like.default: _full_like,
     aten.any.default: _any,
     aten.constant_pad_nd.default: _pad,
     aten.pad.default: lambda x, pad, mode="constant", value=None: _pad(x, pad, value or 0),

@@ -11,8 +11,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from autoshard.export.destination import Destination, Progress, check_vacant
+from autoshard.export.destination import Destination, Progress
 from autoshard.export.job import on_every_rank
+from autoshard.export.rank_graph.cache import Runner, check_cached
 from autoshard.export.rank_graph.config import configuration, rank_entry
 from autoshard.export.rank_graph.graph import RankGraph
 from autoshard.export.rank_graph.plan import InferencePlan, plan_inference
@@ -39,6 +40,10 @@ class Format(Protocol[T]):
         """A rank's file, in memory. Raises ExportError."""
         ...
 
+    def runner(self, made: T, graph: RankGraph) -> Runner | None:
+        """What runs `made` on the CPU, alone; None: nothing but the graph's own operators."""
+        ...
+
     def write(self, made: T, file: Path) -> Mapping[str, Any]:
         """Write it; what the rank's entry of config.json says beside the file and the hashes."""
         ...
@@ -60,13 +65,26 @@ def write_ranks(
     From one process: all ranks, one after the other. From a running sharded job: every process
     calls, all see one file system, and each writes the ranks r, r + world, ... from the weights it
     holds. The directory appears complete or not at all, and the first rank of every process is
-    made before any file is written.
+    made before any file is written. With a cache, what is made of each rank is compared on the CPU
+    with the whole graph, token by token.
     """
     source, directory = WeightSource(model), Path(directory)
+    with Destination(directory, source.job) as destination:
+        _write(form, model, destination, source, spec, progress)
+    return directory
+
+
+def _write(
+    form: Format[T],
+    model: nn.Module,
+    destination: Destination,
+    source: WeightSource,
+    spec: EngineSpec,
+    progress: Progress | None,
+) -> None:
     job = source.job
 
     def prepare() -> tuple[InferencePlan, RankGraph]:
-        check_vacant(directory)
         plan = plan_inference(model, spec)
         graph = plan.rank_graph(min(job.rank, spec.tp - 1))
         form.check(graph)
@@ -75,36 +93,40 @@ def write_ranks(
     plan, graph = on_every_rank(prepare, "plan", job)
     plan.check_same(job)
     weights = read_weights(source, graph)
+
+    def make(graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> T:
+        made = form.make(graph, weights)
+        check_cached(graph, weights, form.runner(made, graph))
+        return made
+
     # a job may have more processes than the mesh has ranks
-    make = partial(form.make, graph, weights) if job.rank < spec.tp else lambda: None
-    made = on_every_rank(make, "first file", job)
+    first = partial(make, graph, weights) if job.rank < spec.tp else lambda: None
+    made = on_every_rank(first, "first file", job)
     entries: list[tuple[int, Mapping[str, Any]]] = []
 
     def write(graph: RankGraph, weights: Mapping[str, torch.Tensor], made: T | None) -> None:
         file = destination.partial / f"rank{graph.rank}{form.suffix}"
-        more = form.write(form.make(graph, weights) if made is None else made, file)
+        more = form.write(make(graph, weights) if made is None else made, file)
         entries.append((graph.rank, {**rank_entry(graph, weights, file), **more}))
         if progress is not None:
             progress(file.name, graph.rank + 1, spec.tp)
 
-    with Destination(directory, job) as destination:
-        for first in range(0, spec.tp, job.size):
-            rank = first + job.rank
-            if first > 0:
-                made, weights = None, {}  # this memory goes before the next rank's comes
-                graph = plan.rank_graph(min(rank, spec.tp - 1))
-                weights = read_weights(source, graph, first)
-            if rank < spec.tp:
-                destination.attempt(partial(write, graph, weights, made))
-        everybody = [entry for part in gather(entries, "entries", job) for entry in part]
-        if job.rank == 0:
-            config = {
-                "format": form.name,
-                "format_version": form.version,
-                **form.describe(graph),
-                **configuration(graph, spec.weight_dtype),
-                "ranks": [entry for _, entry in sorted(everybody, key=lambda pair: pair[0])],
-            }
-            text = json.dumps(config, indent=1) + "\n"
-            destination.attempt(partial((destination.partial / "config.json").write_text, text))
-    return directory
+    for turn in range(0, spec.tp, job.size):
+        rank = turn + job.rank
+        if turn > 0:
+            made, weights = None, {}  # this memory goes before the next rank's comes
+            graph = plan.rank_graph(min(rank, spec.tp - 1))
+            weights = read_weights(source, graph, turn)
+        if rank < spec.tp:
+            destination.attempt(partial(write, graph, weights, made))
+    everybody = [entry for part in gather(entries, "entries", job) for entry in part]
+    if job.rank == 0:
+        config = {
+            "format": form.name,
+            "format_version": form.version,
+            **form.describe(graph),
+            **configuration(graph, spec.weight_dtype),
+            "ranks": [entry for _, entry in sorted(everybody, key=lambda pair: pair[0])],
+        }
+        text = json.dumps(config, indent=1) + "\n"
+        destination.attempt(partial((destination.partial / "config.json").write_text, text))

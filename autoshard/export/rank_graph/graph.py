@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -61,6 +61,8 @@ class RankGraph:
     weights, constants: by the target of their placeholder. symbols: the dynamic dims by name.
     sizes: the name of each symbol of the placeholders' fake values. axis: tp, as this rank sees
     it; its `group` is what collectives name. max_length: tokens a cache holds, None without one.
+    whole, whole_constants: with a cache, the graph of whole sequences that it continues, and the
+    constants of that one.
     """
 
     module: fx.GraphModule
@@ -72,6 +74,8 @@ class RankGraph:
     sizes: Mapping[str, str]
     axis: Axis
     max_length: int | None
+    whole: fx.GraphModule | None = None
+    whole_constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def tp(self) -> int:

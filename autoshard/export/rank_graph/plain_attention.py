@@ -94,8 +94,8 @@ def _is_causal(
     tried = [{"batch": 2, "sequence": 7}, {"batch": 1, "sequence": min(longest, PROVEN)}]
     for numbers in tried:
         try:
-            value = _value(mask, constants, {s: numbers[name] for s, name in sizes.items()}, {})
-        except _Unknown:
+            value = computed(mask, constants, {s: numbers[name] for s, name in sizes.items()}, {})
+        except Unknown:
             return False
         if value.dim() < 2 or value.shape[-1] != value.shape[-2]:
             return False
@@ -137,29 +137,33 @@ def _limits(mask: fx.Node) -> bool:
     return False
 
 
-class _Unknown(Exception):
+class Unknown(Exception):
     """A value depends on what only the caller knows."""
 
 
-def _value(
+def computed(
     node: fx.Node,
     constants: Mapping[str, torch.Tensor],
     sizes: Mapping[str, int],
     known: dict[fx.Node, Any],
 ) -> Any:
+    """The value of a node that `constants` and `sizes`, by symbol, decide; Unknown otherwise.
+
+    known: values that are known already, by node; what is computed is added.
+    """
     if node in known:
         return known[node]
     if node.op == "placeholder":
         if str(node.target) not in constants:
-            raise _Unknown
+            raise Unknown
         known[node] = constants[str(node.target)]
     elif node.target is aten.sym_size.int and str(node.meta["val"]) in sizes:
         known[node] = sizes[str(node.meta["val"])]
     elif getattr(node.target, "namespace", "aten") != "aten":
-        raise _Unknown
+        raise Unknown
     else:
         args, kwargs = fx.node.map_arg(
-            (node.args, dict(node.kwargs)), lambda n: _value(n, constants, sizes, known)
+            (node.args, dict(node.kwargs)), lambda n: computed(n, constants, sizes, known)
         )
         known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     return known[node]

@@ -17,6 +17,7 @@ from autoshard.building import build_program
 from autoshard.capture import intercept
 from autoshard.config import Config
 from autoshard.export.errors import ExportError, export_error
+from autoshard.export.rank_graph.cache import whole_graph, with_cache
 from autoshard.export.rank_graph.core_operators import reduce_to_core
 from autoshard.export.rank_graph.example import traced_call
 from autoshard.export.rank_graph.graph import RankGraph
@@ -24,16 +25,14 @@ from autoshard.export.rank_graph.meta_copy import shadow
 from autoshard.export.rank_graph.placeholders import Placeholders, read_placeholders
 from autoshard.export.rank_graph.plain_attention import plain_attention
 from autoshard.export.rank_graph.tidy import on_cpu, propagate, tidy
-from autoshard.export.rank_graph.with_cache import with_cache
 from autoshard.export.serial_graph import parameter_names, unwrapped
 from autoshard.export.spec import EngineSpec
 from autoshard.passes import Localize, rank_program
-from autoshard.planning import producer
 from autoshard.planning.cost import hardware
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree
-from autoshard.runtime.collectives import Axis, shard_dim
+from autoshard.runtime.collectives import Axis
 from autoshard.runtime.graph_meta import MUTATED
 from autoshard.runtime.mesh import offline_mesh
 
@@ -67,12 +66,14 @@ class InferencePlan:
         tidy(module, set(inputs))
         longest = {name: extent.maximum for name, extent in spec.extents.items()}
         roles: dict[str, str] = {}
+        whole, whole_constants = None, dict[str, torch.Tensor]()
         if spec.max_length is None:
             plain_attention(module, constants, names.sizes, longest)
         else:
             longest["sequence"] = spec.max_length
+            whole, whole_constants = whole_graph(module), dict(constants)
             plain_attention(module, constants, names.sizes, longest)
-            roles = with_cache(module, inputs[0], spec.max_length, mode)
+            roles = with_cache(module, inputs, constants, names.sizes, spec.max_length, mode)
         propagate(module, mode)
         module.graph.eliminate_dead_code()
         for node in _placeholders(module):
@@ -94,6 +95,8 @@ class InferencePlan:
             sizes=names.sizes,
             axis=axis,
             max_length=spec.max_length,
+            whole=whole,
+            whole_constants=whole_constants,
         )
 
     def check_same(self, job: Axis) -> None:
@@ -105,32 +108,20 @@ class InferencePlan:
         agree("plan of the engines", digest, lines, job, error=ExportError)
 
     def _check(self) -> None:
-        """Refuse random numbers, mutation, and ranks of different shapes, which need padding."""
-        decisions = self.program.decisions
+        """Refuse random numbers and mutation."""
         if self.program.serial.meta.get(MUTATED):
             raise export_error("the model writes to one of its inputs or buffers in forward")
         for node in self.program.serial.graph.nodes:
             if getattr(node.target, "namespace", "") == "autoshard":
                 raise export_error("draws random numbers, which no engine does", node)
-            val = node.meta.get("val")
-            if producer(node)[0] not in decisions.strategies or not isinstance(val, torch.Tensor):
-                continue
-            dim = shard_dim(decisions.state(node))
-            size = 0 if dim is None else val.shape[dim]
-            if isinstance(size, int) and size % self.tp:
-                name = self.placeholders.weights.get(node.name)
-                what = f"size {size} of dim {dim}" + (f" of {name}" if name else "")
-                raise export_error(
-                    f"{what} is split among {self.tp} ranks: {size} % {self.tp} != 0",
-                    node,
-                    "Pad it to a multiple, or export for another number of ranks.",
-                )
 
 
 def plan_inference(model: nn.Module, spec: EngineSpec) -> InferencePlan:
     """Capture `model` in eval mode without gradients, and plan it for the ranks of `spec`.
 
-    The model is neither run nor changed. Raises what torch.compile(fullgraph=True) raises where it
+    Only dims that the ranks divide are split, since all engines of a mesh have one form: of a
+    vocabulary of another size each rank holds the whole, or a part of another dim. The model is
+    neither run nor changed. Raises what torch.compile(fullgraph=True) raises where it
     breaks the graph, and ExportError.
     """
     model = unwrapped(model)
@@ -145,7 +136,7 @@ def plan_inference(model: nn.Module, spec: EngineSpec) -> InferencePlan:
     def plan(
         gm: fx.GraphModule, example: Sequence[Any], inputs: list[compat.GraphInput]
     ) -> Program:
-        program = build_program(gm, example, inputs, mesh, config, machine)
+        program = build_program(gm, example, inputs, mesh, config, machine, even=True)
         nodes = _placeholders(program.serial)
         found = read_placeholders(nodes, inputs, names, arguments, values)
         plans.append(InferencePlan(program, spec, found))

@@ -37,7 +37,7 @@ def onnx(
 
     For the other arguments, and what is written when, see `autoshard.export.tensorrt`. Raises
     ExportError, before any file is written, for a mesh with another axis, where the extra `onnx` is
-    missing, for an operator torch cannot translate, and for a size the ranks do not divide.
+    missing, for an operator torch cannot translate, and for what no cache can continue.
     """
     spec = EngineSpec(
         mesh=mesh,
@@ -66,6 +66,9 @@ class Models:
     def make(self, graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> Any:
         """See Format."""
         return onnx_program(graph, weights)
+
+    def runner(self, made: Any, graph: RankGraph) -> None:
+        """See Format: torch translates each operator of the graph by itself."""
 
     def write(self, made: Any, file: Path) -> Mapping[str, Any]:
         """See Format."""

@@ -13,11 +13,11 @@ from torch import nn
 
 from autoshard.export.destination import Progress
 from autoshard.export.errors import export_error
-from autoshard.export.rank_graph import RankGraph, write_ranks
+from autoshard.export.rank_graph import RankGraph, Runner, write_ranks
 from autoshard.export.spec import EngineSpec, Example
 from autoshard.export.to_tensorrt.build import Network, build, check_capabilities, make_network
 from autoshard.export.to_tensorrt.convert import check_convertible
-from autoshard.export.to_tensorrt.interpreter import check_collectives
+from autoshard.export.to_tensorrt.interpreter import LoneInterpreter, check_collectives
 from autoshard.export.to_tensorrt.spy import Spy
 from autoshard.runtime.engine import FORMAT, FORMAT_VERSION
 
@@ -53,8 +53,10 @@ def tensorrt(
     From one process: all ranks, one after the other. From a running sharded job: every process
     calls, all see one file system, and each builds the ranks r, r + world, ... from the weights it
     holds. The directory appears complete or not at all. Raises ExportError, before any file is
-    written, for a mesh with another axis, an operator without a converter, a size the ranks do not
-    divide, and a compute capability the builder has not, or has no collectives for.
+    written, for a mesh with another axis, an operator without a converter, and a compute capability
+    the builder has not, or has no collectives for; with a cache, for an operator other than
+    attention that computes a token from others, and where the network, run on the CPU, says another
+    token with the cache than without.
     """
     if isinstance(compute_capability, str):
         compute_capability = [compute_capability]
@@ -86,14 +88,19 @@ class Engines:
         check_capabilities(self.trt, self.capabilities, graph)
         check_convertible(graph)
 
-    def make(self, graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> Network:
+    def make(self, graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> tuple[Network, Spy]:
         """See Format."""
-        return checked_network(self.trt, graph, weights)[0]
+        return checked_network(self.trt, graph, weights)
 
-    def write(self, made: Network, file: Path) -> Mapping[str, Any]:
+    def runner(self, made: tuple[Network, Spy], graph: RankGraph) -> Runner:
+        """See Format: the network itself, interpreted."""
+        return LoneInterpreter(*made)
+
+    def write(self, made: tuple[Network, Spy], file: Path) -> Mapping[str, Any]:
         """See Format."""
-        levels = check_capabilities(self.trt, self.capabilities, made.lowering.graph)
-        file.write_bytes(memoryview(build(made, levels)))
+        network, _ = made
+        levels = check_capabilities(self.trt, self.capabilities, network.lowering.graph)
+        file.write_bytes(memoryview(build(network, levels)))
         return {}
 
     def describe(self, graph: RankGraph) -> Mapping[str, Any]:

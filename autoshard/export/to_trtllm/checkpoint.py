@@ -82,8 +82,9 @@ def trtllm(
         config = checkpoint_config(decoder, family, split, hf_config, max_position_embeddings)
         return config, [rank_tensors(decoder, split, rank) for rank in range(tp * pp)]
 
-    config, files = on_every_rank(prepare, "checkpoint", source.job)
-    _write(source, Path(directory), config, files, progress)
+    with Destination(directory, source.job) as destination:
+        config, files = on_every_rank(prepare, "checkpoint", source.job)
+        _write(source, destination, config, files, progress)
     return Path(directory)
 
 
@@ -108,7 +109,7 @@ def trtllm_build(checkpoint: str | Path, engines: str | Path, *options: str) -> 
 
 def _write(
     source: WeightSource,
-    directory: Path,
+    destination: Destination,
     config: dict[str, Any],
     files: list[list[Entry]],
     progress: Progress | None,
@@ -117,7 +118,7 @@ def _write(
     uses = _uses(files)
     names = [name for name in source.parameters if name in uses]
     opened: dict[int, SafetensorsFile] = {}
-    with Destination(directory, job) as destination, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
 
         def begin() -> None:
             for rank in range(job.rank, len(files), job.size):

@@ -18,16 +18,29 @@ Bandwidths are one rank's, in one direction. `efficiency` may be left out.
 from __future__ import annotations
 
 import importlib
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from autoshard.planning.cost.machines import HARDWARE, Hardware, Link, hardware
 from autoshard.runtime.collectives import DATA_AXES
 from autoshard.runtime.errors import ConfigError, message
+from autoshard.runtime.input_file import MOST_RANKS, FileEntry, parsed, read_json
 from autoshard.runtime.mesh import AXIS_ORDER
+
+MOST_BYTES = 2**16
+"""Bytes of the largest cluster file: PyYAML reads about a megabyte in ten seconds."""
+
+LEAST, MOST = 1e-6, 1e9
+"""The bounds of a figure in a cluster file: what is divided by is not 0, and sums stay finite."""
+
+_RATES = ("float8", "half", "float32", "float64")
+_SIZES = {
+    "memory": ("gigabytes", "gigabytes_per_second"),
+    "inside": ("microseconds", "gigabytes_per_second"),
+    "between": ("microseconds", "gigabytes_per_second"),
+}
 
 
 @dataclass(frozen=True)
@@ -117,46 +130,44 @@ def cluster(source: str | Cluster) -> Cluster:
 
 def read_cluster(path: Path) -> Cluster:
     """The cluster that a file describes; ConfigError names the file and the entry."""
-    body = _parsed(path)
-    try:
-        memory, rates = body["memory"], body["tera_flops"]
-        bandwidth = float(memory["gigabytes_per_second"]) * 1e9
-        links = {
-            name: Link(
-                float(body[name]["microseconds"]) * 1e-6,
-                float(body[name]["gigabytes_per_second"]) * 1e9,
-                bandwidth,
-            )
-            for name in ("inside", "between")
-        }
-        device = Hardware(
-            str(body["name"]),
-            {k: float(rates[k]) * 1e12 for k in ("float8", "half", "float32", "float64")},
-            bandwidth,
-            int(float(memory["gigabytes"]) * 1e9),
-            {"tp": links["inside"], **dict.fromkeys(DATA_AXES, links["between"])},
-        )
-        shares = {k: float(v) for k, v in body.get("efficiency", {}).items()}
-        return Cluster(
-            device, int(body["devices_per_node"]), **links, efficiency=Efficiency(**shares)
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            message(
-                f"the cluster file {path} has no usable entry {error}",
-                remedy="docs/planning.md shows a complete file.",
-            )
-        ) from error
+    what, remedy = "cluster file", "docs/planning.md shows a complete file."
+    if path.suffix == ".json":
+        body = read_json(path, what, ConfigError, remedy, MOST_BYTES)
+    else:
+        body = parsed(path, what, ConfigError, _yaml(path), "YAML", remedy, MOST_BYTES)
+    body.only((*_SIZES, "name", "devices_per_node", "tera_flops", "efficiency"))
+    figures = {name: _figures(body.entry(name), sizes) for name, sizes in _SIZES.items()}
+    gigabytes, bandwidth = figures["memory"]
+    inside, between = (
+        Link(microseconds * 1e-6, rate * 1e9, bandwidth * 1e9)
+        for microseconds, rate in (figures["inside"], figures["between"])
+    )
+    rates = _figures(body.entry("tera_flops"), _RATES)
+    device = Hardware(
+        body.entry("name").text(),
+        {kind: rate * 1e12 for kind, rate in zip(_RATES, rates)},
+        bandwidth * 1e9,
+        int(gigabytes * 1e9),
+        {"tp": inside, **dict.fromkeys(DATA_AXES, between)},
+    )
+    per_node = body.entry("devices_per_node").integer(1, MOST_RANKS)
+    given = body.optional("efficiency", {})
+    given.only(field.name for field in fields(Efficiency))
+    shares = {name: share.number(LEAST, 1) for name, share in given.entries().items()}
+    return Cluster(device, per_node, inside, between, Efficiency(**shares))
 
 
-def _parsed(path: Path) -> Any:
-    text = path.read_text()
+def _figures(entry: FileEntry, names: Sequence[str]) -> list[float]:
+    """The figures of these names, of which only a latency may be 0."""
+    entry.only(names)
+    return [
+        entry.entry(name).number(0 if name == "microseconds" else LEAST, MOST) for name in names
+    ]
+
+
+def _yaml(path: Path) -> Callable[[str], Any]:
     try:
-        if path.suffix == ".json":
-            return json.loads(text)
-        yaml = importlib.import_module("yaml")
-    except json.JSONDecodeError as error:
-        raise ConfigError(message(f"the cluster file {path} is not JSON: {error}")) from error
+        return importlib.import_module("yaml").safe_load  # type: ignore[no-any-return]
     except ModuleNotFoundError as error:
         raise ConfigError(
             message(
@@ -164,7 +175,3 @@ def _parsed(path: Path) -> Any:
                 remedy="pip install 'autoshard[yaml]', or write it as JSON.",
             )
         ) from error
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(message(f"the cluster file {path} is not YAML: {error}")) from error

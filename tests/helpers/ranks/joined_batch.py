@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -74,15 +76,14 @@ def compare(model: nn.Module, serial: nn.Module, worst: dict[str, Any]) -> None:
 def train(
     name: str,
     sizes: Sizes,
-    micro: int,
-    steps: int,
+    micro: Sequence[int],
     options: dict[str, Any],
     foreach: bool = True,
     wait: bool = False,
 ) -> dict[str, Any]:
     """Train a case on the mesh and serially side by side; the worst relative differences.
 
-    wait: all microbatches but the last run in `no_sync`.
+    micro: microbatches of each step. wait: all microbatches but the last run in `no_sync`.
     """
     import autoshard
     from autoshard.runtime.mesh import init_mesh
@@ -105,14 +106,15 @@ def train(
     )
     buffers = [{k: b.clone() for k, b in serial.named_buffers()} for _ in range(ranks)]
     worst: dict[str, Any] = {"loss": 0.0, "gradient": 0.0, "norm": 0.0, "where": ""}
-    for step in range(steps):
-        for i in range(micro):
-            batch = case.make_batch(step * micro + i)
-            expected = serial_backward(case, serial, batch, buffers, 1 / micro)[rank]
-            early = wait and i + 1 < micro
+    batches = (case.make_batch(number) for number in itertools.count())
+    for count in micro:
+        for i in range(count):
+            batch = next(batches)
+            expected = serial_backward(case, serial, batch, buffers, 1 / count)[rank]
+            early = wait and i + 1 < count
             with autoshard.no_sync(compiled) if early else contextlib.nullcontext():
                 loss = case.loss(compiled, part(batch, ranks, rank))
-                (loss / micro).backward()
+                (loss / count).backward()
             worst["loss"] = max(worst["loss"], float(abs(loss - expected) / abs(expected)))
         compare(model, serial, worst)
         norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))

@@ -52,8 +52,11 @@ class Ranks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int = N, store: Any = None) -> None:
         self.here = threading.local()
+        self.left: list[int] = []  # ranks that have finished
+        self.done = threading.Event()
+        monkeypatch.setattr(dist, "get_world_size", lambda: size)
         monkeypatch.setattr(agreement, "current_exchange", lambda: self.here.exchange)
-        monkeypatch.setattr(agreement, "_members", lambda axis: list(range(axis.size)))
+        monkeypatch.setattr(agreement, "members", lambda axis: list(range(axis.size)))
         monkeypatch.setattr(store_exchange, "_LOOK", LOOK)
         self.exchanges = []
         for rank in range(size):
@@ -72,7 +75,7 @@ class Ranks:
                 results[rank] = job(rank, self.exchanges[rank])
             except Exception as error:
                 results[rank] = error
-            self.exchanges[rank].leave()
+            self.exchanges[rank].ended("has ended")
 
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(results))]
         for thread in threads:
@@ -201,3 +204,99 @@ def test_an_exchange_costs_few_requests(monkeypatch: pytest.MonkeyPatch) -> None
     assert ranks(job) == [None] * 8
     assert store.calls["multi_get"] == 8 and store.calls["set"] == 24, store.calls
     assert store.calls["get"] == store.calls["delete_key"] == 0, store.calls
+
+
+def missing(ranks: Ranks, absent: int, told: str = "") -> list[str]:
+    """What the roll call of ranks that miss one another says, where one does not come to it."""
+
+    def job(rank: int, exchange: StoreExchange) -> str:
+        if rank == absent:
+            if told:
+                exchange.raised(told)
+            ranks.done.wait(2 * LIMIT)
+            return ""
+        try:
+            peers = {(rank + 1) % N: "tp"} if rank == 1 else {}
+            return str(exchange.roll_call("the forward", peers))
+        finally:
+            ranks.left.append(rank)
+            if len(ranks.left) == N - 1:
+                ranks.done.set()
+
+    return ranks(job)
+
+
+def test_a_roll_call_names_the_rank_that_is_not_there(ranks: Ranks) -> None:
+    """Rank 2 shares an axis with rank 1, and does not answer; rank 0 hears of it."""
+    zero, one, _ = missing(ranks, 2)
+    assert zero == one
+    assert "rank 2: did not come to a collective of axis tp within 3 seconds" in one
+    assert "where rank 1 waited (the forward)" in one
+
+
+def test_a_roll_call_prefers_what_the_rank_said(ranks: Ranks) -> None:
+    for said in missing(ranks, 2, "RuntimeError: out of memory")[:2]:
+        assert said == "rank 2: RuntimeError: out of memory"
+
+
+def test_a_roll_call_of_all(ranks: Ranks) -> None:
+    """Nobody is missing: they ran different collectives."""
+    results = missing(ranks, N)
+    assert len(set(results)) == 1 and "ran different collectives" in results[0], results
+
+
+def test_the_first_reason_outlives_the_end_of_the_rank(ranks: Ranks) -> None:
+    """Rank 1 fails and ends; who looks later hears why, not that it has ended."""
+
+    def job(rank: int, exchange: StoreExchange) -> str:
+        if rank == 1:
+            exchange.fail(1, "ValueError: no rule")
+            exchange.ended("has ended")
+            return ""
+        time.sleep(2 * LOOK)
+        try:
+            gather(rank, "plan", axis_of(rank))
+        except PlanMismatchError as error:
+            return str(error)
+        return ""
+
+    for said in (ranks(job)[0], ranks(job)[2]):
+        assert "rank 1: ValueError: no rule" in said and "has ended" not in said
+
+
+class FrozenStore(CountingStore):
+    """A store whose host stops after some requests, or is gone."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self.error, self.thaws = error, threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "check" and self.error is not None:
+            raise self.error
+        if name == "check":
+            self.thaws.wait(20 * LIMIT)
+        return super().__getattr__(name)
+
+
+@pytest.mark.parametrize("error", [None, dist.DistNetworkError("Connection reset by peer")])
+def test_a_store_that_is_frozen_or_gone(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    store = FrozenStore(error)
+    ranks = Ranks(monkeypatch, 2, store)
+
+    def job(rank: int, exchange: StoreExchange) -> list[str]:
+        exchange.limit = 0.2
+        said = []
+        for _ in range(2):
+            with pytest.raises(PlanMismatchError) as raised:
+                gather(rank, "plan", axis_of(rank, 2))
+            said.append(str(raised.value))
+        return said
+
+    for first, second in ranks(job):
+        for said in (first, second):
+            assert "the store of the process group" in said and "the process that holds it" in said
+            assert ("Connection reset by peer" if error else "did not answer within") in said
+    store.thaws.set()

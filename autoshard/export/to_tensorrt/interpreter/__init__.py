@@ -2,4 +2,8 @@
 
 from __future__ import annotations
 
-from autoshard.export.to_tensorrt.interpreter.network import NetworkInterpreter, check_collectives
+from autoshard.export.to_tensorrt.interpreter.network import (
+    LoneInterpreter,
+    NetworkInterpreter,
+    check_collectives,
+)

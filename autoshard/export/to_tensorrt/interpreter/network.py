@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from autoshard.export.errors import export_error
-from autoshard.export.rank_graph import RankGraph
+from autoshard.export.rank_graph import RankGraph, stand_in
 from autoshard.export.to_tensorrt.build import Network
 from autoshard.export.to_tensorrt.converters import DTYPES
 from autoshard.export.to_tensorrt.interpreter.layers import LAYERS, attend
@@ -159,3 +159,14 @@ class NetworkInterpreter:
                 f"{name}: TensorRT inferred shape {shape}, the value has {tuple(value.shape)}"
             )
         return value
+
+
+class LoneInterpreter(NetworkInterpreter):
+    """One rank's network without the other ranks, whose part of each collective is a stand-in."""
+
+    def __init__(self, network: Network, spy: Spy) -> None:
+        super().__init__(network, spy)
+        self.graph = network.lowering.graph
+
+    def _collective(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        return stand_in(self.recorded[layer.name].operation.lower(), x, self.graph)

@@ -1,0 +1,90 @@
+"""A model's tensors in the form of its published checkpoints, a part at a time.
+
+Transformers holds some families in another form than their checkpoints have (the experts of a
+layer in one tensor, modules by other names), and converts back when it saves. Older transformers
+and other readers know the published form only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from autoshard.export.errors import export_error
+from autoshard.export.serial_graph import unwrapped
+from autoshard.runtime import compat
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One tensor of the state dict. value: the parameter or buffer as it is stored; dtype: that it
+    is written in."""
+
+    name: str
+    value: torch.Tensor
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class CheckpointPart:
+    """Tensors of the state dict that are converted together, and what is written of them: shape
+    and dtype by published name. plain: whether they are written as they are."""
+
+    sources: Sequence[StateTensor]
+    written: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    plain: bool = False
+
+
+def published_parts(model: nn.Module, tensors: Sequence[StateTensor]) -> list[CheckpointPart]:
+    """The parts of a state dict, in its order: one tensor each where it converts by itself.
+
+    Raises ExportError where the parts together are not what the whole converts to.
+    """
+    inner = unwrapped(model)
+    empty = {t.name: torch.empty(t.value.shape, dtype=t.dtype, device="meta") for t in tensors}
+    made = compat.published(inner, empty)
+    whole = _described(made)
+    if all(made.get(name) is tensor for name, tensor in empty.items()):
+        return [CheckpointPart([one], {one.name: whole[one.name]}, plain=True) for one in tensors]
+    parts, rest = [], []
+    for one in tensors:
+        written = _converted(inner, [one], empty)
+        if written and written.items() <= whole.items():
+            parts.append(CheckpointPart([one], written))
+        else:
+            rest.append(one)
+    if rest:  # converted from several tensors: all of them at once
+        parts.append(CheckpointPart(rest, _converted(inner, rest, empty)))
+    found = [name for part in parts for name in part.written]
+    if len(found) != len(whole) or any(not p.written.items() <= whole.items() for p in parts):
+        missing = sorted(whole.keys() - set(found))[:4]
+        raise export_error(
+            f"{type(inner).__name__} cannot be converted to its published form tensor by tensor: "
+            f"{len(found)} tensors for {len(whole)}; missing are {missing}"
+        )
+    return parts
+
+
+def in_published_form(
+    model: nn.Module, part: CheckpointPart, tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The values to write of a part. tensors: the whole values of its sources, by name."""
+    return tensors if part.plain else compat.published(unwrapped(model), tensors)
+
+
+def _converted(
+    model: nn.Module, sources: Sequence[StateTensor], empty: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    try:
+        return _described(compat.published(model, {one.name: empty[one.name] for one in sources}))
+    except Exception:  # a conversion that needs tensors which are not given says so in many ways
+        return {}
+
+
+def _described(
+    tensors: Mapping[str, torch.Tensor],
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}

@@ -1,0 +1,147 @@
+"""A Hugging Face configuration, checked before transformers acts on it: no code, no endless sizes.
+
+A directory is data here. Code that it brings or names (`auto_map`, kernels of a repository) is
+never run, and nobody is asked; a size that would take hours to build is refused before anything is
+built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from autoshard.runtime.errors import AutoshardError, ConfigError, message
+from autoshard.runtime.input_file import FileEntry, read_json
+
+MOST_LAYERS = 4096
+"""Layers, blocks or experts in one count; the deepest published models have a thousand."""
+
+MOST_LABELS = 2**20
+MOST_SIZE = 2**31 - 1
+MOST_MODULES = 500_000
+"""Modules of a model that is built; a mixture with a module an expert has some 60,000."""
+
+_COUNT = re.compile(r"(^|_)(layers?|blocks|depths?|experts|stages)$")
+_SIZE = re.compile(r"(size|dim|positions|embeddings|vocab|embd|ctx|inner|heads?|channels)$")
+_REMEDY = "A module:factory that makes the model has no such bounds."
+_WITHOUT_CODE = (
+    "autoshard never runs code that a directory brings (trust_remote_code is False). Name a "
+    "module:factory of your own that makes the model."
+)
+
+
+def check_configuration(
+    transformers: Any, directory: str | Path, entries: Mapping[str, Any]
+) -> Any:
+    """The class of a directory's configuration; ConfigError for what must not be built from it.
+
+    entries: of the user's, in place of its own.
+    """
+    path = Path(directory) / "config.json"
+    body = read_json(path, "configuration", ConfigError)
+    check_entries({name: entry.value for name, entry in body.entries().items()}, str(path))
+    check_entries(entries)
+    known = transformers.CONFIG_MAPPING
+    kind = body.entry("model_type")
+    if kind.text() not in known:
+        own = "auto_map" in body.entries()
+        near = difflib.get_close_matches(kind.text(), known.keys(), n=1)
+        meant = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            message(
+                f"{path} is of the model_type {kind.text()!r:.80}, which transformers "
+                f"{transformers.__version__} does not know{': its code is its own' * own}",
+                remedy=_WITHOUT_CODE if own else f"Install a release that has it.{meant}",
+            )
+        )
+    return known[kind.text()]
+
+
+def check_entries(entries: Mapping[str, Any], file: str = "of --option") -> None:
+    """Refuse counts and sizes that no model has, and names of code to fetch."""
+    whole = FileEntry(dict(entries), file, "configuration", ConfigError, _REMEDY)
+    for name, entry in _named(whole):
+        values = entry.value if isinstance(entry.value, list) else [entry.value]
+        numbers = [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
+        for number in numbers:
+            if _COUNT.search(name) and not 0 <= number <= MOST_LAYERS:
+                raise entry.refused(f"not from 0 to {MOST_LAYERS:,}")
+            if name == "num_labels" and not 0 <= number <= MOST_LABELS:
+                raise entry.refused(f"not from 0 to {MOST_LABELS:,}")
+            if _SIZE.search(name) and abs(number) > MOST_SIZE:
+                raise entry.refused(f"not a size up to {MOST_SIZE:,}")
+            if name in ("hidden_size", "vocab_size") and number < 1:
+                raise entry.refused("not a size from 1")
+        if _COUNT.search(name) and sum(numbers) > MOST_LAYERS:
+            raise entry.refused(f"more than {MOST_LAYERS:,} in all")
+        if "implementation" in name:
+            texts = entry.value.values() if isinstance(entry.value, dict) else [entry.value]
+            if any(isinstance(text, str) and re.search(r"[/:|]", text) for text in texts):
+                raise entry.refused("the code of a repository: autoshard runs none of it")
+
+
+def check_known(default: Any, entries: Mapping[str, Any]) -> None:
+    """Refuse an entry that a configuration of `default`'s class has not: it would keep anything."""
+    for name in entries:
+        found = getattr(default, name, None)
+        if name.startswith("_") or callable(found) or not hasattr(default, name):
+            near = difflib.get_close_matches(name, default.to_dict(), n=1)
+            raise ConfigError(
+                message(
+                    f"{type(default).__name__} has no entry {name!r}",
+                    remedy=f"Did you mean {near[0]!r}?" if near else None,
+                )
+            )
+
+
+@contextlib.contextmanager
+def transformers_errors(what: str, remedy: str | None = None) -> Iterator[None]:
+    """A block in which transformers works on what it was given: its errors are ConfigErrors."""
+    try:
+        yield
+    except AutoshardError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())
+        said = said if len(said) < 600 else said[:600] + " ..."
+        text = f"{what}: {type(error).__name__}: {said.rstrip('.')}"
+        raise ConfigError(message(text, remedy=remedy)) from error
+
+
+@contextlib.contextmanager
+def bounded_modules(what: str) -> Iterator[None]:
+    """A block that builds one model: at more than MOST_MODULES modules it ends with ConfigError."""
+    count = 0
+
+    def counted(*args: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > MOST_MODULES:
+            raise ConfigError(
+                message(f"{what} has more than {MOST_MODULES:,} modules", remedy=_REMEDY)
+            )
+
+    handle = register_module_module_registration_hook(counted)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _named(entry: FileEntry) -> Iterator[tuple[str, FileEntry]]:
+    """Every named entry at any depth."""
+    left = [entry]
+    while left:
+        one = left.pop()
+        if isinstance(one.value, list):
+            left += [item for item in one.items() if isinstance(item.value, (dict, list))]
+        elif isinstance(one.value, dict):
+            for name, inner in one.entries().items():
+                yield name, inner
+                left.append(inner)

@@ -1,0 +1,111 @@
+"""Code in which a rank meets others in collectives: errors that name the rank that is missing."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from autoshard.runtime import compat
+from autoshard.runtime.agreement.consensus import FAILED, agree, members
+from autoshard.runtime.agreement.store_exchange import StoreExchange
+from autoshard.runtime.agreement.worlds import current_exchange
+from autoshard.runtime.collectives import Axis
+from autoshard.runtime.errors import AutoshardError, CollectiveError, message
+
+_LIBRARY = tuple(
+    str(Path(module.__file__ or "").parent)
+    for module in (torch, sys.modules["autoshard"], sys.modules["autoshard.runtime"])
+)
+
+
+class CollectiveRegion:
+    """A context in which this thread of this rank runs collectives over some axes.
+
+    A second thread is refused (`Turn`). A collective that fails because a rank does not come
+    becomes a CollectiveError with the world's first failure, the same on all ranks that wait; other
+    errors pass, and are told to the ranks that miss this one. what: the code, for error texts.
+    Meant to be made once and entered at each call; re-entrant.
+    """
+
+    def __init__(self, what: str, axes: Sequence[Axis]) -> None:
+        self._what, self._axes = what, axes
+        self._exchange: StoreExchange | None = None
+
+    def __enter__(self) -> None:
+        exchange = current_exchange()
+        if exchange is not None:
+            exchange.enter(self._what)
+        self._exchange = exchange
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        exchange = self._exchange
+        if exchange is None:
+            return
+        if error is None:
+            exchange.leave()
+            exchange.goes_on()
+            return
+        exchange.turn.leave()
+        if isinstance(error, Exception) and not isinstance(
+            error, (AutoshardError, compat.RESTARTS)
+        ):
+            self._failed(exchange, error)
+
+    def _failed(self, exchange: StoreExchange, error: Exception) -> None:
+        """Raise what a failed collective means; tell others of any other error."""
+        text = f"{type(error).__name__}: {str(error).strip()}"
+        if not compat.is_of_a_collective(error):
+            exchange.raised(text)
+            return
+        here = f"rank {exchange.rank} was in {self._what}"
+        if compat.misses_a_rank(error):
+            peers = {m: axis.name for axis in self._axes for m in members(axis)}
+            failure = exchange.roll_call(self._what, peers)
+        else:
+            failure = exchange.fail(exchange.rank, f"{text}, in {self._what}")
+        raise CollectiveError(message(f"{failure}; {here}", remedy=FAILED)) from error
+
+
+@contextlib.contextmanager
+def announced(what: str, axes: Sequence[Axis]) -> Iterator[None]:
+    """Collectives over `axes` that eager code is about to run, such as a gather of a parameter.
+
+    what: the thing done, such as "read of body.up.weight"; the same on every rank. The ranks of
+    each axis tell each other first: one that does it alone raises CollectiveError after `timeout`,
+    instead of meeting the others in a collective of something else, and they raise it too, with
+    this rank's line. A message through the store, and a look at those of the others, for each axis;
+    nothing on axes of one rank, without processes, or while a graph is traced. For eager code, on
+    every rank of the axes.
+    """
+    axes = [axis for axis in axes if axis.size > 1 and ":" not in axis.group]
+    if not axes or torch.compiler.is_compiling():
+        yield
+        return
+    note = f"{_users_line()}; every rank has to do it"
+    for axis in axes:
+        agree(what, what, [], axis, note=note, error=CollectiveError)
+    with CollectiveRegion(f"the {what} ({note})", axes):
+        yield
+
+
+def _users_line() -> str:
+    """The innermost `file:line` of this thread that is neither torch's nor ours."""
+    frame = inspect.currentframe()
+    assert frame is not None
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith((*_LIBRARY, "<"))
+        or frame.f_code.co_filename == contextlib.__file__
+    ):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

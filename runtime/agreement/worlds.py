@@ -1,0 +1,120 @@
+"""The exchange of the world that runs now: made with it, and told when this process ends."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+import traceback
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from autoshard.runtime import compat
+from autoshard.runtime.agreement.store_exchange import DEFAULT_LIMIT, SPARE, StoreExchange
+from autoshard.runtime.errors import AutoshardError, message
+
+
+class _Worlds(NamedTuple):
+    """The exchange of the present world, how many worlds there have been, and the seconds that
+    its collectives wait by themselves."""
+
+    exchange: StoreExchange | None
+    generation: int
+    limit: float
+
+
+_current = _Worlds(None, 0, DEFAULT_LIMIT)
+
+
+def current_exchange() -> StoreExchange | None:
+    """The exchange of the running world; None where there is none, or nobody else in it.
+
+    Ranks count the worlds they have been in, so that a store which outlives one holds no old
+    message for the next. Raises AutoshardError in a process that a rank has forked: it is no rank.
+    """
+    exchange = _current.exchange
+    if exchange is not None and exchange.world is dist.group.WORLD:
+        return exchange
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return None
+    if dist.group.WORLD is _inherited:
+        raise AutoshardError(
+            message(
+                f"process {os.getpid()} was forked by rank {dist.get_rank()} and is no rank itself",
+                remedy="Call sharded models, and read their parameters, in the ranks only; a "
+                "worker of a DataLoader gets what it needs as tensors.",
+            )
+        )
+    renew()
+    return _current.exchange
+
+
+def renew() -> None:
+    """Begin a new world, with no failure and its own time limits."""
+    global _current
+    if _current.exchange is None:
+        atexit.register(_leave)
+    world = dist.group.WORLD
+    assert world is not None
+    before = _current.exchange
+    if before is not None and before.world is world:  # what options have set is undone
+        limit = _current.limit
+        if compat.group_limit(world) not in (None, limit):
+            compat.set_group_limit(world, limit)
+    else:
+        limit = compat.group_limit(world) or DEFAULT_LIMIT
+    made = StoreExchange(world, _current.generation)
+    made.limit = limit
+    _current = _Worlds(made, _current.generation + 1, limit)
+
+
+def wait_at_most(seconds: float | None) -> None:
+    """Set the seconds that this rank waits for others before it raises an error; None: as long as
+    its process group lets collectives wait."""
+    exchange = current_exchange()
+    if exchange is not None:
+        exchange.limit = _current.limit if seconds is None else seconds
+
+
+def limit_group(name: str) -> None:
+    """Let collectives of a process group wait as long as comparisons do."""
+    exchange = current_exchange()
+    if exchange is not None:
+        group = compat.process_group(name)
+        if compat.group_limit(group) not in (None, exchange.limit):
+            compat.set_group_limit(group, exchange.limit)
+
+
+def _leave() -> None:
+    exchange = _current.exchange
+    if exchange is None or not dist.is_initialized():
+        return
+    story = _last_error()
+    exchange.ended(f"has ended, after {story}" if story else "has ended")
+    if exchange.rank == 0 and (story or exchange.failure is not None):
+        time.sleep(SPARE)  # the others may have still to read of it, in the store that rank 0 holds
+
+
+def _last_error() -> str:
+    """The error that ends this process, with its line; "" where it ends well."""
+    error = getattr(sys, "last_value", None)
+    if not isinstance(error, Exception):
+        return ""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {str(error).rstrip('.')}{where}"
+
+
+_inherited: Any = None  # the world of the process that forked this one
+
+
+def _after_fork() -> None:
+    """The child has the parent's connections, and its list of what to do at exit."""
+    global _current, _inherited
+    _inherited = dist.group.WORLD
+    _current = _Worlds(None, _current.generation, DEFAULT_LIMIT)
+
+
+os.register_at_fork(after_in_child=_after_fork)

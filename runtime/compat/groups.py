@@ -1,0 +1,51 @@
+"""Process groups, their time limits and their errors: private parts of torch.distributed."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+
+def process_group(name: str) -> Any:
+    """The process group of a name; torch's public functions take groups, its operators names."""
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def group_limit(group: Any) -> float | None:
+    """The seconds that a collective of the group may wait, the least of its devices; None where its
+    backend does not say."""
+    limits = []
+    for device in getattr(group, "_device_types", ()):
+        options = getattr(group._get_backend(torch.device(device)), "options", None)
+        limit = getattr(options, "_timeout", None)
+        if limit is not None:
+            limits.append(limit.total_seconds())
+    return min(limits, default=None)
+
+
+def set_group_limit(group: Any, seconds: float) -> None:
+    """Let collectives of the group wait that long.
+
+    By a private function: groups that init_device_mesh makes have the default of torch, 30 minutes
+    on gloo, whatever limit the world was started with.
+    """
+    c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def is_of_a_collective(error: BaseException) -> bool:
+    """Whether a collective raised the error; gloo raises plain RuntimeErrors."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and "gloo" in str(error)
+
+
+def misses_a_rank(error: BaseException) -> bool:
+    """Whether a collective ended because a rank did not come, or has gone."""
+    text = str(error).lower()
+    return any(each in text for each in ("timed out", "timeout", "connection", "broken pipe"))

@@ -1,0 +1,182 @@
+"""A graph with a cache: no token but through attention looks at others, proven and compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import engine_cases as cases
+import odd_decoders as odd
+from autoshard.export import EngineSpec, ExportError, onnx, tensorrt
+from autoshard.export.rank_graph.cache import carrying, check_cached, whole_graph
+from autoshard.export.rank_graph.graph import RankGraph
+from autoshard.export.rank_graph.operators import attention, update_cache
+from autoshard.export.rank_graph.plan import plan_inference
+from autoshard.export.rank_graph.weights import read_weights
+from autoshard.export.to_tensorrt.converters.network import CONVERTERS
+from autoshard.export.weight_source import WeightSource
+
+aten = torch.ops.aten
+LENGTH = 32
+SLOW = (torch.float32, torch.bfloat16)
+DYNAMIC = {"batch": (1, 2, 4), "sequence": (1, 8, 8)}
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [1, 2, 3], list(range(20, 31))]
+
+
+def made(model: nn.Module, length: int = LENGTH) -> tuple[RankGraph, Mapping[str, torch.Tensor]]:
+    spec = EngineSpec(mesh={"tp": 1}, dynamic=DYNAMIC, max_length=length)
+    graph = plan_inference(model, spec).rank_graph(0)
+    return graph, read_weights(WeightSource(model), graph)
+
+
+def greedy(model: nn.Module, steps: int) -> list[list[int]]:
+    """What the model says next, without any cache."""
+    answers = []
+    for prompt in PROMPTS:
+        row = list(prompt)
+        for _ in range(steps):
+            row.append(int(model(torch.tensor([row]))[0, -1].argmax()))
+        answers.append(row[len(prompt) :])
+    return answers
+
+
+@pytest.mark.parametrize("kind", odd.RIGHT)
+def test_what_a_position_decides_is_looked_up_by_it(kind: type[odd.Decoder]) -> None:
+    pytest.importorskip("tensorrt_rtx")
+    from autoshard.export.to_tensorrt import generate, networks
+
+    model = kind().eval()
+    spec = EngineSpec(mesh={"tp": 1}, dynamic=DYNAMIC, max_length=LENGTH)
+    assert generate(networks(model, spec), PROMPTS, 12) == greedy(model, 12)
+
+
+@pytest.mark.parametrize("kind", odd.REFUSED)
+def test_what_looks_at_other_tokens_is_refused_with_its_line(kind: type[odd.Decoder]) -> None:
+    with pytest.raises(ExportError, match=rf"({odd.REFUSED[kind]}).*odd_decoders.py:\d+"):
+        made(kind().eval())
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"), [(odd.RotaryTable, 48), (odd.NormedSlice, 47), (odd.Counted, 46)]
+)
+def test_a_cache_holds_no_more_tokens_than_the_model_has_positions(
+    kind: type[odd.Decoder], rows: int
+) -> None:
+    with pytest.raises(ExportError, match=rf"odd_decoders.py:\d+\). Give max_length={rows}\."):
+        made(kind().eval(), 64)
+
+
+def test_one_length_of_sequence_is_no_length_to_continue() -> None:
+    spec = EngineSpec(mesh={"tp": 1}, max_length=LENGTH)
+    with pytest.raises(ExportError, match="dynamic={'sequence'"):
+        plan_inference(odd.Decoder().eval(), spec).rank_graph(0)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, *(pytest.param(d, marks=pytest.mark.slow) for d in SLOW)]
+)
+def test_rounding_is_no_other_token(dtype: torch.dtype) -> None:
+    for rank in range(2):
+        check_cached(*cases.rank("llama", 2, rank, dtype, cases.LENGTH))
+
+
+@functools.cache
+def rotary() -> tuple[RankGraph, Mapping[str, torch.Tensor]]:
+    return made(odd.RotaryTable().eval())
+
+
+def calls(graph: RankGraph, target: Any) -> list[Any]:
+    return list(graph.module.graph.find_nodes(op="call_function", target=target))
+
+
+def forget_past(graph: RankGraph) -> None:
+    for node in calls(graph, aten._to_copy.default):
+        if str(node.args[0].target) == "past_lengths":
+            with graph.module.graph.inserting_before(node):
+                zero = graph.module.graph.call_function(aten.mul.Tensor, (node.args[0], 0))
+            node.args = (zero,)
+
+
+def see_the_future(graph: RankGraph) -> None:
+    calls(graph, attention)[0].kwargs = {"causal": "none", "scale": 8**-0.5}
+
+
+def see_what_was_filled_in(graph: RankGraph) -> None:
+    node = calls(graph, attention)[0]
+    node.args = node.args[:4]
+
+
+def overwrite(graph: RankGraph) -> None:
+    node = calls(graph, update_cache)[0]
+    with graph.module.graph.inserting_before(node):
+        zero = graph.module.graph.call_function(aten.mul.Tensor, (node.args[2], 0))
+    node.args = (*node.args[:2], zero)
+
+
+@pytest.mark.parametrize("plant", [forget_past, see_the_future, see_what_was_filled_in, overwrite])
+def test_a_planted_fault_makes_other_tokens(plant: Callable[[RankGraph], None]) -> None:
+    graph, weights = rotary()
+    graph = dataclasses.replace(graph, module=whole_graph(graph.module))
+    check_cached(graph, weights)
+    plant(graph)
+    graph.module.recompile()
+    with pytest.raises(ExportError, match="token [0-9]+ with the cache is not the token"):
+        check_cached(graph, weights)
+
+
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [
+        (odd.Mean, aten.mean.dim),
+        pytest.param(odd.PrefixSum, aten.cumsum.default, marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_rule_forgets_is_seen_before_anything_is_written(
+    kind: type[odd.Decoder], target: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("onnxscript")
+    forgotten = None if target is aten.mean.dim else carrying.Place(1)
+    monkeypatch.setitem(carrying._RULES, target, lambda self, node: forgotten)
+    with pytest.raises(ExportError, match="with the cache is not the token"):
+        onnx(
+            kind().eval(),
+            tmp_path / "out",
+            mesh={"tp": 1},
+            dtype="float32",
+            dynamic=DYNAMIC,
+            max_length=LENGTH,
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_converter_forgets_is_seen_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("tensorrt_rtx")
+    right = CONVERTERS[attention]
+
+    def without_lengths(low: Any, node: Any) -> Any:
+        given, node.args = node.args, node.args[:4]
+        try:
+            return right(low, node)
+        finally:
+            node.args = given
+
+    monkeypatch.setitem(CONVERTERS, attention, without_lengths)
+    with pytest.raises(ExportError, match="with the cache is not the token"):
+        tensorrt(
+            odd.RotaryTable().eval(),
+            tmp_path / "out",
+            mesh={"tp": 1},
+            dtype="float32",
+            dynamic=DYNAMIC,
+            max_length=LENGTH,
+        )
+    assert list(tmp_path.iterdir()) == []

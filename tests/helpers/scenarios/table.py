@@ -1,0 +1,291 @@
+"""The list of scenarios: what a person does, and the function that does it.
+
+Each function is run twice, on the serial model and on the compiled one, and what it records is
+compared (`job.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from scenarios import calls, copies, libraries, optimizers, reads, surgery, wrappers, writes
+from scenarios.job import Job
+from scenarios.optimizers import OPTIMIZERS, steps_of
+from scenarios.surgery import around_the_first_call
+from scenarios.writes import between_steps
+
+Scenario = Callable[[Job], None]
+
+WRITES: dict[str, Scenario] = {
+    "weight.data.clamp_": between_steps(writes.data_clamp),
+    "weight.data.mul_": between_steps(writes.data_mul),
+    "weight.data[0] =": between_steps(writes.data_row),
+    "weight.data[a:b, ::c] =": between_steps(writes.data_slice),
+    "weight.data[mask] =": between_steps(writes.data_mask),
+    "weight.data.copy_": between_steps(writes.data_copy),
+    "weight.data =": between_steps(writes.data_assigned),
+    "weight.data = normalize(weight.data)": between_steps(writes.data_divided),
+    "no_grad: clamp_, add_, *=": between_steps(writes.no_grad_clamp),
+    "no_grad: weight[1:3] =": between_steps(writes.no_grad_slice),
+    "no_grad: copy_, fill_": between_steps(writes.no_grad_copy),
+    "no_grad: through views": between_steps(writes.no_grad_view),
+    "no_grad: uniform_, normal_": between_steps(writes.no_grad_uniform),
+    "weight.detach().mul_": between_steps(writes.detached),
+    "mul(..., out=weight)": between_steps(writes.with_out),
+    "renorm": between_steps(writes.norm_limited),
+    "every nn.init": writes.every_init,
+    "reset_parameters": between_steps(writes.reset_parameters),
+    "model.apply(init)": between_steps(writes.apply_init),
+    "model.apply(_init_weights)": between_steps(writes.transformers_init),
+    "writes before the first call": writes.written_before,
+    "weights clamped after each step": writes.clamped_each_step,
+    "module.bias = Parameter": between_steps(writes.set_parameter),
+    "module.weight = Parameter, module = Module": writes.new_parameter,
+    "module.bias = None": writes.deleted_parameter,
+}
+
+READS: dict[str, Scenario] = {
+    "module.weight is the parameter": reads.one_object,
+    "parameter groups by identity": reads.identity_in_sets,
+    "weight.grad": reads.gradient_attribute,
+    "norms and histograms for a log": reads.norms_for_a_log,
+    "item, tolist, numpy, repr": reads.values_out,
+    "eager mathematics with plain tensors": reads.eager_mathematics,
+    "eager forward of parts": reads.eager_forward,
+    "register_hook": reads.gradient_hooks,
+    "register_post_accumulate_grad_hook": reads.accumulated_hooks,
+    "hooks of modules": reads.module_hooks,
+    "autograd.grad": reads.autograd_grad,
+    "clip_grad_norm_, clip_grad_value_": reads.clipping,
+    "gradients changed by hand": reads.noise_on_gradients,
+}
+
+TRAINING: dict[str, Scenario] = {
+    **{name: steps_of(make) for name, make in OPTIMIZERS.items()},
+    "Muon": optimizers.muon,
+    "Adafactor made after the first call": steps_of(OPTIMIZERS["Adafactor"], made="after"),
+    "LBFGS whose closure makes the first call": optimizers.lbfgs,
+    "SAM": optimizers.sam,
+    "L2 and L1 over parameters() beside the loss": optimizers.penalty,
+    "distance from the first weights (EWC)": optimizers.anchored,
+    "parameters_to_vector, vector_to_parameters": optimizers.vectors,
+    "optimizer in backward": optimizers.in_backward,
+    "GradScaler": optimizers.scaler,
+    "schedulers and late parameter groups": optimizers.schedules,
+    "Lookahead": optimizers.lookahead,
+    "Embedding(sparse=True)": optimizers.sparse_embedding,
+    "Embedding(max_norm=1)": optimizers.bounded_embedding,
+}
+
+COPIES: dict[str, Scenario] = {
+    "AveragedModel": copies.averaged,
+    "EMA by hand": copies.averaged_by_hand,
+    "EMA of a deep copy": copies.ema_of_a_copy,
+    "momentum copies (MoCo)": writes.momentum_copies,
+    "deepcopy": copies.deep_copies,
+    "copies of parameters": copies.copied_tensors,
+    "pickle and torch.save of a model": copies.pickled,
+    "state dict files": copies.state_dict_files,
+    "torch.save(state_dict()) of each rank": copies.own_state_dict,
+    "load_state_dict of plain values": copies.state_dicts,
+    "values between models": copies.values_between_models,
+    "save_pretrained, from_pretrained": surgery.pretrained,
+}
+
+SURGERY: dict[str, Scenario] = {
+    "weight_norm": around_the_first_call(surgery.weight_norm, surgery.no_parametrization),
+    "spectral_norm": around_the_first_call(surgery.spectral_norm, surgery.no_parametrization),
+    "orthogonal": around_the_first_call(surgery.orthogonal, surgery.no_parametrization),
+    "LoRA by parametrize": around_the_first_call(surgery.low_rank, surgery.no_parametrization),
+    "weight_norm by hooks": around_the_first_call(
+        surgery.old_weight_norm, surgery.no_old_weight_norm
+    ),
+    "prune": around_the_first_call(surgery.pruned, surgery.pruned_for_good),
+    "prune globally": around_the_first_call(surgery.pruned_globally),
+    "layers frozen": around_the_first_call(surgery.frozen, surgery.thawed),
+    "layers frozen and thawed between steps": surgery.frozen_between_steps,
+    "double, bfloat16, half": surgery.cast,
+    "weights tied later": surgery.tied_later,
+    "modules shared by two models": surgery.shared_modules,
+    "layers added and removed": surgery.grown,
+    "resize_token_embeddings": surgery.resized,
+    "PEFT: LoRA, merge_and_unload": surgery.adapted,
+}
+
+CALLS: dict[str, Scenario] = {
+    "functional_call": calls.functional,
+    "stateless, MAML": calls.stateless,
+    "vmap(grad(functional_call)) inside": calls.per_sample,
+    "gradient checkpointing": calls.checkpointed,
+    "complex slice assignment (FNO)": calls.spectral,
+    "mixture with torch.where": calls.mixture("where"),
+    "mixture, dynamo.disable": calls.mixture("disabled"),
+    "mixture, generator": calls.mixture("generated"),
+    "mixture, try/finally in a context": calls.mixture("in_a_context"),
+    "forward disabled": calls.whole_model_disabled,
+    "autocast": wrappers.autocast,
+    "DDP around": wrappers.ddp_around,
+    "DDP inside": wrappers.ddp_inside,
+    "DDP of a stored model": wrappers.ddp_of_a_stored_model,
+    "fully_shard inside": wrappers.fully_sharded,
+    "hooks on each parameter": wrappers.own_hook,
+    "nn.DataParallel around": wrappers.data_parallel_threads,
+}
+
+SCENARIOS: dict[str, Scenario] = {**WRITES, **READS, **TRAINING, **COPIES, **SURGERY, **CALLS}
+
+LIBRARIES: dict[str, Scenario] = {
+    "accelerate": libraries.accelerated,
+    "lightning": libraries.lightning_fit,
+    "timm: ModelEmaV3": libraries.timm_ema,
+    "trl: SFTTrainer": libraries.supervised,
+    "trl: DPOTrainer, a reference model": libraries.preferred,
+}
+
+#: Scenario of a library -> the modules it needs.
+NEEDED: dict[str, tuple[str, ...]] = {
+    "accelerate": ("accelerate",),
+    "lightning": ("lightning",),
+    "timm: ModelEmaV3": ("timm", "torchvision"),
+    "trl: SFTTrainer": ("trl", "datasets"),
+    "trl: DPOTrainer, a reference model": ("trl", "datasets"),
+}
+
+#: Scenarios of the quick suite, on tp and on dp_shard; the slow one has all.
+QUICK = (
+    "weight.data.clamp_",
+    "weight.data[a:b, ::c] =",
+    "weight.data =",
+    "no_grad: clamp_, add_, *=",
+    "no_grad: through views",
+    "no_grad: uniform_, normal_",
+    "every nn.init",
+    "reset_parameters",
+    "model.apply(init)",
+    "module.bias = Parameter",
+    "module.weight is the parameter",
+    "weight.grad",
+    "norms and histograms for a log",
+    "item, tolist, numpy, repr",
+    "eager mathematics with plain tensors",
+    "register_hook",
+    "clip_grad_norm_, clip_grad_value_",
+    "SGD momentum",
+    "Adafactor",
+    "LBFGS whose closure makes the first call",
+    "SAM",
+    "L2 and L1 over parameters() beside the loss",
+    "parameters_to_vector, vector_to_parameters",
+    "optimizer in backward",
+    "GradScaler",
+    "AveragedModel",
+    "deepcopy",
+    "state dict files",
+    "load_state_dict of plain values",
+    "layers frozen and thawed between steps",
+    "prune",
+    "weights tied later",
+    "functional_call",
+    "mixture with torch.where",
+    "mixture, dynamo.disable",
+)
+
+#: Scenarios that are also run under Inductor, and on four ranks, dp_shard with tp.
+FURTHER = (
+    "weight.data[a:b, ::c] =",
+    "every nn.init",
+    "weight.grad",
+    "register_hook",
+    "Adafactor",
+    "L2 and L1 over parameters() beside the loss",
+    "optimizer in backward",
+    "deepcopy",
+    "weight_norm",
+    "mixture with torch.where",
+)
+
+#: "MESH: SCENARIO", or a scenario for every mesh -> why it does not pass yet.
+EXPECTED_TO_FAIL: dict[str, str] = dict.fromkeys(
+    (
+        "weight.data.clamp_",
+        "weight.data.mul_",
+        "weight.data[0] =",
+        "weight.data[a:b, ::c] =",
+        "weight.data[mask] =",
+        "weight.data.copy_",
+        "weight.data =",
+        "weight.data = normalize(weight.data)",
+        "no_grad: clamp_, add_, *=",
+        "no_grad: weight[1:3] =",
+        "no_grad: copy_, fill_",
+        "no_grad: through views",
+        "no_grad: uniform_, normal_",
+        "weight.detach().mul_",
+        "mul(..., out=weight)",
+        "renorm",
+        "every nn.init",
+        "reset_parameters",
+        "model.apply(init)",
+        "model.apply(_init_weights)",
+        "module.weight is the parameter",
+        "parameter groups by identity",
+        "weight.grad",
+        "norms and histograms for a log",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "clip_grad_norm_, clip_grad_value_",
+        "gradients changed by hand",
+        "Adafactor",
+        "Rprop",
+        "Adafactor made after the first call",
+        "LBFGS whose closure makes the first call",
+        "SAM",
+        "L2 and L1 over parameters() beside the loss",
+        "distance from the first weights (EWC)",
+        "parameters_to_vector, vector_to_parameters",
+        "optimizer in backward",
+        "schedulers and late parameter groups",
+        "Lookahead",
+        "Embedding(sparse=True)",
+        "Embedding(max_norm=1)",
+        "AveragedModel",
+        "EMA by hand",
+        "EMA of a deep copy",
+        "momentum copies (MoCo)",
+        "deepcopy",
+        "copies of parameters",
+        "torch.save(state_dict()) of each rank",
+        "values between models",
+        "save_pretrained, from_pretrained",
+        "weight_norm",
+        "spectral_norm",
+        "orthogonal",
+        "LoRA by parametrize",
+        "prune",
+        "prune globally",
+        "layers frozen",
+        "layers frozen and thawed between steps",
+        "weights tied later",
+        "modules shared by two models",
+        "resize_token_embeddings",
+        "PEFT: LoRA, merge_and_unload",
+        "stateless, MAML",
+        "vmap(grad(functional_call)) inside",
+        "complex slice assignment (FNO)",
+        "DDP of a stored model",
+        "fully_shard inside",
+        "mixture with torch.where",
+        "mixture, dynamo.disable",
+        "mixture, generator",
+        "mixture, try/finally in a context",
+        "forward disabled",
+        "hooks on each parameter",
+    ),
+    "module.weight is a copy, a DTensor takes no plain operand, a skipped frame is not stored",
+)
+EXPECTED_TO_FAIL["library: lightning"] = (
+    "torch.load maps the place of a saved DTensor by a function"
+)
+EXPECTED_TO_FAIL["library: timm: ModelEmaV3"] = (
+    "_foreach_lerp_ of plain weights towards stored ones"
+)
