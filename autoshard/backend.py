@@ -30,13 +30,13 @@ from autoshard.compiling import (
 from autoshard.config import Config
 from autoshard.errors import ConfigError, message
 from autoshard.mesh_search import choose
-from autoshard.parameters import store
+from autoshard.parameters import store, store_unplanned
 from autoshard.passes import PendingInput
 from autoshard.program import Program
 from autoshard.program_registry import ProgramHandle, register
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import CollectiveRegion, agree, attempt, wait_at_most
-from autoshard.runtime.collectives import State
+from autoshard.runtime.collectives import State, data_axes
 from autoshard.runtime.graph_meta import ENABLE_GRAD, OUTPUT_EXTENTS, OUTPUT_STATES, PENDING_INPUTS
 from autoshard.runtime.lazy import LazyGather, wrap_outputs
 from autoshard.runtime.mesh import Mesh, data_coordinate, init_mesh, start_world
@@ -69,7 +69,22 @@ def autoshard(
         return _compile(gm, example_inputs, inputs, device, options or {})
 
 
+def _store_what_is_left(model: nn.Module, options: dict[str, Any]) -> None:
+    """Store a model whose frames Dynamo left to eager code, on a mesh whose ranks have batches of
+    their own: nothing else would reduce its gradients, and the ranks would train apart."""
+    parameter = next(model.parameters(), None)
+    config = Config.from_options(options)
+    if parameter is None or config.mesh is None:
+        return
+    mesh = init_mesh(config.mesh, parameter.device.type)
+    if mesh.size > 1 and data_axes(mesh.axes):
+        with attempt():
+            wait_at_most(config.timeout)
+            store_unplanned(model, mesh, config)
+
+
 compat.trace_as_ours(autoshard)
+compat.after_first_call(_store_what_is_left)
 
 
 def _compile(

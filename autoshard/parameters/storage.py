@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from typing import Any
 
 from torch import nn
@@ -43,10 +44,7 @@ def store(
         parameter: {axis.name: state, **data_states(parameter.dim(), mesh.axes)}
         for parameter, state in planned.items()
     }
-    rest = [p for model in models for p in model.parameters() if p not in states and _is_whole(p)]
-    for p in rest:
-        resting = {axis.name: _resting_state(p, axis.size)} if axis.size > 1 else {}
-        states[p] = {**resting, **data_states(p.dim(), mesh.axes)}
+    states.update(_resting(models, states.keys(), mesh))
     set_policy(states, use_by(config, mesh))
     moved = shard_parameters(states, mesh, broadcast=config.initial_weights == "broadcast")
     for old, new in moved.items():
@@ -54,6 +52,32 @@ def store(
     for parameter in planned:
         set_planned(parameter, True)  # one that stays where it is stored
     return moved
+
+
+def store_unplanned(model: nn.Module, mesh: Mesh, config: Config) -> None:
+    """Store every parameter of a model of which no graph was planned: Dynamo left it to eager code.
+
+    Its gradients are then reduced over the data-parallel axes, and a later graph decides anew.
+    Collective over the mesh.
+    """
+    states = _resting([model], (), mesh)
+    if not states:
+        return
+    set_policy(states, use_by(config, mesh))
+    moved = shard_parameters(states, mesh, broadcast=config.initial_weights == "broadcast")
+    for new in moved.values():
+        set_planned(new, False)
+
+
+def _resting(
+    models: Iterable[nn.Module], but: Container[nn.Parameter], mesh: Mesh
+) -> dict[nn.Parameter, dict[str, State]]:
+    """Where the parameters of models, those aside that have a place, wait for a graph."""
+    axis, states = mesh.axis("tp"), {}
+    for p in [p for model in models for p in model.parameters() if p not in but and _is_whole(p)]:
+        resting = {axis.name: _resting_state(p, axis.size)} if axis.size > 1 else {}
+        states[p] = {**resting, **data_states(p.dim(), mesh.axes)}
+    return states
 
 
 def _as_first(planned: dict[nn.Parameter, State], mesh: Mesh) -> dict[nn.Parameter, State]:

@@ -17,7 +17,12 @@ from autoshard.runtime.compat.autograd import (
     move_hooks,
     will_execute,
 )
-from autoshard.runtime.compat.dynamo import lighten_guards, specialize_floats, trace_as_ours
+from autoshard.runtime.compat.dynamo import (
+    after_first_call,
+    lighten_guards,
+    specialize_floats,
+    trace_as_ours,
+)
 from autoshard.runtime.compat.frames import (
     RESTARTS,
     GraphInput,

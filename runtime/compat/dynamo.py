@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch._dynamo.variables.builtin as _builtins
 from torch import fx, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.guards import get_verbose_code_parts
 from torch._dynamo.symbolic_convert import TensorifyState
@@ -87,6 +88,32 @@ def _is_ours(backend: Any) -> bool:
             return backend is not None
         backend = getattr(backend, "__wrapped__", None) or getattr(backend, "compiler_fn", None)
     return False
+
+
+_CALLED = "_autoshard_called"
+
+
+def after_first_call(hook: Callable[[nn.Module, dict[str, Any]], None]) -> None:
+    """Have `hook(model, options)` called after the first call of each module that torch.compile
+    compiled with our backend: Dynamo does not tell a backend of a model whose frames it skips."""
+    original = OptimizedModule.__call__
+    if hasattr(original, _OURS):
+        return
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if _CALLED not in self.__dict__:
+            self.__dict__[_CALLED] = True
+            backend = getattr(self.dynamo_ctx, "callback", None)
+            while backend is not None and not hasattr(backend, "compiler_fn"):
+                backend = getattr(backend, "_torchdynamo_orig_backend", None)
+            if backend is not None and _is_ours(backend):
+                hook(self._orig_mod, getattr(backend, "kwargs", {}).get("options", {}))
+        return result
+
+    setattr(call, _OURS, True)
+    OptimizedModule.__call__ = call  # type: ignore[method-assign]
 
 
 def specialize_floats(gm: fx.GraphModule) -> None:

@@ -22,7 +22,7 @@ from autoshard.runtime.parameters.layout import (
     owned,
     stored_states,
 )
-from autoshard.runtime.parameters.owners import models_of
+from autoshard.runtime.parameters.owners import models_of, related_parameters
 from autoshard.runtime.parameters.record import (
     has_policy,
     is_planned,
@@ -31,5 +31,5 @@ from autoshard.runtime.parameters.record import (
     set_planned,
     set_policy,
 )
-from autoshard.runtime.parameters.shard import related_parameters, shard_parameters, unstorable
+from autoshard.runtime.parameters.shard import shard_parameters, unstorable
 from autoshard.runtime.parameters.unsharding import unshard_parameter, unwrap

@@ -23,10 +23,13 @@ from torch.distributed.tensor import DTensor
 from autoshard.runtime import compat
 from autoshard.runtime.parameters.accumulation import begin
 from autoshard.runtime.parameters.data_unsharding import SINGLE, ParameterPolicy
+from autoshard.runtime.parameters.eager_operators import unsharded
 from autoshard.runtime.parameters.layout import part_like
 from autoshard.runtime.parameters.owners import Owners, find_owners
 from autoshard.runtime.parameters.record import policy_of, set_policy
+from autoshard.runtime.parameters.stored_tensor import StoredTensor
 from autoshard.runtime.parameters.unsharding import unshard_parameter
+
 
 def install(parameters: Iterable[nn.Parameter], owners: Owners) -> list[nn.Module]:
     """Make parameters readable as whole tensors, by the modules that own them; returns those."""
@@ -128,6 +131,22 @@ class Stored:
         else:
             made.__dict__.update(state)
         return made
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As nn.Module's; a stored parameter that moves to another name (`weight_orig` of pruning)
+        is read in graphs as under its first."""
+        super().register_parameter(name, param)  # type: ignore[misc]
+        if isinstance(param, DTensor) and name not in self._autoshard.names:
+            _install(self, [name])  # type: ignore[arg-type]
+
+    def register_buffer(
+        self, name: str, tensor: torch.Tensor | None, persistent: bool = True
+    ) -> None:
+        """As nn.Module's; of a stored tensor (the mask of a pruned weight) it keeps the whole."""
+        whole = tensor
+        if isinstance(tensor, StoredTensor):
+            whole = unsharded(tensor).detach()
+        super().register_buffer(name, whole, persistent)  # type: ignore[misc]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """`to`, `half`, `double`, ...: of stored parameters the shards are converted."""

@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard.runtime import compat
+from autoshard.runtime.agreement import announced
+from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters import operator_names as names
 from autoshard.runtime.parameters.accumulation import microbatch_of
 from autoshard.runtime.parameters.foreach_operators import apply_to_lists
@@ -80,9 +82,13 @@ def apply(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, 
 
 def unsharded(x: DTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The whole of a stored tensor, plain and differentiable, in `dtype` if it is floating."""
-    with compat.plain_attributes():
+    with compat.plain_attributes(), announced(_read(x), axes_of(x.device_mesh)):
         # what is gathered along an inner dim has other strides than `x` says
         return unshard_parameter(resolved(x), microbatch_of(x), dtype).contiguous()
+
+
+def _read(x: DTensor) -> str:
+    return f"read of a stored tensor of shape {tuple(x.shape)}"
 
 
 def assign(x: DTensor, value: torch.Tensor) -> None:
@@ -247,9 +253,7 @@ def _write(
                 whole = torch.empty(target.shape, dtype=target.dtype, device=local.device)
             else:
                 whole = unsharded(target).clone()
-    values = [
-        whole if a is target else unsharded(a) if isinstance(a, DTensor) else a for a in flat
-    ]
+    values = [whole if a is target else unsharded(a) if isinstance(a, DTensor) else a for a in flat]
     new_args, new_kwargs = pytree.tree_unflatten(values, tree)
     func(*new_args, **new_kwargs)
     with compat.plain_attributes(), torch.no_grad():
@@ -277,7 +281,9 @@ def _on_whole(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[s
     for a in flat:
         if isinstance(a, DTensor) and id(a) not in wholes:
             low = policy_of(a).param
-            reads_low = low is not None and (functional or (low in beside and a.dtype not in beside))
+            reads_low = low is not None and (
+                functional or (low in beside and a.dtype not in beside)
+            )
             wholes[id(a)] = a, unsharded(a, low if reads_low else None)
     new = [wholes[id(a)][1] if id(a) in wholes else a for a in flat]
     new_args, new_kwargs = pytree.tree_unflatten(new, tree)

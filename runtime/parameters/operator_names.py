@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 FREE = frozenset(
     """
-    dim is_neg is_conj is_coalesced is_set_to size stride numel nelement ndimension element_size storage_offset is_floating_point
-    is_complex is_contiguous is_signed is_inference is_pinned is_same_size get_device has_names
-    requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook backward grad
-    detach_ record_stream untyped_storage storage is_shared __hash__ __len__ __delete__ result_type
+    dim size stride numel nelement ndimension element_size storage_offset is_neg is_conj
+    is_coalesced is_set_to is_floating_point is_complex is_contiguous is_signed is_inference
+    is_pinned is_same_size get_device has_names requires_grad_ retain_grad register_hook
+    register_post_accumulate_grad_hook backward grad detach_ record_stream untyped_storage storage
+    is_shared __hash__ __len__ __delete__ result_type
     """.split()
 )
 """What asks for no value, or belongs to autograd: DTensor's own, as it is."""
@@ -42,9 +43,7 @@ VIEW_ATTRIBUTES = frozenset(("T", "mT", "H", "mH", "real", "imag"))
 REDUCTIONS = frozenset("sum mean norm linalg_vector_norm amax amin max min all any".split())
 """Reductions over all elements, of which each rank can do a part."""
 
-DRAWS = frozenset(
-    "uniform normal random bernoulli exponential log_normal cauchy geometric".split()
-)
+DRAWS = frozenset("uniform normal random bernoulli exponential log_normal cauchy geometric".split())
 """Random numbers in place of all elements, with a trailing underscore."""
 
 DRAWS_LIKE = frozenset(("rand_like", "randn_like", "randint_like"))

@@ -32,10 +32,11 @@ def repoint(
             if parameter is old:
                 held[index] = new
     if old in optimizer.state:
+        # the same dict: a step that is under way (L-BFGS calls the model in its step) holds it
         state = optimizer.state.pop(old)
-        optimizer.state[new] = {
-            name: _move(name, value, shape, shard, replicate) for name, value in state.items()
-        }
+        for name, value in list(state.items()):
+            state[name] = _move(name, value, shape, shard, replicate)
+        optimizer.state[new] = state
 
 
 def state_summary(optimizer: Optimizer, parameter: nn.Parameter) -> list[str]:

@@ -23,7 +23,8 @@ class Owners:
 
     modules: for each parameter, the modules that registered it and under which names (several
     where it is tied). optimizers: those with one of them in a param group, in an order that does
-    not depend on memory addresses. containers: builtin lists, and dicts with one as a value.
+    not depend on memory addresses. containers: builtin lists, dicts with one as a
+    value, and dicts with one as the key of an optimizer.
     """
 
     modules: dict[nn.Parameter, list[tuple[nn.Module, str]]]
@@ -172,10 +173,21 @@ class _Kinds(dict[type, type | None]):
         return self[cls]
 
 
+def is_keyed(container: list[Any] | dict[Any, Any], ids: Set[int]) -> bool:
+    """Whether a dict has an optimizer for a parameter, its key: one that steps in backward."""
+    return (
+        isinstance(container, dict)
+        and not ids.isdisjoint(map(id, container))
+        and any(isinstance(value, Optimizer) for value in container.values())
+    )
+
+
 def _holds(container: list[Any] | dict[Any, Any], ids: Set[int]) -> bool:
     while True:
         try:
-            items = container if type(container) is list else container.values()  # type: ignore[union-attr]
-            return not ids.isdisjoint(map(id, items))
+            if type(container) is list:
+                return not ids.isdisjoint(map(id, container))
+            found = not ids.isdisjoint(map(id, container.values()))  # type: ignore[union-attr]
+            return found or is_keyed(container, ids)
         except RuntimeError:  # another thread changed the dict
             continue

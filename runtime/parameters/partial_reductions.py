@@ -49,7 +49,10 @@ def stacked(cls: type[DTensor], args: Sequence[Any], kwargs: dict[str, Any]) -> 
             groups.setdefault((key, value.dtype), []).append(i)
         parts = []
         for (key, _), at in groups.items():
-            local = [v._local_tensor if isinstance(v, DTensor) else v for v in map(values.__getitem__, at)]
+            local = [
+                v._local_tensor if isinstance(v, DTensor) else v
+                for v in map(values.__getitem__, at)
+            ]
             vector = torch.stack(local)
             if key is not None:
                 vector = DTensor.from_local(vector, key[1], key[0], run_check=False)

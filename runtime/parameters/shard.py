@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -21,6 +20,7 @@ from autoshard.runtime.collectives import I, State
 from autoshard.runtime.errors import AutoshardError, message
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters.access import install
+from autoshard.runtime.parameters.eager_operators import unsharded
 from autoshard.runtime.parameters.layout import (
     from_first_rank,
     local_part,
@@ -30,7 +30,7 @@ from autoshard.runtime.parameters.layout import (
     wrap_local,
 )
 from autoshard.runtime.parameters.optimizers import repoint, state_summary
-from autoshard.runtime.parameters.owners import Owners, find_owners, related_parameters
+from autoshard.runtime.parameters.owners import Owners, find_owners, is_keyed
 from autoshard.runtime.parameters.stored_tensor import as_parameter, as_stored
 from autoshard.runtime.parameters.unsharding import unshard_parameter
 
@@ -200,7 +200,7 @@ def _pass_on_gradient(old: nn.Parameter, module: nn.Module, name: str) -> None:
         with compat.plain_attributes():
             grad, old.grad = old.grad, None
         with torch.enable_grad():
-            whole = getattr(module, name)
+            whole = unsharded(module._parameters[name])  # type: ignore[arg-type]
         assert grad is not None
         torch.autograd.backward(whole, grad.to(whole.dtype))
 
@@ -235,6 +235,11 @@ def _repoint_containers(moved: Mapping[nn.Parameter, nn.Parameter], owners: Owne
     """Repoint lists such as `params = list(model.parameters())`, kept to clip gradients."""
     by_id = {id(old): new for old, new in moved.items()}
     for container in owners.containers:
+        if isinstance(container, dict) and is_keyed(container, by_id.keys()):
+            items_before = list(container.items())
+            container.clear()
+            container.update((by_id.get(id(key), key), value) for key, value in items_before)
+            continue
         items = enumerate(container) if isinstance(container, list) else container.items()
         for key, value in list(items):
             if id(value) in by_id:

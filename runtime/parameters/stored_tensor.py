@@ -1,4 +1,4 @@
-"""`StoredTensor`: a stored parameter, its gradient and its optimizer state, as eager code sees them.
+"""`StoredTensor`: a stored parameter, its gradient and optimizer state, as eager code sees them.
 
 A DTensor of the whole's shape around this rank's part. Optimizers work on the parts; beside plain
 tensors it is its whole value (`eager_operators`); what is written to it lands in the parts.
@@ -25,7 +25,10 @@ class StoredTensor(DTensor):
     device, requires_grad, `to_local()` and repr are free.
     """
 
+    # None of these is a frame of its own to Dynamo, which looks into what a skipped frame calls
+
     @classmethod
+    @compat.never_a_frame
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_dynamo_compiling():  # in a graph it is read as the whole by `access`
             with compat.plain_attributes():
@@ -34,6 +37,7 @@ class StoredTensor(DTensor):
             return eager_operators.native(cls, func, args, kwargs or {})
         return eager_operators.apply(cls, func, args, kwargs or {})
 
+    @compat.never_a_frame
     def __reduce_ex__(self, protocol: Any) -> Any:
         # a file of it is a file of the whole, which loads anywhere
         with torch.no_grad():
@@ -42,17 +46,19 @@ class StoredTensor(DTensor):
             whole = nn.Parameter(whole, requires_grad=self.requires_grad)
         return whole.__reduce_ex__(protocol)
 
+    @compat.never_a_frame
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             return memo[id(self)]
         with torch.no_grad():
             copied = like(self, compat.local_of(self).clone())
         if getattr(self, "_is_param", False):
-            copied = as_parameter(copied, self.requires_grad)
+            copied = as_parameter(copied, self.requires_grad)  # type: ignore[assignment]
         eager_operators.copy_record(self, copied)
         memo[id(self)] = copied
         return copied
 
+    @compat.never_a_frame
     def __format__(self, spec: str) -> str:
         return format(unsharded(self), spec) if self.numel() == 1 else repr(self)
 
@@ -60,16 +66,18 @@ class StoredTensor(DTensor):
         kind = "Parameter" if getattr(self, "_is_param", False) else "Tensor"
         return (
             f"{kind} {tuple(self.shape)} {self.dtype}, stored as {self.placements} on the mesh "
-            f"{self.device_mesh.mesh_dim_names} {tuple(self.device_mesh.shape)}; this rank's part:\n"
-            f"{compat.local_of(self)}"
+            f"{self.device_mesh.mesh_dim_names} {tuple(self.device_mesh.shape)}; "
+            f"this rank's part:\n{compat.local_of(self)}"
         )
 
     @property
+    @compat.never_a_frame
     def data(self) -> StoredTensor:  # type: ignore[override]
         """The same values without their history; what is written to it is written to this."""
         return self.detach()  # type: ignore[return-value]
 
     @data.setter
+    @compat.never_a_frame
     def data(self, value: torch.Tensor) -> None:
         assign(self, value)
 
@@ -87,7 +95,7 @@ def as_parameter(x: DTensor, requires_grad: bool) -> nn.Parameter:
     why it is not `nn.Parameter(x)`.
     """
     with compat.plain_attributes():
-        made = as_stored(x.detach())
+        made = as_stored(x.detach())  # type: ignore[arg-type]
         made.requires_grad_(requires_grad)
     made._is_param = True  # type: ignore[attr-defined]
     compat.share_spec(made)

@@ -52,8 +52,12 @@ class WholeView(torch.Tensor):
     _source: _Source
 
     @classmethod
+    @compat.never_a_frame
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_compiling():
+            with compat.plain_attributes():
+                return func(*args, **kwargs)
         name = func.__name__
         attribute = name in ("__get__", "__set__")
         if attribute and func.__self__.__name__ not in (*names.VIEW_ATTRIBUTES, "data"):
@@ -65,28 +69,35 @@ class WholeView(torch.Tensor):
             for source in sources.values():
                 source.refresh()
         flat = [unshard_parameter(a) if isinstance(a, DTensor) else a for a in flat]
+        written = args[0] if args else None
+        if (
+            type(written) is WholeView
+            and name not in names.FREE
+            and (name == "__set__" or names.operator(name).writes)
+        ):
+            with compat.plain_attributes():
+                if torch.is_grad_enabled() and written.requires_grad:
+                    raise RuntimeError(
+                        "a view of a leaf Variable that requires grad is being used in an in-place "
+                        "operation."
+                    )
+                flat[0] = written.detach()
+                new_args, new_kwargs = pytree.tree_unflatten(flat, tree)
+                out = func(*new_args, **new_kwargs)
+            written._source.store()
+            return out if out is None else written
         new_args, new_kwargs = pytree.tree_unflatten(flat, tree)
         with compat.plain_attributes():
             out = func(*new_args, **new_kwargs)
-        written = args[0] if args else None
-        if type(written) is WholeView and (name == "__set__" or names.operator(name).writes):
-            if name not in names.FREE:
-                written._source.store()
-            return out
         for source in sources.values():
             out = _marked(out, source)
         return out
 
 
 def keep_views(out: Any, wholes: Iterable[tuple[DTensor, torch.Tensor]]) -> Any:
-    """`out`, its tensors that are views of a gathered whole as WholeViews.
-
-    Not where autograd records: torch itself refuses a write to them there.
-    """
+    """`out`, its tensors that are views of a gathered whole as WholeViews."""
     for base, whole in wholes:
-        with compat.plain_attributes():
-            written_back = not whole.requires_grad and is_sharded(base)
-        if written_back:
+        if is_sharded(base):
             out = _marked(out, _Source(base, whole))
     return out
 

@@ -133,7 +133,7 @@ def test_optimizers(gloo2: Any, make: str, when: str, settings: dict[str, Any]) 
     check(results, share=0.9)
     for result in results:
         assert result["values"] < 1e-5, result
-        assert result["state"] and all(s == ("DTensor", True) for s in result["state"]), result
+        assert result["state"] and all(s == ("StoredTensor", True) for s in result["state"]), result
 
 
 def frozen_and_unused() -> dict[str, Any]:
@@ -151,7 +151,7 @@ def frozen_and_unused() -> dict[str, Any]:
 def test_frozen_and_unused_parameters(gloo2: Any) -> None:
     results = gloo2(frozen_and_unused)
     check(results, share=0.9)
-    assert results[0]["kinds"] == ["DTensor"], "an unused weight stayed plain"
+    assert results[0]["kinds"] == ["StoredTensor"], "an unused weight stayed plain"
     assert results[0]["keys"] == sorted(
         f"{m}.{k}" for m in ("body.up", "body.down", "unused") for k in ("weight", "bias")
     )

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import Mesh, init_mesh
-from autoshard.runtime.parameters.shard import related_parameters, shard_parameters
+from autoshard.runtime.parameters.owners import related_parameters
+from autoshard.runtime.parameters.shard import shard_parameters
 from autoshard.runtime.parameters.unsharding import unshard_parameter
 
 State = dict[str, str]

@@ -12,18 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import compat
 from autoshard.runtime.errors import AutoshardError
 from autoshard.runtime.mesh import axes_of, init_mesh
-from autoshard.runtime.parameters.layout import local_part
-from autoshard.runtime.parameters.shard import (
-    find_owners,
-    related_parameters,
-    shard_parameters,
-    stored_states,
-)
+from autoshard.runtime.parameters.layout import local_part, stored_states
+from autoshard.runtime.parameters.owners import find_owners, related_parameters
+from autoshard.runtime.parameters.shard import shard_parameters
 from autoshard.runtime.parameters.unsharding import unshard_parameter, unwrap
 from gloo_pool import GlooPool
 from sharded import (
