@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.metadata
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ __all__ = [*_HOME]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":  # of the installed distribution, read when it is asked for
+        return importlib.metadata.version("autoshard")
     if name not in _HOME:
         raise AttributeError(f"module 'autoshard' has no attribute {name!r}")
     if _HOME[name] == __name__:

@@ -16,3 +16,5 @@ from autoshard.sharding import shard as shard
 from autoshard.tracing import trace as trace
 from autoshard.verification import Proof as Proof
 from autoshard.verification import verify as verify
+
+__version__: str
