@@ -24,9 +24,9 @@ trt = pytest.importorskip("tensorrt_rtx")
 class Mlp(nn.Module):
     """Enough for engines of two ranks with one all-reduce."""
 
-    def __init__(self, inner: int = 4096) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(1024, inner), nn.Linear(inner, 1024)
+        self.up, self.down = nn.Linear(1024, 4096), nn.Linear(4096, 1024)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.relu(self.up(x)))
