@@ -123,7 +123,8 @@ def test_job_of_two_writes_what_its_parameters_are(
             wanted = expected(plain, name, tp, pp, rank, torch.bfloat16)
             assert_file(tmp_path / f"{tp}_{pp}" / f"rank{rank}.safetensors", wanted)
         assert (tmp_path / f"{tp}_{pp}" / "config.json").exists()
-    values = dict(plain.named_parameters())
+    plain.save_pretrained(tmp_path / "theirs")  # in the form of published checkpoints
+    values = load_file(tmp_path / "theirs" / "model.safetensors")
     files = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())["weight_map"]
     for file in set(files.values()):
         assert_file(tmp_path / "hf" / file, {n: values[n] for n in files if files[n] == file})
