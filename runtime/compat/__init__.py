@@ -30,6 +30,7 @@ from autoshard.runtime.compat.frames import (
     allow_in_graph,
     backend_error,
     backend_fakes,
+    called_from,
     compiled_code,
     graph_inputs,
     mark_dynamic,
@@ -75,6 +76,7 @@ from autoshard.runtime.compat.tensors import (
     dtensor_like,
     has_data_mutation,
     local_of,
+    marked_parameter,
     nccl_communicator,
     placement_dim,
     plain_attributes,
@@ -82,6 +84,7 @@ from autoshard.runtime.compat.tensors import (
     shard_placement,
     shards,
     share_spec,
+    spec_of,
     wrapper_tensor,
 )
 from autoshard.runtime.compat.trace import artifact

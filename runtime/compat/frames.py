@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType
@@ -148,6 +149,14 @@ def never_a_frame(fn: F) -> F:
         fn.__code__, frames.FrameExecStrategy(skip, skip)
     )
     return fn
+
+
+def called_from(name: str, above: int) -> bool:
+    """Whether the function `above` frames over the caller has this name."""
+    frame = inspect.currentframe()
+    for _ in range(above + 1):
+        frame = None if frame is None else frame.f_back
+    return frame is not None and frame.f_code.co_name == name
 
 
 def compiled_code() -> CodeType | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -67,6 +68,17 @@ def shards(placement: Placement) -> bool:
 def local_of(tensor: DTensor) -> torch.Tensor:
     """The local tensor itself: `to_local()` costs an autograd function a call."""
     return tensor._local_tensor
+
+
+def marked_parameter(tensor: torch.Tensor) -> nn.Parameter:
+    """`tensor`, made an nn.Parameter in place, as nn.Parameter marks tensors of other classes."""
+    tensor.__dict__["_is_param"] = True  # what isinstance(tensor, nn.Parameter) asks
+    return tensor  # type: ignore[return-value]
+
+
+def spec_of(tensor: DTensor) -> Any:
+    """The mesh, placements and global shape of a DTensor in one object, without autograd."""
+    return tensor._spec
 
 
 def detached_locals(parameters: Sequence[DTensor]) -> list[torch.Tensor]:

@@ -31,6 +31,7 @@ torch._C._is_any_autocast_enabled
 torch._C._set_grad_enabled
 torch._C._will_engine_execute_node
 torch._dynamo.config.allow_rnn
+torch._dynamo.eval_frame.OptimizedModule
 torch._dynamo.exc.TensorifyScalarRestartAnalysis
 torch._dynamo.exc.UnspecializeRestartAnalysis
 torch._dynamo.guards.get_verbose_code_parts
@@ -58,6 +59,7 @@ torch.autograd.grad_mode._exit_inference_mode
 torch.distributed.ProcessGroup._get_backend
 torch.distributed.distributed_c10d._set_pg_timeout
 torch.distributed.tensor.DTensor._local_tensor
+torch.distributed.tensor._dtensor_spec.DTensorSpec
 torch.distributed.tensor.DTensor._spec
 torch.distributed.tensor.placement_types._StridedShard
 torch.multiprocessing.reductions.StorageWeakRef

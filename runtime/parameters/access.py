@@ -12,22 +12,21 @@ import contextlib
 import copy
 import copyreg
 import functools
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from autoshard.runtime import compat
 from autoshard.runtime.parameters.accumulation import begin
 from autoshard.runtime.parameters.data_unsharding import SINGLE, ParameterPolicy
-from autoshard.runtime.parameters.eager_operators import unsharded
+from autoshard.runtime.parameters.eager import StoredTensor, unsharded
 from autoshard.runtime.parameters.layout import part_like
 from autoshard.runtime.parameters.owners import Owners, find_owners
 from autoshard.runtime.parameters.record import policy_of, set_policy
-from autoshard.runtime.parameters.stored_tensor import StoredTensor
 from autoshard.runtime.parameters.unsharding import unshard_parameter
 
 
@@ -55,6 +54,18 @@ def _install(module: nn.Module, names: Sequence[str]) -> None:
         # The list holds whole tensors; StoredRNN makes it from the parameters instead.
         module.__dict__.pop("_flat_weights", None)
         module.__dict__["_flat_weight_refs"] = []
+
+
+def _registered(module: nn.Module, name: str, parameter: torch.Tensor | None) -> None:
+    """Make a stored parameter readable in graphs by a module that gets it later: under another
+    name (`weight_orig` of pruning), or in another model."""
+    if isinstance(parameter, StoredTensor) and not (
+        isinstance(module, Stored) and name in module._autoshard.names
+    ):
+        _install(module, [name])
+
+
+register_module_parameter_registration_hook(_registered)
 
 
 def cast_parameters(parameters: Sequence[nn.Parameter], policy: ParameterPolicy) -> list[nn.Module]:
@@ -123,7 +134,7 @@ class Stored:
             return own(memo)
         reduced = super().__reduce_ex__(4)
         if not isinstance(reduced, tuple) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
-            return copy._reconstruct(self, memo, *reduced)  # type: ignore[attr-defined]
+            raise copy.Error(f"{type(self).__name__} has a __reduce__ and no __deepcopy__")
         made = memo[id(self)] = reduced[0](*reduced[1])
         state = copy.deepcopy(reduced[2], memo)
         if hasattr(made, "__setstate__"):
@@ -131,13 +142,6 @@ class Stored:
         else:
             made.__dict__.update(state)
         return made
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As nn.Module's; a stored parameter that moves to another name (`weight_orig` of pruning)
-        is read in graphs as under its first."""
-        super().register_parameter(name, param)  # type: ignore[misc]
-        if isinstance(param, DTensor) and name not in self._autoshard.names:
-            _install(self, [name])  # type: ignore[arg-type]
 
     def register_buffer(
         self, name: str, tensor: torch.Tensor | None, persistent: bool = True
@@ -237,7 +241,7 @@ def _whole(name: str, dtype: torch.dtype | None) -> property:
         if not torch.compiler.is_dynamo_compiling():
             # a plain parameter does not know its dtype of compute, as a StoredTensor does: a
             # forward that Dynamo left to eager code would multiply tensors of two dtypes
-            if isinstance(parameter, DTensor) or sys._getframe(1).f_code.co_name != "forward":
+            if isinstance(parameter, DTensor) or not compat.called_from("forward", 1):
                 return parameter
         # without gradients there is nothing to accumulate, and no variant to compile
         sync = self._autoshard_sync if torch.is_grad_enabled() else SINGLE

@@ -91,6 +91,8 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         dtype, dst, axis, use, microbatch = ctx.of
+        if grad.is_sparse:  # of a sparse embedding
+            grad = grad.to_dense()
         nothing = (None,) * 6
         if microbatch == ACCUMULATE:
             ctx.pending.add_(grad)

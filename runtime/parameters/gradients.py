@@ -57,6 +57,8 @@ def unalias(
     known: of earlier calls for the same graph, which spares asking each gradient for its storage;
     that no two overlap is looked at each time.
     """
+    # of a sparse embedding: shards, and the ranks' sums of them, are dense
+    grads = [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
     present = tuple([grad is not None for grad in grads])
     layout = None if known is None else known.get(present)
     if layout is None:

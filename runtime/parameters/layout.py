@@ -141,7 +141,7 @@ def part_like(whole: torch.Tensor, x: DTensor) -> DTensor:
 
 def is_sharded(x: DTensor) -> bool:
     """Whether a rank holds a part of `x` only."""
-    return any(compat.shards(placement) for placement in x._spec.placements)
+    return any(compat.shards(placement) for placement in compat.spec_of(x).placements)
 
 
 def is_even(x: DTensor) -> bool:

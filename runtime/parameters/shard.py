@@ -20,7 +20,7 @@ from autoshard.runtime.collectives import I, State
 from autoshard.runtime.errors import AutoshardError, message
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters.access import install
-from autoshard.runtime.parameters.eager_operators import unsharded
+from autoshard.runtime.parameters.eager import as_parameter, as_stored, unsharded
 from autoshard.runtime.parameters.layout import (
     from_first_rank,
     local_part,
@@ -31,7 +31,6 @@ from autoshard.runtime.parameters.layout import (
 )
 from autoshard.runtime.parameters.optimizers import repoint, state_summary
 from autoshard.runtime.parameters.owners import Owners, find_owners, is_keyed
-from autoshard.runtime.parameters.stored_tensor import as_parameter, as_stored
 from autoshard.runtime.parameters.unsharding import unshard_parameter
 
 

@@ -273,11 +273,15 @@ def resized(job: Job) -> None:
         job.record_model(net, when)
 
 
-def adapted(job: Job) -> None:
-    """PEFT: LoRA trained, saved, merged by `merge_and_unload`, and disabled for a reference."""
-    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+def adapted(when: str) -> Callable[[Job], None]:
+    """PEFT: LoRA trained, saved, merged by `merge_and_unload`, and disabled for a reference.
 
-    for when in ("before", "after"):
+    when: the adapters come "before" or "after" the first call.
+    """
+
+    def scenario(job: Job) -> None:
+        from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
         net = llama(job)
         if when == "after":
             language_step(job, net, job.compile(net), 3, "base")
@@ -289,16 +293,18 @@ def adapted(job: Job) -> None:
         model = get_peft_model(net, config)
         compiled = job.compile(model)
         for step in range(2):
-            language_step(job, model, compiled, step, f"{when} {step}")
-        job.record(f"{when} adapters", {k: v for k, v in get_peft_model_state_dict(model).items()})
+            language_step(job, model, compiled, step, str(step))
+        job.record("adapters", {k: v for k, v in get_peft_model_state_dict(model).items()})
+        ids = job.ids(0, 32)
         with torch.no_grad(), model.disable_adapter():
-            ids = job.ids(0, 32)
-            job.record(f"{when} reference", job.everyone(compiled(input_ids=ids, labels=ids).loss))
+            job.record("reference", job.everyone(compiled(input_ids=ids, labels=ids).loss))
         merged = model.merge_and_unload()
-        job.record_model(merged, f"{when} merged")
+        job.record_model(merged, "merged")
         with torch.no_grad():
             again = job.compile(merged)
-            job.record(f"{when} of merged", job.everyone(again(input_ids=ids, labels=ids).loss))
+            job.record("of merged", job.everyone(again(input_ids=ids, labels=ids).loss))
+
+    return scenario
 
 
 def pretrained(job: Job) -> None:

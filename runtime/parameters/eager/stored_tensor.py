@@ -1,7 +1,7 @@
 """`StoredTensor`: a stored parameter, its gradient and optimizer state, as eager code sees them.
 
 A DTensor of the whole's shape around this rank's part. Optimizers work on the parts; beside plain
-tensors it is its whole value (`eager_operators`); what is written to it lands in the parts.
+tensors it is its whole value (`operators`); what is written to it lands in the parts.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import compat
-from autoshard.runtime.parameters import eager_operators
-from autoshard.runtime.parameters.eager_operators import assign, unsharded
+from autoshard.runtime.parameters.eager import operators
+from autoshard.runtime.parameters.eager.operators import assign, unsharded
 from autoshard.runtime.parameters.layout import like
 
 
@@ -34,15 +34,15 @@ class StoredTensor(DTensor):
             with compat.plain_attributes():
                 return func(*args, **(kwargs or {}))
         if torch.compiler.is_compiling():  # what Dynamo asks of it while it traces is of a DTensor
-            return eager_operators.native(cls, func, args, kwargs or {})
-        return eager_operators.apply(cls, func, args, kwargs or {})
+            return operators.native(cls, func, args, kwargs or {})
+        return operators.apply(cls, func, args, kwargs or {})
 
     @compat.never_a_frame
     def __reduce_ex__(self, protocol: Any) -> Any:
         # a file of it is a file of the whole, which loads anywhere
         with torch.no_grad():
             whole = unsharded(self)
-        if getattr(self, "_is_param", False):
+        if isinstance(self, nn.Parameter):
             whole = nn.Parameter(whole, requires_grad=self.requires_grad)
         return whole.__reduce_ex__(protocol)
 
@@ -52,9 +52,9 @@ class StoredTensor(DTensor):
             return memo[id(self)]
         with torch.no_grad():
             copied = like(self, compat.local_of(self).clone())
-        if getattr(self, "_is_param", False):
+        if isinstance(self, nn.Parameter):
             copied = as_parameter(copied, self.requires_grad)  # type: ignore[assignment]
-        eager_operators.copy_record(self, copied)
+        operators.copy_record(self, copied)
         memo[id(self)] = copied
         return copied
 
@@ -63,7 +63,7 @@ class StoredTensor(DTensor):
         return format(unsharded(self), spec) if self.numel() == 1 else repr(self)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        kind = "Parameter" if getattr(self, "_is_param", False) else "Tensor"
+        kind = "Parameter" if isinstance(self, nn.Parameter) else "Tensor"
         return (
             f"{kind} {tuple(self.shape)} {self.dtype}, stored as {self.placements} on the mesh "
             f"{self.device_mesh.mesh_dim_names} {tuple(self.device_mesh.shape)}; "
@@ -97,6 +97,5 @@ def as_parameter(x: DTensor, requires_grad: bool) -> nn.Parameter:
     with compat.plain_attributes():
         made = as_stored(x.detach())  # type: ignore[arg-type]
         made.requires_grad_(requires_grad)
-    made._is_param = True  # type: ignore[attr-defined]
     compat.share_spec(made)
-    return made  # type: ignore[return-value]
+    return compat.marked_parameter(made)

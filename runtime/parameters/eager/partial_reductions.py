@@ -17,7 +17,7 @@ from autoshard.runtime import compat
 
 def is_partial(x: DTensor) -> bool:
     """Whether the ranks' values are still to be reduced."""
-    return any(placement.is_partial() for placement in x._spec.placements)
+    return any(placement.is_partial() for placement in compat.spec_of(x).placements)
 
 
 def resolved(x: DTensor) -> DTensor:
@@ -50,7 +50,7 @@ def stacked(cls: type[DTensor], args: Sequence[Any], kwargs: dict[str, Any]) -> 
         parts = []
         for (key, _), at in groups.items():
             local = [
-                v._local_tensor if isinstance(v, DTensor) else v
+                compat.local_of(v) if isinstance(v, DTensor) else v
                 for v in map(values.__getitem__, at)
             ]
             vector = torch.stack(local)

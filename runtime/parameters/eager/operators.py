@@ -13,6 +13,7 @@ axes are reduced in eager code as they are in a graph.
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,14 +25,14 @@ from torch.utils import _pytree as pytree
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import announced
 from autoshard.runtime.mesh import axes_of
-from autoshard.runtime.parameters import operator_names as names
 from autoshard.runtime.parameters.accumulation import microbatch_of
-from autoshard.runtime.parameters.foreach_operators import apply_to_lists
+from autoshard.runtime.parameters.eager import operator_names as names
+from autoshard.runtime.parameters.eager.foreach_operators import apply_to_lists
+from autoshard.runtime.parameters.eager.partial_reductions import is_partial, resolved, stacked
+from autoshard.runtime.parameters.eager.whole_views import keep_views
 from autoshard.runtime.parameters.layout import from_first_rank, is_even, like, part_like
-from autoshard.runtime.parameters.partial_reductions import is_partial, resolved, stacked
 from autoshard.runtime.parameters.record import policy_of
 from autoshard.runtime.parameters.unsharding import unshard_parameter
-from autoshard.runtime.parameters.whole_views import keep_views
 
 
 def apply(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -45,7 +46,8 @@ def apply(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, 
         return _set(cls, func, *args)
     if name.startswith(("_foreach_", "_fused_")):
         return apply_to_lists(cls, func, args, kwargs)
-    if name in names.FREE or (name[0] == "_" and name[1] != "_"):  # such as `_is_view`
+    private = name[0] == "_" != name[1] and isinstance(func, types.MethodDescriptorType)
+    if name in names.FREE or private:  # such as `_is_view`, which Dynamo asks
         return native(cls, func, args, kwargs)
     if kwargs.get("out") is not None:
         return _into(cls, func, args, dict(kwargs))
@@ -74,9 +76,8 @@ def apply(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, 
     if op in names.SHAPE_ONLY and len(args) > 1 and type(args[1]) is cls:
         args = (args[0], compat.local_of(args[1]).new_empty(()).expand(args[1].shape))
         return func(*args)
-    if op == "data_ptr":
-        whole = args[0].__dict__["_whole"] = unsharded(args[0]).contiguous()  # alive as long
-        return whole.data_ptr()
+    if op in names.MEMORY:
+        return func(_kept_whole(args[0]))
     return _on_whole(cls, func, args, kwargs)
 
 
@@ -85,6 +86,18 @@ def unsharded(x: DTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     with compat.plain_attributes(), announced(_read(x), axes_of(x.device_mesh)):
         # what is gathered along an inner dim has other strides than `x` says
         return unshard_parameter(resolved(x), microbatch_of(x), dtype).contiguous()
+
+
+def _kept_whole(x: DTensor) -> torch.Tensor:
+    """The whole for those who read memory by its address (safetensors does): alive as long as `x`,
+    and the same until `x` is written to."""
+    local = compat.local_of(x)
+    version = id(local), local._version
+    if x.__dict__.get("_whole", (None,))[0] != version:
+        with torch.no_grad():
+            x.__dict__["_whole"] = version, unsharded(x).detach()
+    whole: torch.Tensor = x.__dict__["_whole"][1]
+    return whole
 
 
 def _read(x: DTensor) -> str:
@@ -149,19 +162,19 @@ def _on_parts(
     first = args[0] if writes else next((a for a in args if type(a) is cls), None)
     if first is None or is_partial(first):
         return NotImplemented
-    spec = first._spec
+    spec = compat.spec_of(first)
     local: list[Any] = []
     needs = grad = torch.is_grad_enabled()
     needs = False
     with compat.plain_attributes():
         for a in args:
             if type(a) is cls:
-                if a._spec is not spec and not _alike(a._spec, spec):
+                if compat.spec_of(a) is not spec and not _alike(compat.spec_of(a), spec):
                     return NotImplemented
                 needs = needs or (grad and a.requires_grad)
-                local.append(a._local_tensor)
+                local.append(compat.local_of(a))
             elif isinstance(a, torch.Tensor):
-                if a.dim() == 0 and not isinstance(a, DTensor):
+                if a.dim() == 0 < len(spec.shape) and not isinstance(a, DTensor):
                     local.append(a)
                 elif writes and a.shape == spec.shape and not isinstance(a, DTensor):
                     local.append(compat.local_of(part_like(a, first)))
@@ -180,11 +193,11 @@ def _on_parts(
         if writes:
             increment_version(first)
             return first
-        if out is first._local_tensor:
+        if out is compat.local_of(first):
             return first
         if not isinstance(out, torch.Tensor):
             return out
-        if out.device != first._local_tensor.device or out.shape != first._local_tensor.shape:
+        if out.device != compat.local_of(first).device or out.shape != compat.local_of(first).shape:
             return NotImplemented
         return like(first, out)
 

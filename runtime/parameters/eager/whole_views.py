@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard.runtime import compat
-from autoshard.runtime.parameters import operator_names as names
+from autoshard.runtime.parameters.eager import operator_names as names
 from autoshard.runtime.parameters.layout import is_sharded, part_like
 from autoshard.runtime.parameters.unsharding import unshard_parameter
 

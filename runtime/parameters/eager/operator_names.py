@@ -1,4 +1,4 @@
-"""Names of torch's operators, by what a stored tensor does with them (`eager_operators`).
+"""Names of torch's operators, by what a stored tensor does with them (`operators`).
 
 A method, a function of `torch` and an operator sign of one name do the same: `mul`, `__mul__` and
 `__rmul__` are "mul"; with a trailing underscore or as `__imul__` they write to their first operand.
@@ -14,8 +14,8 @@ FREE = frozenset(
     dim size stride numel nelement ndimension element_size storage_offset is_neg is_conj
     is_coalesced is_set_to is_floating_point is_complex is_contiguous is_signed is_inference
     is_pinned is_same_size get_device has_names requires_grad_ retain_grad register_hook
-    register_post_accumulate_grad_hook backward grad detach_ record_stream untyped_storage storage
-    is_shared __hash__ __len__ __delete__ result_type
+    register_post_accumulate_grad_hook backward grad detach_ record_stream is_shared
+    __hash__ __len__ __delete__ result_type
     """.split()
 )
 """What asks for no value, or belongs to autograd: DTensor's own, as it is."""
@@ -48,6 +48,8 @@ DRAWS = frozenset("uniform normal random bernoulli exponential log_normal cauchy
 
 DRAWS_LIKE = frozenset(("rand_like", "randn_like", "randint_like"))
 
+MEMORY = frozenset(("data_ptr", "untyped_storage", "storage"))
+
 NEW = frozenset(("new", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"))
 
 SHAPE_ONLY = frozenset(("view_as", "reshape_as", "expand_as"))
@@ -59,7 +61,7 @@ _WRITES = frozenset(
 )
 
 
-class Operator(NamedTuple):
+class OperatorName(NamedTuple):
     """name: without underscores. writes: whether the first operand is written to."""
 
     name: str
@@ -67,14 +69,14 @@ class Operator(NamedTuple):
 
 
 @functools.cache
-def operator(name: str) -> Operator:
+def operator(name: str) -> OperatorName:
     """The operator that a function of torch of this `__name__` is."""
     if name == "__setitem__" or name in _WRITES:
-        return Operator(name[3:-2] if name in _WRITES else "setitem", True)
+        return OperatorName(name[3:-2] if name in _WRITES else "setitem", True)
     if name.startswith("__"):
         base = name.strip("_")
         known = ELEMENTWISE
-        return Operator(base[1:] if base[0] == "r" and base[1:] in known else base, False)
+        return OperatorName(base[1:] if base[0] == "r" and base[1:] in known else base, False)
     if name.endswith("_"):
-        return Operator(name[:-1], True)
-    return Operator(name, False)
+        return OperatorName(name[:-1], True)
+    return OperatorName(name, False)

@@ -84,8 +84,12 @@ def _part(x: torch.Tensor, first: DTensor) -> torch.Tensor:
     """The part of `x` that goes with the part of `first`."""
     if not isinstance(x, DTensor):
         return x if x.dim() == 0 or x.shape != first.shape else compat.local_of(part_like(x, first))
-    if x._spec is first._spec or x._spec.placements == first._spec.placements or x.dim() == 0:
-        return x._local_tensor
+    if (
+        compat.spec_of(x) is compat.spec_of(first)
+        or compat.spec_of(x).placements == compat.spec_of(first).placements
+        or x.dim() == 0
+    ):
+        return compat.local_of(x)
     return compat.local_of(part_like(unshard_parameter(x), first))
 
 

@@ -1,0 +1,6 @@
+"""Stored tensors in eager code: the class, and what each operator does with them."""
+
+from __future__ import annotations
+
+from autoshard.runtime.parameters.eager.operators import unsharded
+from autoshard.runtime.parameters.eager.stored_tensor import StoredTensor, as_parameter, as_stored
