@@ -221,11 +221,12 @@ def stored_class(
 
 
 def _convert(parameter: DTensor, fn: Any) -> None:
-    new, grad = fn(parameter), parameter.grad
-    if new is not parameter:
-        parameter.grad = None  # else it would have to be of the new dtype at once
-        compat.set_stored(parameter, new)
-        parameter.grad = None if grad is None else fn(grad)
+    with compat.plain_attributes():
+        new, grad = fn(parameter), parameter.grad
+        if new is not parameter:
+            parameter.grad = None  # else it would have to be of the new dtype at once
+            compat.set_stored(parameter, new)
+            parameter.grad = None if grad is None else fn(grad)
 
 
 def _whole(name: str, dtype: torch.dtype | None) -> property:
