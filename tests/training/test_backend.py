@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from models import CASES
 from models_plain import MLP, Regression, vectors
 from side_by_side import Pair, check, difference, whole
-from vectorized import vectorized
 
 SHARDED = ["llama", "gpt2", "bert", "t5", "vit", "mixtral"]
 PATIENCE = 600.0  # seconds for a model, on a machine that has other things to do
@@ -55,19 +54,13 @@ def test_three_steps_equal_serial_tp4(gloo4: Any, name: str) -> None:
     check_each(gloo4(train, [name], 4, "aot_eager", pool_timeout=PATIENCE), share=0.9)
 
 
-def train_vectorized(name: str) -> dict[str, dict[str, Any]]:
-    """Three optimizer steps with what a user's Inductor makes."""
-    with vectorized():
-        return train([name], 2, "inductor")
-
-
 def test_three_steps_with_inductor(gloo2: Any) -> None:
     check_each(gloo2(train, ["llama"], 2, "inductor", pool_timeout=PATIENCE), share=0.9)
 
 
 @pytest.mark.slow
 def test_three_steps_with_inductor_in_parts(gloo2: Any) -> None:
-    check_each(gloo2(train_vectorized, "gpt2", pool_timeout=PATIENCE), share=0.9)
+    check_each(gloo2(train, ["gpt2"], 2, "inductor", pool_timeout=PATIENCE), share=0.9)
 
 
 @pytest.mark.slow
