@@ -19,8 +19,7 @@ import autoshard
 
 
 class ShardedTrainer(Trainer):
-    """A Trainer without DistributedDataParallel, whose checkpoints are those of one process. On a
-    tp axis the processes work on one batch together."""
+    """A Trainer without DDP, with checkpoints of one process; a tp axis works on one batch."""
 
     tp_size = 1
 
