@@ -47,7 +47,9 @@ def apply(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, 
     if name.startswith(("_foreach_", "_fused_")):
         return apply_to_lists(cls, func, args, kwargs)
     private = name[0] == "_" != name[1] and isinstance(func, types.MethodDescriptorType)
-    if name in names.FREE or private:  # such as `_is_view`, which Dynamo asks
+    # private: such as `_is_view`, which Dynamo asks. `_amp_`: GradScaler's, for which DTensor
+    # tells the ranks of each other's infinities
+    if name in names.FREE or private or name.startswith("_amp_"):
         return native(cls, func, args, kwargs)
     if kwargs.get("out") is not None:
         return _into(cls, func, args, dict(kwargs))
