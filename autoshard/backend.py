@@ -77,7 +77,7 @@ def _store_what_is_left(model: nn.Module, options: dict[str, Any]) -> None:
     if parameter is None or config.mesh is None:
         return
     mesh = init_mesh(config.mesh, parameter.device.type)
-    if mesh.size > 1 and data_axes(mesh.axes):
+    if data_axes(mesh.axes):
         with attempt():
             wait_at_most(config.timeout)
             store_unplanned(model, mesh, config)

@@ -46,7 +46,7 @@ def agree_on_data_axes(program: Program, inputs: Sequence[compat.GraphInput], ne
         if isinstance(item.real, nn.Parameter)
         and _trained.get(item.real, item.real.requires_grad) != item.real.requires_grad
     ]
-    axes = [axis for axis in data_axes(program.mesh.axes) if axis.size > 1]
+    axes = data_axes(program.mesh.axes)
     if axes and (new or changed):
         shapes = batch_shapes(inputs)
         note = f"{shapes}; requires_grad of {changed[0]} was set" if changed else shapes

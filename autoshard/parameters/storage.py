@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -45,10 +45,7 @@ def store(
         for parameter, state in planned.items()
     }
     states.update(_resting(models, states.keys(), mesh))
-    set_policy(states, use_by(config, mesh))
-    moved = shard_parameters(states, mesh, broadcast=config.initial_weights == "broadcast")
-    for old, new in moved.items():
-        set_planned(new, old in planned)
+    moved = _moved(states, planned, mesh, config)
     for parameter in planned:
         set_planned(parameter, True)  # one that stays where it is stored
     return moved
@@ -61,12 +58,21 @@ def store_unplanned(model: nn.Module, mesh: Mesh, config: Config) -> None:
     Collective over the mesh.
     """
     states = _resting([model], (), mesh)
-    if not states:
-        return
+    if states:
+        _moved(states, (), mesh, config)
+
+
+def _moved(
+    states: Mapping[nn.Parameter, Mapping[str, State]],
+    planned: Container[nn.Parameter],
+    mesh: Mesh,
+    config: Config,
+) -> dict[nn.Parameter, nn.Parameter]:
     set_policy(states, use_by(config, mesh))
     moved = shard_parameters(states, mesh, broadcast=config.initial_weights == "broadcast")
-    for new in moved.values():
-        set_planned(new, False)
+    for old, new in moved.items():
+        set_planned(new, old in planned)
+    return moved
 
 
 def _resting(

@@ -85,6 +85,7 @@ from autoshard.runtime.compat.tensors import (
     shards,
     share_spec,
     spec_of,
+    version_of,
     wrapper_tensor,
 )
 from autoshard.runtime.compat.trace import artifact

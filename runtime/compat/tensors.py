@@ -70,6 +70,12 @@ def local_of(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def version_of(tensor: DTensor) -> tuple[int, int]:
+    """What differs between two times where the part has been written to, or has new storage."""
+    local = tensor._local_tensor
+    return id(local), local._version
+
+
 def marked_parameter(tensor: torch.Tensor) -> nn.Parameter:
     """`tensor`, made an nn.Parameter in place, as nn.Parameter marks tensors of other classes."""
     tensor.__dict__["_is_param"] = True  # what isinstance(tensor, nn.Parameter) asks

@@ -17,6 +17,7 @@ torch.Tensor._backward_hooks
 torch.Tensor._make_wrapper_subclass
 torch.Tensor._post_accumulate_grad_hooks
 torch.Tensor._use_count
+torch.Tensor._version
 torch._C.DisableTorchFunctionSubclass
 torch._C._DisableAutocast
 torch._C._are_functorch_transforms_active

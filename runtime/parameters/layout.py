@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
@@ -137,6 +138,12 @@ def part_like(whole: torch.Tensor, x: DTensor) -> DTensor:
     made = wrap_local(owned(part), whole.shape, states, mesh)
     made.__class__ = type(x)
     return made
+
+
+def write_whole(whole: torch.Tensor, x: DTensor) -> None:
+    """Store the part of a whole tensor in `x`; for code without autograd and attributes of ours."""
+    compat.local_of(x).copy_(compat.local_of(part_like(whole, x)))
+    increment_version(x)
 
 
 def is_sharded(x: DTensor) -> bool:

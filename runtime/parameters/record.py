@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
@@ -60,6 +61,12 @@ def set_planned(parameter: nn.Parameter, planned: bool) -> None:
     """Record whether the stored state is a plan's decision, or provisional until then."""
     if isinstance(parameter, DTensor):
         _change(parameter, planned=planned)
+
+
+def copy_record(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Give `target` what is known of `source`, with pending gradients of its own."""
+    if _RECORD in source.__dict__:
+        target.__dict__[_RECORD] = copy.deepcopy(source.__dict__[_RECORD])
 
 
 _NOTHING = ParameterRecord()

@@ -131,6 +131,20 @@ def test_a_planted_fault_makes_other_tokens(plant: Callable[[RankGraph], None]) 
         check_cached(graph, weights)
 
 
+def refused(export: Callable[..., Any], model: odd.Decoder, folder: Path) -> None:
+    """The comparison of tokens refuses the export, and nothing is written."""
+    with pytest.raises(ExportError, match="with the cache is not the token"):
+        export(
+            model.eval(),
+            folder / "out",
+            mesh={"tp": 1},
+            dtype="float32",
+            dynamic=DYNAMIC,
+            max_length=LENGTH,
+        )
+    assert list(folder.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("kind", "target"),
     [
@@ -144,16 +158,7 @@ def test_what_a_rule_forgets_is_seen_before_anything_is_written(
     pytest.importorskip("onnxscript")
     forgotten = None if target is aten.mean.dim else carrying.Place(1)
     monkeypatch.setitem(carrying._RULES, target, lambda self, node: forgotten)
-    with pytest.raises(ExportError, match="with the cache is not the token"):
-        onnx(
-            kind().eval(),
-            tmp_path / "out",
-            mesh={"tp": 1},
-            dtype="float32",
-            dynamic=DYNAMIC,
-            max_length=LENGTH,
-        )
-    assert list(tmp_path.iterdir()) == []
+    refused(onnx, kind(), tmp_path)
 
 
 def test_what_a_converter_forgets_is_seen_too(
@@ -170,13 +175,4 @@ def test_what_a_converter_forgets_is_seen_too(
             node.args = given
 
     monkeypatch.setitem(CONVERTERS, attention, without_lengths)
-    with pytest.raises(ExportError, match="with the cache is not the token"):
-        tensorrt(
-            odd.RotaryTable().eval(),
-            tmp_path / "out",
-            mesh={"tp": 1},
-            dtype="float32",
-            dynamic=DYNAMIC,
-            max_length=LENGTH,
-        )
-    assert list(tmp_path.iterdir()) == []
+    refused(tensorrt, odd.RotaryTable(), tmp_path)

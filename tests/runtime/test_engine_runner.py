@@ -13,6 +13,7 @@ import torch
 
 from autoshard.runtime.engine import Engine, TensorRT, load, read_config
 from autoshard.runtime.errors import AutoshardError
+from tensorrt_stand_in import StandIn
 
 VOCAB, WIDTH, LENGTH = 16, 4, 12
 
@@ -141,33 +142,8 @@ def test_nothing_can_be_drawn_from_such_options(options: dict[str, Any]) -> None
         Engine(config(), Standin()).generate(PROMPTS, 1, **options)
 
 
-class Refusing:
-    """A TensorRT that loads only the bytes b"whole", into an engine that takes no shape."""
-
-    __version__ = "1"
-
-    class Logger:
-        WARNING = 0
-
-        def __init__(self, level: int) -> None:
-            pass
-
-    class Runtime:
-        def __init__(self, logger: Any) -> None:
-            pass
-
-        def deserialize_cuda_engine(self, data: bytes) -> Any:
-            return self if data == b"whole" else None
-
-        def create_execution_context(self) -> Any:
-            return self
-
-        def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-            return False
-
-
 def test_an_engine_that_does_not_load_or_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt", Refusing)
+    monkeypatch.setitem(sys.modules, "tensorrt", StandIn)
     builder = {"module": "tensorrt", "version": "0", "compute_capabilities": ["8.9"]}
     described = {**config(), "builder": builder}
     with pytest.raises(AutoshardError, match=r"1 cannot load the engine.*version 0 for .* 8\.9"):
@@ -230,8 +206,8 @@ def test_a_damaged_engine_is_not_deserialised(
     def never(self: Any, data: bytes) -> Any:
         raise AssertionError("deserialised")
 
-    monkeypatch.setattr(Refusing.Runtime, "deserialize_cuda_engine", never)
-    monkeypatch.setitem(sys.modules, "tensorrt", Refusing)
+    monkeypatch.setattr(StandIn.Runtime, "deserialize_cuda_engine", never)
+    monkeypatch.setitem(sys.modules, "tensorrt", StandIn)
     (directory / "rank0.engine").write_bytes(b"whole!")
     with pytest.raises(AutoshardError, match="is damaged, or another file: its SHA-256 is .* no r"):
         load(directory)

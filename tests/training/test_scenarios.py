@@ -17,7 +17,11 @@ PATIENCE = 300.0  # seconds, on a machine that has other things to do
 
 def compare(pool: Any, name: str, sizes: Sizes, folder: Path, inner: str = "aot_eager") -> None:
     """The scenario on every rank; what differs from serial is the failure's text."""
-    results = pool(run_scenario, name, sizes, str(folder), inner, pool_timeout=PATIENCE)
+    try:
+        results = pool(run_scenario, name, sizes, str(folder), inner, pool_timeout=PATIENCE)
+    except Exception:
+        pool.stop()  # a collective that ended by its timeout leaves the ranks without connections
+        raise
     wrong = [f"rank {r}: {line}" for r, (lines, _) in enumerate(results) for line in lines]
     if wrong:
         more = f"\nand {len(wrong) - 6} more" if len(wrong) > 6 else ""

@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-from autoshard.runtime.parameters.eager.operators import unsharded
+from autoshard.runtime.parameters.eager.gathering import unsharded
 from autoshard.runtime.parameters.eager.stored_tensor import StoredTensor, as_parameter, as_stored

@@ -10,10 +10,8 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import compat
+from autoshard.runtime.parameters.eager.gathering import unsharded
 from autoshard.runtime.parameters.layout import like, part_like
-from autoshard.runtime.parameters.unsharding import unshard_parameter
-
-_REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_min")
 
 
 def apply_to_lists(
@@ -26,15 +24,12 @@ def apply_to_lists(
     """
     name: str = func.__name__
     first = args[0]
-    if name in _REDUCTIONS:
-        with compat.plain_attributes():
-            return [_as(cls, out) for out in func(*args, **kwargs)]
     ours = [type(x) is cls for x in first]
     if any(ours) and not all(ours):
         return _apart(func, ours, args, kwargs)
     with compat.plain_attributes(), torch.no_grad():
         if not any(ours):
-            return func(*[_map(a, _whole) for a in args], **_values(kwargs, _whole))
+            return func(*map(_whole, args), **_values(kwargs, _whole))
 
         def parts(a: Any) -> Any:
             return [_part(x, of) for x, of in zip(a, first)] if _is_list(a) else _whole(a)
@@ -70,14 +65,10 @@ def _is_list(a: Any) -> bool:
     return isinstance(a, (list, tuple)) and bool(a) and isinstance(a[0], torch.Tensor)
 
 
-def _map(a: Any, fn: Any) -> Any:
-    return [fn(x) for x in a] if _is_list(a) else fn(a)
-
-
 def _whole(x: Any) -> Any:
     if _is_list(x):
-        return _map(x, _whole)
-    return unshard_parameter(x) if isinstance(x, DTensor) else x
+        return [_whole(each) for each in x]
+    return unsharded(x) if isinstance(x, DTensor) else x
 
 
 def _part(x: torch.Tensor, first: DTensor) -> torch.Tensor:
@@ -90,10 +81,4 @@ def _part(x: torch.Tensor, first: DTensor) -> torch.Tensor:
         or x.dim() == 0
     ):
         return compat.local_of(x)
-    return compat.local_of(part_like(unshard_parameter(x), first))
-
-
-def _as(cls: type[DTensor], out: torch.Tensor) -> torch.Tensor:
-    if type(out) is DTensor:
-        out.__class__ = cls
-    return out
+    return compat.local_of(part_like(unsharded(x), first))

@@ -15,7 +15,7 @@ FREE = frozenset(
     is_coalesced is_set_to is_floating_point is_complex is_contiguous is_signed is_inference
     is_pinned is_same_size get_device has_names requires_grad_ retain_grad register_hook
     register_post_accumulate_grad_hook backward grad detach_ record_stream is_shared
-    __hash__ __len__ __delete__ result_type
+    __hash__ __len__ __delete__ result_type _foreach_norm _foreach_max _foreach_min
     """.split()
 )
 """What asks for no value, or belongs to autograd: DTensor's own, as it is."""
@@ -35,8 +35,6 @@ ELEMENTWISE = frozenset(
     """.split()
 )
 """One element of the result follows from one of each operand."""
-
-ALIASES = frozenset(("detach", "data"))
 
 VIEW_ATTRIBUTES = frozenset(("T", "mT", "H", "mH", "real", "imag"))
 
@@ -71,12 +69,14 @@ class OperatorName(NamedTuple):
 @functools.cache
 def operator(name: str) -> OperatorName:
     """The operator that a function of torch of this `__name__` is."""
-    if name == "__setitem__" or name in _WRITES:
-        return OperatorName(name[3:-2] if name in _WRITES else "setitem", True)
+    if name == "__setitem__":
+        return OperatorName("setitem", True)
+    if name in _WRITES:
+        return OperatorName(name[3:-2], True)
     if name.startswith("__"):
         base = name.strip("_")
-        known = ELEMENTWISE
-        return OperatorName(base[1:] if base[0] == "r" and base[1:] in known else base, False)
+        right = base[0] == "r" and base[1:] in ELEMENTWISE
+        return OperatorName(base[1:] if right else base, False)
     if name.endswith("_"):
         return OperatorName(name[:-1], True)
     return OperatorName(name, False)

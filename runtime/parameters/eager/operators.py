@@ -12,7 +12,6 @@ axes are reduced in eager code as they are in a graph.
 
 from __future__ import annotations
 
-import copy
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -23,16 +22,19 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import announced
-from autoshard.runtime.mesh import axes_of
-from autoshard.runtime.parameters.accumulation import microbatch_of
 from autoshard.runtime.parameters.eager import operator_names as names
 from autoshard.runtime.parameters.eager.foreach_operators import apply_to_lists
-from autoshard.runtime.parameters.eager.partial_reductions import is_partial, resolved, stacked
+from autoshard.runtime.parameters.eager.gathering import unsharded
+from autoshard.runtime.parameters.eager.partial_reductions import is_partial, stacked
 from autoshard.runtime.parameters.eager.whole_views import keep_views
-from autoshard.runtime.parameters.layout import from_first_rank, is_even, like, part_like
-from autoshard.runtime.parameters.record import policy_of
-from autoshard.runtime.parameters.unsharding import unshard_parameter
+from autoshard.runtime.parameters.layout import (
+    from_first_rank,
+    is_even,
+    like,
+    part_like,
+    write_whole,
+)
+from autoshard.runtime.parameters.record import copy_record, policy_of
 
 
 def apply(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -44,31 +46,27 @@ def apply(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, 
         return native(cls, func, args, kwargs)
     if name == "__set__":
         return _set(cls, func, *args)
-    if name.startswith(("_foreach_", "_fused_")):
-        return apply_to_lists(cls, func, args, kwargs)
     private = name[0] == "_" != name[1] and isinstance(func, types.MethodDescriptorType)
     # private: such as `_is_view`, which Dynamo asks. `_amp_`: GradScaler's, for which DTensor
     # tells the ranks of each other's infinities
     if name in names.FREE or private or name.startswith("_amp_"):
         return native(cls, func, args, kwargs)
+    if name.startswith(("_foreach_", "_fused_")):
+        return apply_to_lists(cls, func, args, kwargs)
     if kwargs.get("out") is not None:
         return _into(cls, func, args, dict(kwargs))
     op, writes = names.operator(name)
-    if writes and not (args and type(args[0]) is cls):
-        if args and isinstance(args[0], torch.Tensor):
-            return _on_whole(cls, func, args, kwargs)
-    if op in names.ELEMENTWISE and (not writes or args):
+    if writes and args and isinstance(args[0], torch.Tensor) and type(args[0]) is not cls:
+        return _on_whole(cls, func, args, kwargs)
+    found = NotImplemented
+    if op in names.ELEMENTWISE and (args or not writes):
         found = _on_parts(cls, func, op, writes, args, kwargs)
-        if found is not NotImplemented:
-            return found
     elif op in names.REDUCTIONS and not writes:
         found = _reduced(cls, func, op, args, kwargs)
-        if found is not NotImplemented:
-            return found
     elif op == "stack" and not writes:
         found = stacked(cls, args, kwargs)
-        if found is not NotImplemented:
-            return found
+    if found is not NotImplemented:
+        return found
     if writes:
         return _write(cls, func, op, args, kwargs)
     if op in names.DRAWS_LIKE:
@@ -85,27 +83,15 @@ def apply(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, 
     return _on_whole(cls, func, args, kwargs)
 
 
-def unsharded(x: DTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The whole of a stored tensor, plain and differentiable, in `dtype` if it is floating."""
-    with compat.plain_attributes(), announced(_read(x), axes_of(x.device_mesh)):
-        # what is gathered along an inner dim has other strides than `x` says
-        return unshard_parameter(resolved(x), microbatch_of(x), dtype).contiguous()
-
-
 def _kept_whole(x: DTensor) -> torch.Tensor:
     """The whole for those who read memory by its address (safetensors does): alive as long as `x`,
     and the same until `x` is written to."""
-    local = compat.local_of(x)
-    version = id(local), local._version
+    version = compat.version_of(x)
     if x.__dict__.get("_whole", (None,))[0] != version:
         with torch.no_grad():
             x.__dict__["_whole"] = version, unsharded(x).detach()
     whole: torch.Tensor = x.__dict__["_whole"][1]
     return whole
-
-
-def _read(x: DTensor) -> str:
-    return f"read of a stored tensor of shape {tuple(x.shape)}"
 
 
 def assign(x: DTensor, value: torch.Tensor) -> None:
@@ -123,19 +109,13 @@ def assign(x: DTensor, value: torch.Tensor) -> None:
         compat.set_stored(x, new)
 
 
-def copy_record(source: DTensor, target: DTensor) -> None:
-    """Give `target` what autoshard knows of `source`: how its gradient is reduced."""
-    if "_autoshard" in source.__dict__:
-        target.__dict__["_autoshard"] = copy.deepcopy(source.__dict__["_autoshard"])
-
-
 def native(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """DTensor's own result, its DTensors of our class."""
     with compat.plain_attributes():
         out = func(*args, **kwargs)
     if type(out) is DTensor:
         out.__class__ = cls
-    elif type(out) is tuple:  # of autograd.grad
+    elif type(out) in (tuple, list):  # of autograd.grad, of `_foreach_norm`
         for each in out:
             if type(each) is DTensor:
                 each.__class__ = cls
@@ -161,15 +141,12 @@ def _on_parts(
     kwargs: dict[str, Any],
 ) -> Any:
     """An elementwise operator on the parts, or NotImplemented where they do not suffice."""
-    if op in ("cpu", "cuda"):
-        return NotImplemented
     first = args[0] if writes else next((a for a in args if type(a) is cls), None)
     if first is None or is_partial(first):
         return NotImplemented
-    spec = compat.spec_of(first)
+    spec, own = compat.spec_of(first), compat.local_of(first)
     local: list[Any] = []
-    needs = grad = torch.is_grad_enabled()
-    needs = False
+    grad, needs = torch.is_grad_enabled(), False
     with compat.plain_attributes():
         for a in args:
             if type(a) is cls:
@@ -189,7 +166,7 @@ def _on_parts(
                 local.append(a)
         if any(isinstance(a, torch.Tensor) for a in kwargs.values()):
             return NotImplemented
-        if needs and op not in names.ALIASES:
+        if needs and op != "detach":
             if any(isinstance(a, torch.Tensor) and not isinstance(a, DTensor) for a in args):
                 return NotImplemented
             return _recorded(cls, func, first, args, kwargs)
@@ -197,11 +174,11 @@ def _on_parts(
         if writes:
             increment_version(first)
             return first
-        if out is compat.local_of(first):
+        if out is own:
             return first
         if not isinstance(out, torch.Tensor):
             return out
-        if out.device != compat.local_of(first).device or out.shape != compat.local_of(first).shape:
+        if out.device != own.device or out.shape != own.shape:
             return NotImplemented
         return like(first, out)
 
@@ -264,10 +241,9 @@ def _write(
         if torch.is_grad_enabled() and target.requires_grad and not initialises:
             return _recorded(cls, func, target, args, kwargs)  # which raises for a leaf
         draws = op in names.DRAWS or initialises
-        local = compat.local_of(target)
         with torch.no_grad():
             if draws:
-                whole = torch.empty(target.shape, dtype=target.dtype, device=local.device)
+                whole = compat.local_of(target).new_empty(target.shape)
             else:
                 whole = unsharded(target).clone()
     values = [whole if a is target else unsharded(a) if isinstance(a, DTensor) else a for a in flat]
@@ -276,15 +252,13 @@ def _write(
     with compat.plain_attributes(), torch.no_grad():
         if draws:
             whole = from_first_rank(whole, target.device_mesh)
-        local.copy_(compat.local_of(part_like(whole, target)))
-        increment_version(target)
+        write_whole(whole, target)
     return target
 
 
 def _draw_like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     x = args[0]
-    local = compat.local_of(x)
-    whole = func(local.new_empty(x.shape), *args[1:], **kwargs)
+    whole = func(compat.local_of(x).new_empty(x.shape), *args[1:], **kwargs)
     with compat.plain_attributes(), torch.no_grad():
         return part_like(from_first_rank(whole, x.device_mesh), x)
 

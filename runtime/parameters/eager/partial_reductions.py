@@ -49,10 +49,8 @@ def stacked(cls: type[DTensor], args: Sequence[Any], kwargs: dict[str, Any]) -> 
             groups.setdefault((key, value.dtype), []).append(i)
         parts = []
         for (key, _), at in groups.items():
-            local = [
-                compat.local_of(v) if isinstance(v, DTensor) else v
-                for v in map(values.__getitem__, at)
-            ]
+            each = [values[i] for i in at]
+            local = [compat.local_of(v) if isinstance(v, DTensor) else v for v in each]
             vector = torch.stack(local)
             if key is not None:
                 vector = DTensor.from_local(vector, key[1], key[0], run_check=False)

@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import compat
 from autoshard.runtime.parameters.eager import operators
-from autoshard.runtime.parameters.eager.operators import assign, unsharded
+from autoshard.runtime.parameters.eager.gathering import unsharded
+from autoshard.runtime.parameters.eager.operators import assign
 from autoshard.runtime.parameters.layout import like
+from autoshard.runtime.parameters.record import copy_record
 
 
 class StoredTensor(DTensor):
@@ -54,7 +56,7 @@ class StoredTensor(DTensor):
             copied = like(self, compat.local_of(self).clone())
         if isinstance(self, nn.Parameter):
             copied = as_parameter(copied, self.requires_grad)  # type: ignore[assignment]
-        operators.copy_record(self, copied)
+        copy_record(self, copied)
         memo[id(self)] = copied
         return copied
 

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 from autoshard.runtime import compat
 from autoshard.runtime.parameters.eager import operator_names as names
-from autoshard.runtime.parameters.layout import is_sharded, part_like
-from autoshard.runtime.parameters.unsharding import unshard_parameter
+from autoshard.runtime.parameters.eager.gathering import unsharded
+from autoshard.runtime.parameters.layout import is_sharded, write_whole
 
 
 class _Source:
@@ -24,26 +24,20 @@ class _Source:
 
     def __init__(self, base: DTensor, whole: torch.Tensor) -> None:
         self.base, self.whole = base, whole
-        self.seen = self._version()
-
-    def _version(self) -> tuple[int, int]:
-        local = compat.local_of(self.base)
-        return id(local), local._version
+        self.seen = compat.version_of(base)
 
     def refresh(self) -> None:
         """Gather again if the stored tensor was written to."""
-        if self.seen != self._version():
+        if self.seen != compat.version_of(self.base):
             with compat.plain_attributes(), torch.no_grad():
-                self.whole.copy_(unshard_parameter(self.base))
-            self.seen = self._version()
+                self.whole.copy_(unsharded(self.base))
+            self.seen = compat.version_of(self.base)
 
     def store(self) -> None:
         """Write the whole to the parts."""
         with compat.plain_attributes(), torch.no_grad():
-            part = compat.local_of(part_like(self.whole, self.base))
-            compat.local_of(self.base).copy_(part)
-            torch.autograd.graph.increment_version(self.base)
-        self.seen = self._version()
+            write_whole(self.whole, self.base)
+        self.seen = compat.version_of(self.base)
 
 
 class WholeView(torch.Tensor):
@@ -55,7 +49,7 @@ class WholeView(torch.Tensor):
     @compat.never_a_frame
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             with compat.plain_attributes():
                 return func(*args, **kwargs)
         name = func.__name__
@@ -68,7 +62,7 @@ class WholeView(torch.Tensor):
         if name not in names.FREE:
             for source in sources.values():
                 source.refresh()
-        flat = [unshard_parameter(a) if isinstance(a, DTensor) else a for a in flat]
+        flat = [unsharded(a) if isinstance(a, DTensor) else a for a in flat]
         written = args[0] if args else None
         if (
             type(written) is WholeView

@@ -19,11 +19,7 @@ from scenarios.job import Job, Net
 def averaged(job: Job) -> None:
     """`swa_utils.AveragedModel`, made before and after the first call, of the model and the
     compiled one; its forward is evaluated."""
-    for when in ("before", "after"):
-        net = job.net()
-        compiled = job.compile(net)
-        if when == "after":
-            job.loss(compiled)
+    for when, net, compiled in job.around_the_first_call():
         ema = swa_utils.AveragedModel(net, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for step in range(3):
@@ -63,11 +59,7 @@ def averaged_by_hand(job: Job) -> None:
 
 def ema_of_a_copy(job: Job) -> None:
     """timm's ModelEmaV3 by hand: a deep copy in eval mode, moved by lerp_ after each step."""
-    for when in ("before", "after"):
-        net = job.net()
-        compiled = job.compile(net)
-        if when == "after":
-            job.loss(compiled)
+    for when, net, compiled in job.around_the_first_call():
         ema = copy.deepcopy(net).eval()
         for p in ema.parameters():
             p.requires_grad_(False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -64,6 +64,15 @@ class Job:
         """A small model, the same on every rank."""
         torch.manual_seed(1)
         return Net(inner)
+
+    def around_the_first_call(self) -> Iterator[tuple[str, Net, Any]]:
+        """A model and its compiled form, twice: before its first call, and after it."""
+        for when in ("before", "after"):
+            net = self.net()
+            compiled = self.compile(net)
+            if when == "after":
+                self.loss(compiled)
+            yield when, net, compiled
 
     def compile(self, model: Any, **options: Any) -> Any:
         """The model as the job runs it."""

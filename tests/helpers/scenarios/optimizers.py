@@ -176,11 +176,7 @@ def vectors(job: Job) -> None:
 
 def in_backward(job: Job) -> None:
     """An optimizer a parameter, which steps in a post-accumulate hook and drops the gradient."""
-    for when in ("before", "after"):
-        net = job.net()
-        compiled = job.compile(net)
-        if when == "after":
-            job.loss(compiled)
+    for when, net, compiled in job.around_the_first_call():
         each = {p: torch.optim.AdamW([p], lr=1e-2, eps=1e-3) for p in net.parameters()}
 
         def step_now(p: torch.Tensor, each: dict[Any, Any] = each) -> None:

@@ -250,11 +250,7 @@ def clamped_each_step(job: Job) -> None:
 
 def momentum_copies(job: Job) -> None:
     """MoCo's key encoder: a copy whose `.data` is moved towards the trained weights' each step."""
-    for when in ("before", "after"):
-        net = job.net()
-        compiled = job.compile(net)
-        if when == "after":
-            job.loss(compiled)
+    for when, net, compiled in job.around_the_first_call():
         key = copy.deepcopy(net).requires_grad_(False)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for step in range(2):

@@ -1,0 +1,21 @@
+"""The whole of a stored tensor in eager code: a collective that every rank must run."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from autoshard.runtime import compat
+from autoshard.runtime.agreement import announced
+from autoshard.runtime.mesh import axes_of
+from autoshard.runtime.parameters.accumulation import microbatch_of
+from autoshard.runtime.parameters.eager.partial_reductions import resolved
+from autoshard.runtime.parameters.unsharding import unshard_parameter
+
+
+def unsharded(x: DTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The whole of a stored tensor, plain and differentiable, in `dtype` if it is floating."""
+    what = f"read of a stored tensor of shape {tuple(x.shape)}"
+    with compat.plain_attributes(), announced(what, axes_of(x.device_mesh)):
+        # what is gathered along an inner dim has other strides than `x` says
+        return unshard_parameter(resolved(x), microbatch_of(x), dtype).contiguous()
