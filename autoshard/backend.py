@@ -37,8 +37,14 @@ from autoshard.program_registry import ProgramHandle, register
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import CollectiveRegion, agree, attempt, wait_at_most
 from autoshard.runtime.collectives import State, data_axes
-from autoshard.runtime.graph_meta import ENABLE_GRAD, OUTPUT_EXTENTS, OUTPUT_STATES, PENDING_INPUTS
-from autoshard.runtime.lazy import LazyGather, wrap_outputs
+from autoshard.runtime.graph_meta import (
+    ENABLE_GRAD,
+    MUTATED,
+    OUTPUT_EXTENTS,
+    OUTPUT_STATES,
+    PENDING_INPUTS,
+)
+from autoshard.runtime.lazy import Arrivals, LazyGather, give_back, wrap_outputs
 from autoshard.runtime.mesh import Mesh, data_coordinate, init_mesh, start_world
 from autoshard.runtime.parameters import (
     GradientLayouts,
@@ -163,24 +169,37 @@ def _runner(
     extents = local.meta[OUTPUT_EXTENTS]
     present = _presenter(states, extents, mesh, config)
 
+    arrivals = Arrivals(_arriving(program, inputs), local.meta.get(MUTATED, ()))
     waiting: list[PendingInput] = local.meta.get(PENDING_INPUTS, [])
-
     known: GradientLayouts = {}
 
     @compat.not_traced
     def run(*args: Any) -> Any:
-        values: list[Any] = [a.full_tensor() if isinstance(a, LazyGather) else a for a in args]
+        values = list(args)
         if check is not None:
             check(values)
+        taken = arrivals.take(values)
         with modes():
             shards = unwrap(*[values[i] for i in sharded], known=known)
             if waiting:
                 values += _take(waiting, values, shards, handle.microbatch)
             for i, shard in zip(sharded, shards):
                 values[i] = shard
-            return present(compiled(*values))
+            outputs = compiled(*values)
+            give_back(taken)
+            return present(outputs)
 
     return run
+
+
+def _arriving(program: Program, inputs: list[compat.GraphInput]) -> dict[int, State]:
+    """The states in which the graph takes what comes back from earlier ones, by position."""
+    placeholders = [n for n in program.serial.graph.nodes if n.op == "placeholder"]
+    return {
+        i: program.decisions.state(placeholders[i])
+        for i, item in enumerate(inputs)
+        if isinstance(item.real, LazyGather)
+    }
 
 
 def _take(

@@ -10,7 +10,7 @@ and repr are free.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, MutableSequence, Sequence
 from typing import Any
 
 import torch
@@ -36,14 +36,17 @@ class _Value:
         if self.whole is None:
             whole = convert(self.local, self.state, I, self.axis, self.extent)
             self.whole = whole.contiguous()  # as the strides of the LazyGather say
-            self._local = None  # what is changed in place from now on is the whole
+            if not isinstance(self.local, compat.FakeTensor):  # whose layout Dynamo guards
+                self._local = None  # what is changed in place from now on is the whole
         return self.whole
 
     @property
     def local(self) -> torch.Tensor:
         if self._local is not None:
             return self._local
-        return convert(self.read(), I, self.state, self.axis).contiguous()
+        return convert(self.read(), I, self.state, self.axis).clone(
+            memory_format=torch.contiguous_format
+        )
 
 
 class LazyGather(torch.Tensor):
@@ -66,6 +69,10 @@ class LazyGather(torch.Tensor):
         """Whether the values have been read already, so that reading is free."""
         return self._value.whole is not None
 
+    def state_on(self, axis: Axis) -> State:
+        """The state of the values on an axis; I on another one than theirs."""
+        return self._value.state if self._value.axis == axis else I
+
     def full_tensor(self) -> torch.Tensor:
         """The whole as a plain tensor, differentiable. A collective at the first use."""
         return _Read.apply(self)  # type: ignore[no-any-return]
@@ -77,6 +84,8 @@ class LazyGather(torch.Tensor):
     ) -> Any:
         if func is aten.detach.default:
             return LazyGather(args[0]._value, args[0].shape, False)
+        if func in COPIES and (made := _copied(func, args, kwargs or {})) is not None:
+            return made
         # An in-place operator changes the whole, which every later use reads; autograd returns
         # the LazyGather itself, whatever is returned here.
         args, kwargs = pytree.tree_map_only(LazyGather, _read, (args, kwargs or {}))
@@ -100,7 +109,7 @@ class LazyGather(torch.Tensor):
         return self.full_tensor().detach().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        return self.full_tensor().detach().clone().requires_grad_(self.requires_grad)
+        return self.detach().clone().requires_grad_(self.requires_grad)
 
     def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
         if self._value.whole is not None:
@@ -127,6 +136,33 @@ class LazyGather(torch.Tensor):
         inner: dict[str, torch.Tensor], context: Any, shape: Any, stride: Any
     ) -> LazyGather:
         return LazyGather(_Value(inner["_local"], *context), shape, False)
+
+
+class Arrivals:
+    """The inputs of a graph that come back from an earlier one, and enter as this rank's parts.
+
+    states: by position; I: the graph takes the whole. written: positions that the graph writes to.
+    """
+
+    def __init__(self, states: Mapping[int, State], written: Collection[int]) -> None:
+        self.parts = [i for i, state in states.items() if state != I]
+        self.whole = [i for i, state in states.items() if state == I]
+        self.written = [i for i in self.parts if i in written]
+
+    def take(self, values: MutableSequence[Any]) -> list[tuple[_Value, torch.Tensor]]:
+        """Replace each such input by what the graph takes; see `give_back`."""
+        for i in self.whole:
+            values[i] = values[i].full_tensor()
+        read = [(i, values[i]._value) for i in self.written if values[i].gathered]
+        for i in self.parts:
+            values[i] = values[i]._value.local
+        return [(value, values[i]) for i, value in read]
+
+
+def give_back(taken: Sequence[tuple[_Value, torch.Tensor]]) -> None:
+    """Write parts that a graph has changed into wholes that somebody has read before."""
+    for value, part in taken:
+        value.read().copy_(convert(part, value.state, I, value.axis, value.extent))
 
 
 def wrap_outputs(
@@ -161,6 +197,24 @@ def _wrap(local: torch.Tensor, state: State, axis: Axis, extent: int | None) -> 
     if dim is not None:
         shape[dim] = shape[dim] * axis.size if extent is None else extent
     return LazyGather(_Value(local.detach(), state, axis, extent), shape, False)
+
+
+COPIES = (aten.clone.default, aten._to_copy.default, aten.index_select.default)
+"""Operators whose result is no view, and which work on a shard as on the whole; `index_select` on
+another dim than the sharded one. A cache is reordered, converted and copied as shards."""
+
+
+def _copied(func: Any, args: Any, kwargs: Any) -> LazyGather | None:
+    """The result of one of COPIES as a LazyGather; None where the whole is read instead."""
+    source, *rest = args
+    if not isinstance(source, LazyGather) or source.gathered:
+        return None
+    value = source._value
+    dim = shard_dim(value.state)
+    along = func is aten.index_select.default and rest[0] % source.dim() == dim
+    if dim is None or along or any(isinstance(one, LazyGather) for one in rest):
+        return None
+    return _wrap(func(value.local, *rest, **kwargs), value.state, value.axis, value.extent)
 
 
 def _read(tensor: LazyGather) -> torch.Tensor:

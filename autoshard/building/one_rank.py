@@ -34,7 +34,15 @@ from autoshard.passes import (
     prepare,
     rank_program,
 )
-from autoshard.planning import Decisions, Plan, Request, plan_graph, with_graph
+from autoshard.planning import (
+    Decisions,
+    Plan,
+    Request,
+    plan_graph,
+    shardable,
+    value,
+    with_graph,
+)
 from autoshard.planning.cost import Hardware
 from autoshard.planning.estimate import Layout
 from autoshard.program import Program
@@ -43,6 +51,7 @@ from autoshard.runtime.collectives import DATA_AXES, Axis, I, State, data_axes, 
 from autoshard.runtime.compat import artifact
 from autoshard.runtime.errors import PlanError
 from autoshard.runtime.graph_meta import BUFFER, DIFF, MUTATED, STORED_DTYPE
+from autoshard.runtime.lazy import LazyGather
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import is_planned, stored_states
 
@@ -84,7 +93,7 @@ def build_program(
         microbatch = traced_microbatch(gm)
     dtypes = lowered_dtypes(inputs)
     watch = DebugWatch(settings(), mesh.axes)
-    captured = capture(gm, example_inputs, dtypes)
+    captured = capture(gm, example_inputs, dtypes, inference=_is_stored(inputs))
     say_stored(captured, inputs, config)
     planned = plan_captured(captured, inputs, mesh, config, machine, watch, even)
     serial, decisions, parameters = planned.serial, planned.decisions, planned.parameters
@@ -131,6 +140,7 @@ def plan_captured(
     parameters: dict[fx.Node, str] = {}
     stored: dict[fx.Node, State] = {}
     data: dict[fx.Node, dict[str, State]] = {}
+    arriving: dict[fx.Node, State] = {}
     for node, item in zip(placeholders, inputs, strict=True):
         if isinstance(item.real, nn.Parameter):
             parameters[node] = item.name
@@ -139,6 +149,8 @@ def plan_captured(
                 found = stored_states(item.real)
                 stored[node] = found.get(axis.name, I)
                 data[node] = {name: found[name] for name in DATA_AXES if name in found}
+        elif isinstance(item.real, LazyGather):
+            arriving[node] = _arrival(node, item.real, axis)
         elif isinstance(item.real, torch.Tensor) and item.of_model:
             node.meta[BUFFER] = True
     plan = load_plan(config.plan, axis)
@@ -146,6 +158,7 @@ def plan_captured(
     request = Request(
         parameters=parameters,
         stored=stored,
+        arriving=arriving,
         sequence_parallel=config.sequence_parallel,
         lazy_outputs=config.outputs != "replicate",
         memory_budget=config.memory_budget,
@@ -156,6 +169,18 @@ def plan_captured(
     decisions = plan_graph(serial, axis.size, machine, request)
     full = with_graph(plan, decisions, request, serial, axis.size)
     return Planned(serial, parameters, data, decisions, full)
+
+
+def _is_stored(inputs: list[compat.GraphInput]) -> bool:
+    """Whether an earlier graph has decided where all parameters live."""
+    return all(is_planned(item.real) for item in inputs if isinstance(item.real, nn.Parameter))
+
+
+def _arrival(node: fx.Node, given: LazyGather, axis: Axis) -> State:
+    """The state in which a graph takes an output of an earlier one: its shard where it can."""
+    state = given.state_on(axis)
+    differentiable = bool(node.meta.get(DIFF))
+    return state if state in shardable(value(node), axis.size) and not differentiable else I
 
 
 def _local_passes(

@@ -57,12 +57,16 @@ def capture(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     dtypes: Mapping[int, torch.dtype] | None = None,
+    inference: bool = False,
 ) -> fx.GraphModule:
     """The functional ATen graph of Dynamo's `gm`, one placeholder for each of its placeholders.
 
     example_inputs: one a placeholder; used where a placeholder has no `meta["example_value"]`.
     dtypes: {index of a placeholder: dtype it is read in}, for parameters that are stored in
     another one than they are computed with.
+    inference: with gradients off around the call, and in all of the model, the graph is captured as
+    one that has none; else it says what training needs, so that a model that is evaluated first
+    is stored as one that is trained.
 
     The result has, on every node, `meta["val"]` (fake value, serial shape) and, where that is a
     tensor or holds tensors, `meta[DIFF]`: whether a gradient can flow to it. On the module:
@@ -84,8 +88,11 @@ def capture(
     # With gradients off around the call the graph still says what training needs, unless the
     # model itself turns them on: then its regions count literally.
     literal = not ambient_grad and turns_grad_on(gm) and not torch.is_inference_mode_enabled()
+    graded = ambient_grad or literal or not inference
     with torch.inference_mode(False), torch.no_grad():
-        inputs = [_plain(value, mode, (dtypes or {}).get(i)) for i, value in enumerate(found)]
+        inputs = [
+            _plain(value, mode, (dtypes or {}).get(i), graded) for i, value in enumerate(found)
+        ]
         gm = inline_transforms(gm, inputs, mode)
         extra = extras(gm)
         traced, seen = _trace(gm, inputs, extra, mode, grad=not literal)
@@ -115,8 +122,11 @@ def _inner_fake(value: torch.Tensor) -> FakeTensor | None:
     return None
 
 
-def _plain(value: Any, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Any:
-    """A fake of the global shape, usable outside of inference mode."""
+def _plain(
+    value: Any, mode: FakeTensorMode, dtype: torch.dtype | None = None, graded: bool = True
+) -> Any:
+    """A fake of the global shape, usable outside of inference mode; `graded`: which may have a
+    gradient."""
     if not isinstance(value, torch.Tensor):
         return value
     dtype = dtype or value.dtype
@@ -126,12 +136,11 @@ def _plain(value: Any, mode: FakeTensorMode, dtype: torch.dtype | None = None) -
                 value.shape, value.stride(), dtype=dtype, device=value.device
             )
     elif isinstance(value, FakeTensor):
-        return value
+        fake = value
     else:
         fake = mode.from_tensor(value, static_shapes=True)
-    if fake.requires_grad != value.requires_grad:
-        fake = fake.detach().requires_grad_(value.requires_grad)
-    return fake
+    trained = graded and value.requires_grad
+    return fake if fake.requires_grad == trained else fake.detach().requires_grad_(trained)
 
 
 def _trace(

@@ -20,5 +20,6 @@ from autoshard.planning.values import (
     global_bytes,
     output_state,
     producer,
+    shardable,
     tensor_bytes,
 )

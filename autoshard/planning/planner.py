@@ -21,7 +21,7 @@ from autoshard.planning.strategy import value
 from autoshard.planning.values import shardable
 from autoshard.runtime.collectives import I, State, shard_dim
 from autoshard.runtime.errors import PlanError
-from autoshard.runtime.graph_meta import DIFF, N_OUTPUTS
+from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS
 
 
 @dataclass(kw_only=True)
@@ -30,6 +30,7 @@ class Request:
 
     parameters: name of each parameter placeholder.
     stored: the state in which a parameter is stored already; one without an entry is free.
+    arriving: the state of an input that comes back from an earlier call as a shard.
     prices: what a stored byte costs where there is no memory_budget. layout: the data-parallel
     axes, among which a rank's bytes are split further. even: whether only dims are split that the
     axis divides.
@@ -37,6 +38,7 @@ class Request:
 
     parameters: Mapping[fx.Node, str]
     stored: Mapping[fx.Node, State] = field(default_factory=dict)
+    arriving: Mapping[fx.Node, State] = field(default_factory=dict)
     sequence_parallel: bool = True
     lazy_outputs: bool = True
     memory_budget: int | None = None
@@ -109,12 +111,13 @@ def _solve(
     for node, name in request.parameters.items():
         stored[node] = request.stored.get(node) or _checked(node, name, wanted.get(name))
     results = list(_output(gm).args[0])  # type: ignore[arg-type]
-    domains = _output_domains(gm, results, n, request.lazy_outputs)
+    domains = _output_domains(gm, results, n, request)
     axis = AxisPrices(n, hardware, stored.keys(), request.sequence_parallel, prices)
     builder = Builder(
         gm,
         axis,
         stored=stored,
+        arriving=request.arriving,
         output_domains=domains,
         outputs_read=not any(_is_loss(r) for r in results[: gm.meta[N_OUTPUTS]]),
         even=request.even,
@@ -192,16 +195,20 @@ def _is_loss(result: object) -> bool:
 
 
 def _output_domains(
-    gm: fx.GraphModule, results: list[object], n: int, lazy: bool
+    gm: fx.GraphModule, results: list[object], n: int, request: Request
 ) -> list[list[State]]:
+    """The states in which each output may leave: the user's free where they are lazy, what is
+    written back to an input as it arrived."""
     domains = []
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    written = [request.arriving.get(placeholders[i], I) for i in gm.meta.get(MUTATED, ())]
     for i, result in enumerate(results):
-        free = lazy and i < gm.meta[N_OUTPUTS] and _is_tensor(result)
+        free = request.lazy_outputs and i < gm.meta[N_OUTPUTS] and _is_tensor(result)
         assert not free or isinstance(result, fx.Node)
         if free and isinstance(result, fx.Node) and value(result).is_floating_point():
             domains.append([I, *shardable(value(result), n)])
         else:
-            domains.append([I])
+            domains.append([I if i < gm.meta[N_OUTPUTS] else written[i - gm.meta[N_OUTPUTS]]])
     return domains
 
 

@@ -54,7 +54,7 @@ class MovedValue(NamedTuple):
         R is no start: every rank has computed the whole, and needs its heads only.
         """
         dim = shard_dim(dst)
-        if dim is None or src == R or not (self.diff and self.activation):
+        if dim is None or src == R or not self.activation:
             return False
         return src == P or dim != self.last
 
@@ -79,6 +79,8 @@ class AxisPrices:
         self.sequence_parallel = sequence_parallel
         self.activation_byte = prices.activation_byte or 2.0 / hardware.memory_bandwidth
         self.parameter_byte = prices.parameter_byte or self._default_parameter_byte()
+        self.computed: set[fx.Node] = set()
+        """What a graph without gradients computes of its parameters: its activations."""
         self._changes: dict[tuple[State, State, MovedValue], float] = {}
 
     def _default_parameter_byte(self) -> float:
@@ -105,7 +107,7 @@ class AxisPrices:
         return MovedValue(
             global_bytes(source),
             differentiable(source),
-            source not in self.parameters,
+            (differentiable(source) and source not in self.parameters) or source in self.computed,
             cost.outer_dim(shape),
             len(shape) - 1,
         )

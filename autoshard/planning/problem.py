@@ -70,7 +70,8 @@ class Problem:
 class Builder:
     """Builds the Problem of one graph on one mesh axis.
 
-    stored: the state in which each parameter is stored, None where it is free. output_domains: the
+    stored: the state in which each parameter is stored, None where it is free. arriving: the state
+    of inputs that come back from an earlier call as shards. output_domains: the
     states in which each output may leave. outputs_read: whether the caller reads them, so that a
     sharded one costs its gather. even: whether only dims are split that the axis divides.
     """
@@ -81,12 +82,14 @@ class Builder:
         prices: AxisPrices,
         *,
         stored: Mapping[fx.Node, State | None],
+        arriving: Mapping[fx.Node, State],
         output_domains: list[list[State]],
         outputs_read: bool,
         even: bool = False,
     ) -> None:
         self.gm, self.prices, self.n = gm, prices, prices.n
-        self.stored = stored
+        self.stored, self.arriving = stored, arriving
+        self.inference = not any(map(differentiable, gm.graph.nodes))
         self.output_domains, self.outputs_read, self.even = output_domains, outputs_read, even
         self.problem = Problem()
         self._tables: dict[tuple[Any, ...], np.ndarray] = {}
@@ -107,14 +110,16 @@ class Builder:
     def _variable(self, node: fx.Node) -> None:
         if node.op == "output" or producer(node)[0] is not node:
             self._weighted[node] = self._from_weights(node)
+            self._note_activation(node)
             return
         tensors = operands(node)
         is_value = isinstance(value(node), (torch.Tensor, tuple, list))
         if not tensors and not is_value:
             return
         self._weighted[node] = self._from_weights(node)
+        self._note_activation(node)
         if node.op == "placeholder":
-            fixed = self.stored.get(node, I)
+            fixed = self.stored.get(node, self.arriving.get(node, I))
             states = [fixed] if fixed is not None else stored_domain(node, self.n, self.even)
             domain = [Strategy((), state) for state in states]
             costs = np.array([self.prices.storage(node, state) for state in states])
@@ -128,10 +133,15 @@ class Builder:
         self.problem.domains[node] = domain
         self.problem.variables[node] = self.problem.graph.variable(len(domain), costs, node.name)
 
+    def _note_activation(self, node: fx.Node) -> None:
+        """Without gradients, what is computed of parameters is what is moved and shared."""
+        if self.inference and self._weighted[node] and node not in self.stored:
+            self.prices.computed.add(node)
+
     def _from_weights(self, node: fx.Node) -> bool:
         """Whether a parameter flows into the node: masks and positions are not worth sharding."""
         if node.op == "placeholder":
-            return node in self.stored or differentiable(node)
+            return node in self.stored or node in self.arriving or differentiable(node)
         return any(self._weighted.get(source, False) for source in node.all_input_nodes)
 
     def _signature(self, node: fx.Node) -> tuple[Any, ...]:
@@ -232,7 +242,7 @@ class Builder:
         for result, domain in zip(results, self.output_domains):
             if isinstance(result, fx.Node) and isinstance(value(result), torch.Tensor):
                 costs = np.zeros(len(domain))
-                if self.outputs_read:
+                if self.outputs_read and not self._is_a_state(result):
                     price = self.prices.change_cost(result)
                     costs = np.array([price(state, I) for state in domain])
                 variable = self.problem.graph.variable(len(domain), costs, "output")
@@ -240,6 +250,11 @@ class Builder:
                 uses.setdefault(result, []).append((variable, domain))
             else:
                 self.problem.outputs.append(None)
+
+    def _is_a_state(self, result: fx.Node) -> bool:
+        """Whether an output is rather handed to the next call than read: without gradients, what
+        the graph itself goes on to use (the keys and values of a cache, a recurrent state)."""
+        return self.inference and any(user.op != "output" for user in result.users)
 
     def _edges(self, source: fx.Node, uses: list[Consumer]) -> None:
         problem = self.problem
@@ -257,7 +272,8 @@ class Builder:
             return self._tables[key]
 
         wanted = sorted({state for _, states in uses for state in states})
-        share = len(uses) > 1 and diff and not (len(have) == 1 and have == [I] and wanted == [I])
+        moves = diff or source in self.prices.computed
+        share = len(uses) > 1 and moves and not (have == [I] and wanted == [I])
         if not share:
             for variable, states in uses:
                 if len(have) > 1 or len(states) > 1 or have != states:

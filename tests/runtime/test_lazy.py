@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import fx
 
 from autoshard.runtime import compat
+from autoshard.runtime.collectives import I
 from autoshard.runtime.collectives import redistribution as collectives
 from autoshard.runtime.collectives.axis import Axis, chunk_bounds
 from autoshard.runtime.collectives.lockstep import run_ranks
-from autoshard.runtime.lazy import LazyGather, lazy, wrap_outputs
+from autoshard.runtime.lazy import Arrivals, LazyGather, give_back, lazy, wrap_outputs
 from autoshard.runtime.mesh import init_mesh
 from gloo_pool import GlooPool
 
@@ -66,9 +67,63 @@ USES: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.parametrize("state", ["S(0)", "S(1)", "P"])
 def test_any_use_sees_the_whole(use: str, state: str) -> None:
     expected = USES[use](WHOLE.clone())
-    for got in run_ranks(2, lambda axis: USES[use](wrapped(state, axis)[1])):
+
+    def rank(axis: Axis) -> Any:
+        got = USES[use](wrapped(state, axis)[1])
+        return got.full_tensor() if isinstance(got, LazyGather) else got
+
+    for got in run_ranks(2, rank):
         torch.testing.assert_close(got, expected) if not isinstance(got, str) else None
         assert not isinstance(got, str) or got == expected
+
+
+KEPT: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "rows in another order": ("S(1)", lambda x: x.index_select(0, torch.tensor([2, 2, 0, 3, 1]))),
+    "columns in another order": ("S(0)", lambda x: x.index_select(-1, torch.tensor([6, 0]))),
+    "another dtype": ("S(1)", lambda x: x.to(torch.float64)),
+    "clone": ("S(0)", torch.clone),
+    "deepcopy": ("S(1)", copy.deepcopy),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_a_cache_goes_through_stays_a_shard(name: str) -> None:
+    state, use = KEPT[name]
+
+    def rank(axis: Axis) -> tuple[bool, torch.Tensor]:
+        got = use(wrapped(state, axis)[1].detach())
+        kept = isinstance(got, LazyGather) and not got.gathered and got.state_on(axis) == state
+        return kept, got.add(0)
+
+    for kept, got in run_ranks(2, rank):
+        assert kept
+        torch.testing.assert_close(got, use(WHOLE.clone()), rtol=0, atol=0)
+
+
+def test_an_order_of_what_is_split_reads_the_whole() -> None:
+    order = torch.tensor([3, 1, 0, 2])
+    for got in run_ranks(2, lambda axis: wrapped("S(0)", axis)[1].index_select(0, order)):
+        torch.testing.assert_close(got, WHOLE[order], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_graph_writes_to_what_came_back(read: bool) -> None:
+    """Somebody who has read the whole before sees the write as in an ordinary tensor."""
+
+    def rank(axis: Axis) -> torch.Tensor:
+        whole = wrapped("S(1)", axis)[1].detach()
+        view = whole[1:] if read else None
+        values: list[Any] = [torch.zeros(1), whole, whole]
+        taken = Arrivals({1: "S(1)", 2: I}, written=[1]).take(values)
+        assert values[1].shape[1] < 7 and values[2].shape[1] == 7
+        values[1].mul_(-2)
+        give_back(taken)
+        if view is not None:
+            torch.testing.assert_close(view, -2 * WHOLE[1:], rtol=0, atol=0)
+        return whole.add(0)
+
+    for got in run_ranks(2, rank):
+        torch.testing.assert_close(got, -2 * WHOLE, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
