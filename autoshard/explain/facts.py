@@ -43,6 +43,11 @@ class Facts:
     built: Built
 
     @cached_property
+    def trains(self) -> bool:
+        """Whether the graph has a backward; one that was called without gradients has none."""
+        return self.built.joint.backward is not None
+
+    @cached_property
     def collectives(self) -> list[Collective]:
         """Every collective of a step, in the order of issue."""
         return collectives_of(self.built)

@@ -28,7 +28,7 @@ def explain(built: Built, width: int | None = None) -> str:
         text_costs.by_module(facts, columns),
         _parameters(facts, columns),
         _unsharded(facts, columns),
-        _without_gradient(built),
+        _without_gradient(facts),
         text_costs.collectives(facts, columns),
         text_costs.beside(facts, columns),
         _memory(facts.memory),
@@ -111,10 +111,10 @@ def _unsharded(facts: Facts, width: int) -> str:
     return table(["not sharded", "", "count", "because", "line"], rows, width) if rows else ""
 
 
-def _without_gradient(built: Built) -> str:
+def _without_gradient(facts: Facts) -> str:
     """Nothing in inference; in training the parameters that an optimizer would not move."""
-    names = built.without_gradient()
-    if built.joint.backward is None or not names:
+    names = facts.built.without_gradient()
+    if not facts.trains or not names:
         return ""
     groups = Counter(folded(name) for name in names)
     lines = [f"  {name}" + (f"  x {n}" if n > 1 else "") for name, n in groups.items()]
@@ -130,4 +130,5 @@ def _memory(memory: Memory) -> str:
     ]
     where = f"peak, in {at.phase}" + (f" at {at.node}" if at.node else "")
     rows.append([where, "", human(memory.peak)])
-    return table(["a rank holds (AdamW)", "at most", "at the peak"], rows)
+    holds = "a rank holds (AdamW)" if memory.optimizer else "a rank holds"
+    return table([holds, "at most", "at the peak"], rows)

@@ -62,7 +62,7 @@ def collectives(facts: Facts, width: int) -> str:
     text = [clipped(line, width) for line in lines[:2]]
     for one, line in zip(found, lines[2:], strict=True):
         text += [clipped(line, width), *_where(one, width)]
-    return "\n".join([*text, *_totals(facts.built.hardware.name, found, width)])
+    return "\n".join([*text, *_totals(facts, found, width)])
 
 
 def _row(one: Cost) -> list[str]:
@@ -87,10 +87,10 @@ def _where(one: Cost, width: int) -> list[str]:
     return [clipped(f"       {text}", width) for text in (place, one.code) if text]
 
 
-def _totals(machine: str, found: list[Cost], width: int) -> list[str]:
+def _totals(facts: Facts, found: list[Cost], width: int) -> list[str]:
     """What a rank sends in each phase, about how long that takes, and the count of each kind."""
-    lines = []
-    for phase in ("forward", "backward"):
+    machine, lines = facts.built.hardware.name, []
+    for phase in ("forward", "backward") if facts.trains else ("forward",):
         these = [one for one in found if one.phase == phase]
         lines.append(
             f"{phase}: a rank sends {human(sum(one.sent for one in these))}, about "
@@ -115,9 +115,14 @@ def beside(facts: Facts, width: int) -> str:
     lines = [table(header, rows, width, right=(2, 3, 4, 5, 6))]
     note = (
         "ms a batch: a step for one example batch, comm overlapped where it can be, as `autoshard "
-        "plan` predicts it. weights: with gradients and Adam's moments, a rank. saved: for the "
-        "backward, about."
+        "plan` predicts it. "
     )
+    if facts.trains:
+        note += (
+            "weights: with gradients and Adam's moments, a rank. saved: for the backward, about."
+        )
+    else:
+        note += "weights: of a rank; nothing is trained in this graph."
     if more := next((one for one in found if one.batches > 1), None):
         note += f" Without tp the ranks consume {more.batches} times the batches a step."
     return "\n".join([*lines, *textwrap.wrap(note, width)])
