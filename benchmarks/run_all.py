@@ -26,6 +26,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "data_parallel": (*TWO, str(HERE / "data_parallel.py")),
     "export": (str(HERE / "export.py"),),
     "training": (*TWO, str(HERE / "training.py")),
+    "generate": (*TWO, str(HERE / "generate.py")),
 }
 
 

@@ -1,0 +1,138 @@
+"""Tokens of a Llama on two gloo processes, beside Hugging Face's tensor parallelism and serial.
+
+    torchrun --nproc-per-node=2 benchmarks/generate.py [--layers 8] [--tokens 128] [--json PATH]
+
+The same weights, prompt and greedy decoding for each: this backend (Inductor), Hugging Face's
+`tp_plan="auto"` in eager code and under torch.compile, and the serial model on one thread. `first`
+is the time to the first token and `tokens/s` that of the others, once everything is compiled: the
+contestants take turns, each prints the best of its rounds. `first call` compiles. Tokens that are
+not serial's are an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
+
+VOCABULARY = 4096
+
+
+def contestants(folder: str) -> dict[str, Callable[[], Any]]:
+    """How to make each model, by name."""
+    n = dist.get_world_size()
+
+    def serial() -> Any:
+        return LlamaForCausalLM.from_pretrained(folder).eval()
+
+    def ours() -> Any:
+        model = serial()
+        model.compile(backend="autoshard", options={"mesh": {"tp": n}})
+        return model
+
+    def theirs(compiled: bool) -> Any:
+        plan = DistributedConfig(tp_plan="auto")
+        model = LlamaForCausalLM.from_pretrained(folder, distributed_config=plan).eval()
+        if compiled:
+            model.compile()
+        return model
+
+    return {
+        "serial, one thread": serial,
+        "autoshard tp": ours,
+        "tp_plan, eager": lambda: theirs(False),
+        "tp_plan, compiled": lambda: theirs(True),
+    }
+
+
+def generate(model: Any, ids: torch.Tensor, tokens: int) -> tuple[float, torch.Tensor]:
+    """Seconds, and the tokens."""
+    dist.barrier()
+    started = time.perf_counter()
+    found = model.generate(
+        ids,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+        disable_compile=True,
+    )
+    return time.perf_counter() - started, found
+
+
+def main() -> None:
+    """Run all contestants and print the table on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--only", default="", help="contestants whose name has this in it, and serial"
+    )
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=args.width,
+        intermediate_size=args.width * 11 // 4,
+        num_hidden_layers=args.layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        max_position_embeddings=args.prompt + args.tokens,
+    )
+    places = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(places)
+    if rank == 0:
+        LlamaForCausalLM(config).save_pretrained(places[0])
+    dist.barrier()
+    ids = torch.randint(VOCABULARY, (1, args.prompt), generator=torch.Generator().manual_seed(1))
+    models: dict[str, Any] = {}
+    rows: dict[str, dict[str, float]] = {}
+    wanted: torch.Tensor | None = None
+    for name, make in contestants(places[0]).items():
+        if args.only not in name and wanted is not None:
+            continue
+        models[name] = make()
+        took, found = generate(models[name], ids, args.tokens)
+        wanted = found if wanted is None else wanted
+        if not torch.equal(found, wanted):
+            raise SystemExit(f"{name}: other tokens than serial")
+        rows[name] = {"first_call_s": took, "first_s": float("inf"), "all_s": float("inf")}
+        if rank == 0:
+            print(f"{name}: first call {took:.1f} s", flush=True)
+    for _ in range(args.rounds):
+        for name, model in models.items():
+            rows[name]["first_s"] = min(rows[name]["first_s"], generate(model, ids, 1)[0])
+            rows[name]["all_s"] = min(rows[name]["all_s"], generate(model, ids, args.tokens)[0])
+    for row in rows.values():
+        row["tokens_per_s"] = (args.tokens - 1) / (row["all_s"] - row["first_s"])
+    if rank == 0:
+        print(f"\n{'':20}first call s   first s  tokens/s")
+        for name, row in rows.items():
+            figures = (
+                f"{row['first_call_s']:12.1f}{row['first_s']:10.2f}{row['tokens_per_s']:10.1f}"
+            )
+            print(f"{name:20}{figures}")
+        if args.json is not None:
+            args.json.write_text(json.dumps(rows, indent=2))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
