@@ -44,6 +44,8 @@ def read_config(directory: str | Path) -> dict[str, Any]:
         capability.text()
     _check_ranks(body.entry("ranks"))
     _check_ports(body)
+    for token in body.optional("stop", []).items():
+        token.integer(0, _MOST)
     config: dict[str, Any] = body.value
     return config
 

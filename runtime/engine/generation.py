@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from autoshard.runtime.engine.sampling import Sampling
 from autoshard.runtime.errors import AutoshardError, message
 
 Execute = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
@@ -56,6 +57,7 @@ class Engine:
         )
         self.max_length = config["kv_cache"]["max_length"] if self._caches else self.max_tokens
         self._buffers: dict[str, torch.Tensor] = {}
+        self._stop = {*config.get("stop", ())}
 
     def generate(
         self,
@@ -64,38 +66,37 @@ class Engine:
         *,
         temperature: float = 0.0,
         top_k: int | None = None,
+        top_p: float | None = None,
         seed: int = 0,
-        stop: int | None = None,
+        stop: int | Iterable[int] | None = None,
+        stream: Callable[[int, int], None] | None = None,
     ) -> list[list[int]]:
         """The tokens that follow each prompt, at most `max_new_tokens`.
 
-        temperature: 0 takes the likeliest token; otherwise tokens are drawn from
-        softmax(logits / temperature), of the `top_k` likeliest where it is given. seed: of the
-        drawing; the same on every rank. stop: ends a row, and is not returned. Collective.
+        temperature, top_k, top_p: see `Sampling`. seed: of the drawing; the same on every rank.
+        stop: a token or tokens that end a row, and are not returned; by default those that the
+        model was exported with, () for none. stream: called on every rank with (row, token) as
+        tokens are made. A row that has ended costs no tokens, the others go on. Collective.
         Raises AutoshardError for more rows or tokens than the engine holds.
         """
         self._check(prompts, max_new_tokens)
-        if temperature < 0 or (top_k is not None and top_k < 1):
-            raise AutoshardError(
-                message(
-                    f"temperature {temperature} and top_k {top_k}: give 0 or more, and 1 or more"
-                )
-            )
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        ends = self._stop if stop is None else {stop} if isinstance(stop, int) else {*stop}
         generator = torch.Generator().manual_seed(seed)
-        lengths = [len(prompt) for prompt in prompts]
         rows: list[list[int]] = [list(prompt) for prompt in prompts]
-        finished = [False] * len(rows)
+        running = list(range(len(rows)))
         logits = self._prompt(rows)
         for step in range(max_new_tokens):
-            drawn = self._shared(_draw(logits, temperature, top_k, generator)).tolist()
-            for row, token, done in zip(range(len(rows)), drawn, list(finished)):
-                finished[row] = done or token == stop
-                rows[row].append(token)
-            if all(finished) or step + 1 == max_new_tokens:
+            drawn = self._shared(sampling.draw(logits, generator)).tolist()
+            running = [row for row in running if drawn[row] not in ends]
+            for row in running:
+                rows[row].append(drawn[row])
+                if stream is not None:
+                    stream(row, drawn[row])
+            if not running or step + 1 == max_new_tokens:
                 break
-            logits = self._next(rows)
-        made = [row[length:] for row, length in zip(rows, lengths)]
-        return [row[: row.index(stop)] if stop in row else row for row in made]
+            logits = self._next(rows)  # of a row that has ended, its last token again
+        return [row[len(prompt) :] for row, prompt in zip(rows, prompts)]
 
     def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         if not prompts or not all(prompts):
@@ -138,7 +139,7 @@ class Engine:
             logits = self._run(part, [start] * len(rows))
             for i, row in enumerate(rows):
                 if start < len(row) <= start + width:
-                    last[i] = logits[i, len(row) - 1 - start]
+                    last[i] = logits[i, len(row) - 1 - start].float()
             start += width
         return torch.stack([found for found in last if found is not None])
 
@@ -146,12 +147,12 @@ class Engine:
         """The logits after one more token a row."""
         if not self._caches:
             return self._whole(rows)
-        return self._run([row[-1:] for row in rows], [len(row) - 1 for row in rows])[:, 0]
+        return self._run([row[-1:] for row in rows], [len(row) - 1 for row in rows])[:, 0].float()
 
     def _whole(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         """The logits without a cache: every token is computed again."""
         logits = self._run(rows, [0] * len(rows))
-        return torch.stack([logits[i, len(row) - 1] for i, row in enumerate(rows)])
+        return torch.stack([logits[i, len(row) - 1] for i, row in enumerate(rows)]).float()
 
     def _run(self, rows: Sequence[Sequence[int]], past: Sequence[int]) -> torch.Tensor:
         """The logits of each of these tokens; rows are filled up to one length behind their end."""
@@ -162,7 +163,7 @@ class Engine:
             feed[name] = torch.tensor(past, dtype=torch.int32, device=self.device)
         outputs = self.execute({**feed, **self._buffers})
         self._buffers = {name: outputs[f"{name}_out"] for name in self._buffers}
-        return outputs[self._logits].float()
+        return outputs[self._logits]
 
     def _buffer(self, port: Mapping[str, Any], rows: int) -> torch.Tensor:
         shape = [rows if isinstance(size, str) else size for size in port["shape"]]
@@ -173,16 +174,3 @@ class Engine:
             tokens = tokens.to(self.device)
             dist.broadcast(tokens, group=self.group, group_src=0)
         return tokens.cpu()
-
-
-def _draw(
-    logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator
-) -> torch.Tensor:
-    """Next tokens, one for each row of [rows, vocabulary]."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    scores = logits.cpu() / temperature
-    if top_k is not None:
-        least = scores.topk(min(top_k, scores.shape[-1])).values[:, -1:]
-        scores = scores.masked_fill(scores < least, float("-inf"))
-    return torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(-1)

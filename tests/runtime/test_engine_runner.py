@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from autoshard.runtime.engine import Engine, TensorRT, load, read_config
+from autoshard.runtime.engine.sampling import Sampling
 from autoshard.runtime.errors import AutoshardError
 from tensorrt_stand_in import StandIn
 
@@ -109,6 +110,42 @@ def test_a_row_ends_at_its_stop_token() -> None:
     assert engine.generate(PROMPTS[:1], 7, stop=stop) == [whole[: whole.index(stop)]]
 
 
+def test_rows_end_one_by_one_and_are_told_as_they_come() -> None:
+    """By any of the stop tokens, those of the directory where none are given."""
+    whole = [answer(prompt, 7) for prompt in PROMPTS]
+    stops = {whole[0][4], whole[1][2]}
+    ended = [row[: next((i for i, t in enumerate(row) if t in stops), 7)] for row in whole]
+    assert len({*map(len, ended)}) > 1, "the rows end together: nothing was tested"
+    told: list[tuple[int, int]] = []
+    standin = Standin()
+    engine = Engine({**config(), "stop": sorted(stops)}, standin)
+    assert engine.generate(PROMPTS, 7, stream=lambda *one: told.append(one)) == ended
+    for row, tokens in enumerate(ended):
+        assert [token for at, token in told if at == row] == tokens
+    steps = max(map(len, ended))
+    assert told[: len(PROMPTS)] == [(row, made[0]) for row, made in enumerate(ended)]
+    assert len(standin.fed) <= 2 + steps
+    assert engine.generate(PROMPTS, 7, stop=()) == whole
+    assert engine.generate(PROMPTS, 7, stop=[*stops]) == ended
+
+
+def test_the_nucleus_is_the_fewest_likeliest_tokens() -> None:
+    chances = torch.tensor([[0.15, 0.5, 0.05, 0.3]])
+    logits = chances.log().expand(4000, 4)
+
+    def share(**options: Any) -> list[float]:
+        sampling = Sampling(temperature=1.0, **options)
+        drawn = sampling.draw(logits, torch.Generator().manual_seed(0))
+        return (drawn.bincount(minlength=4) / len(drawn)).tolist()
+
+    assert share() == pytest.approx(chances[0].tolist(), abs=0.03)
+    assert share(top_p=0.79) == pytest.approx([0, 0.625, 0, 0.375], abs=0.03)
+    assert share(top_p=0.5) == [0, 1, 0, 0] == share(top_p=1e-9)
+    assert share(top_p=0.81) == pytest.approx([0.158, 0.526, 0, 0.316], abs=0.03)
+    assert share(top_k=3, top_p=0.8) == pytest.approx([0, 0.625, 0, 0.375], abs=0.03)
+    assert share(top_k=2) == pytest.approx([0, 0.625, 0, 0.375], abs=0.03)
+
+
 def test_drawn_tokens_depend_on_the_seed_only() -> None:
     def draw(seed: int, **options: Any) -> list[list[int]]:
         return Engine(config(), Standin()).generate(PROMPTS, 7, seed=seed, **options)
@@ -136,9 +173,17 @@ def test_what_the_engine_cannot_hold_is_an_error(
         Engine(config(), Standin()).generate(prompts, steps)
 
 
-@pytest.mark.parametrize("options", [{"temperature": -1.0}, {"temperature": 1.0, "top_k": 0}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"temperature": 1.0, "top_k": 0},
+        {"temperature": 1.0, "top_p": 1.5},
+    ],
+)
 def test_nothing_can_be_drawn_from_such_options(options: dict[str, Any]) -> None:
-    with pytest.raises(AutoshardError, match=r"give 0 or more, and 1 or more"):
+    with pytest.raises(AutoshardError, match=r"give 0 or more, 1 or more, and more than 0 up to 1"):
         Engine(config(), Standin()).generate(PROMPTS, 1, **options)
 
 

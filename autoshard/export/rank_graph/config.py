@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from autoshard.export.rank_graph.graph import Port, RankGraph
 
@@ -35,6 +36,15 @@ def digest(tensor: torch.Tensor) -> str:
     """SHA-256 of a tensor's bytes."""
     data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
     return hashlib.sha256(data.numpy().data).hexdigest()
+
+
+def stop_tokens(model: nn.Module) -> list[int]:
+    """The tokens that end a text, by the generation config of the model or by its config."""
+    for owner in (getattr(model, "generation_config", None), getattr(model, "config", None)):
+        found = getattr(owner, "eos_token_id", None)
+        if found is not None:
+            return [found] if isinstance(found, int) else [*found]
+    return []
 
 
 def configuration(graph: RankGraph, dtype: torch.dtype | None) -> dict[str, Any]:

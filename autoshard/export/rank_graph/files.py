@@ -14,10 +14,11 @@ from torch import nn
 from autoshard.export.destination import Destination, Progress
 from autoshard.export.job import on_every_rank
 from autoshard.export.rank_graph.cache import Runner, check_cached
-from autoshard.export.rank_graph.config import configuration, rank_entry
+from autoshard.export.rank_graph.config import configuration, rank_entry, stop_tokens
 from autoshard.export.rank_graph.graph import RankGraph
 from autoshard.export.rank_graph.plan import InferencePlan, plan_inference
 from autoshard.export.rank_graph.weights import read_weights
+from autoshard.export.serial_graph import unwrapped
 from autoshard.export.spec import EngineSpec
 from autoshard.export.weight_source import WeightSource
 from autoshard.runtime.agreement import gather
@@ -126,6 +127,7 @@ def _write(
             "format_version": form.version,
             **form.describe(graph),
             **configuration(graph, spec.weight_dtype),
+            "stop": stop_tokens(unwrapped(model)),
             "ranks": [entry for _, entry in sorted(everybody, key=lambda pair: pair[0])],
         }
         text = json.dumps(config, indent=1) + "\n"
