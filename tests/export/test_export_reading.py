@@ -113,8 +113,8 @@ def test_roles_of_a_decoder_whose_names_mislead() -> None:
     ("options", "match"),
     [
         ({"causal": False}, "not causal"),
-        ({"scale": 0.5}, r"has not: scale of scores other than 1/sqrt\(head_dim\): True"),
-        ({"normed": True}, "norms of queries and keys: of one of them"),
+        ({"scale": 0.5}, r"scale of scores other than 1/sqrt\(head_dim\) is True"),
+        ({"normed": True}, "norms of queries and keys is of one of them, not False"),
     ],
 )
 def test_what_the_format_cannot_hold(options: dict[str, Any], match: str) -> None:

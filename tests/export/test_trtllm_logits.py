@@ -1,20 +1,25 @@
-"""Checkpoints of TensorRT-LLM's families, computed as its classes would: logits of the model."""
+"""Checkpoints of TensorRT-LLM's families, computed as its classes would: logits of the model.
+
+Names of tensors and fields are those of its converters, a list for each family.
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from autoshard.export import ExportError
 from autoshard.export.decoder.reading import read_decoder
 from autoshard.export.decoder.structure import Decoder
 from autoshard.export.serial_graph import model_graph
 from autoshard.export.to_trtllm.config import checkpoint_config
 from autoshard.export.to_trtllm.families import family_of
 from autoshard.export.to_trtllm.tensors import Split, check_split, rank_tensors
-from trtllm_oracle import TINY, make_model
+from trtllm_oracle import FALCON, TINY, make_model
 from trtllm_reader import logits
 
 KV: dict[str, Any] = {**TINY, "num_key_value_heads": 2}
@@ -34,6 +39,14 @@ CASES: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
         "LlamaForCausalLM",
         "LlamaConfig",
         {**KV, "rope_parameters": {**YARN, "rope_theta": 1e4}},
+        (2,),
+    ),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", KV, (2,)),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", {**KV, "head_dim": 16}, (2,)),
+    "falcon": (
+        "FalconForCausalLM",
+        "FalconConfig",
+        {**FALCON, "num_kv_heads": 2, "new_decoder_architecture": True},
         (2,),
     ),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", QK, (1, 2, 4)),
@@ -109,19 +122,193 @@ CASES: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
 }
 
 
+NORMS = ["input_layernorm.weight", "post_layernorm.weight"]
+BIASED_NORMS = [*NORMS, "input_layernorm.bias", "post_layernorm.bias"]
+QKV, DENSE = "attention.qkv.weight", "attention.dense.weight"
+FC, GATE, PROJ = "mlp.fc.weight", "mlp.gate.weight", "mlp.proj.weight"
+LLAMA_LAYER = [*NORMS, QKV, DENSE, FC, GATE, PROJ]
+QK_NORMS = ["attention.q_layernorm.weight", "attention.k_layernorm.weight"]
+OF_MLP = ["pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"]
+EXPERTS = [*NORMS, QKV, DENSE, "mlp.router.weight", FC, PROJ]
+MLP_BIASES = ["mlp.fc.bias", "mlp.proj.bias"]
+PLAIN = [*BIASED_NORMS, QKV, DENSE, FC, PROJ, "attention.qkv.bias", "attention.dense.bias"]
+SHARED = ["fc.weight", "proj.weight"]
+
+#: Tensors of a layer, by the case.
+LAYER_NAMES = {
+    "qwen3": [*LLAMA_LAYER, *QK_NORMS],
+    "qwen2_moe": [
+        *EXPERTS,
+        "attention.qkv.bias",
+        *(f"mlp.shared_expert.{name}" for name in SHARED),
+        "mlp.shared_expert_gate.weight",
+    ],
+    "qwen3_moe": [*EXPERTS, *QK_NORMS],
+    "phi3": [*NORMS, QKV, DENSE, FC, PROJ],
+    "gemma2": [*LLAMA_LAYER, *OF_MLP],
+    "gemma3": [*LLAMA_LAYER, *OF_MLP, *QK_NORMS],
+    "gpt_neox": [
+        *(name.replace("post_", "post_attention_") for name in PLAIN),
+        *MLP_BIASES,
+    ],
+    "gptj": ["input_layernorm.weight", "input_layernorm.bias", QKV, DENSE, FC, PROJ, *MLP_BIASES],
+    "opt": [*PLAIN, *MLP_BIASES],
+    "bloom": [*PLAIN, *MLP_BIASES],
+    "starcoder2": [*PLAIN, *MLP_BIASES],
+}
+ENDS = {"vocab_embedding.weight", "ln_f.weight", "lm_head.weight"}
+BIASED_ENDS = ENDS | {"ln_f.bias"}
+#: All others, less `transformer.`
+OTHER_NAMES = {
+    **dict.fromkeys(("gemma2", "gemma3"), ENDS - {"lm_head.weight"}),
+    **dict.fromkeys(("gpt_neox", "starcoder2"), BIASED_ENDS),
+    "gptj": BIASED_ENDS | {"lm_head.bias"},
+    "opt": BIASED_ENDS | {"position_embedding.weight"},
+    "bloom": BIASED_ENDS | {"ln_embed.weight", "ln_embed.bias"},
+}
+FIELDS: dict[str, dict[str, Any]] = {
+    "llama_yarn": {"rotary_base": 1e4, "rotary_scaling": YARN},
+    "qwen3": {"qwen_type": "qwen3", "attn_bias": False, "head_size": 16, "seq_length": 8192},
+    "qwen2_moe": {
+        "qwen_type": "qwen2_moe",
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 40,
+        "intermediate_size": 48,
+        "hidden_act": "swiglu",
+    },
+    "qwen3_moe": {"qwen_type": "qwen3_moe", "moe_shared_expert_intermediate_size": 0},
+    "phi3": {"rotary_pct": 1.0, "hidden_act": "swiglu", "tie_word_embeddings": False},
+    "phi3_long": {
+        "rotary_pct": 0.5,
+        "position_embedding_type": "long_rope",
+        "original_max_position_embeddings": 16,
+        "longrope_scaling_long_factors": [2.0, 3.0],
+        "rotary_scaling": None,
+    },
+    "gemma2": {
+        "inter_layernorms": True,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3": {
+        "architecture": "Gemma3ForCausalLM",
+        "_sliding_window_pattern": 3,
+        "rope_local_base_freq": 1e4,
+        "rotary_base": 1e6,
+        "sliding_window": 4,
+    },
+    "gpt_neox": {"rotary_pct": 0.25, "rotary_emb_base": 1e4, "rotary_embedding_dim": 2},
+    "gptj": {"rotary_dim": 4, "position_embedding_type": "rope_gptj", "hidden_act": "gelu"},
+    "opt": {"do_layer_norm_before": True, "max_position_embeddings": 64, "hidden_act": "relu"},
+    "bloom": {"position_embedding_type": "alibi", "hidden_act": "gelu", "intermediate_size": 128},
+    "starcoder2": {"gpt_variant": "starcoder2", "bias": True, "num_key_value_heads": 2},
+}
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's, of Bloom's GELU
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_the_model(name: str) -> None:
     """The vocabulary of 61 is no multiple of any number of ranks but 1."""
-    model_class, config_class, options, sizes = CASES[name]
-    model = make_model(model_class, config_class, options).eval()
-    decoder = read_decoder(model_graph(model))
+    model, decoder = read(name)
     ids = torch.tensor([5, 17, 60, 3, 3, 42, 8])
     with torch.no_grad():
         expected = model(ids.unsqueeze(0)).logits[0]
-    for tp in sizes:
+    for tp in CASES[name][3]:
         config, ranks = checkpoint(model, decoder, tp)
-        torch.testing.assert_close(logits(config, ranks, ids), expected, rtol=1e-3, atol=2e-4)
+        # TensorRT-LLM's GELU is the one by tanh, Falcon's is not
+        atol = 2e-2 if name == "falcon" else 2e-4
+        torch.testing.assert_close(logits(config, ranks, ids), expected, rtol=1e-3, atol=atol)
+        fields = FIELDS.get(name, {})
+        assert {key: config[key] for key in fields} == fields
+        if name in LAYER_NAMES:
+            layers = range(config["num_hidden_layers"])
+            names = {f"layers.{i}.{one}" for i in layers for one in LAYER_NAMES[name]}
+            names |= OTHER_NAMES.get(name, ENDS)
+            for rank in ranks:
+                assert {one.removeprefix("transformer.") for one in rank} == names
+
+
+def test_mixtures_say_how_weights_are_normalised() -> None:
+    modes = {}
+    for name in ("qwen2_moe", "qwen3_moe", "mixtral"):
+        moe = checkpoint(*read(name), 1)[0]["moe"]
+        assert (moe["num_experts"], moe["top_k"]) == (4, 2)
+        modes[name] = moe["normalization_mode"]
+    assert modes == {"qwen2_moe": 0, "qwen3_moe": 1, "mixtral": 1}
+
+
+@pytest.mark.parametrize("name", ["phi3", "gemma2", "gptj", "opt", "bloom", "gpt_neox"])
+def test_families_without_pipeline_stages(name: str) -> None:
+    model, decoder = read(name)
+    family = family_of(decoder, model.config)
+    split = Split(1, 2, torch.float32, parallel_embedding=False, share_embedding=name == "gemma2")
+    with pytest.raises(ExportError, match="pp 2: TensorRT-LLM"):
+        check_split(decoder, family, split)
+
+
+#: Name -> (model class, configuration class, options, what the error says).
+REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "a multiplier of residuals": (
+        "GraniteForCausalLM",
+        "GraniteConfig",
+        {**KV, "residual_multiplier": 0.5},
+        "does not read the plain sum",
+    ),
+    "biases that Qwen3 has not there": (
+        "Qwen3ForCausalLM",
+        "Qwen3Config",
+        {**QK, "attention_bias": True},
+        "TensorRT-LLM's Qwen3ForCausalLM is fixed .*: biases is attention, not none",
+    ),
+    "a width that GPT-NeoX has not there": (
+        "GPTNeoXForCausalLM",
+        "GPTNeoXConfig",
+        {**NEOX, "intermediate_size": 48},
+        "MLP of 4 x hidden is False, not True",
+    ),
+    "an MLP after attention": (
+        "GPTNeoXForCausalLM",
+        "GPTNeoXConfig",
+        {**NEOX, "use_parallel_residual": False},
+        "MLP beside attention is False, not True",
+    ),
+    "scaling of some layers": (
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {
+            **GEMMA,
+            "layer_types": LAYERS[1:],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            },
+        },
+        "gemma3 has no rotary scaling of type linear",
+    ),
+    "norms after the sums": (
+        "OPTForCausalLM",
+        "OPTConfig",
+        {**TINY, "ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
+        "norms come after the sums",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_family_has_not(name: str) -> None:
+    model_class, config_class, options, match = REFUSED[name]
+    model = make_model(model_class, config_class, options).eval()
+    with pytest.raises(ExportError, match=match):
+        checkpoint(model, read_decoder(model_graph(model)), 1)
+
+
+@cache
+def read(name: str) -> tuple[Any, Decoder]:
+    """The model of a case, and its decoder."""
+    model_class, config_class, options, _ = CASES[name]
+    model = make_model(model_class, config_class, options).eval()
+    return model, read_decoder(model_graph(model))
 
 
 def checkpoint(

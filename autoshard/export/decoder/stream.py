@@ -24,9 +24,16 @@ class Stream:
     ) -> None:
         self.graph, self.found, self.anchors = graph, found, found.all()
         self.used: set[fx.Node] = set()
+        self.read = {node: sources(x, self.anchors) for node, x in found.normed.items()}
         self.silent: list[fx.Node] = []
         first = next(iter(found.normed.values()))
         embedded = [tokens] if positions is None else [tokens, positions]
+        if not set(next(iter(self.read.values()))) <= set(embedded):
+            raise export_error(
+                "the first norm reads more than the embedding: norms come after the sums",
+                next(iter(self.read)),
+                "The checkpoint format stands for norms before attention and MLP.",
+            )
         self.embedding_scale = self._scale(first, tokens, positions)
         self.parts = {node: self.embedding_scale if node is tokens else 1.0 for node in embedded}
         self.embedding_norm = self._embedding_norm(first)
@@ -36,7 +43,7 @@ class Stream:
 
     def reads(self, norm: Norm) -> list[fx.Node]:
         """The anchors that a norm reads."""
-        return sources(self.found.normed[norm.node], self.anchors)
+        return self.read[norm.node]
 
     def use(self, norm: Norm) -> None:
         """Count a norm as one with a role."""
@@ -54,7 +61,7 @@ class Stream:
     def norm_after(self, projection: fx.Node) -> Norm | None:
         """The norm that reads a projection alone, before it is added to the stream."""
         for node, norm in self.found.norm.items():
-            if sources(self.found.normed[node], self.anchors) == [projection]:
+            if self.read[node] == [projection]:
                 self.use(norm)
                 self._equals(norm, {projection: 1.0})
                 return norm
@@ -83,11 +90,11 @@ class Stream:
 
     def _equals(self, norm: Norm, parts: dict[fx.Node, float]) -> None:
         node = self.found.normed[norm.node]
-        torch_state = torch.Generator().manual_seed(0)
+        numbers = torch.Generator().manual_seed(0)
         given: dict[fx.Node, Tensor] = {}
         for part in [*parts, *self.silent]:
             shape = part.meta["val"].shape
-            values = torch.rand(shape, dtype=torch.float64, generator=torch_state)
+            values = torch.rand(shape, dtype=torch.float64, generator=numbers)
             given[part] = torch.zeros_like(values) if part in self.silent else values
         hidden = node.meta["val"].shape[-1]
         total = node.meta["val"].numel() // hidden
@@ -95,7 +102,7 @@ class Stream:
         for part, weight in parts.items():
             rows = given[part].reshape(-1, hidden)
             expected = expected + weight * rows.repeat(total // len(rows), 1)
-        missing = [part for part in parts if part not in sources(node, self.anchors)]
+        missing = [part for part in parts if part not in self.reads(norm)]
         if missing or not close(evaluate(self.graph, node, given).reshape(-1, hidden), expected):
             raise export_error(
                 "does not read the plain sum of the embedding and of what the layers before it add",
@@ -116,8 +123,7 @@ class Stream:
     def _embedding_norm(self, first: fx.Node) -> Norm | None:
         """The first norm, where what follows does not read the embedding beside it."""
         node = next(n for n, x in self.found.normed.items() if x is first)
-        readers = [n for n, x in self.found.normed.items() if node in sources(x, self.anchors)]
-        if not readers:
+        if not any(node in read for read in self.read.values()):
             return None
         self.used.add(node)
         return self.found.norm[node]

@@ -254,8 +254,8 @@ def family_of(decoder: Decoder, hf_config: Any = None) -> Family:
         wrong = _differences(family, found, decoder)
         if wrong:
             raise export_error(
-                f"the configuration says {named}, whose layers in TensorRT-LLM have not what this "
-                f"one has: {', '.join(wrong)}",
+                f"TensorRT-LLM's {named} is fixed in what this model has otherwise: "
+                f"{'; '.join(wrong)}",
                 node,
                 _REMEDY,
             )
@@ -266,7 +266,7 @@ def family_of(decoder: Decoder, hf_config: Any = None) -> Family:
     closest = min(FAMILIES, key=lambda one: len(_differences(one, found, decoder)))
     raise export_error(
         "layers of this kind have no family in TensorRT-LLM's checkpoints; the closest, "
-        f"{closest.name}, has not: {', '.join(_differences(closest, found, decoder))}",
+        f"{closest.name}, differs: {'; '.join(_differences(closest, found, decoder))}",
         node,
         _REMEDY,
     )
@@ -274,14 +274,18 @@ def family_of(decoder: Decoder, hf_config: Any = None) -> Family:
 
 def _differences(family: Family, found: Mapping[str, object], decoder: Decoder) -> list[str]:
     allowed = {**_PLAIN, **family.has}
-    wrong = [f"{name}: {found[name]}" for name, ok in allowed.items() if found[name] not in ok]
+    wrong = [
+        f"{name} is {found[name]}, not {' or '.join(map(str, ok))}"
+        for name, ok in allowed.items()
+        if found[name] not in ok
+    ]
     eps = decoder.norm.eps
     if family.eps is not None and not math.isclose(eps, family.eps, rel_tol=1e-6):
-        wrong.append(f"norms of eps {eps:g} (it has {family.eps:g}, and no field for it)")
+        wrong.append(f"eps of norms is {eps:g}, not {family.eps:g}")
     activation = decoder.layers[0].mlp.activation
     if activation not in family.activations:
-        wrong.append(f"activation {activation}")
+        wrong.append(f"activation is {activation}, not {' or '.join(family.activations)}")
     if decoder.layers[0].parallel and family is GPTJ:
         if decoder.layers[0].mlp_norm is not decoder.layers[0].attention_norm:
-            wrong.append("two norms beside each other")
+            wrong.append("norms beside each other are two, not one")
     return wrong

@@ -78,6 +78,10 @@ class _Model:
             both = h if self.arch == "GPTJForCausalLM" else self.norm(ranks[0], name, x)
             # GPT-J sums its ranks after the bias of each, GPT-NeoX before the one of all
             return x + attended + self.mlp(ranks, both, every_bias=self.arch == "GPTJForCausalLM")
+        if self.config.get("parallel_attention"):
+            two = "mlp_layernorm.weight" in ranks[0]
+            both = self.norm(ranks[0], "mlp_layernorm", x) if two else h
+            return x + attended + self.mlp(ranks, both)
         if self.config.get("inter_layernorms"):
             x = x + self.norm(ranks[0], "post_layernorm", attended)
             h = self.norm(ranks[0], "pre_feedforward_layernorm", x)
