@@ -6,12 +6,15 @@ Names of tensors and fields are those of its converters, a list for each family.
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+import autoshard
 from autoshard.export import ExportError
 from autoshard.export.decoder.reading import read_decoder
 from autoshard.export.decoder.structure import Decoder
@@ -227,6 +230,22 @@ def test_logits_are_those_of_the_model(name: str) -> None:
             names |= OTHER_NAMES.get(name, ENDS)
             for rank in ranks:
                 assert {one.removeprefix("transformer.") for one in rank} == names
+
+
+@pytest.mark.parametrize("name", ["gptj", "phi3", "qwen2_moe", "opt"])
+def test_files_hold_these_tensors(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of several parameters, rows from the middle of one, and a bias of zeros."""
+    model, decoder = read(name)
+    monkeypatch.setattr("autoshard.export.to_trtllm.checkpoint.model_graph", lambda *_: None)
+    monkeypatch.setattr("autoshard.export.to_trtllm.checkpoint.read_decoder", lambda _: decoder)
+    autoshard.export.trtllm(model, tmp_path / "out", mesh={"tp": 2}, dtype="float32")
+    for rank, wanted in enumerate(checkpoint(model, decoder, 2)[1]):
+        found = load_file(tmp_path / "out" / f"rank{rank}.safetensors")
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert torch.equal(found[key], value), key
 
 
 def test_mixtures_say_how_weights_are_normalised() -> None:

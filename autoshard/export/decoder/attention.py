@@ -169,7 +169,8 @@ class _Attention:
             spread[head] = values
             return run(spread)[0] / factors
 
-        turns = None if still else rotation(rotated, len(head))
+        precision = self._precision(operand)
+        turns = None if still else rotation(rotated, len(head), precision)
         uniform = None if turns is None else turned_factors[: turns[1]]
         if (
             turns is None
@@ -187,7 +188,7 @@ class _Attention:
             dim=turns[1],
             interleaved=turns[2],
             magnitude=uniform[0].item(),
-            precision=self._precision(operand),
+            precision=precision,
         )
         return _Operand(projection, rows, factor, layer_norm, rotary)
 

@@ -123,7 +123,9 @@ def _parameters(config: Any) -> dict[str, Any]:
     found = dict(both) if both else {}
     if _nested(found):
         return found
-    theta = getattr(config, "rope_theta", None)
+    # GPT-J's configuration has the dims that turn, and no other base than this
+    fixed = _PLAIN_BASE if getattr(config, "rotary_dim", None) is not None else None
+    theta = getattr(config, "rope_theta", fixed)
     if found.get("rope_theta") is None and theta is not None:
         found["rope_theta"] = theta
     if (kind := rope_type(found)) in ("yarn", "longrope", "llama3"):

@@ -97,8 +97,10 @@ def _named(result: Tensor, expected: Callable[[Callable[[Tensor], Tensor]], Tens
     return None
 
 
-def close(left: Tensor, right: Tensor) -> bool:
-    return left.shape == right.shape and torch.allclose(left, right, rtol=1e-5, atol=1e-6)
+def close(left: Tensor, right: Tensor, tolerance: float = 1e-5) -> bool:
+    """Whether two values are the same but for rounding, relative to the larger."""
+    same = left.shape == right.shape
+    return same and torch.allclose(left, right, rtol=tolerance, atol=tolerance / 10)
 
 
 def _between(node: fx.Node, stop: Mapping[fx.Node, Any]) -> list[fx.Node]:

@@ -13,11 +13,15 @@ from autoshard.export.decoder.probing import close
 from autoshard.export.errors import export_error
 
 
-def rotation(rotated: Callable[[Tensor], Tensor], head_dim: int) -> tuple[Tensor, int, bool] | None:
+def rotation(
+    rotated: Callable[[Tensor], Tensor], head_dim: int, precision: float = 0.0
+) -> tuple[Tensor, int, bool] | None:
     """(angles at position 1, dims that turn, whether pairs are neighbours) of `rotated`.
 
-    rotated: [head_dim] of an unrotated head -> [positions, head_dim]. None: it is no such rotation.
+    rotated: [head_dim] of an unrotated head -> [positions, head_dim]. precision: relative, of its
+    tables. None: it is no such rotation.
     """
+    tolerance = max(1e-5, 4 * precision)
     ones = torch.ones(head_dim, dtype=torch.float64)
     other = torch.linspace(-1, 1, head_dim, dtype=torch.float64).square() + 0.25
     of_ones, of_other = rotated(ones)[1], rotated(other)[1]
@@ -35,7 +39,8 @@ def rotation(rotated: Callable[[Tensor], Tensor], head_dim: int) -> tuple[Tensor
         expected = other.clone()
         expected[first] = other[first] * cos - other[second] * sin
         expected[second] = other[second] * cos + other[first] * sin
-        if close(of_other, expected) and close(cos**2 + sin**2, torch.ones_like(cos)):
+        one = close(cos**2 + sin**2, torch.ones_like(cos), tolerance)
+        if one and close(of_other, expected, tolerance):
             return torch.atan2(sin, cos), dim, interleaved
     return None
 
