@@ -25,6 +25,9 @@ from autoshard.export.to_trtllm.tensors import Split, check_split, rank_tensors
 from trtllm_oracle import FALCON, TINY, make_model
 from trtllm_reader import logits
 
+# torch's own, where it traces Bloom's GELU
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+
 KV: dict[str, Any] = {**TINY, "num_key_value_heads": 2}
 QK: dict[str, Any] = {**KV, "head_dim": 16, "rms_norm_eps": 1e-5}
 MIXED: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -209,7 +212,6 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's, of Bloom's GELU
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_the_model(name: str) -> None:
     """The vocabulary of 61 is no multiple of any number of ranks but 1."""
@@ -230,6 +232,34 @@ def test_logits_are_those_of_the_model(name: str) -> None:
             names |= OTHER_NAMES.get(name, ENDS)
             for rank in ranks:
                 assert {one.removeprefix("transformer.") for one in rank} == names
+
+
+#: (case, field of config.json, a wrong value)
+FAULTS = [
+    ("llama_yarn", "rotary_scaling", {**YARN, "mscale": 2.0}),
+    ("qwen3", "qwen_type", "qwen2"),
+    ("qwen3_moe", "moe", {"top_k": 2, "normalization_mode": 0}),
+    ("phi3_long", "rotary_pct", 1.0),
+    ("gemma2", "attn_logit_softcapping", None),
+    ("gemma2", "query_pre_attn_scalar", 16),
+    ("gemma3", "_sliding_window_pattern", 2),
+    ("gptj", "position_embedding_type", "rope_gpt_neox"),
+    ("bloom", "position_embedding_type", "learned_absolute"),
+]
+
+
+@pytest.mark.parametrize(("name", "field", "wrong"), FAULTS)
+def test_a_wrong_field_shows_in_the_logits(name: str, field: str, wrong: Any) -> None:
+    """The evaluation reads each of these fields, so that equal logits prove them."""
+    model, decoder = read(name)
+    config, ranks = checkpoint(model, decoder, 1)
+    ids = torch.tensor([5, 17, 60, 3, 3, 42, 8])
+    right = logits(config, ranks, ids)
+    assert config[field] != wrong
+    if name == "phi3_long":  # as many factors as the wrong part needs
+        config["longrope_scaling_short_factors"] *= 2
+    found = logits({**config, field: wrong}, ranks, ids)
+    assert float((found - right).abs().max()) > 1e-2
 
 
 @pytest.mark.parametrize("name", ["gptj", "phi3", "qwen2_moe", "opt"])
