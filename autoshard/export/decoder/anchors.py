@@ -13,13 +13,13 @@ from torch import fx
 
 from autoshard.export.decoder.norms import read_norm
 from autoshard.export.decoder.parameter_uses import MOVES, SWAPS, parameter_of
+from autoshard.export.decoder.sites import AttentionSite, attention_at
 from autoshard.export.decoder.structure import Linear, Norm
 from autoshard.export.errors import export_error
 from autoshard.export.serial_graph import ModelGraph
 
 aten = torch.ops.aten
 
-ATTENTION = aten.scaled_dot_product_attention.default
 _PRODUCTS = (aten.mm.default, aten.matmul.default)
 
 
@@ -42,7 +42,7 @@ class Anchors:
     norm: dict[fx.Node, Norm] = field(default_factory=dict)
     normed: dict[fx.Node, fx.Node] = field(default_factory=dict)
     embedding: dict[fx.Node, Embedding] = field(default_factory=dict)
-    attention: dict[fx.Node, None] = field(default_factory=dict)
+    attention: dict[fx.Node, AttentionSite] = field(default_factory=dict)
 
     def all(self) -> Mapping[fx.Node, object]:
         """Every anchor."""
@@ -56,8 +56,8 @@ def find_anchors(graph: ModelGraph) -> Anchors:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if node.target is ATTENTION:
-            found.attention[node] = None
+        if (site := attention_at(graph, node, found.all())) is not None:
+            found.attention[node] = site
         elif node.target is aten.embedding.default:
             _embedding(graph, node, found, claimed)
         elif (norm := read_norm(graph, node)) is not None:

@@ -1,134 +1,212 @@
-"""One attention of a decoder: heads, rotary embedding, which rows of which weights it uses."""
+"""One attention of a decoder: heads, norms, rotary embedding, which rows of which weights."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx
 
 from autoshard.export.decoder.anchors import Anchors
-from autoshard.export.decoder.probing import angles, evaluate, sources
-from autoshard.export.decoder.structure import Attention, Linear
+from autoshard.export.decoder.probing import evaluate, sources
+from autoshard.export.decoder.rotary import rotation
+from autoshard.export.decoder.sites import AttentionSite
+from autoshard.export.decoder.structure import Attention, Linear, Norm, Rotary
 from autoshard.export.errors import export_error
 from autoshard.export.serial_graph import ModelGraph
 
 
-def read_attention(graph: ModelGraph, found: Anchors, node: fx.Node, dense: fx.Node) -> Attention:
-    """The attention at `node`, whose result the projection `dense` reads.
+def read_attention(
+    graph: ModelGraph, found: Anchors, site: AttentionSite, dense: fx.Node
+) -> Attention:
+    """The attention at `site`, whose result the projection `dense` reads.
 
-    Raises ExportError where it is not causal, scaled by other than 1/sqrt(head_dim), or its heads
-    are not consecutive groups.
+    Raises ExportError where it is not causal, or its heads are not consecutive groups.
     """
-    return _Attention(graph, found, node).read(dense)
+    return _Attention(graph, found, site).read(dense)
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """Query, key or value: [heads, head_dim] rows of its projection, times `factor`."""
+
+    projection: fx.Node
+    rows: Tensor
+    factor: float
+    norm: Norm | None
+    rotary: Rotary | None
 
 
 class _Attention:
-    def __init__(self, graph: ModelGraph, found: Anchors, node: fx.Node) -> None:
-        self.graph, self.found, self.node = graph, found, node
-        schema = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-        self.given = {**dict(zip(schema, node.args)), **node.kwargs}
+    def __init__(self, graph: ModelGraph, found: Anchors, site: AttentionSite) -> None:
+        self.graph, self.found, self.site, self.node = graph, found, site, site.node
+        self.length = site.query.meta["val"].shape[-2]
 
     def read(self, dense: fx.Node) -> Attention:
-        self._causal()
-        query, rotary = self._operand("query")
-        key, key_rotary = self._operand("key")
-        value, value_rotary = self._operand("value")
-        heads, head_dim = query.shape
-        scale = self.given.get("scale")
-        if scale is not None and not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
-            raise export_error(
-                f"scale {scale:.6g} is not 1/sqrt(head_dim {head_dim}) = {head_dim**-0.5:.6g}",
-                self.node,
-            )
-        if value_rotary is not None or not _same(rotary, key_rotary):
+        window, slopes = self._mask()
+        scale, softcap = self._scale()
+        query = self._operand("query", self.site.query)
+        key = self._operand("key", self.site.key, self.site.turned)
+        value = self._operand("value", self.site.value)
+        heads, head_dim = query.rows.shape
+        if value.rotary is not None or value.norm is not None or value.factor != 1:
+            raise export_error("its value is not rows of its projection", self.node)
+        if not _same(query.rotary, key.rotary):
             raise export_error(
                 "query and key are not turned by the same rotary embedding", self.node
             )
-        kv_heads = _heads(key)
-        if kv_heads != _heads(value) or key.shape[1] != head_dim or value.shape[1] != head_dim:
+        kv_heads = _heads(key.rows)
+        widths = {key.rows.shape[1], value.rows.shape[1]}
+        if kv_heads != _heads(value.rows) or widths != {head_dim}:
             raise export_error("keys and values differ in their heads", self.node)
-        self._order(dense, heads * head_dim)
+        self._order(dense, heads, head_dim)
         return Attention(
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            query=self._linear("query", query),
-            key=self._linear("key", self._grouped(key, kv_heads, heads)),
-            value=self._linear("value", self._grouped(value, kv_heads, heads)),
+            query=self._linear(query.projection, query.rows),
+            key=self._linear(key.projection, self._grouped(key.rows, kv_heads, heads)),
+            value=self._linear(value.projection, self._grouped(value.rows, kv_heads, heads)),
             dense=self.found.linear[dense],
-            rotary=rotary,
-            precision=self._precision(),
+            query_norm=query.norm,
+            key_norm=key.norm,
+            rotary=query.rotary,
+            scale=scale * query.factor * key.factor,
+            softcap=softcap,
+            slopes=slopes,
+            window=window,
             node=self.node,
         )
 
-    def _precision(self) -> float:
-        """Relative, of the coarsest constant that query depends on."""
-        operand = self.given["query"]
-        assert isinstance(operand, fx.Node)
-        read = sources(operand, {**self.found.all(), **self.graph.constants})
-        dtypes = [self.graph.constants[n].dtype for n in read if n in self.graph.constants]
-        return max((torch.finfo(d).eps for d in dtypes if d.is_floating_point), default=0.0)
-
-    def _causal(self) -> None:
-        mask = self.given.get("attn_mask")
-        if self.given.get("is_causal") and mask is None:
-            return
-        length = self.node.meta["val"].shape[-2]
-        lower = torch.ones(length, length, dtype=torch.bool).tril()
-        if isinstance(mask, fx.Node):
-            value = evaluate(self.graph, mask, {})
-            allowed = value if value.dtype == torch.bool else value == 0
-            negligible = value.dtype == torch.bool or bool((value[~allowed] < -1e4).all())
-            square = allowed.expand(*allowed.shape[:-2], length, length).reshape(-1, length, length)
-            if negligible and bool((square == lower).all()):
-                return
+    def _mask(self) -> tuple[int | None, Tensor | None]:
+        """(window, slopes of ALiBi) of what is added to the scores."""
+        length = self.length
+        bias = self.site.scores(self.graph, 0.0).reshape(-1, length, length)
+        allowed = bias[0] > -1e4
+        back = torch.arange(length).unsqueeze(1) - torch.arange(length)
+        window = int(allowed[-1].sum())
+        lower = (back >= 0) & (back < window)
+        slopes = torch.zeros(len(bias), dtype=torch.float64)
+        if length > 1 and window > 1:
+            slopes = bias[:, -1, -1] - bias[:, -1, -2]
+        # a softmax does not see what is added to a whole row
+        own = bias.diagonal(dim1=1, dim2=2).unsqueeze(2)
+        expected = own - slopes[:, None, None] * back
+        same = torch.isclose(bias, expected, rtol=1e-5, atol=1e-6)
+        if torch.equal(allowed, lower) and bool((same | ~lower).all()):
+            if bool(((bias > -1e4) == lower).all()):
+                sloped = slopes if bool((slopes != 0).any()) else None
+                return (None if window == length else window), sloped
         raise export_error(
-            "attention is not causal over all earlier tokens, or its mask adds a bias",
+            "attention is not causal, or its mask adds a bias that is not ALiBi's",
             self.node,
             "The checkpoint format stands for plain causal attention.",
         )
 
-    def _operand(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """(row of the projection for each head and dim, angles of the rotary embedding)."""
-        operand = self.given[name]
-        assert isinstance(operand, fx.Node)
-        read = sources(operand, self.found.all())
-        if len(read) != 1 or read[0] not in self.found.linear:
+    def _scale(self) -> tuple[float, float | None]:
+        """(scale, c) of c * tanh(product * scale / c), c None where there is no cap."""
+
+        def score(product: float) -> float:
+            return self.site.scores(self.graph, product).reshape(-1)[0].item()
+
+        zero = score(0.0)
+        scale = (score(1e-4) - zero) / 1e-4
+        far = score(1e9) - zero
+        cap = None if math.isclose(far, scale * 1e9, rel_tol=1e-6) else far
+        for product in (0.5, 3.0, 40.0, 900.0):
+            plain = product * scale
+            expected = plain if cap is None else cap * math.tanh(plain / cap)
+            if not math.isclose(score(product) - zero, expected, rel_tol=1e-5, abs_tol=1e-8):
+                raise export_error("scores are neither scaled nor capped by tanh", self.node)
+        return float(f"{scale:.7g}"), None if cap is None else float(f"{cap:.7g}")
+
+    def _operand(self, name: str, operand: fx.Node, turned: bool = False) -> _Operand:
+        graph, found = self.graph, self.found
+        read = sources(operand, found.all())
+        norm = read[0] if len(read) == 1 and read[0] in found.norm else None
+        projections = read if norm is None else sources(found.normed[norm], found.all())
+        if len(projections) != 1 or projections[0] not in found.linear:
             raise export_error(f"its {name} is not one projection, reshaped and rotated", self.node)
-        (projection,) = read
-        outputs = self.found.linear[projection].outputs
+        (projection,) = projections
+        shape, outputs = projection.meta["val"].shape, found.linear[projection].outputs
+        batch = math.prod(shape[:-1]) // self.length
+
+        def by_head(given: dict[fx.Node, Tensor]) -> Tensor:
+            value = evaluate(graph, operand, given)
+            value = value.transpose(-1, -2) if turned else value
+            return value.reshape(batch, -1, *value.shape[-2:])[0]
 
         def run(row_values: Tensor) -> Tensor:
-            shape = projection.meta["val"].shape
-            given = {projection: row_values.expand(shape)}
-            return evaluate(self.graph, operand, given)[0]
+            values = row_values.expand(shape)
+            if norm is None:
+                return by_head({projection: values})
+            # the norm itself is passed by: its rows are those of what it normalises
+            return by_head({norm: evaluate(graph, found.normed[norm], {projection: values})})
 
-        by_position = run(torch.arange(outputs, dtype=torch.float64))
-        exact = by_position[:, 0]
-        rows = exact.round().long()
-        if not torch.equal(rows.double(), exact) or not bool(
-            ((rows >= 0) & (rows < outputs)).all()
-        ):
+        first = run(torch.ones(outputs, dtype=torch.float64))[:, 0]
+        if not bool((first != 0).all()) or not torch.allclose(first, first[:1].expand_as(first)):
             raise export_error(f"its {name} is not made of rows of its projection", self.node)
-        if bool((by_position == exact.unsqueeze(1)).all()):
-            return rows, None
+        # dims that a rotary embedding turns may be multiplied by more than those that it leaves
+        factors = first[0]
+        factor = factors[-1].item()
+        by_position = run(torch.arange(outputs, dtype=torch.float64)) / factors
+        rows = by_position[:, 0].round().long()
+        exact = torch.allclose(rows.double(), by_position[:, 0], rtol=1e-9)
+        if not exact or not bool(((rows >= 0) & (rows < outputs)).all()):
+            raise export_error(f"its {name} is not made of rows of its projection", self.node)
+        if norm is not None:
+            self._normed_by_head(norm, by_head, factors)
+        layer_norm = None if norm is None else found.norm[norm]
+        turned_factors = factors / factor
+        still = torch.allclose(by_position, by_position[:, :1].expand_as(by_position), rtol=1e-9)
+        if still and bool(torch.isclose(turned_factors, torch.ones_like(factors)).all()):
+            return _Operand(projection, rows, factor, layer_norm, None)
         head = rows[0]
 
         def rotated(values: Tensor) -> Tensor:
             spread = torch.zeros(outputs, dtype=torch.float64)
             spread[head] = values
-            return run(spread)[0]
+            return run(spread)[0] / factors
 
-        turned = angles(rotated, len(head))
-        if turned is None:
+        precision = self._precision(operand)
+        turns = None if still else rotation(rotated, len(head), precision)
+        uniform = None if turns is None else turned_factors[: turns[1]]
+        if (
+            turns is None
+            or uniform is None
+            or not torch.allclose(uniform, uniform[:1].expand_as(uniform))
+            or not torch.allclose(turned_factors[turns[1] :], torch.ones(1, dtype=torch.float64))
+        ):
             raise export_error(
-                f"its {name} depends on the position otherwise than by a rotary embedding over "
-                f"the two halves of all {len(head)} dims",
+                f"its {name} depends on the position otherwise than by a rotary embedding of its "
+                f"{len(head)} dims, in halves or in neighbours",
                 self.node,
             )
-        return rows, turned
+        rotary = Rotary(
+            angles=turns[0],
+            dim=turns[1],
+            interleaved=turns[2],
+            magnitude=uniform[0].item(),
+            precision=precision,
+        )
+        return _Operand(projection, rows, factor, layer_norm, rotary)
+
+    def _normed_by_head(self, norm: fx.Node, by_head: object, factors: Tensor) -> None:
+        """The norm must be over each head, its weights in the order of the head's dims."""
+        shape = norm.meta["val"].shape
+        weights = torch.arange(1, shape[-1] + 1, dtype=torch.float64)
+        found = by_head({norm: weights.expand(shape)})[:, 0] / factors  # type: ignore[operator]
+        if shape[-1] != len(factors) or not torch.allclose(
+            found, weights.expand_as(found), rtol=1e-9
+        ):
+            raise export_error("queries or keys are not normalised over each head", self.node)
+
+    def _precision(self, operand: fx.Node) -> float:
+        """Relative, of the coarsest constant that an operand depends on."""
+        read = sources(operand, {**self.found.all(), **self.graph.constants})
+        dtypes = [self.graph.constants[n].dtype for n in read if n in self.graph.constants]
+        return max((torch.finfo(d).eps for d in dtypes if d.is_floating_point), default=0.0)
 
     def _grouped(self, rows: Tensor, kv_heads: int, heads: int) -> Tensor:
         """The rows of each distinct head, where consecutive query heads share one."""
@@ -141,18 +219,18 @@ class _Attention:
             )
         return distinct
 
-    def _linear(self, name: str, rows: Tensor) -> Linear:
-        operand = self.given[name]
-        assert isinstance(operand, fx.Node)
-        (projection,) = sources(operand, self.found.all())
+    def _linear(self, projection: fx.Node, rows: Tensor) -> Linear:
         return replace(self.found.linear[projection], rows=rows.flatten())
 
-    def _order(self, dense: fx.Node, width: int) -> None:
+    def _order(self, dense: fx.Node, heads: int, head_dim: int) -> None:
         """The dense projection must read head 0, head 1, ... with their dims in order."""
         shape = self.node.meta["val"].shape
-        by_head = torch.arange(width, dtype=torch.float64).view(1, shape[1], 1, shape[3])
-        given = {self.node: by_head.expand(shape)}
-        read = evaluate(self.graph, self.found.inputs[dense], given)
+        width = heads * head_dim
+        by_head = torch.arange(width, dtype=torch.float64).view(heads, 1, head_dim)
+        values = by_head.expand(heads, *shape[-2:]).repeat(
+            shape.numel() // (width * shape[-2]), 1, 1
+        )
+        read = evaluate(self.graph, self.found.inputs[dense], {self.node: values.view(shape)})
         if not bool((read == torch.arange(width)).all()):
             raise export_error("does not read the heads of attention in order", dense)
 
@@ -162,7 +240,9 @@ def _heads(rows: Tensor) -> int:
     return len(torch.unique(rows, dim=0))
 
 
-def _same(left: Tensor | None, right: Tensor | None) -> bool:
+def _same(left: Rotary | None, right: Rotary | None) -> bool:
     if left is None or right is None:
         return left is right
-    return torch.allclose(left, right, rtol=1e-6, atol=0)
+    same = (left.dim, left.interleaved) == (right.dim, right.interleaved)
+    alike = math.isclose(left.magnitude, right.magnitude, rel_tol=1e-6)
+    return same and alike and torch.allclose(left.angles, right.angles, rtol=1e-6, atol=0)

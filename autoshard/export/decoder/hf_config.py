@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from autoshard.export.decoder.probing import fitted_base, frequencies
+from autoshard.export.decoder.hf_rotary import RotaryFacts, rotary_facts
 from autoshard.export.decoder.structure import Decoder
 from autoshard.export.errors import export_error
 
@@ -25,17 +23,24 @@ _MEANING = {
 }
 """Hugging Face's names of activations, by the function they name."""
 
+_ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function", "activation")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFacts:
-    """What only a configuration says, or says exactly. Without one: what the graph tells."""
+    """What only a configuration says, or says exactly. Without one: what the graph tells.
+
+    dense_width: of the MLPs that a mixture of experts has beside it in other sizes. window: of
+    layers that see the last tokens only.
+    """
 
     architecture: str
     activation: str | None = None
     max_positions: int | None = None
-    rotary_base: float
-    rotary_scaling: dict[str, Any] | None
+    rotary: RotaryFacts
     norms_in_parallel: int | None
+    dense_width: int | None = None
+    window: int | None = None
 
 
 def config_facts(decoder: Decoder, architectures: tuple[str, ...], config: Any) -> ConfigFacts:
@@ -44,13 +49,12 @@ def config_facts(decoder: Decoder, architectures: tuple[str, ...], config: Any) 
     architectures: the names the graph could have. Raises ExportError where the configuration and
     the graph differ, naming both values.
     """
-    base, scaling = _rotary(decoder, config)
+    rotary = rotary_facts(decoder, config)
     if config is None:
         two = decoder.layers[0].mlp_norm is not decoder.layers[0].attention_norm
         return ConfigFacts(
             architecture=architectures[0],
-            rotary_base=base,
-            rotary_scaling=scaling,
+            rotary=rotary,
             norms_in_parallel=2 if two else None,
         )
     for name, said, found in _facts(decoder, config):
@@ -61,20 +65,30 @@ def config_facts(decoder: Decoder, architectures: tuple[str, ...], config: Any) 
                 remedy="The model was changed after it was built, or the configuration was.",
             )
     names = tuple(getattr(config, "architectures", None) or ())
-    known = [name for name in names if name in architectures]
-    if names and not known:
+    if names and not any(name in architectures for name in names):
         raise export_error(
             f"the configuration says architecture {names[0]}, the graph is that of "
-            f"{' or '.join(architectures)}"
+            f"{' or '.join(architectures)}",
+            remedy="Where TensorRT-LLM has no checkpoints of it, serve a Hugging Face directory.",
         )
     return ConfigFacts(
-        architecture=known[0] if known else _by_type(config, architectures),
-        activation=_get(config, "hidden_act", "activation_function", "activation"),
-        max_positions=_get(config, "max_position_embeddings", "n_positions"),
-        rotary_base=base,
-        rotary_scaling=scaling,
+        architecture=architecture_of(config, architectures) or architectures[0],
+        activation=_get(config, *_ACTIVATIONS),
+        max_positions=_get(config, "max_position_embeddings", "n_positions", "seq_length"),
+        rotary=rotary,
         norms_in_parallel=_get(config, "num_ln_in_parallel_attn"),
+        dense_width=_get(config, "intermediate_size"),
+        window=_get(config, "sliding_window"),
     )
+
+
+def architecture_of(config: Any, known: Sequence[str]) -> str | None:
+    """The architecture among `known` that a configuration names, itself or by its class."""
+    names = getattr(config, "architectures", None) or ()
+    kind = type(config).__name__.removesuffix("Config").removesuffix("Text").lower()
+    listed = (name for name in names if name in known)
+    by_class = (name for name in known if not names and name.lower().startswith(kind + "for"))
+    return next(listed, None) or next(by_class, None)
 
 
 def _facts(decoder: Decoder, config: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -86,16 +100,26 @@ def _facts(decoder: Decoder, config: Any) -> Iterator[tuple[str, Any, Any]]:
         ("hidden_size", "n_embd"): decoder.hidden,
         ("num_hidden_layers", "n_layer"): len(decoder.layers),
         ("num_attention_heads", "n_head"): attention.heads,
-        ("intermediate_size", "n_inner", "ffn_hidden_size"): mlp.width,
         ("head_dim",): attention.head_dim,
-        ("rms_norm_eps", "layer_norm_epsilon"): decoder.norm.eps,
+        ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"): decoder.norm.eps,
         ("tie_word_embeddings",): decoder.tied,
+        ("final_logit_softcapping",): decoder.softcap,
+        ("attn_logit_softcapping",): attention.softcap,
     }
     if mlp.experts:
-        graph[("num_local_experts",)] = mlp.experts
+        graph[("num_local_experts", "num_experts")] = mlp.experts
         graph[("num_experts_per_tok",)] = mlp.top_k
+        graph[("moe_intermediate_size", "intermediate_size")] = mlp.width
+        graph[("norm_topk_prob",)] = mlp.renormalised
+        if mlp.shared is not None:
+            graph[("shared_expert_intermediate_size",)] = mlp.shared.width
+    else:
+        graph[("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim")] = mlp.width
     if decoder.max_positions is not None:
         graph[("n_positions", "max_position_embeddings")] = decoder.max_positions
+    for layer in decoder.layers:
+        if layer.attention.window is not None:
+            graph[("sliding_window",)] = layer.attention.window
     for names, found in graph.items():
         said = _get(config, *names)
         if said is not None:
@@ -103,7 +127,7 @@ def _facts(decoder: Decoder, config: Any) -> Iterator[tuple[str, Any, Any]]:
     kv_heads = _kv_heads(config)
     if kv_heads is not None:
         yield "num_key_value_heads", kv_heads, attention.kv_heads
-    act = _get(config, "hidden_act", "activation_function", "activation")
+    act = _get(config, *_ACTIVATIONS)
     if act is not None:
         yield f"activation {act}, that is", _MEANING.get(act, act), mlp.activation
 
@@ -116,54 +140,6 @@ def _kv_heads(config: Any) -> int | None:
             return _get(config, "num_attention_heads")  # type: ignore[no-any-return]
         return _get(config, "num_kv_heads")  # type: ignore[no-any-return]
     return _get(config, "num_key_value_heads")  # type: ignore[no-any-return]
-
-
-def _rotary(decoder: Decoder, config: Any) -> tuple[float, dict[str, Any] | None]:
-    """(base, scaling); a configuration's where the graph's frequencies are those it describes."""
-    for layer in decoder.layers[1:]:
-        first, other = decoder.layers[0].attention.rotary, layer.attention.rotary
-        if first is not None and other is not None and not torch.allclose(first, other):
-            raise export_error("this layer's rotary embedding differs", layer.attention.node)
-    attention = decoder.layers[0].attention
-    found = attention.rotary
-    if found is None:
-        return 10000.0, None
-    base, scaling = _rope_parameters(config)
-    tolerance = max(1e-4, attention.precision)
-    if base is None:
-        if attention.precision > 1e-4:
-            raise export_error(
-                f"rotary frequencies are known to {attention.precision:.1g} only, and no "
-                "configuration says their base",
-                attention.node,
-                "Keep the buffer of frequencies in float32.",
-            )
-        base = fitted_base(found, attention.head_dim)
-    expected = frequencies(base, attention.head_dim, scaling)
-    if not torch.allclose(found, expected, rtol=tolerance, atol=0):
-        worst = int(((found - expected).abs() / expected).argmax())
-        raise export_error(
-            f"rotary base {base:g} and scaling {scaling} give frequency {expected[worst]:.6g} in "
-            f"place {worst}, the graph has {found[worst]:.6g}",
-            attention.node,
-        )
-    return base, scaling
-
-
-def _rope_parameters(config: Any) -> tuple[float | None, dict[str, Any] | None]:
-    """rope_theta and scaling, as transformers 4 or 5 keeps them."""
-    both = _get(config, "rope_parameters") or _get(config, "rope_scaling")
-    scaling = dict(both) if both else {}
-    base = scaling.pop("rope_theta", None) or _get(config, "rope_theta")
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    scaling = {key: value for key, value in scaling.items() if value is not None}
-    return None if base is None else float(base), None if kind == "default" else scaling
-
-
-def _by_type(config: Any, architectures: tuple[str, ...]) -> str:
-    """The architecture whose name begins like the configuration's class; else the first."""
-    kind = type(config).__name__.removesuffix("Config").lower()
-    return next((name for name in architectures if name.lower().startswith(kind)), architectures[0])
 
 
 def _get(config: Any, *names: str) -> Any:

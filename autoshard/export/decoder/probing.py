@@ -7,7 +7,6 @@ embedding: each is read off the result of running the nodes in between on values
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,6 +40,10 @@ def evaluate(graph: ModelGraph, node: fx.Node, given: Mapping[fx.Node, Tensor]) 
     """
     values: dict[fx.Node, Any] = dict(given)
     for other in _between(node, given):
+        if other.op == "get_attr" and other not in graph.constants:
+            # the forward and backward of an autograd.Function
+            values[other] = getattr(graph.module, str(other.target))
+            continue
         if other in graph.constants:
             values[other] = _wide(graph.constants[other].detach().cpu())
             continue
@@ -79,67 +82,25 @@ def gated_activation(function: Callable[[Tensor, Tensor], Tensor]) -> tuple[str,
     return None
 
 
-def frequencies(base: float, dim: int, scaling: Mapping[str, Any] | None) -> Tensor:
-    """The `dim // 2` angles a rotary embedding turns by at position 1.
-
-    scaling: None, {"rope_type": "linear", "factor"} or {"rope_type": "llama3", "factor",
-    "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}, as in Hugging Face
-    configurations. Raises ExportError for another type.
-    """
-    freq = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
-    if scaling is None or kind == "default":
-        return freq
-    if kind == "linear":
-        return freq / scaling["factor"]
-    if kind == "llama3":
-        return _llama3(freq, scaling)
-    raise export_error(f"rotary embeddings of type {kind!r} are not known to the exporter")
-
-
-def angles(rotated: Callable[[Tensor], Tensor], dim: int) -> Tensor | None:
-    """The angles at position 1 of the rotary embedding `rotated`, in the half-split convention.
-
-    rotated: [dim] of an unrotated head -> [positions, dim]. Returns [dim // 2] angles, or None
-    where it is no such rotation.
-    """
-    at_one = rotated(torch.ones(dim, dtype=torch.float64))[1]
-    first, second = at_one.chunk(2)
-    cos, sin = (first + second) / 2, (second - first) / 2
-    x = torch.linspace(-1, 1, dim, dtype=torch.float64).square() + 0.25
-    a, b = x.chunk(2)
-    expected = torch.cat([a * cos - b * sin, b * cos + a * sin])
-    if not _close(rotated(x)[1], expected) or not _close(cos**2 + sin**2, torch.ones_like(cos)):
-        return None
-    return torch.atan2(sin, cos)
-
-
-def fitted_base(freq: Tensor, dim: int) -> float:
-    """The base of which plain rotary frequencies are the powers, to six digits."""
-    last = freq[-1].item()
-    exponent = -(dim - 2) / dim
-    return float(f"{last ** (1 / exponent):.6g}") if exponent else 10000.0
-
-
-def _llama3(freq: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Llama 3.1's interpolation: long waves slowed by `factor`, short ones kept."""
-    original = scaling["original_max_position_embeddings"]
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = original * freq / (2 * math.pi)
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    result: Tensor = (1 - smooth) * freq / scaling["factor"] + smooth * freq
-    return result
+def softcap(function: Callable[[Tensor], Tensor], shape: torch.Size) -> float | None:
+    """c, where `function` of a tensor of this shape is c * tanh(x / c); else None."""
+    far = function(torch.full(shape, 1e9, dtype=torch.float64)).flatten()[0].item()
+    x = torch.linspace(-99, 99, shape.numel(), dtype=torch.float64).view(shape)
+    cap = float(f"{far:.7g}")
+    return cap if cap and close(function(x), cap * torch.tanh(x / cap)) else None
 
 
 def _named(result: Tensor, expected: Callable[[Callable[[Tensor], Tensor]], Tensor]) -> str | None:
     for name, act in ACTIVATIONS.items():
-        if _close(result, expected(act)):
+        if close(result, expected(act)):
             return name
     return None
 
 
-def _close(left: Tensor, right: Tensor) -> bool:
-    return left.shape == right.shape and torch.allclose(left, right, rtol=1e-5, atol=1e-6)
+def close(left: Tensor, right: Tensor, tolerance: float = 1e-5) -> bool:
+    """Whether two values are the same but for rounding, relative to the larger."""
+    same = left.shape == right.shape
+    return same and torch.allclose(left, right, rtol=tolerance, atol=tolerance / 10)
 
 
 def _between(node: fx.Node, stop: Mapping[fx.Node, Any]) -> list[fx.Node]:

@@ -6,16 +6,16 @@ reads; what lies between is told by values (probing.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from autoshard.export.decoder.anchors import Anchors, find_anchors
 from autoshard.export.decoder.attention import read_attention
 from autoshard.export.decoder.experts import read_experts
-from autoshard.export.decoder.probing import activation, evaluate, gated_activation, sources
-from autoshard.export.decoder.structure import Attention, Decoder, Layer, Linear, Mlp, Norm
+from autoshard.export.decoder.mlp import LayerMlp, read_mlps
+from autoshard.export.decoder.probing import evaluate, softcap, sources
+from autoshard.export.decoder.stream import Stream
+from autoshard.export.decoder.structure import Attention, Decoder, Layer, Linear
 from autoshard.export.errors import export_error
 from autoshard.export.serial_graph import ModelGraph
 
@@ -38,37 +38,50 @@ class _Reader:
     def run(self) -> Decoder:
         if not self.found.attention:
             raise export_error(
-                "the model has no scaled_dot_product_attention",
+                "the model has no attention: neither scaled_dot_product_attention nor products "
+                "around a softmax",
                 remedy="Write attention with torch.nn.functional.scaled_dot_product_attention; "
                 'a Hugging Face model is loaded with attn_implementation="sdpa".',
             )
-        embedding, positions, scale = self._embeddings()
-        head = self._head()
+        tokens, positions = self._embeddings()
+        head, cap = self._head()
         attentions = [self._attention(node) for node in self.found.attention]
-        mlps = self._mlps(len(attentions))
+        mlps = read_experts(self.graph, self.found, self.role)
+        mlps = mlps or read_mlps(self.graph, self.found, self.role)
+        if len(mlps) != len(attentions):
+            raise export_error(
+                f"{len(attentions)} attentions and {len(mlps)} MLPs; each layer has one of each"
+            )
+        stream = Stream(self.graph, self.found, tokens, positions)
         layers = tuple(
-            self._layer(attention, mlp) for attention, mlp in zip(attentions, mlps, strict=True)
+            self._layer(stream, attention, mlp)
+            for attention, mlp in zip(attentions, mlps, strict=True)
         )
         for node in self.found.linear:
             if node not in self.role:
                 raise export_error("a projection that is no part of attention, MLP or head", node)
-        norm = self._only_norm(self.found.inputs[head], head)
-        table = self.found.embedding[embedding]
+        norm = stream.norm_before(head)
+        stream.check_norms()
+        table = self.found.embedding[tokens]
         learned = None if positions is None else self.found.embedding[positions]
+        first = 0 if positions is None else self._first_position(positions)
         return Decoder(
             vocab=table.rows,
             hidden=table.columns,
             embedding=table.table,
-            embedding_scale=scale,
+            embedding_scale=stream.embedding_scale,
+            embedding_norm=stream.embedding_norm,
             positions=None if learned is None else learned.table,
-            max_positions=None if learned is None else learned.rows,
+            first_position=first,
+            max_positions=None if learned is None else learned.rows - first,
             layers=layers,
             norm=norm,
             head=self.found.linear[head],
+            softcap=cap,
         )
 
-    def _embeddings(self) -> tuple[fx.Node, fx.Node | None, float]:
-        """(token embedding, position embedding, what token embeddings are multiplied by)."""
+    def _embeddings(self) -> tuple[fx.Node, fx.Node | None]:
+        """(token embedding, position embedding)."""
         tokens: list[fx.Node] = []
         positions: list[fx.Node] = []
         inputs = {
@@ -84,129 +97,96 @@ class _Reader:
                 "a decoder has 1, and at most 1",
                 next(iter(self.found.embedding), None),
             )
-        if positions:
-            index = evaluate(self.graph, self.found.embedding[positions[0]].index, {}).flatten()
-            if not torch.equal(index, torch.arange(len(index))):
-                raise export_error(
-                    f"positions are looked up as {index.tolist()}, the format counts from 0",
-                    positions[0],
-                )
-        first = next(iter(self.found.normed.values()))
-        given = {n: torch.ones(n.meta["val"].shape, dtype=torch.float64) for n in tokens}
-        given |= {n: torch.zeros(n.meta["val"].shape, dtype=torch.float64) for n in positions}
-        scaled = evaluate(self.graph, first, given)
-        if not bool((scaled == scaled.flatten()[0]).all()):
-            raise export_error("is not the scaled embedding that the first norm expects", first)
-        return tokens[0], positions[0] if positions else None, scaled.flatten()[0].item()
+        return tokens[0], positions[0] if positions else None
 
-    def _head(self) -> fx.Node:
+    def _first_position(self, positions: fx.Node) -> int:
+        """The row of the first token's position; later ones must count on from there."""
+        index = evaluate(self.graph, self.found.embedding[positions].index, {}).flatten()
+        first = int(index[0])
+        if not torch.equal(index.long(), torch.arange(first, first + len(index))):
+            raise export_error(
+                f"positions are looked up as {index.tolist()}, which do not count up", positions
+            )
+        return first
+
+    def _head(self) -> tuple[fx.Node, float | None]:
+        """(the projection that makes logits, c of c * tanh(logits / c))."""
         (output,) = [node for node in self.graph.nodes if node.op == "output"]
-        returned = output.args[0][0]  # type: ignore[index]
-        assert isinstance(returned, fx.Node)
+        # a model that sets an attribute in forward, such as long frequencies, returns it too
+        of_tokens = [
+            one
+            for one in output.args[0]  # type: ignore[union-attr]
+            if isinstance(one, fx.Node)
+            and any(n in self.found.linear for n in sources(one, self.all))
+        ]
+        if not of_tokens:
+            raise export_error("no output is the result of a projection", output)
+        returned = of_tokens[0]
         heads = [node for node in sources(returned, self.all) if node in self.found.linear]
-        ones = {
-            n: torch.arange(n.meta["val"].numel(), dtype=torch.float64).view(n.meta["val"].shape)
+        values = {
+            n: torch.linspace(-99, 99, n.meta["val"].numel(), dtype=torch.float64).view(
+                n.meta["val"].shape
+            )
             for n in heads
         }
-        if len(heads) != 1 or not torch.equal(
-            evaluate(self.graph, returned, ones).flatten(), ones[heads[0]].flatten()
-        ):
-            raise export_error("the first output is not the result of one projection", returned)
-        self.role[heads[0]] = "head"
-        return heads[0]
+        if len(heads) == 1:
+            (head,) = heads
+            result = evaluate(self.graph, returned, values)
+            self.role[head] = "head"
+            if torch.equal(result.flatten(), values[head].flatten()):
+                return head, None
+            cap = softcap(lambda x: evaluate(self.graph, returned, {head: x}), values[head].shape)
+            if cap is not None:
+                return head, cap
+        raise export_error("the first output is not the result of one projection", returned)
 
     def _attention(self, node: fx.Node) -> Attention:
         users = [other for other, x in self.found.inputs.items() if sources(x, self.all) == [node]]
         if len(users) != 1:
             raise export_error(f"{len(users)} projections read attention, not 1", node)
-        attention = read_attention(self.graph, self.found, node, users[0])
+        site = self.found.attention[node]
+        attention = read_attention(self.graph, self.found, site, users[0])
         self.role[users[0]] = "dense"
-        for operand in node.args[:3]:
-            (projection,) = sources(operand, self.all)  # type: ignore[arg-type]
-            self.role[projection] = "qkv"
+        for operand in (site.query, site.key, site.value):
+            (read,) = sources(operand, self.all)
+            if read in self.found.norm:
+                (read,) = sources(self.found.normed[read], self.all)
+            self.role[read] = "qkv"
         return attention
 
-    def _mlps(self, count: int) -> list[Mlp]:
-        """The MLP of each layer, in order of their down-projections."""
-        experts = read_experts(self.graph, self.found, self.role)
-        if experts:
-            mlps = experts
+    def _layer(self, stream: Stream, attention: Attention, mlp: LayerMlp) -> Layer:
+        for norm in (attention.query_norm, attention.key_norm):
+            if norm is not None:
+                stream.use(norm)
+        dense = self._at(attention.dense)
+        first = stream.norm_before(self._at(attention.query))
+        reads = [stream.norm_before(self._at(one)) for one in mlp.readers]
+        if any(norm.node is not reads[0].node for norm in reads):
+            raise export_error("does not read the norm that the rest of the MLP reads", mlp.down)
+        post_attention, post_mlp = stream.norm_after(dense), stream.norm_after(mlp.down)
+        parallel = dense not in stream.reads(reads[0]) and (
+            post_attention is None or post_attention.node not in stream.reads(reads[0])
+        )
+        stream.check(first)
+        if parallel:
+            stream.check(reads[0])
+        stream.add(dense if post_attention is None else post_attention.node)
+        if not parallel:
+            stream.check(reads[0])
+        if mlp.routed and post_mlp is None:
+            stream.add_routed(mlp.routed)
         else:
-            mlps = [self._mlp(down, feeds) for down, feeds in self._downs()]
-        if len(mlps) != count:
-            raise export_error(
-                f"{count} attentions and {len(mlps)} MLPs; each layer has one of each"
-            )
-        return mlps
-
-    def _downs(self) -> list[tuple[fx.Node, list[fx.Node]]]:
-        found = []
-        for node, x in self.found.inputs.items():
-            feeds = sources(x, self.all)
-            if node not in self.role and all(n in self.found.linear for n in feeds):
-                if all(n not in self.role for n in feeds):
-                    found.append((node, feeds))
-        for down, feeds in found:
-            self.role.update(dict.fromkeys(feeds, "up"))
-            self.role[down] = "down"
-        return found
-
-    def _mlp(self, down: fx.Node, feeds: list[fx.Node]) -> Mlp:
-        linear, x = self.found.linear, self.found.inputs[down]
-
-        def between(*values: Tensor) -> Tensor:
-            # the same values in the first columns of every row
-            given = {}
-            for node, value in zip(feeds, values):
-                full = torch.zeros(node.meta["val"].shape, dtype=torch.float64)
-                wide = value.repeat(full.shape[-1] // len(value) + 1)[: full.shape[-1]]
-                given[node] = full + wide
-            result = evaluate(self.graph, x, given)
-            return result.reshape(-1, result.shape[-1])[0]
-
-        width = linear[feeds[0]].outputs
-        if len(feeds) == 1:
-            name = activation(_cut(between, width))
-            if name is not None and linear[down].inputs == width:
-                up = linear[feeds[0]]
-                return Mlp(up=up, gate=None, down=linear[down], activation=name)
-        elif len(feeds) == 2 and linear[feeds[1]].outputs == width:
-            gated = gated_activation(_cut(between, width))
-            if gated is not None:
-                name, index = gated
-                up, gate = linear[feeds[1 - index]], linear[feeds[index]]
-                return Mlp(up=up, gate=gate, down=linear[down], activation=name)
-        raise export_error("its input is no activation, gated or not, that is known", down)
-
-    def _only_norm(self, x: fx.Node, user: fx.Node) -> Norm:
-        norms = sources(x, self.all)
-        if len(norms) != 1 or norms[0] not in self.found.norm:
-            raise export_error("does not read the result of one norm", user)
-        return self.found.norm[norms[0]]
-
-    def _layer(self, attention: Attention, mlp: Mlp) -> Layer:
-        first = self._only_norm(self._input_of(attention.query), attention.query.node)
-        up = mlp.up if mlp.router is None else mlp.router
-        second = self._only_norm(self._input_of(up), up.node)
-        read = sources(self.found.normed[second.node], self.all)
-        dense = next(n for n, one in self.found.linear.items() if one.node is attention.dense.node)
-        return Layer(attention, mlp, first, second, parallel=dense not in read)
-
-    def _input_of(self, linear: Linear) -> fx.Node:
-        return next(
-            x for n, x in self.found.inputs.items() if self.found.linear[n].node is linear.node
+            stream.add(mlp.down if post_mlp is None else post_mlp.node)
+        return Layer(
+            attention=attention,
+            mlp=mlp.mlp,
+            attention_norm=first,
+            mlp_norm=first if reads[0].node is first.node else reads[0],
+            post_attention_norm=post_attention,
+            post_mlp_norm=post_mlp,
+            parallel=parallel,
         )
 
-
-def _cut(between: Callable[..., Tensor], width: int) -> Callable[..., Tensor]:
-    """Probe in as many pieces as fit the width: narrow test models have few columns."""
-
-    def run(*values: Tensor) -> Tensor:
-        length = len(values[0])
-        pieces = []
-        for start in range(0, length, width):
-            part = [value[start : start + width] for value in values]
-            pieces.append(between(*part)[: len(part[0])])
-        return torch.cat(pieces)
-
-    return run
+    def _at(self, linear: Linear) -> fx.Node:
+        """The anchor of a projection: where its bias is added."""
+        return next(n for n, one in self.found.linear.items() if one.node is linear.node)

@@ -25,7 +25,8 @@ from autoshard.export.job import on_every_rank
 from autoshard.export.safetensors_file import SafetensorsFile
 from autoshard.export.serial_graph import model_graph, unwrapped
 from autoshard.export.spec import Example, axis_sizes, weight_dtype
-from autoshard.export.to_trtllm.config import GEMMA, checkpoint_config, family_of
+from autoshard.export.to_trtllm.config import checkpoint_config
+from autoshard.export.to_trtllm.families import family_of
 from autoshard.export.to_trtllm.pieces import Entry, Piece
 from autoshard.export.to_trtllm.tensors import Split, check_split, rank_tensors
 from autoshard.export.weight_source import Block, WeightSource
@@ -44,8 +45,8 @@ def trtllm(
 ) -> Path:
     """Write a TensorRT-LLM checkpoint for the ranks of `mesh`; return the directory.
 
-    model: a decoder of the LLaMA, Mistral, Mixtral, Qwen2, Gemma, GPT-2 or Falcon kind; which, and
-    the role of each parameter, is read from its graph. A Hugging Face configuration on it must
+    model: a decoder of a family that `families.py` lists; which, and the role of each parameter,
+    is read from its graph. A Hugging Face configuration on it must
     agree with the graph. A plain model is written by the calling process alone. Where its
     parameters are shards of a running job every rank must call: rank r of W writes the files r,
     r + W, ..., from its own memory where that holds what they need; other parameters are made
@@ -67,20 +68,19 @@ def trtllm(
 
     def prepare() -> tuple[dict[str, Any], list[list[Entry]]]:
         decoder = read_decoder(model_graph(model, *(example or ((), {}))))
-        family = family_of(decoder)
+        hf_config = getattr(unwrapped(model), "config", None)
+        family = family_of(decoder, hf_config)
+        shared = family.shares_embedding
         split = Split(
             tp,
             pp,
             kind,
-            parallel_embedding=tp > 1 if family is GEMMA else vocab_parallel_embedding,
-            share_embedding=family is GEMMA,
+            parallel_embedding=tp > 1 if shared else vocab_parallel_embedding,
+            share_embedding=shared,
         )
-        if split.share_embedding and not decoder.tied:
-            raise export_error(f"the head of {family.name} must be tied to its embedding")
-        check_split(decoder, split)
-        hf_config = getattr(unwrapped(model), "config", None)
+        check_split(decoder, family, split)
         config = checkpoint_config(decoder, family, split, hf_config, max_position_embeddings)
-        return config, [rank_tensors(decoder, split, rank) for rank in range(tp * pp)]
+        return config, [rank_tensors(decoder, family, split, rank) for rank in range(tp * pp)]
 
     with Destination(directory, source.job) as destination:
         config, files = on_every_rank(prepare, "checkpoint", source.job)

@@ -13,6 +13,7 @@ import torch
 
 from autoshard.export.decoder import Attention, Decoder, Layer, Linear, Mlp, Norm
 from autoshard.export.errors import export_error
+from autoshard.export.to_trtllm.families import GPTJ, Family
 from autoshard.export.to_trtllm.pieces import Entry, Piece
 
 _LAYERS = "transformer.layers"
@@ -33,11 +34,13 @@ class Split:
     share_embedding: bool
 
 
-def check_split(decoder: Decoder, split: Split) -> None:
+def check_split(decoder: Decoder, family: Family, split: Split) -> None:
     """Raise ExportError for a size the split does not divide, naming both numbers."""
     attention, mlp = decoder.layers[0].attention, decoder.layers[0].mlp
     sizes = [("pp", split.pp, "layers", len(decoder.layers))]
     sizes += [("tp", split.tp, "heads", attention.heads), ("tp", split.tp, "MLP width", mlp.width)]
+    if mlp.shared is not None:
+        sizes.append(("tp", split.tp, "width of the MLP of all tokens", mlp.shared.width))
     if attention.kv_heads >= split.tp:
         sizes.append(("tp", split.tp, "key-value heads", attention.kv_heads))
     for name, parts, what, size in sizes:
@@ -48,6 +51,11 @@ def check_split(decoder: Decoder, split: Split) -> None:
             f"tp {split.tp} % key-value heads {attention.kv_heads} = "
             f"{split.tp % attention.kv_heads}, not 0: a head cannot be repeated evenly"
         )
+    if split.pp > 1 and not family.stages:
+        raise export_error(
+            f"pp {split.pp}: TensorRT-LLM has no pipeline stages for {family.name}",
+            remedy="Export with pp=1.",
+        )
     if split.share_embedding and split.pp > 1:
         raise export_error(
             f"pp {split.pp}: TensorRT-LLM shares this family's embedding with its head, and "
@@ -56,15 +64,15 @@ def check_split(decoder: Decoder, split: Split) -> None:
         )
 
 
-def rank_tensors(decoder: Decoder, split: Split, rank: int) -> list[Entry]:
+def rank_tensors(decoder: Decoder, family: Family, split: Split, rank: int) -> list[Entry]:
     """The tensors of `rank{rank}.safetensors`, where rank = pp_rank * tp + tp_rank."""
     stage, part = divmod(rank, split.tp)
-    return list(_Rank(decoder, split, part).tensors(stage))
+    return list(_Rank(decoder, family, split, part).tensors(stage))
 
 
 class _Rank:
-    def __init__(self, decoder: Decoder, split: Split, rank: int) -> None:
-        self.decoder, self.split, self.rank = decoder, split, rank
+    def __init__(self, decoder: Decoder, family: Family, split: Split, rank: int) -> None:
+        self.decoder, self.family, self.split, self.rank = decoder, family, split, rank
 
     def tensors(self, stage: int) -> Iterator[Entry]:
         decoder, split = self.decoder, self.split
@@ -75,28 +83,55 @@ class _Rank:
             if decoder.positions is not None:
                 assert decoder.max_positions is not None
                 shape = (decoder.max_positions, decoder.hidden)
-                yield self._whole("transformer.position_embedding.weight", decoder.positions, shape)
+                first = decoder.first_position
+                rows = torch.arange(first, first + decoder.max_positions)
+                piece = Piece(decoder.positions, rows)
+                yield self._entry("transformer.position_embedding.weight", shape, (piece,))
+            if decoder.embedding_norm is not None:
+                yield from self._norm("transformer.ln_embed", decoder.embedding_norm)
         for i, layer in enumerate(decoder.layers[stage * count : (stage + 1) * count]):
             yield from self._layer(f"{_LAYERS}.{i}", layer)
         if stage == split.pp - 1:
             yield from self._norm("transformer.ln_f", decoder.norm)
             if not split.share_embedding:
                 yield self._vocab("lm_head.weight", decoder.head.weight, split.tp)
+            if decoder.head.bias is not None:
+                yield self._vocab("lm_head.bias", decoder.head.bias, split.tp, ())
 
     def _layer(self, prefix: str, layer: Layer) -> Iterator[Entry]:
         yield from self._norm(f"{prefix}.input_layernorm", layer.attention_norm)
         if layer.mlp_norm is not layer.attention_norm:
-            name = "mlp_layernorm" if layer.parallel else "post_layernorm"
+            # Falcon alone has both forms: its MLP beside attention or after it
+            name = self.family.mlp_norm if layer.parallel else "post_layernorm"
+            name = self.family.mlp_norm if layer.post_mlp_norm is not None else name
             yield from self._norm(f"{prefix}.{name}", layer.mlp_norm)
+        if layer.post_attention_norm is not None:
+            yield from self._norm(f"{prefix}.post_layernorm", layer.post_attention_norm)
+        if layer.post_mlp_norm is not None:
+            yield from self._norm(f"{prefix}.post_feedforward_layernorm", layer.post_mlp_norm)
         yield from self._attention(f"{prefix}.attention", layer.attention)
         if layer.mlp.router is not None:
             yield from self._experts(f"{prefix}.mlp", layer.mlp, layer.mlp.router)
-            return
-        activated = layer.mlp.gate or layer.mlp.up
-        yield from self._columns(f"{prefix}.mlp.fc", activated)
-        if layer.mlp.gate is not None:
-            yield from self._columns(f"{prefix}.mlp.gate", layer.mlp.up)
-        yield from self._rows(f"{prefix}.mlp.proj", layer.mlp.down)
+        else:
+            yield from self._mlp(f"{prefix}.mlp", layer.mlp, self.family.fused_gate)
+
+    def _mlp(self, prefix: str, mlp: Mlp, fused: bool) -> Iterator[Entry]:
+        """fused: up and gate are one projection, in this order."""
+        if mlp.gate is None:
+            yield from self._columns(f"{prefix}.fc", mlp.up)
+        elif fused:
+            yield self._fused(f"{prefix}.fc.weight", mlp.up, mlp.gate)
+        else:
+            yield from self._columns(f"{prefix}.fc", mlp.gate)
+            yield from self._columns(f"{prefix}.gate", mlp.up)
+        yield from self._rows(f"{prefix}.proj", mlp.down, once=self.family is GPTJ)
+
+    def _fused(self, name: str, up: Linear, gate: Linear) -> Entry:
+        rows = [self._part(_rows_of(one)) for one in (up, gate)]
+        pieces = tuple(
+            Piece(one.weight, r, transposed=one.transposed) for one, r in zip((up, gate), rows)
+        )
+        return self._entry(name, (sum(map(len, rows)), up.inputs), pieces)
 
     def _attention(self, prefix: str, attention: Attention) -> Iterator[Entry]:
         linears = (attention.query, attention.key, attention.value)
@@ -115,6 +150,9 @@ class _Rank:
             pieces = tuple(Piece(name, r) for name, r in zip(biases, rows) if name)
             yield self._entry(f"{prefix}.qkv.bias", (total,), pieces)
         yield from self._rows(f"{prefix}.dense", attention.dense)
+        for name, norm in (("q", attention.query_norm), ("k", attention.key_norm)):
+            if norm is not None:
+                yield from self._norm(f"{prefix}.{name}_layernorm", norm, attention.head_dim)
 
     def _heads(self, linear: Linear, attention: Attention) -> torch.Tensor:
         """This rank's rows; fewer heads than ranks are each repeated for consecutive ranks."""
@@ -132,13 +170,16 @@ class _Rank:
         if linear.bias is not None:
             yield self._entry(f"{prefix}.bias", (len(rows),), (Piece(linear.bias, rows),))
 
-    def _rows(self, prefix: str, linear: Linear) -> Iterator[Entry]:
-        """A projection split by its inputs; every rank holds the whole bias."""
+    def _rows(self, prefix: str, linear: Linear, once: bool = False) -> Iterator[Entry]:
+        """A projection split by its inputs; every rank holds the whole bias. once: the first one
+        alone, where the ranks' results are summed with their biases."""
         length = linear.inputs // self.split.tp
         columns = (self.rank * length, length)
         weight = Piece(linear.weight, linear.rows, columns, linear.transposed)
         yield self._entry(f"{prefix}.weight", (linear.outputs, length), (weight,))
-        if linear.bias is not None:
+        if linear.bias is not None and once and self.rank > 0:
+            yield self._entry(f"{prefix}.bias", (linear.outputs,), ())
+        elif linear.bias is not None:
             yield self._whole(f"{prefix}.bias", linear.bias, (linear.outputs,))
 
     def _experts(self, prefix: str, mlp: Mlp, router: Linear) -> Iterator[Entry]:
@@ -154,21 +195,30 @@ class _Rank:
         choose = Piece(router.weight, transposed=router.transposed)
         size = (router.outputs, router.inputs)
         yield Entry(f"{prefix}.router.weight", size, torch.float32, (choose,))
+        if mlp.shared is not None and mlp.shared_gate is not None:
+            yield from self._mlp(f"{prefix}.shared_expert", mlp.shared, True)
+            gate = Piece(mlp.shared_gate.weight, transposed=mlp.shared_gate.transposed)
+            row = (1, mlp.shared_gate.inputs)
+            yield self._entry(f"{prefix}.shared_expert_gate.weight", row, (gate,))
 
-    def _norm(self, prefix: str, norm: Norm) -> Iterator[Entry]:
-        size = (self.decoder.hidden,)
+    def _norm(self, prefix: str, norm: Norm, width: int | None = None) -> Iterator[Entry]:
+        size = (width or self.decoder.hidden,)
         weight = Piece(norm.weight, plus_one=norm.zero_centred)
         yield self._entry(f"{prefix}.weight", size, (weight,))
         if norm.bias is not None:
             yield self._whole(f"{prefix}.bias", norm.bias, size)
 
-    def _vocab(self, name: str, parameter: str, shards: int) -> Entry:
-        """One of `shards` equal parts of a [vocab, hidden] table, padded with rows of zeros."""
+    def _vocab(
+        self, name: str, parameter: str, shards: int, row: tuple[int, ...] | None = None
+    ) -> Entry:
+        """One of `shards` equal parts of a [vocab, *row] table, padded with rows of zeros. row: by
+        default hidden."""
         vocab = self.decoder.vocab
         size = (vocab + shards - 1) // shards
         start = min(vocab, (self.rank if shards > 1 else 0) * size)
         rows = torch.arange(start, min(vocab, start + size))
-        return self._entry(name, (size, self.decoder.hidden), (Piece(parameter, rows),))
+        shape = (size, *((self.decoder.hidden,) if row is None else row))
+        return self._entry(name, shape, (Piece(parameter, rows),))
 
     def _whole(self, name: str, parameter: str, shape: tuple[int, ...]) -> Entry:
         return self._entry(name, shape, (Piece(parameter),))

@@ -73,10 +73,14 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def make(name: str, seed: int = 0) -> Any:
+    """A tiny model of MODELS."""
+    return make_model(*MODELS[name], seed)
+
+
+def make_model(model: str, config: str, options: dict[str, Any], seed: int = 0) -> Any:
     """A tiny model whose every parameter is random: no bias is zero and no norm is one."""
     import transformers
 
-    model, config, options = MODELS[name]
     torch.manual_seed(seed)
     built = getattr(transformers, model)(getattr(transformers, config)(**options))
     with torch.no_grad():

@@ -1,0 +1,390 @@
+"""Checkpoints of TensorRT-LLM's families, computed as its classes would: logits of the model.
+
+Names of tensors and fields are those of its converters, a list for each family.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import autoshard
+from autoshard.export import ExportError
+from autoshard.export.decoder.reading import read_decoder
+from autoshard.export.decoder.structure import Decoder
+from autoshard.export.serial_graph import model_graph
+from autoshard.export.to_trtllm.config import checkpoint_config
+from autoshard.export.to_trtllm.families import family_of
+from autoshard.export.to_trtllm.tensors import Split, check_split, rank_tensors
+from trtllm_oracle import FALCON, TINY, make_model
+from trtllm_reader import logits
+
+# torch's own, where it traces Bloom's GELU
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+
+KV: dict[str, Any] = {**TINY, "num_key_value_heads": 2}
+QK: dict[str, Any] = {**KV, "head_dim": 16, "rms_norm_eps": 1e-5}
+MIXED: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+GEMMA = {**QK, "query_pre_attn_scalar": 8, "sliding_window": 4, "final_logit_softcapping": 3.0}
+LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
+NEOX = {**TINY, "intermediate_size": 128, "hidden_act": "gelu_new"}
+GPT: dict[str, Any] = {"vocab_size": 61, "n_layer": 2, "n_head": 4, "bos_token_id": 1}
+
+#: Name -> (model class, configuration class, options, tensor-parallel sizes).
+CASES: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", KV, (1, 2)),
+    "llama_yarn": (
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {**KV, "rope_parameters": {**YARN, "rope_theta": 1e4}},
+        (2,),
+    ),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", KV, (2,)),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", {**KV, "head_dim": 16}, (2,)),
+    "falcon": (
+        "FalconForCausalLM",
+        "FalconConfig",
+        {**FALCON, "num_kv_heads": 2, "new_decoder_architecture": True},
+        (2,),
+    ),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", QK, (1, 2, 4)),
+    "qwen3_yarn": (
+        "Qwen3ForCausalLM",
+        "Qwen3Config",
+        {**QK, "rope_parameters": {**YARN, "rope_theta": 1e6, "beta_fast": 8.0}},
+        (1,),
+    ),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**KV, "num_local_experts": 4}, (2,)),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        {**KV, **MIXED, "shared_expert_intermediate_size": 40},
+        (1, 2, 4),
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {**QK, **MIXED, "norm_topk_prob": True},
+        (1, 2, 4),
+    ),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", KV, (1, 2, 4)),
+    "phi3_long": (
+        "Phi3ForCausalLM",
+        "Phi3Config",
+        {
+            **KV,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                **LONG,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.5],
+                "long_factor": [2.0, 3.0],
+            },
+        },
+        (2,),
+    ),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {**GEMMA, "attn_logit_softcapping": 2.0},
+        (1, 2, 4),
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {**GEMMA, "num_hidden_layers": 3, "layer_types": LAYERS},
+        (1, 2, 4),
+    ),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**GPT, "n_embd": 32, "n_positions": 64}, (2,)),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", NEOX, (1, 2, 4)),
+    "gptj": (
+        "GPTJForCausalLM",
+        "GPTJConfig",
+        {**GPT, "n_embd": 32, "n_positions": 64, "rotary_dim": 4, "tie_word_embeddings": False},
+        (1, 2, 4),
+    ),
+    "opt": (
+        "OPTForCausalLM",
+        "OPTConfig",
+        {**TINY, "ffn_dim": 48, "word_embed_proj_dim": 32},
+        (1, 2, 4),
+    ),
+    "bloom": ("BloomForCausalLM", "BloomConfig", {**GPT, "hidden_size": 32}, (1, 2, 4)),
+    "bloom_of_6_heads": (
+        "BloomForCausalLM",
+        "BloomConfig",
+        {**GPT, "hidden_size": 48, "n_head": 6},
+        (2,),
+    ),
+    "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config", KV, (1, 2, 4)),
+}
+
+
+NORMS = ["input_layernorm.weight", "post_layernorm.weight"]
+BIASED_NORMS = [*NORMS, "input_layernorm.bias", "post_layernorm.bias"]
+QKV, DENSE = "attention.qkv.weight", "attention.dense.weight"
+FC, GATE, PROJ = "mlp.fc.weight", "mlp.gate.weight", "mlp.proj.weight"
+LLAMA_LAYER = [*NORMS, QKV, DENSE, FC, GATE, PROJ]
+QK_NORMS = ["attention.q_layernorm.weight", "attention.k_layernorm.weight"]
+OF_MLP = ["pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"]
+EXPERTS = [*NORMS, QKV, DENSE, "mlp.router.weight", FC, PROJ]
+MLP_BIASES = ["mlp.fc.bias", "mlp.proj.bias"]
+PLAIN = [*BIASED_NORMS, QKV, DENSE, FC, PROJ, "attention.qkv.bias", "attention.dense.bias"]
+SHARED = ["fc.weight", "proj.weight"]
+
+#: Tensors of a layer, by the case.
+LAYER_NAMES = {
+    "qwen3": [*LLAMA_LAYER, *QK_NORMS],
+    "qwen2_moe": [
+        *EXPERTS,
+        "attention.qkv.bias",
+        *(f"mlp.shared_expert.{name}" for name in SHARED),
+        "mlp.shared_expert_gate.weight",
+    ],
+    "qwen3_moe": [*EXPERTS, *QK_NORMS],
+    "phi3": [*NORMS, QKV, DENSE, FC, PROJ],
+    "gemma2": [*LLAMA_LAYER, *OF_MLP],
+    "gemma3": [*LLAMA_LAYER, *OF_MLP, *QK_NORMS],
+    "gpt_neox": [
+        *(name.replace("post_", "post_attention_") for name in PLAIN),
+        *MLP_BIASES,
+    ],
+    "gptj": ["input_layernorm.weight", "input_layernorm.bias", QKV, DENSE, FC, PROJ, *MLP_BIASES],
+    "opt": [*PLAIN, *MLP_BIASES],
+    "bloom": [*PLAIN, *MLP_BIASES],
+    "starcoder2": [*PLAIN, *MLP_BIASES],
+}
+ENDS = {"vocab_embedding.weight", "ln_f.weight", "lm_head.weight"}
+BIASED_ENDS = ENDS | {"ln_f.bias"}
+#: All others, less `transformer.`
+OTHER_NAMES = {
+    **dict.fromkeys(("gemma2", "gemma3"), ENDS - {"lm_head.weight"}),
+    **dict.fromkeys(("gpt_neox", "starcoder2"), BIASED_ENDS),
+    "gptj": BIASED_ENDS | {"lm_head.bias"},
+    "opt": BIASED_ENDS | {"position_embedding.weight"},
+    "bloom": BIASED_ENDS | {"ln_embed.weight", "ln_embed.bias"},
+}
+FIELDS: dict[str, dict[str, Any]] = {
+    "llama_yarn": {"rotary_base": 1e4, "rotary_scaling": YARN},
+    "qwen3": {"qwen_type": "qwen3", "attn_bias": False, "head_size": 16, "seq_length": 8192},
+    "qwen2_moe": {
+        "qwen_type": "qwen2_moe",
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 40,
+        "intermediate_size": 48,
+        "hidden_act": "swiglu",
+    },
+    "qwen3_moe": {"qwen_type": "qwen3_moe", "moe_shared_expert_intermediate_size": 0},
+    "phi3": {"rotary_pct": 1.0, "hidden_act": "swiglu", "tie_word_embeddings": False},
+    "phi3_long": {
+        "rotary_pct": 0.5,
+        "position_embedding_type": "long_rope",
+        "original_max_position_embeddings": 16,
+        "longrope_scaling_long_factors": [2.0, 3.0],
+        "rotary_scaling": None,
+    },
+    "gemma2": {
+        "inter_layernorms": True,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3": {
+        "architecture": "Gemma3ForCausalLM",
+        "_sliding_window_pattern": 3,
+        "rope_local_base_freq": 1e4,
+        "rotary_base": 1e6,
+        "sliding_window": 4,
+    },
+    "gpt_neox": {"rotary_pct": 0.25, "rotary_emb_base": 1e4, "rotary_embedding_dim": 2},
+    "gptj": {"rotary_dim": 4, "position_embedding_type": "rope_gptj", "hidden_act": "gelu"},
+    "opt": {"do_layer_norm_before": True, "max_position_embeddings": 64, "hidden_act": "relu"},
+    "bloom": {"position_embedding_type": "alibi", "hidden_act": "gelu", "intermediate_size": 128},
+    "starcoder2": {"gpt_variant": "starcoder2", "bias": True, "num_key_value_heads": 2},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_the_model(name: str) -> None:
+    """The vocabulary of 61 is no multiple of any number of ranks but 1."""
+    model, decoder = read(name)
+    ids = torch.tensor([5, 17, 60, 3, 3, 42, 8])
+    with torch.no_grad():
+        expected = model(ids.unsqueeze(0)).logits[0]
+    for tp in CASES[name][3]:
+        config, ranks = checkpoint(model, decoder, tp)
+        # TensorRT-LLM's GELU is the one by tanh, Falcon's is not
+        atol = 2e-2 if name == "falcon" else 2e-4
+        torch.testing.assert_close(logits(config, ranks, ids), expected, rtol=1e-3, atol=atol)
+        fields = FIELDS.get(name, {})
+        assert {key: config[key] for key in fields} == fields
+        if name in LAYER_NAMES:
+            layers = range(config["num_hidden_layers"])
+            names = {f"layers.{i}.{one}" for i in layers for one in LAYER_NAMES[name]}
+            names |= OTHER_NAMES.get(name, ENDS)
+            for rank in ranks:
+                assert {one.removeprefix("transformer.") for one in rank} == names
+
+
+#: (case, field of config.json, a wrong value)
+FAULTS = [
+    ("llama_yarn", "rotary_scaling", {**YARN, "mscale": 2.0}),
+    ("qwen3", "qwen_type", "qwen2"),
+    ("qwen3_moe", "moe", {"top_k": 2, "normalization_mode": 0}),
+    ("phi3_long", "rotary_pct", 1.0),
+    ("gemma2", "attn_logit_softcapping", None),
+    ("gemma2", "query_pre_attn_scalar", 16),
+    ("gemma3", "_sliding_window_pattern", 2),
+    ("gptj", "position_embedding_type", "rope_gpt_neox"),
+    ("bloom", "position_embedding_type", "learned_absolute"),
+]
+
+
+@pytest.mark.parametrize(("name", "field", "wrong"), FAULTS)
+def test_a_wrong_field_shows_in_the_logits(name: str, field: str, wrong: Any) -> None:
+    """The evaluation reads each of these fields, so that equal logits prove them."""
+    model, decoder = read(name)
+    config, ranks = checkpoint(model, decoder, 1)
+    ids = torch.tensor([5, 17, 60, 3, 3, 42, 8])
+    right = logits(config, ranks, ids)
+    assert config[field] != wrong
+    if name == "phi3_long":  # as many factors as the wrong part needs
+        config["longrope_scaling_short_factors"] *= 2
+    found = logits({**config, field: wrong}, ranks, ids)
+    assert float((found - right).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["gptj", "phi3", "qwen2_moe", "opt"])
+def test_files_hold_these_tensors(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of several parameters, rows from the middle of one, and a bias of zeros."""
+    model, decoder = read(name)
+    monkeypatch.setattr("autoshard.export.to_trtllm.checkpoint.model_graph", lambda *_: None)
+    monkeypatch.setattr("autoshard.export.to_trtllm.checkpoint.read_decoder", lambda _: decoder)
+    autoshard.export.trtllm(model, tmp_path / "out", mesh={"tp": 2}, dtype="float32")
+    for rank, wanted in enumerate(checkpoint(model, decoder, 2)[1]):
+        found = load_file(tmp_path / "out" / f"rank{rank}.safetensors")
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert torch.equal(found[key], value), key
+
+
+def test_mixtures_say_how_weights_are_normalised() -> None:
+    modes = {}
+    for name in ("qwen2_moe", "qwen3_moe", "mixtral"):
+        moe = checkpoint(*read(name), 1)[0]["moe"]
+        assert (moe["num_experts"], moe["top_k"]) == (4, 2)
+        modes[name] = moe["normalization_mode"]
+    assert modes == {"qwen2_moe": 0, "qwen3_moe": 1, "mixtral": 1}
+
+
+@pytest.mark.parametrize("name", ["phi3", "gemma2", "gptj", "opt", "bloom", "gpt_neox"])
+def test_families_without_pipeline_stages(name: str) -> None:
+    model, decoder = read(name)
+    family = family_of(decoder, model.config)
+    split = Split(1, 2, torch.float32, parallel_embedding=False, share_embedding=name == "gemma2")
+    with pytest.raises(ExportError, match="pp 2: TensorRT-LLM"):
+        check_split(decoder, family, split)
+
+
+#: Name -> (model class, configuration class, options, what the error says).
+REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "a multiplier of residuals": (
+        "GraniteForCausalLM",
+        "GraniteConfig",
+        {**KV, "residual_multiplier": 0.5},
+        "does not read the plain sum",
+    ),
+    "biases that Qwen3 has not there": (
+        "Qwen3ForCausalLM",
+        "Qwen3Config",
+        {**QK, "attention_bias": True},
+        "TensorRT-LLM's Qwen3ForCausalLM is fixed .*: biases is attention, not none",
+    ),
+    "a width that GPT-NeoX has not there": (
+        "GPTNeoXForCausalLM",
+        "GPTNeoXConfig",
+        {**NEOX, "intermediate_size": 48},
+        "MLP of 4 x hidden is False, not True",
+    ),
+    "an MLP after attention": (
+        "GPTNeoXForCausalLM",
+        "GPTNeoXConfig",
+        {**NEOX, "use_parallel_residual": False},
+        "MLP beside attention is False, not True",
+    ),
+    "scaling of some layers": (
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {
+            **GEMMA,
+            "layer_types": LAYERS[1:],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            },
+        },
+        "gemma3 has no rotary scaling of type linear",
+    ),
+    "norms after the sums": (
+        "OPTForCausalLM",
+        "OPTConfig",
+        {**TINY, "ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
+        "norms come after the sums",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_family_has_not(name: str) -> None:
+    model_class, config_class, options, match = REFUSED[name]
+    model = make_model(model_class, config_class, options).eval()
+    with pytest.raises(ExportError, match=match):
+        checkpoint(model, read_decoder(model_graph(model)), 1)
+
+
+@cache
+def read(name: str) -> tuple[Any, Decoder]:
+    """The model of a case, and its decoder."""
+    model_class, config_class, options, _ = CASES[name]
+    model = make_model(model_class, config_class, options).eval()
+    return model, read_decoder(model_graph(model))
+
+
+def checkpoint(
+    model: Any, decoder: Decoder, tp: int
+) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
+    """(config.json, the tensors of each rank), as they would be written."""
+    family = family_of(decoder, model.config)
+    shared = family.shares_embedding
+    parallel = shared and tp > 1
+    split = Split(tp, 1, torch.float32, parallel_embedding=parallel, share_embedding=shared)
+    check_split(decoder, family, split)
+    config = checkpoint_config(decoder, family, split, model.config, 64)
+    config["windows"] = [layer.attention.window or 99 for layer in decoder.layers]
+    parameters = dict(model.named_parameters())
+    ranks = []
+    for rank in range(tp):
+        tensors = {}
+        for entry in rank_tensors(decoder, family, split, rank):
+            values = [parameters[piece.parameter].detach() for piece in entry.pieces]
+            parts = [
+                piece.take(value, (0,) * value.dim(), entry.dtype)
+                for piece, value in zip(entry.pieces, values)
+            ]
+            whole = torch.zeros(entry.shape, dtype=entry.dtype)
+            if parts:
+                joined = torch.cat(parts)
+                whole[: len(joined)] = joined
+            tensors[entry.name] = whole
+        ranks.append(tensors)
+    return config, ranks
