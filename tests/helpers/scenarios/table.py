@@ -217,5 +217,4 @@ EXPECTED_TO_FAIL: dict[str, str] = {
     "stateless, MAML": "a second derivative through a stored parameter",
     "vmap(grad(functional_call)) inside": "the weight is gathered inside of torch.func's transform",
     "complex slice assignment (FNO)": "torch has no derivative of it for complex numbers",
-    "library: lightning": "torch.load maps the place of a saved DTensor by a function",
 }
