@@ -11,6 +11,7 @@ from autoshard.planning.rules import sharding_rule as sharding_rule
 from autoshard.program import Program as Program
 from autoshard.program_registry import programs as programs
 from autoshard.runtime.parameters import discard_pending as discard_pending
+from autoshard.runtime.parameters import full_state_dict as full_state_dict
 from autoshard.runtime.parameters import no_sync as no_sync
 from autoshard.sharding import shard as shard
 from autoshard.tracing import trace as trace

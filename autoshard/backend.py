@@ -75,10 +75,10 @@ def autoshard(
         return _compile(gm, example_inputs, inputs, device, options or {})
 
 
-def _store_what_is_left(model: nn.Module, options: dict[str, Any]) -> None:
-    """Store a model whose frames Dynamo left to eager code, on a mesh whose ranks have batches of
-    their own: nothing else would reduce its gradients, and the ranks would train apart."""
-    parameter = next(model.parameters(), None)
+def _store_what_is_left(models: list[nn.Module], options: dict[str, Any]) -> None:
+    """Store models whose frames Dynamo left to eager code, on a mesh whose ranks have batches of
+    their own: nothing else would reduce their gradients, and the ranks would train apart."""
+    parameter = next((p for model in models for p in model.parameters()), None)
     config = Config.from_options(options)
     if parameter is None or config.mesh is None:
         return
@@ -86,7 +86,7 @@ def _store_what_is_left(model: nn.Module, options: dict[str, Any]) -> None:
     if data_axes(mesh.axes):
         with attempt():
             wait_at_most(config.timeout)
-            store_unplanned(model, mesh, config)
+            store_unplanned(models, mesh, config)
 
 
 compat.trace_as_ours(autoshard)

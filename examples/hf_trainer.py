@@ -11,8 +11,6 @@ import os
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import autoshard
@@ -34,20 +32,14 @@ class ShardedTrainer(Trainer):
         return self.tp_size
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Every process gathers, the first one writes."""
-        state, first = whole(self.model.state_dict()), self.args.should_save
-        self.model.save_pretrained(output_dir, state_dict=state, is_main_process=first)
+        """Every process calls it, the first one writes."""
+        self.model.save_pretrained(output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        state = whole(self.optimizer.state_dict())
+        state = autoshard.full_state_dict(self.optimizer)
         if self.args.should_save:
             torch.save(state, os.path.join(output_dir, "optimizer.pt"))
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
-
-
-def whole(state: dict[str, object]) -> dict[str, object]:
-    """The same with plain tensors in the place of sharded ones."""
-    return pytree.tree_map_only(DTensor, lambda t: t.full_tensor(), state)  # type: ignore[no-any-return]
 
 
 class Counting(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

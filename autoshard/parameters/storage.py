@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from autoshard.compiling import use_by
 from autoshard.config import Config
+from autoshard.errors import ConfigError, message
 from autoshard.parameters.repeated_layers import parameters_of_repeats
 from autoshard.runtime.agreement import from_first
 from autoshard.runtime.collectives import I, S, State, data_axes, data_states
@@ -37,6 +39,7 @@ def store(
     axis = mesh.axis("tp")
     planned = _as_first(planned, mesh)
     models = models_of(list(planned))
+    _refuse_other_wrappers(models)
     if axis.size > 1:
         alike = parameters_of_repeats(planned, models).items()
         planned = {**planned, **{p: state for p, state in alike if _is_whole(p)}}
@@ -51,15 +54,32 @@ def store(
     return moved
 
 
-def store_unplanned(model: nn.Module, mesh: Mesh, config: Config) -> None:
-    """Store every parameter of a model of which no graph was planned: Dynamo left it to eager code.
+def store_unplanned(models: Sequence[nn.Module], mesh: Mesh, config: Config) -> None:
+    """Store every parameter of models that no graph was planned of: Dynamo left them to eager code.
 
-    Its gradients are then reduced over the data-parallel axes, and a later graph decides anew.
+    Their gradients are then reduced over the data-parallel axes, and a later graph decides anew.
     Collective over the mesh.
     """
-    states = _resting([model], (), mesh)
+    states = _resting(models, (), mesh)
     if states:
+        _refuse_other_wrappers(models)
         _moved(states, (), mesh, config)
+
+
+def _refuse_other_wrappers(models: Iterable[nn.Module]) -> None:
+    """Raise where FSDP2 shards modules of a model that is to be stored."""
+    for model in models:
+        for name, module in model.named_modules():
+            if isinstance(module, FSDPModule):
+                raise ConfigError(
+                    message(
+                        f"fully_shard was applied to {name or 'the model'}, a "
+                        f"{type(module).__name__}, before its first compiled call: two would shard "
+                        "its parameters",
+                        remedy="Remove fully_shard, and give the axis to the mesh: "
+                        "options={'mesh': {'dp_shard': N}}.",
+                    )
+                )
 
 
 def _moved(

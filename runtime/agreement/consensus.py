@@ -41,7 +41,8 @@ def agree(
 
     what: the thing compared, for the error text; note: more of it, such as the shapes of the call,
     for ranks that turn out to be at different things. digest: a hash of it. detail: its lines;
-    they are exchanged only where digests differ, to name the first line that does.
+    they are exchanged only where digests differ, to name the first line that does. remedy: what to
+    do about a difference, and about a rank that does not come.
 
     Every rank of the axis must call it; where one does not, because it failed, ended, or waits
     elsewhere, the others raise too. Does nothing on an axis of size 1, or one that has no process
@@ -51,7 +52,8 @@ def agree(
         return
     here = f"{what} ({note})" if note else what
     ranks = members(axis)
-    given = _exchange({"what": what, "here": here, "digest": digest}, here, axis, error)
+    said_here = {"what": what, "here": here, "digest": digest}
+    given = _exchange(said_here, here, axis, error, "" if remedy is REMEDY else remedy)
     if len({each["what"] for each in given}) > 1:
         said = "; ".join(f"rank {rank}: {each['here']}" for rank, each in zip(ranks, given))
         difference = f"are at different things; {said}"
@@ -130,7 +132,9 @@ def attempt() -> Iterator[None]:
         raise
 
 
-def _exchange(value: Any, here: str, axis: Axis, error: type[AutoshardError]) -> list[Any]:
+def _exchange(
+    value: Any, here: str, axis: Axis, error: type[AutoshardError], remedy: str = ""
+) -> list[Any]:
     exchange = current_exchange()
     if exchange is None:
         return [value] * axis.size
@@ -143,4 +147,4 @@ def _exchange(value: Any, here: str, axis: Axis, error: type[AutoshardError]) ->
             waited = f"this is rank {exchange.rank}, at the {here} of axis {axis.name}"
         elif before is not None:
             waited = f"rank {exchange.rank} came to the {here} of axis {axis.name} after that"
-        raise error(message(f"{failure}; {waited}", remedy=FAILED)) from None
+        raise error(message(f"{failure}; {waited}", remedy=f"{remedy} {FAILED}".strip())) from None

@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 
 from autoshard.runtime import compat
-from autoshard.runtime.agreement.consensus import FAILED, agree, members
+from autoshard.runtime.agreement.consensus import FAILED, REMEDY, agree, members
 from autoshard.runtime.agreement.store_exchange import StoreExchange
 from autoshard.runtime.agreement.worlds import current_exchange
 from autoshard.runtime.collectives import Axis
@@ -78,10 +78,11 @@ class CollectiveRegion:
 
 
 @contextlib.contextmanager
-def announced(what: str, axes: Sequence[Axis]) -> Iterator[None]:
+def announced(what: str, axes: Sequence[Axis], remedy: str = REMEDY) -> Iterator[None]:
     """Collectives over `axes` that eager code is about to run, such as a gather of a parameter.
 
-    what: the thing done, such as "read of body.up.weight"; the same on every rank. The ranks of
+    what: the thing done, such as "read of body.up.weight"; the same on every rank. remedy: how to
+    have every rank do it. The ranks of
     each axis tell each other first: one that does it alone raises CollectiveError after `timeout`,
     instead of meeting the others in a collective of something else, and they raise it too, with
     this rank's line. A message through the store, and a look at those of the others, for each axis;
@@ -94,7 +95,7 @@ def announced(what: str, axes: Sequence[Axis]) -> Iterator[None]:
         return
     note = f"{_users_line()}; every rank has to do it"
     for axis in axes:
-        agree(what, what, [], axis, note=note, error=CollectiveError)
+        agree(what, what, [], axis, note=note, error=CollectiveError, remedy=remedy)
     with CollectiveRegion(f"the {what} ({note})", axes):
         yield
 

@@ -60,6 +60,11 @@ from autoshard.runtime.compat.modes import (
     explicit_modes,
     real_tensors,
 )
+from autoshard.runtime.compat.replaced import (
+    parametrized_class,
+    parametrized_subclass,
+    replace,
+)
 from autoshard.runtime.compat.symbolic import (
     FakeTensor,
     FakeTensorMode,
@@ -70,6 +75,7 @@ from autoshard.runtime.compat.symbolic import (
     size_expression,
     size_hint,
     size_symbols,
+    storage_key,
 )
 from autoshard.runtime.compat.tensors import (
     detached_locals,

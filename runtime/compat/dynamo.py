@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 import torch._dynamo.variables.builtin as _builtins
 from torch import fx, nn
-from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.eval_frame import _TorchDynamoContext
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.guards import get_verbose_code_parts
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._guards import Guard
 from torch.distributed.tensor import DTensor
+
+from autoshard.runtime.compat.frames import never_a_frame
 
 _OURS = "_autoshard_backend"
 """Attribute of the backend functions whose traces `trace_as_ours` extends."""
@@ -90,30 +94,54 @@ def _is_ours(backend: Any) -> bool:
     return False
 
 
-_CALLED = "_autoshard_called"
+def after_first_call(hook: Callable[[list[nn.Module], dict[str, Any]], None]) -> None:
+    """Have `hook(models, options)` called after the first call of whatever is compiled with our
+    backend: Dynamo does not tell a backend of frames that it skips.
 
-
-def after_first_call(hook: Callable[[nn.Module, dict[str, Any]], None]) -> None:
-    """Have `hook(model, options)` called after the first call of each module that torch.compile
-    compiled with our backend: Dynamo does not tell a backend of a model whose frames it skips."""
-    original = OptimizedModule.__call__
+    models: those that the call concerns: the module itself, by `torch.compile(model)` or
+    `model.compile()`; of a function those among its arguments, closure and globals.
+    """
+    original = _TorchDynamoContext.__call__
     if hasattr(original, _OURS):
         return
 
     @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        if _CALLED not in self.__dict__:
-            self.__dict__[_CALLED] = True
-            backend = getattr(self.dynamo_ctx, "callback", None)
-            while backend is not None and not hasattr(backend, "compiler_fn"):
-                backend = getattr(backend, "_torchdynamo_orig_backend", None)
-            if backend is not None and _is_ours(backend):
-                hook(self._orig_mod, getattr(backend, "kwargs", {}).get("options", {}))
-        return result
+    def compile_function(self: Any, fn: Any) -> Any:
+        made = original(self, fn)
+        backend = getattr(self, "callback", None)
+        while backend is not None and not hasattr(backend, "compiler_fn"):
+            backend = getattr(backend, "_torchdynamo_orig_backend", None)
+        if not isinstance(fn, FunctionType | MethodType) or not _is_ours(backend):
+            return made  # of a module, this is called with the module's `__call__` as well
+        waiting = [getattr(backend, "kwargs", {}).get("options") or {}]
 
-    setattr(call, _OURS, True)
-    OptimizedModule.__call__ = call  # type: ignore[method-assign]
+        @never_a_frame
+        @functools.wraps(made)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = made(*args, **kwargs)
+            if waiting:
+                hook(_models_of_call(fn, args, kwargs), waiting.pop())
+            return result
+
+        return call
+
+    setattr(compile_function, _OURS, True)
+    _TorchDynamoContext.__call__ = compile_function  # type: ignore[method-assign]
+
+
+def _models_of_call(
+    fn: FunctionType | MethodType, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[nn.Module]:
+    """The modules that a call of a function can name, in the same order on every rank."""
+    function = fn.__func__ if isinstance(fn, MethodType) else fn
+    closure = getattr(function, "__closure__", None) or ()
+    names = function.__code__.co_names if hasattr(function, "__code__") else ()
+    found = [getattr(fn, "__self__", None), *args, *kwargs.values()]
+    for cell in closure:
+        with contextlib.suppress(ValueError):  # empty
+            found.append(cell.cell_contents)
+    found += [getattr(function, "__globals__", {}).get(name) for name in names]
+    return list({id(each): each for each in found if isinstance(each, nn.Module)}.values())
 
 
 def specialize_floats(gm: fx.GraphModule) -> None:

@@ -46,3 +46,8 @@ def size_hint(size: torch.SymInt) -> int | None:
 def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors share a storage; those of fakes have no address to compare."""
     return bool(StorageWeakRef(a.untyped_storage()) == StorageWeakRef(b.untyped_storage()))
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that tensors of one storage share, those without elements too; while it lives."""
+    return int(StorageWeakRef(tensor.untyped_storage()).cdata)

@@ -32,7 +32,7 @@ torch._C._is_any_autocast_enabled
 torch._C._set_grad_enabled
 torch._C._will_engine_execute_node
 torch._dynamo.config.allow_rnn
-torch._dynamo.eval_frame.OptimizedModule
+torch._dynamo.eval_frame._TorchDynamoContext
 torch._dynamo.exc.TensorifyScalarRestartAnalysis
 torch._dynamo.exc.UnspecializeRestartAnalysis
 torch._dynamo.guards.get_verbose_code_parts

@@ -31,5 +31,6 @@ from autoshard.runtime.parameters.record import (
     set_planned,
     set_policy,
 )
+from autoshard.runtime.parameters.saving import full_state_dict
 from autoshard.runtime.parameters.shard import shard_parameters, unstorable
 from autoshard.runtime.parameters.unsharding import unshard_parameter, unwrap

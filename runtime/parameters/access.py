@@ -43,12 +43,18 @@ def install(parameters: Iterable[nn.Parameter], owners: Owners) -> list[nn.Modul
 
 def _install(module: nn.Module, names: Sequence[str]) -> None:
     cls = type(module)
+    parametrized = compat.parametrized_class(module)
+    if parametrized is not None:  # torch, when it removes it, takes for granted that it comes first
+        cls = parametrized.__bases__[0]
     if issubclass(cls, Stored):
         names = sorted({*cls._autoshard.names, *names})
         cls = cls._autoshard.cls
     policies = [policy_of(p) for p in module._parameters.values() if p is not None]
     dtype = next((policy.param for policy in policies if policy.param is not None), None)
-    module.__class__ = stored_class(cls, tuple(sorted(names)), dtype)  # type: ignore[arg-type]
+    made = stored_class(cls, tuple(sorted(names)), dtype)  # type: ignore[arg-type]
+    if parametrized is not None:
+        made = compat.parametrized_subclass(made, parametrized)
+    module.__class__ = made  # type: ignore[assignment]
     begin(module)
     if isinstance(module, nn.RNNBase):
         # The list holds whole tensors; StoredRNN makes it from the parameters instead.

@@ -32,6 +32,7 @@ from autoshard.runtime.parameters.layout import (
 from autoshard.runtime.parameters.optimizers import repoint, state_summary
 from autoshard.runtime.parameters.owners import Owners, find_owners, is_keyed
 from autoshard.runtime.parameters.unsharding import unshard_parameter
+from autoshard.runtime.parameters.wrappers import replace_functions
 
 
 class MovedParameter(nn.Parameter):
@@ -108,6 +109,7 @@ def shard_parameters(
                 continue
             moved[old] = _move(old, states, owners, names[old], mesh, broadcast, allocate_meta)
         install(moved, owners)
+        replace_functions()
         _repoint_containers(moved, owners)
     return moved
 

@@ -12,10 +12,15 @@ from autoshard.runtime.parameters.accumulation import microbatch_of
 from autoshard.runtime.parameters.eager.partial_reductions import resolved
 from autoshard.runtime.parameters.unsharding import unshard_parameter
 
+READ_EVERYWHERE = (
+    "Read it on every rank; to save on one rank, call autoshard.full_state_dict(model) on every "
+    "rank, and write what the first one gets."
+)
+
 
 def unsharded(x: DTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The whole of a stored tensor, plain and differentiable, in `dtype` if it is floating."""
     what = f"read of a stored tensor of shape {tuple(x.shape)}"
-    with compat.plain_attributes(), announced(what, axes_of(x.device_mesh)):
+    with compat.plain_attributes(), announced(what, axes_of(x.device_mesh), READ_EVERYWHERE):
         # what is gathered along an inner dim has other strides than `x` says
         return unshard_parameter(resolved(x), microbatch_of(x), dtype).contiguous()

@@ -60,6 +60,13 @@ class StoredTensor(DTensor):
         memo[id(self)] = copied
         return copied
 
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """This rank's part; to PEFT, which makes adapters of its width, a meta tensor of the
+        whole's shape, on which the module works."""
+        if compat.called_from("_get_in_out_features", 1):
+            return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return super().to_local(grad_placements=grad_placements)
+
     @compat.never_a_frame
     def __format__(self, spec: str) -> str:
         return format(unsharded(self), spec) if self.numel() == 1 else repr(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -191,12 +191,24 @@ class Mixture(nn.Module):
                 self.seen = float(x.detach().sum())
 
 
-def mixture(how: str) -> Any:
+def module_compiled(job: Job, net: nn.Module) -> Any:
+    """The model, compiled in place."""
+    if job.sharded:
+        net.compile(backend="autoshard", options=job.options())
+    return net
+
+
+def function_compiled(job: Job, net: nn.Module) -> Any:
+    """A compiled function that calls the model."""
+    return job.compile(lambda x: net(x))
+
+
+def mixture(how: str, compiled_by: Callable[[Job, nn.Module], Any] = Job.compile) -> Any:
     """A scenario of a model whose frame Dynamo skips in one of several ways."""
 
     def scenario(job: Job) -> None:
         net = Mixture(how)
-        compiled = job.compile(net)
+        compiled = compiled_by(job, net)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for step in range(3):
             optimizer.zero_grad()

@@ -78,8 +78,11 @@ class Job:
         """The model as the job runs it."""
         if self.sizes is None:
             return model
-        options = {"mesh": self.sizes, "inner": self.inner, "timeout": 40.0, **options}
-        return torch.compile(model, backend="autoshard", options=options)
+        return torch.compile(model, backend="autoshard", options=self.options(**options))
+
+    def options(self, **options: Any) -> dict[str, Any]:
+        """Those of the compiled run."""
+        return {"mesh": self.sizes, "inner": self.inner, "timeout": 40.0, **options}
 
     def rows(self, step: int, width: int = WIDTH) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's inputs and targets."""

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -75,6 +74,10 @@ def no_parametrization(net: Net) -> None:
     for module in (net.up, net.down):
         if parametrize.is_parametrized(module):
             parametrize.remove_parametrizations(module, "weight")
+
+
+def no_low_rank(net: Net) -> None:
+    parametrize.remove_parametrizations(net.up, "weight", leave_parametrized=False)
 
 
 def old_weight_norm(net: Net) -> None:
@@ -307,6 +310,26 @@ def adapted(when: str) -> Callable[[Job], None]:
     return scenario
 
 
+def adapters_saved(job: Job) -> None:
+    """PEFT's `save_pretrained` of trained adapters, and `from_pretrained` around a fresh model."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    torch.manual_seed(5)
+    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights="gaussian")
+    model = get_peft_model(llama(job), config)
+    compiled = job.compile(model)
+    for step in range(2):
+        language_step(job, model, compiled, step, f"{step}")
+    folder = Path(job.folder) / "adapters"
+    model.save_pretrained(folder)
+    opened = PeftModel.from_pretrained(llama(job), folder)
+    job.record_model(opened, "opened")
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        job.record("logits", opened(ids).logits)
+        job.record("same logits", compiled(ids).logits)
+
+
 def pretrained(job: Job) -> None:
     """`save_pretrained` of a trained model, and `from_pretrained` of what it wrote."""
     net = llama(job)
@@ -316,8 +339,7 @@ def pretrained(job: Job) -> None:
     opened = net  # as serial, where only the first process of a world would write
     if job.sharded:
         folder = Path(job.folder) / "pretrained"
-        net.save_pretrained(folder)
-        dist.barrier()
+        net.save_pretrained(folder)  # complete when it returns, on every rank
         opened = type(net).from_pretrained(folder)
     job.record_model(opened, "opened")
     ids = torch.arange(8)[None]

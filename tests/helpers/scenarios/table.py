@@ -90,6 +90,7 @@ COPIES: dict[str, Scenario] = {
     "load_state_dict of plain values": copies.state_dicts,
     "values between models": copies.values_between_models,
     "save_pretrained, from_pretrained": surgery.pretrained,
+    "PEFT: save_pretrained, from_pretrained": surgery.adapters_saved,
 }
 
 SURGERY: dict[str, Scenario] = {
@@ -97,6 +98,7 @@ SURGERY: dict[str, Scenario] = {
     "spectral_norm": around_the_first_call(surgery.spectral_norm, surgery.no_parametrization),
     "orthogonal": around_the_first_call(surgery.orthogonal, surgery.no_parametrization),
     "LoRA by parametrize": around_the_first_call(surgery.low_rank, surgery.no_parametrization),
+    "LoRA by parametrize, dropped": around_the_first_call(surgery.low_rank, surgery.no_low_rank),
     "weight_norm by hooks": around_the_first_call(
         surgery.old_weight_norm, surgery.no_old_weight_norm
     ),
@@ -124,11 +126,14 @@ CALLS: dict[str, Scenario] = {
     "mixture, generator": calls.mixture("generated"),
     "mixture, try/finally in a context": calls.mixture("in_a_context"),
     "forward disabled": calls.whole_model_disabled,
+    "mixture by Module.compile": calls.mixture("disabled", calls.module_compiled),
+    "mixture in a compiled function": calls.mixture("disabled", calls.function_compiled),
     "autocast": wrappers.autocast,
     "DDP around": wrappers.ddp_around,
     "DDP inside": wrappers.ddp_inside,
     "DDP of a stored model": wrappers.ddp_of_a_stored_model,
     "fully_shard inside": wrappers.fully_sharded,
+    "fully_shard of a stored model": wrappers.fully_shard_of_a_stored_model,
     "hooks on each parameter": wrappers.own_hook,
     "nn.DataParallel around": wrappers.data_parallel_threads,
 }
@@ -209,17 +214,7 @@ FURTHER = (
 EXPECTED_TO_FAIL: dict[str, str] = {
     "Embedding(sparse=True)": "gradients of stored parameters are dense, SparseAdam wants sparse",
     "Embedding(max_norm=1)": "the renormalisation in a graph writes to a weight of another width",
-    "save_pretrained, from_pretrained": "transformers writes on the first rank: see hf_trainer",
-    **dict.fromkeys(
-        ("weight_norm", "spectral_norm", "orthogonal", "LoRA by parametrize"),
-        "remove_parametrizations deletes the attribute of a class that it made, of which the "
-        "module's is a subclass; parametrised training is equal",
-    ),
-    "PEFT: LoRA added after the first call": "PEFT makes adapters of a DTensor as wide as its part",
     "stateless, MAML": "a second derivative through a stored parameter",
     "vmap(grad(functional_call)) inside": "the weight is gathered inside of torch.func's transform",
     "complex slice assignment (FNO)": "torch has no derivative of it for complex numbers",
-    "DDP of a stored model": "refused by DTensor, not by us: DDP flattens the parameters",
-    "fully_shard inside": "FSDP2 shards what is stored already",
-    "library: lightning": "torch.load maps the place of a saved DTensor by a function",
 }

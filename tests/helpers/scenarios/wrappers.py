@@ -64,6 +64,18 @@ def fully_sharded(job: Job) -> None:
     job.record_model(net)
 
 
+def fully_shard_of_a_stored_model(job: Job) -> None:
+    """`fully_shard` of a model that a first call has stored."""
+    job.refusable = True
+    net = job.net()
+    compiled = job.compile(net)
+    job.loss(compiled)
+    if _started(job):
+        fully_shard(net, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+    job.train(compiled, torch.optim.SGD(net.parameters(), lr=0.1), 2)
+    job.record_model(net)
+
+
 def own_hook(job: Job) -> None:
     """A hook on each parameter that takes the mean over the ranks by hand, as a script written for
     one's own data parallelism does: what a mesh has averaged stays as it is."""
