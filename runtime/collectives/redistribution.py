@@ -17,7 +17,14 @@ import torch.nn.functional as F
 
 from autoshard.runtime.collectives import lockstep
 from autoshard.runtime.collectives.axis import Axis, chunk_bounds, chunk_size
-from autoshard.runtime.collectives.states import State, conversions, forward_value, shard_dim, step
+from autoshard.runtime.collectives.states import (
+    State,
+    conversions,
+    forward_value,
+    gradient_state,
+    shard_dim,
+    step,
+)
 
 _c10d = torch.ops._c10d_functional
 
@@ -192,11 +199,16 @@ class _Redistribute(torch.autograd.Function):
             back_extent = x.shape[want]
         forward, backward = conversions(src, dst)
         ctx.back = (*backward, axis, back_extent)
+        ctx.states = src, dst
         out = convert(x, *forward, axis, extent)
         return x.view_as(x) if out is x else out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled() and grad.requires_grad:  # it is differentiated again
+            src, dst = map(gradient_state, ctx.states)
+            *_, axis, extent = ctx.back
+            return redistribute(grad, dst, src, axis, extent), None, None, None, None
         return convert(grad, *ctx.back), None, None, None, None
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from autoshard.runtime.errors import AutoshardError
+
 
 def in_backward() -> bool:
     """Whether this thread runs autograd's backward now; nothing public says so."""
@@ -63,13 +65,18 @@ def drop_accumulated_hooks(leaf: torch.Tensor) -> None:
     leaf._post_accumulate_grad_hooks = None  # type: ignore[attr-defined, assignment]
 
 
-def around_backward(outputs: Any, region: AbstractContextManager[None]) -> bool:
+def around_backward(outputs: Any, region: AbstractContextManager[None], refusal: str) -> bool:
     """Have the backward of the AOTAutograd graph that made `outputs` run inside `region`, now and
     later; False where none of them is of one that records a backward.
 
     Nobody is called when a backward raises. The engine calls the function that the class of the
-    graph's node names; AOTAutograd makes one such class a graph.
+    graph's node names; AOTAutograd makes one such class a graph. Its gradients cannot be
+    differentiated: whoever does gets `refusal`, and not AOTAutograd's error, which has no remedy.
     """
+
+    def refuse(_: Any) -> None:
+        raise AutoshardError(refusal)
+
     for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
         node = getattr(output, "grad_fn", None)
         # an output that is a view of another has its own node before the graph's
@@ -80,7 +87,15 @@ def around_backward(outputs: Any, region: AbstractContextManager[None]) -> bool:
 
                 def backward(*args: Any, theirs: Any = theirs) -> Any:
                     with region:
-                        return theirs(*args)
+                        try:
+                            grads = theirs(*args)
+                        except RuntimeError as error:  # its memory is used again
+                            if torch.is_grad_enabled() and "create_graph" in str(error):
+                                raise AutoshardError(refusal) from error
+                            raise
+                    for node in {g.grad_fn for g in grads if isinstance(g, torch.Tensor)} - {None}:
+                        node.register_prehook(refuse)
+                    return grads
 
                 function.backward = staticmethod(backward)
                 return True
