@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from autoshard.runtime.errors import AutoshardError
 
@@ -17,9 +19,25 @@ def in_backward() -> bool:
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply` without the search for dead wrappers of torch.func among the arguments."""
-    if torch._C._are_functorch_transforms_active():
+    if transforming():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def transforming() -> bool:
+    """Whether a transform of torch.func, or autograd.grad with is_grads_batched, runs now."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def in_transform(tensor: torch.Tensor) -> bool:
+    """Whether a transform of torch.func has wrapped a tensor; nothing public says so."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Inside, operators run as if no transform of torch.func were active, and so on values that
+    belong to none: autograd around the transforms records them, the transforms see constants."""
+    return temporarily_clear_interpreter_stack() if transforming() else contextlib.nullcontext()
 
 
 AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -93,8 +111,9 @@ def around_backward(outputs: Any, region: AbstractContextManager[None], refusal:
                             if torch.is_grad_enabled() and "create_graph" in str(error):
                                 raise AutoshardError(refusal) from error
                             raise
-                    for node in {g.grad_fn for g in grads if isinstance(g, torch.Tensor)} - {None}:
-                        node.register_prehook(refuse)
+                    for made in {getattr(g, "grad_fn", None) for g in grads}:
+                        if made is not None:
+                            made.register_prehook(refuse)
                     return grads
 
                 function.backward = staticmethod(backward)

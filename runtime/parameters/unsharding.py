@@ -35,6 +35,9 @@ def unshard_parameter(
         dtype = None
     if not isinstance(parameter, DTensor):
         return parameter if dtype is None else parameter.to(dtype)
+    if compat.transforming():  # whose constant the whole is: no collective is vectorized
+        with compat.outside_transforms():
+            return unshard_parameter(parameter, microbatch, dtype)
     states = stored_states(parameter)
     axes = axes_of(parameter.device_mesh)
     sizes = extents(parameter.shape, states, axes)
@@ -120,11 +123,11 @@ class _Unwrap(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:  # type: ignore[override]
         if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in grads):
             pairs = zip(ctx.parameters, grads)
-            return None, *[None if g is None else _Wrap.apply(g, (p,)) for p, g in pairs]
+            return None, *[None if g is None else _WrapGradient.apply(g, (p,)) for p, g in pairs]
         return None, *accumulate(ctx, ctx.parameters, unalias(grads, ctx.known))
 
 
-class _Wrap(torch.autograd.Function):
+class _WrapGradient(torch.autograd.Function):
     """The backward of `_Unwrap` where it is differentiated again: each is the other's backward."""
 
     @staticmethod

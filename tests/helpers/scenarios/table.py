@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from scenarios import calls, copies, libraries, optimizers, reads, surgery, wrappers, writes
+from scenarios import (
+    calls,
+    copies,
+    derivatives,
+    libraries,
+    optimizers,
+    reads,
+    surgery,
+    wrappers,
+    writes,
+)
 from scenarios.job import Job
 from scenarios.optimizers import OPTIMIZERS, steps_of
 from scenarios.surgery import around_the_first_call
@@ -77,6 +87,14 @@ TRAINING: dict[str, Scenario] = {
     "Embedding(max_norm=1)": optimizers.bounded_embedding,
 }
 
+DERIVATIVES: dict[str, Scenario] = {
+    "gradient penalties": derivatives.gradient_penalties,
+    "products with the Hessian": derivatives.hessian_products,
+    "second derivatives of a compiled graph": derivatives.second_of_compiled,
+    "torch.func over a stored model": derivatives.transforms,
+    "autograd.grad in several ways": derivatives.several_ways,
+}
+
 COPIES: dict[str, Scenario] = {
     "AveragedModel": copies.averaged,
     "EMA by hand": copies.averaged_by_hand,
@@ -133,7 +151,15 @@ CALLS: dict[str, Scenario] = {
     "nn.DataParallel around": wrappers.data_parallel_threads,
 }
 
-SCENARIOS: dict[str, Scenario] = {**WRITES, **READS, **TRAINING, **COPIES, **SURGERY, **CALLS}
+SCENARIOS: dict[str, Scenario] = {
+    **WRITES,
+    **READS,
+    **TRAINING,
+    **DERIVATIVES,
+    **COPIES,
+    **SURGERY,
+    **CALLS,
+}
 
 LIBRARIES: dict[str, Scenario] = {
     "accelerate": libraries.accelerated,
@@ -179,6 +205,8 @@ QUICK = (
     "parameters_to_vector, vector_to_parameters",
     "optimizer in backward",
     "GradScaler",
+    "gradient penalties",
+    "second derivatives of a compiled graph",
     "AveragedModel",
     "deepcopy",
     "state dict files",
@@ -216,8 +244,6 @@ EXPECTED_TO_FAIL: dict[str, str] = {
         "module's is a subclass; parametrised training is equal",
     ),
     "PEFT: LoRA added after the first call": "PEFT makes adapters of a DTensor as wide as its part",
-    "stateless, MAML": "a second derivative through a stored parameter",
-    "vmap(grad(functional_call)) inside": "the weight is gathered inside of torch.func's transform",
     "complex slice assignment (FNO)": "torch has no derivative of it for complex numbers",
     "DDP of a stored model": "refused by DTensor, not by us: DDP flattens the parameters",
     "fully_shard inside": "FSDP2 shards what is stored already",
