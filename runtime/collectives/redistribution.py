@@ -9,7 +9,8 @@ AOTAutograd traces through it to `_c10d_functional` operators.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,20 @@ from autoshard.runtime.collectives.states import (
 _c10d = torch.ops._c10d_functional
 
 
+def _as_real(collective: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`collective`, to which a complex tensor is pairs of real numbers: gloo knows no others."""
+
+    @functools.wraps(collective)
+    def run(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        if not x.is_complex():
+            return collective(x, *args)
+        pairs = torch.view_as_real(x.resolve_conj().contiguous())
+        return torch.view_as_complex(collective(pairs, *args))
+
+    return run
+
+
+@_as_real
 def all_reduce(x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
     """Reduce `x` over the axis with op "sum", "max" or "min"; every rank gets the result."""
     if axis.group.startswith(lockstep.PREFIX):
@@ -37,6 +52,7 @@ def all_reduce(x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
     return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), op, axis.group))
 
 
+@_as_real
 def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """[r, ...] on each rank -> [n * r, ...], the ranks' rows in rank order."""
     if axis.group.startswith(lockstep.PREFIX):
@@ -44,6 +60,7 @@ def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), axis.size, axis.group))
 
 
+@_as_real
 def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """[n * r, ...] on each rank -> [r, ...]: the sum over ranks of this rank's rows."""
     if axis.group.startswith(lockstep.PREFIX):
@@ -54,6 +71,7 @@ def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     )
 
 
+@_as_real
 def all_to_all(
     x: torch.Tensor, axis: Axis, rows: Sequence[Sequence[int]] | None = None
 ) -> torch.Tensor:

@@ -65,7 +65,7 @@ def unshard(
     """
     if axis.size == 1:
         return x
-    if not x.is_floating_point():
+    if not (x.is_floating_point() or x.is_complex()):
         return convert(x, src, I, axis, extent)
     return _Unshard.apply(x, src, axis, extent, use, pending, microbatch)
 
@@ -85,7 +85,7 @@ class _Unshard(torch.autograd.Function):
         ctx.of = (x.dtype, src, axis, extent, use, microbatch)
         # not save_for_backward: microbatches write to it between this forward and its backward
         ctx.pending = pending
-        low = x if use.param is None else x.to(use.param)
+        low = x if use.param is None or x.is_complex() else x.to(use.param)
         out = convert(low, src, I, axis, extent)
         return x.view_as(x) if out is x else out
 
@@ -142,6 +142,8 @@ class _Reduce(torch.autograd.Function):
 
 def reduced(grad: torch.Tensor, dst: State, axis: Axis, use: ParameterPolicy) -> torch.Tensor:
     """The ranks' gradients summed or averaged over the axis, to I or S(d)."""
+    if grad.is_complex():
+        use = use._replace(reduce=None, accumulate=None)
     if use.reduce is not None:
         grad = grad.to(use.reduce)
     if use.average:
