@@ -250,18 +250,21 @@ def _type_as(graph: fx.Graph, node: fx.Node) -> bool:
 
 def _part_written(graph: fx.Graph, node: fx.Node) -> bool:
     """Spell a write of a part of a complex tensor as cat, where the part's bounds are numbers."""
-    target, part, *bounds = node.args
+    target, part, *rest = node.args
+    bounds: list[Any] = list(rest)
     assert isinstance(target, fx.Node) and isinstance(part, fx.Node)
     val, written = target.meta["val"], part.meta["val"]
     dim: Any = bounds[0] if bounds else node.kwargs.get("dim", 0)
     size = val.shape[dim]
     sliced = node.target is aten.slice_scatter.default
     names = ("start", "end") if sliced else ("index",)
-    given = [*bounds[1:], *[node.kwargs.get(name) for name in names[len(bounds[1:]) :]]]
+    given: list[Any] = [*bounds[1:], *[node.kwargs.get(name) for name in names[len(bounds[1:]) :]]]
     numbers = all(n is None or isinstance(n, int) for n in (size, *given))
     if not val.is_complex() or written.dtype != val.dtype or not numbers or _step(node) != 1:
         return False
     start, end, *_ = slice(*given[:2] if sliced else (given[0], given[0] + 1 or None)).indices(size)
+
+    end = max(start, end)
 
     def made(op: OpOverload, *args: Any) -> fx.Node:
         return emit(graph, node, op, args, provenance=Canonicalize.name)

@@ -22,6 +22,8 @@ def compare(pool: Any, name: str, sizes: Sizes, folder: Path, inner: str = "aot_
     except Exception:
         pool.stop()  # a collective that ended by its timeout leaves the ranks without connections
         raise
+    if any(refused for _, refused in results):
+        pool.stop()  # an error of one compilation is the end of a job
     wrong = [f"rank {r}: {line}" for r, (lines, _) in enumerate(results) for line in lines]
     if wrong:
         more = f"\nand {len(wrong) - 6} more" if len(wrong) > 6 else ""

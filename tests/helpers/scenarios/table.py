@@ -235,8 +235,6 @@ FURTHER = (
 
 #: "MESH: SCENARIO", or a scenario for every mesh -> why it does not pass yet.
 EXPECTED_TO_FAIL: dict[str, str] = {
-    "Embedding(sparse=True)": "gradients of stored parameters are dense, SparseAdam wants sparse",
-    "Embedding(max_norm=1)": "the renormalisation in a graph writes to a weight of another width",
     "save_pretrained, from_pretrained": "transformers writes on the first rank: see hf_trainer",
     **dict.fromkeys(
         ("weight_norm", "spectral_norm", "orthogonal", "LoRA by parametrize"),
@@ -244,7 +242,6 @@ EXPECTED_TO_FAIL: dict[str, str] = {
         "module's is a subclass; parametrised training is equal",
     ),
     "PEFT: LoRA added after the first call": "PEFT makes adapters of a DTensor as wide as its part",
-    "complex slice assignment (FNO)": "torch has no derivative of it for complex numbers",
     "DDP of a stored model": "refused by DTensor, not by us: DDP flattens the parameters",
     "fully_shard inside": "FSDP2 shards what is stored already",
     "library: lightning": "torch.load maps the place of a saved DTensor by a function",
