@@ -228,6 +228,7 @@ FURTHER = (
     "Adafactor",
     "L2 and L1 over parameters() beside the loss",
     "optimizer in backward",
+    "gradient penalties",
     "deepcopy",
     "weight_norm",
     "mixture with torch.where",
