@@ -17,6 +17,8 @@
 - Copies go where nobody can tell: not where the memory of the copy reaches an output, and nowhere
   in a graph with an operator that depends on strides.
 - repeat_interleave loses `output_size`, which says what its other arguments say, of the whole.
+- embedding and embedding_bag lose `sparse`: the gradient of a stored parameter is dense, and the
+  kernels of compilers know no other.
 - A part written into a complex tensor (slice_scatter, select_scatter) becomes cat of what is kept
   and what is written: torch differentiates the former for real numbers only.
 - cat with legacy empty operands (the first step of a Hugging Face cache) becomes cat of the rest.
@@ -55,6 +57,12 @@ _SAME_SHAPE = (
     aten.narrow.default,
 )
 _PART_WRITES = (aten.slice_scatter.default, aten.select_scatter.default)
+_LOOKUPS = (
+    aten.embedding.default,
+    aten.embedding_bag.default,
+    aten.embedding_bag.padding_idx,
+    aten._embedding_bag.default,
+)
 _NEED_STRIDES = frozenset(
     [
         aten.as_strided.default,
@@ -95,6 +103,8 @@ class Canonicalize:
                 report.hits += _cat(graph, node)
             elif node.target in _PART_WRITES:
                 report.hits += _part_written(graph, node)
+            elif node.target in _LOOKUPS:
+                report.hits += _dense(node)
             elif node.target is aten.repeat_interleave.self_int:
                 report.hits += _unsaid(node)
         graph.eliminate_dead_code()
@@ -134,6 +144,18 @@ def _unsaid(node: fx.Node) -> int:
     node.args = node.args[:3]
     node.kwargs = {name: said for name, said in node.kwargs.items() if name != "output_size"}
     return (node.args, node.kwargs) != before
+
+
+def _dense(node: fx.Node) -> bool:
+    assert isinstance(node.target, OpOverload)
+    at = [argument.name for argument in node.target._schema.arguments].index("sparse")
+    if len(node.args) > at and node.args[at]:
+        node.update_arg(at, False)
+    elif node.kwargs.get("sparse"):
+        node.update_kwarg("sparse", False)
+    else:
+        return False
+    return True
 
 
 def _identity(node: fx.Node) -> fx.Node | None:

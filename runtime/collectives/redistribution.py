@@ -227,6 +227,8 @@ class _Redistribute(torch.autograd.Function):
             src, dst = map(gradient_state, ctx.states)
             *_, axis, extent = ctx.back
             return redistribute(grad, dst, src, axis, extent), None, None, None, None
+        if grad.is_sparse:  # of a sparse embedding
+            grad = grad.to_dense()
         return convert(grad, *ctx.back), None, None, None, None
 
 

@@ -37,8 +37,9 @@ def _penalised(job: Job, net: Net, model: Any, when: str) -> None:
 
 
 def gradient_penalties(job: Job) -> None:
-    """Penalties on the gradient of the parameters, in both its forms, and of the input."""
-    net, _ = _stored(job)
+    """Penalties on the gradient of the parameters, in both its forms, and of the input, in eager
+    code; through the compiled graph they are refused."""
+    net, compiled = _stored(job)
     _penalised(job, net, net, "grad")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of a cycle of references
@@ -52,6 +53,15 @@ def gradient_penalties(job: Job) -> None:
     (slope,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
     (slope.norm(dim=1) - 1).square().mean().backward()
     job.record_model(net, "input", gradients=True)
+    if job.sharded:
+        for asked in (x, net.up.weight):
+            try:
+                loss = compiled(x).square().sum()
+                (slope,) = torch.autograd.grad(loss, asked, create_graph=True)
+                slope.square().sum().backward()
+                raise AssertionError("a second derivative of a compiled graph was not refused")
+            except AutoshardError as error:
+                assert "a second derivative through a compiled graph" in str(error), error
 
 
 def hessian_products(job: Job) -> None:
@@ -70,30 +80,15 @@ def hessian_products(job: Job) -> None:
     job.record("third", list(torch.autograd.grad(cubes, parameters)))  # type: ignore[arg-type]
 
 
-def second_of_compiled(job: Job) -> None:
-    """A penalty on the gradient of a compiled graph: an error that says so, right where autograd
-    records the graph's operators (inner="eager")."""
-    net, compiled = _stored(job)
-    refused = not job.sharded
-    for _ in range(2):
-        if job.sharded:
-            try:
-                _penalised(job, net, compiled, "compiled")
-            except AutoshardError as error:
-                refused = "a second derivative through a compiled graph" in str(error)
-        job.record(f"refused {len(job.found)}", refused)
-        net.zero_grad()
-    x = job.rows(1)[0].clone().requires_grad_()
-    if job.sharded:
-        (slope,) = torch.autograd.grad(compiled(x).square().sum(), x, create_graph=True)
-        try:
-            slope.square().sum().backward()
-            refused = False
-        except AutoshardError as error:
-            refused = "a second derivative through a compiled graph" in str(error)
-    job.record("refused of the input", refused)
+def recorded_by_autograd(job: Job) -> None:
+    """Penalties through a compiled model whose operators autograd records (inner="eager")."""
     net = job.net()
-    _penalised(job, net, job.compile(net, inner="eager"), "eager")
+    compiled = job.compile(net, inner="eager")
+    _penalised(job, net, compiled, "parameters")
+    x = job.rows(1)[0].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(compiled(x).square().sum(), x, create_graph=True)
+    (slope.norm(dim=1) - 1).square().mean().backward()
+    job.record_model(net, "input", gradients=True)
 
 
 def transforms(job: Job) -> None:

@@ -90,7 +90,7 @@ TRAINING: dict[str, Scenario] = {
 DERIVATIVES: dict[str, Scenario] = {
     "gradient penalties": derivatives.gradient_penalties,
     "products with the Hessian": derivatives.hessian_products,
-    "second derivatives of a compiled graph": derivatives.second_of_compiled,
+    "gradient penalties, inner=eager": derivatives.recorded_by_autograd,
     "torch.func over a stored model": derivatives.transforms,
     "autograd.grad in several ways": derivatives.several_ways,
 }
@@ -206,7 +206,6 @@ QUICK = (
     "optimizer in backward",
     "GradScaler",
     "gradient penalties",
-    "second derivatives of a compiled graph",
     "AveragedModel",
     "deepcopy",
     "state dict files",
@@ -229,6 +228,7 @@ FURTHER = (
     "L2 and L1 over parameters() beside the loss",
     "optimizer in backward",
     "gradient penalties",
+    "Embedding(sparse=True)",
     "deepcopy",
     "weight_norm",
     "mixture with torch.where",
