@@ -17,6 +17,10 @@
 - Copies go where nobody can tell: not where the memory of the copy reaches an output, and nowhere
   in a graph with an operator that depends on strides.
 - repeat_interleave loses `output_size`, which says what its other arguments say, of the whole.
+- embedding and embedding_bag lose `sparse`: the gradient of a stored parameter is dense, and the
+  kernels of compilers know no other.
+- A part written into a complex tensor (slice_scatter, select_scatter) becomes cat of what is kept
+  and what is written: torch differentiates the former for real numbers only.
 - cat with legacy empty operands (the first step of a Hugging Face cache) becomes cat of the rest.
 
 Not done: an identity that the graph returns directly stays, because the caller may rely on its
@@ -51,6 +55,13 @@ _SAME_SHAPE = (
     aten.squeeze.default,
     aten.squeeze.dim,
     aten.narrow.default,
+)
+_PART_WRITES = (aten.slice_scatter.default, aten.select_scatter.default)
+_LOOKUPS = (
+    aten.embedding.default,
+    aten.embedding_bag.default,
+    aten.embedding_bag.padding_idx,
+    aten._embedding_bag.default,
 )
 _NEED_STRIDES = frozenset(
     [
@@ -90,6 +101,10 @@ class Canonicalize:
                 report.hits += _type_as(graph, node)
             elif node.target is aten.cat.default:
                 report.hits += _cat(graph, node)
+            elif node.target in _PART_WRITES:
+                report.hits += _part_written(graph, node)
+            elif node.target in _LOOKUPS:
+                report.hits += _dense(node)
             elif node.target is aten.repeat_interleave.self_int:
                 report.hits += _unsaid(node)
         graph.eliminate_dead_code()
@@ -129,6 +144,18 @@ def _unsaid(node: fx.Node) -> int:
     node.args = node.args[:3]
     node.kwargs = {name: said for name, said in node.kwargs.items() if name != "output_size"}
     return (node.args, node.kwargs) != before
+
+
+def _dense(node: fx.Node) -> bool:
+    assert isinstance(node.target, OpOverload)
+    at = [argument.name for argument in node.target._schema.arguments].index("sparse")
+    if len(node.args) > at and node.args[at]:
+        node.update_arg(at, False)
+    elif node.kwargs.get("sparse"):
+        node.update_kwarg("sparse", False)
+    else:
+        return False
+    return True
 
 
 def _identity(node: fx.Node) -> fx.Node | None:
@@ -239,6 +266,38 @@ def _type_as(graph: fx.Graph, node: fx.Node) -> bool:
     elif graph.output_node() in node.users:
         return False
     node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    return True
+
+
+def _part_written(graph: fx.Graph, node: fx.Node) -> bool:
+    """Spell a write of a part of a complex tensor as cat, where the part's bounds are numbers."""
+    target, part, *rest = node.args
+    bounds: list[Any] = list(rest)
+    assert isinstance(target, fx.Node) and isinstance(part, fx.Node)
+    val, written = target.meta["val"], part.meta["val"]
+    dim: Any = bounds[0] if bounds else node.kwargs.get("dim", 0)
+    size = val.shape[dim]
+    sliced = node.target is aten.slice_scatter.default
+    names = ("start", "end") if sliced else ("index",)
+    given: list[Any] = [*bounds[1:], *[node.kwargs.get(name) for name in names[len(bounds[1:]) :]]]
+    numbers = all(n is None or isinstance(n, int) for n in (size, *given))
+    if not val.is_complex() or written.dtype != val.dtype or not numbers or _step(node) != 1:
+        return False
+    start, end, *_ = slice(*given[:2] if sliced else (given[0], given[0] + 1 or None)).indices(size)
+
+    end = max(start, end)
+
+    def made(op: OpOverload, *args: Any) -> fx.Node:
+        return emit(graph, node, op, args, provenance=Canonicalize.name)
+
+    with graph.inserting_before(node):
+        parts = [part if sliced else made(aten.unsqueeze.default, part, dim)]
+        if start:
+            parts.insert(0, made(aten.slice.Tensor, target, dim, 0, start))
+        if end < size:
+            parts.append(made(aten.slice.Tensor, target, dim, end, size))
+        node.replace_all_uses_with(made(aten.cat.default, parts, dim))
     graph.erase_node(node)
     return True
 

@@ -110,7 +110,7 @@ class _Rewriting:
         self.n_outputs: int = gm.meta[N_OUTPUTS]
         self.written: Sequence[int] = gm.meta.get(MUTATED, ())
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-        self.mutated = {placeholders[i] for i in self.written}
+        self.mutated = {placeholders[i]: None for i in self.written}
 
     # One method a kind of node
 
@@ -141,7 +141,10 @@ class _Rewriting:
     def _output(self, node: fx.Node) -> None:
         results = list(node.args[0])  # type: ignore[arg-type]
         local: list[Any] = []
-        for result, state in zip(results, self.decisions.outputs):
+        # what is written back goes to where it is stored
+        stored = [self._state(node) for node in self.mutated]
+        states = [*self.decisions.outputs[: self.n_outputs], *stored]
+        for result, state in zip(results, states, strict=True):
             if isinstance(result, fx.Node) and self._is_tensor(result):
                 local.append(self.convert(result, state, node))
                 dim = shard_dim(state)

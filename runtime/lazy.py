@@ -17,7 +17,16 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autoshard.runtime import compat
-from autoshard.runtime.collectives import Axis, I, P, State, convert, gradient_value, shard_dim
+from autoshard.runtime.collectives import (
+    Axis,
+    I,
+    P,
+    State,
+    convert,
+    gradient_state,
+    redistribute,
+    shard_dim,
+)
 
 aten = torch.ops.aten
 
@@ -233,8 +242,9 @@ class _Wrap(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         # whoever reads the whole does so on every rank alike: its gradient is replicated
         if isinstance(grad, LazyGather):
-            grad = _read(grad)
-        return convert(grad, I, gradient_value(ctx.state), ctx.axis), None, None, None
+            grad = grad.full_tensor()
+        grad = redistribute(grad, I, gradient_state(ctx.state), ctx.axis)
+        return grad, None, None, None
 
 
 class _Read(torch.autograd.Function):

@@ -49,8 +49,8 @@ from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import DATA_AXES, Axis, I, State, data_axes, data_states
 from autoshard.runtime.compat import artifact
-from autoshard.runtime.errors import PlanError
-from autoshard.runtime.graph_meta import BUFFER, DIFF, MUTATED, STORED_DTYPE
+from autoshard.runtime.errors import PlanError, source_line
+from autoshard.runtime.graph_meta import BUFFER, DIFF, MUTATED, N_OUTPUTS, STORED_DTYPE
 from autoshard.runtime.lazy import LazyGather
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import is_planned, stored_states
@@ -232,15 +232,26 @@ def _trains(output: fx.Node) -> bool:
 def refuse_mutated(serial: fx.GraphModule, parameters: Mapping[fx.Node, str]) -> None:
     """A parameter written in forward would be written whole into its data-parallel shard."""
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
-    for i in serial.meta.get(MUTATED, ()):
-        if placeholders[i] in parameters:
-            raise CaptureError(
-                message(
-                    f"the model writes to its parameter {parameters[placeholders[i]]} in forward, "
-                    "and data parallelism stores parameters as shards, precision in another dtype",
-                    remedy="Write to it outside the compiled call, or make it a buffer.",
-                )
+    results: Any = serial.graph.output_node().args[0]
+    for i, new in zip(serial.meta.get(MUTATED, ()), results[serial.meta[N_OUTPUTS] :]):
+        if placeholders[i] not in parameters:
+            continue
+        name, what = parameters[placeholders[i]], "writes to its parameter"
+        remedy = "Write to it outside the compiled call, or make it a buffer."
+        if new.target is torch.ops.aten.embedding_renorm.default:
+            what = "renormalises (max_norm) the rows it looks up of"
+            remedy = (
+                "Make the embedding without max_norm, and bound its rows after each step: "
+                "weight.data.renorm_(2, 0, max_norm)."
             )
+        raise CaptureError(
+            message(
+                f"the model {what} {name} in forward, and data parallelism stores parameters as "
+                "shards, each rank of which sees its own batch; precision, in another dtype",
+                where=source_line(new.meta.get("stack_trace")),
+                remedy=remedy,
+            )
+        )
 
 
 def load_plan(plan: Any, axis: Axis) -> Plan | None:

@@ -11,6 +11,7 @@ import torch
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import CollectiveRegion
 from autoshard.runtime.collectives import Axis
+from autoshard.runtime.errors import message
 
 
 def watched(compiled: Callable[..., Any], axes: Sequence[Axis]) -> Callable[..., Any]:
@@ -21,6 +22,12 @@ def watched(compiled: Callable[..., Any], axes: Sequence[Axis]) -> Callable[...,
     """
     forward = CollectiveRegion("the forward of a compiled graph", axes)
     backward = CollectiveRegion("the backward of a compiled graph", axes)
+    refusal = message(
+        "a second derivative through a compiled graph, which AOTAutograd does not compile "
+        "(create_graph=True, a penalty on a gradient, a product with the Hessian)",
+        remedy="Compute the loss whose gradient is differentiated with the model that was given "
+        "to torch.compile, in eager code, or compile with options={'inner': 'eager'}.",
+    )
     armed = False
 
     def run(*values: Any) -> Any:
@@ -28,7 +35,7 @@ def watched(compiled: Callable[..., Any], axes: Sequence[Axis]) -> Callable[...,
         with forward:
             outputs = compiled(*values)
         if not armed and torch.is_grad_enabled():
-            armed = compat.around_backward(outputs, backward)
+            armed = compat.around_backward(outputs, backward, refusal)
         return outputs
 
     return run

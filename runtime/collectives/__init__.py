@@ -27,6 +27,7 @@ from autoshard.runtime.collectives.states import (
     change_steps,
     conversions,
     forward_value,
+    gradient_state,
     gradient_value,
     in_words,
     is_state,

@@ -9,7 +9,8 @@ AOTAutograd traces through it to `_c10d_functional` operators.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +18,32 @@ import torch.nn.functional as F
 
 from autoshard.runtime.collectives import lockstep
 from autoshard.runtime.collectives.axis import Axis, chunk_bounds, chunk_size
-from autoshard.runtime.collectives.states import State, conversions, forward_value, shard_dim, step
+from autoshard.runtime.collectives.states import (
+    State,
+    conversions,
+    forward_value,
+    gradient_state,
+    shard_dim,
+    step,
+)
 
 _c10d = torch.ops._c10d_functional
 
 
+def _as_real(collective: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`collective`, to which a complex tensor is pairs of real numbers: gloo knows no others."""
+
+    @functools.wraps(collective)
+    def run(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        if not x.is_complex():
+            return collective(x, *args)
+        pairs = torch.view_as_real(x.resolve_conj().contiguous())
+        return torch.view_as_complex(collective(pairs, *args))
+
+    return run
+
+
+@_as_real
 def all_reduce(x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
     """Reduce `x` over the axis with op "sum", "max" or "min"; every rank gets the result."""
     if axis.group.startswith(lockstep.PREFIX):
@@ -30,6 +52,7 @@ def all_reduce(x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
     return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), op, axis.group))
 
 
+@_as_real
 def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """[r, ...] on each rank -> [n * r, ...], the ranks' rows in rank order."""
     if axis.group.startswith(lockstep.PREFIX):
@@ -37,6 +60,7 @@ def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), axis.size, axis.group))
 
 
+@_as_real
 def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """[n * r, ...] on each rank -> [r, ...]: the sum over ranks of this rank's rows."""
     if axis.group.startswith(lockstep.PREFIX):
@@ -47,6 +71,7 @@ def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     )
 
 
+@_as_real
 def all_to_all(
     x: torch.Tensor, axis: Axis, rows: Sequence[Sequence[int]] | None = None
 ) -> torch.Tensor:
@@ -192,11 +217,18 @@ class _Redistribute(torch.autograd.Function):
             back_extent = x.shape[want]
         forward, backward = conversions(src, dst)
         ctx.back = (*backward, axis, back_extent)
+        ctx.states = src, dst
         out = convert(x, *forward, axis, extent)
         return x.view_as(x) if out is x else out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled() and grad.requires_grad:  # it is differentiated again
+            src, dst = map(gradient_state, ctx.states)
+            *_, axis, extent = ctx.back
+            return redistribute(grad, dst, src, axis, extent), None, None, None, None
+        if grad.is_sparse:  # of a sparse embedding
+            grad = grad.to_dense()
         return convert(grad, *ctx.back), None, None, None, None
 
 

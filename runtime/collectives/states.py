@@ -71,6 +71,11 @@ def gradient_value(state: State) -> State:
     return {I: I, R: P, P: I}.get(state, state)
 
 
+def gradient_state(state: State) -> State:
+    """The state of the gradient, which has a gradient itself where it is differentiated again."""
+    return {R: P, P: R}.get(state, state)
+
+
 def step(src: State, dst: State) -> ConversionStep | None:
     """The step that turns a value in I, P or S(d) into another; None where it is there already."""
     if src == dst:

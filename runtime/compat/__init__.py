@@ -13,8 +13,11 @@ from autoshard.runtime.compat.autograd import (
     drop_accumulated_hooks,
     has_hooks,
     in_backward,
+    in_transform,
     is_in_a_graph,
     move_hooks,
+    outside_transforms,
+    transforming,
     will_execute,
 )
 from autoshard.runtime.compat.dynamo import (

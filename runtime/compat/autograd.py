@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from autoshard.runtime.errors import AutoshardError
 
 
 def in_backward() -> bool:
@@ -15,9 +19,25 @@ def in_backward() -> bool:
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply` without the search for dead wrappers of torch.func among the arguments."""
-    if torch._C._are_functorch_transforms_active():
+    if transforming():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def transforming() -> bool:
+    """Whether a transform of torch.func, or autograd.grad with is_grads_batched, runs now."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def in_transform(tensor: torch.Tensor) -> bool:
+    """Whether a transform of torch.func has wrapped a tensor; nothing public says so."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Inside, operators run as if no transform of torch.func were active, and so on values that
+    belong to none: autograd around the transforms records them, the transforms see constants."""
+    return temporarily_clear_interpreter_stack() if transforming() else contextlib.nullcontext()
 
 
 AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -63,13 +83,18 @@ def drop_accumulated_hooks(leaf: torch.Tensor) -> None:
     leaf._post_accumulate_grad_hooks = None  # type: ignore[attr-defined, assignment]
 
 
-def around_backward(outputs: Any, region: AbstractContextManager[None]) -> bool:
+def around_backward(outputs: Any, region: AbstractContextManager[None], refusal: str) -> bool:
     """Have the backward of the AOTAutograd graph that made `outputs` run inside `region`, now and
     later; False where none of them is of one that records a backward.
 
     Nobody is called when a backward raises. The engine calls the function that the class of the
-    graph's node names; AOTAutograd makes one such class a graph.
+    graph's node names; AOTAutograd makes one such class a graph. Its gradients cannot be
+    differentiated: whoever does gets `refusal`, and not AOTAutograd's error, which has no remedy.
     """
+
+    def refuse(_: Any) -> None:
+        raise AutoshardError(refusal)
+
     for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
         node = getattr(output, "grad_fn", None)
         # an output that is a view of another has its own node before the graph's
@@ -80,7 +105,16 @@ def around_backward(outputs: Any, region: AbstractContextManager[None]) -> bool:
 
                 def backward(*args: Any, theirs: Any = theirs) -> Any:
                     with region:
-                        return theirs(*args)
+                        try:
+                            grads = theirs(*args)
+                        except RuntimeError as error:  # its memory is used again
+                            if torch.is_grad_enabled() and "create_graph" in str(error):
+                                raise AutoshardError(refusal) from error
+                            raise
+                    for made in {getattr(g, "grad_fn", None) for g in grads}:
+                        if made is not None:
+                            made.register_prehook(refuse)
+                    return grads
 
                 function.backward = staticmethod(backward)
                 return True

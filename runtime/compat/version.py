@@ -28,6 +28,7 @@ torch._C._dispatch_has_kernel_for_dispatch_key
 torch._C._distributed_c10d._resolve_process_group
 torch._C._dynamo.eval_frame.set_code_exec_strategy
 torch._C._functions.AccumulateGrad
+torch._C._functorch.is_functorch_wrapped_tensor
 torch._C._is_any_autocast_enabled
 torch._C._set_grad_enabled
 torch._C._will_engine_execute_node
@@ -44,6 +45,7 @@ torch._dynamo.types.FrameAction
 torch._dynamo.types.FrameExecStrategy
 torch._dynamo.variables.builder.VariableBuilder.wrap_module
 torch._dynamo.variables.builtin.BuiltinVariable
+torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
 torch._functionalize_has_data_mutation
 torch._guards.CompileContext.current_compile_id
 torch._guards.Guard

@@ -57,15 +57,14 @@ def _move(x: torch.Tensor, dim: int, sizes: Sequence[int], axis: Axis, back: boo
 class _Regroup(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, dim: int, sizes: tuple[int, ...], axis: Axis
+        ctx: Any, x: torch.Tensor, dim: int, sizes: tuple[int, ...], axis: Axis, back: bool
     ) -> torch.Tensor:
-        ctx.of = (dim, sizes, axis)
-        return _move(x, dim, sizes, axis, back=False)
+        ctx.of = (dim, sizes, axis, not back)
+        return _move(x, dim, sizes, axis, back)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dim, sizes, axis = ctx.of
-        return _move(grad, dim, sizes, axis, back=True), None, None, None
+        return _Regroup.apply(grad, *ctx.of), None, None, None, None
 
 
 def regroup(x: torch.Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> torch.Tensor:
@@ -73,7 +72,7 @@ def regroup(x: torch.Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> torc
 
     Every size must be a multiple of the axis size. Same shape as `x`.
     """
-    out: torch.Tensor = _Regroup.apply(x, dim, tuple(sizes), axis)
+    out: torch.Tensor = _Regroup.apply(x, dim, tuple(sizes), axis, False)
     return out
 
 

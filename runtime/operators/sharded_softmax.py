@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from autoshard.runtime.collectives import Axis, all_reduce
 
@@ -22,6 +23,7 @@ class _Softmax(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable  # autograd knows no derivative of the collectives in it
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (out,) = ctx.saved_tensors
         dim, log, axis = ctx.of
@@ -64,6 +66,7 @@ class _LogSumExp(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, out = ctx.saved_tensors
         return grad * (x - out.masked_fill(out.isinf(), 0)).exp(), None, None

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from autoshard.runtime.collectives import Axis, all_reduce, chunk_bounds
 
@@ -72,6 +73,7 @@ class _TokenLosses(torch.autograd.Function):
         return log_sum - total[1], spread
 
     @staticmethod
+    @once_differentiable  # autograd knows no derivative of the sum over the ranks in it
     def backward(
         ctx: Any, grad: torch.Tensor, grad_spread: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autoshard.runtime.collectives import Axis, I, P, State, convert, gradient_value, reduce_wide
+from autoshard.runtime.errors import AutoshardError, message
 
 SINGLE, ACCUMULATE, FLUSH = "single", "accumulate", "flush"
 """Work of a backward on gradients: reduce its own; add them to the pending ones and reduce
@@ -64,7 +65,7 @@ def unshard(
     """
     if axis.size == 1:
         return x
-    if not x.is_floating_point():
+    if not (x.is_floating_point() or x.is_complex()):
         return convert(x, src, I, axis, extent)
     return _Unshard.apply(x, src, axis, extent, use, pending, microbatch)
 
@@ -81,30 +82,68 @@ class _Unshard(torch.autograd.Function):
         pending: torch.Tensor | None,
         microbatch: str,
     ) -> torch.Tensor:
-        ctx.of = (x.dtype, gradient_value(src), axis, use, microbatch)
+        ctx.of = (x.dtype, src, axis, extent, use, microbatch)
         # not save_for_backward: microbatches write to it between this forward and its backward
         ctx.pending = pending
-        low = x if use.param is None else x.to(use.param)
+        low = x if use.param is None or x.is_complex() else x.to(use.param)
         out = convert(low, src, I, axis, extent)
         return x.view_as(x) if out is x else out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        dtype, dst, axis, use, microbatch = ctx.of
+        dtype, src, axis, extent, use, microbatch = ctx.of
         if grad.is_sparse:  # of a sparse embedding
             grad = grad.to_dense()
         nothing = (None,) * 6
+        again = torch.is_grad_enabled() and grad.requires_grad
+        if again and microbatch == ACCUMULATE:
+            raise AutoshardError(
+                message(
+                    "a second derivative (create_graph=True) inside autoshard.no_sync, where the "
+                    "gradients of the ranks wait for each other",
+                    remedy="Run the forward whose gradient is differentiated outside of no_sync.",
+                )
+            )
         if microbatch == ACCUMULATE:
             ctx.pending.add_(grad)
             return None, *nothing
         if microbatch == FLUSH and ctx.pending is not None:
             grad = ctx.pending + grad
             ctx.pending.zero_()
-        return reduced(grad, dst, axis, use).to(dtype), *nothing
+        if again:
+            return _Reduce.apply(grad, dtype, src, axis, extent, use), *nothing
+        return reduced(grad, gradient_value(src), axis, use).to(dtype), *nothing
+
+
+class _Reduce(torch.autograd.Function):
+    """The backward of `_Unshard` where it is differentiated again: each is the other's backward.
+
+    With the mean over the ranks too: what a rank computes counts 1/n in the loss of them all, and
+    so does its part of a second derivative, by the mean that it meets on its way to the parameter.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        grad: torch.Tensor,
+        dtype: torch.dtype,
+        src: State,
+        axis: Axis,
+        extent: int | None,
+        use: ParameterPolicy,
+    ) -> torch.Tensor:
+        ctx.of = (src, axis, extent, use)
+        return reduced(grad, gradient_value(src), axis, use).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return unshard(grad, *ctx.of), *(None,) * 5
 
 
 def reduced(grad: torch.Tensor, dst: State, axis: Axis, use: ParameterPolicy) -> torch.Tensor:
     """The ranks' gradients summed or averaged over the axis, to I or S(d)."""
+    if grad.is_complex():
+        use = use._replace(reduce=None, accumulate=None)
     if use.reduce is not None:
         grad = grad.to(use.reduce)
     if use.average:

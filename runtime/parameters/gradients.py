@@ -18,6 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import compat
+from autoshard.runtime.errors import AutoshardError, message
 
 
 class GradientLayout(NamedTuple):
@@ -65,7 +66,16 @@ def unalias(
         nbytes = [0 if grad is None else grad.nbytes for grad in grads]
     else:
         nbytes = layout.nbytes
-    held = [(grad.data_ptr(), i) for i, grad in enumerate(grads) if grad is not None]
+    try:
+        held = [(grad.data_ptr(), i) for i, grad in enumerate(grads) if grad is not None]
+    except RuntimeError as error:  # what a batch of vmap's has is not memory of its own
+        raise AutoshardError(
+            message(
+                "gradients of stored parameters were asked for in one batch, by is_grads_batched "
+                "or vectorize",
+                remedy="Take them one by one, in a loop over grad_outputs.",
+            )
+        ) from error
     held.sort()
     found = list(grads)
     end, overlap = 0, set()

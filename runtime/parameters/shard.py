@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import SparseAdam
 
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree
@@ -133,6 +134,18 @@ def _check(
                 )
             )
         placements_of(states, mesh.axes, parameter.dim())
+        for optimizer in owners.optimizers:
+            groups = optimizer.param_groups if isinstance(optimizer, SparseAdam) else []
+            if any(p is parameter for group in groups for p in group["params"]):
+                raise AutoshardError(
+                    message(
+                        f"{names[parameter]} of shape {tuple(parameter.shape)} is trained by "
+                        "SparseAdam, which takes sparse gradients only, and the gradient of a "
+                        "stored parameter is dense",
+                        remedy="Use Adam for it, or SGD or Adagrad, whose steps are the same for "
+                        "sparse and dense gradients.",
+                    )
+                )
 
 
 def _agree(

@@ -13,7 +13,7 @@ from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters.accumulation import on_backward_done
 from autoshard.runtime.parameters.data_unsharding import ACCUMULATE, SINGLE, deferred_at, unshard
 from autoshard.runtime.parameters.gradients import GradientLayouts, accumulate, unalias
-from autoshard.runtime.parameters.layout import extents, stored_states
+from autoshard.runtime.parameters.layout import extents, part_like, stored_states
 from autoshard.runtime.parameters.record import pending_of, policy_of
 
 
@@ -35,6 +35,9 @@ def unshard_parameter(
         dtype = None
     if not isinstance(parameter, DTensor):
         return parameter if dtype is None else parameter.to(dtype)
+    if compat.transforming():  # whose constant the whole is: no collective is vectorized
+        with compat.outside_transforms():
+            return unshard_parameter(parameter, microbatch, dtype)
     states = stored_states(parameter)
     axes = axes_of(parameter.device_mesh)
     sizes = extents(parameter.shape, states, axes)
@@ -118,4 +121,29 @@ class _Unwrap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in grads):
+            pairs = zip(ctx.parameters, grads)
+            return None, *[None if g is None else _WrapGradient.apply(g, (p,)) for p, g in pairs]
         return None, *accumulate(ctx, ctx.parameters, unalias(grads, ctx.known))
+
+
+class _WrapGradient(torch.autograd.Function):
+    """The backward of `_Unwrap` where it is differentiated again: each is the other's backward."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, grad: torch.Tensor, of: tuple[DTensor]
+    ) -> DTensor:
+        (ctx.parameter,) = of  # in a tuple: it is no operand
+        grad = grad.detach()
+        return compat.dtensor_like(ctx.parameter, grad.to_dense() if grad.is_sparse else grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:  # type: ignore[override]
+        parameter: DTensor = ctx.parameter
+        with compat.plain_attributes():
+            if not isinstance(grad, DTensor):
+                grad = part_like(grad, parameter)
+            elif tuple(grad.placements) != tuple(parameter.placements):
+                grad = grad.redistribute(placements=parameter.placements)
+        return unwrap(grad)[0], None

@@ -53,6 +53,31 @@ def test_views_become_one_reshape() -> None:
     assert report.hits == 2
 
 
+def test_a_part_written_into_a_complex_tensor_is_joined() -> None:
+    def fn(m: Any, x: T) -> T:
+        z = torch.complex(m.lin(x), x)
+        out = torch.zeros_like(z)
+        out[:, :3] = z[:, 5:]
+        out[1:3, -2:] = z[:2, :2] * 2
+        out[-1] = z[0]
+        out[2, 4] = z[3, 3]
+        out[3:1] = 1
+        return torch.view_as_real(out * z)
+
+    names, _, _ = canonical(fn, x48())
+    assert "cat.default" in names and not any("scatter" in name for name in names)
+
+
+def test_a_strided_part_of_a_complex_tensor_is_kept() -> None:
+    def fn(m: Any, x: T) -> T:
+        out = torch.complex(x, x)
+        out[:, ::2] = 1
+        return torch.view_as_real(out)
+
+    names, _, _ = canonical(fn, x48(), backward=False)
+    assert "slice_scatter.default" in names
+
+
 def test_the_size_of_a_repetition_is_not_said_twice() -> None:
     def fn(m: Any, x: T) -> T:
         return torch.repeat_interleave(m.lin(x), 2, dim=0, output_size=8).relu()

@@ -50,7 +50,9 @@ def whole(locals_: list[torch.Tensor], kind: State) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(4, 8, 4), (5, 7, 9)], ids=["even", "uneven"])
 @pytest.mark.parametrize("n", [2, 4])
-def test_every_pair_returns_value_and_gradient(n: int, shape: tuple[int, ...]) -> None:
+def test_every_pair_returns_value_gradient_and_second_derivative(
+    n: int, shape: tuple[int, ...]
+) -> None:
     torch.manual_seed(0)
     x = torch.randn(shape, dtype=torch.float64)
     grad = torch.randn(shape, dtype=torch.float64)
@@ -61,17 +63,23 @@ def test_every_pair_returns_value_and_gradient(n: int, shape: tuple[int, ...]) -
         extent = shape[dim] if dim is not None and shape[dim] % n else None
 
         def rank(axis: Axis, xs=xs, grads=grads, src=src, dst=dst, extent=extent):
-            leaf = xs[axis.rank].requires_grad_()
+            leaf = xs[axis.rank].detach().requires_grad_()
+            given = grads[axis.rank].requires_grad_()
             out = redistribute(leaf, src, dst, axis, extent)
-            out.backward(grads[axis.rank])
-            return out.detach(), leaf.grad
+            (back,) = torch.autograd.grad(out, leaf, given, create_graph=True)
+            # the derivative of the backward with respect to what it was given: the change itself
+            (again,) = torch.autograd.grad(back, given, xs[axis.rank])
+            return out.detach(), back.detach(), again
 
         results = run_ranks(n, rank)
-        label = f"{src} -> {dst}"
-        got = whole([out for out, _ in results], forward_value(dst))
-        torch.testing.assert_close(got, x, msg=lambda m, label=label: f"{label} value: {m}")
-        got = whole([g for _, g in results], gradient_value(src))
-        torch.testing.assert_close(got, grad, msg=lambda m, label=label: f"{label} gradient: {m}")
+        for i, name, state, wanted in (
+            (0, "value", forward_value(dst), x),
+            (1, "gradient", gradient_value(src), grad),
+            (2, "second derivative", forward_value(dst), x),
+        ):
+            label = f"{src} -> {dst} {name}"
+            got = whole([result[i] for result in results], state)
+            torch.testing.assert_close(got, wanted, msg=lambda m, label=label: f"{label}: {m}")
 
 
 def test_a_failing_rank_fails_all_and_hangs_none() -> None:

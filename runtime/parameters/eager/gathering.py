@@ -21,6 +21,7 @@ READ_EVERYWHERE = (
 def unsharded(x: DTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The whole of a stored tensor, plain and differentiable, in `dtype` if it is floating."""
     what = f"read of a stored tensor of shape {tuple(x.shape)}"
-    with compat.plain_attributes(), announced(what, axes_of(x.device_mesh), READ_EVERYWHERE):
+    outside, plain = compat.outside_transforms(), compat.plain_attributes()
+    with outside, plain, announced(what, axes_of(x.device_mesh), READ_EVERYWHERE):
         # what is gathered along an inner dim has other strides than `x` says
         return unshard_parameter(resolved(x), microbatch_of(x), dtype).contiguous()

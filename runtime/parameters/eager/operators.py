@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard.runtime import compat
+from autoshard.runtime.errors import AutoshardError, message
 from autoshard.runtime.parameters.eager import operator_names as names
 from autoshard.runtime.parameters.eager.foreach_operators import apply_to_lists
 from autoshard.runtime.parameters.eager.gathering import unsharded
@@ -80,6 +81,25 @@ def apply(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, 
         return func(unsharded(args[0]))
     if op in names.MEMORY:
         return func(_kept_whole(args[0]))
+    return _on_whole(cls, func, args, kwargs)
+
+
+def apply_in_transform(
+    cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """As `apply`, inside of a transform of torch.func, to which stored tensors are constants."""
+    tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+    if not any(map(compat.in_transform, tensors)):
+        with compat.outside_transforms():
+            return apply(cls, func, args, kwargs)
+    if type(args[0]) is cls and (names.operator(func.__name__).writes or "out" in kwargs):
+        raise AutoshardError(
+            message(
+                f"{func.__name__} of a stored tensor of shape {tuple(args[0].shape)} writes a "
+                "value that a transform of torch.func maps or differentiates",
+                remedy="Return the value from the function, and write it outside.",
+            )
+        )
     return _on_whole(cls, func, args, kwargs)
 
 

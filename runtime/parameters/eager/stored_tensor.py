@@ -37,6 +37,8 @@ class StoredTensor(DTensor):
                 return func(*args, **(kwargs or {}))
         if torch.compiler.is_compiling():  # what Dynamo asks of it while it traces is of a DTensor
             return operators.native(cls, func, args, kwargs or {})
+        if compat.transforming():
+            return operators.apply_in_transform(cls, func, args, kwargs or {})
         return operators.apply(cls, func, args, kwargs or {})
 
     @compat.never_a_frame

@@ -100,7 +100,9 @@ def _marked(out: Any, source: _Source) -> Any:
     storage = source.whole.untyped_storage().data_ptr()
 
     def mark(x: torch.Tensor) -> torch.Tensor:
-        if type(x) is WholeView or isinstance(x, DTensor) or not x.numel():
+        if type(x) is WholeView or isinstance(x, DTensor) or compat.in_transform(x):
+            return x
+        if not x.numel():
             return x
         if x.layout is not torch.strided or x.untyped_storage().data_ptr() != storage:
             return x

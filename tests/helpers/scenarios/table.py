@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from scenarios import calls, copies, libraries, optimizers, reads, surgery, wrappers, writes
+from scenarios import (
+    calls,
+    copies,
+    derivatives,
+    libraries,
+    optimizers,
+    reads,
+    surgery,
+    wrappers,
+    writes,
+)
 from scenarios.job import Job
 from scenarios.optimizers import OPTIMIZERS, steps_of
 from scenarios.surgery import around_the_first_call
@@ -77,6 +87,14 @@ TRAINING: dict[str, Scenario] = {
     "Embedding(max_norm=1)": optimizers.bounded_embedding,
 }
 
+DERIVATIVES: dict[str, Scenario] = {
+    "gradient penalties": derivatives.gradient_penalties,
+    "products with the Hessian": derivatives.hessian_products,
+    "gradient penalties, inner=eager": derivatives.recorded_by_autograd,
+    "torch.func over a stored model": derivatives.transforms,
+    "autograd.grad in several ways": derivatives.several_ways,
+}
+
 COPIES: dict[str, Scenario] = {
     "AveragedModel": copies.averaged,
     "EMA by hand": copies.averaged_by_hand,
@@ -138,7 +156,15 @@ CALLS: dict[str, Scenario] = {
     "nn.DataParallel around": wrappers.data_parallel_threads,
 }
 
-SCENARIOS: dict[str, Scenario] = {**WRITES, **READS, **TRAINING, **COPIES, **SURGERY, **CALLS}
+SCENARIOS: dict[str, Scenario] = {
+    **WRITES,
+    **READS,
+    **TRAINING,
+    **DERIVATIVES,
+    **COPIES,
+    **SURGERY,
+    **CALLS,
+}
 
 LIBRARIES: dict[str, Scenario] = {
     "accelerate": libraries.accelerated,
@@ -184,6 +210,7 @@ QUICK = (
     "parameters_to_vector, vector_to_parameters",
     "optimizer in backward",
     "GradScaler",
+    "gradient penalties",
     "AveragedModel",
     "deepcopy",
     "state dict files",
@@ -205,16 +232,9 @@ FURTHER = (
     "Adafactor",
     "L2 and L1 over parameters() beside the loss",
     "optimizer in backward",
+    "gradient penalties",
+    "Embedding(sparse=True)",
     "deepcopy",
     "weight_norm",
     "mixture with torch.where",
 )
-
-#: "MESH: SCENARIO", or a scenario for every mesh -> why it does not pass yet.
-EXPECTED_TO_FAIL: dict[str, str] = {
-    "Embedding(sparse=True)": "gradients of stored parameters are dense, SparseAdam wants sparse",
-    "Embedding(max_norm=1)": "the renormalisation in a graph writes to a weight of another width",
-    "stateless, MAML": "a second derivative through a stored parameter",
-    "vmap(grad(functional_call)) inside": "the weight is gathered inside of torch.func's transform",
-    "complex slice assignment (FNO)": "torch has no derivative of it for complex numbers",
-}

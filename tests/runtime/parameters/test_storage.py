@@ -240,6 +240,11 @@ def run_unstorable() -> None:
     odd.weight = type("Quantised", (nn.Parameter,), {})(torch.ones(2, 2))
     with pytest.raises(AutoshardError, match=r"Linear\.weight .* it is a Quantised"):
         shard_parameters({odd.weight: {"tp": "I"}}, tp(), broadcast=True)
+    table = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters())
+    with pytest.raises(AutoshardError, match=r"Embedding\.weight .* is trained by SparseAdam"):
+        shard_parameters({table.weight: {"tp": "S(0)"}}, tp(), broadcast=True)
+    del optimizer
     plain = nn.Linear(2, 2)
     states = {plain.bias: {"tp": "S(0)"}, plain.weight: {"tp": "S(2)"}}
     with pytest.raises(AutoshardError, match=r"2 dims cannot be stored as Shard\(2\)"):
