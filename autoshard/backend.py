@@ -55,6 +55,10 @@ from autoshard.runtime.parameters import (
 )
 from autoshard.runtime.randomness import TRACKER, draw_apart
 
+BY_NAME = frozenset({"rng", "recover_masks"})
+"""Options for which one process builds a program too: it draws what a mesh of any size draws, and
+its masks are recovered. Without them the inner compiler gets Dynamo's graph as it is."""
+
 
 def autoshard(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None
@@ -63,7 +67,7 @@ def autoshard(
     inputs = compat.graph_inputs(gm)
     device = device_type(inputs)
     world = start_world(device)
-    if world > 1 or "rng" in (options or {}):  # else the inner compiler gets the graph as it is
+    if world > 1 or BY_NAME & (options or {}).keys():  # else the inner compiler gets the graph
         compat.specialize_floats(gm)
     with attempt(), CollectiveRegion("the compilation of a graph", ()):
         return _compile(gm, example_inputs, inputs, device, options or {})
@@ -105,12 +109,11 @@ def _compile(
     draw_apart(data_coordinate(mesh))
     TRACKER.place(mesh.axis("tp").rank, data_coordinate(mesh))
     _cast_inputs(inputs, use_by(config, mesh))
-    if mesh.size == 1 and "rng" not in options:
+    if mesh.size == 1 and not BY_NAME & options.keys():
         return compile_local(gm, list(example_inputs), config.inner)
     if settings().unsharded:
         refuse_unsharded({axis.name: axis.size for axis in mesh.axes})
         return compile_local(gm, list(example_inputs), config.inner)
-    # one process that asks for `rng` by name draws what a mesh of any size draws
     program = build_agreed(gm, example_inputs, inputs, mesh, config, device)
     program.chosen = choice.line
     planned = unplanned_parameters(inputs, program)

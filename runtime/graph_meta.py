@@ -26,6 +26,9 @@ OUTPUT_EXTENTS = "output_extents"
 PENDING_INPUTS = "pending"
 """list of PendingInput: the inputs after the user's. DataParallel; the backend, Program.memory."""
 
+ATTENTION_MASKS = "attention_masks"
+"""Counter of MaskFound: what the masks of attention were found to be. RecoverMasks; explain."""
+
 # Of a node.
 
 DIFF = "diff"

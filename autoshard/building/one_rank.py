@@ -126,7 +126,7 @@ def plan_captured(
     """Plan a captured graph on the axis tp of `mesh`; the passes before the plan change it."""
     axis = mesh.axis("tp")
     serial = captured
-    prepare(serial, axis, config.rng == "tracker", watch)
+    prepare(serial, axis, config.rng == "tracker", watch, config.recover_masks)
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
     parameters: dict[fx.Node, str] = {}
     stored: dict[fx.Node, State] = {}
