@@ -15,7 +15,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.passes.index_rules import RULES
-from autoshard.passes.index_values import Affine, IndexedTensor, Number, Piecewise, Value, broadcast
+from autoshard.passes.index_values import Affine, Indexed, Number, Piecewise, Value, broadcast
 from autoshard.planning import packet
 
 aten = torch.ops.aten
@@ -86,7 +86,7 @@ class IndexFunctions:
         found = self._known[node]
         if isinstance(found, NotIndexed):
             raise found
-        return IndexedTensor(found, val)
+        return Indexed(found, val)
 
 
 def _exact(found: Affine, val: torch.Tensor) -> bool:
@@ -111,7 +111,7 @@ def _by_number(node: fx.Node, args: Any, kwargs: Any) -> Value | None:
     leaves = pytree.arg_tree_leaves(*args, **kwargs)
     if any(isinstance(leaf, torch.SymInt) for leaf in leaves):
         return None
-    operands = [(leaf, broadcast(leaf, val)) for leaf in leaves if isinstance(leaf, IndexedTensor)]
+    operands = [(leaf, broadcast(leaf, val)) for leaf in leaves if isinstance(leaf, Indexed)]
     if any(isinstance(v, Affine) and not v.constant for _, v in operands):
         return None
     choices = [v for _, v in operands if isinstance(v, Piecewise)]
@@ -122,7 +122,7 @@ def _by_number(node: fx.Node, args: Any, kwargs: Any) -> Value | None:
         def number(leaf: Any) -> Any:
             if isinstance(leaf, torch.device):
                 return torch.device("cpu")
-            if not isinstance(leaf, IndexedTensor):
+            if not isinstance(leaf, Indexed):
                 return leaf
             value = leaf.value
             if isinstance(value, Piecewise):

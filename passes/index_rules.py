@@ -10,7 +10,7 @@ import torch
 from autoshard.passes.index_values import (
     Affine,
     Condition,
-    IndexedTensor,
+    Indexed,
     Number,
     Piecewise,
     Value,
@@ -47,31 +47,31 @@ def _full(val: torch.Tensor, *args: Any, **kwargs: Any) -> Value | None:
 # Moving dims
 
 
-def _same(val: torch.Tensor, x: IndexedTensor, *args: Any, **kwargs: Any) -> Value | None:
+def _same(val: torch.Tensor, x: Indexed, *args: Any, **kwargs: Any) -> Value | None:
     return x.value if val.dtype == x.fake.dtype and same_shape(val, x.fake) else None
 
 
-def _unsqueeze(val: torch.Tensor, x: IndexedTensor, dim: int) -> Value:
+def _unsqueeze(val: torch.Tensor, x: Indexed, dim: int) -> Value:
     dims: list[int | None] = list(range(x.fake.dim()))
     dims.insert(dim % val.dim(), None)
     return moved(x.value, x.fake, dims, val)
 
 
-def _expand(val: torch.Tensor, x: IndexedTensor, *args: Any, **kwargs: Any) -> Value:
+def _expand(val: torch.Tensor, x: Indexed, *args: Any, **kwargs: Any) -> Value:
     return broadcast(x, val)
 
 
-def _transpose(val: torch.Tensor, x: IndexedTensor, first: int, second: int) -> Value:
+def _transpose(val: torch.Tensor, x: Indexed, first: int, second: int) -> Value:
     dims: list[int | None] = list(range(val.dim()))
     dims[first], dims[second] = dims[second], dims[first]
     return moved(x.value, x.fake, dims, val)
 
 
-def _permute(val: torch.Tensor, x: IndexedTensor, order: list[int]) -> Value:
+def _permute(val: torch.Tensor, x: Indexed, order: list[int]) -> Value:
     return moved(x.value, x.fake, [d % val.dim() for d in order], val)
 
 
-def _reshape(val: torch.Tensor, x: IndexedTensor, *args: Any) -> Value | None:
+def _reshape(val: torch.Tensor, x: Indexed, *args: Any) -> Value | None:
     """Only dims of size 1 come or go; one number may take any shape."""
     if isinstance(x.value, Affine) and x.value.constant:
         return constant(x.value.offset, val)
@@ -87,7 +87,7 @@ def _reshape(val: torch.Tensor, x: IndexedTensor, *args: Any) -> Value | None:
 
 def _slice(
     val: torch.Tensor,
-    x: IndexedTensor,
+    x: Indexed,
     dim: int = 0,
     start: Any = None,
     end: Any = None,
@@ -105,9 +105,9 @@ def _slice(
     return mapped(x.value, cut)
 
 
-def _index(val: torch.Tensor, x: IndexedTensor, indices: list[Any]) -> Value | None:
+def _index(val: torch.Tensor, x: Indexed, indices: list[Any]) -> Value | None:
     """x[i, j, ...] with an affine index for each of the first dims."""
-    if not isinstance(x.value, Affine) or not all(isinstance(i, IndexedTensor) for i in indices):
+    if not isinstance(x.value, Affine) or not all(isinstance(i, Indexed) for i in indices):
         return None
     rest = x.fake.dim() - len(indices)
     joined = val.dim() - rest  # the dims that the indices have together
@@ -146,11 +146,11 @@ def _inside(index: Affine, fake: torch.Tensor, size: Size) -> bool:
 
 def _diff(
     val: torch.Tensor,
-    x: IndexedTensor,
+    x: Indexed,
     n: int = 1,
     dim: int = -1,
-    prepend: IndexedTensor | None = None,
-    append: IndexedTensor | None = None,
+    prepend: Indexed | None = None,
+    append: Indexed | None = None,
 ) -> Value | None:
     """The step along `dim`, where the element before the first is one step less too."""
     if n != 1 or append is not None or not isinstance(x.value, Affine):
@@ -171,7 +171,7 @@ def _diff(
     return constant(step, val)
 
 
-def _cumsum(val: torch.Tensor, x: IndexedTensor, dim: int, **kwargs: Any) -> Value | None:
+def _cumsum(val: torch.Tensor, x: Indexed, dim: int, **kwargs: Any) -> Value | None:
     if not isinstance(x.value, Affine) or not x.value.constant or val.dtype.is_floating_point:
         return None
     each = int(x.value.offset)
@@ -182,7 +182,7 @@ def _cumsum(val: torch.Tensor, x: IndexedTensor, dim: int, **kwargs: Any) -> Val
 def _triangle(sign: int) -> Callable[..., Value | None]:
     """tril (1) or triu (-1) of one number: kept where sign * (row + diagonal - column) >= 0."""
 
-    def rule(val: torch.Tensor, x: IndexedTensor, diagonal: int = 0) -> Value | None:
+    def rule(val: torch.Tensor, x: Indexed, diagonal: int = 0) -> Value | None:
         if not isinstance(x.value, Affine) or not x.value.constant:
             return None
         slopes = [0] * (val.dim() - 2) + [sign, -sign]
@@ -216,7 +216,7 @@ def _as_affine(operand: Any, val: torch.Tensor) -> Affine | None:
     """An integer operand over the dims of the result `val`."""
     if isinstance(operand, int):
         return Affine(operand, (0,) * val.dim())
-    if not isinstance(operand, IndexedTensor) or operand.fake.dtype.is_floating_point:
+    if not isinstance(operand, Indexed) or operand.fake.dtype.is_floating_point:
         return None
     found = broadcast(operand, val)
     return found if isinstance(found, Affine) else None
@@ -252,11 +252,7 @@ def _choice(condition: Condition, yes: bool) -> Value:
 
 def _both(val: torch.Tensor, a: Any, b: Any) -> Value | None:
     """The and of two masks."""
-    if (
-        val.dtype != torch.bool
-        or not isinstance(a, IndexedTensor)
-        or not isinstance(b, IndexedTensor)
-    ):
+    if val.dtype != torch.bool or not isinstance(a, Indexed) or not isinstance(b, Indexed):
         return None
     x, y = _positive(broadcast(a, val)), _positive(broadcast(b, val))
     for one, other in ((x, y), (y, x)):
@@ -274,7 +270,7 @@ def _positive(value: Value) -> Value:
     return flipped(value) if isinstance(value, Piecewise) and not value.yes else value
 
 
-def _copied(val: torch.Tensor, x: IndexedTensor, *args: Any, **kwargs: Any) -> Value | None:
+def _copied(val: torch.Tensor, x: Indexed, *args: Any, **kwargs: Any) -> Value | None:
     """A copy in another dtype: of positions an integer one, of numbers any."""
 
     def converted(number: Number) -> Number:

@@ -47,7 +47,7 @@ Value = Affine | Piecewise
 
 
 @dataclass(frozen=True)
-class IndexedTensor:
+class Indexed:
     """A tensor operand: its index function, and the fake that has its shape and dtype."""
 
     value: Value
@@ -85,7 +85,7 @@ def mapped(value: Value, change: Callable[[Affine], Affine]) -> Value:
     return Piecewise(conditions, value.yes, value.no)
 
 
-def broadcast(operand: IndexedTensor, val: torch.Tensor) -> Value:
+def broadcast(operand: Indexed, val: torch.Tensor) -> Value:
     new = val.dim() - operand.fake.dim()
     return moved(operand.value, operand.fake, [None] * new + list(range(operand.fake.dim())), val)
 
