@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.building import batch_checker, build_agreed, unplanned_parameters
+from autoshard.building import (
+    agreed_facts,
+    batch_checker,
+    build_agreed,
+    holds,
+    unplanned_parameters,
+)
 from autoshard.capture import device_type
 from autoshard.compiling import (
     check_serving,
@@ -37,7 +43,13 @@ from autoshard.program_registry import ProgramHandle, register
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import CollectiveRegion, agree, attempt, wait_at_most
 from autoshard.runtime.collectives import State, data_axes
-from autoshard.runtime.graph_meta import ENABLE_GRAD, OUTPUT_EXTENTS, OUTPUT_STATES, PENDING_INPUTS
+from autoshard.runtime.graph_meta import (
+    ENABLE_GRAD,
+    FACTS,
+    OUTPUT_EXTENTS,
+    OUTPUT_STATES,
+    PENDING_INPUTS,
+)
 from autoshard.runtime.lazy import LazyGather, wrap_outputs
 from autoshard.runtime.mesh import Mesh, data_coordinate, init_mesh, start_world
 from autoshard.runtime.parameters import (
@@ -114,12 +126,39 @@ def _compile(
     if settings().unsharded:
         refuse_unsharded({axis.name: axis.size for axis in mesh.axes})
         return compile_local(gm, list(example_inputs), config.inner)
-    program = build_agreed(gm, example_inputs, inputs, mesh, config, device)
+    facts = agreed_facts(inputs, mesh.axis("tp"), config)
+    program = build_agreed(gm, example_inputs, inputs, mesh, config, device, facts)
     program.chosen = choice.line
     planned = unplanned_parameters(inputs, program)
     if planned and mesh.size > 1:
         raise compat.RestartTrace(keep=store(planned, mesh, config))
-    return _runner(program, inputs, mesh, config)
+    special = _runner(program, inputs, mesh, config)
+    facts = program.serial.meta.get(FACTS, {})
+    if not facts:
+        return _entry(special, special, facts, batch_checker(inputs, program.axis, config))
+    # every call may have other values: both are made now, while Dynamo takes guards for them
+    general = build_agreed(gm, example_inputs, inputs, mesh, config, device, {})
+    general.chosen = choice.line
+    other = _runner(general, inputs, mesh, config)
+    return _entry(special, other, facts, batch_checker(inputs, program.axis, config))
+
+
+def _entry(
+    special: Callable[[list[Any]], Any],
+    general: Callable[[list[Any]], Any],
+    facts: Mapping[int, str],
+    check: Callable[[list[Any]], None] | None,
+) -> Callable[..., Any]:
+    """What Dynamo calls: the program for calls of which `facts` are true, or the one for any."""
+
+    @compat.not_traced
+    def run(*args: Any) -> Any:
+        values: list[Any] = [a.full_tensor() if isinstance(a, LazyGather) else a for a in args]
+        if check is not None:
+            check(values)
+        return special(values) if holds(facts, values) else general(values)
+
+    return run
 
 
 def _cast_inputs(inputs: list[compat.GraphInput], use: ParameterPolicy) -> None:
@@ -147,7 +186,8 @@ def _cast_inputs(inputs: list[compat.GraphInput], use: ParameterPolicy) -> None:
 
 def _runner(
     program: Program, inputs: list[compat.GraphInput], mesh: Mesh, config: Config
-) -> Callable[..., Any]:
+) -> Callable[[list[Any]], Any]:
+    """The compiled program, as a function of the values of Dynamo's placeholders."""
     local = program.graph_module
     fakes = compat.backend_fakes([n for n in local.graph.nodes if n.op == "placeholder"])
     modes = _modes(program)
@@ -160,7 +200,6 @@ def _runner(
     agree("compiled program", "", [], program.axis)  # nobody runs before everybody can
     register(handle)
     compat.lighten_guards(parameters)
-    check = batch_checker(inputs, program.axis, config)
     sharded = [i for i, item in enumerate(inputs) if isinstance(item.real, DTensor)]
     states = local.meta[OUTPUT_STATES]
     extents = local.meta[OUTPUT_EXTENTS]
@@ -170,11 +209,7 @@ def _runner(
 
     known: GradientLayouts = {}
 
-    @compat.not_traced
-    def run(*args: Any) -> Any:
-        values: list[Any] = [a.full_tensor() if isinstance(a, LazyGather) else a for a in args]
-        if check is not None:
-            check(values)
+    def run(values: list[Any]) -> Any:
         with modes():
             shards = unwrap(*[values[i] for i in sharded], known=known)
             if waiting:

@@ -66,7 +66,9 @@ class IndexFunctions:
         if not isinstance(val, torch.Tensor):
             raise NotIndexed(node, f"{_name(node)} makes no tensor")
         if node.op == "placeholder":
-            raise NotIndexed(node, f"it depends on {node.target}, whose values only a call knows")
+            raise NotIndexed(
+                node, f"it depends on {input_name(node)}, whose values only a call knows"
+            )
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self._operand)
         found = None
         if (rule := RULES.get(node.target)) is not None:
@@ -91,6 +93,11 @@ class IndexFunctions:
 
 def _exact(found: Affine, val: torch.Tensor) -> bool:
     return found.constant or val.dtype in (torch.int32, torch.int64)
+
+
+def input_name(node: fx.Node) -> str:
+    """A placeholder's name as its user knows it; Dynamo's is `l_attention_mask_`."""
+    return str(node.target).removeprefix("l_").removesuffix("_")
 
 
 def _name(node: fx.Node) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import fx
@@ -89,11 +89,14 @@ def prepare(
     axis: Axis,
     tracked: bool = False,
     watch: Watch = SILENT,
-    recover_masks: bool = True,
+    facts: Mapping[int, str] | None = None,
 ) -> list[Report]:
-    """Run the passes that precede planning, in place. tracked: see `InvariantRandom`."""
+    """Run the passes that precede planning, in place. tracked: see `InvariantRandom`. facts: see
+    `RecoverMasks`, which None leaves out."""
     passes: list[Pass] = [Canonicalize(), ExpandGroupedHeads(), SplitRecurrent()]
-    passes += [InvariantRandom(tracked), *([RecoverMasks()] if recover_masks else [])]
+    passes += [InvariantRandom(tracked)]
+    if facts is not None:
+        passes += [RecoverMasks(tuple(facts.items()))]
     return run_stage("serial", passes, gm, Context(axis), watch)
 
 

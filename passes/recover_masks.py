@@ -23,8 +23,10 @@
 The proof is of every entry, for every value of symbolic sizes. A window counts as causal where no
 query has more keys before it.
 
-Not done: a mask that depends on values, and any other, stays as it is; why is in
-`meta[ATTENTION_MASKS]`, for `explain`.
+What is known of the values of inputs (`facts`) counts too; `meta[FACTS]` says which of it the
+graph then depends on.
+
+Not done: any other mask stays as it is; why is in `meta[ATTENTION_MASKS]`, for `explain`.
 """
 
 from __future__ import annotations
@@ -37,16 +39,21 @@ import torch
 from torch import fx
 
 from autoshard.passes.base import Context, Report, user_line
-from autoshard.passes.index_functions import IndexFunctions, NotIndexed
-from autoshard.passes.index_values import Affine, Condition, Value, flipped
+from autoshard.passes.index_functions import IndexFunctions, NotIndexed, input_name
+from autoshard.passes.index_values import Affine, Condition, Value, affine, flipped
 from autoshard.planning import Size, same
-from autoshard.runtime.graph_meta import ATTENTION_MASKS, DIFF
+from autoshard.runtime.graph_meta import ATTENTION_MASKS, DIFF, FACTS
 
 aten = torch.ops.aten
 _ATTENTION = aten.scaled_dot_product_attention.default
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 CAUSAL, EVERYTHING = "causal", "none"
+
+ONES, POSITIONS = "ones", "positions"
+"""What may be known of an input: each element is 1; along the last dim it is 0, 1, 2, ..."""
+
+_SAID = {ONES: "all ones", POSITIONS: "positions that count up"}
 
 
 class MaskFound(NamedTuple):
@@ -62,21 +69,26 @@ class MaskFound(NamedTuple):
 
 @dataclass(frozen=True)
 class RecoverMasks:
-    """See the module's text."""
+    """See the module's text.
+
+    facts: (index of a placeholder, ONES or POSITIONS), of the calls that the graph is for.
+    """
+
+    facts: tuple[tuple[int, str], ...] = ()
 
     name: ClassVar[str] = "recover_masks"
     optional: ClassVar[bool] = True
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
         """Rewrite `gm.graph` in place."""
-        report, functions = Report(self.name), IndexFunctions()
+        report, masks = Report(self.name), _Masks(gm, dict(self.facts))
         found: Counter[MaskFound] = Counter()
         for node in gm.graph.find_nodes(op="call_function", target=_ATTENTION):
             given = {**dict(zip(_NAMES, node.args)), **node.kwargs}
             mask = given.get("attn_mask")
             if not isinstance(mask, fx.Node):
                 continue
-            what = _meaning(mask, functions)
+            what = masks.meaning(mask)
             found[what] += 1
             if what.meaning not in (CAUSAL, EVERYTHING):
                 report.skip(node, what.reason)
@@ -89,19 +101,59 @@ class RecoverMasks:
             node.kwargs = {name: value for name, value in given.items() if value}
             report.hits += 1
         gm.graph.eliminate_dead_code()
-        gm.meta[ATTENTION_MASKS] = found
+        gm.meta[ATTENTION_MASKS], gm.meta[FACTS] = found, masks.used
         return report
 
 
-def _meaning(mask: fx.Node, functions: IndexFunctions) -> MaskFound:
-    line = user_line(mask)
-    if mask.meta.get(DIFF):
-        return MaskFound("dense", "a gradient flows to it", line)
-    try:
-        meaning, reason = proven(functions.of(mask), mask.meta["val"])
-    except NotIndexed as unknown:
-        return MaskFound("dense", str(unknown), user_line(unknown.node) or line)
-    return MaskFound(meaning, reason, line)
+class _Masks:
+    """The masks of one graph; `used`: the facts without which some would stay dense."""
+
+    def __init__(self, gm: fx.GraphModule, facts: dict[int, str]) -> None:
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        self.facts = {placeholders[index]: (index, fact) for index, fact in facts.items()}
+        self.used: dict[int, str] = {}
+        self.always = IndexFunctions()
+        known = {node: _function(node, fact) for node, (_, fact) in self.facts.items()}
+        self.now = IndexFunctions(known)
+
+    def meaning(self, mask: fx.Node) -> MaskFound:
+        found = self._found(mask, self.always)
+        if found.meaning in (CAUSAL, EVERYTHING) or not self.facts:
+            return found
+        now = self._found(mask, self.now)
+        if now.meaning not in (CAUSAL, EVERYTHING):
+            return now
+        needed = [(node, *self.facts[node]) for node in _inputs(mask) if node in self.facts]
+        self.used.update({index: fact for _, index, fact in needed})
+        said = " and ".join(f"{input_name(node)} is {_SAID[fact]}" for node, _, fact in needed)
+        return now._replace(reason=f"{now.reason}, where {said}: checked at each call")
+
+    def _found(self, mask: fx.Node, functions: IndexFunctions) -> MaskFound:
+        line = user_line(mask)
+        if mask.meta.get(DIFF):
+            return MaskFound("dense", "a gradient flows to it", line)
+        try:
+            meaning, reason = proven(functions.of(mask), mask.meta["val"])
+        except NotIndexed as unknown:
+            return MaskFound("dense", str(unknown), user_line(unknown.node) or line)
+        return MaskFound(meaning, reason, line)
+
+
+def _function(node: fx.Node, fact: str) -> Value:
+    shape = node.meta["val"].shape
+    if fact == ONES:
+        return Affine(1, (0,) * len(shape))
+    return affine(0, [0] * (len(shape) - 1) + [1], shape)
+
+
+def _inputs(mask: fx.Node) -> list[fx.Node]:
+    """The placeholders that a value is made of, in the order of the graph."""
+    seen, todo = {mask}, [mask]
+    while todo:
+        new = [n for n in todo.pop().all_input_nodes if n not in seen]
+        seen.update(new)
+        todo += new
+    return [n for n in mask.graph.find_nodes(op="placeholder") if n in seen]
 
 
 def proven(value: Value, mask: torch.Tensor) -> tuple[str, str]:
