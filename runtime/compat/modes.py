@@ -43,7 +43,7 @@ def real_tensors() -> Iterator[None]:
 @contextlib.contextmanager
 def meta_constants() -> Iterator[None]:
     """Fake modes made inside convert what `torch.tensor(..., device="meta")` gives under them, of
-    which torch (2.13 and before) makes no fake: the empty tensor that a key-value cache starts with.
+    which torch (2.13 and before) makes no fake: the empty tensor that a cache starts with.
     """
     made = FakeTensorMode.__init__
 
