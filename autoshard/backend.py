@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.building import batch_checker, build_agreed, unplanned_parameters
+from autoshard.building import (
+    agreed_facts,
+    batch_checker,
+    build_agreed,
+    holds,
+    unplanned_parameters,
+)
 from autoshard.capture import device_type
 from autoshard.compiling import (
     check_serving,
@@ -39,6 +45,7 @@ from autoshard.runtime.agreement import CollectiveRegion, agree, attempt, wait_a
 from autoshard.runtime.collectives import State, data_axes
 from autoshard.runtime.graph_meta import (
     ENABLE_GRAD,
+    FACTS,
     MUTATED,
     OUTPUT_EXTENTS,
     OUTPUT_STATES,
@@ -61,6 +68,10 @@ from autoshard.runtime.parameters import (
 )
 from autoshard.runtime.randomness import TRACKER, draw_apart
 
+BY_NAME = frozenset({"rng", "recover_masks"})
+"""Options for which one process builds a program too: it draws what a mesh of any size draws, and
+its masks are recovered. Without them the inner compiler gets Dynamo's graph as it is."""
+
 
 def autoshard(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None
@@ -69,7 +80,7 @@ def autoshard(
     inputs = compat.graph_inputs(gm)
     device = device_type(inputs)
     world = start_world(device)
-    if world > 1 or "rng" in (options or {}):  # else the inner compiler gets the graph as it is
+    if world > 1 or BY_NAME & (options or {}).keys():  # else the inner compiler gets the graph
         compat.specialize_floats(gm)
     with attempt(), CollectiveRegion("the compilation of a graph", ()):
         return _compile(gm, example_inputs, inputs, device, options or {})
@@ -111,18 +122,44 @@ def _compile(
     draw_apart(data_coordinate(mesh))
     TRACKER.place(mesh.axis("tp").rank, data_coordinate(mesh))
     _cast_inputs(inputs, use_by(config, mesh))
-    if mesh.size == 1 and "rng" not in options:
+    if mesh.size == 1 and not BY_NAME & options.keys():
         return compile_local(gm, list(example_inputs), config.inner)
     if settings().unsharded:
         refuse_unsharded({axis.name: axis.size for axis in mesh.axes})
         return compile_local(gm, list(example_inputs), config.inner)
-    # one process that asks for `rng` by name draws what a mesh of any size draws
-    program = build_agreed(gm, example_inputs, inputs, mesh, config, device)
+    facts = agreed_facts(inputs, mesh.axis("tp"), config)
+    program = build_agreed(gm, example_inputs, inputs, mesh, config, device, facts)
     program.chosen = choice.line
     planned = unplanned_parameters(inputs, program)
     if planned and mesh.size > 1:
         raise compat.RestartTrace(keep=store(planned, mesh, config))
-    return _runner(program, inputs, mesh, config)
+    special = _runner(program, inputs, mesh, config)
+    facts = program.serial.meta.get(FACTS, {})
+    if not facts:
+        return _entry(special, special, facts, batch_checker(inputs, program.axis, config))
+    # every call may have other values: both are made now, while Dynamo takes guards for them
+    general = build_agreed(gm, example_inputs, inputs, mesh, config, device, {})
+    general.chosen = choice.line
+    other = _runner(general, inputs, mesh, config)
+    return _entry(special, other, facts, batch_checker(inputs, program.axis, config))
+
+
+def _entry(
+    special: Callable[[list[Any]], Any],
+    general: Callable[[list[Any]], Any],
+    facts: Mapping[int, str],
+    check: Callable[[list[Any]], None] | None,
+) -> Callable[..., Any]:
+    """What Dynamo calls: the program for calls of which `facts` are true, or the one for any."""
+
+    @compat.not_traced
+    def run(*args: Any) -> Any:
+        values = list(args)
+        if check is not None:
+            check(values)
+        return special(values) if holds(facts, values) else general(values)
+
+    return run
 
 
 def _cast_inputs(inputs: list[compat.GraphInput], use: ParameterPolicy) -> None:
@@ -150,7 +187,8 @@ def _cast_inputs(inputs: list[compat.GraphInput], use: ParameterPolicy) -> None:
 
 def _runner(
     program: Program, inputs: list[compat.GraphInput], mesh: Mesh, config: Config
-) -> Callable[..., Any]:
+) -> Callable[[list[Any]], Any]:
+    """The compiled program, as a function of the values of Dynamo's placeholders."""
     local = program.graph_module
     fakes = compat.backend_fakes([n for n in local.graph.nodes if n.op == "placeholder"])
     modes = _modes(program)
@@ -163,7 +201,6 @@ def _runner(
     agree("compiled program", "", [], program.axis)  # nobody runs before everybody can
     register(handle)
     compat.lighten_guards(parameters)
-    check = batch_checker(inputs, program.axis, config)
     sharded = [i for i, item in enumerate(inputs) if isinstance(item.real, DTensor)]
     states = local.meta[OUTPUT_STATES]
     extents = local.meta[OUTPUT_EXTENTS]
@@ -173,11 +210,7 @@ def _runner(
     waiting: list[PendingInput] = local.meta.get(PENDING_INPUTS, [])
     known: GradientLayouts = {}
 
-    @compat.not_traced
-    def run(*args: Any) -> Any:
-        values = list(args)
-        if check is not None:
-            check(values)
+    def run(values: list[Any]) -> Any:
         taken = arrivals.take(values)
         with modes():
             shards = unwrap(*[values[i] for i in sharded], known=known)

@@ -189,6 +189,10 @@ class Config:
         "Which collectives inside a checkpointed region run again in backward; the results of the "
         "others are kept.",
     )
+    recover_masks: bool = _flag(
+        True,
+        "Attention with a dense mask that is proven causal runs without it (attention.md).",
+    )
     loss_tokens: str = _choice(
         "local",
         ("local", "global"),

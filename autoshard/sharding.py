@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autoshard.building import build_agreed, unplanned_parameters
+from autoshard.building import agreed_facts, build_agreed, unplanned_parameters
 from autoshard.capture import example_device, intercept
 from autoshard.compiling import use_by
 from autoshard.config import Config
@@ -73,7 +73,8 @@ def _shard(
     ) -> tuple[dict[nn.Parameter, State], Mesh]:
         choice = choose(gm, example_inputs, inputs, config, device, batch)
         mesh = init_mesh(choice.mesh, device)
-        program = build_agreed(gm, example_inputs, inputs, mesh, config, device)
+        facts = agreed_facts(inputs, mesh.axis("tp"), config)
+        program = build_agreed(gm, example_inputs, inputs, mesh, config, device, facts)
         return unplanned_parameters(inputs, program), mesh
 
     planned, mesh = intercept(model, args, kwargs, plan)

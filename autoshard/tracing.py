@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from autoshard.building import build_program
+from autoshard.building import batch_facts, build_program
 from autoshard.capture import example_device, intercept
 from autoshard.compiling import use_by
 from autoshard.config import Config
@@ -56,7 +56,10 @@ def trace(
     def plan(
         gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: list[compat.GraphInput]
     ) -> Program:
-        return build_program(gm, example_inputs, inputs, offline, settings, machine, microbatch)
+        facts = batch_facts(inputs)
+        return build_program(
+            gm, example_inputs, inputs, offline, settings, machine, microbatch, facts=facts
+        )
 
     use = use_by(settings, offline)
     with contextlib.nullcontext() if use.param is None else casting(model, use):

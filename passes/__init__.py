@@ -32,3 +32,4 @@ from autoshard.passes.data_parallel import DataParallel, PendingInput
 from autoshard.passes.global_token_mean import GlobalTokenMean
 from autoshard.passes.localize import Localize
 from autoshard.passes.pipeline import OPTIONAL, ORDER, finish, prepare, rank_program, specialize
+from autoshard.passes.recover_masks import ONES, POSITIONS, MaskFound, unrepeated

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import fx
@@ -17,6 +17,7 @@ from autoshard.passes.expand_grouped_heads import ExpandGroupedHeads
 from autoshard.passes.global_token_mean import GlobalTokenMean
 from autoshard.passes.invariant_random import InvariantRandom
 from autoshard.passes.localize import Localize
+from autoshard.passes.recover_masks import RecoverMasks
 from autoshard.passes.reduce_scatter_by_all_to_all import ReduceScatterByAllToAll
 from autoshard.passes.schedule_collectives import ScheduleCollectives
 from autoshard.passes.split_recurrent import SplitRecurrent
@@ -33,7 +34,10 @@ class Stage(NamedTuple):
 
 PIPELINE = (
     # the serial graph, before it is planned
-    Stage("serial", (Canonicalize, ExpandGroupedHeads, SplitRecurrent, InvariantRandom)),
+    Stage(
+        "serial",
+        (Canonicalize, RecoverMasks, ExpandGroupedHeads, SplitRecurrent, InvariantRandom),
+    ),
     # the planned serial graph, which the first pass makes one rank's
     Stage("local", (Localize, DataParallel, GlobalTokenMean)),
     # the forward graph and the backward graph that AOTAutograd makes of it
@@ -81,10 +85,18 @@ def run_stage(
 
 
 def prepare(
-    gm: fx.GraphModule, axis: Axis, tracked: bool = False, watch: Watch = SILENT
+    gm: fx.GraphModule,
+    axis: Axis,
+    tracked: bool = False,
+    watch: Watch = SILENT,
+    facts: Mapping[int, str] | None = None,
 ) -> list[Report]:
-    """Run the passes that precede planning, in place. tracked: see `InvariantRandom`."""
-    passes = (Canonicalize(), ExpandGroupedHeads(), SplitRecurrent(), InvariantRandom(tracked))
+    """Run the passes that precede planning, in place. tracked: see `InvariantRandom`. facts: see
+    `RecoverMasks`, which None leaves out."""
+    passes: list[Pass] = [Canonicalize(), ExpandGroupedHeads(), SplitRecurrent()]
+    passes += [InvariantRandom(tracked)]
+    if facts is not None:
+        passes += [RecoverMasks(tuple(facts.items()))]
     return run_stage("serial", passes, gm, Context(axis), watch)
 
 

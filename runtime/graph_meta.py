@@ -26,6 +26,13 @@ OUTPUT_EXTENTS = "output_extents"
 PENDING_INPUTS = "pending"
 """list of PendingInput: the inputs after the user's. DataParallel; the backend, Program.memory."""
 
+ATTENTION_MASKS = "attention_masks"
+"""Counter of MaskFound: what the masks of attention were found to be. RecoverMasks; explain."""
+
+FACTS = "facts"
+"""dict of int to str: what must be true of the values of placeholders, by their index, in calls of
+the graph. RecoverMasks; the backend."""
+
 # Of a node.
 
 DIFF = "diff"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ def build_agreed(
     mesh: Mesh,
     config: Config,
     device: str,
+    facts: Mapping[int, str],
 ) -> Program:
     """`build_program`, and the proof that every rank of the axis built the same.
 
@@ -37,7 +38,7 @@ def build_agreed(
     and the others PlanMismatchError with it (`attempt` tells them).
     """
     machine = hardware_of(device)
-    program = build_program(gm, example_inputs, inputs, mesh, config, machine)
+    program = build_program(gm, example_inputs, inputs, mesh, config, machine, facts=facts)
     wishes = settings().text()  # of the environment, which may differ between machines
     lines = [wishes, f"hardware: {machine.name}", *plan_lines(program)]
     if config.rng == "tracker":  # values that all ranks hold are drawn from states of one seed

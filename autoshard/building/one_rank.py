@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -79,6 +80,7 @@ def build_program(
     machine: Hardware,
     microbatch: str | None = None,
     even: bool = False,
+    facts: Mapping[int, str] = MappingProxyType({}),
 ) -> Program:
     """Plan one Dynamo graph on the axis tp for `machine`; rewrite it for one rank of the mesh.
 
@@ -95,7 +97,7 @@ def build_program(
     watch = DebugWatch(settings(), mesh.axes)
     captured = capture(gm, example_inputs, dtypes, inference=_is_stored(inputs))
     say_stored(captured, inputs, config)
-    planned = plan_captured(captured, inputs, mesh, config, machine, watch, even)
+    planned = plan_captured(captured, inputs, mesh, config, machine, watch, even, facts)
     serial, decisions, parameters = planned.serial, planned.decisions, planned.parameters
     if axis.size > 1:
         guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
@@ -131,11 +133,12 @@ def plan_captured(
     machine: Hardware,
     watch: Watch = SILENT,
     even: bool = False,
+    facts: Mapping[int, str] = MappingProxyType({}),
 ) -> Planned:
     """Plan a captured graph on the axis tp of `mesh`; the passes before the plan change it."""
     axis = mesh.axis("tp")
     serial = captured
-    prepare(serial, axis, config.rng == "tracker", watch)
+    prepare(serial, axis, config.rng == "tracker", watch, facts if config.recover_masks else None)
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
     parameters: dict[fx.Node, str] = {}
     stored: dict[fx.Node, State] = {}

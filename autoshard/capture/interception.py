@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from autoshard.runtime import compat
 
@@ -34,8 +36,11 @@ def intercept(
 
     compat.trace_as_ours(backend)
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
+    tensors = [*model.parameters(), *pytree.arg_tree_leaves(*args, **(kwargs or {}))]
+    on_meta = any(isinstance(t, torch.Tensor) and t.is_meta for t in tensors)
     try:
-        compiled(*args, **(kwargs or {}))
+        with compat.meta_constants() if on_meta else contextlib.nullcontext():
+            compiled(*args, **(kwargs or {}))
     except Exception as error:
         traced = compat.backend_error(error)
         if isinstance(traced, _Traced):

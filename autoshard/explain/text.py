@@ -11,7 +11,9 @@ from autoshard.explain.costs import folded, named
 from autoshard.explain.facts import Facts
 from autoshard.explain.tables import human, page_width, table
 from autoshard.memory import KINDS, Memory
+from autoshard.passes import MaskFound
 from autoshard.runtime.collectives import I, State, placement_words
+from autoshard.runtime.graph_meta import ATTENTION_MASKS
 
 
 def explain(built: Built, width: int | None = None) -> str:
@@ -28,6 +30,7 @@ def explain(built: Built, width: int | None = None) -> str:
         text_costs.by_module(facts, columns),
         _parameters(facts, columns),
         _unsharded(facts, columns),
+        _masks(facts.built, columns),
         _without_gradient(facts),
         text_costs.collectives(facts, columns),
         text_costs.beside(facts, columns),
@@ -45,6 +48,7 @@ def explain_plan(built: Built, width: int | None = None) -> str:
         text_costs.by_module(facts, columns),
         _parameters(facts, columns),
         _unsharded(facts, columns),
+        _masks(built, columns),
         text_costs.beside(facts, columns),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
@@ -109,6 +113,14 @@ def _unsharded(facts: Facts, width: int) -> str:
         for each, count in facts.whole.items()
     ]
     return table(["not sharded", "", "count", "because", "line"], rows, width) if rows else ""
+
+
+def _masks(built: Built, width: int) -> str:
+    """What the masks of attention were found to be; those that stay dense have no fused kernel on
+    most GPUs."""
+    found: Counter[MaskFound] = built.serial.meta.get(ATTENTION_MASKS, Counter())
+    rows = [[one.meaning, str(n), one.reason, one.where] for one, n in found.items()]
+    return table(["mask of attention", "count", "because", "line"], rows, width) if rows else ""
 
 
 def _without_gradient(facts: Facts) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from autoshard.building import plan_captured
+from autoshard.building import batch_facts, plan_captured
 from autoshard.capture import capture, intercept
 from autoshard.compiling import lowered_dtypes, say_stored, use_by
 from autoshard.config import Config
@@ -161,7 +161,9 @@ def search_captured(
         serial = copied(captured)
         say_stored(serial, inputs, config)
         device = machine.planned({"tp": n})
-        planned = plan_captured(serial, inputs, offline_mesh({"tp": n}, 0), config, device)
+        planned = plan_captured(
+            serial, inputs, offline_mesh({"tp": n}, 0), config, device, facts=batch_facts(inputs)
+        )
         one = profile(
             planned.serial, planned.decisions, planned.parameters, n, machine, config.bucket_bytes
         )

@@ -61,6 +61,15 @@ def packet(node: fx.Node) -> Any:
     return getattr(node.target, "overloadpacket", None)
 
 
+def is_causal(node: fx.Node) -> bool:
+    """Whether a node is attention that skips the keys after each query's own."""
+    if packet(node) not in ATTENTION:
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args)), **node.kwargs}
+    return bool(given.get("is_causal"))
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether an operator may return another name for its operand's memory, by its schema."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view

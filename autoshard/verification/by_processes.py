@@ -109,7 +109,9 @@ class ProcessJob:
             return model
         inner = self.options.get("inner", "aot_eager")
         return torch.compile(
-            model, backend="autoshard", options={"rng": "invariant", "inner": inner}
+            model,
+            backend="autoshard",
+            options={"rng": "invariant", "inner": inner, "recover_masks": False},
         )
 
     def _exact(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.building import build_program
+from autoshard.building import batch_facts, build_program
 from autoshard.capture import intercept
 from autoshard.config import Config
 from autoshard.planning.cost import hardware_of
@@ -94,6 +94,8 @@ def _traced(
         gm: fx.GraphModule, example: Sequence[Any], inputs: list[compat.GraphInput]
     ) -> Program:
         values.extend(int(e) if i.real is None else i.real for i, e in zip(inputs, example))
-        return build_program(gm, example, inputs, mesh, config, hardware_of("cpu"))
+        return build_program(
+            gm, example, inputs, mesh, config, hardware_of("cpu"), facts=batch_facts(inputs)
+        )
 
     return intercept(model, part[0], part[1], plan, dynamic=False), values

@@ -61,6 +61,7 @@ from autoshard.runtime.compat.modes import (
     autocast_is_on,
     autocast_knows,
     explicit_modes,
+    meta_constants,
     real_tensors,
 )
 from autoshard.runtime.compat.replaced import (

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 @contextlib.contextmanager
@@ -34,6 +37,21 @@ def real_tensors() -> Iterator[None]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def meta_constants() -> Iterator[None]:
+    """Fake modes made inside convert what `torch.tensor(..., device="meta")` gives under them, of
+    which torch (2.13 and before) makes no fake: the empty tensor that a cache starts with.
+    """
+    made = FakeTensorMode.__init__
+
+    def init(self: FakeTensorMode, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.allow_non_fake_inputs = True
+
+    with mock.patch.object(FakeTensorMode, "__init__", init):
         yield
 
 

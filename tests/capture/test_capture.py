@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import autoshard
 from autoshard.capture import interpreter
 from autoshard.capture.serial_graph import capture
 from autoshard.errors import CaptureError
@@ -45,6 +46,23 @@ def test_composite_stays_whole(target: str) -> None:
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
     recorder = check(Fn(lambda self, *args: fn(*args)), inputs)
     assert [t for t in recorder.targets() if t != "aten.arange.default"] == [target]
+
+
+def test_an_empty_constant_on_meta() -> None:
+    """A key-value cache starts with one, which torch makes no fake tensor on the meta device."""
+
+    def appended(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        start = torch.tensor([], dtype=x.dtype, device=x.device)
+        return self.lin(torch.cat([start, x], dim=0))  # type: ignore[no-any-return, operator]
+
+    x = torch.empty(4, 8, device="meta")
+    program = autoshard.trace(Fn(appended).to("meta"), (x,), mesh={"tp": 2})
+    assert [
+        n.meta["val"].shape
+        for n in program.serial.graph.find_nodes(
+            op="call_function", target=torch.ops.aten.linear.default
+        )
+    ] == [(4, 8)]
 
 
 # Metadata

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autoshard.building.known_values import batch_facts
 from autoshard.building.one_rank import build_program
 from autoshard.capture import intercept
 from autoshard.config import Config
@@ -49,7 +50,8 @@ def builder(
     ) -> Program:
         config = Config.from_options({"mesh": dict(mesh), **options})
         offline = offline_mesh(dict(mesh), rank)
-        return build_program(*found, offline, config, hardware(hardware_name), microbatch)
+        machine, facts = hardware(hardware_name), batch_facts(found[2])
+        return build_program(*found, offline, config, machine, microbatch, facts=facts)
 
     return build
 
@@ -75,7 +77,8 @@ def programs(
             machine = hardware(settings.pop("hardware", "cpu"))
             config = Config.from_options(settings)
             mesh = offline_mesh(dict(settings["mesh"]), 0)
-            made.append(build_program(gm, example, inputs, mesh, config, machine))
+            facts = batch_facts(inputs)
+            made.append(build_program(gm, example, inputs, mesh, config, machine, facts=facts))
         return made[-1]
 
     intercept(model, args, None, plan)

@@ -48,6 +48,15 @@ class Grouped(nn.Module):
         return y
 
 
+class Masked(Grouped):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, kv = self.q(x).view(2, 3, 4, 4), self.kv(x).view(2, 3, 2, 4).transpose(1, 2)
+        q, kv = q.transpose(1, 2), kv[:, :, None].expand(2, 2, 2, 3, 4).reshape(2, 4, 3, 4)
+        mask = torch.arange(3)[:, None] >= torch.arange(3)
+        y: torch.Tensor = F.scaled_dot_product_attention(q, kv, kv, mask)
+        return y
+
+
 class Random(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -95,6 +104,7 @@ def trace(model: nn.Module, x: torch.Tensor, mesh: dict[str, int], **options: An
 # pass -> (model, input, mesh, the graph it works on)
 SAMPLES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, int], str]] = {
     "canonicalize": (Reshaped, (8, 8), {"tp": 2}, ""),
+    "recover_masks": (Masked, (2, 3, 16), {"tp": 2}, ""),
     "expand_grouped_heads": (Grouped, (2, 3, 16), {"tp": 4}, ""),
     "split_recurrent": (Recurrent, (3, 2, 4), {"tp": 2}, ""),
     "invariant_random": (Random, (4, 8), {"tp": 2}, ""),
@@ -154,7 +164,9 @@ def test_every_pass_keeps_the_contract(one: Any) -> None:
     for call in (".call_function(", ".recompile(", ".lint(", "os.environ", "print("):
         assert call not in source, f"{call} is not a pass's"
     imported = set(re.findall(r"autoshard\.passes\.(\w+) import", source))
-    assert imported <= {"base", "bucketing", "meta"}, "a pass imports no pass"
+    assert imported <= {"base", "bucketing", "index_functions", "index_values"}, (
+        "a pass imports no pass"
+    )
 
 
 def test_the_runner_keeps_the_order_and_refuses_passes_of_another_graph() -> None:
@@ -303,7 +315,7 @@ def test_artifacts_are_in_torchs_structured_trace() -> None:
         trace_log.setLevel(level)
     assert found["plan"] == made.plan.text()
     assert found["explain"].startswith("autoshard: tp=2, ") and "because" in found["explain"]
-    assert found["04-localize_after"] == render(made.graph_module, axes=made.mesh.axes)
+    assert found["05-localize_after"] == render(made.graph_module, axes=made.mesh.axes)
 
 
 def refused_on_rank_one() -> str:

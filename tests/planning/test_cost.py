@@ -200,6 +200,23 @@ def test_flops_agree_with_torch(name: str) -> None:
     assert node_flops(traced(fn, *shapes)) == counter.get_total_flops() > 0
 
 
+@pytest.mark.parametrize("rows,columns", [(8, 8), (3, 8), (8, 3), (1, 1)])
+def test_causal_attention_counts_the_scores_it_computes(rows: int, columns: int) -> None:
+    query, key = torch.zeros(2, 4, rows, 8), torch.zeros(2, 4, columns, 8)
+
+    def flops(causal: bool) -> int:
+        gm = make_fx(
+            lambda q, k: F.scaled_dot_product_attention(q, k, k, is_causal=causal),
+            tracing_mode="fake",
+            pre_dispatch=True,
+        )(query, key)
+        return sum(map(node_flops, gm.graph.nodes))
+
+    seen = int(torch.ones(rows, columns).tril().sum())
+    assert flops(False) == 2 * 2 * 4 * rows * columns * (8 + 8)
+    assert flops(True) == pytest.approx(flops(False) * seen / (rows * columns), abs=1)
+
+
 def test_flops_of_a_recurrent_layer() -> None:
     lstm = torch.nn.LSTM(5, 7, num_layers=2)
     weights = list(lstm.parameters())

@@ -27,6 +27,7 @@ from torch import fx
 
 from autoshard.export.errors import export_error
 from autoshard.export.rank_graph.operators import NONE, UPPER_LEFT, attention
+from autoshard.passes import unrepeated
 
 aten = torch.ops.aten
 
@@ -173,20 +174,8 @@ def _unrepeated(graph: fx.Graph, node: Any) -> Any:
     """The heads that `node`, [b, g * r, s, d], repeats r times each; `node` where it does not."""
     if node.target is aten.slice.Tensor and node.args[1] == 1:
         return _part(graph, node)
-    if node.target is not aten.reshape.default:
-        return node
-    wide = node.args[0]
-    if wide.target is not aten.expand.default or wide.args[0].target is not aten.unsqueeze.default:
-        return node
-    narrow = wide.args[0]
-    source = narrow.args[0]
-    shape, before = wide.meta["val"].shape, narrow.meta["val"].shape
-    if len(shape) != 5 or narrow.args[1] not in (2, -3):
-        return node
-    same = [str(a) == str(b) for a, b in zip(shape, before)]
-    result = node.meta["val"].shape
-    joined = result[1] == shape[1] * shape[2] and len(result) == 4
-    return source if same == [True, True, same[2], True, True] and joined else node
+    found = unrepeated(node)
+    return node if found is None else found
 
 
 def _part(graph: fx.Graph, node: fx.Node) -> fx.Node:

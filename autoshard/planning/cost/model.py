@@ -33,6 +33,7 @@ from autoshard.planning.operators import (
     CONVOLUTIONS,
     LOOKUPS,
     PRODUCTS,
+    is_causal,
     is_view,
     packet,
 )
@@ -152,8 +153,8 @@ def node_bytes(node: fx.Node) -> int:
 def node_flops(node: fx.Node) -> int:
     """Floating-point operations (a multiply-add is two) of a matrix-product-like operator.
 
-    Zero for every other: memory traffic bounds those. Attention counts the whole square of
-    scores, causal or not.
+    Zero for every other: memory traffic bounds those. Causal attention counts the scores that
+    it does not skip, about half of the square; attention with a mask computes all.
     """
     if not isinstance(node.target, torch._ops.OpOverload):
         return 0
@@ -161,7 +162,18 @@ def node_flops(node: fx.Node) -> int:
     if count is None:
         return 0
     args, result = _values(node)
-    return count(args, result)
+    flops = count(args, result)
+    return int(flops * causal_share(node)) if is_causal(node) else flops
+
+
+def causal_share(node: fx.Node) -> float:
+    """The part of the square of scores that causal attention computes: a query's own key and
+    those before it."""
+    query, key = (node.args[i].meta["val"] for i in (0, 1))  # type: ignore[union-attr]
+    rows, columns = hint(query.shape[-2]), hint(key.shape[-2])
+    whole = min(rows, columns)
+    seen = whole * (whole + 1) // 2 + (rows - whole) * columns
+    return seen / (rows * columns)
 
 
 def _values(node: fx.Node) -> tuple[list[Any], Any]:

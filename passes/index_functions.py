@@ -1,0 +1,148 @@
+"""Tensors as functions of their indices: what a graph computes from sizes alone, in closed form.
+
+A mask is a tree of comparisons of indices. Its values are found without computing any, from the
+structure of the tree (index_values.py has the functions, index_rules.py the operators). So the
+answer holds for every index, costs nothing for a million tokens, and holds for symbolic sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autoshard.passes.index_rules import RULES
+from autoshard.passes.index_values import Affine, Indexed, Number, Piecewise, Value, broadcast
+from autoshard.planning import packet
+
+aten = torch.ops.aten
+
+_SELECTIONS = (aten.where, aten.masked_fill)  # pointwise, without the tag
+
+
+class NotIndexed(Exception):
+    """A value that is no such function; the text says why, `node` where."""
+
+    def __init__(self, node: fx.Node, reason: str) -> None:
+        super().__init__(reason)
+        self.node = node
+
+
+class IndexFunctions:
+    """The index functions of the nodes of one graph, found when asked for.
+
+    assumed: those of placeholders, whose values only a call knows.
+    """
+
+    def __init__(self, assumed: Mapping[fx.Node, Value] | None = None) -> None:
+        self._known: dict[fx.Node, Value | NotIndexed] = dict(assumed or {})
+
+    def of(self, node: fx.Node) -> Value:
+        """The index function of a node's value. Raises NotIndexed."""
+        todo = [node]
+        while todo:
+            last = todo[-1]
+            missing = [n for n in last.all_input_nodes if n not in self._known]
+            tensors = [n for n in missing if isinstance(n.meta.get("val"), torch.Tensor)]
+            if last not in self._known and tensors:
+                todo += tensors
+                continue
+            todo.pop()
+            if last not in self._known:
+                try:
+                    self._known[last] = self._found(last)
+                except NotIndexed as unknown:
+                    self._known[last] = unknown
+        found = self._known[node]
+        if isinstance(found, NotIndexed):
+            raise found
+        return found
+
+    def _found(self, node: fx.Node) -> Value:
+        val = node.meta.get("val")
+        if not isinstance(val, torch.Tensor):
+            raise NotIndexed(node, f"{_name(node)} makes no tensor")
+        if node.op == "placeholder":
+            raise NotIndexed(
+                node, f"it depends on {input_name(node)}, whose values only a call knows"
+            )
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self._operand)
+        found = None
+        if (rule := RULES.get(node.target)) is not None:
+            found = rule(val, *args, **kwargs)
+        if found is None and _is_pointwise(node):
+            found = _by_number(node, args, kwargs)
+        if found is None:
+            raise NotIndexed(node, f"{_name(node)} is no comparison of indices that is known")
+        if isinstance(found, Affine) and not _exact(found, val):
+            raise NotIndexed(node, f"{_name(node)} makes {val.dtype} of positions")
+        return found
+
+    def _operand(self, node: fx.Node) -> Any:
+        val = node.meta.get("val")
+        if not isinstance(val, torch.Tensor):
+            return val
+        found = self._known[node]
+        if isinstance(found, NotIndexed):
+            raise found
+        return Indexed(found, val)
+
+
+def _exact(found: Affine, val: torch.Tensor) -> bool:
+    return found.constant or val.dtype in (torch.int32, torch.int64)
+
+
+def input_name(node: fx.Node) -> str:
+    """A placeholder's name as its user knows it; Dynamo's is `l_attention_mask_`."""
+    return str(node.target).removeprefix("l_").removesuffix("_")
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "_opname", node.target))
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    tags = node.target.tags
+    drawn = torch.Tag.nondeterministic_seeded in tags
+    return packet(node) in _SELECTIONS or (torch.Tag.pointwise in tags and not drawn)
+
+
+def _by_number(node: fx.Node, args: Any, kwargs: Any) -> Value | None:
+    """A pointwise operator on numbers and on choices by the same conditions: on the numbers."""
+    val = node.meta["val"]
+    leaves = pytree.arg_tree_leaves(*args, **kwargs)
+    if any(isinstance(leaf, torch.SymInt) for leaf in leaves):
+        return None
+    operands = [(leaf, broadcast(leaf, val)) for leaf in leaves if isinstance(leaf, Indexed)]
+    if any(isinstance(v, Affine) and not v.constant for _, v in operands):
+        return None
+    choices = [v for _, v in operands if isinstance(v, Piecewise)]
+    if any(v.conditions != choices[0].conditions for v in choices):
+        return None
+
+    def result(holds: bool) -> Number:
+        def number(leaf: Any) -> Any:
+            if isinstance(leaf, torch.device):
+                return torch.device("cpu")
+            if not isinstance(leaf, Indexed):
+                return leaf
+            value = leaf.value
+            if isinstance(value, Piecewise):
+                found = value.yes if holds else value.no
+            else:
+                found = value.offset
+            return torch.tensor(found, dtype=leaf.fake.dtype)
+
+        target: Any = node.target
+        known, named = pytree.tree_map(number, (args, kwargs))
+        return torch.as_tensor(target(*known, **named)).to(val.dtype).item()  # type: ignore[no-any-return]
+
+    if not choices:
+        return Affine(result(True), (0,) * val.dim())
+    yes, no = result(True), result(False)
+    return Piecewise(choices[0].conditions, yes, no) if yes != no else Affine(yes, (0,) * val.dim())
