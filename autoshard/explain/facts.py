@@ -18,6 +18,7 @@ from autoshard.memory import Memory, Moment, Step, step_of, summary
 from autoshard.passes import user_line
 from autoshard.planning import global_bytes, value
 from autoshard.runtime.collectives import State
+from autoshard.runtime.graph_meta import DIFF
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,8 @@ class Facts:
     @cached_property
     def trains(self) -> bool:
         """Whether the graph has a backward; one that was called without gradients has none."""
-        return self.built.joint.backward is not None
+        outputs = self.built.serial.graph.output_node().all_input_nodes
+        return any(output.meta.get(DIFF) for output in outputs)
 
     @cached_property
     def collectives(self) -> list[Collective]:
