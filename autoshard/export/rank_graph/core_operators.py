@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
@@ -96,7 +97,9 @@ def _trace(
     def run(*values: Any) -> Any:
         return fx.Interpreter(gm).run(*values)
 
-    with mode, torch.no_grad(), fx.traceback.preserve_node_meta():
+    # tensors that forward makes of numbers are held by the graph, and are not the mode's
+    held = mock.patch.object(mode, "allow_non_fake_inputs", True)
+    with mode, held, torch.no_grad(), fx.traceback.preserve_node_meta():
         traced = make_fx(run, pre_dispatch=True, decomposition_table=table)(*fakes)
     traced.graph.eliminate_dead_code()
     return traced
@@ -177,8 +180,30 @@ def _repeat(x: torch.Tensor, repeats: Sequence[Any]) -> torch.Tensor:
     return x
 
 
+def _index(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Any:
+    """Several indices of neighbouring dims as one of these dims joined."""
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    given = [index for index in indices if index is not None]
+    joined = len(dims) > 1 and dims == list(range(dims[0], dims[0] + len(dims)))
+    if not joined or any(index.dtype == torch.bool for index in given):
+        return NotImplemented
+    flat: Any = None
+    for dim, index in zip(dims, given):
+        size = x.shape[dim]
+        inside = aten.where.self(aten.lt.Scalar(index, 0), aten.add.Tensor(index, size), index)
+        flat = inside if flat is None else aten.add.Tensor(aten.mul.Tensor(flat, size), inside)
+    rest = list(x.shape)
+    x = aten.reshape.default(x, [*rest[: dims[0]], -1, *rest[dims[-1] + 1 :]])
+    return aten.index.Tensor(x, [None] * dims[0] + [flat])
+
+
 def _slice_scatter(
-    x: torch.Tensor, src: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+    x: torch.Tensor,
+    src: torch.Tensor,
+    dim: int = 0,
+    start: Any = None,
+    end: Any = None,
+    step: int = 1,
 ) -> Any:
     """What is written into a range of a dim, between what stays before and behind it."""
     size = x.shape[dim]
@@ -255,6 +280,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.arange.start: _arange_start,
     aten.full_like.default: _full_like,
     aten.empty.memory_format: _empty,
+    aten.index.Tensor: _index,
     aten.repeat.default: _repeat,
     aten.slice_scatter.default: _slice_scatter,
     aten.scatter.value: _scatter_value,

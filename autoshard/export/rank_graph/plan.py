@@ -151,18 +151,21 @@ def plan_inference(model: nn.Module, spec: EngineSpec) -> InferencePlan:
     return plans[0]
 
 
+_DEVICES = r"device='cpu'.* got |devices,? (cpu and|\w+(:\d+)? and cpu|cpu, )"
+
+
 @contextmanager
 def _explaining_devices() -> Iterator[None]:
-    """Torch's error of a tensor that meets the meta device becomes one that says whose it is."""
+    """Torch's error of a tensor of another device becomes one that says whose it is."""
     try:
         yield
     except RuntimeError as error:
-        if not re.search(r"device='meta'.* got |devices, meta and", str(error), re.DOTALL):
+        if not re.search(_DEVICES, str(error), re.DOTALL):
             raise
         raise export_error(
-            "the model makes a tensor on a device of its own, and is traced on the meta device",
-            remedy="Make it where an input is: torch.arange(n, device=x.device); hold what is "
-            f"given by numbers in a buffer. It was traced to:\n{error}",
+            "the model makes a tensor on a device of its own, and is traced on the CPU",
+            remedy="Make it where an input is, torch.arange(n, device=x.device), or name no "
+            f"device. It was traced to:\n{error}",
         ) from error
 
 

@@ -4,10 +4,10 @@
     %4: f32[b,8,s,16] = attention(%q, %k, %v, %m,       %0 = index_select(%k, 1, [0,0,0,0,1,1,1,1])
         scale=0.25, softcap=50.0)                       %1 = matmul(%q, transpose(%0, -1, -2))
                                                         ... tanh(%1 * 0.25 / 50) * 50 ...
-                                                        %4 = matmul(softmax(where(%m, %3, -3.4e38)), ...)
+                                                        %4 = matmul(softmax(where(...)), ...)
 
-With sinks, each row's weights are divided by their sum and the sink's: softmax over one column more,
-without joining it on. Scores are float32.
+With sinks, each row's weights are divided by their sum and the sink's: softmax over one column
+more, without joining it on. Scores are float32.
 """
 
 from __future__ import annotations

@@ -87,9 +87,7 @@ class CachedMasks:
         seen = _seen(self.graph, *self._positions, window)
         if bias is None:
             return seen
-        hidden = call(
-            aten.full.default, ([1, 1, 1, 1], torch.finfo(dtype).min), {"dtype": dtype}
-        )
+        hidden = call(aten.full.default, ([1, 1, 1, 1], torch.finfo(dtype).min), {"dtype": dtype})
         return call(aten.where.self, (seen, bias, hidden))
 
     def _constant(self, value: torch.Tensor) -> fx.Node:

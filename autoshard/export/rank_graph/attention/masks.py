@@ -150,9 +150,7 @@ def _continues(short: Sight, long: Sight, length: int) -> bool:
         return False
     if (short.window or length) != min(long.window or length, length):
         return False
-    return (
-        short.bias is None or long.bias is None or torch.equal(short.bias, long.bias[:, :length])
-    )
+    return short.bias is None or long.bias is None or torch.equal(short.bias, long.bias[:, :length])
 
 
 def _limits(mask: fx.Node) -> bool:

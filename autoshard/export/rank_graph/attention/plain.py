@@ -56,7 +56,8 @@ def plain_attention(
     sights: Sights = {}
     for node in graph.find_nodes(op="call_function", target=attention):
         with graph.inserting_before(node):
-            query, key, value, mask, *_ = node.args
+            given: Any = node.args
+            query, key, value, mask, *_ = given
             heads = _unrepeated(graph, key), _unrepeated(graph, value)
             if heads[0].meta["val"].shape[1] == heads[1].meta["val"].shape[1]:
                 key, value = heads
@@ -77,8 +78,9 @@ def plain_attention(
 
 def _replace(graph: fx.Graph, node: fx.Node) -> None:
     """scaled_dot_product_attention by `operators.attention`."""
-    query, key, value = node.args[:3]
-    rest = dict(zip(("attn_mask", "dropout_p", "is_causal"), node.args[3:]))
+    given: Any = node.args
+    query, key, value = given[:3]
+    rest: dict[str, Any] = dict(zip(("attn_mask", "dropout_p", "is_causal"), node.args[3:]))
     rest.update(node.kwargs)
     if rest.get("dropout_p"):
         raise export_error(f"attention drops out with probability {rest['dropout_p']}", node)

@@ -36,10 +36,10 @@ class _Scores:
     """What stands between a softmax and the product of queries and keys, outermost first.
 
     split: the reshape of [batch * heads, ...] to [batch, heads, ...], where there is one. terms:
-    what is added.
+    what is added, and the reshape where that is of joined heads.
     """
 
-    terms: list[fx.Node] = field(default_factory=list)
+    terms: list[tuple[fx.Node, fx.Node | None]] = field(default_factory=list)
     scale: float = 1.0
     softcap: float | None = None
     sinks: fx.Node | None = None
@@ -57,39 +57,42 @@ def fuse_written(graph: fx.Graph) -> None:
 
 
 def _fuse(graph: fx.Graph, softmax: fx.Node) -> None:
-    final = _values_product(softmax)
+    found = _values_product(softmax)
     scores = _read(softmax.args[0], _Scores())
-    if final is None or scores is None or scores.product is None:
+    if found is None or scores is None or scores.product is None:
         return
-    query, turned = scores.product.args[:2]
-    key = _transposed(turned)
-    value: Any = final.args[1]
-    if key is None:
+    final, dropped, joined = found
+    if dropped != (scores.sinks is not None) or joined != (scores.split is not None):
         return
-    joined = query.meta["val"].dim() == 3  # type: ignore[union-attr]
-    if joined != (scores.split is not None) or query.meta["val"].dim() not in (3, 4):  # type: ignore[union-attr]
+    operands: Any = (*scores.product.args[:2], final.args[1])
+    query, turned, value = operands
+    if any(node.meta["val"].dim() != (3 if joined else 4) for node in operands):
         return
-    query, key = _narrow(query, key, value)
     with graph.inserting_before(final):
+        key = _transposed(graph, turned)
+        query, key = _narrow(query, key, value)
+        if not _fit(query, key, value):
+            return
         if scores.split is not None:
             sizes = [_sizes(graph, query)[0], _sizes(graph, value)[1]]
-            batch, heads = scores.split.args[1][:2]  # type: ignore[index]
+            shape: Any = scores.split.args[1]
+            batch, heads = shape[:2]
 
             def apart(node: Any) -> fx.Node:
-                source = node.args[0] if node.target is aten.reshape.default else None
-                four = isinstance(source, fx.Node) and source.meta["val"].dim() == 4
-                if four and str(source.meta["val"].shape[1]) == str(heads):
-                    return source  # type: ignore[no-any-return]
+                source: Any = node.args[0] if node.target is aten.reshape.default else None
+                if source is not None and source.meta["val"].dim() == 4:
+                    if str(source.meta["val"].shape[1]) == str(heads):
+                        return source  # type: ignore[no-any-return]
                 shape = [batch, heads, *_sizes(graph, node)]
                 return _call(graph, node, aten.reshape.default, node, shape)
 
             query, key, value = apart(query), apart(key), apart(value)
-        terms = [_four(graph, term, scores.split) for term in scores.terms]
-        if any(term is None for term in terms):
-            return
-        mask = terms[0] if terms else None
-        for term in terms[1:]:
-            mask = _call(graph, term, aten.add.Tensor, mask, term)
+        mask: fx.Node | None = None
+        for one, within in scores.terms:
+            term = _apart(graph, one, within)
+            if term is None:
+                return
+            mask = term if mask is None else _call(graph, term, aten.add.Tensor, mask, term)
         kwargs: dict[str, Any] = {"causal": NONE, "scale": scores.scale}
         if scores.softcap is not None:
             kwargs["softcap"] = scores.softcap
@@ -103,19 +106,25 @@ def _fuse(graph: fx.Graph, softmax: fx.Node) -> None:
     final.replace_all_uses_with(new)
 
 
-def _values_product(softmax: fx.Node) -> fx.Node | None:
-    """The product that the weights of a softmax, and nothing else, go into."""
-    node, cut = softmax, False
+def _values_product(softmax: fx.Node) -> tuple[fx.Node, bool, bool] | None:
+    """The product that the weights of a softmax, and nothing else, go into; whether their last
+    column is dropped before, and whether their heads are joined with the batch."""
+    node, dropped, joined = softmax, False, False
     while True:
         users = list(node.users)
         if len(users) != 1:
             return None
         (user,) = users
         if user.target is aten.matmul.default and user.args[0] is node:
-            return user
-        if user.target is aten.slice.Tensor and not cut:
-            cut = True  # the sink's column is dropped
-        elif user.target not in (aten._to_copy.default, aten.reshape.default):
+            return user, dropped, joined
+        last = node.meta["val"].dim() - 1
+        if user.target is aten.slice.Tensor and not dropped:
+            dropped = user.args[1] in (-1, last) and user.args[2:] in ((0, -1), (0, -1, 1))
+            if not dropped:
+                return None
+        elif user.target is aten.reshape.default and not joined:
+            joined = True
+        elif user.target is not aten._to_copy.default:
             return None
         node = user
 
@@ -131,8 +140,12 @@ def _read(node: Any, found: _Scores) -> _Scores | None:
         if node.target is aten._to_copy.default:
             node = args[0]
         elif node.target is aten.sub.Tensor and _is_row(args[1]):
+            if found.sinks is not None or found.softcap is not None:
+                return None
             node = args[0]  # the same for a whole row: softmax takes no notice
         elif node.target is aten.cat.default and found.sinks is None and len(args[0]) == 2:
+            if args[1:] not in ((-1,), (3,)) or node.meta["val"].dim() != 4:
+                return None
             found.sinks = _column(args[0][1])
             node = args[0][0]
             if found.sinks is None or found.terms or found.scale != 1.0:
@@ -148,7 +161,7 @@ def _read(node: Any, found: _Scores) -> _Scores | None:
             inner = [one for one in (left, right) if _leads_to_product(one)]
             if len(inner) != 1:
                 return None
-            found.terms.append(right if inner[0] is left else left)
+            found.terms.append((right if inner[0] is left else left, found.split))
             node = inner[0]
         elif node.target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(
             args[1], (int, float)
@@ -193,16 +206,25 @@ def _column(node: Any) -> fx.Node | None:
     return node if len(shape) == 4 and tuple(shape[2:]) == (1, 1) else None
 
 
-def _transposed(node: Any) -> fx.Node | None:
-    """The keys that are turned."""
-    if not isinstance(node, fx.Node):
-        return None
-    rank = node.meta["val"].dim()
-    if node.target is aten.transpose.int:
-        dims: Any = node.args[1:3]
-        if {dim % rank for dim in dims} == {rank - 1, rank - 2}:
-            return node.args[0]  # type: ignore[return-value]
-    return None
+def _transposed(graph: fx.Graph, turned: fx.Node) -> fx.Node:
+    """The keys whose last two dims were exchanged."""
+    rank = turned.meta["val"].dim()
+    if turned.target is aten.transpose.int:
+        given: Any = turned.args
+        if {dim % rank for dim in given[1:3]} == {rank - 1, rank - 2}:
+            return given[0]  # type: ignore[no-any-return]
+    return _call(graph, turned, aten.transpose.int, turned, -1, -2)
+
+
+def _fit(query: fx.Node, key: fx.Node, value: fx.Node) -> bool:
+    """Whether batches and heads are those of grouped heads, none broadcast."""
+    shapes = [node.meta["val"].shape for node in (query, key, value)]
+    if len({str(shape[0]) for shape in shapes}) != 1:
+        return False
+    if len(shapes[0]) == 3:
+        return True
+    heads = [shape[1] for shape in shapes]
+    return heads[1] == heads[2] and heads[0] % heads[1] == 0
 
 
 def _narrow(query: Any, key: Any, value: fx.Node) -> tuple[Any, Any]:
@@ -216,17 +238,14 @@ def _narrow(query: Any, key: Any, value: fx.Node) -> tuple[Any, Any]:
     return sources[0], sources[1]
 
 
-def _four(graph: fx.Graph, term: fx.Node, split: fx.Node | None) -> fx.Node | None:
-    """A term of [batch, heads, queries, keys]; one of [batch * heads, ...] taken apart."""
-    rank = term.meta["val"].dim()
-    if rank == 4:
+def _apart(graph: fx.Graph, term: fx.Node, split: fx.Node | None) -> fx.Node | None:
+    """A term for scores of [batch, heads, queries, keys]; of [batch * heads, ...] taken apart."""
+    if split is None:
         return term
-    if rank != 3 or split is None:
+    if term.meta["val"].dim() != 3:
         return None
-    batch, heads = split.args[1][:2]  # type: ignore[index]
-    return _call(
-        graph, term, aten.reshape.default, term, [batch, heads, *_sizes(graph, term)]
-    )
+    shape: Any = split.args[1]
+    return _call(graph, term, aten.reshape.default, term, [*shape[:2], *_sizes(graph, term)])
 
 
 def _sizes(graph: fx.Graph, node: fx.Node) -> list[Any]:
@@ -251,9 +270,9 @@ def _call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
 
 def _set(node: fx.Node) -> None:
     """Compute the value of a new node."""
-    args, kwargs = fx.node.map_arg(
-        (node.args, dict(node.kwargs)), lambda n: n.meta["val"]
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    tensor = next(
+        n.meta["val"] for n in node.all_input_nodes if hasattr(n.meta["val"], "fake_mode")
     )
-    tensor = next(n.meta["val"] for n in node.all_input_nodes if hasattr(n.meta["val"], "fake_mode"))
     with tensor.fake_mode, torch.no_grad():
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]

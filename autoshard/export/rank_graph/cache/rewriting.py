@@ -56,8 +56,9 @@ def with_cache(
 
     inputs: targets of the caller's placeholders; the first has the tokens, [batch, sequence].
     constants: by placeholder; tables are added. sizes: the name of each symbol. sights: what the
-    queries of each attention see, where it is known. max_length: tokens a cache holds. Raises ExportError for attention that is not causal over the sequence, and for
-    any other operator that computes a token from others or from the length.
+    queries of each attention see, where it is known. max_length: tokens a cache holds. Raises
+    ExportError for attention that is not causal over the sequence, and for any other operator that
+    computes a token from others or from the length.
     """
     graph = gm.graph
     by_name = {str(n.target): n for n in graph.find_nodes(op="placeholder")}
@@ -87,8 +88,8 @@ def _check(node: fx.Node, sight: Sight | None, sequence: Any) -> None:
     query, key = (n.meta["val"] for n in node.args[:2])  # type: ignore[union-attr]
     if sight is None or not sight.causal:
         raise export_error(
-            "a key-value cache needs attention that is causal (within a window, or with a bias of each "
-            "key), and this has another mask",
+            "a key-value cache needs attention that is causal (within a window, or with a bias of "
+            "each key), and this has another mask",
             node,
             "Export without a cache (no max_length).",
         )

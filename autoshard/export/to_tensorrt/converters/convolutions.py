@@ -15,9 +15,8 @@ aten = torch.ops.aten
 @converts(aten.convolution.default)
 def convolution(low: Lowering, node: fx.Node) -> Tensor:
     """A convolution; over one dim as over two, one of them of size 1, which engines have."""
-    x, kernel, bias, stride, padding, dilation, transposed, _, groups = (
-        low[arg] if isinstance(arg, fx.Node) else arg for arg in node.args
-    )
+    given: list[Any] = [low[arg] for arg in node.args]
+    x, kernel, bias, stride, padding, dilation, transposed, _, groups = given
     if transposed:
         raise low.error("is a transposed convolution, which has no converter")
     sizes: Any = node.args[1].meta["val"].shape  # type: ignore[union-attr]

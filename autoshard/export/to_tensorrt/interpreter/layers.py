@@ -129,8 +129,10 @@ def _convolution(layer: Any, given: Values) -> list[torch.Tensor]:
 def _pooling(layer: Any, given: Values) -> list[torch.Tensor]:
     if layer.type.name != "MAX":
         raise NotImplementedError(f"{layer.name}: pools by {layer.type.name}")
-    sizes = [tuple(given) for given in (layer.window_size_nd, layer.stride_nd, layer.padding_nd)]
-    return [F.max_pool2d(given[0], *sizes)]
+    window, stride, padding = (
+        tuple(sizes) for sizes in (layer.window_size_nd, layer.stride_nd, layer.padding_nd)
+    )
+    return [F.max_pool2d(given[0], window, stride, padding)]
 
 
 def _gather(layer: Any, given: Values) -> list[torch.Tensor]:
