@@ -197,6 +197,10 @@ def _index(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Any:
     return aten.index.Tensor(x, [None] * dims[0] + [flat])
 
 
+def _copy(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    return aten.expand.default(aten._to_copy.default(src, dtype=x.dtype), x.shape)
+
+
 def _slice_scatter(
     x: torch.Tensor,
     src: torch.Tensor,
@@ -280,6 +284,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.arange.start: _arange_start,
     aten.full_like.default: _full_like,
     aten.empty.memory_format: _empty,
+    aten.copy.default: _copy,
     aten.index.Tensor: _index,
     aten.repeat.default: _repeat,
     aten.slice_scatter.default: _slice_scatter,

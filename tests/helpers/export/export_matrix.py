@@ -238,6 +238,14 @@ def said(work: Callable[[], str]) -> str:
         return f"DEFECT: {type(error).__name__} at {place}: {one_line(str(error))}"
 
 
+def quiet() -> None:
+    """Without the progress and the warnings of transformers."""
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+
+
 def one_line(text: str) -> str:
     """Without the folders of one machine."""
     text = re.sub(r"/[\w./-]+/(?=[\w-]+\.\w)", "", " ".join(text.split()))
@@ -292,7 +300,7 @@ def main() -> int:
     if published and MEMORY.exists():
         rows = json.loads(MEMORY.read_text())
     bad = 0
-    with ProcessPoolExecutor(given.jobs) as pool:
+    with ProcessPoolExecutor(given.jobs, initializer=quiet) as pool:
         options = (given.tp, given.vocabulary, given.targets)
         work = {pool.submit(row, name, *options): name for name in names}
         for count, done in enumerate(as_completed(work), 1):
