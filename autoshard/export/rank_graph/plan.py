@@ -17,7 +17,11 @@ from autoshard.building import build_program
 from autoshard.capture import intercept
 from autoshard.config import Config
 from autoshard.export.errors import ExportError, export_error
-from autoshard.export.rank_graph.attention import expand_attention, plain_attention, write_masks
+from autoshard.export.rank_graph.attention_forms import (
+    expand_attention,
+    plain_attention,
+    write_masks,
+)
 from autoshard.export.rank_graph.cache import whole_graph, with_cache
 from autoshard.export.rank_graph.core_operators import reduce_to_core
 from autoshard.export.rank_graph.example import traced_call

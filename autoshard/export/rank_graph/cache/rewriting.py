@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from autoshard.export.errors import export_error
-from autoshard.export.rank_graph.attention import CachedMasks, Sight, is_expanded
+from autoshard.export.rank_graph.attention_forms import CachedMasks, Sight, is_expanded
 from autoshard.export.rank_graph.cache.axes import PRIMES, Mixed, Place, Places, found_in
 from autoshard.export.rank_graph.cache.carrying import Carrier
 from autoshard.export.rank_graph.cache.lookups import Lookups

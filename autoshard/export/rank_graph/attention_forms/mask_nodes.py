@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.export.rank_graph.attention.masks import Sight
+from autoshard.export.rank_graph.attention_forms.masks import Sight
 from autoshard.export.rank_graph.operators import NONE, is_expanded
 
 aten = torch.ops.aten

@@ -27,8 +27,8 @@ import torch
 from torch import fx
 
 from autoshard.export.errors import export_error
-from autoshard.export.rank_graph.attention.masks import Sight, read_mask
-from autoshard.export.rank_graph.attention.written import fuse_written
+from autoshard.export.rank_graph.attention_forms.masks import Sight, read_mask
+from autoshard.export.rank_graph.attention_forms.written import fuse_written
 from autoshard.export.rank_graph.operators import NONE, UPPER_LEFT, attention
 
 aten = torch.ops.aten

@@ -1,9 +1,0 @@
-"""Attention in any form that models write it in, as `operators.attention`, and what it may see."""
-
-from __future__ import annotations
-
-from autoshard.export.rank_graph.attention.expanded import expand_attention
-from autoshard.export.rank_graph.attention.mask_nodes import CachedMasks, write_masks
-from autoshard.export.rank_graph.attention.masks import Sight
-from autoshard.export.rank_graph.attention.plain import plain_attention
-from autoshard.export.rank_graph.operators import is_expanded
