@@ -11,10 +11,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check bench clean
+.PHONY: help demo test test-slow check export-matrix bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/demo.stamp ## train a Llama on two processes beside the serial model (ARGS="--help")
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_llama.py $(ARGS)
@@ -31,6 +31,9 @@ check: $(VENV)/dev.stamp ## lint, formatting and types
 	@rm -rf build/types && mkdir -p build/types/autoshard
 	@ln -s $(CURDIR)/autoshard/* $(CURDIR)/passes $(CURDIR)/runtime build/types/autoshard/
 	MYPYPATH=build/types $(BIN)/mypy -p autoshard
+
+export-matrix: $(VENV)/dev.stamp ## write docs/export_matrix.md: every family to every target (minutes)
+	$(BIN)/python tests/helpers/export/export_matrix.py $(ARGS)
 
 bench: $(VENV)/demo.stamp ## run the benchmarks (ARGS="planning training" selects)
 	$(BIN)/python benchmarks/run_all.py $(ARGS)

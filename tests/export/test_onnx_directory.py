@@ -59,7 +59,12 @@ def test_a_directory_read_back_says_what_the_model_says(tmp_path: Path) -> None:
         **given,
     )
     config = json.loads((out / "config.json").read_text())
-    assert seen == [("rank0.onnx", 1, 2), ("rank1.onnx", 2, 2)]
+    steps = [(0, "planning"), (0, "graph of the first rank")]
+    for rank in range(2):
+        file = f"rank{rank}.onnx"
+        steps += [(rank, f"making rank {rank}"), (rank, f"comparing rank {rank} token by token")]
+        steps += [(rank, f"writing {file}"), (rank + 1, file)]
+    assert seen == [(what, done, 2) for done, what in steps]
     assert (config["format"], config["format_version"]) == ("autoshard-onnx", 1)
     assert config["exporter"]["opset"] == 23 and config["mesh"] == {"tp": 2}
     assert config["kv_cache"]["max_length"] == cases.LENGTH

@@ -70,7 +70,11 @@ def test_a_directory_says_what_it_holds(tmp_path: Path) -> None:
         weight = entry["weights"]["up.weight"]
         part = model.up.weight.detach().half().chunk(2, int(weight["state"][2]))[rank]
         assert weight["sha256"] == digest(part) and weight["shape"] == list(part.shape)
-    assert seen == [("rank0.engine", 1, 2), ("rank1.engine", 2, 2)]
+    steps = [(0, "planning"), (0, "graph of the first rank")]
+    for rank in range(2):
+        file = f"rank{rank}.engine"
+        steps += [(rank, f"making rank {rank}"), (rank, f"writing {file}"), (rank + 1, file)]
+    assert seen == [(what, done, 2) for done, what in steps]
 
 
 @pytest.mark.parametrize(

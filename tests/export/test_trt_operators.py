@@ -19,6 +19,15 @@ pytest.importorskip("tensorrt_rtx")
 
 Tensor = torch.Tensor
 
+
+def written_into(x: Tensor) -> Tensor:
+    made = x.new_empty(x.shape)
+    made[..., :3].copy_(x[..., 5:])
+    made[..., 3:] = x[..., :5]
+    made[:, -2:] = 1.0
+    return made
+
+
 OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp": lambda x: x.clamp(-0.5, 0.5),
     "clamp above": lambda x: x.clamp(max=0.3),
@@ -88,6 +97,17 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "view": lambda x: x.view(x.shape[0], 2, 3, 8),
     "expand": lambda x: x[:, :, None].expand(-1, -1, 4, -1),
     "repeat_interleave": lambda x: x.repeat_interleave(2, 1),
+    "repeat": lambda x: x.repeat(2, 1, 3),
+    "repeat of a new dim": lambda x: x[:, :1].repeat(x.shape[0], 1, 2, 1),
+    "max": lambda x: x.max(-1).values,
+    "where the max is": lambda x: x.max(1, keepdim=True).indices,
+    "gather": lambda x: x.gather(1, (x > 0).long()),
+    "scatter": lambda x: torch.zeros_like(x).scatter(-1, x.topk(2).indices, 1.0),
+    "scatter in the middle": lambda x: x.scatter(1, x.topk(2, dim=1).indices, 0.0),
+    "several indices": lambda x: x[torch.arange(x.shape[0], device=x.device), x[..., 0].argmax(1)],
+    "several indices from the end": lambda x: x[:, (x[0, :3, 0] > 0).long() - 2, [0, 1, -1]],
+    "written into": written_into,
+    "log1p": lambda x: x.abs().log1p(),
     "squeeze": lambda x: x[:, :1].squeeze(1),
     "pad": lambda x: F.pad(x, (1, 2)),
     "matmul": lambda x: x @ x.transpose(1, 2),
@@ -143,6 +163,14 @@ class Every(nn.Module):
             "linear": F.linear(x, this.weight, this.bias),
             "a vector's addmm": torch.addmm(this.bias, x[:, 0], this.weight),
             "matmul broadcast": x @ this.weight,
+            "conv1d": F.conv1d(x, this.weight[:6, None, :3], this.bias[:6], padding=2, groups=6),
+            "conv2d": F.conv2d(
+                x[:, None], this.weight.view(-1)[:36].view(4, 1, 3, 3), stride=2, padding=1
+            ),
+            "max_pool": F.max_pool2d(x[:, None], 3, 2, 1),
+            "batch_norm": F.batch_norm(
+                x, this.factors[:6], this.factors[:6].abs() + 1, this.bias[:6], this.bias[:6]
+            ),
             "embedding": F.embedding((x > 0).long(), this.weight),
             "index": x[:, this.places],
             "index of a dynamic dim": x.transpose(0, 1)[:, this.places[2:]],
@@ -194,7 +222,7 @@ def test_what_the_state_dict_has_takes_the_type_of_the_engine() -> None:
 def test_a_tensor_made_on_another_device_is_an_error_that_says_so() -> None:
     class Elsewhere(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x + torch.arange(8)
+            return x + torch.arange(8, device="meta")
 
     with pytest.raises(ExportError, match=r"(?s)device=x.device.*test_trt_operators.py"):
         networks(Elsewhere(), spec())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
@@ -32,13 +33,16 @@ POINTWISE = (
     *(aten.logical_not.default, aten.where.self, aten.clamp.default, aten._to_copy.default),
 )
 PRODUCTS = (aten.linear.default, aten.matmul.default, aten.addmm.default)
+CONVOLUTIONS = (aten.convolution.default, aten.max_pool2d_with_indices.default)
 REDUCTIONS = (
     *(aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default),
     *(aten.any.dim, aten.cumsum.default, aten.softmax.int, aten._softmax.default),
     *(aten.topk.default, aten.argmax.default),
 )
 NORMS = (aten.layer_norm.default,)
-LOOKUPS = (aten.embedding.default, aten.index.Tensor, aten.index_select.default)
+LOOKUPS = (
+    *(aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default),
+)
 LAYOUT = (
     *(aten.reshape.default, aten.permute.default, aten.transpose.int, aten.expand.default),
     *(aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor, aten.select.int),
@@ -55,6 +59,7 @@ COLLECTIVES = (
 CORE: frozenset[Any] = frozenset(
     POINTWISE
     + PRODUCTS
+    + CONVOLUTIONS
     + REDUCTIONS
     + NORMS
     + LOOKUPS
@@ -92,7 +97,9 @@ def _trace(
     def run(*values: Any) -> Any:
         return fx.Interpreter(gm).run(*values)
 
-    with mode, torch.no_grad(), fx.traceback.preserve_node_meta():
+    # tensors that forward makes of numbers are held by the graph, and are not the mode's
+    held = mock.patch.object(mode, "allow_non_fake_inputs", True)
+    with mode, held, torch.no_grad(), fx.traceback.preserve_node_meta():
         traced = make_fx(run, pre_dispatch=True, decomposition_table=table)(*fakes)
     traced.graph.eliminate_dead_code()
     return traced
@@ -154,6 +161,114 @@ def _pad(x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> torch.Tensor:
     return x
 
 
+def _repeat(x: torch.Tensor, repeats: Sequence[Any]) -> torch.Tensor:
+    """Each dim, from the last to the first, as many times as asked, after dims put in front."""
+    for _ in range(len(repeats) - x.dim()):
+        x = aten.unsqueeze.default(x, 0)
+    for dim, times in enumerate(repeats):
+        if isinstance(times, int) and times == 1:
+            continue
+        size = x.shape[dim]
+        if isinstance(size, int) and size == 1:
+            wide = [times if d == dim else -1 for d in range(x.dim())]
+            x = aten.expand.default(x, wide)
+            continue
+        shape = list(x.shape)
+        wide = [*shape[:dim], times, *shape[dim:]]
+        x = aten.expand.default(aten.unsqueeze.default(x, dim), wide)
+        x = aten.reshape.default(x, [*shape[:dim], times * size, *shape[dim + 1 :]])
+    return x
+
+
+def _index(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Any:
+    """Several indices of neighbouring dims as one of these dims joined."""
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    given = [index for index in indices if index is not None]
+    joined = len(dims) > 1 and dims == list(range(dims[0], dims[0] + len(dims)))
+    if not joined or any(index.dtype == torch.bool for index in given):
+        return NotImplemented
+    flat: Any = None
+    for dim, index in zip(dims, given):
+        size = x.shape[dim]
+        inside = aten.where.self(aten.lt.Scalar(index, 0), aten.add.Tensor(index, size), index)
+        flat = inside if flat is None else aten.add.Tensor(aten.mul.Tensor(flat, size), inside)
+    rest = list(x.shape)
+    x = aten.reshape.default(x, [*rest[: dims[0]], -1, *rest[dims[-1] + 1 :]])
+    return aten.index.Tensor(x, [None] * dims[0] + [flat])
+
+
+def _copy(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    return aten.expand.default(aten._to_copy.default(src, dtype=x.dtype), x.shape)
+
+
+def _slice_scatter(
+    x: torch.Tensor,
+    src: torch.Tensor,
+    dim: int = 0,
+    start: Any = None,
+    end: Any = None,
+    step: int = 1,
+) -> Any:
+    """What is written into a range of a dim, between what stays before and behind it."""
+    size = x.shape[dim]
+    if step != 1:
+        return NotImplemented
+    start = 0 if start is None else start
+    end = size if end is None or (isinstance(end, int) and end >= 2**31) else end
+    start, end = (n + size if isinstance(n, int) and n < 0 else n for n in (start, end))
+    parts = [src]
+    if not (isinstance(start, int) and start == 0):
+        parts.insert(0, aten.slice.Tensor(x, dim, 0, start))
+    if end is not size and not (isinstance(end, int) and isinstance(size, int) and end >= size):
+        parts.append(aten.slice.Tensor(x, dim, end, size))
+    return aten.cat.default(parts, dim) if len(parts) > 1 else src
+
+
+def _scatter_value(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> torch.Tensor:
+    """A number at each index of a dim: chosen where any index is the place."""
+    turned = aten.transpose.int(index, dim, -1)
+    places = aten.arange.start_step(0, x.shape[dim], 1, dtype=torch.int64, device=x.device)
+    picked = aten.eq.Tensor(aten.unsqueeze.default(turned, -1), places)
+    picked = aten.transpose.int(aten.any.dim(picked, -2), dim, -1)
+    block = aten.full.default([1] * x.dim(), value, dtype=x.dtype, device=x.device)
+    return aten.where.self(picked, block, x)
+
+
+def _max(x: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    return aten.amax.default(x, [dim], keepdim), aten.argmax.default(x, dim, keepdim)
+
+
+def _batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """By the statistics of training, as one factor and one term of each channel."""
+
+    def column(value: torch.Tensor) -> torch.Tensor:
+        shape = [value.shape[0], *[1] * (x.dim() - 2)]
+        return aten._to_copy.default(aten.reshape.default(value, shape), dtype=x.dtype)
+
+    factor = aten.rsqrt.default(aten.add.Tensor(variance, eps))
+    if weight is not None:
+        factor = aten.mul.Tensor(factor, weight)
+    term = aten.neg.default(aten.mul.Tensor(mean, factor))
+    if bias is not None:
+        term = aten.add.Tensor(term, bias)
+    y = aten.add.Tensor(aten.mul.Tensor(x, column(factor)), column(term))
+    none = aten.full.default([0], 0, dtype=x.dtype, device=x.device)
+    return y, none, none
+
+
+def _empty(size: Sequence[Any], **kwargs: Any) -> torch.Tensor:
+    kwargs.pop("memory_format", None)
+    return aten.full.default(size, 0, **kwargs)
+
+
 def _full_like(x: torch.Tensor, value: Any, *, dtype: Any = None, **kwargs: Any) -> torch.Tensor:
     """Of a size, not of a value: what it makes depends on no input."""
     return aten.full.default(x.shape, value, dtype=dtype or x.dtype, device=x.device)
@@ -168,6 +283,15 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.arange.default: _arange,
     aten.arange.start: _arange_start,
     aten.full_like.default: _full_like,
+    aten.empty.memory_format: _empty,
+    aten.copy.default: _copy,
+    aten.index.Tensor: _index,
+    aten.repeat.default: _repeat,
+    aten.slice_scatter.default: _slice_scatter,
+    aten.scatter.value: _scatter_value,
+    aten.max.dim: _max,
+    aten._native_batch_norm_legit_no_training.default: _batch_norm,
+    aten.log1p.default: lambda x: aten.log.default(aten.add.Tensor(x, 1)),
     aten.any.default: _any,
     aten.constant_pad_nd.default: _pad,
     aten.pad.default: lambda x, pad, mode="constant", value=None: _pad(x, pad, value or 0),

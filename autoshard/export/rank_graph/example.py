@@ -1,4 +1,4 @@
-"""The call of a model that is traced: an example on the meta device, its dynamic dims marked."""
+"""The call of a model that is traced: an example of zeros on the CPU, its dynamic dims marked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def traced_call(model: nn.Module, spec: EngineSpec) -> dict[str, Any]:
             call.update(call.pop(parameter.name, {}))
     sizes = _primes(_planned_sizes(spec), spec.tp)
     return pytree.tree_map_only(  # type: ignore[no-any-return]
-        torch.Tensor, lambda tensor: _on_meta(tensor, sizes, spec.weight_dtype), call
+        torch.Tensor, lambda tensor: _marked(tensor, sizes, spec.weight_dtype), call
     )
 
 
@@ -54,13 +54,13 @@ def _primes(sizes: Mapping[str, int], tp: int) -> dict[str, int]:
     return chosen
 
 
-def _on_meta(
+def _marked(
     tensor: torch.Tensor, sizes: Mapping[str, int], dtype: torch.dtype | None
 ) -> torch.Tensor:
     dims = DIMS[: tensor.dim()]
     shape = [sizes.get(name, size) for name, size in zip(dims, tensor.shape)]
     kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    made = torch.empty([*shape, *tensor.shape[len(dims) :]], dtype=kind, device="meta")
+    made = torch.zeros([*shape, *tensor.shape[len(dims) :]], dtype=kind)
     for dim, name in enumerate(dims):
         if name in sizes:
             compat.mark_dynamic(made, dim)

@@ -85,8 +85,14 @@ def _write(
 ) -> None:
     job = source.job
 
+    def say(what: str, done: int) -> None:
+        if progress is not None:
+            progress(what, done, spec.tp)
+
     def prepare() -> tuple[InferencePlan, RankGraph]:
+        say("planning", 0)
         plan = plan_inference(model, spec)
+        say("graph of the first rank", 0)
         graph = plan.rank_graph(min(job.rank, spec.tp - 1))
         form.check(graph)
         return plan, graph
@@ -96,7 +102,10 @@ def _write(
     weights = read_weights(source, graph)
 
     def make(graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> T:
+        say(f"making rank {graph.rank}", graph.rank)
         made = form.make(graph, weights)
+        if graph.whole is not None:
+            say(f"comparing rank {graph.rank} token by token", graph.rank)
         check_cached(graph, weights, form.runner(made, graph))
         return made
 
@@ -107,10 +116,11 @@ def _write(
 
     def write(graph: RankGraph, weights: Mapping[str, torch.Tensor], made: T | None) -> None:
         file = destination.partial / f"rank{graph.rank}{form.suffix}"
-        more = form.write(make(graph, weights) if made is None else made, file)
+        made = make(graph, weights) if made is None else made
+        say(f"writing {file.name}", graph.rank)
+        more = form.write(made, file)
         entries.append((graph.rank, {**rank_entry(graph, weights, file), **more}))
-        if progress is not None:
-            progress(file.name, graph.rank + 1, spec.tp)
+        say(file.name, graph.rank + 1)
 
     for turn in range(0, spec.tp, job.size):
         rank = turn + job.rank

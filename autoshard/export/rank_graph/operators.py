@@ -6,6 +6,7 @@ Plain functions of tensors: a rank graph that holds them runs in torch, which is
 from __future__ import annotations
 
 import torch
+from torch import fx
 
 NONE = "none"
 UPPER_LEFT = "upper_left"
@@ -21,13 +22,18 @@ def attention(
     *,
     causal: str = NONE,
     scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(scale · query keyᵀ) value, over grouped heads: [b, h, t, d] like `query`.
+    """softmax(scale · query keyᵀ) value, over grouped heads: [b, h, t, d], d of `value`.
 
     query: [b, h, t, d]. key, value: [b, g, s, d], g dividing h; consecutive query heads share one.
     mask: broadcast to [b, h, t, s]; True or 0 where a query may look. lengths: [b], how many keys
     of each row count, all where it is None. causal: "upper_left": query i sees the keys up to i;
     "lower_right": the last query sees all keys that count, the one before one less, ...
+    softcap: scores s become softcap · tanh(s / softcap). sinks: [1, h, 1, 1], a score beside those
+    of the keys, whose value is 0. No engine has a layer for these two: `expand_attention` writes
+    them out.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -50,10 +56,34 @@ def attention(
             mask = mask & seen
         else:
             mask = mask.masked_fill(~seen, float("-inf"))
+    if softcap is not None or sinks is not None:
+        return _written_out(query * scale, key, value, mask, softcap, sinks)
     result: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, mask, scale=scale
     )
     return result
+
+
+def _written_out(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    scores = (query @ key.transpose(-1, -2)).float()
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    elif mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        column = sinks.expand(scores.shape[0], -1, scores.shape[2], 1).float()
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1)[..., : key.shape[2]]
+    return weights.to(value.dtype) @ value
 
 
 def update_cache(cache: torch.Tensor, update: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
@@ -65,3 +95,8 @@ def update_cache(cache: torch.Tensor, update: torch.Tensor, start: torch.Tensor)
     rows = start.long().view(-1, 1) + torch.arange(t, device=cache.device)
     index = rows.view(-1, 1, t, 1).expand(update.shape)
     return cache.scatter(2, index, update.to(cache.dtype))
+
+
+def is_expanded(node: fx.Node) -> bool:
+    """Whether an attention has what no layer has: a soft cap of its scores, or sinks."""
+    return node.kwargs.get("softcap") is not None or node.kwargs.get("sinks") is not None

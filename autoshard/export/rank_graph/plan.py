@@ -17,13 +17,17 @@ from autoshard.building import build_program
 from autoshard.capture import intercept
 from autoshard.config import Config
 from autoshard.export.errors import ExportError, export_error
+from autoshard.export.rank_graph.attention_forms import (
+    expand_attention,
+    plain_attention,
+    write_masks,
+)
 from autoshard.export.rank_graph.cache import whole_graph, with_cache
 from autoshard.export.rank_graph.core_operators import reduce_to_core
 from autoshard.export.rank_graph.example import traced_call
 from autoshard.export.rank_graph.graph import RankGraph
 from autoshard.export.rank_graph.meta_copy import shadow
 from autoshard.export.rank_graph.placeholders import Placeholders, read_placeholders
-from autoshard.export.rank_graph.plain_attention import plain_attention
 from autoshard.export.rank_graph.tidy import on_cpu, propagate, tidy
 from autoshard.export.serial_graph import parameter_names, unwrapped
 from autoshard.export.spec import EngineSpec
@@ -68,12 +72,16 @@ class InferencePlan:
         roles: dict[str, str] = {}
         whole, whole_constants = None, dict[str, torch.Tensor]()
         if spec.max_length is None:
-            plain_attention(module, constants, names.sizes, longest)
+            sights = plain_attention(module, constants, names.sizes, longest)
+            write_masks(module.graph, sights)
         else:
             longest["sequence"] = spec.max_length
             whole, whole_constants = whole_graph(module), dict(constants)
-            plain_attention(module, constants, names.sizes, longest)
-            roles = with_cache(module, inputs, constants, names.sizes, spec.max_length, mode)
+            sights = plain_attention(module, constants, names.sizes, longest)
+            sizes, most = names.sizes, spec.max_length
+            roles = with_cache(module, inputs, constants, sizes, sights, most, mode)
+        propagate(module, mode)
+        expand_attention(module, constants)
         propagate(module, mode)
         module.graph.eliminate_dead_code()
         for node in _placeholders(module):
@@ -147,18 +155,21 @@ def plan_inference(model: nn.Module, spec: EngineSpec) -> InferencePlan:
     return plans[0]
 
 
+_DEVICES = r"device='cpu'.* got |devices,? (cpu and|\w+(:\d+)? and cpu|cpu, )"
+
+
 @contextmanager
 def _explaining_devices() -> Iterator[None]:
-    """Torch's error of a tensor that meets the meta device becomes one that says whose it is."""
+    """Torch's error of a tensor of another device becomes one that says whose it is."""
     try:
         yield
     except RuntimeError as error:
-        if not re.search(r"device='meta'.* got |devices, meta and", str(error), re.DOTALL):
+        if not re.search(_DEVICES, str(error), re.DOTALL):
             raise
         raise export_error(
-            "the model makes a tensor on a device of its own, and is traced on the meta device",
-            remedy="Make it where an input is: torch.arange(n, device=x.device); hold what is "
-            f"given by numbers in a buffer. It was traced to:\n{error}",
+            "the model makes a tensor on a device of its own, and is traced on the CPU",
+            remedy="Make it where an input is, torch.arange(n, device=x.device), or name no "
+            f"device. It was traced to:\n{error}",
         ) from error
 
 

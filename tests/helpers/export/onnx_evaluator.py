@@ -34,7 +34,9 @@ def evaluate(
 
     def work(axis: Axis) -> list[dict[str, torch.Tensor]]:
         model = models[axis.rank]
-        runner = reference.ReferenceEvaluator(model, new_ops=[_collective(axis)])
+        runner = reference.ReferenceEvaluator(
+            model, new_ops=[_collective(axis), _gather_elements()]
+        )
         names = [output.name for output in model.graph.output]
         caches: dict[str, torch.Tensor] = {}
         results = []
@@ -85,6 +87,17 @@ def _collective(axis: Axis) -> Any:
         return (_array(result),)
 
     return type(OPERATOR, (base,), {"op_domain": DOMAIN, "_run": run})
+
+
+def _gather_elements() -> Any:
+    """GatherElements as the standard has it; the evaluator's own takes at most 64 rows of dim 0."""
+    base: Any = importlib.import_module("onnx.reference.op_run").OpRun
+
+    def run(self: Any, data: Any, indices: Any, axis: int = 0) -> tuple[Any]:
+        found = torch.gather(_tensor(data), axis, _tensor(indices).long())
+        return (_array(found),)
+
+    return type("GatherElements", (base,), {"op_domain": "", "_run": run})
 
 
 def _zeros(value: Any, rows: int) -> torch.Tensor:

@@ -218,6 +218,17 @@ def _index_select(self: Carrier, node: fx.Node) -> Place | None:
     return _lookup(self, node, x, dim % len(self.shape(x)), index)
 
 
+def _gather(self: Carrier, node: fx.Node) -> Place | None:
+    given: Any = node.args
+    x, dim, index = given[:3]
+    place, where = self.of(x), self.of(index)
+    if (place or where) and place != where:
+        raise Mixed("looks up tokens by what belongs to none, or the other way round")
+    if place is not None and place.dim == dim % _rank(node):
+        raise Mixed("looks up other tokens")
+    return place
+
+
 def _reshape(self: Carrier, node: fx.Node) -> Place | None:
     place = self.of(node.args[0])
     if place is None:
@@ -340,6 +351,7 @@ _RULES: dict[Any, Carries] = {
     aten.embedding.default: lambda self, node: _lookup(self, node, node.args[0], 0, node.args[1]),
     aten.index.Tensor: _index,
     aten.index_select.default: _index_select,
+    aten.gather.default: _gather,
     aten.reshape.default: _reshape,
     **dict.fromkeys((aten.permute.default, aten.transpose.int), _permute),
     aten.expand.default: _expand,

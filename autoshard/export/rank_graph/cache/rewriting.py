@@ -31,11 +31,12 @@ import torch
 from torch import fx
 
 from autoshard.export.errors import export_error
+from autoshard.export.rank_graph.attention_forms import CachedMasks, Sight, is_expanded
 from autoshard.export.rank_graph.cache.axes import PRIMES, Mixed, Place, Places, found_in
 from autoshard.export.rank_graph.cache.carrying import Carrier
 from autoshard.export.rank_graph.cache.lookups import Lookups
 from autoshard.export.rank_graph.cache.tables import Tables
-from autoshard.export.rank_graph.operators import LOWER_RIGHT, UPPER_LEFT, attention, update_cache
+from autoshard.export.rank_graph.operators import LOWER_RIGHT, NONE, attention, update_cache
 
 aten = torch.ops.aten
 
@@ -47,15 +48,17 @@ def with_cache(
     inputs: list[str],
     constants: dict[str, torch.Tensor],
     sizes: Mapping[str, str],
+    sights: Mapping[fx.Node, Sight],
     max_length: int,
     mode: Any,
 ) -> dict[str, str]:
     """Rewrite `gm.graph` in place; the role of each new input, by its name, in order.
 
     inputs: targets of the caller's placeholders; the first has the tokens, [batch, sequence].
-    constants: by placeholder; tables are added. sizes: the name of each symbol. max_length: tokens
-    a cache holds. Raises ExportError for attention that is not causal over the sequence, and for
-    any other operator that computes a token from others or from the length.
+    constants: by placeholder; tables are added. sizes: the name of each symbol. sights: what the
+    queries of each attention see, where it is known. max_length: tokens a cache holds. Raises
+    ExportError for attention that is not causal over the sequence, and for any other operator that
+    computes a token from others or from the length.
     """
     graph = gm.graph
     by_name = {str(n.target): n for n in graph.find_nodes(op="placeholder")}
@@ -70,10 +73,10 @@ def with_cache(
         )
     sequence = given[0].meta["val"].shape[1]
     for node in nodes:
-        _check(node, sequence)
+        _check(node, sights.get(node), sequence)
     tables = Tables(graph, constants, sizes, set(given), max_length)
     batch = _carried(tables, given)
-    lengths, roles = _caches(graph, given[0], nodes, max_length, mode)
+    lengths, roles = _caches(graph, given[0], nodes, sights, constants, max_length, mode)
     try:
         Lookups(tables, batch, given[0], lengths).write()
     except Mixed as mixed:
@@ -81,13 +84,14 @@ def with_cache(
     return roles
 
 
-def _check(node: fx.Node, sequence: Any) -> None:
+def _check(node: fx.Node, sight: Sight | None, sequence: Any) -> None:
     query, key = (n.meta["val"] for n in node.args[:2])  # type: ignore[union-attr]
-    if node.kwargs["causal"] != UPPER_LEFT or node.args[3] is not None:
+    if sight is None or not sight.causal:
         raise export_error(
-            "a key-value cache needs attention that is causal, and this has another mask",
+            "a key-value cache needs attention that is causal (within a window, or with a bias of "
+            "each key), and this has another mask",
             node,
-            "Export without a cache, or with a maximum sequence that fits the model's window.",
+            "Export without a cache (no max_length).",
         )
     if str(query.shape[2]) != str(sequence) or str(key.shape[2]) != str(sequence):
         raise export_error(
@@ -152,7 +156,13 @@ def _refusal(mixed: Mixed, node: fx.Node | None) -> Exception:
 
 
 def _caches(
-    graph: fx.Graph, ids: fx.Node, nodes: list[fx.Node], max_length: int, mode: Any
+    graph: fx.Graph,
+    ids: fx.Node,
+    nodes: list[fx.Node],
+    sights: Mapping[fx.Node, Sight],
+    constants: dict[str, torch.Tensor],
+    max_length: int,
+    mode: Any,
 ) -> tuple[fx.Node, dict[str, str]]:
     """Inputs and outputs for the keys and values of each attention; the input of the past lengths,
     and the role of each new one."""
@@ -181,6 +191,7 @@ def _caches(
     with graph.inserting_before(_first_call(graph)):
         size = graph.call_function(aten.sym_size.int, (ids, 1))
         total = graph.call_function(aten.add.Tensor, (lengths, size))
+    masks = CachedMasks(graph, constants, lengths, size, max_length)
     results = []
     for node, pair in zip(nodes, caches):
         operands = []
@@ -189,8 +200,12 @@ def _caches(
                 new = graph.call_function(update_cache, (cache, operand, lengths))
                 new.meta = {k: v for k, v in node.meta.items() if k != "val"}
                 operands.append(new)
-        node.args = (node.args[0], *operands, None, total)
-        node.kwargs = {**node.kwargs, "causal": LOWER_RIGHT}
+        if sights[node].plain and not is_expanded(node):
+            node.args = (node.args[0], *operands, None, total)
+            node.kwargs = {**node.kwargs, "causal": LOWER_RIGHT}
+        else:
+            node.args = (node.args[0], *operands, masks.of(node, sights[node]))
+            node.kwargs = {**node.kwargs, "causal": NONE}
         results += operands
     output = graph.output_node()
     output.args = ((*output.args[0], *results),)  # type: ignore[misc]

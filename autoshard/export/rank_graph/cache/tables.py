@@ -23,7 +23,7 @@ from torch import fx
 from autoshard.export.errors import export_error
 from autoshard.export.rank_graph.cache.axes import PRIMES, Mixed, Numbers, Place, found_in, reads
 from autoshard.export.rank_graph.cache.carrying import Carrier
-from autoshard.export.rank_graph.plain_attention import Unknown, computed
+from autoshard.export.rank_graph.evaluation import Unknown, computed
 
 aten = torch.ops.aten
 

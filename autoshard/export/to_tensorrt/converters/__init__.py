@@ -5,6 +5,7 @@ from __future__ import annotations
 from autoshard.export.to_tensorrt.converters import (  # imported to register
     attention,
     collectives,
+    convolutions,
     lookups,
     pointwise,
     products,

@@ -14,9 +14,12 @@ from autoshard.export.to_tensorrt.converters.pointwise import elementwise
 
 @converts(rank_graph.attention)
 def attention(low: Lowering, node: fx.Node) -> Tensor:
-    """The layer has no scale, so the query is scaled. Grouped heads stay grouped."""
+    """The layer has no scale, so the query is scaled. Grouped heads stay grouped. It has one width
+    for query, key and value: the narrower are filled up with zeros."""
     trt = low.trt
     query, key, value = (low[arg] for arg in node.args[:3])
+    width, own = max(query.shape[3], value.shape[3]), int(value.shape[3])
+    query, key, value = (_filled(low, tensor, width) for tensor in (query, key, value))
     more: Any = dict(zip(("mask", "lengths"), node.args[3:])) | dict(node.kwargs)
     dtype = node.meta["val"].dtype
     scale = low.scalar(more["scale"], dtype, 4)
@@ -36,7 +39,19 @@ def attention(low: Lowering, node: fx.Node) -> Tensor:
         layer.mask = low.with_rank(low[more["mask"]], 4)
     if more.get("lengths") is not None:
         layer.key_value_lengths = low.cast(low[more["lengths"]], torch.int32)
-    return layer.get_output(0)
+    out = layer.get_output(0)
+    if own == width:
+        return out
+    sizes = [low.size(out, dim) for dim in range(3)]
+    return low.slice(out, [0] * 4, [*sizes, own], [1] * 4)
+
+
+def _filled(low: Lowering, tensor: Tensor, width: int) -> Tensor:
+    """`tensor` with zeros behind its last dim."""
+    if tensor.shape[3] == width:
+        return tensor
+    sizes = [*(low.size(tensor, dim) for dim in range(3)), width]
+    return low.slice(tensor, [0] * 4, sizes, [1] * 4, fill=True)
 
 
 @converts(rank_graph.update_cache)

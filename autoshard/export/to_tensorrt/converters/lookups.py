@@ -26,6 +26,15 @@ def index_select(low: Lowering, node: fx.Node) -> Tensor:
     return low.out("add_gather", x, low[node.args[2]], dim % len(x.shape))  # type: ignore[operator]
 
 
+@converts(aten.gather.default)
+def gather(low: Lowering, node: fx.Node) -> Tensor:
+    """For each entry of an index, the entry of one dim at that number."""
+    x, dim, where = low[node.args[0]], node.args[1], low[node.args[2]]
+    layer = low.add("add_gather_v2", x, where, low.trt.GatherMode.ELEMENT)
+    layer.axis = dim % len(x.shape)  # type: ignore[operator]
+    return layer.get_output(0)
+
+
 @converts(aten.index.Tensor)
 def index(low: Lowering, node: fx.Node) -> Tensor:
     """Entries of one dim by an index of any shape."""

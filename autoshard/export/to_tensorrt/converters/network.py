@@ -185,8 +185,10 @@ class Lowering:
         starts: Sequence[DynamicSize],
         sizes: Sequence[DynamicSize],
         steps: Sequence[int],
+        fill: bool = False,
     ) -> Tensor:
-        """add_slice; a dynamic start or size becomes an input of the layer."""
+        """add_slice; a dynamic start or size becomes an input of the layer. fill: zeros where the
+        tensor has nothing."""
         fixed = [isinstance(s, int) for s in (*starts, *sizes)]
         rank = len(steps)
         zeros = (0,) * rank
@@ -200,4 +202,6 @@ class Lowering:
         layer = self.add("add_slice", tensor, start, size, tuple(steps))
         for index, value in more:
             layer.set_input(index, value)
+        if fill:
+            layer.mode = self.trt.SampleMode.FILL
         return layer.get_output(0)

@@ -95,16 +95,52 @@ def _slice(layer: Any, given: Values) -> list[torch.Tensor]:
     start = list(layer.start) if said[0] is None else said[0]
     size = list(layer.shape) if said[1] is None else said[1]
     step = list(layer.stride) if said[2] is None else said[2]
+    fills = layer.mode.name == "FILL"
     for dim in range(x.dim()):
         index = torch.arange(size[dim]) * step[dim] + start[dim]
+        if fills and size[dim] > x.shape[dim]:
+            x = torch.cat([x, x.new_zeros(*x.shape[:dim], size[dim] - x.shape[dim],
+                                          *x.shape[dim + 1 :])], dim)  # fmt: skip
         if size[dim] and (int(index.min()) < 0 or int(index.max()) >= x.shape[dim]):
             raise IndexError(f"{layer.name}: takes {index.tolist()} of {x.shape[dim]} in dim {dim}")
         x = x.index_select(dim, index)
     return [x]
 
 
+def _convolution(layer: Any, given: Values) -> list[torch.Tensor]:
+    x, kernel, *rest = given
+    bias = rest[0] if rest else None
+    pairs = zip(layer.pre_padding, layer.post_padding)
+    around = [n for pair in reversed(list(pairs)) for n in pair]
+    run = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[x.dim() - 2]
+    return [
+        run(
+            F.pad(x, around),
+            kernel,
+            bias,
+            tuple(layer.stride_nd),
+            0,
+            tuple(layer.dilation_nd),
+            layer.num_groups,
+        )
+    ]
+
+
+def _pooling(layer: Any, given: Values) -> list[torch.Tensor]:
+    if layer.type.name != "MAX":
+        raise NotImplementedError(f"{layer.name}: pools by {layer.type.name}")
+    window, stride, padding = (
+        tuple(sizes) for sizes in (layer.window_size_nd, layer.stride_nd, layer.padding_nd)
+    )
+    return [F.max_pool2d(given[0], window, stride, padding)]
+
+
 def _gather(layer: Any, given: Values) -> list[torch.Tensor]:
     x, index = given
+    if layer.mode.name == "ELEMENT":
+        return [x.gather(layer.axis, index.long())]
+    if layer.mode.name != "DEFAULT":
+        raise NotImplementedError(f"{layer.name}: gathers by {layer.mode.name}")
     flat = x.index_select(layer.axis, index.reshape(-1).long())
     shape = (*x.shape[: layer.axis], *index.shape, *x.shape[layer.axis + 1 :])
     return [flat.reshape(shape)]
@@ -223,6 +259,8 @@ LAYERS: dict[str, Kind] = {
     "CONCATENATION": Kind(
         "IConcatenationLayer", lambda layer, given: [torch.cat(list(given), layer.axis)]
     ),
+    "CONVOLUTION": Kind("IConvolutionLayer", _convolution),
+    "POOLING": Kind("IPoolingLayer", _pooling),
     "GATHER": Kind("IGatherLayer", _gather),
     "MATRIX_MULTIPLY": Kind("IMatrixMultiplyLayer", _matmul),
     "REDUCE": Kind(

@@ -1,0 +1,139 @@
+"""plain_attention: every form of attention becomes `operators.attention`.
+
+    before                                              after
+    %m: bool[b,1,s,s] = ... arange, le, index ...       %4: f32[b,8,s,16] = attention(%q, %k, %v,
+    %0: f32[b,2,1,s,16] = unsqueeze(%k, 2)                  causal="upper_left", scale=0.25)
+    %1: f32[b,2,4,s,16] = expand(%0, [b,2,4,s,16])
+    %2: f32[b,8,s,16] = reshape(%1, [b,8,s,16])
+    ... the same for %v ...
+    %4: f32[b,8,s,16] = scaled_dot_product_attention(%q, %2, %3, %m, scale=0.25)
+
+- So does attention that a model writes out, as products around a softmax (written.py).
+- A mask that is computed from sizes alone and is the causal one becomes the causal flag; that of a
+  sliding window, and the causal one beside a bias of each key, are told from their values too
+  (masks.py).
+- Repeated key and value heads become the heads they repeat.
+
+Not done: a mask that depends on an input, and any other mask, stays a mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.export.errors import export_error
+from autoshard.export.rank_graph.attention_forms.masks import Sight, read_mask
+from autoshard.export.rank_graph.attention_forms.written import fuse_written
+from autoshard.export.rank_graph.operators import NONE, UPPER_LEFT, attention
+from autoshard.passes import unrepeated
+
+aten = torch.ops.aten
+
+Sights = dict[fx.Node, Sight]
+"""What the queries of each attention see, where it is read."""
+
+
+def plain_attention(
+    gm: fx.GraphModule,
+    constants: Mapping[str, torch.Tensor],
+    sizes: Mapping[str, str],
+    largest: Mapping[str, int],
+) -> Sights:
+    """Rewrite `gm.graph` in place. constants: values by placeholder. sizes: the name of each
+    symbol; largest: the largest value of each name. Raises ExportError for dropout, and for
+    attention that is not of [batch, heads, tokens, head_dim]."""
+    graph = gm.graph
+    fuse_written(graph)
+    for node in graph.find_nodes(
+        op="call_function", target=aten.scaled_dot_product_attention.default
+    ):
+        _replace(graph, node)
+    read: dict[fx.Node, Sight | None] = {}
+    sights: Sights = {}
+    for node in graph.find_nodes(op="call_function", target=attention):
+        with graph.inserting_before(node):
+            given: Any = node.args
+            query, key, value, mask, *_ = given
+            heads = _unrepeated(graph, key), _unrepeated(graph, value)
+            if heads[0].meta["val"].shape[1] == heads[1].meta["val"].shape[1]:
+                key, value = heads
+        sight = Sight(causal=True) if node.kwargs["causal"] == UPPER_LEFT else None
+        if sight is None and mask is not None:
+            if mask not in read:
+                read[mask] = read_mask(mask, constants, sizes, largest)
+            sight = read[mask]
+        if sight is not None:
+            sights[node] = sight
+            flagged = UPPER_LEFT if sight.causal and sight.plain else NONE
+            node.kwargs = {**node.kwargs, "causal": flagged}
+            mask = None if sight.plain else mask
+        node.args = (query, key, value, mask)
+    graph.eliminate_dead_code()
+    return sights
+
+
+def _replace(graph: fx.Graph, node: fx.Node) -> None:
+    """scaled_dot_product_attention by `operators.attention`."""
+    given: Any = node.args
+    query, key, value = given[:3]
+    rest: dict[str, Any] = dict(zip(("attn_mask", "dropout_p", "is_causal"), node.args[3:]))
+    rest.update(node.kwargs)
+    if rest.get("dropout_p"):
+        raise export_error(f"attention drops out with probability {rest['dropout_p']}", node)
+    shapes = [n.meta["val"].shape for n in (query, key, value)]
+    if any(len(shape) != 4 for shape in shapes):
+        raise export_error(
+            f"attention of {len(shapes[0])} dims; engines have it of "
+            "[batch, heads, tokens, head_dim]",
+            node,
+        )
+    scale = rest.get("scale")
+    causal = UPPER_LEFT if rest.get("is_causal") else NONE
+    with graph.inserting_before(node):
+        new = graph.call_function(
+            attention,
+            (query, key, value, None if rest.get("is_causal") else rest.get("attn_mask")),
+            {
+                "causal": causal,
+                "scale": float(1 / math.sqrt(shapes[0][-1]) if scale is None else scale),
+            },
+        )
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _unrepeated(graph: fx.Graph, node: Any) -> Any:
+    """The heads that `node`, [b, g * r, s, d], repeats r times each; `node` where it does not."""
+    if node.target is aten.slice.Tensor and node.args[1] == 1:
+        return _part(graph, node)
+    found = unrepeated(node)
+    return node if found is None else found
+
+
+def _part(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Some of the repeated heads, for a rank that shares key heads with others."""
+    whole: Any = node.args[0]
+    source = _unrepeated(graph, whole)
+    if source is whole:
+        return node
+    start: Any = node.args[2]
+    end: Any = node.args[3]
+    heads = whole.meta["val"].shape[1]
+    end = min(end, heads)
+    repeats = heads // source.meta["val"].shape[1]
+    first, last = start // repeats, (end - 1) // repeats
+    whole_heads = start % repeats == 0 and end % repeats == 0
+    if not whole_heads and first != last:
+        return node
+    new = graph.call_function(aten.slice.Tensor, (source, 1, first, last + 1))
+    new.meta = {k: v for k, v in node.meta.items() if k != "val"}
+    val = source.meta["val"]
+    with val.fake_mode:
+        new.meta["val"] = aten.slice.Tensor(val, 1, first, last + 1)
+    return new

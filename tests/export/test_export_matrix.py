@@ -1,0 +1,42 @@
+"""The table of families and targets says what was checked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import export_matrix
+from autoshard.export.rank_graph.operators import attention
+from families import FAMILIES
+
+
+def doubled_scale(ranks: export_matrix.Ranks) -> None:
+    for graph, _ in ranks:
+        for node in graph.module.graph.find_nodes(op="call_function", target=attention):
+            node.kwargs = {**node.kwargs, "scale": 2 * node.kwargs["scale"]}
+
+
+def test_a_cell_is_checked() -> None:
+    pytest.importorskip("tensorrt_rtx")
+    assert export_matrix.row("BERT", targets=["engine"]) == {
+        "engine": "equal",
+        "engine + cache": "–",
+    }
+    wrong = export_matrix.row("BERT", targets=["engine"], plant=doubled_scale)
+    assert wrong["engine"].startswith("WRONG: differs by")
+
+
+def test_the_page_has_every_family_and_every_reason_once() -> None:
+    refused = dict.fromkeys(export_matrix.COLUMNS, "no such | layer")
+    page = export_matrix.page({"Llama": {"ONNX": "equal"}, "Mamba": refused})
+    assert "| Llama | not run | equal | not run |" in page
+    assert page.count("no such") == 1 and page.count("[1](#reasons)") == len(refused)
+
+
+def test_an_exception_is_a_defect_in_one_line() -> None:
+    def work() -> str:
+        return str(torch.zeros(2) @ torch.zeros(3))
+
+    said = export_matrix.said(work)
+    assert said.startswith("DEFECT: RuntimeError at test_export_matrix.py:") and "\n" not in said
+    assert len(FAMILIES) == 31

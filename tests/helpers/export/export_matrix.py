@@ -1,0 +1,322 @@
+"""The table of model families and export targets: each cell a checked result, or why not.
+
+    make export-matrix [ARGS="Llama GPT-J --targets engine ONNX --tp 4 --vocabulary 50257"]
+
+A small model of each family, with random weights and a vocabulary that no number of ranks divides,
+is exported to each target, and what was exported is run on the CPU beside the unsharded model:
+
+    Hugging Face   read by from_pretrained; names and shapes as save_pretrained writes them
+    ONNX           the ranks run by ONNX's reference evaluator
+    engine         the ranks' TensorRT networks interpreted, and rank 0's built
+    TensorRT-LLM   every tensor of every rank by the published converters' rules, written out anew
+
+"equal" is within 1e-5 of the norm in float32. With a cache, a prompt and then token by token are
+compared with the whole sequence. All else is what the exporter said. Cells are remembered in
+build/export_matrix.json, so that some families or targets can be made anew; the table is written to
+docs/export_matrix.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import trtllm_oracle
+from autoshard.errors import AutoshardError
+from autoshard.export import EngineSpec, huggingface, trtllm
+from autoshard.export.rank_graph import plan_inference, read_weights
+from autoshard.export.rank_graph.cache import check_cached
+from autoshard.export.rank_graph.graph import RankGraph
+from autoshard.export.to_onnx.model import onnx_program
+from autoshard.export.to_tensorrt.build import build
+from autoshard.export.to_tensorrt.engine import builder_module, checked_network
+from autoshard.export.to_tensorrt.interpreter import LoneInterpreter
+from autoshard.export.weight_source import WeightSource
+from families import FAMILIES, VOCABULARY, Family
+from network_runs import interpret
+from onnx_evaluator import evaluate
+
+PAGE = Path(__file__).parents[3] / "docs" / "export_matrix.md"
+CACHED = " + cache"
+MEMORY = PAGE.parents[1] / "build" / "export_matrix.json"
+COLUMNS = ("Hugging Face", "ONNX", "ONNX" + CACHED, "engine", "engine" + CACHED, "TensorRT-LLM")
+LENGTH = 32
+DYNAMIC = {"batch": (1, 2, 4), "sequence": (1, 8, 16)}
+TOLERANCE = 1e-5
+EQUAL = "equal"
+
+Ranks = list[tuple[RankGraph, Mapping[str, torch.Tensor]]]
+Feeds = list[dict[str, torch.Tensor]]
+Run = Callable[[Ranks, Feeds], list[list[dict[str, torch.Tensor]]]]
+
+
+def ranks_of(family: Family, model: nn.Module, tp: int, length: int | None) -> Ranks:
+    """Each rank's graph and weights."""
+    spec = EngineSpec(
+        mesh={"tp": tp},
+        example=((), family.call(2, 8)),
+        dynamic={name: DYNAMIC[name] for name in family.varies},
+        max_length=length,
+    )
+    plan, source = plan_inference(model, spec), WeightSource(model)
+    graphs = [plan.rank_graph(rank) for rank in range(tp)]
+    return [(graph, read_weights(source, graph, graph.rank)) for graph in graphs]
+
+
+def feeds_of(family: Family, cached: bool) -> Feeds:
+    """Calls of two sizes; with a cache: a prompt, a part of one, then token by token."""
+    if not cached:
+        return [family.call(2, 8), family.call(3, 11, seed=2)]
+    whole = family.call(3, 12)
+    parts = [(0, 7), (7, 9), *((i, i + 1) for i in range(9, 12))]
+    past = [torch.full((3,), a, dtype=torch.int32) for a, _ in parts]
+    return [
+        {**{name: value[:, a:b] for name, value in whole.items()}, "past_lengths": start}
+        for (a, b), start in zip(parts, past)
+    ]
+
+
+def outputs_of(model: nn.Module, call: Mapping[str, torch.Tensor], cached: bool) -> list[Any]:
+    """The tensors that the model returns, in order."""
+    options = {"use_cache": False} if cached else {}
+    with torch.no_grad():
+        leaves = pytree.tree_leaves(model(**call, **options))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def run_onnx(ranks: Ranks, feeds: Feeds) -> list[list[dict[str, torch.Tensor]]]:
+    """The ranks as ONNX models."""
+    check_cached(*ranks[0])
+    return evaluate([onnx_program(*rank).model_proto for rank in ranks], feeds)
+
+
+def run_networks(ranks: Ranks, feeds: Feeds) -> list[list[dict[str, torch.Tensor]]]:
+    """The ranks as TensorRT networks, of which the first is built."""
+    made = [checked_network(builder_module(), *rank) for rank in ranks]
+    check_cached(*ranks[0], LoneInterpreter(*made[0]))
+    build(made[0][0])
+    return interpret(made, feeds)
+
+
+RUNS: dict[str, Run] = {"ONNX": run_onnx, "engine": run_networks}
+TARGETS = ("Hugging Face", *RUNS, "TensorRT-LLM")
+
+
+def compare(family: Family, model: nn.Module, ranks: Ranks, run: Run) -> str:
+    """Every output of every rank beside the model's."""
+    cached = ranks[0][0].max_length is not None
+    feeds = feeds_of(family, cached)
+    if cached:
+        parts = [feed["input_ids"] for feed in feeds]
+        whole = outputs_of(model, {"input_ids": torch.cat(parts, 1)}, True)
+        split = [value.split([part.shape[1] for part in parts], 1) for value in whole]
+        wanted = [list(one) for one in zip(*split)]
+    else:
+        wanted = [outputs_of(model, feed, family.cached) for feed in feeds]
+    names = [port.tensor for port in ranks[0][0].outputs if port.role == "output"]
+    worst = 0.0
+    for found in run(ranks, feeds):
+        for have, want in zip(found, wanted, strict=True):
+            outputs = {name: have[name] for name in names}
+            for value in want:  # a graph has its outputs in an order of its own
+                alike = {n: error(out, value) for n, out in outputs.items()}
+                best = min(alike, key=alike.__getitem__)
+                worst = max(worst, alike[best])
+            if len(names) < len({tuple(value.shape) for value in want}):
+                return f"WRONG: {len(names)} outputs, not {len(want)}"
+    return EQUAL if worst < TOLERANCE else f"WRONG: differs by {worst:.1g} of the norm"
+
+
+def error(have: torch.Tensor, want: torch.Tensor) -> float:
+    """The difference relative to the norm."""
+    if have.shape != want.shape:
+        return float("inf")
+    return float((have - want).norm() / want.norm())
+
+
+def directory(family: Family, model: nn.Module) -> str:
+    """A Hugging Face directory, read again."""
+    from safetensors import safe_open
+
+    def contents(folder: Path) -> dict[str, list[int]]:
+        found = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                found |= {name: file.get_slice(name).get_shape() for name in file.keys()}
+        return found
+
+    with tempfile.TemporaryDirectory() as folder:
+        ours, theirs = Path(folder, "ours"), Path(folder, "theirs")
+        huggingface(model, ours)
+        model.save_pretrained(theirs)  # type: ignore[operator]
+        if contents(ours) != contents(theirs):
+            differ = sorted(set(contents(ours).items() ^ contents(theirs).items()))
+            return f"WRONG: {differ[0]}"
+        loaded = type(model).from_pretrained(ours).eval()  # type: ignore[attr-defined]
+    call = family.call(2, 9)
+    pairs = zip(outputs_of(loaded, call, family.cached), outputs_of(model, call, family.cached))
+    return EQUAL if all(torch.equal(a, b) for a, b in pairs) else "WRONG: other outputs"
+
+
+def checkpoint(name: str, family: Family, model: nn.Module, tp: int) -> str:
+    """A TensorRT-LLM checkpoint, each tensor beside the oracle's."""
+    from safetensors.torch import load_file
+
+    known = re.sub(r"\W", "", name.lower())
+    checked = known in trtllm_oracle.MODELS
+    model = trtllm_oracle.make(known) if checked else model
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out")
+        trtllm(model, out, mesh={"tp": tp}, dtype="float32")
+        for rank in range(tp) if checked else ():
+            found = load_file(out / f"rank{rank}.safetensors")
+            wanted = trtllm_oracle.expected(model, known, tp, 1, rank, torch.float32)
+            same = found.keys() == wanted.keys()
+            if not same or not all(torch.equal(found[key], wanted[key]) for key in found):
+                return f"WRONG: rank {rank} has other tensors"
+    return EQUAL if checked else "written, with no rules to compare with"
+
+
+def row(
+    name: str,
+    tp: int = 2,
+    vocabulary: int = VOCABULARY,
+    targets: Sequence[str] = TARGETS,
+    plant: Callable[[Ranks], None] | None = None,
+) -> dict[str, str]:
+    """The cells of a family, by column. plant: changes the ranks, for tests."""
+    family = FAMILIES[name]
+    model = family.make(**({} if vocabulary == VOCABULARY else {"vocab_size": vocabulary}))
+    cells: dict[str, str] = {}
+    if "Hugging Face" in targets:
+        cells["Hugging Face"] = said(lambda: directory(family, model))
+    runs = {name: run for name, run in RUNS.items() if name in targets}
+    for suffix, length in (("", None), (CACHED, LENGTH)):
+        if length is not None and not family.cached:
+            cells |= {target + suffix: "–" for target in runs}
+            continue
+        made: Ranks = []
+
+        def planned(made: Ranks = made, length: int | None = length) -> str:
+            made += ranks_of(family, model, tp, length)
+            if plant is not None:
+                plant(made)
+            return EQUAL
+
+        reason = said(planned) if runs else EQUAL
+        for target, run in runs.items():
+            work = partial(compare, family, model, made, run)
+            cells[target + suffix] = said(work) if reason == EQUAL else reason
+    if "TensorRT-LLM" in targets:
+        cells["TensorRT-LLM"] = said(lambda: checkpoint(name, family, model, tp))
+    return cells
+
+
+def said(work: Callable[[], str]) -> str:
+    """What `work` returns, or in one line why it did not."""
+    try:
+        return work()
+    except AutoshardError as refusal:
+        return one_line(str(refusal))
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(where.filename).name}:{where.lineno}"
+        return f"DEFECT: {type(error).__name__} at {place}: {one_line(str(error))}"
+
+
+def quiet() -> None:
+    """Without the progress and the warnings of transformers."""
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+
+
+def one_line(text: str) -> str:
+    """Without the folders of one machine."""
+    text = re.sub(r"/[\w./-]+/(?=[\w-]+\.\w)", "", " ".join(text.split()))
+    return text.replace("|", "\\|")[:400]
+
+
+def page(rows: Mapping[str, Mapping[str, str]]) -> str:
+    """The table, reasons below it by number."""
+    reasons: dict[str, int] = {}
+
+    def cell(text: str) -> str:
+        if text in (EQUAL, "–", "not run"):
+            return text
+        return f"[{reasons.setdefault(text, len(reasons) + 1)}](#reasons)"
+
+    lines = [
+        "# Families and targets",
+        "",
+        "Made by `make export-matrix`; not written by hand. A small model of each family, with a",
+        f"vocabulary of {VOCABULARY}, is exported for tp=2 in float32, and what was exported is",
+        "run on the CPU beside the unsharded model: *equal* is the same outputs within 1e-5 of",
+        "their norm (of a checkpoint of TensorRT-LLM: the same tensors). A number is what the",
+        "exporter said in place of a result; – is a model that does not decode.",
+        "[export.md](export.md) says what each target is.",
+        "",
+        "| family | " + " | ".join(COLUMNS) + " |",
+        "|---" * (len(COLUMNS) + 1) + "|",
+    ]
+    for name, cells in rows.items():
+        told = [cell(cells.get(column, "not run")) for column in COLUMNS]
+        lines.append(f"| {name} | " + " | ".join(told) + " |")
+    lines += ["", "## Reasons", ""]
+    lines += [f"{number}. {text}" for text, number in reasons.items()]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> int:
+    """The number of cells that are wrong or defects."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="FAMILY", help=f"of {', '.join(FAMILIES)}")
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS)
+    parser.add_argument("--jobs", type=int, default=2)
+    given = parser.parse_args()
+    unknown = [name for name in given.names if name not in FAMILIES]
+    if unknown:
+        parser.error(f"no family is named {', '.join(unknown)}")
+    names, start = given.names or list(FAMILIES), time.monotonic()
+    published = (given.tp, given.vocabulary) == (2, VOCABULARY)
+    rows: dict[str, dict[str, str]] = {}
+    if published and MEMORY.exists():
+        rows = json.loads(MEMORY.read_text())
+    bad = 0
+    with ProcessPoolExecutor(given.jobs, initializer=quiet) as pool:
+        options = (given.tp, given.vocabulary, given.targets)
+        work = {pool.submit(row, name, *options): name for name in names}
+        for count, done in enumerate(as_completed(work), 1):
+            name, cells = work[done], done.result()
+            rows.setdefault(name, {}).update(cells)
+            print(f"{count}/{len(names)} {time.monotonic() - start:.0f}s {name}", flush=True)
+            for column, cell in cells.items():
+                print(f"    {column}: {cell}", flush=True)
+                bad += re.match("WRONG|DEFECT", cell) is not None
+            if published:
+                MEMORY.parent.mkdir(exist_ok=True)
+                MEMORY.write_text(json.dumps(rows, indent=1) + "\n")
+                PAGE.write_text(page({name: rows.get(name, {}) for name in FAMILIES}))
+    print(f"{bad} cells are wrong or defects")
+    return min(bad, 99)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
