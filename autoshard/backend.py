@@ -47,6 +47,7 @@ from autoshard.runtime.graph_meta import (
     ENABLE_GRAD,
     FACTS,
     MUTATED,
+    N_OUTPUTS,
     OUTPUT_EXTENTS,
     OUTPUT_STATES,
     PENDING_INPUTS,
@@ -58,7 +59,9 @@ from autoshard.runtime.parameters import (
     ParameterPolicy,
     as_dtensors,
     cast_parameters,
+    check_copies,
     has_policy,
+    keep_copies,
     on_backward_done,
     pending_of,
     policy_of,
@@ -209,9 +212,12 @@ def _runner(
     arrivals = Arrivals(_arriving(program, inputs), local.meta.get(MUTATED, ()))
     waiting: list[PendingInput] = local.meta.get(PENDING_INPUTS, [])
     known: GradientLayouts = {}
+    handed = _handed_out(program, sharded)
 
     def run(values: list[Any]) -> Any:
+        check_copies()
         taken = arrivals.take(values)
+        copied = {i: (name, values[at]) for i, (name, at) in handed.items()}
         with modes():
             shards = unwrap(*[values[i] for i in sharded], known=known)
             if waiting:
@@ -220,9 +226,23 @@ def _runner(
                 values[i] = shard
             outputs = compiled(*values)
             give_back(taken)
-            return present(outputs)
+            presented = present(outputs)
+            keep_copies(presented, copied)
+            return presented
 
     return run
+
+
+def _handed_out(program: Program, stored: Sequence[int]) -> dict[int, tuple[str, int]]:
+    """Outputs of the user's that are a stored parameter as it was read: its name and position."""
+    serial = program.serial
+    placeholders = {n: i for i, n in enumerate(serial.graph.find_nodes(op="placeholder"))}
+    outputs: Any = serial.graph.output_node().args[0]
+    return {
+        i: (program.parameters[node], placeholders[node])
+        for i, node in enumerate(outputs[: serial.meta[N_OUTPUTS]])
+        if node in program.parameters and placeholders[node] in stored
+    }
 
 
 def _arriving(program: Program, inputs: list[compat.GraphInput]) -> dict[int, State]:

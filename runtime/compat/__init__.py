@@ -97,6 +97,7 @@ from autoshard.runtime.compat.tensors import (
     spec_of,
     version_of,
     wrapper_tensor,
+    writes_to,
 )
 from autoshard.runtime.compat.trace import artifact
 from autoshard.runtime.compat.transformers import (

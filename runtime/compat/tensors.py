@@ -76,6 +76,11 @@ def version_of(tensor: DTensor) -> tuple[int, int]:
     return id(local), local._version
 
 
+def writes_to(tensor: torch.Tensor) -> int:
+    """The number of writes to a tensor, or to what shares its memory."""
+    return tensor._version
+
+
 def marked_parameter(tensor: torch.Tensor) -> nn.Parameter:
     """`tensor`, made an nn.Parameter in place, as nn.Parameter marks tensors of other classes."""
     tensor.__dict__["_is_param"] = True  # what isinstance(tensor, nn.Parameter) asks

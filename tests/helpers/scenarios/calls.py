@@ -57,6 +57,37 @@ def stateless(job: Job) -> None:
     job.record_model(net, gradients=True)
 
 
+@torch.compiler.disable
+def clamped(weight: torch.Tensor) -> None:
+    """A write outside of the graph."""
+    with torch.no_grad():
+        weight.clamp_(-0.05, 0.05)
+
+
+class Clamping(nn.Module):
+    """Hands a weight to code outside of its graph."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.last = inner, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        clamped(self.last.weight)
+        out: torch.Tensor = self.last(y)
+        return out
+
+
+def written_outside(job: Job) -> None:
+    """A weight handed to a disabled function that writes to it: the write lands or is refused."""
+    job.refusable = True
+    model = Clamping(job.net())
+    compiled = job.compile(model)
+    for step in range(2):
+        job.backward(compiled, step)
+    job.record_model(model, gradients=True)
+
+
 class PerSample(nn.Module):
     """Gradients of each sample inside the model, by vmap(grad(functional_call))."""
 

@@ -137,6 +137,7 @@ CALLS: dict[str, Scenario] = {
     "functional_call": calls.functional,
     "stateless, MAML": calls.stateless,
     "vmap(grad(functional_call)) inside": calls.per_sample,
+    "a weight written to outside of the graph": calls.written_outside,
     "gradient checkpointing": calls.checkpointed,
     "complex slice assignment (FNO)": calls.spectral,
     "mixture with torch.where": calls.mixture("where"),
