@@ -30,6 +30,7 @@ from autoshard.runtime.compat.frames import (
     RESTARTS,
     GraphInput,
     RestartTrace,
+    TraceError,
     allow_in_graph,
     backend_error,
     backend_fakes,

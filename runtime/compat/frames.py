@@ -11,14 +11,18 @@ from typing import Any, TypeVar
 import torch
 import torch._dynamo.exc
 from torch import fx
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
+from torch._dynamo.exc import (
+    TensorifyScalarRestartAnalysis,
+    TorchDynamoException,
+    UnspecializeRestartAnalysis,
+)
 from torch._subclasses.fake_tensor import FakeTensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 allow_in_graph = torch.compiler.allow_in_graph
 mark_dynamic = torch._dynamo.mark_dynamic  # documented, and under no other name
-
+TraceError = TorchDynamoException  # of what torch.compile cannot trace, and of nothing else
 
 RESTARTS = (UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis)
 """Exceptions by which a trace, or a compiler in it, asks Dynamo to trace the frame again."""

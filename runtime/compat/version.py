@@ -35,6 +35,7 @@ torch._C._will_engine_execute_node
 torch._dynamo.config.allow_rnn
 torch._dynamo.eval_frame._TorchDynamoContext
 torch._dynamo.exc.TensorifyScalarRestartAnalysis
+torch._dynamo.exc.TorchDynamoException
 torch._dynamo.exc.UnspecializeRestartAnalysis
 torch._dynamo.guards.get_verbose_code_parts
 torch._dynamo.lookup_backend

@@ -234,3 +234,13 @@ def test_build_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert called == (
         f"--checkpoint_dir {tmp_path} --output_dir {tmp_path / 'engines'} --gemm_plugin auto\n"
     )
+
+
+def test_what_is_no_decoder_of_token_ids_is_refused_in_a_line(tmp_path: Path) -> None:
+    from transformers import ViTConfig, ViTModel
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = ViTModel(ViTConfig(**sizes, intermediate_size=16, image_size=8, patch_size=4))
+    with pytest.raises(ExportError, match="cannot be traced with token ids alone") as found:
+        autoshard.export.trtllm(model, tmp_path / "out")
+    assert "\n" not in str(found.value) and not [*tmp_path.iterdir()]

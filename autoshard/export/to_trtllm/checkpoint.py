@@ -23,13 +23,28 @@ from autoshard.export.destination import Destination, Progress
 from autoshard.export.errors import ExportError, export_error
 from autoshard.export.job import on_every_rank
 from autoshard.export.safetensors_file import SafetensorsFile
-from autoshard.export.serial_graph import model_graph, unwrapped
+from autoshard.export.serial_graph import ModelGraph, model_graph, unwrapped
 from autoshard.export.spec import Example, axis_sizes, weight_dtype
 from autoshard.export.to_trtllm.config import checkpoint_config
 from autoshard.export.to_trtllm.families import family_of
 from autoshard.export.to_trtllm.pieces import Entry, Piece
 from autoshard.export.to_trtllm.tensors import Split, check_split, rank_tensors
 from autoshard.export.weight_source import Block, WeightSource
+from autoshard.runtime import compat
+
+
+def _traced(model: nn.Module, example: Example | None) -> ModelGraph:
+    """The graph of the model; ExportError where torch cannot trace it with the example."""
+    try:
+        return model_graph(model, *(example or ((), {})))
+    except compat.TraceError as error:
+        reason = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+        given = "the example" if example else "token ids alone"
+        raise export_error(
+            f"the model cannot be traced with {given}: {reason}",
+            remedy="TensorRT-LLM checkpoints are of decoders of token ids; other models go to "
+            "autoshard.export.onnx or autoshard.export.tensorrt.",
+        ) from error
 
 
 def trtllm(
@@ -67,7 +82,7 @@ def trtllm(
     kind, source = weight_dtype(dtype), WeightSource(model)
 
     def prepare() -> tuple[dict[str, Any], list[list[Entry]]]:
-        decoder = read_decoder(model_graph(model, *(example or ((), {}))))
+        decoder = read_decoder(_traced(model, example))
         hf_config = getattr(unwrapped(model), "config", None)
         family = family_of(decoder, hf_config)
         shared = family.shares_embedding
