@@ -18,7 +18,8 @@ def check_convertible(graph: RankGraph) -> None:
     missing: dict[str, fx.Node] = {}
     for node in graph.module.graph.nodes:
         if node.op == "call_function" and node.target not in CONVERTERS:
-            missing.setdefault(str(node.target), node)
+            name = str(node.target)  # of a function of Python's, with its address
+            missing.setdefault(node.target.__name__ if name[0] == "<" else name, node)
     if missing:
         others = ", ".join(list(missing)[1:])
         raise export_error(

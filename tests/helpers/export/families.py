@@ -130,13 +130,18 @@ FAMILIES: dict[str, Family] = {
         "GPTJForCausalLM",
         _TOKENS | {"n_positions": 128, "n_embd": 64, "n_layer": 2, "n_head": 8, "rotary_dim": 4},
     ),
-    "GPT-NeoX": Family("GPTNeoXForCausalLM", _SIZES | {"rotary_pct": 0.5}),
+    "GPT-NeoX": Family(
+        "GPTNeoXForCausalLM", _SIZES | {"rotary_pct": 0.5, "intermediate_size": 256}
+    ),
     "OPT": Family(
         "OPTForCausalLM",
         {**_SIZES, "ffn_dim": 128, "word_embed_proj_dim": 64},
     ),
     "Bloom": Family("BloomForCausalLM", _TOKENS | {"hidden_size": 64, "n_layer": 2, "n_head": 8}),
-    "Falcon": Family("FalconForCausalLM", _SIZES | {"new_decoder_architecture": False}),
+    "Falcon": Family(
+        "FalconForCausalLM",
+        _SIZES | {"new_decoder_architecture": False, "intermediate_size": 256},
+    ),
     "Phi": Family("PhiForCausalLM", _SIZES),
     "Phi-3": Family("Phi3ForCausalLM", _GROUPED),
     "Cohere": Family("CohereForCausalLM", _GROUPED),
