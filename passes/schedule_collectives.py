@@ -177,7 +177,8 @@ def _limit_in_flight(graph: fx.Graph) -> None:
     starts = [n for n in graph.nodes if n.target is REDUCE_SCATTER and n in finishing]
     for start, later in zip(starts, starts[1:]):
         wait = next(iter(start.users))
-        making = min({later, *_made_by_bucketing(later)})
+        # of the next bucket some may be the pieces of an earlier one, of this one too
+        making = min(n for n in {later, *_made_by_bucketing(later)} if start < n)
         if wait.target is WAIT and making < wait:
             making.prepend(wait)
 
