@@ -114,11 +114,7 @@ def tp_collectives(
             if (source, state) not in done:
                 done.add((source, state))
                 weight = source in decisions.stored
-                at = place[source if weight else user]
-                sent = _change(source, have, state, n, at)
-                if decisions.gathers_again(source, have, state):
-                    found.extend(one._replace(backward=True, at=place[user]) for one in sent[:1])
-                for one in sent:
+                for one in _change(source, have, state, n, place[source if weight else user]):
                     if one.backward and _only_a_weight(source, decisions):
                         gradients.append((place[user], one.op, source))
                     else:
