@@ -26,7 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("explain",),
     ("program",),
     ("building", "program_registry"),
-    ("export", "mesh_search", "tracing", "verification"),
+    ("export", "measuring", "mesh_search", "tracing", "verification"),
     ("backend", "cli", "sharding"),
 )
 
@@ -38,6 +38,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "autoshard.runtime": {"torch", "functorch"},
     "autoshard.runtime.compat": {"torch", "functorch", "transformers"},
     "autoshard.passes": {"torch"},
+    "autoshard.measuring": {"torch", "numpy"},
     "autoshard.planning": {"torch", "numpy"},
     "autoshard.export": {"torch", "transformers"},
     "autoshard.export.to_tensorrt": {"torch"},

@@ -11,6 +11,7 @@ from autoshard.planning.cost.bucket_size import (
 from autoshard.planning.cost.clusters import Cluster, cluster
 from autoshard.planning.cost.machines import DEFAULT_HARDWARE, HARDWARE, Hardware, Link, hardware
 from autoshard.planning.cost.model import (
+    COLLECTIVES,
     change_collectives,
     change_seconds,
     collective_seconds,
