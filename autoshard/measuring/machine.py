@@ -18,8 +18,6 @@ from autoshard.planning.cost import Cluster, cluster_of
 from autoshard.runtime.agreement import from_first, gather, world_axis
 from autoshard.runtime.mesh import start_world
 
-Progress = Callable[[str, int, int], None]
-
 
 @dataclass(frozen=True)
 class Effort:
@@ -107,13 +105,16 @@ class Measured:
 
 
 def measure_machine(
-    device: str, effort: Effort | None = None, progress: Progress = lambda what, done, total: None
+    device: str,
+    effort: Effort | None = None,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Measured:
     """Measure this process's device, and the links between the ranks that torchrun started.
 
     All ranks call it, at the same time: devices of one node share its power and its memory, as they
     do in a training step. The slowest rank's rates count, and every rank returns the same.
-    device: "cpu" or the kind of accelerator. Raises ConfigError where there is none of it.
+    device: "cpu" or the kind of accelerator. progress: called with (what, number, of how many).
+    Raises ConfigError where there is none of it.
     """
     if device != "cpu" and not torch.get_device_module(device).is_available():
         raise ConfigError(

@@ -87,6 +87,7 @@ def _two_nodes() -> Any:
     return found.description(), ranks
 
 
+@pytest.mark.slow
 def test_ranks_measure_both_links_and_agree(gloo4: GlooPool) -> None:
     first, *others = gloo4(_two_nodes)
     assert all(other == first for other in others)
