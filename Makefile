@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check export-matrix bench clean
+.PHONY: help demo test test-slow check export-matrix bench gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ export-matrix: $(VENV)/dev.stamp ## write docs/export_matrix.md: every family to
 bench: $(VENV)/demo.stamp ## run the benchmarks (ARGS="planning training" selects)
 	$(BIN)/python benchmarks/run_all.py $(ARGS)
 
+gpu: $(VENV)/gpu.stamp ## what holds on this machine's GPUs, in one report (ARGS="--device cpu": without one)
+	$(BIN)/python benchmarks/gpu_report.py $(ARGS)
+
 clean: ## remove everything make created
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
@@ -63,6 +66,13 @@ $(VENV)/torch.stamp: constraints.txt
 $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
 	@echo "Installing autoshard and what the demo needs."
 	@$(PIP) -c $(VENV)/constraints.txt -e '.[demo]'
+	@touch $@
+
+# A GPU machine may have no network: where torch and what it brings are there, nothing is fetched.
+$(VENV)/gpu.stamp: $(VENV)/torch.stamp pyproject.toml
+	@$(BIN)/python -c 'import autoshard' 2>/dev/null || \
+		$(PIP) --no-deps --no-build-isolation -e . || \
+		$(PIP) -c $(VENV)/constraints.txt -e .
 	@touch $@
 
 # torch-tensorrt is only compared with. It declares an older TensorRT-RTX than the one we build with,

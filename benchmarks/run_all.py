@@ -23,6 +23,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "world_one": (str(HERE / "world_one.py"),),
     "host_overhead": (*TWO, str(HERE / "host_overhead.py")),
     "memory": (*TWO, str(HERE / "memory.py")),
+    "two_ranks": (*TWO, str(HERE / "two_ranks.py")),
     "data_parallel": (*TWO, str(HERE / "data_parallel.py")),
     "export": (str(HERE / "export.py"),),
     "training": (*TWO, str(HERE / "training.py")),

@@ -1,13 +1,14 @@
 """What the backend costs where there is nothing to shard: one process, beside plain torch.compile.
 
-    python benchmarks/world_one.py [--device cuda] [--steps 20] [--json PATH]
+    python benchmarks/world_one.py [--model vit] [--device cuda] [--steps 20] [--json PATH]
 
 Without options one process is handed to the inner compiler as it is; with `rng="invariant"` asked
 for by name the graph goes the whole way of capture, plan and rewriting, to draw what any mesh
 draws. Both are measured, a training step with SGD, interleaved, each figure beside its ratio to
 torch.compile: the median step, the first step (compilation from empty caches; the order of
 compilation rotates over `--rounds`, and the least counts), and the peak of a profiled step. On
-CUDA the model is a 1B-shape Llama in bf16, and the peak is the allocator's.
+CUDA the Llama has a 1B shape, in bf16, and the peak is the allocator's. `predicted` is what
+`Program.memory()` says of the last way, with the parameters; `measured` the same by the allocator.
 """
 
 from __future__ import annotations
@@ -26,13 +27,10 @@ from torch import nn
 from torch._inductor.utils import fresh_cache
 from torch.profiler import ProfilerActivity, profile
 
-from data_parallel import peak
-from llama_model import Llama, Shape, WithLoss
+import autoshard
+from data_parallel import held, peak
+from step_models import MODELS
 
-SHAPES = {
-    "cpu": Shape(layers=4),
-    "cuda": Shape(vocab=32_000, width=2048, hidden=5504, layers=20, heads=16, length=2048),
-}
 WAYS: dict[str, dict[str, Any] | None] = {
     "torch.compile": None,
     "autoshard": {},
@@ -80,18 +78,19 @@ def peak_of(call: Callable[..., Any], model: nn.Module, ids: torch.Tensor) -> in
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=SHAPES, default="cpu")
+    parser.add_argument("--model", choices=MODELS, default="llama")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=1, help="compilations of each")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
-    shape = SHAPES[args.device]
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     with torch.device(args.device):
-        model = WithLoss(Llama(shape)).to(dtype)
-        ids = torch.randint(shape.vocab, (args.batch, shape.length))
+        model, batch = MODELS[args.model](args.device, args.batch)
+    model = model.to(dtype)
+    batch = batch.to(dtype) if batch.is_floating_point() else batch
     first: dict[str, list[float]] = {name: [] for name in WAYS}
     calls: dict[str, tuple[Callable[..., Any], nn.Module]] = {}
     names = list(WAYS)
@@ -100,22 +99,22 @@ def main() -> None:
             torch.compiler.reset()
             own = copy.deepcopy(model)
             with fresh_cache():
-                first[name].append(step(compiled(own, WAYS[name]), own, ids))
+                first[name].append(step(compiled(own, WAYS[name]), own, batch))
     torch.compiler.reset()
     for name, options in WAYS.items():
         own = copy.deepcopy(model)
         calls[name] = compiled(own, options), own
         for _ in range(3):
-            step(*calls[name], ids)
+            step(*calls[name], batch)
     times: dict[str, list[float]] = {name: [] for name in WAYS}
     for _ in range(args.steps):
         for name, call in calls.items():
-            times[name].append(step(*call, ids))
+            times[name].append(step(*call, batch))
     rows = {
         name: {
             "ms": 1e3 * statistics.median(times[name]),
             "first_s": min(first[name]),
-            "peak_mb": peak_of(*call, ids) / 1e6,
+            "peak_mb": peak_of(*call, batch) / 1e6,
         }
         for name, call in calls.items()
     }
@@ -132,6 +131,14 @@ def main() -> None:
                 for key in ("ms", "first_s", "peak_mb")
             )
         )
+    planned, module = list(WAYS)[-1], calls[list(WAYS)[-1]][1]
+    measured = rows[planned]["peak_mb"] + held(module) / 1e6
+    predicted = autoshard.programs(module)[-1].memory().peak / 1e6
+    print(
+        f"peak of {planned!r}, with parameters: predicted {predicted:.1f} MB, measured "
+        f"{measured:.1f} MB, ratio {predicted / measured:.2f}"
+    )
+    rows[planned] |= {"predicted_mb": predicted, "measured_mb": measured}
     if args.json:
         settings = {key: str(value) for key, value in vars(args).items()}
         args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=2) + "\n")

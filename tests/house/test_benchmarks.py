@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+import gpu_report
 import run_all
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -17,8 +18,49 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 def test_every_benchmark_is_run_by_make_bench() -> None:
     with_main = {path.stem for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()}
-    assert set(run_all.RUNS) == with_main - {"run_all"}, "benchmarks/run_all.py"
+    assert set(run_all.RUNS) == with_main - {"run_all", "gpu_report"}, "benchmarks/run_all.py"
     assert all("--json" in (BENCHMARKS / f"{name}.py").read_text() for name in run_all.RUNS)
+
+
+def test_a_section_of_the_gpu_report_costs_its_own_result_only(tmp_path: Path) -> None:
+    programs = {
+        "good": "import sys; open(sys.argv[1], 'w').write('{\"ms\": 3}'); print('3 ms')",
+        "bad": "raise SystemExit('no such kernel')",
+        "hangs": "import time; print('begun', flush=True); time.sleep(60)",
+    }
+    known = {
+        name: gpu_report.Section(about=f"a {name} one", command=("-c", code, "{json}"))
+        for name, code in programs.items()
+    }
+    results = {
+        name: gpu_report.ran(one, "cpu", tmp_path / f"{name}.json", 3.0)
+        for name, one in known.items()
+    }
+    assert [one["status"] for one in results.values()] == [
+        "ok",
+        "exit status 1",
+        "stopped after 3 s",
+    ]
+    assert results["good"]["figures"] == {"ms": 3}
+    text = gpu_report.markdown(gpu_report.environment("cpu"), results, known)
+    for found in (
+        "| good | ok |",
+        "## bad: a bad one",
+        "no such kernel",
+        "begun",
+        torch.__version__,
+    ):
+        assert found in text
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_the_programs_of_the_gpu_report_are_there(devices: int) -> None:
+    for section in gpu_report.sections(devices).values():
+        programs = [part for part in section.command if part.endswith(".py")]
+        assert all(Path(part).is_file() for part in programs)
+        assert "{json}" in section.command and "{device}" in section.command
+    shares = sum(section.share for section in gpu_report.sections(devices).values())
+    assert shares < 2  # a section may take more than its part where others take less
 
 
 def losses_and_gradients(names: list[str]) -> dict[str, tuple[float, float]]:

@@ -1,0 +1,121 @@
+"""Two ranks, on one device if need be: is the sharded model the serial one, on each kind of mesh?
+
+    torchrun --nproc-per-node=2 benchmarks/two_ranks.py [--device cuda] [--json PATH]
+
+Two steps of a small Llama with SGD on tp, tp with sequence parallelism, DDP and ZeRO-1 to 3,
+beside the serial model in the same process: the largest error of the losses, and of the parameters
+relative to how far the steps moved them. With as many devices as ranks the collectives are the
+device's own (NCCL), else gloo's; graphs go through Inductor on CUDA, and on a CPU as they are.
+Exit status 1 where a mesh differs or fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import autoshard
+from autoshard.runtime.parameters import unshard_parameter
+from llama_model import Llama, Shape, WithLoss
+
+SHAPE = Shape(vocab=512, width=128, hidden=256, layers=2, heads=4, length=64)
+MESHES: dict[str, dict[str, Any]] = {
+    "tp": {"mesh": {"tp": 2}},
+    "tp + sp": {"mesh": {"tp": 2}, "sequence_parallel": True},
+    "DDP": {"mesh": {"dp_replicate": 2}},
+    "ZeRO-1": {"mesh": {"dp_shard": 2}, "zero": 1},
+    "ZeRO-2": {"mesh": {"dp_shard": 2}, "zero": 2},
+    "ZeRO-3": {"mesh": {"dp_shard": 2}, "zero": 3},
+}
+LIMIT = 1e-3
+"""The largest error that counts as equal: float32 sums in other orders, on any device."""
+
+
+def train(model: torch.nn.Module, call: Any, batches: list[torch.Tensor]) -> list[float]:
+    """The losses of a step a batch."""
+    losses = []
+    optimizer = None
+    for batch in batches:
+        loss = call(batch)
+        loss.backward()
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def row(options: dict[str, Any], device: str) -> dict[str, float]:
+    """The errors of one mesh."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    with torch.device(device):
+        first = WithLoss(Llama(SHAPE))
+        batches = [torch.randint(SHAPE.vocab, (4, SHAPE.length)) for _ in range(2)]
+    serial, sharded = copy.deepcopy(first), copy.deepcopy(first)
+    expected = train(serial, serial, batches)
+    own = batches if "tp" in options["mesh"] else [b.chunk(2)[dist.get_rank()] for b in batches]
+    losses = torch.tensor(
+        train(sharded, torch.compile(sharded, backend="autoshard", options=options), own)
+    )
+    if "tp" not in options["mesh"]:  # the mean of the ranks' means is the batch's
+        dist.all_reduce(losses)
+        losses /= 2
+    before = dict(first.named_parameters())
+    worst = 0.0
+    for (name, wanted), found in zip(serial.named_parameters(), sharded.parameters(), strict=True):
+        moved = (wanted - before[name]).norm().item()
+        error = (unshard_parameter(found).detach() - wanted).norm().item()
+        worst = max(worst, error / max(moved, 1e-12))
+    return {
+        "loss_error": float((losses - torch.tensor(expected)).abs().max()),
+        "parameter_error": worst,
+    }
+
+
+def main() -> int:
+    """Compare and print on rank 0; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    shared = args.device == "cpu" or torch.cuda.device_count() < 2
+    if args.device == "cuda":
+        torch.cuda.set_device(0 if shared else dist.get_node_local_rank())
+    dist.init_process_group("gloo" if shared else "cpu:gloo,cuda:nccl")
+    torch.set_num_threads(1)
+    rows: dict[str, dict[str, Any]] = {}
+    for name, options in MESHES.items():
+        try:
+            inner = {} if args.device == "cuda" else {"inner": "aot_eager"}
+            found: dict[str, Any] = row({**options, **inner}, args.device)
+            found["equal"] = max(found.values()) < LIMIT
+            said = (
+                f"loss {found['loss_error']:.1e}, parameters {found['parameter_error']:.1e}, "
+                f"{'equal' if found['equal'] else 'DIFFERENT'}"
+            )
+        except (autoshard.AutoshardError, RuntimeError) as error:
+            found = {"equal": False, "failed": "".join(traceback.format_exception(error)[-3:])}
+            said = f"failed: {str(error).splitlines()[0]}"
+        rows[name] = found
+        if dist.get_rank() == 0:
+            print(f"{name:8} {said}", flush=True)
+        if "failed" in found:  # what the other rank still waits for, nobody knows
+            break
+    if dist.get_rank() == 0 and args.json:
+        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+    failed = not all(found["equal"] for found in rows.values())
+    if not failed:
+        dist.destroy_process_group()
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
