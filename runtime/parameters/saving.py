@@ -21,7 +21,7 @@ from autoshard.runtime.agreement import announced, from_first
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.errors import AutoshardError, message
 from autoshard.runtime.mesh import axes_of
-from autoshard.runtime.parameters.eager import StoredTensor, unsharded
+from autoshard.runtime.parameters.eager import StoredTensor, gathered_axes, unsharded
 
 _REMEDY = (
     "Call it on every rank, not under `if rank == 0`: the ranks gather together, and the first one "
@@ -57,7 +57,9 @@ def full_state_dict(
             wholes[key] = gathered.cpu() if keeps else gathered.new_empty(0)
         return wholes[key]
 
-    with announced("gathering of a state dict", axes, _REMEDY):
+    split = {axis for leaf in leaves if isinstance(leaf, DTensor) for axis in gathered_axes(leaf)}
+    met = [axis for axis in axes if axis in split]
+    with announced("gathering of a state dict", met, _REMEDY):
         leaves = [whole(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
     return pytree.tree_unflatten(leaves, tree) if keeps else {}
 
