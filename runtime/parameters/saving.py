@@ -109,6 +109,14 @@ def whole_adapters(original: Callable[..., Any], *args: Any, **kwargs: Any) -> d
     return full_state_dict(original(*args, **kwargs), rank0_only=False)
 
 
+def upload_once(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The upload of `push_to_hub`, called on every rank: of what the first one wrote."""
+    stored = model.parameters() if isinstance(model, nn.Module) else ()
+    if not _is_first(_axes([p for p in stored if isinstance(p, StoredTensor)])):
+        return None
+    return original(model, *args, **kwargs)
+
+
 class _Attempt(contextlib.AbstractContextManager[None]):
     """A write on the first rank, whose error the others raise too. error: it, once it is there."""
 
