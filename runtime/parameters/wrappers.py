@@ -33,9 +33,10 @@ def replace_functions() -> None:
     )
     compat.replace(f"{fsdp}._fully_shard._fully_shard", "_validate_module", _refuse_fully_shard)
     compat.replace("torch.nn.utils.parametrize", "_maybe_set", _set)
-    # grad, vjp, jacrev and jvp; vmap
+    # grad, vjp and jacrev; vmap; jvp and jacfwd
     compat.replace("torch._functorch.eager_transforms", "_wrap_all_tensors", _refuse_operands)
     compat.replace("torch._functorch.vmap", "_create_batched_inputs", _refuse_mapped)
+    compat.replace("torch.autograd.forward_ad", "make_dual", _refuse_dual)
     compat.replace("torch.export._trace", "_fakify_params_buffers", _refuse_export)
     compat.replace("transformers.modeling_utils", "PreTrainedModel.save_pretrained", save_together)
     hub = "transformers.utils.hub"
@@ -89,6 +90,15 @@ def _refuse_mapped(
     if not torch.compiler.is_dynamo_compiling():
         _check_operands("maps", [v for d, v in zip(dims, values) if d is not None])
     return original(dims, values, *args, **kwargs)
+
+
+def _refuse_dual(
+    original: Callable[..., Any], tensor: Any, tangent: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """As `_refuse_operands`, of forward mode: the tangent would be lost with the gathered value."""
+    if not torch.compiler.is_dynamo_compiling() and compat.transforming():
+        _check_operands("differentiates", [tensor, tangent])
+    return original(tensor, tangent, *args, **kwargs)
 
 
 def _check_operands(does: str, values: Iterable[Any]) -> None:

@@ -29,11 +29,11 @@ def gathered_axes(x: DTensor) -> tuple[Axis, ...]:
 def unsharded(x: DTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The whole of a stored tensor, plain and differentiable, in `dtype` if it is floating."""
     what = f"read of a stored tensor of shape {tuple(x.shape)}"
-    outside, plain = compat.outside_transforms(), compat.plain_attributes()
-    with outside, plain:
+    with compat.plain_attributes():
         # a gradient that comes back through the read is reduced over all data-parallel axes
         recorded = torch.is_grad_enabled() and x.requires_grad
         axes = axes_of(x.device_mesh) if recorded else gathered_axes(x)
+    outside, plain = compat.outside_transforms(), compat.plain_attributes()
     with outside, plain, announced(what, axes, READ_EVERYWHERE):
         # what is gathered along an inner dim has other strides than `x` says
         return unshard_parameter(resolved(x), microbatch_of(x), dtype).contiguous()

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call, grad, grad_and_value, jacrev, jvp, vmap
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, grad_and_value, jacfwd, jacrev, jvp, vmap
 from torch.nn import functional as F
 from torch.optim import swa_utils
 
@@ -207,19 +208,23 @@ def functional_training(job: Job) -> None:
 
     stored = dict(net.named_parameters())
     if job.sharded:
-        weight, tangent = net.up.weight, torch.ones(33, WIDTH)
+        weight = net.up.weight
         for ask in (
             lambda: grad(loss)(stored, x, y),
             lambda: grad(loss)({n: p.detach() for n, p in stored.items()}, x, y),
             lambda: jacrev(lambda w: F.linear(x, w))(weight),
-            lambda: jvp(lambda w: F.linear(x, w), (weight,), (tangent,)),
             lambda: vmap(lambda w: x @ w)(weight),
+            lambda: jvp(lambda w: F.linear(x, w), (weight,), (torch.ones(33, WIDTH),)),
+            lambda: jacfwd(lambda w: F.linear(x, w))(weight),
         ):
             try:
                 ask()
                 raise AssertionError("a transform of a stored tensor was not refused")
             except AutoshardError as error:
                 assert "a stored tensor of shape" in str(error), error
+    with forward_ad.dual_level():
+        dual = F.linear(x, forward_ad.make_dual(net.up.weight, torch.ones(33, WIDTH)))
+        job.record("dual", job.everyone(forward_ad.unpack_dual(dual).tangent.detach().mean()))
     values = {name: job.whole(p.detach()) for name, p in stored.items()}
     grads, value = grad_and_value(loss)(values, x, y)
     job.record("value", job.everyone(value))
