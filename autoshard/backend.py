@@ -200,7 +200,7 @@ def _runner(
     with modes():
         compiled = compile_local(local, fakes, config.inner, handle.finish, program.settings())
     if mesh.size > 1:
-        compiled = watched(compiled, mesh.axes)
+        compiled = watched(compiled, mesh.axes, local)
     agree("compiled program", "", [], program.axis)  # nobody runs before everybody can
     register(handle)
     compat.lighten_guards(parameters)

@@ -20,7 +20,7 @@
 - embedding and embedding_bag lose `sparse`: the gradient of a stored parameter is dense, and the
   kernels of compilers know no other.
 - A part written into a complex tensor (slice_scatter, select_scatter) becomes cat of what is kept
-  and what is written: torch differentiates the former for real numbers only.
+  and what is written, with a step that of its real form: torch differentiates real ones only.
 - cat with legacy empty operands (the first step of a Hugging Face cache) becomes cat of the rest.
 
 Not done: an identity that the graph returns directly stays, because the caller may rely on its
@@ -271,7 +271,8 @@ def _type_as(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _part_written(graph: fx.Graph, node: fx.Node) -> bool:
-    """Spell a write of a part of a complex tensor as cat, where the part's bounds are numbers."""
+    """Spell a write of a part of a complex tensor as cat, where the part's bounds are numbers; with
+    a step as a write of its real form."""
     target, part, *rest = node.args
     bounds: list[Any] = list(rest)
     assert isinstance(target, fx.Node) and isinstance(part, fx.Node)
@@ -282,14 +283,23 @@ def _part_written(graph: fx.Graph, node: fx.Node) -> bool:
     names = ("start", "end") if sliced else ("index",)
     given: list[Any] = [*bounds[1:], *[node.kwargs.get(name) for name in names[len(bounds[1:]) :]]]
     numbers = all(n is None or isinstance(n, int) for n in (size, *given))
-    if not val.is_complex() or written.dtype != val.dtype or not numbers or _step(node) != 1:
+    if not val.is_complex() or written.dtype != val.dtype or not numbers:
         return False
-    start, end, *_ = slice(*given[:2] if sliced else (given[0], given[0] + 1 or None)).indices(size)
-
-    end = max(start, end)
 
     def made(op: OpOverload, *args: Any) -> fx.Node:
         return emit(graph, node, op, args, provenance=Canonicalize.name)
+
+    if _step(node) != 1:
+        with graph.inserting_before(node):
+            real = [made(aten.view_as_real.default, each) for each in (target, part)]
+            one = dim % val.dim(), *(given + [None, None])[:2], _step(node)
+            whole = made(aten.slice_scatter.default, *real, *one)
+            node.replace_all_uses_with(made(aten.view_as_complex.default, whole))
+        graph.erase_node(node)
+        return True
+    start, end, *_ = slice(*given[:2] if sliced else (given[0], given[0] + 1 or None)).indices(size)
+
+    end = max(start, end)
 
     with graph.inserting_before(node):
         parts = [part if sliced else made(aten.unsqueeze.default, part, dim)]

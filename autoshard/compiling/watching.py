@@ -7,20 +7,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import CollectiveRegion
-from autoshard.runtime.collectives import Axis
+from autoshard.runtime.collectives import Axis, forward_value, redistribute, shard_dim, step
 from autoshard.runtime.errors import message
+from autoshard.runtime.parameters import unshard
+
+_LOCAL = (None, "scale", "slice", "pad")
 
 
-def watched(compiled: Callable[..., Any], axes: Sequence[Axis]) -> Callable[..., Any]:
-    """`compiled`, a local graph that `compile_local` has compiled, in regions of collectives.
+def watched(
+    compiled: Callable[..., Any], axes: Sequence[Axis], local: fx.GraphModule
+) -> Callable[..., Any]:
+    """`compiled`, which `compile_local` has made of the graph `local`, in regions of collectives.
 
     The backward of AOTAutograd's graphs is one too, from the first call that records it on. With
     inner="eager" there is none: autograd runs the operators one by one.
     """
-    forward = CollectiveRegion("the forward of a compiled graph", axes)
+    forward = CollectiveRegion("the forward of a compiled graph", axes, _met(local, axes))
     backward = CollectiveRegion("the backward of a compiled graph", axes)
     refusal = message(
         "a second derivative through a compiled graph, which AOTAutograd does not compile "
@@ -39,3 +45,20 @@ def watched(compiled: Callable[..., Any], axes: Sequence[Axis]) -> Callable[...,
         return outputs
 
     return run
+
+
+def _met(local: fx.GraphModule, axes: Sequence[Axis]) -> list[Axis]:
+    """The axes on which the forward of a rank's graph has a collective.
+
+    Read off the graph that AOTAutograd is given: where torch finds its compiled form in a cache on
+    disk, we see no other. That is the forward's part only.
+    """
+    groups = set()
+    for node in local.graph.nodes:
+        if node.target is redistribute:
+            _, src, dst, axis = node.args[:4]
+            if step(forward_value(src), forward_value(dst)) not in _LOCAL:
+                groups.add(axis.group)
+        elif node.target is unshard and shard_dim(node.args[1]) is not None:
+            groups.add(node.args[2].group)
+    return [axis for axis in axes if axis.group in groups]

@@ -13,6 +13,7 @@ import torch
 
 from autoshard.runtime import compat
 from autoshard.runtime.agreement.consensus import FAILED, REMEDY, agree, members
+from autoshard.runtime.agreement.progress import name_of
 from autoshard.runtime.agreement.store_exchange import StoreExchange
 from autoshard.runtime.agreement.worlds import current_exchange
 from autoshard.runtime.collectives import Axis
@@ -30,17 +31,21 @@ class CollectiveRegion:
     A second thread is refused (`Turn`). A collective that fails because a rank does not come
     becomes a CollectiveError with the world's first failure, the same on all ranks that wait; other
     errors pass, and are told to the ranks that miss this one. what: the code, for error texts.
-    Meant to be made once and entered at each call; re-entrant.
+    Meant to be made once and entered at each call; re-entrant. met: the axes of those on which
+    each call surely waits for the other ranks; such calls are counted (`CountedRegions`).
     """
 
-    def __init__(self, what: str, axes: Sequence[Axis]) -> None:
+    def __init__(self, what: str, axes: Sequence[Axis], met: Sequence[Axis] = ()) -> None:
         self._what, self._axes = what, axes
         self._exchange: StoreExchange | None = None
+        self._met = tuple(name_of(members(a)) for a in met if a.size > 1 and ":" not in a.group)
 
     def __enter__(self) -> None:
         exchange = current_exchange()
         if exchange is not None:
             exchange.enter(self._what)
+            if self._met:
+                exchange.progress.enter(self._met, self._what)
         self._exchange = exchange
 
     def __exit__(
@@ -66,6 +71,8 @@ class CollectiveRegion:
         """Raise what a failed collective means; tell others of any other error."""
         text = f"{type(error).__name__}: {str(error).strip()}"
         if not compat.is_of_a_collective(error):
+            if self._met:
+                exchange.progress.undo(self._met)
             exchange.raised(text)
             return
         here = f"rank {exchange.rank} was in {self._what}"

@@ -8,15 +8,16 @@ rank has failed, nobody knows which collectives the others have entered.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from autoshard.runtime.agreement.progress import CountedRegions, name_of
 from autoshard.runtime.agreement.store_calls import StoreLost, within
 from autoshard.runtime.agreement.turns import Turn, refusal
 
@@ -45,7 +46,8 @@ class StoreExchange:
 
     Every rank of a group must make the same exchanges in the same order. limit: how many seconds
     a rank waits for the others. failure: rank and story of the world's first failure, where this
-    rank knows of one. turn: of the threads of this rank.
+    rank knows of one. turn: of the threads of this rank. progress: the collectives of graphs that
+    it has entered, by groups of ranks.
     """
 
     def __init__(self, world: Any, generation: int) -> None:
@@ -58,6 +60,11 @@ class StoreExchange:
         self._counts: dict[str, int] = {}
         self._failing = threading.Lock()
         self._has_raised = False
+        self._told_of = ""
+        me = weakref.ref(self)
+        self.progress = CountedRegions(
+            lambda: (exchange := me()) is not None and exchange._stands()
+        )
 
     def exchange(self, value: Any, what: str, members: Sequence[int]) -> list[Any]:
         """The values that the members gave, in their order; `value` is anything that JSON holds.
@@ -144,7 +151,7 @@ class StoreExchange:
             return
 
     def _exchange(self, value: Any, what: str, members: Sequence[int]) -> list[Any]:
-        name = hashlib.sha256(repr(tuple(members)).encode()).hexdigest()[:12]
+        name = name_of(members)
         count = self._counts[name] = self._counts.get(name, 0) + 1
         here = {"name": name, "count": count, "members": list(members), "what": what}
         self._put(self._slot(name, count, self.rank), value)
@@ -175,7 +182,7 @@ class StoreExchange:
             now = time.monotonic()
             if now - looked > _LOOK * max(1, len(slots) / 8):
                 looked = now
-                self._look(name, slots)
+                self._look(name, slots, what)
             if now - started > self.limit:
                 late = next((m for m, slot in slots.items() if not self._has(slot)), None)
                 if late is not None:
@@ -194,10 +201,10 @@ class StoreExchange:
             "that take different branches, run different graphs"
         )
 
-    def _look(self, name: str, slots: dict[int, str]) -> None:
+    def _look(self, name: str, slots: dict[int, str], here: str) -> None:
         """Raise PeerFailed where a rank will not come to where this one waits."""
         failed = self._has(self._failed)
-        places = {} if failed else {member: self._where(member, name) for member in slots}
+        places = {} if failed else {m: self._where(m, name, here) for m in slots}
         # asked after the look: what a rank gave before it failed is given
         missing = [member for member, slot in slots.items() if not self._has(slot)]
         if failed and missing:
@@ -212,7 +219,7 @@ class StoreExchange:
         self.failure = rank, story
         return PeerFailed(rank, story)
 
-    def _where(self, member: int, name: str) -> str | None:
+    def _where(self, member: int, name: str, here: str) -> str | None:
         """Why a rank will not come to the exchanges of the group `name`; None where it may."""
         place = self._where_is(member)
         if place.get("state") == _ENDED:
@@ -223,7 +230,32 @@ class StoreExchange:
             and self.rank in place["members"]
             and place["count"] > self._counts.get(place["name"], 0)
         )
-        return f"is elsewhere: {place['what']}" if waits_for_me else None
+        if waits_for_me:
+            return f"is elsewhere: {place['what']}"
+        if self._has(self._progress(member)):
+            counts, doing = json.loads(self._store.get(self._progress(member)))
+            if counts.get(name, 0) > self.progress.counts.get(name, 0):
+                return (
+                    f"is elsewhere: in {doing}, which rank {self.rank} has not come to, while rank "
+                    f"{self.rank} waited at the {here}"
+                )
+        return None
+
+    def _stands(self) -> bool:
+        """Tell the progress where it is news, and hear of a failure: this rank may be in a
+        collective, whose end the store does not outlive. False where there is nothing to do."""
+        if self.failure is not None:
+            return False
+        try:
+            news = self.progress.counts, self.progress.doing
+            if (text := json.dumps(news)) != self._told_of:
+                self._store.set(self._progress(self.rank), text)
+                self._told_of = text
+            if self.turn.taken and self._has(self._failed):
+                self._heard()
+        except Exception:  # the store is gone: who waits for it says so
+            return False
+        return True
 
     def _where_is(self, member: int) -> dict[str, Any]:
         """What a rank last told of itself; empty where it has told nothing."""
@@ -297,6 +329,9 @@ class StoreExchange:
 
     def _place(self, rank: int) -> str:
         return f"{self._prefix}/at/{rank}"
+
+    def _progress(self, rank: int) -> str:
+        return f"{self._prefix}/progress/{rank}"
 
     def _missed(self, rank: int) -> str:
         return f"{self._prefix}/missed/{rank}"

@@ -38,6 +38,11 @@ class Turn:
             raise refusal(self._disturbed)
         self._owner, self._name, self._doing, self._depth = me, name, doing, 1
 
+    @property
+    def taken(self) -> bool:
+        """Whether a thread of this process is among other ranks."""
+        return self._owner is not None
+
     def leave(self) -> str | None:
         """Give the turn back; which other thread has been refused meanwhile, if any."""
         self._depth -= 1

@@ -21,7 +21,7 @@ from autoshard.runtime.agreement import announced, from_first
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.errors import AutoshardError, message
 from autoshard.runtime.mesh import axes_of
-from autoshard.runtime.parameters.eager import StoredTensor, unsharded
+from autoshard.runtime.parameters.eager import StoredTensor, gathered_axes, unsharded
 
 _REMEDY = (
     "Call it on every rank, not under `if rank == 0`: the ranks gather together, and the first one "
@@ -57,7 +57,9 @@ def full_state_dict(
             wholes[key] = gathered.cpu() if keeps else gathered.new_empty(0)
         return wholes[key]
 
-    with announced("gathering of a state dict", axes, _REMEDY):
+    split = {axis for leaf in leaves if isinstance(leaf, DTensor) for axis in gathered_axes(leaf)}
+    met = [axis for axis in axes if axis in split]
+    with announced("gathering of a state dict", met, _REMEDY):
         leaves = [whole(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
     return pytree.tree_unflatten(leaves, tree) if keeps else {}
 
@@ -105,6 +107,14 @@ def save_adapters_together(
 def whole_adapters(original: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """What PEFT saves, whole: its choice of the state dict, made on each rank."""
     return full_state_dict(original(*args, **kwargs), rank0_only=False)
+
+
+def upload_once(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The upload of `push_to_hub`, called on every rank: of what the first one wrote."""
+    stored = model.parameters() if isinstance(model, nn.Module) else ()
+    if not _is_first(_axes([p for p in stored if isinstance(p, StoredTensor)])):
+        return None
+    return original(model, *args, **kwargs)
 
 
 class _Attempt(contextlib.AbstractContextManager[None]):

@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import announced
+from autoshard.runtime.collectives import Axis
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters.accumulation import microbatch_of
 from autoshard.runtime.parameters.eager.partial_reductions import resolved
@@ -18,10 +19,21 @@ READ_EVERYWHERE = (
 )
 
 
+def gathered_axes(x: DTensor) -> tuple[Axis, ...]:
+    """The axes on which the whole is more than the rank's part: a read meets the ranks of these."""
+    names = x.device_mesh.mesh_dim_names or ()
+    split = [n for n, placement in zip(names, x.placements) if not placement.is_replicate()]
+    return tuple(axis for axis in axes_of(x.device_mesh) if axis.name in split)
+
+
 def unsharded(x: DTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The whole of a stored tensor, plain and differentiable, in `dtype` if it is floating."""
     what = f"read of a stored tensor of shape {tuple(x.shape)}"
+    with compat.plain_attributes():
+        # a gradient that comes back through the read is reduced over all data-parallel axes
+        recorded = torch.is_grad_enabled() and x.requires_grad
+        axes = axes_of(x.device_mesh) if recorded else gathered_axes(x)
     outside, plain = compat.outside_transforms(), compat.plain_attributes()
-    with outside, plain, announced(what, axes_of(x.device_mesh), READ_EVERYWHERE):
+    with outside, plain, announced(what, axes, READ_EVERYWHERE):
         # what is gathered along an inner dim has other strides than `x` says
         return unshard_parameter(resolved(x), microbatch_of(x), dtype).contiguous()

@@ -69,6 +69,15 @@ class StoredTensor(DTensor):
             return torch.empty(self.shape, dtype=self.dtype, device="meta")
         return super().to_local(grad_placements=grad_placements)
 
+    def share_memory_(self) -> StoredTensor:
+        """Have the part in memory that processes share."""
+        compat.local_of(self).share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether the part is in memory that processes share."""
+        return compat.local_of(self).is_shared()
+
     @compat.never_a_frame
     def __format__(self, spec: str) -> str:
         return format(unsharded(self), spec) if self.numel() == 1 else repr(self)

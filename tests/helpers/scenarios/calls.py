@@ -145,10 +145,10 @@ def checkpointed(job: Job) -> None:
 class Spectral(nn.Module):
     """A Fourier layer: complex weights, of which slices are assigned into a complex output."""
 
-    def __init__(self, modes: int = 4) -> None:
+    def __init__(self, modes: int = 4, stride: int = 1) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.modes = modes
+        self.modes, self.stride = modes, stride
         self.lift = nn.Linear(WIDTH, 8 * WIDTH)
         self.weight = nn.Parameter(torch.randn(8, 8, modes, dtype=torch.cfloat) * 0.1)
         self.drop = nn.Linear(8 * WIDTH, WIDTH)
@@ -158,20 +158,24 @@ class Spectral(nn.Module):
         spectrum = torch.fft.rfft(h)
         out = torch.zeros_like(spectrum)
         part = spectrum[..., : self.modes]
-        out[..., : self.modes] = torch.einsum("bim,iom->bom", part, self.weight)
+        out[..., : self.modes * self.stride : self.stride] = torch.einsum(
+            "bim,iom->bom", part, self.weight
+        )
         y = torch.fft.irfft(out, n=WIDTH) + h
         result: torch.Tensor = self.drop(F.gelu(y).flatten(1))
         return result
 
 
 def spectral(job: Job) -> None:
-    """A Fourier neural operator's layer."""
-    net = Spectral()
-    compiled = job.compile(net)
-    job.train(compiled, torch.optim.SGD(net.parameters(), lr=0.1), 2)
-    for name, parameter in net.named_parameters():
-        value = job.whole(parameter.detach())
-        job.record(name, torch.view_as_real(value) if value.is_complex() else value)
+    """A Fourier neural operator's layer, and one that assigns every other mode."""
+    for stride in (1, 2):
+        net = Spectral(stride=stride)
+        compiled = job.compile(net)
+        job.train(compiled, torch.optim.SGD(net.parameters(), lr=0.1), 2)
+        for name, parameter in net.named_parameters():
+            value = job.whole(parameter.detach())
+            real = torch.view_as_real(value) if value.is_complex() else value
+            job.record(f"{stride} {name}", real)
 
 
 class Mixture(nn.Module):

@@ -12,6 +12,7 @@ from scenarios import (
     calls,
     copies,
     derivatives,
+    habits,
     libraries,
     optimizers,
     reads,
@@ -157,6 +158,21 @@ CALLS: dict[str, Scenario] = {
     "nn.DataParallel around": wrappers.data_parallel_threads,
 }
 
+HABITS: dict[str, Scenario] = {
+    "SWA: SWALR, weights taken over": habits.stochastic_averaging,
+    "zero_grad(set_to_none=False)": habits.zeroed_gradients,
+    "hooks of the state dict": habits.state_hooks,
+    "copy.copy of a model": habits.shallow_copies,
+    "an optimizer pickled, alone and with its model": habits.optimizer_pickled,
+    "add_param_group of thawed layers": habits.late_groups,
+    "half() of a copy, its values taken back": habits.half_and_back,
+    "share_memory, to, cpu, eval": habits.moved,
+    "profiler, anomaly detection, save_on_cpu": habits.profiled,
+    "torch.func by the stored parameters": habits.functional_training,
+    "torch.export after the first call": habits.exported,
+    "statistics logged in each step": habits.read_between,
+}
+
 SCENARIOS: dict[str, Scenario] = {
     **WRITES,
     **READS,
@@ -165,6 +181,7 @@ SCENARIOS: dict[str, Scenario] = {
     **COPIES,
     **SURGERY,
     **CALLS,
+    **HABITS,
 }
 
 LIBRARIES: dict[str, Scenario] = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import json
 import os
 import signal
@@ -49,6 +50,11 @@ def reads(model: Any) -> None:
         unshard_parameter(weight)
 
 
+def saves(model: Any) -> None:
+    """It alone saves, as code for one device does under `if rank == 0`."""
+    torch.save(model.state_dict(), io.BytesIO())
+
+
 def freezes(model: Any) -> None:
     """It trains fewer parameters than the others."""
     for parameter in model.body.up.parameters():
@@ -64,7 +70,7 @@ def forks(model: Any) -> None:
     os.waitpid(child, 0)
 
 
-FAULTS = {f.__name__: f for f in (stops, dies, fails, reads, freezes, forks)}
+FAULTS = {f.__name__: f for f in (stops, dies, fails, reads, saves, freezes, forks)}
 
 
 def main(fault: str, sizes: dict[str, int], limit: float) -> None:

@@ -6,6 +6,7 @@ Slow: processes of their own for each fault. `test_store_exchange.py` has the sa
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("faulty_rank.py")
 LONG = 170.0  # seconds for a job; what comes before is a matter of the machine's load
 LIMIT = 6.0
+PATIENT = 150.0  # the limit where a rank is found missing without it
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +28,8 @@ TP, DATA, BOTH = {"tp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2}
 NOT_THERE = "rank 3: did not come to a collective of axis "
 ENDED = "rank 1: has ended, after ValueError: a broken record ("
 READ = "the read of body.up.weight ("
+SAVED = "the read of a stored tensor of shape ("
+ELSEWHERE = ["in the forward of a compiled graph, which rank 0 has not come to", "faulty_rank.py:"]
 CASES = [
     ("stops", BOTH, [NOT_THERE, "CollectiveError"]),
     ("late_stops", TP, ["rank 1: did not arrive within 6 seconds at the batch"]),
@@ -35,6 +39,9 @@ CASES = [
     ("fails", DATA, ["CollectiveError", ENDED, "faulty_rank.py:"]),
     ("late_fails", TP, [ENDED, "faulty_rank.py:"]),
     ("reads", TP, [READ, "faulty_rank.py:", "every rank has to do it"]),
+    ("saves0", TP, [SAVED, *ELSEWHERE]),
+    ("saves0", BOTH, [SAVED, *ELSEWHERE]),
+    ("saves0", {"dp_replicate": 2}, []),
     ("freezes", DATA, ["requires_grad of body.up.weight was set"]),
     ("forks", TP, []),
 ]
@@ -42,9 +49,7 @@ CASES = [
 
 def errors(folder: Path, fault: str, mesh: dict[str, int]) -> dict[int, str]:
     """What each rank that could say so has raised."""
-    world = 1
-    for size in mesh.values():
-        world *= size
+    world = math.prod(mesh.values())
     helpers = SCRIPT.parents[2] / "helpers"
     paths = [str(helpers), str(helpers / "ranks"), os.environ.get("PYTHONPATH", "")]
     with socket.socket() as probe:
@@ -57,7 +62,7 @@ def errors(folder: Path, fault: str, mesh: dict[str, int]) -> dict[int, str]:
         "MASTER_PORT": port,
         "WORLD_SIZE": str(world),
     }
-    arguments = [str(folder), fault, json.dumps(mesh), str(LIMIT)]
+    arguments = [str(folder), fault, json.dumps(mesh), str(PATIENT if "saves" in fault else LIMIT)]
     started = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), *arguments],
@@ -83,7 +88,9 @@ def errors(folder: Path, fault: str, mesh: dict[str, int]) -> dict[int, str]:
     return {rank: path.read_text() for rank, path in files.items() if path.exists()}
 
 
-@pytest.mark.parametrize(("fault", "mesh", "texts"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(
+    ("fault", "mesh", "texts"), CASES, ids=[f"{fault}-{'-'.join(mesh)}" for fault, mesh, _ in CASES]
+)
 def test_one_rank_is_at_fault(
     tmp_path: Path, fault: str, mesh: dict[str, int], texts: list[str]
 ) -> None:
@@ -91,7 +98,7 @@ def test_one_rank_is_at_fault(
     silent = "stops" in fault or "dies" in fault
     ranks = {"stops": [0, 1, 2]}.get(fault, [1] if fault.endswith("0") else [0])
     if not silent:
-        ranks = [0, 1]
+        ranks = [*range(math.prod(mesh.values()))]
     assert sorted(said) == ranks, said
     if not texts:
         assert set(said.values()) == {""}, said

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from autoshard.runtime.agreement import consensus as agreement
-from autoshard.runtime.agreement import store_exchange
+from autoshard.runtime.agreement import progress, store_exchange
 from autoshard.runtime.agreement.consensus import agree, attempt, gather
 from autoshard.runtime.agreement.store_exchange import StoreExchange
 from autoshard.runtime.collectives.axis import Axis
@@ -164,10 +164,10 @@ def test_what_a_rank_gave_before_it_failed_is_given(ranks: Ranks) -> None:
     asked, exchange = threading.Event(), ranks.exchanges[2]
     look = exchange._look
 
-    def late(member: int, name: str) -> Any:
+    def late(member: int, name: str, here: str) -> Any:
         asked.set()
         failed.wait(LIMIT)
-        return look(member, name)
+        return look(member, name, here)
 
     exchange._look = late  # type: ignore[method-assign]
 
@@ -262,6 +262,39 @@ def test_the_first_reason_outlives_the_end_of_the_rank(ranks: Ranks) -> None:
 
     for said in (ranks(job)[0], ranks(job)[2]):
         assert "rank 1: ValueError: no rule" in said and "has ended" not in said
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_rank_in_a_collective_that_waits_for_this_one(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """Rank 1 stands in a graph: its second, or that which the others have left."""
+    monkeypatch.setattr(progress, "LOOK", LOOK)
+    group = [progress.name_of(range(N))]
+
+    def job(rank: int, exchange: StoreExchange) -> str:
+        exchange.progress.enter(group, "the forward")
+        if rank == 1:
+            exchange.enter("the forward")
+            if ahead:
+                exchange.progress.enter(group, "the forward")
+            while exchange.failure is None and len(ranks.left) < 2:
+                time.sleep(LOOK)
+            exchange.turn.leave()
+            return str(exchange.failure)
+        exchange.limit = LIMIT if ahead else 20 * LOOK
+        try:
+            agree("read", "1", [], axis_of(rank), note="train.py:7")
+        except PlanMismatchError as error:
+            return str(error)
+        finally:
+            ranks.left.append(rank)
+        return ""
+
+    for said in ranks(job):
+        proven = "rank 1: is elsewhere: in the forward, which rank " in said or "(1, 'is " in said
+        assert proven == ahead, said
+        assert "the read (train.py:7)" in said
 
 
 class FrozenStore(CountingStore):

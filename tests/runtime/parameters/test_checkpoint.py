@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import io
+import shutil
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.parameters.shard import shard_parameters
@@ -85,3 +89,35 @@ def run_checkpoints(folder: str) -> None:
 def test_checkpoints_and_copies(gloo2: GlooPool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         gloo2(run_checkpoints, folder)
+
+
+def run_torn(folder: str) -> list[str]:
+    """What is said of a checkpoint of which the last files are missing, and of one cut short; the
+    model keeps its values."""
+    import torch.distributed.checkpoint as dcp
+
+    model = sharded_mixed(1)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/whole")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.copytree(f"{folder}/whole", f"{folder}/early")
+        Path(folder, "early", ".metadata").unlink()  # written last, when all parts are there
+        shutil.copytree(f"{folder}/whole", f"{folder}/short")
+        for part in Path(folder, "short").glob("*.distcp"):
+            part.write_bytes(part.read_bytes()[:100])
+    dist.barrier()
+    other = sharded_mixed(2)
+    before = [p.to_local().clone() for p in other.parameters()]
+    said = []
+    for name in ("early", "short"):
+        state = {"model": {key: value.clone() for key, value in other.state_dict().items()}}
+        try:
+            dcp.load(state, checkpoint_id=f"{folder}/{name}")
+        except CheckpointException as error:
+            said.append(name if str(error) else "")
+    assert all(torch.equal(p.to_local(), b) for p, b in zip(other.parameters(), before))
+    return said
+
+
+def test_a_checkpoint_whose_writing_was_interrupted(gloo2: GlooPool, tmp_path: Path) -> None:
+    assert gloo2(run_torn, str(tmp_path)) == [["early", "short"]] * 2

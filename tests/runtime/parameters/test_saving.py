@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,6 +89,48 @@ def test_save_pretrained_on_every_rank(gloo2: GlooPool, tmp_path: Path) -> None:
     assert gloo2(pretrained, str(tmp_path)) == [(True, files)] * 2
     # a tied weight is in the file once
     assert (tmp_path / "model.safetensors").stat().st_size < llama().num_parameters() * 4 + 4000
+
+
+class Hub:
+    """Of the hub's API, what an upload calls."""
+
+    def __init__(self) -> None:
+        self.commits: list[list[str]] = []
+
+    def create_repo(self, repo_id: str, **_: Any) -> Any:
+        return SimpleNamespace(repo_id=repo_id)
+
+    def create_commit(self, *, operations: Any, **_: Any) -> None:
+        self.commits.append(sorted(each.path_in_repo for each in operations))
+
+
+def pushed(folder: str) -> list[list[str]]:
+    """The commits that this rank made, in both ways of pushing, and of a model with adapters."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import modeling_utils
+    from transformers.utils import hub
+
+    api = Hub()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hub, "hf_api", lambda: api)
+        patch.setattr(modeling_utils, "hf_api", lambda: api)
+        card = SimpleNamespace(save=lambda path: Path(path).write_text(""))
+        patch.setattr(hub, "create_and_tag_model_card", lambda *_, **__: card)
+        patch.setattr(modeling_utils, "create_and_tag_model_card", lambda *_, **__: card)
+        model = stored(llama())
+        model.push_to_hub("me/whole")
+        model.save_pretrained(folder, push_to_hub=True, repo_id="me/saved")
+        adapted = stored(get_peft_model(llama(), LoraConfig(target_modules=["q_proj"])))
+        adapted.push_to_hub("me/adapters")
+    return api.commits
+
+
+def test_the_first_rank_pushes(gloo2: GlooPool, tmp_path: Path) -> None:
+    first, second = gloo2(pushed, str(tmp_path))
+    files = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
+    adapters = ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    assert first == [files, files, adapters]
+    assert second == []
 
 
 def refused(folder: str) -> str:
