@@ -89,6 +89,7 @@ sys.path.insert(0, {str(target)!r})
 import autoshard, autoshard.passes, autoshard.planning, autoshard.runtime, autoshard.config
 for module in (autoshard, autoshard.passes, autoshard.planning, autoshard.runtime):
     assert module.__file__.startswith({str(target)!r}), module.__file__
+assert autoshard.__version__ == {installed.version!r}
 import importlib.util
 print([n for n in ("passes", "runtime", "examples", "tests") if importlib.util.find_spec(n)])
 """
