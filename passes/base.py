@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard.runtime.collectives import Axis, State, chunk_bounds, shard_dim
 from autoshard.runtime.errors import source_line
@@ -22,6 +23,10 @@ CARRIED = ("stack_trace", "nn_module_stack", "custom", "recompute", "ac_graph_id
 """Metadata a new node takes over from the node it is made for."""
 
 _REGION = ("recompute", "ac_graph_id")
+
+# Above the number of every region of activation checkpointing: `cleanup_recompute_tags` of torch's
+# partitioner saves a value whose reader is in a later region, and gathers must not be saved.
+_LAST_REGION = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,12 @@ def set_region(node: fx.Node, like: fx.Node | None) -> None:
         node.meta.pop(key, None)
         if like is not None and key in like.meta:
             node.meta[key] = like.meta[key]
+
+
+def set_recomputed(node: fx.Node, again: bool) -> None:
+    """Have backward run a gather again, or keep its result, whatever region its readers are in."""
+    policy = CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
+    node.meta.update(dict(zip(_REGION, (policy, _LAST_REGION))))
 
 
 def set_value(node: fx.Node) -> None:

@@ -31,9 +31,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
-from autoshard.passes.base import Context, Report, emit, local_value, set_region
+from autoshard.passes.base import Context, Report, emit, local_value, set_recomputed, set_region
 from autoshard.passes.bucketing import kind_of
 from autoshard.runtime.collectives import Axis, I, State, shard_dim
 from autoshard.runtime.graph_meta import BUCKET, CHANGE, PENDING_INPUTS
@@ -45,10 +44,6 @@ from autoshard.runtime.parameters import (
     extents,
     unshard,
 )
-
-# Above the number of every region of activation checkpointing: `cleanup_recompute_tags` of torch's
-# partitioner saves a value whose reader is in a later region, and gathers must not be saved.
-_LAST_REGION = 1 << 30
 
 
 class PendingInput(NamedTuple):
@@ -186,10 +181,7 @@ class DataParallel:
             custom = {BUCKET: kind} if kind else {}
             at = made(unshard, args, f"{state} -> R", custom)
             if shard_dim(state) is not None:
-                at.meta["recompute"] = (
-                    CheckpointPolicy.MUST_RECOMPUTE if self.regather else CheckpointPolicy.MUST_SAVE
-                )
-                at.meta["ac_graph_id"] = _LAST_REGION
+                set_recomputed(at, self.regather)
         if not chain and lower is not None:
             casts = f"{self.dtypes[index]} -> {lower}"
             at = made(torch.ops.aten._to_copy.default, [at], casts, {}, dtype=lower)

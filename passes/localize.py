@@ -35,6 +35,7 @@ from autoshard.passes.base import (
     emit,
     local_value,
     module_path,
+    set_recomputed,
     set_region,
     user_line,
 )
@@ -267,6 +268,8 @@ class _Rewriting:
         gathers = dim is not None and forward_value(want) != P
         if "recompute" in new.meta and (have == P or gathers) and not self._again(have == P):
             new.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        elif "recompute" not in new.meta and self.decisions.gathers_again(source, have, want):
+            set_recomputed(new, True)
         new.meta["val"] = self._local(value(source), want)
         return new
 

@@ -1,9 +1,9 @@
 """What the plan of a program costs beside plans with a name: Megatron's TP and TP+SP, FSDP, DDP.
 
 "Megatron TP" is the cheapest plan that splits no activation along the sequence, "Megatron TP+SP"
-the cheapest one where every saved activation that can be split is. All are planned on the captured
-graph and priced from the plan, by the model of `autoshard plan` (docs/planning.md): the same plan
-on the same machine takes the same seconds there.
+the cheapest one where every saved activation that can be split is; neither gathers a weight. All
+are planned on the captured graph and priced from the plan, by the model of `autoshard plan`
+(docs/planning.md): the same plan on the same machine takes the same seconds there.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def alternatives(built: Built) -> list[Alternative]:
         return []
     n, world, hardware = built.axis.size, built.mesh.size, built.hardware
     found = [_priced("this plan", built, built.decisions, sizes, 1)]
-    dear = Prices(None, _DEAR * 2.0 / hardware.memory_bandwidth)
+    dear = Prices(None, _DEAR * 2.0 / hardware.memory_bandwidth, gathers_weights=False)
     if n > 1:
         for name, sequence, prices in (
-            ("Megatron TP", False, Prices()),
+            ("Megatron TP", False, Prices(gathers_weights=False)),
             ("Megatron TP+SP", True, dear),
         ):
             decisions = plan_graph(built.serial, n, hardware, _request(built, sequence, prices))

@@ -56,6 +56,11 @@ class Decisions:
         price = self.prices.change_cost(source)
         return (copy, want) if price(copy, want) < price(have, want) else (want,)
 
+    def gathers_again(self, source: fx.Node, have: State, want: State) -> bool:
+        """Whether the gather of a weight for forward happens again in backward: the whole weight
+        is not kept between the two."""
+        return source in self.stored and self.prices.gathers_again(source, have, want)
+
     def graph_plan(self) -> GraphPlan:
         """The decisions as text, without the nodes that had no choice."""
         nodes = {

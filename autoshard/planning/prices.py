@@ -30,12 +30,16 @@ class Prices:
 
     Whoever asks for a tp axis wants the weights split: by default a megabyte that every rank
     keeps whole must save a millisecond a step to be worth it, and in a small model an average
-    weight is worth the latency of several collectives. Activations cost two more passes over
-    memory, which is what a saved tensor causes.
+    weight is worth the latency of several collectives. A weight that is gathered for its use is
+    charged that where it is kept until backward, or else one more gather: the cheaper of the two.
+    Activations cost two more passes over memory, which is what a saved tensor causes.
+
+    gathers_weights: whether a matrix that is stored split may be gathered for its use.
     """
 
     parameter_byte: float | None = None
     activation_byte: float | None = None
+    gathers_weights: bool = True
 
 
 class MovedValue(NamedTuple):
@@ -78,6 +82,7 @@ class AxisPrices:
         self.link = hardware.links["tp"]
         self.sequence_parallel = sequence_parallel
         self.activation_byte = prices.activation_byte or 2.0 / hardware.memory_bandwidth
+        self.gathers_weights = prices.gathers_weights
         self.parameter_byte = prices.parameter_byte or self._default_parameter_byte()
         self.computed: set[fx.Node] = set()
         """What a graph without gradients computes of its parameters: its activations."""
@@ -123,16 +128,43 @@ class AxisPrices:
         if key not in self._changes:
             if src == dst:
                 seconds = 0.0
-            elif not self.sequence_parallel and moved.spreads(src, dst):
+            elif self._forbidden(src, dst, moved):
                 seconds = np.inf
             else:
                 seconds = cost.change_seconds(
                     src, dst, moved.nbytes, self.n, self.link, moved.diff, moved.outer
                 )
-                if moved.diff and src[0] == "S" and shard_dim(dst) is None:
-                    # the gathered value is saved for the backward pass
-                    seconds += moved.nbytes * (
-                        self.activation_byte if moved.activation else self.parameter_byte
-                    )
+                if _is_gather(src, dst, moved):
+                    seconds += min(self._kept(moved), self._repeated(src, dst, moved))
             self._changes[key] = seconds
         return self._changes[key]
+
+    def gathers_again(self, source: fx.Node, src: State, dst: State) -> bool:
+        """Whether a weight that is gathered in forward is gathered again in backward, which costs
+        less than to keep it whole between the two."""
+        moved = self.moved(source)
+        if not _is_gather(src, dst, moved):
+            return False
+        return self._repeated(src, dst, moved) < self._kept(moved)
+
+    def _forbidden(self, src: State, dst: State, moved: MovedValue) -> bool:
+        if not self.sequence_parallel and moved.spreads(src, dst):
+            return True
+        matrix = not moved.activation and moved.last > 0
+        return matrix and not self.gathers_weights and _is_gather(src, dst, moved)
+
+    def _kept(self, moved: MovedValue) -> float:
+        """Seconds that a gathered value is charged which the rank keeps for backward."""
+        price = self.activation_byte if moved.activation else self.parameter_byte
+        return moved.nbytes * price
+
+    def _repeated(self, src: State, dst: State, moved: MovedValue) -> float:
+        """Seconds to gather a value again in backward; only weights are."""
+        if moved.activation:
+            return np.inf
+        return cost.change_seconds(src, dst, moved.nbytes, self.n, self.link, False, moved.outer)
+
+
+def _is_gather(src: State, dst: State, moved: MovedValue) -> bool:
+    """Whether a change makes whole what the backward pass reads."""
+    return moved.diff and shard_dim(src) is not None and shard_dim(dst) is None

@@ -75,3 +75,17 @@ def test_a_reduction_that_is_read_stays() -> None:
         both = gm.graph.call_function(torch.add, (read, first))
     gm.graph.output_node().replace_input_with(first, both)
     assert merged(gm, None) == [64, 128 + 32]
+
+
+def test_the_reduction_of_an_activation_before_that_of_the_embedding_stays() -> None:
+    """All that follows the one leads to the other: merged, each would wait for the other."""
+    gm = reductions([[64], [32], [16]])
+    output = gm.graph.output_node()
+    second = output.all_input_nodes[1].all_input_nodes[0]
+    (first, *_) = output.all_input_nodes
+    with gm.graph.inserting_before(second):
+        reads = gm.graph.call_function(torch.ops.aten.slice.Tensor, (first, 0, 0, 32))
+        reads.meta["val"] = second.meta["val"]
+    second.replace_input_with(second.all_input_nodes[0], reads)
+    output.args = (tuple(output.all_input_nodes[1:]),)
+    assert merged(gm, None) == [64, 64 + 16]  # the second padded to 64

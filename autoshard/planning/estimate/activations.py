@@ -93,7 +93,8 @@ class _Saving:
                 if self.kernels.base[tensor] in self.decisions.stored:
                     weights.add(self.kernels.base[tensor])
                 if self._moved(tensor, want):
-                    self.found[tensor, forward_value(want)] = self._bytes(tensor, want)
+                    if not self.decisions.gathers_again(tensor, self._state(tensor), want):
+                        self.found[tensor, forward_value(want)] = self._bytes(tensor, want)
                 elif self._in_memory(self.kernels.base[tensor]):
                     self.found.update(self._keep(self.kernels.base[tensor]))
                 else:

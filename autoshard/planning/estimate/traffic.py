@@ -114,7 +114,11 @@ def tp_collectives(
             if (source, state) not in done:
                 done.add((source, state))
                 weight = source in decisions.stored
-                for one in _change(source, have, state, n, place[source if weight else user]):
+                at = place[source if weight else user]
+                sent = _change(source, have, state, n, at)
+                if decisions.gathers_again(source, have, state):
+                    found.extend(one._replace(backward=True, at=place[user]) for one in sent[:1])
+                for one in sent:
                     if one.backward and _only_a_weight(source, decisions):
                         gradients.append((place[user], one.op, source))
                     else:
