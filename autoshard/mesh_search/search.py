@@ -34,7 +34,7 @@ from autoshard.planning.estimate import (
     timing,
 )
 from autoshard.runtime import compat
-from autoshard.runtime.mesh import AXIS_ORDER, offline_mesh
+from autoshard.runtime.mesh import offline_mesh
 from autoshard.runtime.parameters import casting
 
 AxisSizes = dict[str, int]
@@ -115,7 +115,7 @@ def search_meshes(
             captured, inputs, meshes, machine, settings, training, batches, progress
         )
 
-    steps = len(_tp_sizes(meshes)) + 2
+    steps = len(_planned_axes(meshes)) + 2
     say = progress or _silent
     say("tracing", 1, steps)
     use = use_by(settings, None)
@@ -154,21 +154,21 @@ def search_captured(
     # the budget is one of the whole rank: rows are held to it, not the plan of the tp axis alone
     limit, config = config.memory_budget, replace(config, memory_budget=None)
     limit = limit or machine.usable_bytes
-    sizes = _tp_sizes(meshes)
+    sizes = _planned_axes(meshes)
     rows: list[MeshPrice] = []
-    for done, n in enumerate(sizes):
-        (progress or _silent)(f"planning tp={n}", done + 3, len(sizes) + 2)
+    for done, (name, n) in enumerate(sizes):
+        (progress or _silent)(f"planning {name}={n}", done + 3, len(sizes) + 2)
         serial = copied(captured)
         say_stored(serial, inputs, config)
-        device = machine.planned({"tp": n})
+        device = machine.planned({name: n})
         planned = plan_captured(
-            serial, inputs, offline_mesh({"tp": n}, 0), config, device, facts=batch_facts(inputs)
+            serial, inputs, offline_mesh({name: n}, 0), config, device, facts=batch_facts(inputs)
         )
         one = profile(
             planned.serial, planned.decisions, planned.parameters, n, machine, config.bucket_bytes
         )
         for mesh in meshes:
-            if mesh.get("tp", 1) == n:
+            if _planned_axis(mesh) == (name, n):
                 made = replace(planned.plan, mesh=dict(mesh))
                 layout = Layout.of(mesh, config.zero, config.bucket_bytes)
                 held = footprint(one, layout, training)
@@ -185,8 +185,14 @@ def search_captured(
     return MeshSearch(tuple(rows), machine, math.prod(meshes[0].values()))
 
 
-def _tp_sizes(meshes: Sequence[AxisSizes]) -> list[int]:
-    return list(dict.fromkeys(mesh.get("tp", 1) for mesh in meshes))
+def _planned_axes(meshes: Sequence[AxisSizes]) -> list[tuple[str, int]]:
+    return list(dict.fromkeys(map(_planned_axis, meshes)))
+
+
+def _planned_axis(mesh: AxisSizes) -> tuple[str, int]:
+    """Name and size of the axis that the planner decides on."""
+    cp = mesh.get("cp", 1)
+    return ("cp", cp) if cp > 1 else ("tp", mesh.get("tp", 1))
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -213,7 +219,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _named(replicate: int, shard: int, tp: int) -> AxisSizes:
-    sizes = dict(zip(AXIS_ORDER, (replicate, shard, tp), strict=True))
+    sizes = {"dp_replicate": replicate, "dp_shard": shard, "tp": tp}
     return {name: size for name, size in sizes.items() if size > 1} or {"tp": 1}
 
 

@@ -28,7 +28,7 @@ from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS
 class Request:
     """What the planner is asked.
 
-    parameters: name of each parameter placeholder.
+    axis: name of the axis, tp or cp. parameters: name of each parameter placeholder.
     stored: the state in which a parameter is stored already; one without an entry is free.
     arriving: the state of an input that comes back from an earlier call as a shard.
     prices: what a stored byte costs where there is no memory_budget. layout: the data-parallel
@@ -37,6 +37,7 @@ class Request:
     """
 
     parameters: Mapping[fx.Node, str]
+    axis: str = "tp"
     stored: Mapping[fx.Node, State] = field(default_factory=dict)
     arriving: Mapping[fx.Node, State] = field(default_factory=dict)
     sequence_parallel: bool = True
@@ -87,7 +88,7 @@ def plan_graph(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request)
         raise PlanError(
             f"no plan fits memory_budget={budget:,} bytes a rank: the smallest found needs "
             f"{smallest:,} bytes of parameters, gradients, optimizer state, activations, buckets "
-            f"and buffers on {n} ranks of tp. Raise the budget, or use more ranks."
+            f"and buffers on {n} ranks of {request.axis}. Raise the budget, or use more ranks."
         )
     for _ in range(12):
         middle = (low * high) ** 0.5
@@ -112,7 +113,7 @@ def _solve(
         stored[node] = request.stored.get(node) or _checked(node, name, wanted.get(name))
     results = list(_output(gm).args[0])  # type: ignore[arg-type]
     domains = _output_domains(gm, results, n, request)
-    axis = AxisPrices(n, hardware, stored.keys(), request.sequence_parallel, prices)
+    axis = AxisPrices(n, hardware, stored.keys(), request.sequence_parallel, prices, request.axis)
     builder = Builder(
         gm,
         axis,
@@ -248,7 +249,7 @@ def with_graph(
     plan: Plan | None, decisions: Decisions, request: Request, gm: fx.GraphModule, n: int
 ) -> Plan:
     """`plan` with this graph's decisions added."""
-    base = plan or Plan("tp", n)
+    base = plan or Plan(request.axis, n)
     parameters = dict(base.parameters)
     parameters.update({name: decisions.stored[node] for node, name in request.parameters.items()})
     graphs = {**base.graphs, fingerprint(gm): decisions.graph_plan()}

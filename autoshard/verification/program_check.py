@@ -102,7 +102,7 @@ def verify_program(
     """
     placeholders = [node for node in program.serial.graph.nodes if node.op == "placeholder"]
     sizes = _mesh_sizes(program)
-    data_ranks = math.prod(sizes.values()) // sizes["tp"]
+    data_ranks = math.prod(sizes.values()) // sizes[program.axis.name]
     if len(others) + 1 != data_ranks:
         raise ValueError(
             f"{data_ranks} data-parallel ranks need as many batches, not {len(others) + 1}"
@@ -117,7 +117,7 @@ def verify_program(
     # once, for all ranks: the parts of a gradient that is to be summed are random
     given = [
         [
-            None if whole is None else split(whole, gradient_value(state), sizes["tp"])
+            None if whole is None else split(whole, gradient_value(state), program.axis.size)
             for whole, state in zip(run.given, program.decisions.outputs)
         ]
         for run in serial
@@ -213,7 +213,7 @@ def _compare_gradients(
         if index is None:
             held, lengths = ranks, list(sizes.values())
             data = program.data.get(node, {})
-            states = [*(data.get(name, I) for name in sizes if name != "tp"), *states]
+            states = [*(data.get(name, I) for name in sizes if name != program.axis.name), *states]
         else:
             held, lengths = ranks[index * tp : (index + 1) * tp], [tp]
             name += f" of data rank {index}" if len(serial) > 1 else ""
@@ -225,9 +225,10 @@ def _compare_gradients(
 
 
 def _mesh_sizes(program: Program) -> dict[str, int]:
-    """By name, tp last; a mesh without it has one of size 1."""
+    """By name, the planned axis last; a mesh without it has one of size 1."""
     sizes = {axis.name: axis.size for axis in program.mesh.axes}
-    return {**sizes, program.axis.name: sizes.get(program.axis.name, 1)}
+    planned = sizes.pop(program.axis.name, 1)
+    return {**sizes, program.axis.name: planned}
 
 
 def _join_mesh(

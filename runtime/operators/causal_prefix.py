@@ -1,0 +1,48 @@
+"""Causal attention where a rank holds part of the query rows, and all keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from autoshard.runtime.collectives import Axis
+
+
+def attend_to_prefix(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = True,
+    *,
+    axis: Axis,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention of this rank's query rows to the keys and values up to each of them.
+
+    query holds this rank's rows of as many as there are keys; what lies after its last row is not
+    read at all.
+    """
+    rows, length = query.shape[-2], key.shape[-2]
+    end = length if axis.rank == axis.size - 1 else (axis.rank + 1) * rows
+    own: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+    return lower_right(query, key.narrow(-2, 0, end), value.narrow(-2, 0, end), **own)
+
+
+def lower_right(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """Causal attention whose last query sees the last key: `is_causal` aligns the first ones."""
+    rows, length = query.shape[-2], key.shape[-2]
+    if isinstance(rows, int) and rows == length:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+    if query.device.type == "cuda":  # the fused kernels there align as this bias says
+        bias = causal_lower_right(rows, length)
+        return F.scaled_dot_product_attention(query, key, value, bias, **options)
+    mask = torch.ones(rows, length, dtype=torch.bool, device=query.device).tril(length - rows)
+    return F.scaled_dot_product_attention(query, key, value, mask, **options)

@@ -1,0 +1,161 @@
+"""Context parallelism: the axis cp shards sequences, stores weights by rows, and attends by
+all-to-alls of heads or to gathered keys and values."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoshard.building.known_values import batch_facts
+from autoshard.building.one_rank import build_program
+from autoshard.capture import intercept
+from autoshard.config import Config
+from autoshard.errors import ConfigError
+from autoshard.planning.cost.machines import hardware
+from autoshard.planning.cost.model import ring_bytes
+from autoshard.planning.operators import ATTENTION, packet
+from autoshard.program import Program
+from autoshard.runtime.collectives.states import S
+from autoshard.runtime.mesh import offline_mesh
+from autoshard.verification.program_check import verify_program
+from models import CASES
+
+Mesh = Mapping[str, int]
+
+
+def programs(
+    model: nn.Module, batches: Sequence[Mapping[str, Any]], meshes: Sequence[Mesh], machine: str
+) -> tuple[list[Program], list[list[Any]]]:
+    """The programs of a model on meshes, of one trace, and its inputs by batch."""
+    made: list[Program] = []
+    values: list[list[Any]] = []
+
+    def plan(gm: Any, example: Sequence[Any], inputs: list[Any]) -> Any:
+        values.append([int(e) if i.real is None else i.real for i, e in zip(inputs, example)])
+        for mesh in meshes if len(values) == 1 else meshes[:1]:
+            config, at = Config.from_options({"mesh": mesh}), offline_mesh(mesh, 0)
+            facts = batch_facts(inputs)
+            one = build_program(gm, example, inputs, at, config, hardware(machine), facts=facts)
+            if len(values) == 1:
+                made.append(one)
+        return one
+
+    for batch in batches:
+        intercept(model, (), batch, plan)
+    return made, values
+
+
+def model_of(name: str) -> nn.Module:
+    model: Any = CASES[name].make_model()
+    model.loss_type = "ForCausalLM"  # it would log that it guesses, and break the graph
+    return model  # type: ignore[no-any-return]
+
+
+def padded(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with each row padded on the left by as many tokens as its number."""
+    ids = batch["input_ids"]
+    mask = (torch.arange(ids.shape[1]) >= torch.arange(len(ids))[:, None]).long()
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.masked_fill(mask == 0, -100),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "left_padded"),
+    [("llama", False), ("llama", True), ("gpt2", False), ("qwen3", False)],
+)
+def test_a_model_on_cp_is_the_serial_one(name: str, left_padded: bool) -> None:
+    batch = CASES[name].make_batch(0)
+    batch = padded(batch) if left_padded else batch
+    for program in (found := programs(model_of(name), [batch], [{"cp": 2}, {"cp": 4}], "cpu"))[0]:
+        assert verify_program(program, found[1][0]).worst[1] < 1e-5
+        strategies = program.decisions.strategies
+        for node, stored in program.decisions.stored.items():
+            assert node.meta["val"].dim() < 2 or stored == S(0)
+        attention = [s for n, s in strategies.items() if packet(n) in ATTENTION]
+        assert attention and all(one.output in (S(1), S(2)) for one in attention)
+
+
+def test_cp_goes_with_the_data_parallel_axes() -> None:
+    case, meshes = CASES["llama"], [{"dp_shard": 2, "cp": 2}, {"dp_replicate": 2, "cp": 2}]
+    made, values = programs(model_of("llama"), [case.make_batch(i) for i in (0, 1)], meshes, "cpu")
+    for program in made:
+        assert verify_program(program, values[0], others=values[1:]).worst[1] < 1e-5
+
+
+class Attention(nn.Module):
+    """Projections of a sequence, and attention of `heads` to `shared` keys and values."""
+
+    def __init__(self, heads: int, shared: int, width: int, causal: bool) -> None:
+        super().__init__()
+        self.shape, self.causal = (heads, shared, width), causal
+        self.q, self.o = (nn.Linear(heads * width, heads * width, bias=False) for _ in "qo")
+        self.k, self.v = (nn.Linear(heads * width, shared * width, bias=False) for _ in "kv")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of the squares of the result."""
+        heads, shared, width = self.shape
+        q = self.q(x).unflatten(-1, (heads, width)).transpose(1, 2)
+        k, v = (w(x).unflatten(-1, (shared, width)).transpose(1, 2) for w in (self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=True)
+        return self.o(y.transpose(1, 2).flatten(2)).square().mean()
+
+
+@functools.cache
+def attention_on(n: int, heads: int, shared: int, causal: bool, length: int = 65536) -> Program:
+    with torch.device("meta"):
+        model = Attention(heads, shared, 64, causal).to(torch.bfloat16)
+        x = torch.empty(1, length, heads * 64, dtype=torch.bfloat16)
+    return programs(model, [{"x": x}], [{"cp": n}], "h100")[0][0]
+
+
+def form_of(program: Program) -> str:
+    """Of the attention of a program: "heads" (Ulysses), or "rows" (gathered keys and values)."""
+    (found,) = (s for n, s in program.decisions.strategies.items() if packet(n) in ATTENTION)
+    return {S(1): "heads", S(2): "rows"}[found.output]  # type: ignore[index]
+
+
+def sent(program: Program) -> collections.Counter[str]:
+    """Bytes that a rank sends for what is split along a dim but the rows of weights, by phase."""
+    found: collections.Counter[str] = collections.Counter()
+    for one in program.collectives():
+        if "S(0)" not in one.change and one.op != "all_reduce":  # the loss
+            found[one.phase] += round(ring_bytes(one.op, one.bytes, program.axis.size))
+    return found
+
+
+@pytest.mark.parametrize(("heads", "shared", "n"), [(16, 8, 2), (16, 8, 4), (16, 16, 8)])
+def test_a_layer_sends_the_bytes_of_the_formulas(heads: int, shared: int, n: int) -> None:
+    program = attention_on(n, heads, shared, causal=False)
+    one = 65536 * 64 * 2  # bytes of one head
+    gathered = 2 * one * shared * (n - 1) / n
+    exchanged = (2 * heads + 2 * shared) * one / n * (n - 1) / n
+    form = form_of(program)
+    assert sent(program)["forward"] == {"rows": gathered, "heads": exchanged}[form]
+    # gathered keys and values are kept until backward, which scatters their gradients
+    assert sent(program)["backward"] == {"rows": gathered, "heads": exchanged}[form]
+
+
+@pytest.mark.parametrize(("heads", "shared"), [(16, 8), (32, 8)])
+def test_the_cheaper_form_of_attention_is_taken(heads: int, shared: int) -> None:
+    """Keys and values are gathered below 1 + heads / shared heads ranks, heads exchanged above."""
+    threshold = 1 + heads / shared
+    for n in (2, 4, 8):
+        expected = "heads" if n > threshold else "rows"
+        assert form_of(attention_on(n, heads, shared, causal=False)) == expected, n
+
+
+def test_one_of_the_two_planned_axes_is_given() -> None:
+    with pytest.raises(ConfigError, match=r"the mesh has cp=2 and tp=2: .* one of the two"):
+        offline_mesh({"cp": 2, "tp": 2}, 0)
+    assert offline_mesh({"cp": 2, "tp": 1}, 0).planned.name == "cp"
+    assert offline_mesh({"dp_shard": 2}, 0).planned.name == "tp"
