@@ -42,7 +42,7 @@ from autoshard.program import Program
 from autoshard.program_registry import ProgramHandle, register
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import CollectiveRegion, agree, attempt, wait_at_most
-from autoshard.runtime.collectives import State, data_axes
+from autoshard.runtime.collectives import State, data_axes, shard_dim
 from autoshard.runtime.graph_meta import (
     ENABLE_GRAD,
     FACTS,
@@ -290,7 +290,7 @@ def _presenter(
     states: list[State], extents: list[int | None], mesh: Mesh, config: Config
 ) -> Callable[[Any], Any]:
     """The function that makes the caller's outputs of the graph's, by `config.outputs`."""
-    if not any(state[0] == "S" for state in states):
+    if not any(shard_dim(state) is not None for state in states):
         return lambda outputs: outputs
     axis = mesh.planned
     device_mesh = mesh.device_mesh

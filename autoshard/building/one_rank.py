@@ -165,6 +165,7 @@ def plan_captured(
         arriving=arriving,
         sequence_parallel=config.sequence_parallel,
         lazy_outputs=config.outputs != "replicate",
+        contiguous_outputs=config.outputs == "dtensor",
         memory_budget=config.memory_budget,
         plan=plan,
         layout=Layout.of(sizes, config.zero, config.bucket_bytes),

@@ -13,6 +13,7 @@ from torch import fx
 from autoshard.planning.cost import Hardware
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate import Layout, Training, footprint, held
+from autoshard.planning.head_tail import HeadTail, in_plain_order
 from autoshard.planning.plan import Plan, strategy_text
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Builder, Problem
@@ -31,6 +32,7 @@ class Request:
     axis: name of the axis, tp or cp. parameters: name of each parameter placeholder.
     stored: the state in which a parameter is stored already; one without an entry is free.
     arriving: the state of an input that comes back from an earlier call as a shard.
+    contiguous_outputs: whether a sharded output is contiguous (a DTensor).
     prices: what a stored byte costs where there is no memory_budget. layout: the data-parallel
     axes, among which a rank's bytes are split further. even: whether only dims are split that the
     axis divides.
@@ -42,6 +44,7 @@ class Request:
     arriving: Mapping[fx.Node, State] = field(default_factory=dict)
     sequence_parallel: bool = True
     lazy_outputs: bool = True
+    contiguous_outputs: bool = False
     memory_budget: int | None = None
     plan: Plan | None = None
     prices: Prices = field(default_factory=Prices)
@@ -127,12 +130,13 @@ def _solve(
     if request.plan:
         _constrain(gm, problem, request.plan)
     solution, held = _solved(problem)
-    strategies, copies = problem.read(solution)
+    read = (*problem.read(solution), problem.output_states(solution))
+    ordered = HeadTail(gm.graph, n, *read, request.contiguous_outputs)
     decisions = Decisions(
-        strategies=strategies,
-        copies=copies,
+        strategies=ordered.strategies,
+        copies=ordered.copies,
         stored={},
-        outputs=problem.output_states(solution),
+        outputs=ordered.outputs,
         offered=problem.domains,
         declined=problem.declined,
         seconds=solution.cost,
@@ -141,6 +145,7 @@ def _solve(
         work=solution.work,
         prices=axis,
         held=held,
+        unbalanced=ordered.unbalanced,
     )
     decisions.stored = {node: decisions.state(node) for node in request.parameters}
     return decisions
@@ -222,7 +227,7 @@ def _constrain(gm: fx.GraphModule, problem: Problem, plan: Plan) -> None:
     for name, text in graph.nodes.items():
         node = by_name.get(name)
         domain = problem.domains.get(node, []) if node else []
-        texts = [strategy_text(s) for s in domain]
+        texts, text = [strategy_text(s) for s in domain], in_plain_order(text)
         if text not in texts:
             raise PlanError(
                 f"the plan runs node {name!r} as {text!r}, which is not possible there. "
@@ -233,6 +238,7 @@ def _constrain(gm: fx.GraphModule, problem: Problem, plan: Plan) -> None:
     for name, state in graph.copies.items():
         node = by_name.get(name)
         states = problem.copy_domains.get(node, []) if node else []
+        state = in_plain_order(state)
         if state not in states:
             raise PlanError(
                 f"the plan keeps the shared copy of {name!r} in {state!r}; possible: {states}"

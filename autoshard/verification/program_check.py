@@ -26,6 +26,9 @@ from autoshard.runtime.collectives import (
     data_axes,
     forward_value,
     gradient_value,
+    head_tail,
+    in_order,
+    is_head_tail,
     run_mesh,
     shard_dim,
 )
@@ -57,7 +60,7 @@ class Differences:
 
 
 def split(tensor: torch.Tensor, state: State, n: int) -> list[torch.Tensor]:
-    """The local values of `tensor` on n ranks, in I, P (random parts) or S(d)."""
+    """The local values of `tensor` on n ranks, in I, P (random parts), S(d) or Z(d)."""
     if state == I:
         return [tensor.clone() for _ in range(n)]
     if state == P:
@@ -65,6 +68,8 @@ def split(tensor: torch.Tensor, state: State, n: int) -> list[torch.Tensor]:
         return [*noise, tensor - sum(noise)] if noise else [tensor.clone()]
     dim = shard_dim(state)
     assert dim is not None
+    if is_head_tail(state):
+        tensor = head_tail(tensor, dim, n)
     bounds = [chunk_bounds(tensor.shape[dim], Axis("", n, rank, "")) for rank in range(n)]
     return [tensor.narrow(dim, start, length).clone() for start, length in bounds]
 
@@ -73,7 +78,8 @@ def join(parts: Sequence[torch.Tensor], state: State) -> torch.Tensor:
     """The whole value; ranks that should hold the same and do not are an AssertionError."""
     dim = shard_dim(state)
     if dim is not None:
-        return torch.cat(list(parts), dim)
+        whole = torch.cat(list(parts), dim)
+        return in_order(whole, dim, len(parts)) if is_head_tail(state) else whole
     if state == P:
         return torch.stack(list(parts)).sum(0)
     for part in parts[1:]:

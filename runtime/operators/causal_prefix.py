@@ -34,6 +34,30 @@ def attend_to_prefix(
     return lower_right(query, key.narrow(-2, 0, end), value.narrow(-2, 0, end), **own)
 
 
+def attend_to_both_ends(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = True,
+    *,
+    axis: Axis,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`attend_to_prefix` where the rank's query rows are in head-tail order: a chunk of the head of
+    the sequence, then one of its tail."""
+    rows = query.shape[-2] // 2
+    own: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+    results = []
+    for i, chunk in enumerate((axis.rank, 2 * axis.size - 1 - axis.rank)):
+        end = (chunk + 1) * rows
+        seen = key.narrow(-2, 0, end), value.narrow(-2, 0, end)
+        results.append(lower_right(query.narrow(-2, i * rows, rows), *seen, **own))
+    return torch.cat(results, -2)
+
+
 def lower_right(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
 ) -> torch.Tensor:

@@ -20,10 +20,14 @@ from autoshard.config import Config
 from autoshard.errors import ConfigError
 from autoshard.planning.cost.machines import hardware
 from autoshard.planning.cost.model import ring_bytes
+from autoshard.planning.head_tail import contiguous_share
 from autoshard.planning.operators import ATTENTION, packet
 from autoshard.program import Program
-from autoshard.runtime.collectives.states import S
+from autoshard.runtime.collectives.axis import Axis
+from autoshard.runtime.collectives.redistribution import convert
+from autoshard.runtime.collectives.states import I, S, Z
 from autoshard.runtime.mesh import offline_mesh
+from autoshard.runtime.operators.causal_prefix import attend_to_both_ends, attend_to_prefix
 from autoshard.verification.program_check import verify_program
 from models import CASES
 
@@ -31,7 +35,11 @@ Mesh = Mapping[str, int]
 
 
 def programs(
-    model: nn.Module, batches: Sequence[Mapping[str, Any]], meshes: Sequence[Mesh], machine: str
+    model: nn.Module,
+    batches: Sequence[Mapping[str, Any]],
+    meshes: Sequence[Mesh],
+    machine: str,
+    **options: Any,
 ) -> tuple[list[Program], list[list[Any]]]:
     """The programs of a model on meshes, of one trace, and its inputs by batch."""
     made: list[Program] = []
@@ -40,7 +48,7 @@ def programs(
     def plan(gm: Any, example: Sequence[Any], inputs: list[Any]) -> Any:
         values.append([int(e) if i.real is None else i.real for i, e in zip(inputs, example)])
         for mesh in meshes if len(values) == 1 else meshes[:1]:
-            config, at = Config.from_options({"mesh": mesh}), offline_mesh(mesh, 0)
+            config, at = Config.from_options({"mesh": mesh, **options}), offline_mesh(mesh, 0)
             facts = batch_facts(inputs)
             one = build_program(gm, example, inputs, at, config, hardware(machine), facts=facts)
             if len(values) == 1:
@@ -82,7 +90,7 @@ def test_a_model_on_cp_is_the_serial_one(name: str, left_padded: bool) -> None:
         for node, stored in program.decisions.stored.items():
             assert node.meta["val"].dim() < 2 or stored == S(0)
         attention = [s for n, s in strategies.items() if packet(n) in ATTENTION]
-        assert attention and all(one.output in (S(1), S(2)) for one in attention)
+        assert attention and all(one.output in (S(1), S(2), Z(2)) for one in attention)
 
 
 def test_cp_goes_with_the_data_parallel_axes() -> None:
@@ -159,3 +167,38 @@ def test_one_of_the_two_planned_axes_is_given() -> None:
         offline_mesh({"cp": 2, "tp": 2}, 0)
     assert offline_mesh({"cp": 2, "tp": 1}, 0).planned.name == "cp"
     assert offline_mesh({"dp_shard": 2}, 0).planned.name == "tp"
+
+
+def seen_by(attend: Any, state: str, n: int) -> list[int]:
+    """How many keys the query rows of each rank see, all together."""
+    found = []
+    for rank in range(n):
+        axis = Axis("cp", n, rank, "")
+        query = convert(torch.zeros(1, 1, 64, 8), I, state, axis)
+        # rows attend alike to all they see: a one for each key, divided by how many there are
+        result = attend(query, torch.ones(1, 1, 64, 8), torch.eye(64)[None, None], axis=axis)
+        found.append(int((1 / result.amax(-1)).round().sum()))
+    return found
+
+
+def test_causal_work_is_the_same_on_every_rank_in_head_tail_order() -> None:
+    every = 64 * 65 // 2
+    assert seen_by(attend_to_both_ends, Z(2), 4) == [every // 4] * 4
+    contiguous = seen_by(attend_to_prefix, S(2), 4)
+    assert sum(contiguous) == every
+    assert contiguous[-1] == pytest.approx(contiguous_share(4) * every / 4, rel=0.02)
+
+
+@pytest.mark.parametrize("outputs", ["lazy", "dtensor"])
+def test_a_region_is_in_head_tail_order_where_all_of_it_can_be(outputs: str) -> None:
+    """Not where the logits leave as a DTensor, which knows no such order."""
+    batch = {name: value[:1] for name, value in CASES["llama"].make_batch(0).items()}
+    made, values = programs(model_of("llama"), [batch], [{"cp": 4}], "cpu", outputs=outputs)
+    strategies = made[0].decisions.strategies
+    attention = {s.impl for n, s in strategies.items() if packet(n) in ATTENTION}
+    assert attention == {attend_to_both_ends if outputs == "lazy" else attend_to_prefix}
+    assert bool(made[0].decisions.unbalanced) is (outputs == "dtensor")
+    assert ("times the mean, since an output leaves" in made[0].explain()) is (outputs == "dtensor")
+    assert verify_program(made[0], values[0]).worst[1] < 1e-5
+    again = programs(model_of("llama"), [batch], [{"cp": 4}], "cpu", plan=made[0].plan)[0]
+    assert (again[0].plan.text() == made[0].plan.text()) is (outputs == "lazy")

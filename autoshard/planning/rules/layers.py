@@ -129,8 +129,10 @@ def _by_prefix(call: OpCall) -> Iterator[Strategy]:
         return
     if call.fits(query.shape[rows], f"{call.op}: query rows"):
         one = call.strategy({"query": S(rows)}, S(rows), attend_to_prefix)
-        # the last rank's rows see all keys, those of the others fewer
-        yield one._replace(share=(2 * call.n - 1) / call.n)
+        # the last rank's rows see all keys, those of the others fewer; in head-tail order (Z) alike
+        count = query.shape[rows]
+        alike = isinstance(count, int) and count % (2 * call.n) == 0
+        yield one if alike else one._replace(share=(2 * call.n - 1) / call.n)
 
 
 def recurrent(call: OpCall) -> Iterator[Strategy]:
