@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from autoshard.runtime.collectives import Axis
 
@@ -59,14 +59,29 @@ def attend_to_both_ends(
 
 
 def lower_right(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    dropout_p: float,
+    scale: float | None,
+    enable_gqa: bool,
 ) -> torch.Tensor:
     """Causal attention whose last query sees the last key: `is_causal` aligns the first ones."""
-    rows, length = query.shape[-2], key.shape[-2]
+    rows, length, width = query.shape[-2], key.shape[-2], query.shape[-1]
+    own: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
     if isinstance(rows, int) and rows == length:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
-    if query.device.type == "cuda":  # the fused kernels there align as this bias says
-        bias = causal_lower_right(rows, length)
-        return F.scaled_dot_product_attention(query, key, value, bias, **options)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, **own)
+    if query.device.type == "cuda":
+        asked = SDPAParams(query, key, value, None, dropout_p, False, enable_gqa)
+        if can_use_flash_attention(asked):
+            # which aligns as is wanted; torch.nn.attention.bias calls it too, but cannot be traced
+            inputs = [F.pad(x, (0, -width % 8)) for x in (query, key, value)]
+            scale = width**-0.5 if scale is None else scale
+            result = _flash(*inputs, dropout_p, is_causal=True, scale=scale)[0]
+            return result[..., :width]
     mask = torch.ones(rows, length, dtype=torch.bool, device=query.device).tril(length - rows)
-    return F.scaled_dot_product_attention(query, key, value, mask, **options)
+    return F.scaled_dot_product_attention(query, key, value, mask, **own)
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention.default
