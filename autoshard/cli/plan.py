@@ -124,7 +124,7 @@ def text(found: MeshSearch, tokens: int | None = None) -> str:
     if best is None:
         lines += ["", f"nothing fits. {_MORE}"]
     else:
-        batches = found.world // best.mesh.get("tp", 1)
+        batches = found.world // (best.mesh.get("tp", 1) * best.mesh.get("cp", 1))
         rate = f", {tokens * batches / best.timing.step:,.0f} tokens/s" if tokens else ""
         lines += [
             "",
