@@ -1,8 +1,8 @@
 """`autoshard.search_meshes`: every mesh of a world, planned and priced without starting a process.
 
-The model is captured once. Each size of the tp axis is planned once, by the exact solver, and
-serves all ways to split the rest of the world into `dp_replicate` x `dp_shard`, which follow from
-the mesh (planning/estimate/mesh.py).
+The model is captured once. Each size of the axis tp, and of cp, is planned once, by the exact
+solver, and serves all ways to split the rest of the world into `dp_replicate` x `dp_shard`, which
+follow from the mesh (planning/estimate/mesh.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from autoshard.planning.estimate import (
     timing,
 )
 from autoshard.runtime import compat
-from autoshard.runtime.mesh import offline_mesh
+from autoshard.runtime.mesh import PLANNED, offline_mesh
 from autoshard.runtime.parameters import casting
 
 AxisSizes = dict[str, int]
@@ -94,7 +94,8 @@ def search_meshes(
     model, args, kwargs: as for `autoshard.trace`; on the meta device nothing is allocated. The
         batch is that of one data-parallel rank.
     hardware: a key of `planning.cost.HARDWARE`, a cluster file, or a Cluster. mesh: only this
-        one, instead of all factorisations with tp inside a node. training: dtypes and optimizer.
+        one, instead of all factorisations with tp or cp inside a node. training: dtypes and
+        optimizer.
     batches: how many different batches the world is given, where that is less than one for each
         data-parallel rank: the others repeat work. progress: called with (what begins, its number,
         steps in all). options: any other field of `autoshard.Config`; `memory_budget` is of the
@@ -103,7 +104,7 @@ def search_meshes(
     Raises ConfigError for a mesh that does not fit the world, and what `trace` raises.
     """
     machine = cluster(hardware)
-    meshes = [_checked(mesh, world)] if mesh is not None else candidates(world, machine)
+    meshes = [_checked(mesh, world)] if mesh is not None else candidates(world, machine, PLANNED)
     settings = Config.from_options(options)
 
     def search(
@@ -199,18 +200,20 @@ def _silent(what: str, done: int, total: int) -> None:
     pass
 
 
-def candidates(world: int, machine: Cluster) -> list[AxisSizes]:
-    """Every dp_replicate x dp_shard x tp that multiplies to `world`, with tp inside a node.
+def candidates(world: int, machine: Cluster, planned: Sequence[str] = ("tp",)) -> list[AxisSizes]:
+    """Every dp_replicate x dp_shard x one of `planned` that multiplies to `world`, with the last
+    inside a node.
 
     Across nodes a tp axis would send whole activations, several times a layer, over the slower
     network: name such a mesh to see it.
     """
     found = []
-    for tp in _divisors(world):
-        if tp > 1 and machine.per_node % tp:
+    for n in _divisors(world):
+        if n > 1 and machine.per_node % n:
             continue
-        for shard in _divisors(world // tp):
-            found.append(_named(world // tp // shard, shard, tp))
+        for name in planned if n > 1 else ("tp",):
+            for shard in _divisors(world // n):
+                found.append(_named(world // n // shard, shard, name, n))
     return found
 
 
@@ -218,8 +221,8 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _named(replicate: int, shard: int, tp: int) -> AxisSizes:
-    sizes = {"dp_replicate": replicate, "dp_shard": shard, "tp": tp}
+def _named(replicate: int, shard: int, name: str, n: int) -> AxisSizes:
+    sizes = {"dp_replicate": replicate, "dp_shard": shard, name: n}
     return {name: size for name, size in sizes.items() if size > 1} or {"tp": 1}
 
 
