@@ -42,7 +42,7 @@ from autoshard.program import Program
 from autoshard.program_registry import ProgramHandle, register
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import CollectiveRegion, agree, attempt, wait_at_most
-from autoshard.runtime.collectives import State, data_axes
+from autoshard.runtime.collectives import State, data_axes, shard_dim
 from autoshard.runtime.graph_meta import (
     ENABLE_GRAD,
     FACTS,
@@ -123,14 +123,14 @@ def _compile(
     if config.inner == "tensorrt":
         check_serving({axis.name: axis.size for axis in mesh.axes}, device)
     draw_apart(data_coordinate(mesh))
-    TRACKER.place(mesh.axis("tp").rank, data_coordinate(mesh))
+    TRACKER.place(mesh.planned.rank, data_coordinate(mesh))
     _cast_inputs(inputs, use_by(config, mesh))
     if mesh.size == 1 and not BY_NAME & options.keys():
         return compile_local(gm, list(example_inputs), config.inner)
     if settings().unsharded:
         refuse_unsharded({axis.name: axis.size for axis in mesh.axes})
         return compile_local(gm, list(example_inputs), config.inner)
-    facts = agreed_facts(inputs, mesh.axis("tp"), config)
+    facts = agreed_facts(inputs, mesh.planned, config)
     program = build_agreed(gm, example_inputs, inputs, mesh, config, device, facts)
     program.chosen = choice.line
     planned = unplanned_parameters(inputs, program)
@@ -290,9 +290,9 @@ def _presenter(
     states: list[State], extents: list[int | None], mesh: Mesh, config: Config
 ) -> Callable[[Any], Any]:
     """The function that makes the caller's outputs of the graph's, by `config.outputs`."""
-    if not any(state[0] == "S" for state in states):
+    if not any(shard_dim(state) is not None for state in states):
         return lambda outputs: outputs
-    axis = mesh.axis("tp")
+    axis = mesh.planned
     device_mesh = mesh.device_mesh
     if config.outputs == "dtensor" and device_mesh is not None:
         return lambda outputs: as_dtensors(outputs, states, extents, axis, device_mesh)

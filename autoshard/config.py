@@ -199,12 +199,12 @@ class Config:
         "A mean loss in the model is over a data-parallel rank's own tokens, or over those of all "
         "ranks.",
     )
-    broadcast_inputs: bool = _flag(False, "Send rank 0's batch to its tp group at each call.")
+    broadcast_inputs: bool = _flag(False, "Send rank 0's batch to its tp or cp group at each call.")
     check_batches: str = _choice(
         "first",
         ("first", "always", "never"),
-        "Compare the batches of the ranks of a tp group at the first two calls of each graph, or "
-        "at all of them.",
+        "Compare the batches of the ranks of a tp or cp group at the first two calls of each "
+        "graph, or at all of them.",
     )
     timeout: float | None = _option(
         None,

@@ -50,8 +50,9 @@ from autoshard.planning import LOOKUPS, packet
 class BucketParameters:
     """bucket_bytes: the most that a bucket holds, gathered; None: `bucket_size`.
 
-    apart: process group whose gathers are not bucketed. A checkpointed region's gathers over tp are
-    made from inputs of the backward graph, too: merged, all would be alive from its start.
+    apart: process group whose gathers are not bucketed, that of tp. A checkpointed region's
+    gathers over it are made from inputs of the backward graph, too: merged, all would be alive from
+    its start.
     """
 
     name: ClassVar[str] = "bucket_parameters"

@@ -116,19 +116,19 @@ def finish(
 ) -> list[Report]:
     """Bucket and schedule the collectives of one of AOTAutograd's graphs, in place.
 
-    A gradient is reduced on tp first, where its weight was used as R, then over the
+    A gradient is reduced on the planned axis first, where its weight was used as R, then over the
     data-parallel axes, the inner one before the outer one.
     """
-    tp = mesh.axis("tp")
-    groups = tuple(axis.group for axis in (tp, *reversed(data_axes(mesh.axes))) if axis.size > 1)
+    axis = mesh.planned
+    groups = tuple(one.group for one in (axis, *reversed(data_axes(mesh.axes))) if one.size > 1)
     passes: list[Pass] = [
-        BucketParameters(bucket_bytes, tp.group if backward else ""),
+        BucketParameters(bucket_bytes, axis.group if backward and axis.name == "tp" else ""),
         ScheduleCollectives(bucket_bytes=bucket_bytes),
     ]
     if backward:
         passes.append(BucketGradients(groups, bucket_bytes))
     phase = "backward" if backward else "forward"
-    return run_stage("graphs", passes, gm, Context(tp), watch, phase)
+    return run_stage("graphs", passes, gm, Context(axis), watch, phase)
 
 
 def specialize(

@@ -18,8 +18,11 @@ from autoshard.runtime.agreement import agree, limit_group
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.errors import ConfigError, message
 
-AXIS_ORDER = ("dp_replicate", "dp_shard", "tp")
+AXIS_ORDER = ("dp_replicate", "dp_shard", "cp", "tp")
 """Outermost first: ranks next to each other share the tp axis, which communicates most."""
+
+PLANNED = ("cp", "tp")
+"""The axes whose ranks are given the same batch; the planner decides what each does with it."""
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LIMIT = timedelta(minutes=10)  # of collectives, and of what `timeout` says where it is not given
@@ -42,6 +45,12 @@ class Mesh:
             if axis.name == name:
                 return axis
         return Axis(name, 1, 0, "")
+
+    @property
+    def planned(self) -> Axis:
+        """The axis that programs are planned on: cp where it has several ranks, else tp."""
+        cp = self.axis("cp")
+        return cp if cp.size > 1 else self.axis("tp")
 
     @property
     def size(self) -> int:
@@ -182,6 +191,15 @@ def _ordered(sizes: Mapping[str, int]) -> dict[str, int]:
                     remedy="A size is a positive number of processes.",
                 )
             )
+    both = [f"{name}={sizes[name]}" for name in PLANNED if sizes.get(name, 1) > 1]
+    if len(both) > 1:
+        raise ConfigError(
+            message(
+                f"the mesh has {' and '.join(both)}: programs are planned on one of the two",
+                remedy="Give all of their ranks to cp, which shards long sequences and stores "
+                "weights as shards, or to tp; either goes with dp_shard and dp_replicate.",
+            )
+        )
     return {name: sizes[name] for name in AXIS_ORDER if name in sizes}
 
 

@@ -43,7 +43,7 @@ def build_agreed(
     lines = [wishes, f"hardware: {machine.name}", *plan_lines(program)]
     if config.rng == "tracker":  # values that all ranks hold are drawn from states of one seed
         lines.append(f"torch.initial_seed() {torch.initial_seed()}")
-    agree("plan", digest_of(lines), lines, mesh.axis("tp"), note=batch_shapes(inputs))
+    agree("plan", digest_of(lines), lines, mesh.planned, note=batch_shapes(inputs))
     agree_on_data_axes(program, inputs, new=bool(unplanned_parameters(inputs, program)))
     return program
 

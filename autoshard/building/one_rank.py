@@ -90,7 +90,7 @@ def build_program(
     Raises CaptureError where the graph cannot be captured and PlanError where a loaded plan or
     the memory budget cannot be met.
     """
-    axis = mesh.axis("tp")
+    axis = mesh.planned
     if microbatch is None:
         microbatch = traced_microbatch(gm)
     dtypes = lowered_dtypes(inputs)
@@ -136,7 +136,7 @@ def plan_captured(
     facts: Mapping[int, str] = MappingProxyType({}),
 ) -> Planned:
     """Plan a captured graph on the axis tp of `mesh`; the passes before the plan change it."""
-    axis = mesh.axis("tp")
+    axis = mesh.planned
     serial = captured
     prepare(serial, axis, config.rng == "tracker", watch, facts if config.recover_masks else None)
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
@@ -159,11 +159,13 @@ def plan_captured(
     plan = load_plan(config.plan, axis)
     sizes = {one.name: one.size for one in mesh.axes}
     request = Request(
+        axis=axis.name,
         parameters=parameters,
         stored=stored,
         arriving=arriving,
         sequence_parallel=config.sequence_parallel,
         lazy_outputs=config.outputs != "replicate",
+        contiguous_outputs=config.outputs == "dtensor",
         memory_budget=config.memory_budget,
         plan=plan,
         layout=Layout.of(sizes, config.zero, config.bucket_bytes),

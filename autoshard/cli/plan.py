@@ -16,7 +16,7 @@ from autoshard.errors import AutoshardError, message
 if TYPE_CHECKING:
     from autoshard.mesh_search import MeshPrice, MeshSearch
 
-_AXES = ("tp", "dp_shard", "dp_replicate")
+_AXES = ("tp", "cp", "dp_shard", "dp_replicate")
 
 
 def add_command(commands: Any) -> None:
@@ -124,7 +124,7 @@ def text(found: MeshSearch, tokens: int | None = None) -> str:
     if best is None:
         lines += ["", f"nothing fits. {_MORE}"]
     else:
-        batches = found.world // best.mesh.get("tp", 1)
+        batches = found.world // (best.mesh.get("tp", 1) * best.mesh.get("cp", 1))
         rate = f", {tokens * batches / best.timing.step:,.0f} tokens/s" if tokens else ""
         lines += [
             "",

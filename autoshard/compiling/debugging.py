@@ -27,6 +27,7 @@ from autoshard.errors import AutoshardError, ConfigError, message
 from autoshard.passes import OPTIONAL, ORDER, Report, Watch
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.compat import artifact
+from autoshard.runtime.mesh import PLANNED
 
 _log = logging.getLogger("autoshard.passes")
 _graphs = logging.getLogger("autoshard.graphs")
@@ -93,7 +94,7 @@ def settings() -> Settings:
 
 def refuse_unsharded(sizes: Mapping[str, int]) -> None:
     """Raise ConfigError where running unsharded would lose the sum of the gradients."""
-    data = {name: size for name, size in sizes.items() if name != "tp" and size > 1}
+    data = {name: size for name, size in sizes.items() if name not in PLANNED and size > 1}
     if data:
         spelled = ", ".join(f"{name}={size}" for name, size in data.items())
         raise ConfigError(

@@ -8,6 +8,7 @@ are planned on the captured graph and priced from the plan, by the model of `aut
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from autoshard.planning.estimate import (
     profile,
     timing,
 )
+from autoshard.runtime.mesh import PLANNED
 
 # How much dearer than by default a saved activation is, so that what can be split along the
 # sequence is. Dearer still, and the gathered copies that sequence parallelism saves for the
@@ -75,12 +77,13 @@ def alternatives(built: Built) -> list[Alternative]:
     found = [_priced("this plan", built, built.decisions, sizes, 1)]
     dear = Prices(None, _DEAR * 2.0 / hardware.memory_bandwidth, gathers_weights=False)
     if n > 1:
+        tp = {"tp" if name == built.axis.name else name: size for name, size in sizes.items()}
         for name, sequence, prices in (
             ("Megatron TP", False, Prices(gathers_weights=False)),
             ("Megatron TP+SP", True, dear),
         ):
             decisions = plan_graph(built.serial, n, hardware, _request(built, sequence, prices))
-            found.append(_priced(name, built, decisions, sizes, 1))
+            found.append(_priced(name, built, decisions, tp, 1))
     whole = plan_graph(built.serial, 1, hardware, _request(built, True, Prices()))
     for name, axis in (("FSDP (ZeRO-3)", "dp_shard"), ("DDP", "dp_replicate")):
         if sizes != {axis: world} or (axis == "dp_shard" and built.config.zero != 3):
@@ -108,7 +111,7 @@ def _priced(
     name: str, built: Built, decisions: Decisions, sizes: Mapping[str, int], batches: int
 ) -> Alternative:
     machine, training = machine_of(built.hardware), Training()
-    links, n = machine.links(sizes), sizes.get("tp", 1)
+    links, n = machine.links(sizes), math.prod(sizes.get(name, 1) for name in PLANNED)
     bucket_bytes = built.config.bucket_bytes
     one = profile(built.serial, decisions, built.parameters, n, machine, bucket_bytes)
     layout = Layout.of(sizes, built.config.zero if name == "this plan" else 3, bucket_bytes)

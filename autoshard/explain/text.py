@@ -31,6 +31,7 @@ def explain(built: Built, width: int | None = None) -> str:
         _parameters(facts, columns),
         _unsharded(facts, columns),
         _masks(facts.built, columns),
+        _unbalanced(built),
         _without_gradient(facts),
         text_costs.collectives(facts, columns),
         text_costs.beside(facts, columns),
@@ -49,6 +50,7 @@ def explain_plan(built: Built, width: int | None = None) -> str:
         _parameters(facts, columns),
         _unsharded(facts, columns),
         _masks(built, columns),
+        _unbalanced(built),
         text_costs.beside(facts, columns),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
@@ -121,6 +123,17 @@ def _masks(built: Built, width: int) -> str:
     found: Counter[MaskFound] = built.serial.meta.get(ATTENTION_MASKS, Counter())
     rows = [[one.meaning, str(n), one.reason, one.where] for one, n in found.items()]
     return table(["mask of attention", "count", "because", "line"], rows, width) if rows else ""
+
+
+def _unbalanced(built: Built) -> str:
+    """Causal attention by rows whose ranks hold contiguous parts of the sequence."""
+    reasons = Counter(line.partition(": ")[2] for line in built.decisions.unbalanced)
+    n = built.axis.size
+    return "\n".join(
+        f"Causal attention in {count} places is unbalanced: the last of {n} ranks does "
+        f"{(2 * n - 1) / n:.2g} times the mean, since {why}"
+        for why, count in reasons.items()
+    )
 
 
 def _without_gradient(facts: Facts) -> str:

@@ -46,6 +46,8 @@ def by_module(facts: Facts, width: int) -> str:
         return ""
     header = ["module", "count", "operator", "states of its inputs -> of its result"]
     legend = "I Replicate, R Replicate with its gradient Partial, P Partial, S(d) Shard(d)"
+    if facts.built.axis.name == "cp":
+        legend += ", Z(d) Shard(d) in head-tail order"
     return f"{table(header, rows, width, right=(1,))}\n{clipped(legend, width)}"
 
 

@@ -1,8 +1,8 @@
 """`autoshard.search_meshes`: every mesh of a world, planned and priced without starting a process.
 
-The model is captured once. Each size of the tp axis is planned once, by the exact solver, and
-serves all ways to split the rest of the world into `dp_replicate` x `dp_shard`, which follow from
-the mesh (planning/estimate/mesh.py).
+The model is captured once. Each size of the axis tp, and of cp, is planned once, by the exact
+solver, and serves all ways to split the rest of the world into `dp_replicate` x `dp_shard`, which
+follow from the mesh (planning/estimate/mesh.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from autoshard.planning.estimate import (
     timing,
 )
 from autoshard.runtime import compat
-from autoshard.runtime.mesh import AXIS_ORDER, offline_mesh
+from autoshard.runtime.mesh import PLANNED, offline_mesh
 from autoshard.runtime.parameters import casting
 
 AxisSizes = dict[str, int]
@@ -94,7 +94,8 @@ def search_meshes(
     model, args, kwargs: as for `autoshard.trace`; on the meta device nothing is allocated. The
         batch is that of one data-parallel rank.
     hardware: a key of `planning.cost.HARDWARE`, a cluster file, or a Cluster. mesh: only this
-        one, instead of all factorisations with tp inside a node. training: dtypes and optimizer.
+        one, instead of all factorisations with tp or cp inside a node. training: dtypes and
+        optimizer.
     batches: how many different batches the world is given, where that is less than one for each
         data-parallel rank: the others repeat work. progress: called with (what begins, its number,
         steps in all). options: any other field of `autoshard.Config`; `memory_budget` is of the
@@ -103,7 +104,7 @@ def search_meshes(
     Raises ConfigError for a mesh that does not fit the world, and what `trace` raises.
     """
     machine = cluster(hardware)
-    meshes = [_checked(mesh, world)] if mesh is not None else candidates(world, machine)
+    meshes = [_checked(mesh, world)] if mesh is not None else candidates(world, machine, PLANNED)
     settings = Config.from_options(options)
 
     def search(
@@ -115,7 +116,7 @@ def search_meshes(
             captured, inputs, meshes, machine, settings, training, batches, progress
         )
 
-    steps = len(_tp_sizes(meshes)) + 2
+    steps = len(_planned_axes(meshes)) + 2
     say = progress or _silent
     say("tracing", 1, steps)
     use = use_by(settings, None)
@@ -154,21 +155,21 @@ def search_captured(
     # the budget is one of the whole rank: rows are held to it, not the plan of the tp axis alone
     limit, config = config.memory_budget, replace(config, memory_budget=None)
     limit = limit or machine.usable_bytes
-    sizes = _tp_sizes(meshes)
+    sizes = _planned_axes(meshes)
     rows: list[MeshPrice] = []
-    for done, n in enumerate(sizes):
-        (progress or _silent)(f"planning tp={n}", done + 3, len(sizes) + 2)
+    for done, (name, n) in enumerate(sizes):
+        (progress or _silent)(f"planning {name}={n}", done + 3, len(sizes) + 2)
         serial = copied(captured)
         say_stored(serial, inputs, config)
-        device = machine.planned({"tp": n})
+        device = machine.planned({name: n})
         planned = plan_captured(
-            serial, inputs, offline_mesh({"tp": n}, 0), config, device, facts=batch_facts(inputs)
+            serial, inputs, offline_mesh({name: n}, 0), config, device, facts=batch_facts(inputs)
         )
         one = profile(
             planned.serial, planned.decisions, planned.parameters, n, machine, config.bucket_bytes
         )
         for mesh in meshes:
-            if mesh.get("tp", 1) == n:
+            if _planned_axis(mesh) == (name, n):
                 made = replace(planned.plan, mesh=dict(mesh))
                 layout = Layout.of(mesh, config.zero, config.bucket_bytes)
                 held = footprint(one, layout, training)
@@ -185,26 +186,34 @@ def search_captured(
     return MeshSearch(tuple(rows), machine, math.prod(meshes[0].values()))
 
 
-def _tp_sizes(meshes: Sequence[AxisSizes]) -> list[int]:
-    return list(dict.fromkeys(mesh.get("tp", 1) for mesh in meshes))
+def _planned_axes(meshes: Sequence[AxisSizes]) -> list[tuple[str, int]]:
+    return list(dict.fromkeys(map(_planned_axis, meshes)))
+
+
+def _planned_axis(mesh: AxisSizes) -> tuple[str, int]:
+    """Name and size of the axis that the planner decides on."""
+    cp = mesh.get("cp", 1)
+    return ("cp", cp) if cp > 1 else ("tp", mesh.get("tp", 1))
 
 
 def _silent(what: str, done: int, total: int) -> None:
     pass
 
 
-def candidates(world: int, machine: Cluster) -> list[AxisSizes]:
-    """Every dp_replicate x dp_shard x tp that multiplies to `world`, with tp inside a node.
+def candidates(world: int, machine: Cluster, planned: Sequence[str] = ("tp",)) -> list[AxisSizes]:
+    """Every dp_replicate x dp_shard x one of `planned` that multiplies to `world`, with the last
+    inside a node.
 
     Across nodes a tp axis would send whole activations, several times a layer, over the slower
     network: name such a mesh to see it.
     """
     found = []
-    for tp in _divisors(world):
-        if tp > 1 and machine.per_node % tp:
+    for n in _divisors(world):
+        if n > 1 and machine.per_node % n:
             continue
-        for shard in _divisors(world // tp):
-            found.append(_named(world // tp // shard, shard, tp))
+        for name in planned if n > 1 else ("tp",):
+            for shard in _divisors(world // n):
+                found.append(_named(world // n // shard, shard, name, n))
     return found
 
 
@@ -212,8 +221,8 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _named(replicate: int, shard: int, tp: int) -> AxisSizes:
-    sizes = dict(zip(AXIS_ORDER, (replicate, shard, tp), strict=True))
+def _named(replicate: int, shard: int, name: str, n: int) -> AxisSizes:
+    sizes = {"dp_replicate": replicate, "dp_shard": shard, name: n}
     return {name: size for name, size in sizes.items() if size > 1} or {"tp": 1}
 
 

@@ -36,7 +36,7 @@ def store(
     Until then eager code, such as what lies between two graphs, gathers it at each use. Returns
     the new parameter for each old one. Collective over the mesh.
     """
-    axis = mesh.axis("tp")
+    axis = mesh.planned
     planned = _as_first(planned, mesh)
     models = models_of(list(planned))
     _refuse_other_wrappers(models)
@@ -99,7 +99,7 @@ def _resting(
     models: Iterable[nn.Module], but: Container[nn.Parameter], mesh: Mesh
 ) -> dict[nn.Parameter, dict[str, State]]:
     """Where the parameters of models, those aside that have a place, wait for a graph."""
-    axis, states = mesh.axis("tp"), {}
+    axis, states = mesh.planned, {}
     for p in [p for model in models for p in model.parameters() if p not in but and _is_whole(p)]:
         resting = {axis.name: _resting_state(p, axis.size)} if axis.size > 1 else {}
         states[p] = {**resting, **data_states(p.dim(), mesh.axes)}
@@ -113,7 +113,7 @@ def _as_first(planned: dict[nn.Parameter, State], mesh: Mesh) -> dict[nn.Paramet
     parameter is stored alike on all ranks. The next trace obeys what is stored. Ranks whose graphs
     read other parameters keep their own plan, and `shard_parameters` refuses.
     """
-    if mesh.axis("tp").size == 1:
+    if mesh.planned.size == 1:
         return planned
     said: list[Any] = [[list(parameter.shape), state] for parameter, state in planned.items()]
     for axis in reversed(data_axes(mesh.axes)):

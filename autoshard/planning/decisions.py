@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -22,7 +22,7 @@ class Decisions:
     offered: the strategies each node could choose from; declined: why others were not offered.
     seconds: of a step, as the planner charges it. variables, width, work: the size of the solver's
     problem (see `Solution`). held: nodes whose value was not chosen by cost. prices: what a
-    change of state was charged.
+    change of state was charged. unbalanced: causal attention whose ranks do unequal work, and why.
     """
 
     strategies: dict[fx.Node, Strategy]
@@ -37,6 +37,7 @@ class Decisions:
     work: int
     prices: AxisPrices
     held: list[fx.Node]
+    unbalanced: list[str] = field(default_factory=list)
 
     @property
     def hardware(self) -> Hardware:

@@ -112,7 +112,7 @@ class Plan:
 
 def _stored(entry: FileEntry) -> State:
     state = entry.value
-    if not isinstance(state, str) or not is_state(state) or state in ("R", "P"):
+    if not isinstance(state, str) or not is_state(state) or state[0] in "RPZ":
         raise entry.refused(
             'which is no state to store in: use "I" (Replicate: whole on every rank) or '
             '"S(d)" (Shard(d))'

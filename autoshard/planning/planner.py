@@ -13,6 +13,7 @@ from torch import fx
 from autoshard.planning.cost import Hardware
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate import Layout, Training, footprint, held
+from autoshard.planning.head_tail import HeadTail, in_plain_order
 from autoshard.planning.plan import Plan, strategy_text
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Builder, Problem
@@ -28,19 +29,22 @@ from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS
 class Request:
     """What the planner is asked.
 
-    parameters: name of each parameter placeholder.
+    axis: name of the axis, tp or cp. parameters: name of each parameter placeholder.
     stored: the state in which a parameter is stored already; one without an entry is free.
     arriving: the state of an input that comes back from an earlier call as a shard.
+    contiguous_outputs: whether a sharded output is contiguous (a DTensor).
     prices: what a stored byte costs where there is no memory_budget. layout: the data-parallel
     axes, among which a rank's bytes are split further. even: whether only dims are split that the
     axis divides.
     """
 
     parameters: Mapping[fx.Node, str]
+    axis: str = "tp"
     stored: Mapping[fx.Node, State] = field(default_factory=dict)
     arriving: Mapping[fx.Node, State] = field(default_factory=dict)
     sequence_parallel: bool = True
     lazy_outputs: bool = True
+    contiguous_outputs: bool = False
     memory_budget: int | None = None
     plan: Plan | None = None
     prices: Prices = field(default_factory=Prices)
@@ -87,7 +91,7 @@ def plan_graph(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request)
         raise PlanError(
             f"no plan fits memory_budget={budget:,} bytes a rank: the smallest found needs "
             f"{smallest:,} bytes of parameters, gradients, optimizer state, activations, buckets "
-            f"and buffers on {n} ranks of tp. Raise the budget, or use more ranks."
+            f"and buffers on {n} ranks of {request.axis}. Raise the budget, or use more ranks."
         )
     for _ in range(12):
         middle = (low * high) ** 0.5
@@ -112,7 +116,7 @@ def _solve(
         stored[node] = request.stored.get(node) or _checked(node, name, wanted.get(name))
     results = list(_output(gm).args[0])  # type: ignore[arg-type]
     domains = _output_domains(gm, results, n, request)
-    axis = AxisPrices(n, hardware, stored.keys(), request.sequence_parallel, prices)
+    axis = AxisPrices(n, hardware, stored.keys(), request.sequence_parallel, prices, request.axis)
     builder = Builder(
         gm,
         axis,
@@ -126,12 +130,13 @@ def _solve(
     if request.plan:
         _constrain(gm, problem, request.plan)
     solution, held = _solved(problem)
-    strategies, copies = problem.read(solution)
+    read = (*problem.read(solution), problem.output_states(solution))
+    ordered = HeadTail(gm.graph, n, *read, request.contiguous_outputs)
     decisions = Decisions(
-        strategies=strategies,
-        copies=copies,
+        strategies=ordered.strategies,
+        copies=ordered.copies,
         stored={},
-        outputs=problem.output_states(solution),
+        outputs=ordered.outputs,
         offered=problem.domains,
         declined=problem.declined,
         seconds=solution.cost,
@@ -140,6 +145,7 @@ def _solve(
         work=solution.work,
         prices=axis,
         held=held,
+        unbalanced=ordered.unbalanced,
     )
     decisions.stored = {node: decisions.state(node) for node in request.parameters}
     return decisions
@@ -221,7 +227,7 @@ def _constrain(gm: fx.GraphModule, problem: Problem, plan: Plan) -> None:
     for name, text in graph.nodes.items():
         node = by_name.get(name)
         domain = problem.domains.get(node, []) if node else []
-        texts = [strategy_text(s) for s in domain]
+        texts, text = [strategy_text(s) for s in domain], in_plain_order(text)
         if text not in texts:
             raise PlanError(
                 f"the plan runs node {name!r} as {text!r}, which is not possible there. "
@@ -232,6 +238,7 @@ def _constrain(gm: fx.GraphModule, problem: Problem, plan: Plan) -> None:
     for name, state in graph.copies.items():
         node = by_name.get(name)
         states = problem.copy_domains.get(node, []) if node else []
+        state = in_plain_order(state)
         if state not in states:
             raise PlanError(
                 f"the plan keeps the shared copy of {name!r} in {state!r}; possible: {states}"
@@ -248,7 +255,7 @@ def with_graph(
     plan: Plan | None, decisions: Decisions, request: Request, gm: fx.GraphModule, n: int
 ) -> Plan:
     """`plan` with this graph's decisions added."""
-    base = plan or Plan("tp", n)
+    base = plan or Plan(request.axis, n)
     parameters = dict(base.parameters)
     parameters.update({name: decisions.stored[node] for node, name in request.parameters.items()})
     graphs = {**base.graphs, fingerprint(gm): decisions.graph_plan()}

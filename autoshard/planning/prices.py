@@ -67,7 +67,7 @@ class AxisPrices:
     """The prices of one graph on an axis of `n` ranks of `hardware`.
 
     parameters: the placeholders of parameters. sequence_parallel: whether an activation may be
-    split along the sequence or the batch. prices: those of a stored byte.
+    split along the sequence or the batch. prices: those of a stored byte. name: of the axis.
     """
 
     def __init__(
@@ -77,9 +77,10 @@ class AxisPrices:
         parameters: Collection[fx.Node],
         sequence_parallel: bool,
         prices: Prices,
+        name: str = "tp",
     ) -> None:
-        self.n, self.hardware, self.parameters = n, hardware, parameters
-        self.link = hardware.links["tp"]
+        self.n, self.hardware, self.parameters, self.name = n, hardware, parameters, name
+        self.link = hardware.links[name]
         self.sequence_parallel = sequence_parallel
         self.activation_byte = prices.activation_byte or 2.0 / hardware.memory_bandwidth
         self.gathers_weights = prices.gathers_weights

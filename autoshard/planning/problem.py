@@ -19,6 +19,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.planning import cost, rules
+from autoshard.planning.context_parallel import (
+    WeightsOnly,
+    along_the_sequence,
+    stored_by_rows,
+)
 from autoshard.planning.fusion import Kernels
 from autoshard.planning.prices import AxisPrices
 from autoshard.planning.solver import FactorGraph, Solution
@@ -36,6 +41,7 @@ from autoshard.planning.values import (
 )
 from autoshard.runtime.collectives import I, R, State
 from autoshard.runtime.graph_meta import DIFF
+from autoshard.runtime.operators import attend_to_prefix
 
 # A consumer of a value: its variable, and the input state of each of its strategies.
 Consumer = tuple[int, list[State]]
@@ -97,6 +103,7 @@ class Builder:
         self._strategies: dict[tuple[Any, ...], tuple[list[Strategy], list[str]]] = {}
         self._weighted: dict[fx.Node, bool] = {}
         self._kernels = Kernels(gm)
+        self._weights = WeightsOnly(stored) if prices.name == "cp" else None
 
     def build(self) -> Problem:
         """All variables first, then the factors along every edge."""
@@ -108,6 +115,8 @@ class Builder:
     # Variables
 
     def _variable(self, node: fx.Node) -> None:
+        if self._weights is not None:
+            self._weights.note(node)
         if node.op == "output" or producer(node)[0] is not node:
             self._weighted[node] = self._from_weights(node)
             self._note_activation(node)
@@ -121,6 +130,8 @@ class Builder:
         if node.op == "placeholder":
             fixed = self.stored.get(node, self.arriving.get(node, I))
             states = [fixed] if fixed is not None else stored_domain(node, self.n, self.even)
+            if self._weights is not None and fixed is None:
+                states = stored_by_rows(node, states)
             domain = [Strategy((), state) for state in states]
             costs = np.array([self.prices.storage(node, state) for state in states])
         elif node.op == "get_attr":
@@ -157,7 +168,8 @@ class Builder:
         val = value(node)
         if isinstance(val, torch.Tensor):
             shape = tuple((str(e), cost.hint(e)) for e in val.shape)
-            return (shape, val.dtype, bool(node.meta.get(DIFF)), self._weighted.get(node))
+            made_of = (self._weighted.get(node), self._weights and node in self._weights)
+            return (shape, val.dtype, bool(node.meta.get(DIFF)), *made_of)
         return (type(val).__name__, str(val))
 
     def _enumerate(self, node: fx.Node) -> tuple[list[Strategy], list[str]]:
@@ -166,6 +178,10 @@ class Builder:
             found, declined = rules.strategies(node, self.n)
             if self.even:
                 found = [s for s in found if splits_evenly(node, s, self.n)]
+            if self._weights is None:
+                found = [one for one in found if one.impl is not attend_to_prefix]
+            else:
+                found = along_the_sequence(node, found, self._weights)
             if not self._weighted[node] and not differentiable(node):
                 found = found[:1]  # masks and positions: never worth a collective
             self._strategies[key] = (found, declined)
@@ -204,9 +220,8 @@ class Builder:
             sharded = any(s[0] == "S" for s in states)
             kept = sum(b / self._split(s) for b, s in zip(sizes_out, outs))
             moved = kept + sum(b / self._split(s) for b, s in zip(sizes_in, strategy.inputs))
-            seconds = cost.node_seconds(
-                flops / (self.n if sharded else 1), moved, dtype, self.prices.hardware
-            )
+            own = flops * strategy.share / self.n if sharded else flops
+            seconds = cost.node_seconds(own, moved, dtype, self.prices.hardware)
             if diff:
                 seconds = 3 * seconds + kept * self.prices.activation_byte
             seconds += sum(

@@ -30,12 +30,15 @@ class Strategy(NamedTuple):
         not enough (a vocab-parallel embedding). Called as impl(*args, **kwargs, axis=Axis), with
         the node's own arguments, tensors in their local form.
     traffic: the collectives inside `impl`, so that the planner can price them.
+    share: the part of the operator's arithmetic that the busiest of n ranks does, times n: 1 where
+        all do as much.
     """
 
     inputs: tuple[State, ...]
     output: State | tuple[State, ...]
     impl: Callable[..., Any] | None = None
     traffic: tuple[ImplCollective, ...] = ()
+    share: float = 1.0
 
 
 def value(node: fx.Node) -> Any:

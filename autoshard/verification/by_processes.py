@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import ConfigError, message
 from autoshard.program_registry import programs
 from autoshard.runtime.collectives import placement_words
-from autoshard.runtime.mesh import data_coordinate, init_mesh
+from autoshard.runtime.mesh import PLANNED, data_coordinate, init_mesh
 from autoshard.runtime.parameters import stored_states
 from autoshard.verification import local_world
 from autoshard.verification.comparison import (
@@ -192,7 +192,7 @@ class ProcessJob:
     @property
     def data_ranks(self) -> int:
         """Ranks that hold different batches."""
-        return self.ranks // self.sizes.get("tp", 1)
+        return self.ranks // math.prod(self.sizes.get(name, 1) for name in PLANNED)
 
 
 def compare_by_processes(

@@ -26,6 +26,9 @@ from autoshard.runtime.collectives import (
     data_axes,
     forward_value,
     gradient_value,
+    head_tail,
+    in_order,
+    is_head_tail,
     run_mesh,
     shard_dim,
 )
@@ -57,7 +60,7 @@ class Differences:
 
 
 def split(tensor: torch.Tensor, state: State, n: int) -> list[torch.Tensor]:
-    """The local values of `tensor` on n ranks, in I, P (random parts) or S(d)."""
+    """The local values of `tensor` on n ranks, in I, P (random parts), S(d) or Z(d)."""
     if state == I:
         return [tensor.clone() for _ in range(n)]
     if state == P:
@@ -65,6 +68,8 @@ def split(tensor: torch.Tensor, state: State, n: int) -> list[torch.Tensor]:
         return [*noise, tensor - sum(noise)] if noise else [tensor.clone()]
     dim = shard_dim(state)
     assert dim is not None
+    if is_head_tail(state):
+        tensor = head_tail(tensor, dim, n)
     bounds = [chunk_bounds(tensor.shape[dim], Axis("", n, rank, "")) for rank in range(n)]
     return [tensor.narrow(dim, start, length).clone() for start, length in bounds]
 
@@ -73,7 +78,8 @@ def join(parts: Sequence[torch.Tensor], state: State) -> torch.Tensor:
     """The whole value; ranks that should hold the same and do not are an AssertionError."""
     dim = shard_dim(state)
     if dim is not None:
-        return torch.cat(list(parts), dim)
+        whole = torch.cat(list(parts), dim)
+        return in_order(whole, dim, len(parts)) if is_head_tail(state) else whole
     if state == P:
         return torch.stack(list(parts)).sum(0)
     for part in parts[1:]:
@@ -102,7 +108,7 @@ def verify_program(
     """
     placeholders = [node for node in program.serial.graph.nodes if node.op == "placeholder"]
     sizes = _mesh_sizes(program)
-    data_ranks = math.prod(sizes.values()) // sizes["tp"]
+    data_ranks = math.prod(sizes.values()) // sizes[program.axis.name]
     if len(others) + 1 != data_ranks:
         raise ValueError(
             f"{data_ranks} data-parallel ranks need as many batches, not {len(others) + 1}"
@@ -117,7 +123,7 @@ def verify_program(
     # once, for all ranks: the parts of a gradient that is to be summed are random
     given = [
         [
-            None if whole is None else split(whole, gradient_value(state), sizes["tp"])
+            None if whole is None else split(whole, gradient_value(state), program.axis.size)
             for whole, state in zip(run.given, program.decisions.outputs)
         ]
         for run in serial
@@ -213,7 +219,7 @@ def _compare_gradients(
         if index is None:
             held, lengths = ranks, list(sizes.values())
             data = program.data.get(node, {})
-            states = [*(data.get(name, I) for name in sizes if name != "tp"), *states]
+            states = [*(data.get(name, I) for name in sizes if name != program.axis.name), *states]
         else:
             held, lengths = ranks[index * tp : (index + 1) * tp], [tp]
             name += f" of data rank {index}" if len(serial) > 1 else ""
@@ -225,9 +231,10 @@ def _compare_gradients(
 
 
 def _mesh_sizes(program: Program) -> dict[str, int]:
-    """By name, tp last; a mesh without it has one of size 1."""
+    """By name, the planned axis last; a mesh without it has one of size 1."""
     sizes = {axis.name: axis.size for axis in program.mesh.axes}
-    return {**sizes, program.axis.name: sizes.get(program.axis.name, 1)}
+    planned = sizes.pop(program.axis.name, 1)
+    return {**sizes, program.axis.name: planned}
 
 
 def _join_mesh(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autoshard.runtime.collectives.axis import Axis, chunk_bounds, chunk_size
+from autoshard.runtime.collectives.balanced_order import head_tail, in_order
 from autoshard.runtime.collectives.data_parallel_axes import (
     DATA_AXES,
     data_axes,
@@ -24,12 +25,14 @@ from autoshard.runtime.collectives.states import (
     R,
     S,
     State,
+    Z,
     change_steps,
     conversions,
     forward_value,
     gradient_state,
     gradient_value,
     in_words,
+    is_head_tail,
     is_state,
     placement_words,
     shard_dim,

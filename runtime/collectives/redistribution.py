@@ -18,11 +18,15 @@ import torch.nn.functional as F
 
 from autoshard.runtime.collectives import lockstep
 from autoshard.runtime.collectives.axis import Axis, chunk_bounds, chunk_size
+from autoshard.runtime.collectives.balanced_order import head_tail, in_order, own_head_and_tail
 from autoshard.runtime.collectives.states import (
+    I,
+    S,
     State,
     conversions,
     forward_value,
     gradient_state,
+    is_head_tail,
     shard_dim,
     step,
 )
@@ -147,6 +151,8 @@ def convert(
     kind, have, want = step(src, dst), shard_dim(src), shard_dim(dst)
     if kind is None:
         return x
+    if is_head_tail(src) or is_head_tail(dst):
+        return _convert_head_tail(x, src, dst, axis, extent)
     if kind == "scale":
         return x / axis.size
     if kind == "all_reduce":
@@ -159,6 +165,22 @@ def convert(
     if want is None:
         return _gather(x, have, axis, extent)
     return _exchange_dims(x, have, want, axis, extent)
+
+
+def _convert_head_tail(
+    x: torch.Tensor, src: State, dst: State, axis: Axis, extent: int | None
+) -> torch.Tensor:
+    """`convert` from or to Z(d): that from or to S(d), with the whole dim reordered locally."""
+    have, want = shard_dim(src), shard_dim(dst)
+    if have == want or (is_head_tail(src) and is_head_tail(dst)):
+        return convert(convert(x, src, I, axis, extent), I, dst, axis)
+    if is_head_tail(src):
+        assert have is not None
+        return in_order(convert(x, S(have), dst, axis), have, axis.size)
+    assert want is not None
+    if src == I:
+        return own_head_and_tail(x, want, axis)
+    return convert(head_tail(x, want, axis.size), src, S(want), axis, extent)
 
 
 def _pad(x: torch.Tensor, dim: int, axis: Axis, extent: int | None) -> torch.Tensor:
@@ -213,8 +235,9 @@ class _Redistribute(torch.autograd.Function):
     ) -> torch.Tensor:
         want = shard_dim(dst)
         back_extent = None
-        if want is not None and isinstance(x.shape[want], int) and x.shape[want] % axis.size:
-            back_extent = x.shape[want]
+        if want is not None and want != shard_dim(src):  # whole in x
+            if isinstance(x.shape[want], int) and x.shape[want] % axis.size:
+                back_extent = x.shape[want]
         forward, backward = conversions(src, dst)
         ctx.back = (*backward, axis, back_extent)
         ctx.states = src, dst

@@ -8,6 +8,7 @@ plan file and a label in `explain` without conversion:
     R       replicated          partial (to be summed)   the input of a column-parallel linear
     P       partial             replicated           the output of a row-parallel linear
     S(d)    sharded on dim d    sharded on dim d     everything in between
+    Z(d)    as S(d), the rows in head-tail order     attention by rows on cp (balanced_order.py)
 
 The letters are those of torch's local-SPMD types (`spmd_types`); users read `in_words`.
 
@@ -43,26 +44,36 @@ def S(dim: int) -> State:
     return f"S({dim})"
 
 
+def Z(dim: int) -> State:
+    """The state "sharded on dimension `dim`, in head-tail order"."""
+    return f"Z({dim})"
+
+
 def shard_dim(state: State) -> int | None:
     """The sharded dimension, or None for I, R and P."""
-    return int(state[2:-1]) if state[0] == "S" else None
+    return int(state[2:-1]) if state[0] in "SZ" else None
+
+
+def is_head_tail(state: State) -> bool:
+    """Whether the state is Z(d)."""
+    return state[0] == "Z"
 
 
 def placement_words(state: State) -> str:
     """The state as users read it: torch's `Replicate`, `Partial` and `Shard(d)`."""
     dim = shard_dim(state)
     if dim is not None:
-        return f"Shard({dim})"
+        return f"Shard({dim}), head-tail" if is_head_tail(state) else f"Shard({dim})"
     return {I: "Replicate", R: "Replicate, grad Partial", P: "Partial"}[state]
 
 
 def in_words(text: str) -> str:
     """A text with every state in it, such as `x: S(0) -> I`, as users read it."""
-    return re.sub(r"\b([IRP]\b(?!\()|S\(\d+\))", lambda found: placement_words(found[0]), text)
+    return re.sub(r"\b([IRP]\b(?!\()|[SZ]\(\d+\))", lambda found: placement_words(found[0]), text)
 
 
 def forward_value(state: State) -> State:
-    """The placement of the forward value: I, P or S(d)."""
+    """The placement of the forward value: I, P, S(d) or Z(d)."""
     return I if state == R else state
 
 
@@ -102,4 +113,4 @@ def change_steps(src: State, dst: State) -> tuple[ConversionStep | None, Convers
 
 def is_state(text: str) -> bool:
     """Whether `text` spells a state: one way of writing each, of a dim that a tensor may have."""
-    return text in (I, R, P) or re.fullmatch(r"S\((0|[1-9][0-9]?)\)", text) is not None
+    return text in (I, R, P) or re.fullmatch(r"[SZ]\((0|[1-9][0-9]?)\)", text) is not None

@@ -8,7 +8,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import compat
-from autoshard.runtime.collectives import Axis, I, State, data_axes, redistribute, shard_dim
+from autoshard.runtime.collectives import (
+    DATA_AXES,
+    Axis,
+    I,
+    State,
+    data_axes,
+    redistribute,
+    shard_dim,
+)
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters.accumulation import on_backward_done
 from autoshard.runtime.parameters.data_unsharding import ACCUMULATE, SINGLE, deferred_at, unshard
@@ -24,9 +32,9 @@ def unshard_parameter(
     """The whole plain tensor of a parameter, differentiable, in `dtype` if it is floating.
 
     The gradient that reaches a stored parameter is a DTensor of the parameter's own placements. On
-    `tp` the ranks compute the same with the whole weight, so backward takes this rank's slice; on
-    a data-parallel axis they compute with different data, so backward reduces over the ranks, or
-    adds to what is pending (`microbatch`, see `unshard`).
+    `tp` and `cp` the ranks compute the same with the whole weight, so backward takes this rank's
+    slice; on a data-parallel axis they compute with different data, so backward reduces over the
+    ranks, or adds to what is pending (`microbatch`, see `unshard`).
 
     One collective per axis on which the parameter is sharded: every rank of the mesh must call
     it. In a Dynamo graph it is one node, which the backend reads as the identity.
@@ -45,7 +53,8 @@ def unshard_parameter(
     (x,) = unwrap(parameter)
     policy, pending = policy_of(parameter)._replace(param=None), pending_of(parameter)
     data = data_axes(axes)
-    if x.requires_grad and not data and states.get("tp", I) == I:
+    shared = [axis for axis in axes if axis.name not in DATA_AXES]
+    if x.requires_grad and not data and all(states.get(a.name, I) == I for a in shared):
         x = _OwnGradient.apply(x)
     waits = None if pending is None or microbatch == SINGLE else deferred_at(data, policy)
     held: list[Any] = []
@@ -66,9 +75,8 @@ def unshard_parameter(
     if not data and dtype is not None:
         x = x.to(dtype)
     on_backward_done(root, held, microbatch)
-    for axis in axes:
-        if axis.name == "tp":
-            x = redistribute(x, states["tp"], I, axis, uneven.get("tp"))
+    for axis in shared:
+        x = redistribute(x, states[axis.name], I, axis, uneven.get(axis.name))
     return x
 
 

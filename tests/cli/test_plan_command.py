@@ -56,10 +56,11 @@ def test_a_factory_on_a_cluster_of_ones_own(here: Path, capsys: pytest.CaptureFi
         assert f"  {mesh}  " in said.out, mesh
     assert "tp=4" not in said.out  # a node has two devices
     assert said.err.splitlines() == [
-        "[1/4] tracing",
-        "[2/4] capturing",
-        "[3/4] planning tp=1",
-        "[4/4] planning tp=2",
+        "[1/5] tracing",
+        "[2/5] capturing",
+        "[3/5] planning tp=1",
+        "[4/5] planning cp=2",
+        "[5/5] planning tp=2",
     ]
     saved = autoshard.Plan.load("plan.json")
     assert saved.mesh and saved.parameters.keys() == {
@@ -96,7 +97,7 @@ def test_a_directory_and_a_class_are_the_same_model(
         asked = ["plan", *model, "--world", "2", "--hardware", "cpu", "--sequence", "32", "--json"]
         assert main(asked) == 0
         found.append(json.loads(capsys.readouterr().out))
-    assert found[0] == found[1] and len(found[0]["rows"]) == 3
+    assert found[0] == found[1] and len(found[0]["rows"]) == 4  # tp, cp, and two of data
     small = ["--sequence", "32", "--option", "memory_budget=100_000"]
     assert main(["plan", "tiny", "--world", "2", *small]) == 0
     said = capsys.readouterr().out

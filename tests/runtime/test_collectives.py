@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from autoshard.runtime.collectives.axis import Axis, chunk_bounds
+from autoshard.runtime.collectives.balanced_order import head_tail, in_order
 from autoshard.runtime.collectives.lockstep import run_ranks
 from autoshard.runtime.collectives.redistribution import redistribute
 from autoshard.runtime.collectives.states import (
@@ -16,8 +17,10 @@ from autoshard.runtime.collectives.states import (
     R,
     S,
     State,
+    Z,
     forward_value,
     gradient_value,
+    is_head_tail,
     shard_dim,
 )
 
@@ -33,6 +36,8 @@ def parts(x: torch.Tensor, kind: State, n: int, seed: int = 7) -> list[torch.Ten
         noise = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for _ in range(n - 1)]
         return [*noise, x - sum(noise)] if noise else [x]
     dim = shard_dim(kind)
+    assert dim is not None
+    x = head_tail(x, dim, n) if is_head_tail(kind) else x
     bounds = [chunk_bounds(x.shape[dim], Axis("tp", n, rank, "")) for rank in range(n)]
     return [x.narrow(dim, start, length).clone() for start, length in bounds]
 
@@ -45,7 +50,10 @@ def whole(locals_: list[torch.Tensor], kind: State) -> torch.Tensor:
         return locals_[0]
     if kind == P:
         return torch.stack(locals_).sum(0)
-    return torch.cat(locals_, shard_dim(kind))
+    dim = shard_dim(kind)
+    assert dim is not None
+    x = torch.cat(locals_, dim)
+    return in_order(x, dim, len(locals_)) if is_head_tail(kind) else x
 
 
 @pytest.mark.parametrize("shape", [(4, 8, 4), (5, 7, 9)], ids=["even", "uneven"])
@@ -56,7 +64,8 @@ def test_every_pair_returns_value_gradient_and_second_derivative(
     torch.manual_seed(0)
     x = torch.randn(shape, dtype=torch.float64)
     grad = torch.randn(shape, dtype=torch.float64)
-    for src, dst in itertools.product(STATES, STATES):
+    states = [*STATES, Z(1)] if shape[1] % (2 * n) == 0 else STATES
+    for src, dst in itertools.product(states, states):
         xs = parts(x, forward_value(src), n)
         grads = parts(grad, gradient_value(dst), n, seed=8)
         dim = shard_dim(src)

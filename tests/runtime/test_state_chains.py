@@ -18,6 +18,7 @@ from autoshard.runtime.collectives.states import (
     P,
     R,
     S,
+    Z,
     forward_value,
     gradient_value,
     shard_dim,
@@ -32,6 +33,7 @@ def chains(draw: Any) -> tuple[int, tuple[int, ...], list[str]]:
     sizes = [s for s in range(1, 10) if s % n == 0 or (n - 1) * chunk_size(s, n) < s]
     shape = tuple(draw(st.lists(st.sampled_from([1, *sizes]), min_size=1, max_size=3)))
     possible = [I, R, P, *(S(d) for d, size in enumerate(shape) if size in sizes)]
+    possible += [Z(d) for d, size in enumerate(shape) if size % (2 * n) == 0]
     states = draw(st.lists(st.sampled_from(possible), min_size=2, max_size=6))
     return n, shape, states
 

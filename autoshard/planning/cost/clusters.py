@@ -1,8 +1,8 @@
 """Clusters: machines, the links that the ranks of a mesh axis use, and files that describe them.
 
-A cluster is nodes of equal devices. Ranks are laid out with `tp` innermost, then `dp_shard`, then
-`dp_replicate`, as `runtime.mesh.AXIS_ORDER` has it and torchrun numbers them, so the layout says
-which axis stays inside a node. A description in a file (JSON, or YAML with the extra):
+A cluster is nodes of equal devices. Ranks are laid out with `tp` innermost, then `cp`, `dp_shard`
+and `dp_replicate`, as `runtime.mesh.AXIS_ORDER` has it and torchrun numbers them, so the layout
+says which axis stays inside a node. A description in a file (JSON, or YAML with the extra):
 
     name: eight-h100
     devices_per_node: 8
@@ -27,7 +27,7 @@ from autoshard.planning.cost.machines import HARDWARE, Hardware, Link, hardware
 from autoshard.runtime.collectives import DATA_AXES
 from autoshard.runtime.errors import ConfigError, message
 from autoshard.runtime.input_file import MOST_RANKS, FileEntry, parsed, read_json
-from autoshard.runtime.mesh import AXIS_ORDER
+from autoshard.runtime.mesh import AXIS_ORDER, PLANNED
 
 MOST_BYTES = 2**16
 """Bytes of the largest cluster file: PyYAML reads about a megabyte in ten seconds."""
@@ -148,7 +148,7 @@ def read_cluster(path: Path) -> Cluster:
         {kind: rate * 1e12 for kind, rate in zip(_RATES, rates)},
         bandwidth * 1e9,
         int(gigabytes * 1e9),
-        {"tp": inside, **dict.fromkeys(DATA_AXES, between)},
+        {**dict.fromkeys(PLANNED, inside), **dict.fromkeys(DATA_AXES, between)},
     )
     per_node = body.entry("devices_per_node").integer(1, MOST_RANKS)
     given = body.optional("efficiency", {})

@@ -38,7 +38,7 @@ class Hardware:
     flops: peak operations a second of a matrix product, by `dtype_class`.
     memory_bandwidth: bytes a second, read plus written.
     memory_bytes: bytes of device memory.
-    links: by mesh axis name ("tp", "dp_shard", "dp_replicate").
+    links: by mesh axis name ("tp", "cp", "dp_shard", "dp_replicate").
     """
 
     name: str
@@ -93,8 +93,12 @@ def _machine(
         {kind: rate * 1e12 for kind, rate in rates.items()},
         bandwidth * 1e9,
         int(size * 1e9),
-        # Tensor parallelism stays inside the node; data parallelism is planned for the network.
-        {"tp": link(inside), "dp_shard": link(between), "dp_replicate": link(between)},
+        # Tensor and context parallelism stay inside the node; data parallelism is planned for the
+        # network.
+        {
+            **{"tp": link(inside), "cp": link(inside)},
+            **{"dp_shard": link(between), "dp_replicate": link(between)},
+        },
     )
 
 

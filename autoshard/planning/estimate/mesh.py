@@ -16,6 +16,7 @@ from autoshard.planning.estimate.step_profile import Profile
 from autoshard.planning.estimate.traffic import Sent, Traffic, data_collectives, seconds, traffic
 from autoshard.planning.estimate.training import Training
 from autoshard.planning.estimate.weights import Layout, buckets
+from autoshard.runtime.mesh import PLANNED
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,11 @@ def timing(
 ) -> Timing:
     """The time of a step on a rank; `links` at the data sheet's rates, by axis.
 
-    A collective on tp is waited for where it stands; those of a bucket of parameters overlap.
+    A collective on tp or cp is waited for where it stands; those of a bucket of parameters overlap.
     """
     real = {name: cluster.real(link) for name, link in links.items()}
-    ranks = {"tp": profile.n, "dp_shard": layout.shard, "dp_replicate": layout.replicate}
+    planned = dict.fromkeys(PLANNED, profile.n)  # which of the two, each collective says
+    ranks = {**planned, "dp_shard": layout.shard, "dp_replicate": layout.replicate}
     forward, backward = list(profile.forward), list(profile.backward)
     for one in profile.sent:
         (backward if one.backward else forward)[one.at] += seconds(one, ranks, real)

@@ -115,7 +115,8 @@ class _Profiler:
             size = tensor_bytes(value(tensor)) / self._split(want)
             moved += min(size, written) if is_lookup(node) else size
         share = self.cluster.efficiency
-        flops = cost.node_flops(node) / (self.n if sharded else 1) / share.compute
+        own = strategy.share / self.n if sharded else 1.0
+        flops = cost.node_flops(node) * own / share.compute
         return cost.node_seconds(flops, moved / share.memory, _dtype(node), self.cluster.device)
 
     def _split(self, state: State) -> int:

@@ -1,7 +1,8 @@
 """The collectives of a training step, listed from the plan and priced.
 
-On tp they follow from the states of the values, as `localize` rewrites them; gradients of weights
-go in buckets, as `bucket_gradients` merges them. On the data-parallel axes a bucket of parameters
+On the planned axis (tp or cp) they follow from the states of the values, as `localize` rewrites
+them; gradients of weights go in buckets, as `bucket_gradients` merges them. On the data-parallel
+axes a bucket of parameters
 is gathered before its use (and again in backward with ZeRO-3), its gradient is reduce-scattered
 over `dp_shard` and all-reduced over `dp_replicate`. The volumes are those of Megatron-Core's and
 ZeRO's ledgers (S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion
@@ -105,6 +106,7 @@ def tp_collectives(
     gradients: list[tuple[int, str, fx.Node]] = []
     done: set[tuple[fx.Node, State]] = set()
     place = {node: i for i, node in enumerate(gm.graph.nodes)}
+    axis = decisions.prices.name
 
     def read(source: fx.Node, want: State, user: fx.Node) -> None:
         have = decisions.state(source)
@@ -115,7 +117,7 @@ def tp_collectives(
                 done.add((source, state))
                 weight = source in decisions.stored
                 at = place[source if weight else user]
-                sent = _change(source, have, state, n, at)
+                sent = _change(source, have, state, n, at, axis)
                 if decisions.gathers_again(source, have, state):
                     found.extend(one._replace(backward=True, at=place[user]) for one in sent[:1])
                 for one in sent:
@@ -130,7 +132,7 @@ def tp_collectives(
             read(source, want, node)
         for t in strategy.traffic:
             if differentiable(node) or not t.backward:
-                found.append(Sent("tp", t.op, t.nbytes, t.backward, place[node]))
+                found.append(Sent(axis, t.op, t.nbytes, t.backward, place[node]))
     output = next(iter(reversed(gm.graph.nodes)))
     for result, state in zip(output.args[0], decisions.outputs):  # type: ignore[arg-type]
         if isinstance(result, fx.Node) and isinstance(value(result), torch.Tensor):
@@ -138,7 +140,7 @@ def tp_collectives(
     # the gradient of what forward reads last is there first
     gradients.sort(key=lambda one: -one[0])
     members = [(op, source) for _, op, source in gradients]
-    return [*found, *gradient_buckets(members, n, bucket_bytes)]
+    return [*found, *gradient_buckets(members, n, bucket_bytes, axis)]
 
 
 def _only_a_weight(source: fx.Node, decisions: Decisions) -> bool:
@@ -152,7 +154,7 @@ def _only_a_weight(source: fx.Node, decisions: Decisions) -> bool:
     return True
 
 
-def _change(source: fx.Node, have: State, want: State, n: int, at: int) -> list[Sent]:
+def _change(source: fx.Node, have: State, want: State, n: int, at: int, axis: str) -> list[Sent]:
     if n == 1 or have == want:
         return []
     if not differentiable(source) and forward_value(have) == forward_value(want):
@@ -162,12 +164,12 @@ def _change(source: fx.Node, have: State, want: State, n: int, at: int) -> list[
     passes = [(op, False) for op in forward]
     passes += [(op, True) for op in backward if differentiable(source)]
     return [
-        Sent("tp", op, whole // n if op == "all_to_all" else whole, late, at) for op, late in passes
+        Sent(axis, op, whole // n if op == "all_to_all" else whole, late, at) for op, late in passes
     ]
 
 
 def gradient_buckets(
-    members: Sequence[tuple[str, fx.Node]], n: int, bucket_bytes: int | None
+    members: Sequence[tuple[str, fx.Node]], n: int, bucket_bytes: int | None, axis: str = "tp"
 ) -> Iterator[Sent]:
     """Reductions of the gradients of parameters, in order, as `bucket_gradients` merges them."""
     if not members:
@@ -184,4 +186,4 @@ def gradient_buckets(
         nbytes, parts, item = sizes[first], ranks[first], items[first]
         if len(bucket) > 1:
             nbytes = item * parts * aligned([sizes[i] // item // parts for i in bucket], parts)[1]
-        yield Sent("tp", members[first][0], nbytes, True, 0)
+        yield Sent(axis, members[first][0], nbytes, True, 0)

@@ -7,10 +7,15 @@ from typing import Any
 
 from autoshard.planning.rules.call import OpCall
 from autoshard.planning.rules.language import TextRule
-from autoshard.planning.sizes import hint, is_one
+from autoshard.planning.sizes import hint, is_one, same
 from autoshard.planning.strategy import Strategy
 from autoshard.runtime.collectives import I, R, S
-from autoshard.runtime.operators import Bound, attend_to_shared_head, with_local_groups
+from autoshard.runtime.operators import (
+    Bound,
+    attend_to_prefix,
+    attend_to_shared_head,
+    with_local_groups,
+)
 
 
 def layer_normalized(template: str) -> Any:
@@ -93,14 +98,15 @@ _ATTENTION_BY_QUERY = TextRule("... q E, ... K E, * ... K F, ... q K -> ... q F"
 
 
 def attention(call: OpCall) -> Iterator[Strategy]:
-    """scaled_dot_product_attention: batch and heads; query rows too unless it is causal.
+    """scaled_dot_product_attention: batch and heads; query rows too.
 
-    With is_causal the position of a query row decides what it sees, and a shard's rows would be
-    counted from the shard's first one.
+    With is_causal the position of a query row decides what it sees: a rank attends to the keys and
+    values up to its last row (on an axis cp only, see `Builder`).
     """
     if call["is_causal"]:
         call.decline(f"{call.op}: query rows of causal attention")
         yield from _ATTENTION(call)
+        yield from _by_prefix(call)
     else:
         yield from _ATTENTION_BY_QUERY(call)
     query, key, mask = call.tensor("query"), call.tensor("key"), call.tensor("attn_mask")
@@ -113,6 +119,20 @@ def attention(call: OpCall) -> Iterator[Strategy]:
         states = {"query": S(1), "key": R, "value": R, "attn_mask": S(1) if by_head else R}
         impl = Bound.of(attend_to_shared_head, op=call.target, dim=1)
         yield call.strategy(states, S(1), impl)
+
+
+def _by_prefix(call: OpCall) -> Iterator[Strategy]:
+    query, key = call.tensor("query"), call.tensor("key")
+    assert query is not None and key is not None
+    rows = query.dim() - 2
+    if not same(query.shape[rows], key.shape[rows]) or call.tensor("attn_mask") is not None:
+        return
+    if call.fits(query.shape[rows], f"{call.op}: query rows"):
+        one = call.strategy({"query": S(rows)}, S(rows), attend_to_prefix)
+        # the last rank's rows see all keys, those of the others fewer; in head-tail order (Z) alike
+        count = query.shape[rows]
+        alike = isinstance(count, int) and count % (2 * call.n) == 0
+        yield one if alike else one._replace(share=(2 * call.n - 1) / call.n)
 
 
 def recurrent(call: OpCall) -> Iterator[Strategy]:
