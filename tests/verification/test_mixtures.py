@@ -1,4 +1,4 @@
-"""Families of mixtures of experts, on two ranks beside the serial model: loss and every gradient."""
+"""Families of mixtures of experts on two ranks, beside the serial model: loss, every gradient."""
 
 from __future__ import annotations
 
