@@ -191,3 +191,35 @@ def test_what_cannot_be_split_inside_says_why(body: tuple[str, ...], said: str) 
     width = 6 if "3,-1" in str(body) else 8
     found = inner_split(_body(*body), [(4, 8, width), (4, width, 8)], 2, 4)
     assert isinstance(found, str) and said in found
+
+
+class Loop(nn.Module):
+    """Experts as modules, each run on all tokens; what a token did not choose counts zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 64, bias=False), nn.SiLU(), nn.Linear(64, 8, bias=False))
+            for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = torch.topk(self.router(x).softmax(-1), 2)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            out = out + expert(x) * (weights * (ids == i)).sum(-1, keepdim=True)
+        return (x + out).square().mean()
+
+
+def test_experts_in_a_loop_are_split_as_layers_are_and_summed_once() -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    (program,), values = programs(Loop(), (torch.randn(256, 8),), [{"mesh": {"tp": 2}}])
+    assert not mixtures(program)
+    experts = {k: s for k, s in program.stored().items() if "experts" in k}
+    assert len(experts) == 8 and all(state.startswith("S") for state in experts.values())
+    tokens = 4 * 256 * 8
+    forward = [c for c in program.collectives() if c.phase == "forward" and c.bytes >= tokens]
+    assert [one.bytes for one in forward] == [tokens]
+    assert max(verify_program(program, values).norms.values()) < 1e-5
