@@ -101,7 +101,8 @@ def split_experts(
     """
     own = list(stacks)
     for i, dim, sizes in packed:
-        own[i] = regroup(own[i], dim, sizes, axis)
+        # grouped products want each matrix in one piece
+        own[i] = regroup(own[i], dim, sizes, axis).contiguous()
     return _mixture(x, ids, weights, own, local_body)
 
 

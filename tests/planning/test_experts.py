@@ -93,6 +93,21 @@ def test_each_way_equals_serial_and_sends_what_its_formula_says(way: str, form: 
         assert sent["inside"] in (tokens, 2 * tokens)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_runs_the_kernels_of_16_bits(way: str) -> None:
+    """Their products want rows and matrices aligned, which an exchanged weight must be too."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    model = Tokens("packed").to(torch.bfloat16)
+    x, options = torch.randn(64, 8).to(torch.bfloat16), {"mesh": {"tp": 2}}
+    (free,), _ = programs(model, (x,), [options])
+    torch.compiler.reset()
+    (program,), values = programs(model, (x,), [{**options, "plan": forced(free, way)}])
+    assert ways(program) == [way] and program.joint.backward is not None
+    differences = verify_program(program, values)
+    assert max(*differences.outputs.values(), *differences.norms.values()) < 3e-2
+
+
 CROSSINGS = {
     # fewer experts than ranks cannot be dealt out; as many can, and packed halves need no exchange
     "experts": ({"experts": 2, "k": 1}, 512, INSIDE, {"experts": 8, "k": 1}, 512, OWNED),
