@@ -31,5 +31,6 @@ from autoshard.passes.canonicalize import Canonicalize
 from autoshard.passes.data_parallel import DataParallel, PendingInput
 from autoshard.passes.global_token_mean import GlobalTokenMean
 from autoshard.passes.localize import Localize
+from autoshard.passes.match_experts import MixtureFound
 from autoshard.passes.pipeline import OPTIONAL, ORDER, finish, prepare, rank_program, specialize
 from autoshard.passes.recover_masks import ONES, POSITIONS, MaskFound, unrepeated

@@ -17,6 +17,7 @@ from autoshard.passes.expand_grouped_heads import ExpandGroupedHeads
 from autoshard.passes.global_token_mean import GlobalTokenMean
 from autoshard.passes.invariant_random import InvariantRandom
 from autoshard.passes.localize import Localize
+from autoshard.passes.match_experts import MatchExperts
 from autoshard.passes.recover_masks import RecoverMasks
 from autoshard.passes.reduce_scatter_by_all_to_all import ReduceScatterByAllToAll
 from autoshard.passes.schedule_collectives import ScheduleCollectives
@@ -36,7 +37,10 @@ PIPELINE = (
     # the serial graph, before it is planned
     Stage(
         "serial",
-        (Canonicalize, RecoverMasks, ExpandGroupedHeads, SplitRecurrent, InvariantRandom),
+        (
+            *(Canonicalize, RecoverMasks, ExpandGroupedHeads, SplitRecurrent, MatchExperts),
+            InvariantRandom,
+        ),
     ),
     # the planned serial graph, which the first pass makes one rank's
     Stage("local", (Localize, DataParallel, GlobalTokenMean)),
@@ -94,7 +98,7 @@ def prepare(
     """Run the passes that precede planning, in place. tracked: see `InvariantRandom`. facts: see
     `RecoverMasks`, which None leaves out."""
     passes: list[Pass] = [Canonicalize(), ExpandGroupedHeads(), SplitRecurrent()]
-    passes += [InvariantRandom(tracked)]
+    passes += [MatchExperts(), InvariantRandom(tracked)]
     if facts is not None:
         passes += [RecoverMasks(tuple(facts.items()))]
     return run_stage("serial", passes, gm, Context(axis), watch)

@@ -29,6 +29,9 @@ PENDING_INPUTS = "pending"
 ATTENTION_MASKS = "attention_masks"
 """Counter of MaskFound: what the masks of attention were found to be. RecoverMasks; explain."""
 
+MIXTURES = "mixtures"
+"""Counter of MixtureFound: the mixtures of experts of the graph. MatchExperts; explain."""
+
 FACTS = "facts"
 """dict of int to str: what must be true of the values of placeholders, by their index, in calls of
 the graph. RecoverMasks; the backend."""

@@ -39,6 +39,7 @@ _TYPES = {
 }
 # Arguments that say where a tensor lives, which is the same everywhere in a graph.
 _QUIET = ("pin_memory", "layout", "device", "memory_format")
+_LONGEST = 60  # characters of a text among the arguments
 
 
 def render(gm: fx.GraphModule, *, axes: Sequence[Axis] = (), modules: bool = False) -> str:
@@ -132,7 +133,9 @@ class _Text:
             return _TYPES.get(arg, str(arg).removeprefix("torch."))
         if isinstance(arg, (torch.device, torch.layout, torch.memory_format)):
             return str(arg).removeprefix("torch.")
-        return arg if isinstance(arg, str) else repr(arg)
+        if isinstance(arg, str):  # the program of an expert is a long one
+            return arg if len(arg) <= _LONGEST else f"{arg[: _LONGEST - 3]}..."
+        return repr(arg)
 
     def redistribute(self, node: fx.Node) -> str:
         x, source, target, axis, *extent = node.args

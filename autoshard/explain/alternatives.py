@@ -1,7 +1,8 @@
 """What the plan of a program costs beside plans with a name: Megatron's TP and TP+SP, FSDP, DDP.
 
 "Megatron TP" is the cheapest plan that splits no activation along the sequence, "Megatron TP+SP"
-the cheapest one where every saved activation that can be split is; neither gathers a weight. All
+the cheapest one where every saved activation that can be split is; neither gathers a weight. Where
+the model has mixtures of experts, the cheapest plan for each way to split them stands beside. All
 are planned on the captured graph and priced from the plan, by the model of `autoshard plan`
 (docs/planning.md): the same plan on the same machine takes the same seconds there.
 """
@@ -9,11 +10,23 @@ are planned on the captured graph and priced from the plan, by the model of `aut
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from autoshard.compiling import Built
-from autoshard.planning import Decisions, Prices, Request, plan_graph
+from autoshard.planning import (
+    WAYS,
+    Decisions,
+    GraphPlan,
+    Plan,
+    Prices,
+    Request,
+    fingerprint,
+    is_mixture,
+    plan_graph,
+    strategy_text,
+    way_of,
+)
 from autoshard.planning.cost import HARDWARE, Cluster, Hardware, cluster
 from autoshard.planning.estimate import (
     Footprint,
@@ -84,11 +97,29 @@ def alternatives(built: Built) -> list[Alternative]:
         ):
             decisions = plan_graph(built.serial, n, hardware, _request(built, sequence, prices))
             found.append(_priced(name, built, decisions, tp, 1))
+        found += [_priced(way, built, made, tp, 1) for way, made in _mixtures(built)]
     whole = plan_graph(built.serial, 1, hardware, _request(built, True, Prices()))
     for name, axis in (("FSDP (ZeRO-3)", "dp_shard"), ("DDP", "dp_replicate")):
         if sizes != {axis: world} or (axis == "dp_shard" and built.config.zero != 3):
             found.append(_priced(name, built, whole, {axis: world}, n))
     return found
+
+
+def _mixtures(built: Built) -> Iterator[tuple[str, Decisions]]:
+    """The cheapest plans in which all mixtures of experts are split in one way, for each way."""
+    offered = {
+        node: {way_of(one): strategy_text(one) for one in built.decisions.offered[node]}
+        for node in built.serial.graph.nodes
+        if is_mixture(node)
+    }
+    chosen = {way_of(built.decisions.strategies[node]) for node in offered}
+    key, n = fingerprint(built.serial), built.axis.size
+    for way in WAYS if offered else ():
+        if chosen != {way} and all(way in texts for texts in offered.values()):
+            nodes = {node.name: texts[way] for node, texts in offered.items()}
+            plan = Plan(built.axis.name, n, graphs={key: GraphPlan(nodes)})
+            request = replace(_request(built, True, Prices()), plan=plan)
+            yield way, plan_graph(built.serial, n, built.hardware, request)
 
 
 def machine_of(hardware: Hardware) -> Cluster:

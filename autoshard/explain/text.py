@@ -11,9 +11,10 @@ from autoshard.explain.costs import folded, named
 from autoshard.explain.facts import Facts
 from autoshard.explain.tables import human, page_width, table
 from autoshard.memory import KINDS, Memory
-from autoshard.passes import MaskFound
+from autoshard.passes import MaskFound, MixtureFound
+from autoshard.planning import is_mixture, way_of
 from autoshard.runtime.collectives import I, State, placement_words
-from autoshard.runtime.graph_meta import ATTENTION_MASKS
+from autoshard.runtime.graph_meta import ATTENTION_MASKS, MIXTURES
 
 
 def explain(built: Built, width: int | None = None) -> str:
@@ -32,6 +33,7 @@ def explain(built: Built, width: int | None = None) -> str:
         _unsharded(facts, columns),
         _masks(facts.built, columns),
         _unbalanced(built),
+        _mixtures(facts.built, columns),
         _without_gradient(facts),
         text_costs.collectives(facts, columns),
         text_costs.beside(facts, columns),
@@ -51,6 +53,7 @@ def explain_plan(built: Built, width: int | None = None) -> str:
         _unsharded(facts, columns),
         _masks(built, columns),
         _unbalanced(built),
+        _mixtures(built, columns),
         text_costs.beside(facts, columns),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
@@ -134,6 +137,25 @@ def _unbalanced(built: Built) -> str:
         f"{(2 * n - 1) / n:.2g} times the mean, since {why}"
         for why, count in reasons.items()
     )
+
+
+def _mixtures(built: Built, width: int) -> str:
+    """How each mixture of experts is split; products of experts that are planned one by one."""
+    ways = Counter(
+        way_of(built.decisions.strategies[node]) or "whole on every rank"
+        for node in built.serial.graph.nodes
+        if is_mixture(node)
+    )
+    found: Counter[MixtureFound] = built.serial.meta.get(MIXTURES, Counter())
+    kinds = dict.fromkeys(one.what for one in found if one.what)
+    rows = [[way, str(n), " and ".join(kinds), ""] for way, n in ways.items()]
+    rows += [
+        ["product by product", str(n), one.reason, one.where]
+        for one, n in found.items()
+        if one.reason
+    ]
+    header = ["mixture of experts", "count", "because", "line"]
+    return table(header, rows, width) if rows else ""
 
 
 def _without_gradient(facts: Facts) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autoshard.planning.decisions import Decisions
+from autoshard.planning.mixtures import WAYS, is_mixture, way_of
 from autoshard.planning.operators import (
     LOOKUPS,
     LOSSES,
@@ -11,7 +12,7 @@ from autoshard.planning.operators import (
     is_view,
     packet,
 )
-from autoshard.planning.plan import Plan, strategy_text
+from autoshard.planning.plan import GraphPlan, Plan, strategy_text
 from autoshard.planning.planner import Request, fingerprint, plan_graph, with_graph
 from autoshard.planning.prices import Prices
 from autoshard.planning.sizes import Size, same, same_shape

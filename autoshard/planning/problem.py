@@ -25,6 +25,7 @@ from autoshard.planning.context_parallel import (
     stored_by_rows,
 )
 from autoshard.planning.fusion import Kernels
+from autoshard.planning.mixtures import inner_bytes
 from autoshard.planning.prices import AxisPrices
 from autoshard.planning.solver import FactorGraph, Solution
 from autoshard.planning.strategy import Strategy, operands, value
@@ -219,7 +220,12 @@ class Builder:
             states = (*strategy.inputs, *outs)
             sharded = any(s[0] == "S" for s in states)
             kept = sum(b / self._split(s) for b, s in zip(sizes_out, outs))
-            moved = kept + sum(b / self._split(s) for b, s in zip(sizes_in, strategy.inputs))
+            inner = inner_bytes(node, strategy, self.n)
+            kept += inner
+            # what is inside is written and read
+            moved = (
+                kept + inner + sum(b / self._split(s) for b, s in zip(sizes_in, strategy.inputs))
+            )
             own = flops * strategy.share / self.n if sharded else flops
             seconds = cost.node_seconds(own, moved, dtype, self.prices.hardware)
             if diff:

@@ -4,6 +4,19 @@ from __future__ import annotations
 
 from autoshard.runtime.operators.bound import Bound, unbound
 from autoshard.runtime.operators.causal_prefix import attend_to_both_ends, attend_to_prefix
+from autoshard.runtime.operators.expert_body import (
+    ELEMENT,
+    OFFS,
+    OWNER,
+    PRODUCTS,
+    ROWS,
+    STACK,
+    WEIGHT,
+    Body,
+    Instruction,
+    parse,
+)
+from autoshard.runtime.operators.experts import EXPERTS, owned_experts, split_experts
 from autoshard.runtime.operators.fused_dims import pieces, split_parts, unfold_parts, with_parts
 from autoshard.runtime.operators.groups import attend_to_shared_head, with_local_groups
 from autoshard.runtime.operators.means import share_of_equal_mean, share_of_mean

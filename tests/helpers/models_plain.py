@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+import transformers.integrations.moe  # noqa: F401  (defines transformers::grouped_mm_fallback)
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model_case import (
@@ -171,6 +172,78 @@ def lora() -> nn.Module:
             if name in ("q_proj", "k_proj", "v_proj", "o_proj"):
                 setattr(module, name, Adapter(child))
     return model
+
+
+MIXTURES = ("packed", "interleaved", "two", "one")
+"""How an expert's first product is stored: [gate | up], gate and up in turns, two stacks, one."""
+
+
+class Mixture(nn.Module):
+    """`x + experts(x)` of tokens [tokens, hidden], k experts each, chosen by a linear router."""
+
+    def __init__(
+        self,
+        form: str = "packed",
+        biases: bool = False,
+        experts: int = 4,
+        k: int = 2,
+        hidden: int = 8,
+        inner: int = 16,
+    ) -> None:
+        super().__init__()
+        self.form, self.k, self.experts = form, k, experts
+        width = inner if form in ("one", "two") else 2 * inner
+        self.router = nn.Linear(hidden, experts)
+        self.up = nn.Parameter(torch.randn(experts, hidden, width) / hidden**0.5)
+        self.down = nn.Parameter(torch.randn(experts, hidden, inner) / inner**0.5)
+        self.gate = None
+        if form == "two":
+            self.gate = nn.Parameter(torch.randn(experts, hidden, inner) / hidden**0.5)
+        self.up_bias = nn.Parameter(torch.randn(experts, width)) if biases else None
+        self.down_bias = nn.Parameter(torch.randn(experts, hidden)) if biases else None
+
+    def product(self, rows: Tensor, stack: Tensor, offs: Tensor) -> Tensor:
+        if stack.dtype == torch.bfloat16:
+            return torch._grouped_mm(rows, stack, offs)
+        found: Tensor = torch.ops.transformers.grouped_mm_fallback(rows, stack, offs)
+        return found
+
+    def choice(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What the router gives, and the experts it chooses: [tokens, k] each."""
+        scores = self.router(x).softmax(-1)
+        weights, ids = torch.topk(scores, self.k)
+        return weights, ids
+
+    def gated(self, rows: Tensor, up: Tensor, offs: Tensor) -> Tensor:
+        """What an expert does between its products."""
+        if self.form == "one":
+            return up.relu()
+        if self.gate is not None:
+            return F.silu(self.product(rows, self.gate, offs)) * up
+        if self.form == "interleaved":
+            return F.silu(up[:, ::2].clamp(max=7.0)) * (up[:, 1::2] + 1)
+        gate, up = up.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def routed(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        chosen, order = torch.sort(ids.reshape(-1))
+        rows = x[order // self.k]
+        counts = torch.histc(chosen.float(), self.experts, 0, self.experts - 1)
+        offs = counts.cumsum(0, dtype=torch.int32)
+        up = self.product(rows, self.up, offs)
+        if self.up_bias is not None:
+            up = up + self.up_bias[chosen]
+        out = self.product(self.gated(rows, up, offs), self.down.transpose(-2, -1), offs)
+        if self.down_bias is not None:
+            out = out + self.down_bias[chosen]
+        out = out * weights.reshape(-1)[order].unsqueeze(-1)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(order.shape[0], device=order.device)
+        return out[place].view(x.shape[0], self.k, -1).sum(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.choice(x)
+        return x + self.routed(x, weights.to(x.dtype), ids)
 
 
 def vectors(step: int) -> Batch:

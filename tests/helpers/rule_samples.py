@@ -446,6 +446,51 @@ def randomness() -> Iterator[Sample]:
     yield Sample("autoshard.attention", grouped, n=BOTH)
 
 
+def mixtures() -> Iterator[Sample]:
+    """Bodies as the matcher writes them, of experts stored in each form."""
+    rows = "transformers.grouped_mm_fallback.default"
+    product = '["{}",["{}","{}","%offs"],{{}}]'.format
+
+    def body(*instructions: str) -> str:
+        last = len(instructions) - 1
+        ends = (
+            '["aten.unsqueeze.default",["%weight",-1],{}]',
+            f'["aten.mul.Tensor",["%{last}","%{last + 1}"],{{}}]',
+        )
+        return f"[{','.join((*instructions, *ends))}]"
+
+    packed = body(
+        product(rows, "%rows", "%s0"),
+        '["aten.split.Tensor",["%0",4,-1],{}]',
+        '["getitem",["%1",0],{}]',
+        '["getitem",["%1",1],{}]',
+        '["aten.silu.default",["%2"],{}]',
+        '["aten.mul.Tensor",["%4","%3"],{}]',
+        product(rows, "%5", "%s1"),
+    )
+    interleaved = body(
+        product(rows, "%rows", "%s0"),
+        '["aten.index.Tensor",["%s2",["%owner"]],{}]',
+        '["aten.add.Tensor",["%0","%1"],{}]',
+        '["aten.slice.Tensor",["%2",1,0,9223372036854775807,2],{}]',
+        '["aten.slice.Tensor",["%2",1,1,9223372036854775807,2],{}]',
+        '["aten.mul.Tensor",["%3","%4"],{}]',
+        product(rows, "%5", "%s1"),
+        '["aten.index.Tensor",["%s3",["%owner"]],{}]',
+        '["aten.add.Tensor",["%6","%7"],{}]',
+    )
+    ids = torch.tensor([[0, 1], [3, 0], [0, 3], [1, 0], [3, 1], [0, 1], [1, 3], [0, 3]])
+    routed = (f(8, 6), ids, f(8, 2))  # nobody chooses the third expert
+    stacks = [f(4, 6, 8), f(4, 4, 6)]
+    yield Sample("autoshard.experts", (*routed, stacks, packed), n=BOTH)
+    biases = [f(4, 8), f(4, 6)]
+    yield Sample("autoshard.experts", (*routed, [*stacks, *biases], interleaved), n=BOTH)
+    alike = torch.zeros_like(ids)  # one expert gets everything
+    yield Sample("autoshard.experts", (routed[0], alike, routed[2], stacks, packed), n=BOTH)
+    uneven = [f(5, 6, 8), f(5, 4, 6)]
+    yield Sample("autoshard.experts", (*routed, uneven, packed), n=(2, 3))
+
+
 FAMILIES: list[Callable[[], Iterator[Sample]]] = [
     matrices,
     elementwise,
@@ -456,6 +501,7 @@ FAMILIES: list[Callable[[], Iterator[Sample]]] = [
     layers,
     losses,
     randomness,
+    mixtures,
 ]
 
 

@@ -26,7 +26,7 @@ from autoshard.passes.expand_grouped_heads import ExpandGroupedHeads
 from autoshard.program import Program
 from autoshard.runtime.collectives.axis import Axis
 from golden_text import golden
-from models_plain import MLP
+from models_plain import MLP, Mixture
 
 
 class Reshaped(nn.Module):
@@ -107,6 +107,7 @@ SAMPLES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, int
     "recover_masks": (Masked, (2, 3, 16), {"tp": 2}, ""),
     "expand_grouped_heads": (Grouped, (2, 3, 16), {"tp": 4}, ""),
     "split_recurrent": (Recurrent, (3, 2, 4), {"tp": 2}, ""),
+    "match_experts": (lambda: Mixture("one"), (6, 8), {"tp": 2}, ""),
     "invariant_random": (Random, (4, 8), {"tp": 2}, ""),
     "localize": (Two, (4, 8), {"tp": 2}, ""),
     "data_parallel": (Two, (4, 8), {"dp_replicate": 2, "dp_shard": 2}, ""),
@@ -164,9 +165,8 @@ def test_every_pass_keeps_the_contract(one: Any) -> None:
     for call in (".call_function(", ".recompile(", ".lint(", "os.environ", "print("):
         assert call not in source, f"{call} is not a pass's"
     imported = set(re.findall(r"autoshard\.passes\.(\w+) import", source))
-    assert imported <= {"base", "bucketing", "index_functions", "index_values"}, (
-        "a pass imports no pass"
-    )
+    shared = {"base", "bucketing", "index_functions", "index_values"}
+    assert imported <= shared | {"expert_routes", "expert_rows"}, "a pass imports no pass"
 
 
 def test_the_runner_keeps_the_order_and_refuses_passes_of_another_graph() -> None:
@@ -315,7 +315,7 @@ def test_artifacts_are_in_torchs_structured_trace() -> None:
         trace_log.setLevel(level)
     assert found["plan"] == made.plan.text()
     assert found["explain"].startswith("autoshard: tp=2, ") and "because" in found["explain"]
-    assert found["05-localize_after"] == render(made.graph_module, axes=made.mesh.axes)
+    assert found["06-localize_after"] == render(made.graph_module, axes=made.mesh.axes)
 
 
 def refused_on_rank_one() -> str:

@@ -236,6 +236,12 @@ def _recurrent(args: Sequence[Any], out: Any) -> int:
     return 2 * tokens * sum(numel(w) for w in weights if w.dim() == 2)
 
 
+def _experts(args: Sequence[Any], out: Any) -> int:
+    ids, stacks = args[1], args[3]
+    matrices = [stack for stack in stacks if stack.dim() == 3]
+    return 2 * numel(ids) * sum(numel(each) // hint(each.shape[0]) for each in matrices)
+
+
 _aten = torch.ops.aten
 _FLOPS: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     **dict.fromkeys(PRODUCTS - ADDED_PRODUCTS - CONVOLUTIONS, _product(0)),
@@ -250,7 +256,8 @@ _FLOPS: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     **dict.fromkeys(ATTENTION, _attention),
     _aten.einsum: _einsum,
 }
-# Operators of other libraries, by name: they exist only once the library is imported.
+# Operators by name: those of other libraries exist only once the library is imported.
 _CUSTOM_FLOPS: dict[str, Callable[[Sequence[Any], Any], int]] = {
     "transformers::grouped_mm_fallback": _product(0),
+    "autoshard::experts": _experts,
 }

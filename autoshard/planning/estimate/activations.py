@@ -22,6 +22,7 @@ from torch import fx
 from autoshard.planning import cost
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.fusion import Kernels
+from autoshard.planning.mixtures import inner_bytes, is_mixture, row_bytes
 from autoshard.planning.operators import (
     ADDED_PRODUCTS,
     ATTENTION,
@@ -84,6 +85,7 @@ class _Saving:
                 continue
             if packet(node) in ATTENTION:
                 rows += self._rows(node)
+            rows += inner_bytes(node, self.decisions.strategies[node], self.n)
             if packet(node) in LOSSES and self.decisions.strategies[node].impl is None:
                 # its logarithms of probabilities, which no partition computes twice
                 scores, state = operands(node)[0], self.decisions.strategies[node].inputs[0]
@@ -175,6 +177,9 @@ class _Saving:
                     state = self._state(node)
                     here = (node, forward_value(state)) in self.found
                     largest = max(largest, self._bytes(node, state) * (1 if here else 2))
+                if is_mixture(node):
+                    strategy = self.decisions.strategies[node]
+                    largest = max(largest, row_bytes(node, strategy, self.n)[1])
         return largest
 
     # Sizes and states

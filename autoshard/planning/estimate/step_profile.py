@@ -24,6 +24,7 @@ from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate.memory import RankHolds, held
 from autoshard.planning.estimate.traffic import Sent, tp_collectives
 from autoshard.planning.fusion import Kernels, joined
+from autoshard.planning.mixtures import inner_bytes, is_mixture
 from autoshard.planning.operators import ATTENTION, packet
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.values import differentiable, is_lookup, producer, tensor_bytes
@@ -106,6 +107,7 @@ class _Profiler:
         results = made if isinstance(made, (tuple, list)) else [made]
         written = sum(tensor_bytes(one) / self._split(state) for one, state in zip(results, states))
         moved = written if self.kernels.writes(node) else 0.0
+        moved += 2 * inner_bytes(node, strategy, self.n)
         seen: set[fx.Node] = set()
         for tensor, want in zip(operands(node), strategy.inputs):
             base = self.kernels.base[tensor]
@@ -129,6 +131,9 @@ def _backward(node: fx.Node) -> float:
         return 0.0
     if packet(node) in ATTENTION:
         return 2.5
+    if is_mixture(node):
+        x, _, _, *stacks = map(differentiable, operands(node))
+        return float(x + any(stacks))
     if cost.node_flops(node):
         return float(sum(differentiable(t) for t in operands(node)[:2]))
     return 2.0

@@ -6,7 +6,16 @@ in some operand, so that a partial sum passes through them, or lack the tag.
 
 from __future__ import annotations
 
-from autoshard.planning.rules import fused_dims, indexing, layers, losses, random, reductions, views
+from autoshard.planning.rules import (
+    experts,
+    fused_dims,
+    indexing,
+    layers,
+    losses,
+    random,
+    reductions,
+    views,
+)
 from autoshard.planning.rules.call import Rule
 from autoshard.planning.rules.einsum import einsum
 from autoshard.planning.rules.elementwise import when_zero
@@ -230,6 +239,7 @@ INDEXING: dict[str, RuleEntry] = {
 
 LAYERS: dict[str, RuleEntry] = {
     "aten.scaled_dot_product_attention": layers.attention,
+    "autoshard.experts": experts.mixture,
     "aten.layer_norm": layers.layer_normalized("... {D}, {D}, {D} -> ... {D}"),
     "aten.native_layer_norm": layers.layer_normalized(
         "... {D}, {D}, {D} -> ... {D}, ... {A}, ... {A}"
