@@ -42,7 +42,7 @@ class _Value:
     dtype: of the whole; a part in a narrower one travels in that.
     """
 
-    __slots__ = ("_local", "_whole", "axis", "dtype", "extent", "state")
+    __slots__ = ("_again", "_local", "_whole", "axis", "dtype", "extent", "state")
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class _Value:
         self.state, self.axis, self.extent = state, axis, extent
         self.dtype = dtype or local.dtype
         self._whole: torch.Tensor | None = None
+        self._again: torch.Tensor | None = None
 
     def like(self) -> torch.Tensor:
         """A tensor of the whole's dtype and device."""
@@ -83,35 +84,42 @@ class _Value:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's part: its memory, unless the whole is there."""
+        """This rank's part; a copy where the whole is there."""
         if self._local is not None:
             if self._local.dtype != self.dtype:
                 self._local = self._local.to(self.dtype)
             return self._local
-        return convert(self.read(), I, self.state, self.axis).clone(
-            memory_format=torch.contiguous_format
-        )
+        whole = self.read()
+        with torch.inference_mode(False), torch.no_grad():
+            part = convert(whole, I, self.state, self.axis)
+            if self._again is None:
+                self._again = part.clone(memory_format=torch.contiguous_format)
+            else:  # one tensor each time: Dynamo guards that two inputs are not the same
+                self._again.copy_(part)
+        return self._again
 
 
 class _View(_Value):
     """A view of another value: of its part until somebody needs the memory of the whole.
 
-    take: makes the view of the whole; take_part: of the part.
+    take: makes the view of the whole.
     """
 
-    __slots__ = ("of", "take", "take_part")
+    __slots__ = ("of", "take")
 
-    def __init__(self, of: _Value, take: _Take, take_part: _Take, state: State) -> None:
-        super().__init__(take_part(of.local), state, of.axis, of.extent)
-        self._local = None
-        self.of, self.take, self.take_part = of, take, take_part
+    def __init__(self, of: _Value, take: _Take, part: torch.Tensor, state: State) -> None:
+        super().__init__(part, state, of.axis, of.extent)
+        self.of, self.take = of, take
 
     @property
     def gathered(self) -> bool:
         return self.of.gathered
 
     def read(self) -> torch.Tensor:
-        return self.take(self.of.read())
+        whole = self.take(self.of.read())
+        if not isinstance(self._local, compat.FakeTensor):
+            self._local = None
+        return whole
 
     def look(self) -> torch.Tensor:
         if self.gathered:
@@ -121,8 +129,8 @@ class _View(_Value):
     @property
     def local(self) -> torch.Tensor:
         if self.gathered:
-            return super().local
-        return self.take_part(self.of.local)
+            self.read()
+        return super().local
 
 
 class LazyGather(torch.Tensor):
@@ -330,12 +338,11 @@ def _on_part(func: Any, args: Any, kwargs: Any) -> Any:
 def _view(
     source: LazyGather, func: Any, args: Sequence[Any], of_part: Sequence[Any], state: State
 ) -> LazyGather:
-    value = _View(
-        source._value, lambda whole: func(whole, *args), lambda part: func(part, *of_part), state
-    )
+    value, part = source._value, func(source._value.local, *of_part)
+    view = _View(value, lambda whole: func(whole, *args), part, state)
     shown = torch.empty_strided(source.shape, source.stride(), device="meta", dtype=source.dtype)
     shown = func(shown, *args)
-    return LazyGather(value, shown.shape, False, shown.stride())
+    return LazyGather(view, shown.shape, False, shown.stride())
 
 
 def _argmax(source: LazyGather, dim: int | None = None, keepdim: bool = False) -> Any:

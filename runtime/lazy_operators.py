@@ -1,4 +1,4 @@
-"""Operators that work on this rank's part of a split tensor as on the whole: what happens to caches.
+"""Operators that work on a rank's part of a split tensor as on the whole: what happens to caches.
 
 A cache is cropped, reordered, repeated and converted without a collective, as long as that leaves
 the dim alone along which it is split. The likeliest token of logits that are split by words needs

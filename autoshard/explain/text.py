@@ -14,6 +14,7 @@ from autoshard.memory import KINDS, Memory
 from autoshard.passes import MaskFound
 from autoshard.runtime.collectives import I, State, placement_words
 from autoshard.runtime.graph_meta import ATTENTION_MASKS
+from autoshard.runtime.operators import reduce_add_norm
 
 
 def explain(built: Built, width: int | None = None) -> str:
@@ -33,6 +34,7 @@ def explain(built: Built, width: int | None = None) -> str:
         _masks(facts.built, columns),
         _without_gradient(facts),
         text_costs.collectives(facts, columns),
+        _inference_layers(built),
         text_costs.beside(facts, columns),
         _memory(facts.memory),
     ]
@@ -121,6 +123,17 @@ def _masks(built: Built, width: int) -> str:
     found: Counter[MaskFound] = built.serial.meta.get(ATTENTION_MASKS, Counter())
     rows = [[one.meaning, str(n), one.reason, one.where] for one, n in found.items()]
     return table(["mask of attention", "count", "because", "line"], rows, width) if rows else ""
+
+
+def _inference_layers(built: Built) -> str:
+    """The collectives that are one operator with what follows them, in a program for inference."""
+    found = Counter(
+        "reduce-scatter and gather" if node.kwargs.get("gather") else "all-reduce"
+        for node in built.graph_module.graph.nodes
+        if node.target is reduce_add_norm
+    )
+    parts = [f"{n} x a sum, the residual and a norm ({how})" for how, n in found.items()]
+    return f"one operator each: {', '.join(parts)}" if parts else ""
 
 
 def _without_gradient(facts: Facts) -> str:

@@ -31,6 +31,7 @@ class Request:
     parameters: name of each parameter placeholder.
     stored: the state in which a parameter is stored already; one without an entry is free.
     arriving: the state of an input that comes back from an earlier call as a shard.
+    outputs_read: whether a sharded output costs its gather; beside a loss it never does.
     prices: what a stored byte costs where there is no memory_budget. layout: the data-parallel
     axes, among which a rank's bytes are split further. even: whether only dims are split that the
     axis divides.
@@ -41,6 +42,7 @@ class Request:
     arriving: Mapping[fx.Node, State] = field(default_factory=dict)
     sequence_parallel: bool = True
     lazy_outputs: bool = True
+    outputs_read: bool = True
     memory_budget: int | None = None
     plan: Plan | None = None
     prices: Prices = field(default_factory=Prices)
@@ -119,7 +121,8 @@ def _solve(
         stored=stored,
         arriving=request.arriving,
         output_domains=domains,
-        outputs_read=not any(_is_loss(r) for r in results[: gm.meta[N_OUTPUTS]]),
+        outputs_read=request.outputs_read
+        and not any(_is_loss(r) for r in results[: gm.meta[N_OUTPUTS]]),
         even=request.even,
     )
     problem = builder.build()

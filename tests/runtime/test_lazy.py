@@ -269,6 +269,21 @@ def test_metadata_and_repr_are_free_and_a_read_is_paid_once(
     assert run_ranks(2, rank) == [1, 1]
 
 
+def test_the_part_of_what_was_read_is_one_tensor_and_up_to_date() -> None:
+    """Dynamo compares the parts of two inputs while it guards them."""
+
+    def rank(axis: Axis) -> torch.Tensor:
+        whole = wrapped("S(1)", axis)[1].detach()
+        assert isinstance(whole, LazyGather)
+        whole.mul_(2)
+        first = whole._local
+        whole.mul_(3)
+        assert whole._local is first
+        return first
+
+    torch.testing.assert_close(torch.cat(run_ranks(2, rank), 1), WHOLE * 6)
+
+
 def test_wrap_outputs_leaves_the_rest_alone() -> None:
     axis = Axis("tp", 2, 0, "offline:tp")
     outputs = (torch.ones(2), torch.ones(3, 2), None, torch.ones(2, 4), 5)
