@@ -70,12 +70,17 @@ class FuseInferenceLayers:
     def _fuse(self, graph: fx.Graph, reduced: fx.Node) -> str:
         """Rewrite the region that begins with a reduction; why not, where it is not one."""
         partial, _, state, axis = reduced.args[:4]
-        if len(reduced.users) != 1:
-            return f"{len(reduced.users)} operators read the sum"
-        total = next(iter(reduced.users))
+        split = shard_dim(str(state))
+        summed = reduced
+        shaped = _only(reduced, aten.reshape.default) if split is None else None
+        if shaped is not None:
+            summed = shaped
+        if len(summed.users) != 1:
+            return f"{len(summed.users)} operators read the sum"
+        total = next(iter(summed.users))
         if total.target not in ADDS or len(total.args) != 2 or total.kwargs:
             return "the sum is not added to a residual"
-        residual: Any = next((one for one in total.args if one is not reduced), None)
+        residual: Any = next((one for one in total.args if one is not summed), None)
         val = total.meta["val"]
         if not isinstance(residual, fx.Node) or residual.meta["val"].shape != val.shape:
             return "the sum is not added to a residual of its shape"
@@ -84,7 +89,6 @@ class FuseInferenceLayers:
         norm = _norm_of(total)
         if norm is None:
             return "no norm over the last dim follows"
-        split = shard_dim(str(state))
         if split == val.dim() - 1:
             return "the sum is split along the dim that is normalised"
         order = {node: i for i, node in enumerate(graph.nodes)}
@@ -103,6 +107,9 @@ class FuseInferenceLayers:
             options["low_latency"] = True
         forward = I if split is None else forward_value(str(state))
         with graph.inserting_before(last):
+            if shaped is not None:
+                sizes = (partial, shaped.args[1])
+                partial = emit(graph, shaped, aten.reshape.default, sizes, provenance=self.name)
             args = (partial, residual, norm.weight, norm.bias, forward, axis)
             fused = emit(
                 graph,
@@ -120,7 +127,7 @@ class FuseInferenceLayers:
             ]
         for old, made in zip((total, last), new):
             old.replace_all_uses_with(made, delete_user_cb=lambda user: user not in inside)
-        for node in (last, *reversed(inside), total, reduced):
+        for node in (last, *reversed(inside), total, summed, reduced):
             if not node.users and node in order:
                 graph.erase_node(node)
                 order.pop(node)
@@ -167,12 +174,11 @@ def _whole_norm(total: fx.Node, node: fx.Node) -> _Norm | None:
     given.update(node.kwargs)
     shape: Any = given["shape"]
     weight: Any = given.get("weight")
-    val = total.meta["val"]
     if given["input"] is not total or len(shape) != 1 or not isinstance(weight, fx.Node):
         return None
     eps: Any = given.get("eps")
-    if eps is None:
-        eps = 1e-5 if layer else torch.finfo(val.dtype).eps
+    if eps is None and layer:
+        eps = 1e-5
     bias: Any = given.get("bias")
     return _Norm(node, weight, bias, {"norm": "layer" if layer else "rms", "eps": eps})
 

@@ -25,7 +25,7 @@ def reduce_add_norm(
     axis: Axis,
     *,
     norm: str,
-    eps: float,
+    eps: float | None,
     wide: torch.dtype | None = None,
     weigh_wide: bool = False,
     gather: bool = False,
@@ -45,11 +45,12 @@ def reduce_add_norm(
     else:
         reduced = convert(partial, P, state, axis)
     total = residual + reduced
-    if norm == "layer":
-        normed = aten.layer_norm(total, total.shape[-1:], weight, bias, eps)
-    elif norm == "rms":
+    if norm == "rms":
         normed = aten.rms_norm(total, total.shape[-1:], weight, eps)
+    elif norm == "layer":
+        normed = aten.layer_norm(total, total.shape[-1:], weight, bias, eps)
     else:
+        assert eps is not None
         normed = _written_rms(total, weight, eps, wide, weigh_wide)
     if gather:
         normed = convert(normed, state, I, axis, extent)
