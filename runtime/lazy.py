@@ -165,6 +165,11 @@ class LazyGather(torch.Tensor):
         """The state of the values on an axis; I on another one than theirs."""
         return self._value.state if self._value.axis == axis else I
 
+    @property
+    def part(self) -> torch.Tensor:
+        """This rank's part; a copy where the whole has been read."""
+        return self._value.local
+
     def full_tensor(self) -> torch.Tensor:
         """The whole as a plain tensor, differentiable. A collective at the first use."""
         return _Read.apply(self)  # type: ignore[no-any-return]

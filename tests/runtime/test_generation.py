@@ -14,6 +14,7 @@ import transformers
 from torch.utils import _pytree as pytree
 
 from autoshard import programs
+from autoshard.building import batch_check
 from autoshard.planning import Plan
 from autoshard.runtime import lazy
 from autoshard.runtime.compat import FakeTensor
@@ -80,7 +81,7 @@ class Generated(NamedTuple):
     equal: the tokens are serial's. steps: the collectives of each program that it added, the
     prompt's among them. trained: `explain` or the memory of the last speaks of a backward.
     shares: this rank's part of each tensor of the cache. gathers: of whole values that eager code
-    read. choices: exchanges of the ranks' likeliest tokens.
+    read. choices: exchanges of the ranks' likeliest tokens. compared: batches that were.
     """
 
     equal: bool
@@ -89,6 +90,7 @@ class Generated(NamedTuple):
     shares: list[float]
     gathers: int
     choices: int
+    compared: int
 
 
 def generated(name: str, hows: Sequence[str], ranks: int, **more: Any) -> list[Generated]:
@@ -105,7 +107,8 @@ def _generated(serial: Any, model: Any, name: str, how: str) -> Generated:
         inputs = {key: value[:1] for key, value in inputs.items()}
     options = {"max_new_tokens": 6, "pad_token_id": 0, "disable_compile": True, **HOW[how]}
     found, read, chosen = [], _counted(lazy, "convert"), _counted(lazy, "argmax_of_parts")
-    with read, chosen:
+    compared = _counted(batch_check, "compare_batch")
+    with read, chosen, compared:
         for one in (serial, model):
             torch.manual_seed(5)
             found.append(one.generate(**inputs, return_dict_in_generate=True, **options))
@@ -119,6 +122,7 @@ def _generated(serial: Any, model: Any, name: str, how: str) -> Generated:
         shares=_shares(cache) if hasattr(cache, "layers") and how != "beams" else [],
         gathers=read.calls,
         choices=chosen.calls,
+        compared=compared.calls,
     )
 
 
@@ -175,6 +179,7 @@ def test_a_step_has_two_reductions_a_layer(gloo2: Any) -> None:
     assert sum(prompt.values()) == 10
     assert steps == [Counter(all_reduce=4, all_gather=2)] * 2
     assert one.gathers == one.choices == 0
+    assert one.compared == 4, "two calls of a graph, whatever the length of the cache"
 
 
 def test_a_step_of_two_reductions_a_layer_and_one_small_gather(gloo2: Any) -> None:
