@@ -175,13 +175,20 @@ class Config:
     )
     outputs: str = _choice(
         "lazy",
-        ("lazy", "replicate", "dtensor"),
-        "What a sharded output becomes: gathered at its first use, at once, or a DTensor.",
+        ("lazy", "sharded", "replicate", "dtensor"),
+        "What a sharded output becomes: gathered at its first use ('sharded': by no graph either, "
+        "where all ranks read it, or none), at once, or a DTensor.",
     )
     rng: str = _choice(
         "invariant",
         ("invariant", "tracker"),
         "Random numbers that do not depend on the mesh, or one random state a rank.",
+    )
+    small_sums: str = _choice(
+        "backend",
+        ("backend", "symmetric_memory"),
+        "How GPUs sum the few kilobytes of a decode step: as all else, or by reading each other's "
+        "memory, for axes on one machine (generation.md).",
     )
     recompute_collectives: str = _choice(
         "gathers",

@@ -14,6 +14,7 @@ from autoshard.passes.bucket_parameters import BucketParameters
 from autoshard.passes.canonicalize import Canonicalize
 from autoshard.passes.data_parallel import DataParallel
 from autoshard.passes.expand_grouped_heads import ExpandGroupedHeads
+from autoshard.passes.fuse_inference_layers import FuseInferenceLayers
 from autoshard.passes.global_token_mean import GlobalTokenMean
 from autoshard.passes.invariant_random import InvariantRandom
 from autoshard.passes.localize import Localize
@@ -43,7 +44,7 @@ PIPELINE = (
         ),
     ),
     # the planned serial graph, which the first pass makes one rank's
-    Stage("local", (Localize, DataParallel, GlobalTokenMean)),
+    Stage("local", (Localize, DataParallel, GlobalTokenMean, FuseInferenceLayers)),
     # the forward graph and the backward graph that AOTAutograd makes of it
     Stage("graphs", (BucketParameters, BucketGradients, ScheduleCollectives)),
     # the same where they are compiled and run: `Program.collectives` lists those before

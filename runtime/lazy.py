@@ -5,12 +5,12 @@ more than any other collective of the step. They are returned as a LazyGather: a
 global shape that gathers at its first use.
 
 Reading one is a collective: every rank of the axis must do it, or none. Its shape, dtype, device
-and repr are free.
+and repr are free, and so is what `lazy_operators` does on a part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
 from typing import Any
 
 import torch
@@ -21,41 +21,116 @@ from autoshard.runtime.collectives import (
     Axis,
     I,
     P,
+    S,
     State,
     convert,
     gradient_state,
     redistribute,
     shard_dim,
 )
+from autoshard.runtime.lazy_operators import COPIES, FILLS, VIEWS, argmax_of_parts, on_part
 
 aten = torch.ops.aten
 
 
+_Take = Callable[[torch.Tensor], torch.Tensor]
+
+
 class _Value:
-    """The local part or, once read, the whole; shared by the aliases of one LazyGather."""
+    """The local part or, once read, the whole; shared by the aliases of one LazyGather.
 
-    __slots__ = ("_local", "axis", "extent", "state", "whole")
+    dtype: of the whole; a part in a narrower one travels in that.
+    """
 
-    def __init__(self, local: torch.Tensor, state: State, axis: Axis, extent: int | None) -> None:
+    __slots__ = ("_again", "_local", "_whole", "axis", "dtype", "extent", "state")
+
+    def __init__(
+        self,
+        local: torch.Tensor,
+        state: State,
+        axis: Axis,
+        extent: int | None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self._local: torch.Tensor | None = local
         self.state, self.axis, self.extent = state, axis, extent
-        self.whole: torch.Tensor | None = None
+        self.dtype = dtype or local.dtype
+        self._whole: torch.Tensor | None = None
+        self._again: torch.Tensor | None = None
+
+    def like(self) -> torch.Tensor:
+        """A tensor of the whole's dtype and device."""
+        part = self.local if self._local is None else self._local
+        return part if part.dtype == self.dtype else part.new_empty((), dtype=self.dtype)
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the whole is there."""
+        return self._whole is not None
 
     def read(self) -> torch.Tensor:
-        if self.whole is None:
-            whole = convert(self.local, self.state, I, self.axis, self.extent)
-            self.whole = whole.contiguous()  # as the strides of the LazyGather say
-            if not isinstance(self.local, compat.FakeTensor):  # whose layout Dynamo guards
+        """The whole, which stays and takes the part's place."""
+        if self._whole is None:
+            assert self._local is not None
+            whole = convert(self._local, self.state, I, self.axis, self.extent).to(self.dtype)
+            self._whole = whole.contiguous()  # as the strides of the LazyGather say
+            if not isinstance(self._local, compat.FakeTensor):  # whose layout Dynamo guards
                 self._local = None  # what is changed in place from now on is the whole
-        return self.whole
+        return self._whole
+
+    def look(self) -> torch.Tensor:
+        """The whole, for an operator that neither writes to it nor returns a view of it."""
+        return self.read()
 
     @property
     def local(self) -> torch.Tensor:
+        """This rank's part; a copy where the whole is there."""
         if self._local is not None:
+            if self._local.dtype != self.dtype:
+                self._local = self._local.to(self.dtype)
             return self._local
-        return convert(self.read(), I, self.state, self.axis).clone(
-            memory_format=torch.contiguous_format
-        )
+        whole = self.read()
+        with torch.inference_mode(False), torch.no_grad():
+            part = convert(whole, I, self.state, self.axis)
+            if self._again is None:
+                self._again = part.clone(memory_format=torch.contiguous_format)
+            else:  # one tensor each time: Dynamo guards that two inputs are not the same
+                self._again.copy_(part)
+        return self._again
+
+
+class _View(_Value):
+    """A view of another value: of its part until somebody needs the memory of the whole.
+
+    take: makes the view of the whole.
+    """
+
+    __slots__ = ("of", "take")
+
+    def __init__(self, of: _Value, take: _Take, part: torch.Tensor, state: State) -> None:
+        super().__init__(part, state, of.axis, of.extent)
+        self.of, self.take = of, take
+
+    @property
+    def gathered(self) -> bool:
+        return self.of.gathered
+
+    def read(self) -> torch.Tensor:
+        whole = self.take(self.of.read())
+        if not isinstance(self._local, compat.FakeTensor):
+            self._local = None
+        return whole
+
+    def look(self) -> torch.Tensor:
+        if self.gathered:
+            return self.read()
+        return convert(self.local, self.state, I, self.axis, self.extent).contiguous()
+
+    @property
+    def local(self) -> torch.Tensor:
+        if self.gathered:
+            self.read()
+        return super().local
 
 
 class LazyGather(torch.Tensor):
@@ -68,19 +143,32 @@ class LazyGather(torch.Tensor):
     _value: _Value
 
     @staticmethod
-    def __new__(cls, value: _Value, shape: Sequence[int], requires_grad: bool) -> LazyGather:
-        self: LazyGather = compat.wrapper_tensor(cls, tuple(shape), value.local, requires_grad)
+    def __new__(
+        cls,
+        value: _Value,
+        shape: Sequence[int],
+        requires_grad: bool,
+        strides: Sequence[int] | None = None,
+    ) -> LazyGather:
+        self: LazyGather = compat.wrapper_tensor(
+            cls, tuple(shape), value.like(), requires_grad, strides
+        )
         self._value = value
         return self
 
     @property
     def gathered(self) -> bool:
         """Whether the values have been read already, so that reading is free."""
-        return self._value.whole is not None
+        return self._value.gathered
 
     def state_on(self, axis: Axis) -> State:
         """The state of the values on an axis; I on another one than theirs."""
         return self._value.state if self._value.axis == axis else I
+
+    @property
+    def part(self) -> torch.Tensor:
+        """This rank's part; a copy where the whole has been read."""
+        return self._value.local
 
     def full_tensor(self) -> torch.Tensor:
         """The whole as a plain tensor, differentiable. A collective at the first use."""
@@ -91,13 +179,16 @@ class LazyGather(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func is aten.detach.default:
-            return LazyGather(args[0]._value, args[0].shape, False)
-        if func in COPIES and (made := _copied(func, args, kwargs or {})) is not None:
+            return LazyGather(args[0]._value, args[0].shape, False, args[0].stride())
+        if func in ON_PARTS and (made := _on_part(func, args, kwargs)) is not None:
             return made
         # An in-place operator changes the whole, which every later use reads; autograd returns
         # the LazyGather itself, whatever is returned here.
-        args, kwargs = pytree.tree_map_only(LazyGather, _read, (args, kwargs or {}))
+        aliases = any(one.alias_info is not None for one in func._schema.arguments)
+        read = _read if aliases else _look
+        args, kwargs = pytree.tree_map_only(LazyGather, read, (args, kwargs))
         return func(*args, **kwargs)
 
     # Attributes and methods that torch implements below its operators.
@@ -121,7 +212,7 @@ class LazyGather(torch.Tensor):
         return self.detach().clone().requires_grad_(self.requires_grad)
 
     def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
-        if self._value.whole is not None:
+        if self.gathered:
             return repr(self.full_tensor())
         value = self._value
         return (
@@ -144,7 +235,7 @@ class LazyGather(torch.Tensor):
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: Any, shape: Any, stride: Any
     ) -> LazyGather:
-        return LazyGather(_Value(inner["_local"], *context), shape, False)
+        return LazyGather(_Value(inner["_local"], *context), shape, False, stride)
 
 
 class Arrivals:
@@ -200,34 +291,79 @@ def lazy(local: torch.Tensor, state: State, axis: Axis, extent: int | None = Non
     return _wrap(local, state, axis, extent)
 
 
-def _wrap(local: torch.Tensor, state: State, axis: Axis, extent: int | None) -> LazyGather:
+def _wrap(
+    local: torch.Tensor,
+    state: State,
+    axis: Axis,
+    extent: int | None,
+    dtype: torch.dtype | None = None,
+) -> LazyGather:
     shape = list(local.shape)
     dim = shard_dim(state)
     if dim is not None:
         shape[dim] = shape[dim] * axis.size if extent is None else extent
-    return LazyGather(_Value(local.detach(), state, axis, extent), shape, False)
+    return LazyGather(_Value(local.detach(), state, axis, extent, dtype), shape, False)
 
 
-COPIES = (aten.clone.default, aten._to_copy.default, aten.index_select.default)
-"""Operators whose result is no view, and which work on a shard as on the whole; `index_select` on
-another dim than the sharded one. A cache is reordered, converted and copied as shards."""
+ON_PARTS = (*COPIES, *VIEWS, *FILLS, aten.argmax.default)
+"""Operators that may do without the whole: a cache is cropped, reordered, converted, copied and
+cleared as shards."""
 
 
-def _copied(func: Any, args: Any, kwargs: Any) -> LazyGather | None:
-    """The result of one of COPIES as a LazyGather; None where the whole is read instead."""
+def _on_part(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of one of ON_PARTS, made of this rank's part; None where the whole is read."""
     source, *rest = args
     if not isinstance(source, LazyGather) or source.gathered:
         return None
-    value = source._value
-    dim = shard_dim(value.state)
-    along = func is aten.index_select.default and rest[0] % source.dim() == dim
-    if dim is None or along or any(isinstance(one, LazyGather) for one in rest):
+    if any(isinstance(one, LazyGather) for one in pytree.tree_leaves(rest)):
         return None
-    return _wrap(func(value.local, *rest, **kwargs), value.state, value.axis, value.extent)
+    value, dim = source._value, shard_dim(source._value.state)
+    if dim is None:
+        return None
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type != source.device.type:
+        return None  # where it goes there may be no collectives
+    if func in FILLS:
+        func(value.local, *rest)
+        return source
+    if func is aten.argmax.default:
+        return _argmax(source, *rest, **kwargs)
+    found = on_part(func, source.shape, dim, value.local, rest)
+    if found is None or (func is aten.view.default and not value.local.is_contiguous()):
+        return None
+    if func in VIEWS:
+        return _view(source, func, rest, found.args, S(found.dim))
+    part, whole = value.local, kwargs.get("dtype") or source.dtype
+    if func is aten._to_copy.default and part.dtype.itemsize < whole.itemsize:
+        kwargs = {**kwargs, "dtype": part.dtype}  # it is gathered in fewer bytes
+    local = func(part, *found.args, **kwargs)
+    return _wrap(local, S(found.dim), value.axis, value.extent, whole)
+
+
+def _view(
+    source: LazyGather, func: Any, args: Sequence[Any], of_part: Sequence[Any], state: State
+) -> LazyGather:
+    value, part = source._value, func(source._value.local, *of_part)
+    view = _View(value, lambda whole: func(whole, *args), part, state)
+    shown = torch.empty_strided(source.shape, source.stride(), device="meta", dtype=source.dtype)
+    shown = func(shown, *args)
+    return LazyGather(view, shown.shape, False, shown.stride())
+
+
+def _argmax(source: LazyGather, dim: int | None = None, keepdim: bool = False) -> Any:
+    value = source._value
+    if dim is None or dim % source.dim() != shard_dim(value.state):
+        return None
+    dim %= source.dim()
+    return argmax_of_parts(value.local, dim, keepdim, value.axis, source.shape[dim])
 
 
 def _read(tensor: LazyGather) -> torch.Tensor:
     return tensor._value.read()
+
+
+def _look(tensor: LazyGather) -> torch.Tensor:
+    return tensor._value.look()
 
 
 class _Wrap(torch.autograd.Function):

@@ -57,7 +57,7 @@ def test_unknown_option_like_no_other_lists_all() -> None:
         ("plan", 3, "the path of a saved one"),
         ("memory_budget", 0, "positive number of bytes"),
         ("memory_budget", 1.5, "positive number of bytes"),
-        ("outputs", "gather", "'lazy', 'replicate' or 'dtensor'"),
+        ("outputs", "gather", "'lazy', 'sharded', 'replicate' or 'dtensor'"),
         ("initial_weights", None, "'broadcast' or 'trust'"),
         ("strict", "yes", "True or False"),
     ],

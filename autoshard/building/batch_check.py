@@ -12,6 +12,7 @@ from autoshard.config import Config
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import Input, compare_batch, send_batch
 from autoshard.runtime.collectives import Axis
+from autoshard.runtime.lazy import LazyGather
 
 CHECKED = 2
 """First calls of a graph that are compared; the second is often the first with its own batch."""
@@ -45,8 +46,22 @@ def batch_checker(
         return None
     if config.check_batches == "never" and not config.broadcast_inputs:
         return None
-    sizes = [index for index, item in enumerate(inputs) if item.real is None]
+    settled = _settled(inputs)
+    sizes = [
+        index
+        for index, item in enumerate(inputs)
+        if item.real is None and not compat.size_symbols(item.fake) <= settled
+    ]
     return _BatchCheck(batch, sizes, axis, config)
+
+
+def _settled(inputs: Sequence[compat.GraphInput]) -> set[Any]:
+    """The symbols of sizes of what earlier graphs made, whose batches were compared: a cache that
+    grows by a token is no new size."""
+    made = [item.fake for item in inputs if isinstance(item.real, LazyGather)]
+    shapes = [tensor.shape for fake in made for tensor in (fake, fake.part)]
+    sizes = [size for shape in shapes for size in shape if isinstance(size, torch.SymInt)]
+    return {symbol for size in sizes for symbol in compat.size_symbols(size)}
 
 
 class _BatchCheck:
@@ -61,8 +76,8 @@ class _BatchCheck:
     def __call__(self, values: list[Any]) -> None:
         self.calls += 1
         if self.checks != "never":
-            # A graph for any size is compared again at sizes it has not had: ranks that were given
-            # the same batches all find them new.
+            # A graph for any size is compared again at sizes it has not had, those of caches aside:
+            # ranks that were given the same batches all find them new.
             key = tuple(int(values[index]) for index in self.sizes)
             often = self.checks == "always" or self.calls <= CHECKED
             if often or key not in self.seen:

@@ -28,6 +28,7 @@ from autoshard.explain import check_strict, explain_plan
 from autoshard.passes import (
     SILENT,
     DataParallel,
+    FuseInferenceLayers,
     GlobalTokenMean,
     Localize,
     Pass,
@@ -166,6 +167,7 @@ def plan_captured(
         sequence_parallel=config.sequence_parallel,
         lazy_outputs=config.outputs != "replicate",
         contiguous_outputs=config.outputs == "dtensor",
+        outputs_read=config.outputs != "sharded",
         memory_budget=config.memory_budget,
         plan=plan,
         layout=Layout.of(sizes, config.zero, config.bucket_bytes),
@@ -198,6 +200,8 @@ def _local_passes(
 ) -> list[Pass]:
     """The passes that make the planned graph one rank's, with their options."""
     passes: list[Pass] = [Localize(planned.decisions, config.recompute_collectives)]
+    if not any(node.meta.get(DIFF) for node in planned.serial.graph.nodes):
+        passes.append(FuseInferenceLayers(config.small_sums == "symmetric_memory"))
     axes = data_axes(mesh.axes)
     if not axes and not dtypes:
         return passes

@@ -15,6 +15,7 @@ from autoshard.passes import MaskFound, MixtureFound
 from autoshard.planning import is_mixture, way_of
 from autoshard.runtime.collectives import I, State, placement_words
 from autoshard.runtime.graph_meta import ATTENTION_MASKS, MIXTURES
+from autoshard.runtime.operators import reduce_add_norm
 
 
 def explain(built: Built, width: int | None = None) -> str:
@@ -36,6 +37,7 @@ def explain(built: Built, width: int | None = None) -> str:
         _mixtures(facts.built, columns),
         _without_gradient(facts),
         text_costs.collectives(facts, columns),
+        _inference_layers(built),
         text_costs.beside(facts, columns),
         _memory(facts.memory),
     ]
@@ -156,6 +158,17 @@ def _mixtures(built: Built, width: int) -> str:
     ]
     header = ["mixture of experts", "count", "because", "line"]
     return table(header, rows, width) if rows else ""
+
+
+def _inference_layers(built: Built) -> str:
+    """The collectives that are one operator with what follows them, in a program for inference."""
+    found = Counter(
+        "reduce-scatter and gather" if node.kwargs.get("gather") else "all-reduce"
+        for node in built.graph_module.graph.nodes
+        if node.target is reduce_add_norm
+    )
+    parts = [f"{n} x a sum, the residual and a norm ({how})" for how, n in found.items()]
+    return f"one operator each: {', '.join(parts)}" if parts else ""
 
 
 def _without_gradient(facts: Facts) -> str:

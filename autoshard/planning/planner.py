@@ -33,6 +33,7 @@ class Request:
     stored: the state in which a parameter is stored already; one without an entry is free.
     arriving: the state of an input that comes back from an earlier call as a shard.
     contiguous_outputs: whether a sharded output is contiguous (a DTensor).
+    outputs_read: whether a sharded output costs its gather; beside a loss it never does.
     prices: what a stored byte costs where there is no memory_budget. layout: the data-parallel
     axes, among which a rank's bytes are split further. even: whether only dims are split that the
     axis divides.
@@ -45,6 +46,7 @@ class Request:
     sequence_parallel: bool = True
     lazy_outputs: bool = True
     contiguous_outputs: bool = False
+    outputs_read: bool = True
     memory_budget: int | None = None
     plan: Plan | None = None
     prices: Prices = field(default_factory=Prices)
@@ -123,7 +125,8 @@ def _solve(
         stored=stored,
         arriving=request.arriving,
         output_domains=domains,
-        outputs_read=not any(_is_loss(r) for r in results[: gm.meta[N_OUTPUTS]]),
+        outputs_read=request.outputs_read
+        and not any(_is_loss(r) for r in results[: gm.meta[N_OUTPUTS]]),
         even=request.even,
     )
     problem = builder.build()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autoshard.passes import DataParallel, Localize, Pass, rank_program
+from autoshard.passes import DataParallel, FuseInferenceLayers, Localize, Pass, rank_program
 from autoshard.program import Program
 from autoshard.runtime.collectives import (
     Axis,
@@ -156,7 +156,7 @@ def _rank_graph(
     program: Program, placeholders: Sequence[fx.Node], axes: tuple[Axis, ...]
 ) -> fx.GraphModule:
     """The graph that a rank runs, over axes that are threads."""
-    passes: list[Pass] = [Localize(program.decisions)]
+    passes: list[Pass] = [Localize(program.decisions), FuseInferenceLayers()]
     spread = {i: program.data[n] for i, n in enumerate(placeholders) if n in program.data}
     if any(axis.size > 1 for axis in axes[:-1]):
         passes.append(DataParallel(data_axes(axes), spread))

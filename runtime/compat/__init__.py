@@ -82,6 +82,12 @@ from autoshard.runtime.compat.symbolic import (
     size_symbols,
     storage_key,
 )
+from autoshard.runtime.compat.symmetric import (
+    has_symmetric_memory,
+    is_running,
+    symmetric_buffer,
+    symmetric_sum,
+)
 from autoshard.runtime.compat.tensors import (
     detached_locals,
     dtensor_like,

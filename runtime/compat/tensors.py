@@ -20,13 +20,21 @@ def nccl_communicator(group: Any) -> int:
     return int(group._get_backend(torch.device("cuda"))._comm_ptr())
 
 
-def wrapper_tensor(cls: type, shape: tuple[Any, ...], like: torch.Tensor, grad: bool) -> Any:
+def wrapper_tensor(
+    cls: type,
+    shape: tuple[Any, ...],
+    like: torch.Tensor,
+    grad: bool,
+    strides: Sequence[Any] | None = None,
+) -> Any:
     """A tensor of subclass `cls` with a shape and no memory; dtype and device are those of `like`.
+
+    strides: of a contiguous tensor, if not given.
 
     What every wrapper subclass in torch is made by, and has no public name.
     """
     return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        cls, shape, dtype=like.dtype, device=like.device, requires_grad=grad
+        cls, shape, strides=strides, dtype=like.dtype, device=like.device, requires_grad=grad
     )
 
 

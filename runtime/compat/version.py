@@ -26,6 +26,7 @@ torch._C._autograd._saved_tensors_hooks_enable
 torch._C._current_graph_task_id
 torch._C._dispatch_has_kernel_for_dispatch_key
 torch._C._distributed_c10d._resolve_process_group
+torch.distributed._symmetric_memory.get_symm_mem_workspace
 torch._C._dynamo.eval_frame.set_code_exec_strategy
 torch._C._functions.AccumulateGrad
 torch._C._functorch.is_functorch_wrapped_tensor

@@ -19,6 +19,7 @@ from autoshard.runtime.operators.expert_body import (
 from autoshard.runtime.operators.experts import EXPERTS, owned_experts, split_experts
 from autoshard.runtime.operators.fused_dims import pieces, split_parts, unfold_parts, with_parts
 from autoshard.runtime.operators.groups import attend_to_shared_head, with_local_groups
+from autoshard.runtime.operators.inference_layer import reduce_add_norm
 from autoshard.runtime.operators.means import share_of_equal_mean, share_of_mean
 from autoshard.runtime.operators.sharded_softmax import log_softmax, logsumexp, softmax
 from autoshard.runtime.operators.token_mean import (

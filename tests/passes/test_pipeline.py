@@ -101,6 +101,20 @@ def trace(model: nn.Module, x: torch.Tensor, mesh: dict[str, int], **options: An
     return autoshard.trace(model, (x,), mesh=mesh, **options)
 
 
+class Served(nn.Module):
+    """A layer without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 32, bias=False), nn.Linear(32, 8, bias=False)
+        self.norm, self.head = nn.RMSNorm(8), nn.Linear(8, 8, bias=False)
+        self.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.head(self.norm(x + self.b(self.a(x).relu())))
+        return y
+
+
 # pass -> (model, input, mesh, the graph it works on)
 SAMPLES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, int], str]] = {
     "canonicalize": (Reshaped, (8, 8), {"tp": 2}, ""),
@@ -112,6 +126,7 @@ SAMPLES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, int
     "localize": (Two, (4, 8), {"tp": 2}, ""),
     "data_parallel": (Two, (4, 8), {"dp_replicate": 2, "dp_shard": 2}, ""),
     "global_token_mean": (Classifier, (4, 8), {"dp_replicate": 2}, ""),
+    "fuse_inference_layers": (Served, (2, 8), {"tp": 2}, ""),
     "bucket_parameters": (Two, (4, 8), {"dp_shard": 2}, "forward"),
     "bucket_gradients": (Two, (4, 8), {"dp_shard": 2}, "backward"),
     "schedule_collectives": (Two, (4, 8), {"dp_shard": 2}, "backward"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,6 +14,10 @@ import transformers
 from torch.utils import _pytree as pytree
 
 from autoshard import programs
+from autoshard.building import batch_check
+from autoshard.planning import Plan
+from autoshard.runtime import lazy
+from autoshard.runtime.compat import FakeTensor
 from autoshard.runtime.lazy import LazyGather
 
 SIZES: dict[str, Any] = {
@@ -27,6 +33,12 @@ T5 = {"vocab_size": 256, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2
 GPT2 = {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
 MAMBA = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}
 
+WHISPER = {"vocab_size": 256, "d_model": 64, "encoder_layers": 1, "decoder_layers": 2}
+WHISPER |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_mel_bins": 8}
+WHISPER |= {"encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "max_source_positions": 20}
+WHISPER |= {"max_target_positions": 64, "begin_suppress_tokens": None, "pad_token_id": 0}
+WHISPER |= {"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+
 #: Name -> class of transformers, the sizes of its config.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", SIZES),
@@ -35,13 +47,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {**GPT2, "bos_token_id": 0, "eos_token_id": 255}),
     "t5": ("T5ForConditionalGeneration", {**T5, "decoder_start_token_id": 0}),
     "mamba": ("MambaForCausalLM", MAMBA),
+    "whisper": ("WhisperForConditionalGeneration", WHISPER),
 }
 HOW: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "top_k": 20},
     "beams": {"do_sample": False, "num_beams": 3},
     "static cache": {"do_sample": False, "cache_implementation": "static"},
+    "prompt lookup": {"do_sample": False, "prompt_lookup_num_tokens": 3},
 }
+WHOLE_TABLE = Plan("tp", 2, {"model.embed_tokens.weight": "I"})
 
 
 def build(name: str) -> Any:
@@ -51,27 +66,83 @@ def build(name: str) -> Any:
     return made(made.config_class(**sizes)).eval()
 
 
-def generated(
-    name: str, how: str, ranks: int
-) -> tuple[bool, list[Counter[str]], bool, list[float]]:
-    """Whether the tokens are serial's; the collectives of each program; whether `explain` or the
-    memory of one speaks of a backward; this rank's share of each tensor of the cache."""
+def asked(name: str) -> dict[str, Any]:
+    """The prompt; its second half repeats the first, so that a lookup finds something."""
+    generator = torch.Generator().manual_seed(1)
+    if name == "whisper":
+        return {"input_features": torch.randn(2, 8, 40, generator=generator)}
+    ids = torch.randint(3, 250, (2, 5), generator=generator)
+    return {"input_ids": ids.repeat(1, 2)}
+
+
+class Generated(NamedTuple):
+    """What one way of generating did.
+
+    equal: the tokens are serial's. steps: the collectives of each program that it added, the
+    prompt's among them. trained: `explain` or the memory of the last speaks of a backward.
+    shares: this rank's part of each tensor of the cache. gathers: of whole values that eager code
+    read. choices: exchanges of the ranks' likeliest tokens. compared: batches that were.
+    """
+
+    equal: bool
+    steps: list[Counter[str]]
+    trained: bool
+    shares: list[float]
+    gathers: int
+    choices: int
+    compared: int
+
+
+def generated(name: str, hows: Sequence[str], ranks: int, **more: Any) -> list[Generated]:
     model = build(name)
     serial = copy.deepcopy(model)
-    ids = torch.randint(3, 250, (2, 10), generator=torch.Generator().manual_seed(1))
+    made = {"mesh": {"tp": ranks}, "inner": "eager", **more}
+    model.compile(backend="autoshard", options=made)
+    return [_generated(serial, model, name, how) for how in hows]
+
+
+def _generated(serial: Any, model: Any, name: str, how: str) -> Generated:
+    inputs, before = asked(name), len(programs(model))
+    if how == "prompt lookup":  # of one row
+        inputs = {key: value[:1] for key, value in inputs.items()}
     options = {"max_new_tokens": 6, "pad_token_id": 0, "disable_compile": True, **HOW[how]}
-    found = []
-    model.compile(backend="autoshard", options={"mesh": {"tp": ranks}, "inner": "eager"})
-    for one in (serial, model):
-        torch.manual_seed(5)
-        found.append(one.generate(ids, return_dict_in_generate=True, **options))
+    found, read, chosen = [], _counted(lazy, "convert"), _counted(lazy, "argmax_of_parts")
+    compared = _counted(batch_check, "compare_batch")
+    with read, chosen, compared:
+        for one in (serial, model):
+            torch.manual_seed(5)
+            found.append(one.generate(**inputs, return_dict_in_generate=True, **options))
     wanted, got = found
-    made = programs(model)
-    trained = any("backward" in one.explain() or one.memory().gradients for one in made)
+    added = programs(model)[before:]
     cache = getattr(got, "past_key_values", None)
-    shares = _shares(cache) if hasattr(cache, "layers") and how != "beams" else []
-    counts = [Counter(each.op for each in one.collectives()) for one in made]
-    return torch.equal(wanted.sequences, got.sequences), counts, trained, shares
+    return Generated(
+        equal=torch.equal(wanted.sequences, got.sequences),
+        steps=[Counter(each.op for each in one.collectives()) for one in added],
+        trained=any("backward" in one.explain() or one.memory().gradients for one in added[-1:]),
+        shares=_shares(cache) if hasattr(cache, "layers") and how != "beams" else [],
+        gathers=read.calls,
+        choices=chosen.calls,
+        compared=compared.calls,
+    )
+
+
+class _counted:
+    """A function of a module, of which calls with real tensors are counted while it is entered."""
+
+    def __init__(self, module: Any, name: str) -> None:
+        self.module, self.name, self.calls = module, name, 0
+
+    def __enter__(self) -> None:
+        self.original = getattr(self.module, self.name)
+
+        def count(*args: Any) -> Any:
+            self.calls += not isinstance(args[0], FakeTensor)  # what Dynamo traces with
+            return self.original(*args)
+
+        setattr(self.module, self.name, count)
+
+    def __exit__(self, *error: object) -> None:
+        setattr(self.module, self.name, self.original)
 
 
 def _shares(cache: Any) -> list[float]:
@@ -85,44 +156,60 @@ def _shares(cache: Any) -> list[float]:
     ]
 
 
-def check(pool: Any, name: str, how: str, ranks: int) -> list[Counter[str]]:
-    results = pool(generated, name, how, ranks)
-    for equal, counts, trained, shares in results:
-        assert equal, f"{name}, {how}: other tokens than serial"
-        assert not trained
-        if name == "llama" and shares:  # two heads of keys: more ranks each hold both
-            assert len(shares) == 4 and set(shares) == {0.5 if ranks == 2 else 1.0}
-        for step in counts[1:]:  # the first is the prompt's
-            assert sum(step.values()) < 14, step
-    found: list[Counter[str]] = results[0][1]
+def check(
+    pool: Any, name: str, hows: Sequence[str], ranks: int = 2, **more: Any
+) -> list[Generated]:
+    results = pool(functools.partial(generated, **more), name, hows, ranks)
+    for rank in results:
+        for how, one in zip(hows, rank, strict=True):
+            assert one.equal, f"{name}, {how}: other tokens than serial"
+            assert not one.trained
+            if name == "llama" and one.shares:  # two heads of keys: more ranks each hold both
+                assert len(one.shares) == 4 and set(one.shares) == {0.5 if ranks == 2 else 1.0}
+            for step in one.steps[1:]:  # the first is the prompt's
+                assert sum(step.values()) < 14, step
+    found: list[Generated] = results[0]
     return found
 
 
 def test_a_step_has_two_reductions_a_layer(gloo2: Any) -> None:
     """And the gathers of the embedding and of the logits; none of keys and values."""
-    prompt, *steps = check(gloo2, "llama", "greedy", 2)
+    (one,) = check(gloo2, "llama", ["greedy"])
+    prompt, *steps = one.steps
     assert sum(prompt.values()) == 10
     assert steps == [Counter(all_reduce=4, all_gather=2)] * 2
+    assert one.gathers == one.choices == 0
+    assert one.compared == 4, "two calls of a graph, whatever the length of the cache"
+
+
+def test_a_step_of_two_reductions_a_layer_and_one_small_gather(gloo2: Any) -> None:
+    """With a whole table of tokens, and of the logits the likeliest token only."""
+    options = {"plan": WHOLE_TABLE, "outputs": "sharded"}
+    (one,) = check(gloo2, "llama", ["greedy"], **options)
+    assert one.steps[1:] == [Counter(all_reduce=4)] * 2
+    assert one.gathers == 0 and one.choices == 6, "one a token"
+
+
+def test_a_cropped_cache_goes_on(gloo2: Any) -> None:
+    """Prompt lookup crops what was not accepted; the crop is a view of the parts."""
+    (one,) = check(gloo2, "llama", ["prompt lookup"])
+    assert one.gathers == 0 and set(one.shares) == {0.5}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        ("llama", "sampled"),
-        ("llama", "beams"),
-        ("llama", "static cache"),
-        ("qwen3", "greedy"),
-        ("gemma3", "static cache"),
-        ("gpt2", "beams"),
-        ("t5", "greedy"),
-        ("mamba", "greedy"),
-    ],
-)
-def test_tokens_are_those_of_serial(gloo2: Any, name: str, how: str) -> None:
-    check(gloo2, name, how, 2)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2"])
+def test_tokens_are_those_of_serial(gloo2: Any, name: str) -> None:
+    dynamic, static, *_ = check(gloo2, name, ["sampled", "static cache", "beams"])
+    assert len(static.steps) == 2, "one program a phase"
+    assert len(dynamic.steps) <= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["t5", "mamba", "whisper"])
+def test_tokens_of_other_kinds_are_those_of_serial(gloo2: Any, name: str) -> None:
+    check(gloo2, name, ["greedy"])
 
 
 @pytest.mark.slow
 def test_more_ranks_than_heads_of_keys(gloo4: Any) -> None:
-    check(gloo4, "llama", "greedy", 4)
+    check(gloo4, "llama", ["greedy", "static cache", "beams"], 4)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from autoshard.runtime import compat
+from autoshard.runtime import compat, lazy_operators
 from autoshard.runtime.collectives import I
 from autoshard.runtime.collectives import redistribution as collectives
 from autoshard.runtime.collectives.axis import Axis, chunk_bounds
@@ -83,6 +83,12 @@ KEPT: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "another dtype": ("S(1)", lambda x: x.to(torch.float64)),
     "clone": ("S(0)", torch.clone),
     "deepcopy": ("S(1)", copy.deepcopy),
+    "cropped": ("S(1)", lambda x: x[1:-1]),
+    "cropped again": ("S(1)", lambda x: x[1:][:-1].clone()),
+    "rows by number": ("S(1)", lambda x: x[torch.tensor([2, 2, 0]), ...]),
+    "columns by number": ("S(0)", lambda x: x[:, torch.tensor([[5, 0], [1, 2]])]),
+    "repeated": ("S(1)", lambda x: x.repeat_interleave(3, dim=0)),
+    "reset": ("S(0)", lambda x: x.clone().zero_()),
 }
 
 
@@ -92,12 +98,83 @@ def test_what_a_cache_goes_through_stays_a_shard(name: str) -> None:
 
     def rank(axis: Axis) -> tuple[bool, torch.Tensor]:
         got = use(wrapped(state, axis)[1].detach())
-        kept = isinstance(got, LazyGather) and not got.gathered and got.state_on(axis) == state
-        return kept, got.add(0)
+        kept = isinstance(got, LazyGather) and not got.gathered
+        assert kept and got.stride() == use(WHOLE).stride()
+        return got._value.local.numel() < got.numel(), got.add(0)
 
     for kept, got in run_ranks(2, rank):
         assert kept
         torch.testing.assert_close(got, use(WHOLE.clone()), rtol=0, atol=0)
+
+
+def test_a_row_of_what_is_split_is_split_along_another_dim() -> None:
+    def rank(axis: Axis) -> tuple[str, str]:
+        whole = wrapped("S(1)", axis)[1].detach()
+        row, deep = whole[-1], whole.unsqueeze(0)
+        assert isinstance(row, LazyGather) and isinstance(deep, LazyGather)
+        return row.state_on(axis), deep.state_on(axis)
+
+    assert run_ranks(2, rank) == [("S(0)", "S(2)")] * 2
+
+
+@pytest.mark.parametrize("first", ["the view", "the whole", "neither"])
+def test_a_view_and_its_whole_are_one_memory(first: str) -> None:
+    """Whichever is read before the write."""
+
+    def write(whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        view = whole[1:3][1]
+        if first != "neither":
+            (view if first == "the view" else whole).add(0)
+        view.mul_(-2)
+        whole[0].zero_()
+        return whole + 0, view + 0
+
+    for got in run_ranks(2, lambda axis: write(wrapped("S(1)", axis)[1].detach())):
+        torch.testing.assert_close(got, write(WHOLE.clone()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_the_likeliest_word_needs_no_logits(
+    n: int, keepdim: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of bfloat16 logits that a caller makes float32, with ties; words are split unevenly."""
+    logits = torch.randint(-3, 3, (5, 2, 7), generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits[0, -1, 4] = torch.nan
+    moved: list[torch.Size] = []
+    original = lazy_operators.all_gather
+    monkeypatch.setattr(
+        lazy_operators, "all_gather", lambda x, axis: (moved.append(x.shape), original(x, axis))[1]
+    )
+
+    def rank(axis: Axis) -> torch.Tensor:
+        part = logits.narrow(2, *chunk_bounds(7, axis)).clone()
+        last = lazy(part, "S(2)", axis, 7)[:, -1].to(copy=True, dtype=torch.float32)
+        found = last.argmax(-1, keepdim=keepdim)
+        assert last.dtype == torch.float32 and not last.gathered  # type: ignore[attr-defined]
+        return torch.cat([found.view(-1), last.argmax(0).view(-1), last.argmax().view(-1)])
+
+    last = logits[:, -1].float()
+    wanted = [last.argmax(-1), last.argmax(0), last.argmax()]
+    for got in run_ranks(n, rank):
+        assert torch.equal(got, torch.cat([one.view(-1) for one in wanted]))
+    assert set(moved) == {torch.Size([2, 5, 1])}
+
+
+def test_a_wider_copy_travels_in_the_narrow_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[torch.dtype] = []
+    original = collectives.all_gather
+    monkeypatch.setattr(
+        collectives, "all_gather", lambda x, axis: (moved.append(x.dtype), original(x, axis))[1]
+    )
+    narrow = WHOLE.bfloat16()
+
+    def rank(axis: Axis) -> torch.Tensor:
+        return lazy(narrow.narrow(1, *chunk_bounds(7, axis)), "S(1)", axis, 7).float() + 0
+
+    for got in run_ranks(2, rank):
+        torch.testing.assert_close(got, narrow.float(), rtol=0, atol=0)
+    assert moved == [torch.bfloat16] * 2
 
 
 def test_an_order_of_what_is_split_reads_the_whole() -> None:
@@ -190,6 +267,21 @@ def test_metadata_and_repr_are_free_and_a_read_is_paid_once(
         return before * 10 + calls.count(axis.rank)
 
     assert run_ranks(2, rank) == [1, 1]
+
+
+def test_the_part_of_what_was_read_is_one_tensor_and_up_to_date() -> None:
+    """Dynamo compares the parts of two inputs while it guards them."""
+
+    def rank(axis: Axis) -> torch.Tensor:
+        whole = wrapped("S(1)", axis)[1].detach()
+        assert isinstance(whole, LazyGather)
+        whole.mul_(2)
+        first = whole._local
+        whole.mul_(3)
+        assert whole._local is first
+        return first
+
+    torch.testing.assert_close(torch.cat(run_ranks(2, rank), 1), WHOLE * 6)
 
 
 def test_wrap_outputs_leaves_the_rest_alone() -> None:
