@@ -191,6 +191,10 @@ DOWN = '["transformers.grouped_mm_fallback.default",["%{}","%s1","%offs"],{{}}]'
     [
         ((UP, '["aten.relu.default",["%0"],{}]'), "does not sum over"),
         (
+            (UP, DOWN.format(0), '["aten.div.Tensor",["%rows","%1"],{}]'),
+            "div.Tensor of a sum of shares",
+        ),
+        (
             (UP, DOWN.format(0), '["aten.relu.default",["%1"],{}]'),
             "relu.default of a sum of shares",
         ),
