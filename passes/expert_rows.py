@@ -167,6 +167,8 @@ class RowProgram:
         if node in self.names:
             return self.names[node]
         if node.target in _TURNS:
+            if not _keeps_experts(node):
+                raise NotExperts(f"{node.name} turns a stack so that its experts are not first")
             source = self._stack(node.args[0])
             self._add(node, [source, *node.args[1:]], dict(node.kwargs))
             return self.names[node]
@@ -193,6 +195,18 @@ class RowProgram:
 
 
 _UNSAID = ("memory_format", "pin_memory", "layout", "device", "non_blocking")
+
+
+def _keeps_experts(turn: fx.Node) -> bool:
+    """Whether a transposition leaves the first of the dims where it is."""
+    rank = turn.meta["val"].dim()
+    if turn.target is aten.permute.default:
+        dims: Any = turn.args[1]
+        return bool(dims[0] % rank == 0)
+    if turn.target is aten.transpose.int:
+        pair: Any = turn.args[1:3]
+        return 0 not in [dim % rank for dim in pair]
+    return rank == 3
 
 
 def _in_reach(route: Route) -> list[fx.Node]:

@@ -215,9 +215,8 @@ class _Reading:
                     raise _Unsplit("a term that is whole is added to a sum of shares")
                 self.set_state(bias.stack, P)
             return _Columns("partial", width)
-        linear = one.op in _FACTORS or (
-            one.op == "aten.div.Tensor" and one.args[0] == one.reads()[0]
-        )
+        divided = one.op == "aten.div.Tensor" and self.of(one.args[0]).kind == "partial"
+        linear = one.op in _FACTORS or divided
         if not linear or len(partial) > 1 or any(each.kind != "whole" for each in others):
             raise _Unsplit(f"{one.op} of a sum of shares")
         return _Columns("partial", width)

@@ -191,6 +191,10 @@ DOWN = '["transformers.grouped_mm_fallback.default",["%{}","%s1","%offs"],{{}}]'
     [
         ((UP, '["aten.relu.default",["%0"],{}]'), "does not sum over"),
         (
+            (UP, DOWN.format(0), '["aten.div.Tensor",["%rows","%1"],{}]'),
+            "div.Tensor of a sum of shares",
+        ),
+        (
             (UP, DOWN.format(0), '["aten.relu.default",["%1"],{}]'),
             "relu.default of a sum of shares",
         ),
@@ -238,3 +242,26 @@ def test_experts_in_a_loop_are_split_as_layers_are_and_summed_once() -> None:
     forward = [c for c in program.collectives() if c.phase == "forward" and c.bytes >= tokens]
     assert [one.bytes for one in forward] == [tokens]
     assert max(verify_program(program, values).norms.values()) < 1e-5
+
+
+@pytest.mark.parametrize("experts,n", [(8, 4), (5, 3), (2, 4)])
+def test_more_ranks_uneven_experts_and_fewer_than_ranks(experts: int, n: int) -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    model = Tokens("packed", experts=experts)
+    (program,), values = programs(model, (torch.randn(64, 8),), [{"mesh": {"tp": n}}])
+    assert ways(program) == [INSIDE if experts < n else OWNED]
+    assert max(verify_program(program, values).norms.values()) < 1e-5
+
+
+def test_experts_beside_data_parallel_ranks() -> None:
+    """Stored as shards of both axes; each data-parallel rank routes its own tokens."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    x, mesh = torch.randn(64, 8), {"dp_shard": 2, "tp": 2}
+    (program,), values = programs(Tokens("packed"), (x,), [{"mesh": mesh}])
+    assert ways(program) == [OWNED]
+    assert any(v is x for v in values)
+    others = [torch.randn_like(v) if v is x else v for v in values]
+    differences = verify_program(program, values, others=[others])
+    assert max(*differences.outputs.values(), *differences.norms.values()) < 1e-5
