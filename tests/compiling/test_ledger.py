@@ -112,7 +112,7 @@ def test_a_step_moves_what_the_ledger_says(mesh: Sizes, zero: int, micro: int) -
 def test_other_models_move_what_the_ledger_says(
     name: str, mesh: Sizes, zero: int, micro: int
 ) -> None:
-    """A tied weight; convolutions. passes/test_bucketing.py counts a Llama's."""
+    """A tied weight; convolutions. test_bucketing.py counts a Llama's."""
     check(name, mesh, zero, micro)
 
 
