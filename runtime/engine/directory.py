@@ -21,7 +21,7 @@ BUILDERS = ("tensorrt", "tensorrt_rtx")
 _AGAIN = "Copy the directory or export the engines again."
 _MOST = 2**31 - 1
 _DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "int32", "int8", "bool")
-_ROLES = ("input", "output", "lengths", "key_cache", "value_cache")
+_ROLES = ("input", "output", "lengths", "last_tokens", "key_cache", "value_cache")
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
@@ -104,9 +104,12 @@ def _check_ports(body: FileEntry) -> None:
     if not profiles.items():
         raise profiles.refused("not one profile or more")
     sizes = profiles.items()[0].entries()
-    for size in sizes.values():
-        low = size.entry("minimum").integer(1, _MOST)
-        size.entry("maximum").integer(low, _MOST)
+    for profile in profiles.items():
+        if profile.entries().keys() != sizes.keys():
+            raise profile.refused(f"not of the sizes {sorted(sizes)}")
+        for size in profile.entries().values():
+            low = size.entry("minimum").integer(1, _MOST)
+            size.entry("maximum").integer(low, _MOST)
     inputs, outputs = ([_port(e) for e in body.entry(k).items()] for k in ("inputs", "outputs"))
     for name, dims, role in inputs:
         for dim in dims:

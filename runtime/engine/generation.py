@@ -46,6 +46,7 @@ class Engine:
         self._tokens = roles["input"][0]["name"]
         self._dtype = getattr(torch, roles["input"][0]["dtype"])
         self._lengths = [port["name"] for port in roles.get("lengths", ())]
+        self._last = [port["name"] for port in roles.get("last_tokens", ())]
         self._caches = roles.get("cache", [])
         self._logits = next(p["name"] for p in config["outputs"] if p["role"] == "output")
         profile = config["profiles"][0]
@@ -139,7 +140,7 @@ class Engine:
             logits = self._run(part, [start] * len(rows))
             for i, row in enumerate(rows):
                 if start < len(row) <= start + width:
-                    last[i] = logits[i, len(row) - 1 - start].float()
+                    last[i] = logits[i, 0 if self._last else len(row) - 1 - start].float()
             start += width
         return torch.stack([found for found in last if found is not None])
 
@@ -155,12 +156,16 @@ class Engine:
         return torch.stack([logits[i, len(row) - 1] for i, row in enumerate(rows)]).float()
 
     def _run(self, rows: Sequence[Sequence[int]], past: Sequence[int]) -> torch.Tensor:
-        """The logits of each of these tokens; rows are filled up to one length behind their end."""
+        """The logits of each of these tokens, or of the last of each row where the engine has these
+        alone; rows are filled up to one length behind their end."""
         width = max(self.min_tokens, *map(len, rows))
         tokens = [[*row, *[0] * (width - len(row))] for row in rows]
         feed = {self._tokens: torch.tensor(tokens, dtype=self._dtype, device=self.device)}
         for name in self._lengths:
             feed[name] = torch.tensor(past, dtype=torch.int32, device=self.device)
+        for name in self._last:  # of a row that ended in an earlier part, any
+            places = [max(len(row), 1) - 1 for row in rows]
+            feed[name] = torch.tensor(places, dtype=torch.int32, device=self.device)
         outputs = self.execute({**feed, **self._buffers})
         self._buffers = {name: outputs[f"{name}_out"] for name in self._buffers}
         return outputs[self._logits]

@@ -25,7 +25,9 @@ class Port:
     """An input or an output. shape: sizes, or names of dynamic dims or expressions of them.
 
     role: "input", "output", "lengths" (how many tokens of each row are cached, int32 [batch]),
-    "key_cache", "value_cache" (inputs, and the outputs of the same name that are their memory).
+    "last_tokens" (the place in a call of each row's last token, whose logits are made, int32
+    [batch]), "key_cache", "value_cache" (inputs, and the outputs of the same name that are their
+    memory).
     """
 
     name: str
@@ -81,6 +83,18 @@ class RankGraph:
     def tp(self) -> int:
         """The number of ranks."""
         return self.axis.size
+
+    @property
+    def profiles(self) -> list[dict[str, Extent]]:
+        """The sizes that are optimised for: those of `symbols`; with a cache, also a call of the
+        fewest tokens, which all but the first of a text are."""
+        found = [dict(self.symbols)]
+        sequence = self.symbols.get("sequence")
+        if self.max_length is not None and sequence is not None:
+            fewest = sequence.minimum
+            if fewest < sequence.maximum:
+                found.append({**self.symbols, "sequence": Extent(fewest, fewest, fewest)})
+        return found
 
     @property
     def rank(self) -> int:

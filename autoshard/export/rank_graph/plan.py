@@ -22,7 +22,12 @@ from autoshard.export.rank_graph.attention_forms import (
     plain_attention,
     write_masks,
 )
-from autoshard.export.rank_graph.cache import whole_graph, with_cache
+from autoshard.export.rank_graph.cache import (
+    LENGTHS,
+    keep_last_tokens,
+    whole_graph,
+    with_cache,
+)
 from autoshard.export.rank_graph.core_operators import reduce_to_core
 from autoshard.export.rank_graph.example import traced_call
 from autoshard.export.rank_graph.graph import RankGraph
@@ -81,6 +86,12 @@ class InferencePlan:
             sizes, most = names.sizes, spec.max_length
             roles = with_cache(module, inputs, constants, sizes, sights, most, mode)
         propagate(module, mode)
+        if spec.max_length is not None and not spec.all_logits:
+            (symbol,) = [symbol for symbol, name in names.sizes.items() if name == "sequence"]
+            outputs = len(module.graph.output_node().args[0]) - (len(roles) - 1)  # type: ignore[arg-type]
+            last = keep_last_tokens(module, LENGTHS, symbol, outputs, mode)
+            roles = {LENGTHS: roles[LENGTHS], **last, **roles}
+            propagate(module, mode)
         expand_attention(module, constants)
         propagate(module, mode)
         module.graph.eliminate_dead_code()

@@ -19,6 +19,7 @@ is written to docs/export_matrix.md.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import re
 import sys
@@ -84,10 +85,14 @@ def feeds_of(family: Family, cached: bool) -> Feeds:
         return [family.call(2, 8), family.call(3, 11, seed=2)]
     whole = family.call(3, 12)
     parts = [(0, 7), (7, 9), *((i, i + 1) for i in range(9, 12))]
-    past = [torch.full((3,), a, dtype=torch.int32) for a, _ in parts]
+    numbers = [[torch.full((3,), n, dtype=torch.int32) for n in (a, b - a - 1)] for a, b in parts]
     return [
-        {**{name: value[:, a:b] for name, value in whole.items()}, "past_lengths": start}
-        for (a, b), start in zip(parts, past)
+        {
+            **{name: value[:, a:b] for name, value in whole.items()},
+            "past_lengths": past,
+            "last_tokens": last,
+        }
+        for (a, b), (past, last) in zip(parts, numbers)
     ]
 
 
@@ -109,7 +114,7 @@ def run_networks(ranks: Ranks, feeds: Feeds) -> list[list[dict[str, torch.Tensor
     """The ranks as TensorRT networks, of which the first is built."""
     made = [checked_network(builder_module(), *rank) for rank in ranks]
     check_cached(*ranks[0], LoneInterpreter(*made[0]))
-    build(made[0][0])
+    build(made[0][0], io.BytesIO())
     return interpret(made, feeds)
 
 
@@ -125,7 +130,7 @@ def compare(family: Family, model: nn.Module, ranks: Ranks, run: Run) -> str:
         parts = [feed["input_ids"] for feed in feeds]
         whole = outputs_of(model, {"input_ids": torch.cat(parts, 1)}, True)
         split = [value.split([part.shape[1] for part in parts], 1) for value in whole]
-        wanted = [list(one) for one in zip(*split)]
+        wanted = [[value[:, -1:] for value in one] for one in zip(*split)]
     else:
         wanted = [outputs_of(model, feed, family.cached) for feed in feeds]
     names = [port.tensor for port in ranks[0][0].outputs if port.role == "output"]

@@ -8,4 +8,5 @@ from autoshard.export.rank_graph.cache.comparison import (
     stand_in,
     whole_graph,
 )
-from autoshard.export.rank_graph.cache.rewriting import with_cache
+from autoshard.export.rank_graph.cache.last_tokens import keep_last_tokens
+from autoshard.export.rank_graph.cache.rewriting import LENGTHS, with_cache
