@@ -45,7 +45,11 @@ def load(directory: str | Path, group: Any = None) -> Engine:
         )
     rank = 0 if group is None else dist.get_rank(group)
     data = read_engine(directory, config, rank)
-    return Engine(config, TensorRT(config, data, group), torch.device("cuda"), group)
+    encode = None
+    if config.get("encoder") is not None:
+        encoder = {**config, **config["encoder"]}
+        encode = TensorRT(encoder, read_engine(directory, encoder, rank), group)
+    return Engine(config, TensorRT(config, data, group), torch.device("cuda"), group, encode)
 
 
 class TensorRT:

@@ -205,6 +205,31 @@ def test_an_engine_that_does_not_load_or_run_says_why(monkeypatch: pytest.Monkey
         TensorRT(described, b"whole", None)({"ids": torch.zeros(1, 2)})
 
 
+def test_an_encoder_runs_once_a_text() -> None:
+    """And what it makes is given to every call of the decoder."""
+    runs: list[int] = []
+
+    class Decoder(Standin):
+        def __call__(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            assert inputs["encoded_0"].tolist() == [[2.0], [4.0]]
+            return super().__call__(inputs)
+
+    def encode(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        runs.append(len(inputs["sound"]))
+        return {"encoded_0": 2 * inputs["sound"]}
+
+    sound = {"name": "sound", "dtype": "float32", "shape": ["batch", 1], "role": "input"}
+    engine = Engine(config() | {"encoder": {"inputs": [sound]}}, Decoder(), encode=encode)
+    source = {"sound": torch.tensor([[1], [2]])}
+    assert engine.generate(PROMPTS[:2], 5, source=source) == [answer(p, 5) for p in PROMPTS[:2]]
+    assert runs == [2]
+    for wrong in (None, {"sound": torch.zeros(3, 1)}, {"noise": torch.zeros(2, 1)}):
+        with pytest.raises(AutoshardError, match=r"the encoder has the inputs \['sound'\]"):
+            engine.generate(PROMPTS[:2], 5, source=wrong)
+    with pytest.raises(AutoshardError, match=r"the encoder has the inputs \[\], and source is"):
+        Engine(config(), Standin()).generate(PROMPTS, 1, source=source)
+
+
 def test_each_call_runs_with_the_profile_made_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", StandIn)
     monkeypatch.setattr(StandIn, "profiles", [])
@@ -282,6 +307,7 @@ def test_a_damaged_engine_is_not_deserialised(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        ({"encoder": {**config(False), "ranks": config()["ranks"]}}, "has the role 'encoded'"),
         ({"ranks": []}, "1 to 1,048,576 ranks"),
         ({"ranks": [{"file": "rank0.engine"}]}, r"no 'sha256' in ranks\[0\]"),
         ({"outputs": []}, "has no seen_out for the cache seen"),

@@ -26,8 +26,8 @@ class Port:
 
     role: "input", "output", "lengths" (how many tokens of each row are cached, int32 [batch]),
     "last_tokens" (the place in a call of each row's last token, whose logits are made, int32
-    [batch]), "key_cache", "value_cache" (inputs, and the outputs of the same name that are their
-    memory).
+    [batch]), "encoded" (what the encoder's engine makes), "key_cache", "value_cache" (inputs, and
+    the outputs of the same name that are their memory).
     """
 
     name: str
@@ -64,7 +64,8 @@ class RankGraph:
     sizes: the name of each symbol of the placeholders' fake values. axis: tp, as this rank sees
     it; its `group` is what collectives name. max_length: tokens a cache holds, None without one.
     whole, whole_constants: with a cache, the graph of whole sequences that it continues, and the
-    constants of that one.
+    constants of that one. encoder: what an encoder-decoder computes once a text, whose outputs are
+    the inputs of role "encoded".
     """
 
     module: fx.GraphModule
@@ -78,6 +79,7 @@ class RankGraph:
     max_length: int | None
     whole: fx.GraphModule | None = None
     whole_constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    encoder: RankGraph | None = None
 
     @property
     def tp(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autoshard.export.rank_graph.cache.axes import reads
 from autoshard.export.rank_graph.cache.comparison import (
     Runner,
     check_cached,

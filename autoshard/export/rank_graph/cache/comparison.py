@@ -136,7 +136,7 @@ def _inputs(graph: RankGraph, length: int) -> dict[str, torch.Tensor]:
     highest = _vocabulary(graph)
     found = {}
     for port in graph.inputs:
-        if port.role != "input":
+        if port.role not in ("input", "encoded"):
             continue
         shape = [size if isinstance(size, int) else sizes[size] for size in port.shape]
         if port.dtype.is_floating_point:
@@ -162,7 +162,7 @@ def _part(
     """`count` tokens of each row, from its own start."""
     cut = {}
     for port in graph.inputs:
-        if port.role == "input":
+        if port.role in ("input", "encoded"):
             value = given[port.name]
             if "sequence" in port.shape:
                 rows = [value[row, one : one + count] for row, one in enumerate(start)]
