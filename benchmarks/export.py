@@ -12,8 +12,8 @@ cache, dynamic batch and sequence. The default has 80 million parameters a rank.
     convert   the network, its collectives checked
     build     TensorRT's builder, and the file
 
-Seconds are of the clock. Memory is how far the process's peak (resident set) is above what it held
-before the first step, which is the model's own weights in float32. Needs TensorRT-RTX; no GPU.
+Seconds are of the clock. Memory is how far the process's peak, as Linux counts it, is above what it
+held before the first step, which is the model's own weights in float32. Needs TensorRT-RTX; no GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import argparse
 import json
 import resource
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -62,26 +61,18 @@ def resident() -> int:
 
 
 class Peak:
-    """The largest `resident()` of a step, sampled by a thread: the system's own peak of a process
-    cannot be begun anew."""
+    """The largest memory of a step, as Linux counts it (VmHWM, begun anew by clear_refs)."""
 
-    def __init__(self) -> None:
-        self.bytes = resident()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    def _sample(self) -> None:
-        while not self._over.wait(0.002):
-            self.bytes = max(self.bytes, resident())
+    bytes: int
 
     def __enter__(self) -> Peak:
-        self._thread.start()
+        Path("/proc/self/clear_refs").write_text("5")
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-        self.bytes = max(self.bytes, resident())
+        lines = Path("/proc/self/status").read_text().splitlines()
+        (line,) = [line for line in lines if line.startswith("VmHWM:")]
+        self.bytes = int(line.split()[1]) * 1024
 
 
 def measure(layers: int, width: int, vocab: int, tp: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -112,8 +103,9 @@ def measure(layers: int, width: int, vocab: int, tp: int, dtype: torch.dtype) ->
     network = step("convert", lambda: checked_network(trt, graph, weights)[0])
 
     def write() -> int:
-        with tempfile.NamedTemporaryFile() as file:
-            return file.write(memoryview(build(network)))
+        with tempfile.TemporaryFile() as file:
+            build(network, file)
+            return file.tell()
 
     size = step("build", write)
     held = sum(tensor.nbytes for tensor in weights.values())

@@ -43,6 +43,9 @@ def add_command(commands: Any) -> None:
         "huggingface", write_huggingface, "safetensors with index and configuration", dtype=None
     )
     huggingface.add_argument("--max-shard-bytes", type=positive, default=5 * 2**30)
+    huggingface.add_argument(
+        "--quantize", choices=("fp8", "fp8_channel", "int8", "int4"), help="the weights' layout"
+    )
 
     engine_flags = {"mesh": "tp=1", "dtype": "float16", "batch": 8, "sequence": 1024}
     tensorrt = add_format(
@@ -59,6 +62,9 @@ def add_command(commands: Any) -> None:
         parser.description = "--batch and --sequence are the largest that the engine takes at once."
         parser.add_argument(
             "--max-length", type=positive, help="tokens of the key-value cache (default: no cache)"
+        )
+        parser.add_argument(
+            "--all-logits", action="store_true", help="with a cache, not of the last tokens alone"
         )
 
 
@@ -104,9 +110,12 @@ def write_huggingface(arguments: argparse.Namespace) -> None:
         dtype=arguments.dtype,
         max_shard_bytes=arguments.max_shard_bytes,
         tokenizer=load_tokenizer(arguments.model),
+        quantize=arguments.quantize,
         progress=ProgressLine(),
     )
     print(f"wrote {arguments.directory}")
+    if arguments.quantize is not None:
+        print((arguments.directory / "quantization_accuracy.json").read_text(), end="")
 
 
 def write_tensorrt(arguments: argparse.Namespace) -> None:
@@ -135,10 +144,18 @@ def _write_ranks(write: Callable[..., Path], arguments: argparse.Namespace, **mo
         dtype=arguments.dtype,
         dynamic={name: (1, largest, largest) for name, largest in sizes.items()},
         max_length=arguments.max_length,
+        all_logits=arguments.all_logits,
         progress=ProgressLine(),
         **more,
     )
-    print(_written(arguments))
+    print(f"{_written(arguments)}; peak memory {_peak_gigabytes():.1f} GB")
+
+
+def _peak_gigabytes() -> float:
+    """Of this process, the model and the plan included."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux counts in KiB
 
 
 def _written(arguments: argparse.Namespace) -> str:

@@ -17,6 +17,9 @@ from autoshard.export.errors import export_error
 from autoshard.export.serial_graph import unwrapped
 from autoshard.runtime import compat
 
+Description = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor that is written."""
+
 
 @dataclass(frozen=True)
 class StateTensor:
@@ -34,7 +37,7 @@ class CheckpointPart:
     and dtype by published name. plain: whether they are written as they are."""
 
     sources: Sequence[StateTensor]
-    written: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    written: Mapping[str, Description]
     plain: bool = False
 
 

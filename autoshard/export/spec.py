@@ -45,8 +45,9 @@ class EngineSpec:
     token ids [2, 8]. dtype: of the weights, of inputs that are floating-point numbers and so of
     the computation; None: as they are. dynamic: (minimum, optimum, maximum) of "batch", dim 0 of
     every input, and of "sequence", dim 1; a size that is not named is that of the example.
-    max_length: tokens of a key-value cache, None for none. hardware: the machine to plan for, a
-    key of `planning.cost.hardware.HARDWARE`.
+    max_length: tokens of a key-value cache, None for none. all_logits: with a cache, the logits of
+    every token and not of each row's last alone. hardware: the machine to plan for, a key of
+    `planning.cost.hardware.HARDWARE`.
 
     Raises ExportError for values that no engine can have.
     """
@@ -56,6 +57,7 @@ class EngineSpec:
     dtype: str | torch.dtype | None = None
     dynamic: Mapping[str, tuple[int, int, int]] | None = None
     max_length: int | None = None
+    all_logits: bool = False
     hardware: str = "h100"
 
     def __post_init__(self) -> None:

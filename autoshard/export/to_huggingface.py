@@ -9,7 +9,7 @@ import contextlib
 import copy
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,19 @@ from autoshard.export.errors import export_error
 from autoshard.export.published_config import add_older_names
 from autoshard.export.published_form import (
     CheckpointPart,
+    Description,
     StateTensor,
     in_published_form,
     published_parts,
 )
+from autoshard.export.quantization import FILE, Inputs, Quantizer
+from autoshard.export.quantization import example as random_tokens
 from autoshard.export.safetensors_file import SafetensorsFile
 from autoshard.export.serial_graph import unwrapped
 from autoshard.export.spec import weight_dtype
 from autoshard.export.weight_source import WeightSource, WholeParameter
 
 _METADATA = {"format": "pt"}
-
-Description = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of a tensor that is written."""
 
 Files = dict[str, dict[str, Description]]
 """The tensors of each file, by name."""
@@ -47,6 +47,8 @@ def huggingface(
     dtype: str | torch.dtype | None = None,
     max_shard_bytes: int = 5 * 2**30,
     tokenizer: Any = None,
+    quantize: str | None = None,
+    example: Inputs | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Write the whole model as a Hugging Face directory; return the directory.
@@ -61,41 +63,66 @@ def huggingface(
     dtype: of floating-point parameters: "float16", "bfloat16" or "float32"; None keeps each one's.
     max_shard_bytes: of tensors in one file, where a single tensor is not larger; with more than one
     file there is an index.
+    quantize: "fp8", "fp8_channel", "int8" or "int4" for the weights of linear layers and experts;
+    None for none. How accurate they are is written to `quantization_accuracy.json`: each weight's
+    relative error, and what a model in one process says with them of `example`, keyword arguments
+    of a call (None: random token ids, where the model takes them), for as much memory again.
 
-    Raises ExportError for parameters without values; a directory appears complete or not at all.
+    Raises ExportError for parameters without values, and for what cannot be quantized; a directory
+    appears complete or not at all.
     """
     if max_shard_bytes < 1:
         raise export_error(f"max_shard_bytes={max_shard_bytes} must be at least 1")
     kind = None if dtype is None else weight_dtype(dtype)
     source = WeightSource(model)
     parts = published_parts(model, _tensors(model, kind))
+    quantizer = None
+    if quantize is not None:
+        if source.job.size > 1:
+            example = None  # its ranks would have to call the model together
+        elif example is None:
+            example = random_tokens(model)
+        quantizer = Quantizer(model, parts, quantize, example)
+        parts = quantizer.parts
     written = {name: one for part in parts for name, one in part.written.items()}
     files = _files(written, max_shard_bytes)
     with Destination(directory, source.job) as destination:
         if source.job.rank == 0:
             destination.attempt(lambda: _beside(model, files, destination.partial, kind, tokenizer))
-        for done, name in enumerate(_write(model, source, destination, files, parts), 1):
+        form = partial(in_published_form, model) if quantizer is None else quantizer.written
+        for done, name in enumerate(_write(form, source, destination, files, parts), 1):
             if progress is not None and source.job.rank == 0:
                 progress(name, done, len(written))
+        if quantizer is not None and source.job.rank == 0:
+            destination.attempt(partial(_about, quantizer, destination.partial))
     return Path(directory)
 
 
+def _about(quantizer: Quantizer, folder: Path) -> None:
+    """What config.json says of quantized weights, and how accurate they are."""
+    config = folder / "config.json"
+    said = json.loads(config.read_text()) if config.exists() else {}
+    said["quantization_config"] = quantizer.configuration()
+    for path, body in ((config, said), (folder / FILE, quantizer.report())):
+        path.write_text(json.dumps(body, indent=2, sort_keys=True) + "\n")
+
+
 def _write(
-    model: nn.Module,
+    form: Callable[[CheckpointPart, dict[str, torch.Tensor]], dict[str, torch.Tensor]],
     source: WeightSource,
     destination: Destination,
     files: Files,
     parts: list[CheckpointPart],
 ) -> Iterator[str]:
     """All files, one part at a time: the name of each tensor, once it is written. Every rank takes
-    part in reading, rank 0 writes."""
+    part in reading, rank 0 writes. form: the values to write of a part."""
     place = {name: file for file, tensors in files.items() for name in tensors}
     left = {file: len(tensors) for file, tensors in files.items()}
     with contextlib.ExitStack() as stack:
         opened: dict[str, SafetensorsFile] = {}
 
         def put(part: CheckpointPart, tensors: dict[str, torch.Tensor]) -> None:
-            for name, tensor in in_published_form(model, part, tensors).items():
+            for name, tensor in form(part, tensors).items():
                 file = place[name]
                 if file not in opened:
                     made = SafetensorsFile(destination.partial / file, files[file], _METADATA)

@@ -21,7 +21,7 @@ BUILDERS = ("tensorrt", "tensorrt_rtx")
 _AGAIN = "Copy the directory or export the engines again."
 _MOST = 2**31 - 1
 _DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "int32", "int8", "bool")
-_ROLES = ("input", "output", "lengths", "key_cache", "value_cache")
+_ROLES = ("input", "output", "lengths", "last_tokens", "encoded", "key_cache", "value_cache")
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
@@ -43,7 +43,13 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     for capability in builder.entry("compute_capabilities").items():
         capability.text()
     _check_ranks(body.entry("ranks"))
-    _check_ports(body)
+    _check_ports(body, "output")
+    encoder = body.optional("encoder", None)
+    if encoder.value is not None:
+        _check_ranks(encoder.entry("ranks"))
+        _check_ports(encoder, "encoded")
+        if len(encoder.value["ranks"]) != len(body.value["ranks"]):
+            raise encoder.refused("not of as many ranks as the decoder")
     for token in body.optional("stop", []).items():
         token.integer(0, _MOST)
     config: dict[str, Any] = body.value
@@ -98,15 +104,19 @@ def _check_ranks(ranks: FileEntry) -> None:
             raise digest.refused("not the 64 hexadecimal digits of a SHA-256")
 
 
-def _check_ports(body: FileEntry) -> None:
-    """Inputs, outputs, sizes and cache: whatever a runner will look up is there."""
+def _check_ports(body: FileEntry, made: str) -> None:
+    """Inputs, outputs, sizes and cache: whatever a runner will look up is there. made: the role of
+    what the engine is run for."""
     profiles = body.entry("profiles")
     if not profiles.items():
         raise profiles.refused("not one profile or more")
     sizes = profiles.items()[0].entries()
-    for size in sizes.values():
-        low = size.entry("minimum").integer(1, _MOST)
-        size.entry("maximum").integer(low, _MOST)
+    for profile in profiles.items():
+        if profile.entries().keys() != sizes.keys():
+            raise profile.refused(f"not of the sizes {sorted(sizes)}")
+        for size in profile.entries().values():
+            low = size.entry("minimum").integer(1, _MOST)
+            size.entry("maximum").integer(low, _MOST)
     inputs, outputs = ([_port(e) for e in body.entry(k).items()] for k in ("inputs", "outputs"))
     for name, dims, role in inputs:
         for dim in dims:
@@ -121,8 +131,8 @@ def _check_ports(body: FileEntry) -> None:
     names = [name for name, *_ in (*inputs, *outputs)]
     if len(set(names)) < len(names):
         raise body.entry("inputs").refused("and two inputs or outputs have one name")
-    if not any(role == "output" for _, _, role in outputs):
-        raise body.entry("outputs").refused("and none of them has the role 'output'")
+    if not any(role == made for _, _, role in outputs):
+        raise body.entry("outputs").refused(f"and none of them has the role {made!r}")
     if caches:
         body.entry("kv_cache").entry("max_length").integer(1, _MOST)
 

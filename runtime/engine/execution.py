@@ -45,7 +45,11 @@ def load(directory: str | Path, group: Any = None) -> Engine:
         )
     rank = 0 if group is None else dist.get_rank(group)
     data = read_engine(directory, config, rank)
-    return Engine(config, TensorRT(config, data, group), torch.device("cuda"), group)
+    encode = None
+    if config.get("encoder") is not None:
+        encoder = {**config, **config["encoder"]}
+        encode = TensorRT(encoder, read_engine(directory, encoder, rank), group)
+    return Engine(config, TensorRT(config, data, group), torch.device("cuda"), group, encode)
 
 
 class TensorRT:
@@ -84,11 +88,13 @@ class TensorRT:
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
             if self._context.set_communicator(_capsule(compat.nccl_communicator(group))) is False:
                 raise AutoshardError(message("the engine refused the NCCL communicator"))
-        self._outputs = config["outputs"]
+        self._inputs, self._outputs = config["inputs"], config["outputs"]
+        self._profiles, self._profile = config["profiles"], 0
 
     def __call__(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run once on the current stream."""
         context = self._context
+        self._choose_profile(inputs)
         for name, tensor in inputs.items():
             if not context.set_input_shape(name, tuple(tensor.shape)):
                 raise AutoshardError(
@@ -109,6 +115,29 @@ class TensorRT:
         if not context.execute_async_v3(torch.cuda.current_stream().cuda_stream):
             raise AutoshardError(message("the engine failed to run; TensorRT has logged why"))
         return outputs
+
+    def _choose_profile(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Of the profiles that these sizes are in, the last: the first is of all sizes, the others
+        are optimised for some. Where no other is, the first one's error says what the engine takes.
+        """
+        found = {
+            name: size
+            for port in self._inputs
+            if port["name"] in inputs
+            for name, size in zip(port["shape"], inputs[port["name"]].shape)
+            if isinstance(name, str)
+        }
+        fitting = [
+            i
+            for i, profile in enumerate(self._profiles)
+            if all(profile[n]["minimum"] <= s <= profile[n]["maximum"] for n, s in found.items())
+        ]
+        chosen = max(fitting, default=0)
+        if chosen != self._profile:
+            stream = torch.cuda.current_stream().cuda_stream
+            if not self._context.set_optimization_profile_async(chosen, stream):
+                raise AutoshardError(message(f"the engine refused its profile {chosen}"))
+            self._profile = chosen
 
 
 def _capsule(address: int) -> Any:

@@ -21,6 +21,7 @@ class Engine:
 
     config: of the directory. execute: runs the engine once. device: where its tensors live.
     group: of the ranks; the tokens that its rank 0 draws are everybody's. None: nothing is sent.
+    encode: runs the encoder of an encoder-decoder once.
     """
 
     def __init__(
@@ -29,8 +30,10 @@ class Engine:
         execute: Execute,
         device: torch.device | str = "cpu",
         group: Any = None,
+        encode: Execute | None = None,
     ) -> None:
         self.config, self.execute, self.device, self.group = config, execute, device, group
+        self._encode, self._encoded = encode, dict[str, torch.Tensor]()
         roles: dict[str, list[Any]] = {}
         for port in config["inputs"]:
             role = "cache" if port["role"].endswith("cache") else port["role"]
@@ -46,6 +49,7 @@ class Engine:
         self._tokens = roles["input"][0]["name"]
         self._dtype = getattr(torch, roles["input"][0]["dtype"])
         self._lengths = [port["name"] for port in roles.get("lengths", ())]
+        self._last = [port["name"] for port in roles.get("last_tokens", ())]
         self._caches = roles.get("cache", [])
         self._logits = next(p["name"] for p in config["outputs"] if p["role"] == "output")
         profile = config["profiles"][0]
@@ -70,16 +74,20 @@ class Engine:
         seed: int = 0,
         stop: int | Iterable[int] | None = None,
         stream: Callable[[int, int], None] | None = None,
+        source: Mapping[str, torch.Tensor] | None = None,
     ) -> list[list[int]]:
         """The tokens that follow each prompt, at most `max_new_tokens`.
 
         temperature, top_k, top_p: see `Sampling`. seed: of the drawing; the same on every rank.
         stop: a token or tokens that end a row, and are not returned; by default those that the
         model was exported with, () for none. stream: called on every rank with (row, token) as
-        tokens are made. A row that has ended costs no tokens, the others go on. Collective.
+        tokens are made. A row that has ended costs no tokens, the others go on. source: the inputs
+        of the encoder of an encoder-decoder by name, a row for each prompt of the decoder.
+        Collective.
         Raises AutoshardError for more rows or tokens than the engine holds.
         """
         self._check(prompts, max_new_tokens)
+        self._run_encoder(source, len(prompts))
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         ends = self._stop if stop is None else {stop} if isinstance(stop, int) else {*stop}
         generator = torch.Generator().manual_seed(seed)
@@ -121,6 +129,31 @@ class Engine:
                 )
             )
 
+    def _run_encoder(self, source: Mapping[str, torch.Tensor] | None, rows: int) -> None:
+        """Keys and values of what the decoder attends to, made once a text."""
+        ports = {} if self._encode is None else self.config["encoder"]["inputs"]
+        wanted = {port["name"]: port for port in ports}
+        given = {} if source is None else source
+        if given.keys() != wanted.keys() or any(len(one) != rows for one in given.values()):
+            have = {name: tuple(one.shape) for name, one in given.items()}
+            raise AutoshardError(
+                message(
+                    f"the encoder has the inputs {sorted(wanted)}, and source is {have or None} "
+                    f"for {rows} prompts",
+                    remedy="Give generate(..., source={name: tensor}), a row for each prompt.",
+                )
+            )
+        if self._encode is None:
+            return
+        self._encoded = dict(
+            self._encode(
+                {
+                    name: one.to(self.device, getattr(torch, wanted[name]["dtype"])).contiguous()
+                    for name, one in given.items()
+                }
+            )
+        )
+
     def _prompt(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         """The logits after each row's last token, [rows, vocabulary]; caches begin anew.
 
@@ -139,7 +172,7 @@ class Engine:
             logits = self._run(part, [start] * len(rows))
             for i, row in enumerate(rows):
                 if start < len(row) <= start + width:
-                    last[i] = logits[i, len(row) - 1 - start].float()
+                    last[i] = logits[i, 0 if self._last else len(row) - 1 - start].float()
             start += width
         return torch.stack([found for found in last if found is not None])
 
@@ -155,13 +188,17 @@ class Engine:
         return torch.stack([logits[i, len(row) - 1] for i, row in enumerate(rows)]).float()
 
     def _run(self, rows: Sequence[Sequence[int]], past: Sequence[int]) -> torch.Tensor:
-        """The logits of each of these tokens; rows are filled up to one length behind their end."""
+        """The logits of each of these tokens, or of the last of each row where the engine has these
+        alone; rows are filled up to one length behind their end."""
         width = max(self.min_tokens, *map(len, rows))
         tokens = [[*row, *[0] * (width - len(row))] for row in rows]
         feed = {self._tokens: torch.tensor(tokens, dtype=self._dtype, device=self.device)}
         for name in self._lengths:
             feed[name] = torch.tensor(past, dtype=torch.int32, device=self.device)
-        outputs = self.execute({**feed, **self._buffers})
+        for name in self._last:  # of a row that ended in an earlier part, any
+            places = [max(len(row), 1) - 1 for row in rows]
+            feed[name] = torch.tensor(places, dtype=torch.int32, device=self.device)
+        outputs = self.execute({**feed, **self._encoded, **self._buffers})
         self._buffers = {name: outputs[f"{name}_out"] for name in self._buffers}
         return outputs[self._logits]
 

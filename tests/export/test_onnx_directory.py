@@ -16,6 +16,7 @@ import autoshard
 import engine_cases as cases
 from autoshard.cli import main
 from autoshard.export import ExportError
+from families import FAMILIES
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
@@ -87,8 +88,48 @@ def test_a_directory_read_back_says_what_the_model_says(tmp_path: Path) -> None:
     feeds = cases.feeds(cases.LENGTH)
     parts = [feed["input_ids"] for feed in feeds]
     with torch.no_grad():
-        wanted = model(torch.cat(parts, 1)).logits.split([part.shape[1] for part in parts], 1)
+        whole = model(torch.cat(parts, 1)).logits.split([part.shape[1] for part in parts], 1)
+    wanted = [part[:, -1:] for part in whole]
     for rank in evaluate(models, feeds):
+        assert cases.error([one["logits"] for one in rank], wanted) < 1e-5
+
+
+def test_an_encoder_is_a_model_of_its_own(tmp_path: Path) -> None:
+    """It runs once, and hands its keys and values to a decoder with a cache."""
+    family, out = FAMILIES["BART"], tmp_path / "onnx"
+    model = family.make(encoder_layers=1, decoder_layers=1)
+    autoshard.export.onnx(
+        model,
+        out,
+        mesh={"tp": 1},
+        example=((), family.call(2, 8)),
+        dtype="float32",
+        dynamic=cases.DYNAMIC,
+        max_length=cases.LENGTH,
+    )
+    config = json.loads((out / "config.json").read_text())
+    names = ["config.json", "rank0.encoder.onnx", "rank0.onnx"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    encoder = config["encoder"]
+    made = [port["name"] for port in encoder["outputs"]]
+    assert made == ["encoded_0", "encoded_1"] and config["kv_cache"]["layers"] == 1
+    assert [p["name"] for p in config["inputs"] if p["role"] == "encoded"] == made
+    call = {**family.call(3, 8), "decoder_input_ids": torch.arange(36).view(3, 12)}
+
+    def models(part: Any) -> list[Any]:
+        return [onnx.load(out / entry["file"]) for entry in part["ranks"]]
+
+    held = [rank[0] for rank in evaluate(models(encoder), [{"input_ids": call["input_ids"]}])]
+    parts = [(0, 7), (7, 9), (9, 10), (10, 11), (11, 12)]
+    feeds = []
+    for start, end in parts:
+        numbers = [torch.full((3,), n, dtype=torch.int32) for n in (start, end - start - 1)]
+        names = ["decoder_input_ids", "past_lengths", "last_tokens"]
+        feeds.append(dict(zip(names, [call["decoder_input_ids"][:, start:end], *numbers])))
+    with torch.no_grad():
+        whole = model(**call, use_cache=False).logits
+    wanted = [whole[:, end - 1 : end] for _, end in parts]
+    for rank in evaluate(models(config), feeds, held):
         assert cases.error([one["logits"] for one in rank], wanted) < 1e-5
 
 

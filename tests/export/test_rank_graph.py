@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 import engine_cases as cases
 from autoshard.export import ExportError
-from autoshard.export.rank_graph.core_operators import CORE
+from autoshard.export.rank_graph.core_operators import CORE, PRODUCTS
 from autoshard.export.rank_graph.operators import attention, update_cache
 from autoshard.export.rank_graph.plan import InferencePlan
 from autoshard.export.rank_graph.plan import plan_inference as plan_for
@@ -64,9 +65,23 @@ def test_a_graph_is_of_few_operators_and_one_group() -> None:
         assert node.kwargs == {"causal": "lower_right", "scale": 8**-0.5}
     own = sum(t.numel() for t in weights.values())
     assert own < 0.55 * sum(p.numel() for p in cases.model("llama").parameters())
-    assert [p.name for p in graph.inputs[:3]] == ["input_ids", "past_lengths", "key_cache_0"]
-    assert graph.inputs[2].shape == ("batch", 2, cases.LENGTH, 8)
+    names = ["input_ids", "past_lengths", "last_tokens", "key_cache_0"]
+    assert [p.name for p in graph.inputs[:4]] == names
+    assert graph.inputs[3].shape == ("batch", 2, cases.LENGTH, 8)
+
+
+def test_behind_the_last_attention_only_last_tokens_are_computed() -> None:
+    graph, _ = cases.rank("llama", 2, 1, length=cases.LENGTH)
+    assert graph.outputs[0].shape == ("batch", 1, 256)
+    nodes = list(graph.module.graph.nodes)
+    (cut,) = [i for i, n in enumerate(nodes) if n.target is torch.ops.aten.gather.default]
+    behind = [n.meta["val"].shape[1] for n in nodes[cut:] if n.target in PRODUCTS]
+    assert behind == [1] * 4  # the MLP of the last layer, and the head
+    plan = cases.plan("llama", 2, length=cases.LENGTH)
+    every = dataclasses.replace(plan, spec=dataclasses.replace(plan.spec, all_logits=True))
+    graph = every.rank_graph(1)
     assert graph.outputs[0].shape == ("batch", "sequence", 256)
+    assert "last_tokens" not in {port.name for port in graph.inputs}
 
 
 @pytest.mark.parametrize("length", [pytest.param(None, marks=pytest.mark.slow), 1024])
@@ -148,9 +163,10 @@ def test_a_size_the_ranks_do_not_divide_is_kept_whole(tp: int, sizes: dict[str, 
     assert head == ("S(1)" if model.config.hidden_size % tp == 0 else "I")
     ids = torch.randint(257, (2, 12), generator=torch.Generator().manual_seed(0))
     feeds = [
-        [ids[:, a:b], torch.full((2,), a, dtype=torch.int32)] for a, b in ((0, 7), (7, 8), (8, 12))
+        [ids[:, a:b], *(torch.full((2,), n, dtype=torch.int32) for n in (a, b - a - 1))]
+        for a, b in ((0, 7), (7, 8), (8, 12))
     ]
     with torch.no_grad():
-        wanted = model(ids).logits.split([7, 1, 4], 1)
+        wanted = [part[:, -1:] for part in model(ids).logits.split([7, 1, 4], 1)]
     for found in run_plan(plan, model, feeds):
         assert cases.error([out[0] for out in found], wanted) < 1e-5

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +42,9 @@ def check(name: str, tp: int, dtype: torch.dtype, length: int | None) -> None:
     assert difference(ranks, name, length) < cases.TOLERANCE[dtype]
     network = ranks[-1][0]
     levels = check_capabilities(trt, ["8.9", "SM120"], network.lowering.graph)
-    engine = bytes(memoryview(build(network, levels)))
+    file = io.BytesIO()
+    build(network, file, levels)
+    engine = file.getvalue()
     assert len(engine) > sum(t.nbytes for t in network.lowering.constants.values())
     if tp > 1:
         assert f"world_size = {tp}".encode() in engine
@@ -48,6 +52,13 @@ def check(name: str, tp: int, dtype: torch.dtype, length: int | None) -> None:
 
 def test_a_network_says_what_the_model_says_and_builds() -> None:
     check("llama", 2, torch.float16, cases.LENGTH)
+
+
+def test_a_full_disk_is_told_as_one() -> None:
+    ((network, _), _) = networks("llama", 2, torch.float16, cases.LENGTH)
+    full = Path("/dev/full").open("wb", buffering=0)
+    with full, pytest.raises(OSError, match="No space"):
+        build(network, full)
 
 
 #: Every model with every number of ranks and with every dtype, every two of them together once.

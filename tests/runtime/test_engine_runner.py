@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +20,15 @@ from tensorrt_stand_in import StandIn
 VOCAB, WIDTH, LENGTH = 16, 4, 12
 
 
-def config(cached: bool = True, fewest: int = 1, ids: str = "int64") -> dict[str, Any]:
-    """fewest: tokens the engine takes at once at least."""
+def config(
+    cached: bool = True, fewest: int = 1, ids: str = "int64", last: bool = False
+) -> dict[str, Any]:
+    """fewest: tokens the engine takes at once at least. last: it has the last logits alone."""
     cache = {"dtype": "float32", "shape": ["batch", 1, LENGTH, 1], "role": "key_cache"}
     tokens = {"name": "ids", "dtype": ids, "shape": ["batch", "sequence"], "role": "input"}
     lengths = {"name": "past", "dtype": "int32", "shape": ["batch"], "role": "lengths"}
-    shape = ["batch", "sequence", VOCAB]
+    shape = ["batch", 1 if last else "sequence", VOCAB]
+    places = {**lengths, "name": "last", "role": "last_tokens"}
     logits = {"name": "logits", "dtype": "float32", "shape": shape, "role": "output"}
     sequence = {"minimum": fewest, "maximum": WIDTH if cached else LENGTH}
     sizes = {"batch": {"minimum": 1, "maximum": 3}, "sequence": sequence}
@@ -32,7 +36,9 @@ def config(cached: bool = True, fewest: int = 1, ids: str = "int64") -> dict[str
         "format": "autoshard-engine",
         "format_version": 1,
         "builder": {"module": "tensorrt", "version": "1", "compute_capabilities": []},
-        "inputs": [tokens, lengths, {"name": "seen", **cache}] if cached else [tokens],
+        "inputs": [tokens, lengths, *[places] * last, {"name": "seen", **cache}]
+        if cached
+        else [tokens],
         "outputs": [logits, {"name": "seen_out", **cache}] if cached else [logits],
         "profiles": [sizes],
         "kv_cache": {"max_length": LENGTH} if cached else None,
@@ -65,6 +71,8 @@ class Standin:
                 seen[row, 0, past[row] + i, 0] = ids[row, i]
                 known = seen[row, 0, : past[row] + i + 1, 0].int().tolist()
                 logits[row, i, following(known)] = 5.0
+        if "last" in inputs:
+            logits = logits[torch.arange(rows), inputs["last"].long(), None]
         return {"logits": logits, "seen_out": seen}
 
 
@@ -78,10 +86,10 @@ def answer(prompt: list[int], steps: int) -> list[int]:
 PROMPTS = [[3, 1], [7], [1, 2, 3, 4, 5, 6]]
 
 
-@pytest.mark.parametrize("cached", [True, False])
-def test_rows_of_any_length_continue_by_themselves(cached: bool) -> None:
+@pytest.mark.parametrize(("cached", "last"), [(True, False), (True, True), (False, False)])
+def test_rows_of_any_length_continue_by_themselves(cached: bool, last: bool) -> None:
     standin = Standin()
-    engine = Engine(config(cached), standin)
+    engine = Engine(config(cached, last=last), standin)
     assert engine.generate(PROMPTS, 7) == [answer(prompt, 7) for prompt in PROMPTS]
     prompt = [(3, 4), (3, 2)] if cached else [(3, 6)]
     later = [(3, 1)] * 6 if cached else [(3, 6 + i) for i in range(1, 7)]
@@ -197,6 +205,44 @@ def test_an_engine_that_does_not_load_or_run_says_why(monkeypatch: pytest.Monkey
         TensorRT(described, b"whole", None)({"ids": torch.zeros(1, 2)})
 
 
+def test_an_encoder_runs_once_a_text() -> None:
+    """And what it makes is given to every call of the decoder."""
+    runs: list[int] = []
+
+    class Decoder(Standin):
+        def __call__(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            assert inputs["encoded_0"].tolist() == [[2.0], [4.0]]
+            return super().__call__(inputs)
+
+    def encode(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        runs.append(len(inputs["sound"]))
+        return {"encoded_0": 2 * inputs["sound"]}
+
+    sound = {"name": "sound", "dtype": "float32", "shape": ["batch", 1], "role": "input"}
+    engine = Engine(config() | {"encoder": {"inputs": [sound]}}, Decoder(), encode=encode)
+    source = {"sound": torch.tensor([[1], [2]])}
+    assert engine.generate(PROMPTS[:2], 5, source=source) == [answer(p, 5) for p in PROMPTS[:2]]
+    assert runs == [2]
+    for wrong in (None, {"sound": torch.zeros(3, 1)}, {"noise": torch.zeros(2, 1)}):
+        with pytest.raises(AutoshardError, match=r"the encoder has the inputs \['sound'\]"):
+            engine.generate(PROMPTS[:2], 5, source=wrong)
+    with pytest.raises(AutoshardError, match=r"the encoder has the inputs \[\], and source is"):
+        Engine(config(), Standin()).generate(PROMPTS, 1, source=source)
+
+
+def test_each_call_runs_with_the_profile_made_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", StandIn)
+    monkeypatch.setattr(StandIn, "profiles", [])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    one = {**config()["profiles"][0], "sequence": {"minimum": 1, "maximum": 1}}
+    engine = TensorRT(config() | {"profiles": [*config()["profiles"], one]}, b"whole", None)
+    for tokens in (4, 1, 1, 2, WIDTH + 1):
+        inputs = {"ids": torch.zeros(2, tokens), "past": torch.zeros(2)}
+        with pytest.raises(AutoshardError, match="takes no ids"):
+            engine({**inputs, "seen": torch.zeros(2, 1, LENGTH, 1)})
+    assert StandIn.profiles == [1, 0]
+
+
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """A directory of one engine."""
@@ -261,10 +307,12 @@ def test_a_damaged_engine_is_not_deserialised(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        ({"encoder": {**config(False), "ranks": config()["ranks"]}}, "has the role 'encoded'"),
         ({"ranks": []}, "1 to 1,048,576 ranks"),
         ({"ranks": [{"file": "rank0.engine"}]}, r"no 'sha256' in ranks\[0\]"),
         ({"outputs": []}, "has no seen_out for the cache seen"),
         ({"profiles": []}, "not one profile or more"),
+        ({"profiles": [config()["profiles"][0], {}]}, r"profiles\[1\] is .*not of the sizes"),
         ({"kv_cache": None}, "entry kv_cache is None"),
         ({"profiles": [{"batch": {"minimum": 3, "maximum": 2}}]}, "not from 3 to"),
     ],

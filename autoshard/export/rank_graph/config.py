@@ -66,8 +66,9 @@ def configuration(graph: RankGraph, dtype: torch.dtype | None) -> dict[str, Any]
         "profiles": [
             {
                 name: {"minimum": e.minimum, "optimum": e.optimum, "maximum": e.maximum}
-                for name, e in graph.symbols.items()
+                for name, e in profile.items()
             }
+            for profile in graph.profiles
         ],
         "kv_cache": cache,
     }

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autoshard.export.rank_graph.encoder import TOKENS
 from autoshard.export.spec import DIMS, EngineSpec
 from autoshard.runtime import compat
 
@@ -26,9 +28,21 @@ def traced_call(model: nn.Module, spec: EngineSpec) -> dict[str, Any]:
         if parameter.kind is parameter.VAR_KEYWORD:
             call.update(call.pop(parameter.name, {}))
     sizes = _primes(_planned_sizes(spec), spec.tp)
-    return pytree.tree_map_only(  # type: ignore[no-any-return]
-        torch.Tensor, lambda tensor: _marked(tensor, sizes, spec.weight_dtype), call
-    )
+    # the decoder of an encoder-decoder continues a sequence, the encoder's stays as it is
+    lone = {name: size for name, size in sizes.items() if name != "sequence"}
+    split = spec.max_length is not None and TOKENS in call
+    return {
+        name: pytree.tree_map_only(
+            torch.Tensor,
+            partial(
+                _marked,
+                sizes=lone if split and name != TOKENS else sizes,
+                dtype=spec.weight_dtype,
+            ),
+            value,
+        )
+        for name, value in call.items()
+    }
 
 
 def _planned_sizes(spec: EngineSpec) -> dict[str, int]:

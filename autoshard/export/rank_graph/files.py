@@ -25,6 +25,8 @@ from autoshard.runtime.agreement import gather
 
 T = TypeVar("T")
 
+_ENCODER = ".encoder"
+
 
 class Format(Protocol[T]):
     """What a rank graph becomes. name, version: of the format; suffix: of its files."""
@@ -67,7 +69,8 @@ def write_ranks(
     calls, all see one file system, and each writes the ranks r, r + world, ... from the weights it
     holds. The directory appears complete or not at all, and the first rank of every process is
     made before any file is written. With a cache, what is made of each rank is compared on the CPU
-    with the whole graph, token by token.
+    with the whole graph, token by token. Of an encoder-decoder with a cache there is also
+    `rank{r}.encoder{suffix}`.
     """
     source, directory = WeightSource(model), Path(directory)
     with Destination(directory, source.job) as destination:
@@ -95,6 +98,8 @@ def _write(
         say("graph of the first rank", 0)
         graph = plan.rank_graph(min(job.rank, spec.tp - 1))
         form.check(graph)
+        if graph.encoder is not None:
+            form.check(graph.encoder)
         return plan, graph
 
     plan, graph = on_every_rank(prepare, "plan", job)
@@ -112,15 +117,17 @@ def _write(
     # a job may have more processes than the mesh has ranks
     first = partial(make, graph, weights) if job.rank < spec.tp else lambda: None
     made = on_every_rank(first, "first file", job)
-    entries: list[tuple[int, Mapping[str, Any]]] = []
+    entries: list[tuple[int, str, Mapping[str, Any]]] = []
 
-    def write(graph: RankGraph, weights: Mapping[str, torch.Tensor], made: T | None) -> None:
-        file = destination.partial / f"rank{graph.rank}{form.suffix}"
+    def write(
+        graph: RankGraph, weights: Mapping[str, torch.Tensor], made: T | None, part: str = ""
+    ) -> None:
+        file = destination.partial / f"rank{graph.rank}{part}{form.suffix}"
         made = make(graph, weights) if made is None else made
         say(f"writing {file.name}", graph.rank)
         more = form.write(made, file)
-        entries.append((graph.rank, {**rank_entry(graph, weights, file), **more}))
-        say(file.name, graph.rank + 1)
+        entries.append((graph.rank, part, {**rank_entry(graph, weights, file), **more}))
+        say(file.name, graph.rank + (part == ""))
 
     for turn in range(0, spec.tp, job.size):
         rank = turn + job.rank
@@ -128,9 +135,15 @@ def _write(
             made, weights = None, {}  # this memory goes before the next rank's comes
             graph = plan.rank_graph(min(rank, spec.tp - 1))
             weights = read_weights(source, graph, turn)
+        if graph.encoder is not None:
+            encoding = read_weights(source, graph.encoder, turn)
+            if rank < spec.tp:
+                destination.attempt(partial(write, graph.encoder, encoding, None, _ENCODER))
+            del encoding
         if rank < spec.tp:
             destination.attempt(partial(write, graph, weights, made))
     everybody = [entry for part in gather(entries, "entries", job) for entry in part]
+    everybody.sort(key=lambda entry: entry[:2])
     if job.rank == 0:
         config = {
             "format": form.name,
@@ -138,7 +151,15 @@ def _write(
             **form.describe(graph),
             **configuration(graph, spec.weight_dtype),
             "stop": stop_tokens(unwrapped(model)),
-            "ranks": [entry for _, entry in sorted(everybody, key=lambda pair: pair[0])],
+            "ranks": [entry for _, part, entry in everybody if part == ""],
         }
+        if graph.encoder is not None:
+            ports = configuration(graph.encoder, spec.weight_dtype)
+            config["encoder"] = {
+                "inputs": ports["inputs"],
+                "outputs": ports["outputs"],
+                "profiles": ports["profiles"],
+                "ranks": [entry for _, part, entry in everybody if part == _ENCODER],
+            }
         text = json.dumps(config, indent=1) + "\n"
         destination.attempt(partial((destination.partial / "config.json").write_text, text))

@@ -25,7 +25,9 @@ class Port:
     """An input or an output. shape: sizes, or names of dynamic dims or expressions of them.
 
     role: "input", "output", "lengths" (how many tokens of each row are cached, int32 [batch]),
-    "key_cache", "value_cache" (inputs, and the outputs of the same name that are their memory).
+    "last_tokens" (the place in a call of each row's last token, whose logits are made, int32
+    [batch]), "encoded" (what the encoder's engine makes), "key_cache", "value_cache" (inputs, and
+    the outputs of the same name that are their memory).
     """
 
     name: str
@@ -62,7 +64,8 @@ class RankGraph:
     sizes: the name of each symbol of the placeholders' fake values. axis: tp, as this rank sees
     it; its `group` is what collectives name. max_length: tokens a cache holds, None without one.
     whole, whole_constants: with a cache, the graph of whole sequences that it continues, and the
-    constants of that one.
+    constants of that one. encoder: what an encoder-decoder computes once a text, whose outputs are
+    the inputs of role "encoded".
     """
 
     module: fx.GraphModule
@@ -76,11 +79,24 @@ class RankGraph:
     max_length: int | None
     whole: fx.GraphModule | None = None
     whole_constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    encoder: RankGraph | None = None
 
     @property
     def tp(self) -> int:
         """The number of ranks."""
         return self.axis.size
+
+    @property
+    def profiles(self) -> list[dict[str, Extent]]:
+        """The sizes that are optimised for: those of `symbols`; with a cache, also a call of the
+        fewest tokens, which all but the first of a text are."""
+        found = [dict(self.symbols)]
+        sequence = self.symbols.get("sequence")
+        if self.max_length is not None and sequence is not None:
+            fewest = sequence.minimum
+            if fewest < sequence.maximum:
+                found.append({**self.symbols, "sequence": Extent(fewest, fewest, fewest)})
+        return found
 
     @property
     def rank(self) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,10 +22,16 @@ from autoshard.export.rank_graph.attention_forms import (
     plain_attention,
     write_masks,
 )
-from autoshard.export.rank_graph.cache import whole_graph, with_cache
+from autoshard.export.rank_graph.cache import (
+    LENGTHS,
+    keep_last_tokens,
+    whole_graph,
+    with_cache,
+)
 from autoshard.export.rank_graph.core_operators import reduce_to_core
+from autoshard.export.rank_graph.encoder import ENCODED, TOKENS, split_encoder
 from autoshard.export.rank_graph.example import traced_call
-from autoshard.export.rank_graph.graph import RankGraph
+from autoshard.export.rank_graph.graph import RankGraph, RankWeight
 from autoshard.export.rank_graph.meta_copy import shadow
 from autoshard.export.rank_graph.placeholders import Placeholders, read_placeholders
 from autoshard.export.rank_graph.tidy import on_cpu, propagate, tidy
@@ -69,42 +75,85 @@ class InferencePlan:
         inputs = [str(n.target) for n in _placeholders(module) if n.target in names.inputs.values()]
         tidy(module, set(inputs))
         longest = {name: extent.maximum for name, extent in spec.extents.items()}
-        roles: dict[str, str] = {}
-        whole, whole_constants = None, dict[str, torch.Tensor]()
+        ports = dict.fromkeys(inputs, "input")
         if spec.max_length is None:
             sights = plain_attention(module, constants, names.sizes, longest)
             write_masks(module.graph, sights)
-        else:
-            longest["sequence"] = spec.max_length
-            whole, whole_constants = whole_graph(module), dict(constants)
-            sights = plain_attention(module, constants, names.sizes, longest)
-            sizes, most = names.sizes, spec.max_length
-            roles = with_cache(module, inputs, constants, sizes, sights, most, mode)
+            propagate(module, mode)
+            return self._finished(module, mode, ports, weights, constants, axis)
+        longest["sequence"] = most = spec.max_length
+        symbol = next((s for s, name in names.sizes.items() if name == "sequence"), None)
+        encoder, handed = None, list[str]()
+        if TOKENS in ports and len(ports) > 1 and symbol is not None:
+            encoding, handed = split_encoder(module, inputs, symbol)
+            del ports[TOKENS]
+            encoder = self._encoder(encoding, mode, ports, weights, constants, axis)
+            ports = {TOKENS: "input"}
+        whole, whole_constants = whole_graph(module), dict(constants)
+        sights = plain_attention(module, constants, names.sizes, longest)
+        roles = with_cache(module, [*ports, *handed], constants, names.sizes, sights, most, mode)
         propagate(module, mode)
+        if not spec.all_logits and symbol is not None:
+            outputs = len(module.graph.output_node().args[0]) - (len(roles) - 1)  # type: ignore[arg-type]
+            last = keep_last_tokens(module, LENGTHS, symbol, outputs, mode)
+            roles = {LENGTHS: roles[LENGTHS], **last, **roles}
+            propagate(module, mode)
+        ports = {**ports, **roles, **dict.fromkeys(handed, ENCODED)}
+        graph = self._finished(module, mode, ports, weights, constants, axis)
+        return replace(graph, whole=whole, whole_constants=whole_constants, encoder=encoder)
+
+    def _encoder(
+        self,
+        module: fx.GraphModule,
+        mode: Any,
+        ports: Mapping[str, str],
+        weights: Mapping[str, RankWeight],
+        constants: Mapping[str, torch.Tensor],
+        axis: Axis,
+    ) -> RankGraph:
+        """The graph that `split_encoder` made, as any other without a cache."""
+        longest = {name: extent.maximum for name, extent in self.spec.extents.items()}
+        write_masks(
+            module.graph, plain_attention(module, constants, self.placeholders.sizes, longest)
+        )
+        propagate(module, mode)
+        graph = self._finished(module, mode, ports, dict(weights), dict(constants), axis)
+        named = [
+            replace(p, name=f"{ENCODED}_{i}", role=ENCODED) for i, p in enumerate(graph.outputs)
+        ]
+        symbols = {name: extent for name, extent in graph.symbols.items() if name != "sequence"}
+        return replace(graph, outputs=tuple(named), symbols=symbols, max_length=None)
+
+    def _finished(
+        self,
+        module: fx.GraphModule,
+        mode: Any,
+        ports: Mapping[str, str],
+        weights: dict[str, RankWeight],
+        constants: dict[str, torch.Tensor],
+        axis: Axis,
+    ) -> RankGraph:
+        """ports: the role of each input, in order. What the module does not read goes."""
         expand_attention(module, constants)
         propagate(module, mode)
         module.graph.eliminate_dead_code()
         for node in _placeholders(module):
             if not node.users and (node.target in weights or node.target in constants):
-                weights.pop(str(node.target), None)
-                constants.pop(str(node.target), None)
                 module.graph.erase_node(node)
         module.recompile()
         by_name = {str(node.target): node for node in _placeholders(module)}
-        caches = {name: role for name, role in roles.items() if role.endswith("cache")}
-        ports = {**dict.fromkeys(inputs, "input"), **roles}
+        caches = {name: role for name, role in ports.items() if role.endswith("cache")}
+        names = self.placeholders
         return RankGraph(
             module=module,
             inputs=tuple(names.port(by_name[name], role) for name, role in ports.items()),
             outputs=names.output_ports(module, caches),
-            weights=weights,
-            constants=constants,
-            symbols=spec.extents,
+            weights={name: one for name, one in weights.items() if name in by_name},
+            constants={name: one for name, one in constants.items() if name in by_name},
+            symbols=self.spec.extents,
             sizes=names.sizes,
             axis=axis,
-            max_length=spec.max_length,
-            whole=whole,
-            whole_constants=whole_constants,
+            max_length=self.spec.max_length,
         )
 
     def check_same(self, job: Axis) -> None:

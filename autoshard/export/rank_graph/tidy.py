@@ -40,7 +40,7 @@ def tidy(gm: fx.GraphModule, inputs: set[str]) -> None:
     inputs: targets of the placeholders that the caller gives, which tell the symbolic sizes.
     """
     graph = gm.graph
-    _sizes_from_inputs(graph, inputs)
+    sizes_from_inputs(graph, inputs)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -73,7 +73,8 @@ def _same(before: Any, after: Any) -> bool:
     return before.dtype == after.dtype and str(before.shape) == str(after.shape)
 
 
-def _sizes_from_inputs(graph: fx.Graph, inputs: set[str]) -> None:
+def sizes_from_inputs(graph: fx.Graph, inputs: set[str]) -> None:
+    """Let each symbolic size be that of the first of these inputs which has it."""
     placeholders = graph.find_nodes(op="placeholder")
     known: dict[str, fx.Node] = {}
     last = placeholders[-1]

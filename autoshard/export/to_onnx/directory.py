@@ -25,6 +25,7 @@ def onnx(
     dtype: str | torch.dtype | None = "float16",
     dynamic: Mapping[str, tuple[int, int, int]] | None = None,
     max_length: int | None = None,
+    all_logits: bool = False,
     hardware: str = "h100",
     external_bytes: int = 2**30,
     progress: Progress | None = None,
@@ -45,6 +46,7 @@ def onnx(
         dtype=dtype,
         dynamic=dynamic,
         max_length=max_length,
+        all_logits=all_logits,
         hardware=hardware,
     )
     return write_ranks(Models(external_bytes), model, directory, spec, progress)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from autoshard.export.errors import ExportError, export_error
 from autoshard.export.rank_graph import RankGraph
+from autoshard.export.spec import Extent
 from autoshard.export.to_tensorrt.convert import convert
 from autoshard.export.to_tensorrt.converters import Lowering
 
@@ -89,10 +90,9 @@ def check_capabilities(trt: Any, capabilities: Sequence[str], graph: RankGraph) 
     return found
 
 
-def build(network: Network, capabilities: Sequence[Any] = ()) -> Any:
-    """The serialized engine (a host memory of the builder).
-
-    Raises ExportError with what TensorRT logged.
+def build(network: Network, file: IO[bytes], capabilities: Sequence[Any] = ()) -> None:
+    """Write the engine to `file`, as the builder makes it: it is never whole in memory beside the
+    builder's own copy. Raises ExportError with what TensorRT logged.
     """
     trt, graph = network.trt, network.lowering.graph
     log_of(trt).errors.clear()
@@ -105,24 +105,36 @@ def build(network: Network, capabilities: Sequence[Any] = ()) -> Any:
         for i, capability in enumerate(capabilities):
             if not config.set_compute_capability(capability, i):
                 raise export_error(f"{trt.__name__} refused compute capability {capability}")
-    profile = network.builder.create_optimization_profile()
-    for port in graph.inputs:
-        if all(isinstance(size, int) for size in port.shape):
-            continue
-        profile.set_shape(port.name, *shapes_of(graph, port.shape))
-    if config.add_optimization_profile(profile) < 0:
-        raise _with_log(export_error("TensorRT refused the profile of sizes"), log_of(trt))
-    made = network.builder.build_serialized_network(network.definition, config)
-    if made is None:
+    for extents in graph.profiles:
+        profile = network.builder.create_optimization_profile()
+        for port in graph.inputs:
+            if not all(isinstance(size, int) for size in port.shape):
+                profile.set_shape(port.name, *shapes_of(extents, port.shape))
+        if config.add_optimization_profile(profile) < 0:
+            raise _with_log(export_error("TensorRT refused a profile of sizes"), log_of(trt))
+    failures: list[Exception] = []
+
+    class Writer(trt.IStreamWriter):  # type: ignore[misc, name-defined]
+        def write(self, data: Any) -> int:
+            try:
+                return file.write(data)
+            except Exception as error:  # the builder, which is no Python, calls this
+                failures.append(error)
+                return 0
+
+    builder, definition = network.builder, network.definition
+    complete = builder.build_serialized_network_to_stream(definition, config, Writer())
+    if failures:
+        raise failures[0]
+    if not complete:
         raise _with_log(export_error("TensorRT built no engine"), log_of(trt))
-    return made
 
 
-def shapes_of(graph: RankGraph, shape: Sequence[int | str]) -> list[tuple[int, ...]]:
+def shapes_of(extents: Mapping[str, Extent], shape: Sequence[int | str]) -> list[tuple[int, ...]]:
     """The smallest, the best and the largest shape of a port."""
     made = []
     for bound in ("minimum", "optimum", "maximum"):
-        sizes = [s if isinstance(s, int) else getattr(graph.symbols[s], bound) for s in shape]
+        sizes = [s if isinstance(s, int) else getattr(extents[s], bound) for s in shape]
         made.append(tuple(sizes))
     return made
 

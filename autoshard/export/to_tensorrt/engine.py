@@ -31,6 +31,7 @@ def tensorrt(
     dtype: str | torch.dtype | None = "float16",
     dynamic: Mapping[str, tuple[int, int, int]] | None = None,
     max_length: int | None = None,
+    all_logits: bool = False,
     hardware: str = "h100",
     compute_capability: str | Sequence[str] | None = None,
     builder: Any = None,
@@ -44,6 +45,8 @@ def tensorrt(
     dynamic: (minimum, optimum, maximum) of "batch", dim 0 of every input, and of "sequence",
         dim 1; what is not named has the size of the example.
     max_length: tokens a key-value cache holds; None: whole sequences, without a cache.
+    all_logits: with a cache, the logits of every token; else of the last token of each row, whose
+        place in the call is the input `last_tokens`.
     hardware: the machine to plan for (`autoshard.planning.cost`).
     compute_capability: of the GPUs to build for, such as "8.9", or several; None: the builder's
         default.
@@ -67,6 +70,7 @@ def tensorrt(
         dtype=dtype,
         dynamic=dynamic,
         max_length=max_length,
+        all_logits=all_logits,
         hardware=hardware,
     )
     form = Engines(builder_module(builder), capabilities)
@@ -100,7 +104,8 @@ class Engines:
         """See Format."""
         network, _ = made
         levels = check_capabilities(self.trt, self.capabilities, network.lowering.graph)
-        file.write_bytes(memoryview(build(network, levels)))
+        with file.open("wb") as opened:
+            build(network, opened, levels)
         return {}
 
     def describe(self, graph: RankGraph) -> Mapping[str, Any]:

@@ -98,19 +98,23 @@ def feeds(length: int | None) -> list[dict[str, torch.Tensor]]:
     ids = torch.randint(256, (3, 12), generator=generator)
     parts = [(0, 7), (7, 9), *((i, i + 1) for i in range(9, 12))]
     return [
-        {"input_ids": ids[:, a:b], "past_lengths": torch.full((3,), a, dtype=torch.int32)}
+        {
+            "input_ids": ids[:, a:b],
+            "past_lengths": torch.full((3,), a, dtype=torch.int32),
+            "last_tokens": torch.full((3,), b - a - 1, dtype=torch.int32),
+        }
         for a, b in parts
     ]
 
 
 def expected(name: str, length: int | None) -> list[torch.Tensor]:
-    """The unsharded fp32 model's logits for `feeds`."""
+    """The unsharded fp32 model's logits for `feeds`; with a cache, of the last tokens."""
     with torch.no_grad():
         ids = [feed["input_ids"] for feed in feeds(length)]
         if length is None:
             return [model(name)(one).logits for one in ids]
         whole = model(name)(torch.cat(ids, 1)).logits
-        return list(whole.split([one.shape[1] for one in ids], 1))
+        return [part[:, -1:] for part in whole.split([one.shape[1] for one in ids], 1)]
 
 
 def error(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:

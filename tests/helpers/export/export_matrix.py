@@ -19,6 +19,7 @@ is written to docs/export_matrix.md.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import re
 import sys
@@ -59,10 +60,13 @@ DYNAMIC = {"batch": (1, 2, 4), "sequence": (1, 8, 16)}
 TOLERANCE = 1e-5
 LOGITS = 2e-4  # TensorRT-LLM takes every GELU by tanh
 EQUAL = "equal"
+TOKENS = ("input_ids", "decoder_input_ids")
 
 Ranks = list[tuple[RankGraph, Mapping[str, torch.Tensor]]]
 Feeds = list[dict[str, torch.Tensor]]
-Run = Callable[[Ranks, Feeds], list[list[dict[str, torch.Tensor]]]]
+Held = Sequence[Mapping[str, torch.Tensor]] | None
+Outputs = list[list[dict[str, torch.Tensor]]]
+Run = Callable[[Ranks, Feeds, Held], Outputs]
 
 
 def ranks_of(family: Family, model: nn.Module, tp: int, length: int | None) -> Ranks:
@@ -70,24 +74,44 @@ def ranks_of(family: Family, model: nn.Module, tp: int, length: int | None) -> R
     spec = EngineSpec(
         mesh={"tp": tp},
         example=((), family.call(2, 8)),
-        dynamic={name: DYNAMIC[name] for name in family.varies},
+        dynamic={name: DYNAMIC[name] for name in family.varying(length is not None)},
         max_length=length,
     )
     plan, source = plan_inference(model, spec), WeightSource(model)
     graphs = [plan.rank_graph(rank) for rank in range(tp)]
-    return [(graph, read_weights(source, graph, graph.rank)) for graph in graphs]
+    ranks: Ranks = []
+    for graph in graphs:
+        weights = read_weights(source, graph, graph.rank)
+        if graph.encoder is not None:
+            weights |= read_weights(source, graph.encoder, graph.rank)
+        ranks.append((graph, weights))
+    return ranks
+
+
+def whole_call(family: Family) -> dict[str, torch.Tensor]:
+    """Three rows of 12 tokens; of an encoder-decoder, behind a source of the example's sizes."""
+    if not family.paired:
+        return family.call(3, 12)
+    source = family.call(3, 8)
+    tokens = torch.randint(VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(3))
+    return {**source, "decoder_input_ids": tokens}
 
 
 def feeds_of(family: Family, cached: bool) -> Feeds:
     """Calls of two sizes; with a cache: a prompt, a part of one, then token by token."""
     if not cached:
         return [family.call(2, 8), family.call(3, 11, seed=2)]
-    whole = family.call(3, 12)
+    name = TOKENS[family.paired]
+    tokens = whole_call(family)[name]
     parts = [(0, 7), (7, 9), *((i, i + 1) for i in range(9, 12))]
-    past = [torch.full((3,), a, dtype=torch.int32) for a, _ in parts]
+    numbers = [[torch.full((3,), n, dtype=torch.int32) for n in (a, b - a - 1)] for a, b in parts]
     return [
-        {**{name: value[:, a:b] for name, value in whole.items()}, "past_lengths": start}
-        for (a, b), start in zip(parts, past)
+        {
+            name: tokens[:, a:b],
+            "past_lengths": past,
+            "last_tokens": last,
+        }
+        for (a, b), (past, last) in zip(parts, numbers)
     ]
 
 
@@ -99,18 +123,18 @@ def outputs_of(model: nn.Module, call: Mapping[str, torch.Tensor], cached: bool)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def run_onnx(ranks: Ranks, feeds: Feeds) -> list[list[dict[str, torch.Tensor]]]:
+def run_onnx(ranks: Ranks, feeds: Feeds, held: Held = None) -> Outputs:
     """The ranks as ONNX models."""
     check_cached(*ranks[0])
-    return evaluate([onnx_program(*rank).model_proto for rank in ranks], feeds)
+    return evaluate([onnx_program(*rank).model_proto for rank in ranks], feeds, held)
 
 
-def run_networks(ranks: Ranks, feeds: Feeds) -> list[list[dict[str, torch.Tensor]]]:
+def run_networks(ranks: Ranks, feeds: Feeds, held: Held = None) -> Outputs:
     """The ranks as TensorRT networks, of which the first is built."""
     made = [checked_network(builder_module(), *rank) for rank in ranks]
     check_cached(*ranks[0], LoneInterpreter(*made[0]))
-    build(made[0][0])
-    return interpret(made, feeds)
+    build(made[0][0], io.BytesIO())
+    return interpret(made, feeds, held)
 
 
 RUNS: dict[str, Run] = {"ONNX": run_onnx, "engine": run_networks}
@@ -121,16 +145,22 @@ def compare(family: Family, model: nn.Module, ranks: Ranks, run: Run) -> str:
     """Every output of every rank beside the model's."""
     cached = ranks[0][0].max_length is not None
     feeds = feeds_of(family, cached)
+    held: Held = None
     if cached:
-        parts = [feed["input_ids"] for feed in feeds]
-        whole = outputs_of(model, {"input_ids": torch.cat(parts, 1)}, True)
+        call = whole_call(family)
+        parts = [feed[TOKENS[family.paired]] for feed in feeds]
+        whole = outputs_of(model, call, True)[: 1 if family.paired else None]
+        if family.paired:
+            source = {name: value for name, value in call.items() if name != TOKENS[1]}
+            encoders = [(graph.encoder, weights) for graph, weights in ranks if graph.encoder]
+            held = [rank[0] for rank in run(encoders, [source], None)]
         split = [value.split([part.shape[1] for part in parts], 1) for value in whole]
-        wanted = [list(one) for one in zip(*split)]
+        wanted = [[value[:, -1:] for value in one] for one in zip(*split)]
     else:
         wanted = [outputs_of(model, feed, family.cached) for feed in feeds]
     names = [port.tensor for port in ranks[0][0].outputs if port.role == "output"]
     worst = 0.0
-    for found in run(ranks, feeds):
+    for found in run(ranks, feeds, held):
         for have, want in zip(found, wanted, strict=True):
             outputs = {name: have[name] for name in names}
             for value in want:  # a graph has its outputs in an order of its own

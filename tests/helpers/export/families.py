@@ -87,6 +87,15 @@ class Family:
         free = {size for shape, _ in self.inputs.values() for size in shape}
         return tuple(name for name in ("batch", "sequence") if name[0] in free)
 
+    def varying(self, cached: bool) -> tuple[str, ...]:
+        """`varies`; with a cache also the tokens of a decoder that has a fixed number in `call`."""
+        return ("batch", "sequence") if cached and self.paired else self.varies
+
+    @property
+    def paired(self) -> bool:
+        """Whether it is an encoder-decoder, which decodes `decoder_input_ids`."""
+        return "decoder_input_ids" in self.inputs
+
 
 _TEXT = (("b", "s"), VOCABULARY)
 _PAIR = {"input_ids": _TEXT, "decoder_input_ids": _TEXT}

@@ -13,9 +13,11 @@ from autoshard.runtime.collectives import Axis, run_ranks
 
 
 def interpret(
-    networks: Sequence[tuple[Network, Spy]], feeds: Sequence[Mapping[str, torch.Tensor]]
+    networks: Sequence[tuple[Network, Spy]],
+    feeds: Sequence[Mapping[str, torch.Tensor]],
+    held: Sequence[Mapping[str, torch.Tensor]] | None = None,
 ) -> list[list[dict[str, torch.Tensor]]]:
-    """For each rank, the outputs of each of `feeds`, which every rank gets.
+    """For each rank, the outputs of each of `feeds`, which every rank gets, beside its own `held`.
 
     A cache output becomes the cache input of the next feed; the first begins with zeros.
     """
@@ -33,7 +35,7 @@ def interpret(
                 if port.role.endswith("cache") and port.name not in caches:
                     shape = [rows if s == "batch" else int(s) for s in port.shape]
                     caches[port.name] = torch.zeros(shape, dtype=port.dtype)
-            out = runner({**feed, **caches})
+            out = runner({**feed, **(held[axis.rank] if held else {}), **caches})
             caches = {name: out[f"{name}_out"] for name in caches}
             results.append(out)
         return results

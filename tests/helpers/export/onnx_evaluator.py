@@ -22,9 +22,11 @@ _REDUCE: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def evaluate(
-    models: Sequence[Any], feeds: Sequence[Mapping[str, torch.Tensor]]
+    models: Sequence[Any],
+    feeds: Sequence[Mapping[str, torch.Tensor]],
+    held: Sequence[Mapping[str, torch.Tensor]] | None = None,
 ) -> list[list[dict[str, torch.Tensor]]]:
-    """For each rank, the outputs of each of `feeds`, which every rank gets.
+    """For each rank, the outputs of each of `feeds`, which every rank gets, beside its own `held`.
 
     models: of the ranks, in order. The output `<cache>_out` becomes the input `<cache>` of the next
     feed; the first begins with zeros. Raises ExportError where a collective is not of all ranks.
@@ -42,6 +44,7 @@ def evaluate(
         results = []
         for feed in feeds:
             rows = next(iter(feed.values())).shape[0]
+            feed = {**feed, **(held[axis.rank] if held else {})}
             for given in model.graph.input:
                 if given.name not in feed and given.name not in caches:
                     caches[given.name] = _zeros(given, rows)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 
 class StandIn:
     """What the runner uses of the module `tensorrt`."""
 
     __version__ = "1"
+    profiles: ClassVar[list[int]] = []
+    """The profiles that were chosen, in order."""
 
     class Logger:
         WARNING = 0
@@ -25,6 +27,10 @@ class StandIn:
 
         def create_execution_context(self) -> Any:
             return self
+
+        def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
+            StandIn.profiles.append(profile)
+            return True
 
         def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
             return False

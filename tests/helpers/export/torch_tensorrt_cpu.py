@@ -154,7 +154,7 @@ def of_rank_graph(graph: RankGraph, given: Mapping[str, torch.Tensor]) -> tuple[
     for name, tensor in zip(names, examples):
         shape: dict[str, Any] = {"shape": tuple(tensor.shape)}
         if name in ports:
-            bounds = shapes_of(graph, ports[name].shape)
+            bounds = shapes_of(graph.symbols, ports[name].shape)
             shape = dict(zip(("min_shape", "opt_shape", "max_shape"), bounds))
         inputs.append((shape, tensor.dtype))
     with without_a_gpu(), torch.no_grad():

@@ -326,8 +326,11 @@ def _collective(self: Carrier, node: fx.Node) -> Place | None:
 
 
 def _attention(self: Carrier, node: fx.Node) -> Place | None:
-    """What the cache is for: query, key and value have the tokens in dim 2."""
+    """What the cache is for: query, key and value have the tokens in dim 2; or the query alone."""
     places = [self.of(value) for value in node.args[:3]]
+    if places[0] is not None and places[0].alone and places[1:] == [None, None]:
+        if places[0].dim == 2:
+            return places[0]
     if any(place is None or place != places[0] or not place.alone for place in places):
         raise Mixed("has tokens in another dim than that of its length")
     return places[0]

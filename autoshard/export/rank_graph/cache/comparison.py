@@ -86,8 +86,12 @@ def check_cached(
     length = min(graph.max_length, max(_TOKENS, prompt + 4 * least))
     given = _inputs(graph, length)
     expected = whole(given)
-    names = [p.tensor for p in graph.outputs if p.role == "output" and "sequence" in p.shape]
-    dims = {p.tensor: p.shape.index("sequence") for p in graph.outputs if p.tensor in names}
+    last = next((port.name for port in graph.inputs if port.role == "last_tokens"), None)
+    names = [p.tensor for p in graph.outputs if p.role == "output"]
+    if last is None:
+        names = [p.tensor for p in graph.outputs if p.tensor in names and "sequence" in p.shape]
+    shapes = {p.tensor: p.shape for p in graph.outputs}
+    dims = {name: 1 if last else shapes[name].index("sequence") for name in names}
     batch = next(iter(given.values())).shape[0]
     # the second row's prompt is shorter, and filled up behind its end with tokens that are others
     shorter = max(prompt - 2, 1)
@@ -103,13 +107,17 @@ def check_cached(
     start, count, seen = [0] * batch, prompt, past
     while True:
         lengths = next(port.name for port in graph.inputs if port.role == "lengths")
-        out = cached({**first, **caches, lengths: torch.tensor(start, dtype=torch.int32)})
+        feed = {**first, **caches, lengths: torch.tensor(start, dtype=torch.int32)}
+        if last is not None:
+            places = [one - past - 1 for one, past in zip(seen, start)]
+            feed[last] = torch.tensor(places, dtype=torch.int32)
+        out = cached(feed)
         for name in names:
             for row in range(batch):
-                last = seen[row]
-                want = expected[name].movedim(dims[name], 1)[row, start[row] : last]
-                have = out[name].movedim(dims[name], 1)[row, : last - start[row]]
-                _compare(name, have, want, start[row])
+                begin = start[row] if last is None else seen[row] - 1
+                want = expected[name].movedim(dims[name], 1)[row, begin : seen[row]]
+                have = out[name].movedim(dims[name], 1)[row, : seen[row] - begin]
+                _compare(name, have, want, begin)
         caches = {name: out[f"{name}_out"] for name in caches}
         start, count = seen, least
         if max(start) + count > length:
@@ -128,7 +136,7 @@ def _inputs(graph: RankGraph, length: int) -> dict[str, torch.Tensor]:
     highest = _vocabulary(graph)
     found = {}
     for port in graph.inputs:
-        if port.role != "input":
+        if port.role not in ("input", "encoded"):
             continue
         shape = [size if isinstance(size, int) else sizes[size] for size in port.shape]
         if port.dtype.is_floating_point:
@@ -154,7 +162,7 @@ def _part(
     """`count` tokens of each row, from its own start."""
     cut = {}
     for port in graph.inputs:
-        if port.role == "input":
+        if port.role in ("input", "encoded"):
             value = given[port.name]
             if "sequence" in port.shape:
                 rows = [value[row, one : one + count] for row, one in enumerate(start)]

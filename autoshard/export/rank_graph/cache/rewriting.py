@@ -32,7 +32,7 @@ from torch import fx
 
 from autoshard.export.errors import export_error
 from autoshard.export.rank_graph.attention_forms import CachedMasks, Sight, is_expanded
-from autoshard.export.rank_graph.cache.axes import PRIMES, Mixed, Place, Places, found_in
+from autoshard.export.rank_graph.cache.axes import PRIMES, Mixed, Place, Places, found_in, reads
 from autoshard.export.rank_graph.cache.carrying import Carrier
 from autoshard.export.rank_graph.cache.lookups import Lookups
 from autoshard.export.rank_graph.cache.tables import Tables
@@ -72,6 +72,9 @@ def with_cache(
             remedy="Give dynamic={'sequence': (1, longest, longest)}.",
         )
     sequence = given[0].meta["val"].shape[1]
+    # what is attended to whole, such as an encoder's keys, is in no cache
+    (symbol,) = [symbol for symbol, name in sizes.items() if name == "sequence"]
+    nodes = [node for node in nodes if reads(node.args[1], symbol)]  # type: ignore[arg-type]
     for node in nodes:
         _check(node, sights.get(node), sequence)
     tables = Tables(graph, constants, sizes, set(given), max_length)

@@ -1,0 +1,161 @@
+"""How a quantized weight is written, and what a server computes with.
+
+    fp8           float8 e4m3, a scale for each block of 128 x 128: DeepSeek-V3's own layout
+    fp8_channel   float8 e4m3, a scale for each output    compressed-tensors "float-quantized"
+    int8          int8, a scale for each output           compressed-tensors "int-quantized"
+    int4          int4, a scale for each 128 inputs       compressed-tensors "pack-quantized"
+
+Values are rounded to the nearest; nothing is calibrated, as activations are quantized while the
+server runs (not with int4). The layouts of compressed-tensors are written by that library.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from autoshard.export.errors import export_error
+
+BLOCK = 128
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+class WeightLayout(Protocol):
+    """What becomes of one weight, [outputs, inputs]."""
+
+    @property
+    def inputs(self) -> int:
+        """A number that must divide the inputs."""
+        ...
+
+    @property
+    def experts(self) -> bool:
+        """Whether readers take experts in it."""
+        ...
+
+    def quantized(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors to write, by the last part of their name."""
+        ...
+
+    def restored(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The weight that those stand for."""
+        ...
+
+    def configuration(self, kept: Sequence[str]) -> dict[str, Any]:
+        """`quantization_config` of config.json. kept: names of modules that are not quantized."""
+        ...
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """See the module's text: fp8."""
+
+    inputs: int = 1
+    experts: bool = True
+
+    def quantized(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """See WeightLayout."""
+        rows, columns = (-(-size // BLOCK) for size in weight.shape)
+        padded = weight.new_zeros((rows * BLOCK, columns * BLOCK), dtype=torch.float32)
+        padded[: weight.shape[0], : weight.shape[1]] = weight
+        largest = padded.view(rows, BLOCK, columns, BLOCK).abs().amax((1, 3))
+        scale = (largest / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
+        quotient = weight.float() / self._spread(scale, weight.shape)
+        return {
+            "weight": quotient.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn),
+            "weight_scale_inv": scale,  # what a block is multiplied by; the name is DeepSeek's
+        }
+
+    def restored(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """See WeightLayout."""
+        weight = tensors["weight"]
+        return weight.float() * self._spread(tensors["weight_scale_inv"], weight.shape)
+
+    @staticmethod
+    def _spread(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        wide = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        return wide[: shape[0], : shape[1]]
+
+    def configuration(self, kept: Sequence[str]) -> dict[str, Any]:
+        """See WeightLayout."""
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": [*kept],
+        }
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """A layout of the library compressed-tensors. scheme, format: its names of them."""
+
+    scheme: str
+    format: str
+    inputs: int = 16
+    experts: bool = True
+
+    def quantized(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """See WeightLayout."""
+        quantization, compressor, scheme = self._library()
+        group = scheme.weights.group_size or weight.shape[1]
+        low, high = weight.reshape(weight.shape[0], -1, group).aminmax(dim=-1)
+        helpers = importlib.import_module(f"{quantization.__name__}.utils")
+        scale, _ = helpers.calculate_qparams(low, high, scheme.weights)
+        state = {"weight": weight, "weight_scale": scale.to(weight.dtype)}
+        made: dict[str, torch.Tensor] = compressor.compress(state, scheme)
+        return made
+
+    def restored(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """See WeightLayout."""
+        _, compressor, scheme = self._library()
+        weight: torch.Tensor = compressor.decompress(tensors, scheme)["weight"]
+        return weight
+
+    def configuration(self, kept: Sequence[str]) -> dict[str, Any]:
+        """See WeightLayout."""
+        quantization, _, scheme = self._library()
+        made = quantization.QuantizationConfig(
+            config_groups={"group_0": scheme},  # a name that older TensorRT-LLM asks for
+            format=self.format,
+            quantization_status="compressed",
+            ignore=[*kept],
+        )
+        found: dict[str, Any] = made.model_dump(mode="json")
+        version = importlib.import_module("compressed_tensors").__version__
+        return {**found, "version": version}
+
+    def _library(self) -> tuple[Any, Any, Any]:
+        try:
+            quantization = importlib.import_module("compressed_tensors.quantization")
+            compressors = importlib.import_module("compressed_tensors.compressors")
+        except ImportError:
+            raise export_error(
+                "compressed-tensors is not installed, whose layout this is",
+                remedy="pip install 'autoshard[quantize]', or quantize='fp8'.",
+            ) from None
+        scheme = quantization.preset_name_to_scheme(self.scheme, ["Linear"])
+        return quantization, compressors.BaseCompressor.get_value_from_registry(self.format), scheme
+
+
+LAYOUTS: dict[str, WeightLayout] = {
+    "fp8": Blocks(),
+    "fp8_channel": Compressed("FP8_DYNAMIC", "float-quantized"),
+    "int8": Compressed("W8A8", "int-quantized", experts=False),
+    "int4": Compressed("W4A16", "pack-quantized", BLOCK),
+}
+
+
+def layout(name: str) -> WeightLayout:
+    """The layout of that name, whose library is installed; ExportError else."""
+    if name not in LAYOUTS:
+        raise export_error(
+            f"weights cannot be quantized to {name!r}", remedy=f"Give {', '.join(LAYOUTS)}."
+        )
+    LAYOUTS[name].configuration(())
+    return LAYOUTS[name]
