@@ -17,6 +17,7 @@ from torch import fx
 from autoshard.planning.operators import ATTENTION, packet
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.runtime.collectives import S, State, shard_dim
+from autoshard.runtime.operators import attend_to_prefix
 
 
 class WeightsOnly:
@@ -58,6 +59,17 @@ def along_the_sequence(
         split = [one for one in whole if _splits_tokens(node, one)]
         return split or whole or list(found)
     return whole or list(found)
+
+
+def contiguous_share(n: int) -> float:
+    """The work of the last of n contiguous parts of causal attention, of an n-th of it all."""
+    return (2 * n - 1) / n
+
+
+def contiguously(strategy: Strategy, n: int) -> Strategy:
+    """The strategy, charged the work of contiguous parts where it is causal attention by rows."""
+    by_rows = strategy.impl is attend_to_prefix
+    return strategy._replace(share=contiguous_share(n)) if by_rows else strategy
 
 
 def _splits_attention(node: fx.Node, strategy: Strategy) -> bool:

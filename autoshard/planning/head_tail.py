@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.planning.context_parallel import contiguous_share
 from autoshard.planning.operators import RESHAPES, packet
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.values import output_state, producer
@@ -77,9 +78,14 @@ class HeadTail:
         if node.op != "call_function":
             self._refuse(every, f"{node.name} is stored as a contiguous shard")
             return
-        sizes = {value(source).shape[shard_dim(state)] for source, state in every}
-        if len(sizes) > 1 or not isinstance(rows := sizes.pop(), int) or rows % (2 * self.n):
-            self._refuse(every, f"{node.target} has rows that {2 * self.n} does not divide alike")
+        sizes = [_fixed(value(source).shape[shard_dim(state)]) for source, state in every]
+        known = {size for size in sizes if isinstance(size, int)}
+        if not all(isinstance(size, int) for size in sizes):
+            self._refuse(every, "the sequence is of symbolic length")
+        elif len(known) > 1:
+            self._refuse(every, f"{node.target} changes the number of rows")
+        elif known.pop() % (2 * self.n):
+            self._refuse(every, f"{2 * self.n} does not divide the rows of {node.target}")
         elif not _row_by_row(node, strategy):
             self._refuse(every, f"{node.target} depends on where a row stands")
         if strategy.impl is attend_to_prefix:
@@ -154,9 +160,9 @@ class HeadTail:
         ]
 
 
-def contiguous_share(n: int) -> float:
-    """The work of the last of n contiguous parts of causal attention, of an n-th of it all."""
-    return (2 * n - 1) / n
+def _fixed(size: Any) -> Any:
+    """The number that a size is, also one that was a symbol before a guard fixed it."""
+    return int(str(size)) if str(size).isdigit() else size
 
 
 def in_plain_order(text: str) -> str:

@@ -110,7 +110,12 @@ def _prices(price: float, hardware: Hardware) -> Prices:
 
 
 def _solve(
-    gm: fx.GraphModule, n: int, hardware: Hardware, request: Request, prices: Prices
+    gm: fx.GraphModule,
+    n: int,
+    hardware: Hardware,
+    request: Request,
+    prices: Prices,
+    contiguous: bool = False,
 ) -> Decisions:
     stored: dict[fx.Node, State | None] = {}
     wanted = request.plan.parameters if request.plan else {}
@@ -128,6 +133,7 @@ def _solve(
         outputs_read=request.outputs_read
         and not any(_is_loss(r) for r in results[: gm.meta[N_OUTPUTS]]),
         even=request.even,
+        contiguous=contiguous,
     )
     problem = builder.build()
     if request.plan:
@@ -135,6 +141,8 @@ def _solve(
     solution, held = _solved(problem)
     read = (*problem.read(solution), problem.output_states(solution))
     ordered = HeadTail(gm.graph, n, *read, request.contiguous_outputs)
+    if ordered.unbalanced and not contiguous:  # which costs more than was thought
+        return _solve(gm, n, hardware, request, prices, contiguous=True)
     decisions = Decisions(
         strategies=ordered.strategies,
         copies=ordered.copies,

@@ -22,6 +22,7 @@ from autoshard.planning import cost, rules
 from autoshard.planning.context_parallel import (
     WeightsOnly,
     along_the_sequence,
+    contiguously,
     stored_by_rows,
 )
 from autoshard.planning.fusion import Kernels
@@ -81,6 +82,7 @@ class Builder:
     of inputs that come back from an earlier call as shards. output_domains: the
     states in which each output may leave. outputs_read: whether the caller reads them, so that a
     sharded one costs its gather. even: whether only dims are split that the axis divides.
+    contiguous: whether causal attention by rows is charged the work of contiguous parts.
     """
 
     def __init__(
@@ -93,12 +95,14 @@ class Builder:
         output_domains: list[list[State]],
         outputs_read: bool,
         even: bool = False,
+        contiguous: bool = False,
     ) -> None:
         self.gm, self.prices, self.n = gm, prices, prices.n
         self.stored, self.arriving = stored, arriving
         self.inference = not any(map(differentiable, gm.graph.nodes))
         self.output_domains, self.outputs_read, self.even = output_domains, outputs_read, even
         self.problem = Problem()
+        self.contiguous = contiguous
         self._tables: dict[tuple[Any, ...], np.ndarray] = {}
         self._units: dict[tuple[Any, ...], np.ndarray] = {}
         self._strategies: dict[tuple[Any, ...], tuple[list[Strategy], list[str]]] = {}
@@ -183,6 +187,8 @@ class Builder:
                 found = [one for one in found if one.impl is not attend_to_prefix]
             else:
                 found = along_the_sequence(node, found, self._weights)
+                if self.contiguous:
+                    found = [contiguously(one, self.n) for one in found]
             if not self._weighted[node] and not differentiable(node):
                 found = found[:1]  # masks and positions: never worth a collective
             self._strategies[key] = (found, declined)
