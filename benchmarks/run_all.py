@@ -26,6 +26,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "two_ranks": (*TWO, str(HERE / "two_ranks.py")),
     "data_parallel": (*TWO, str(HERE / "data_parallel.py")),
     "export": (str(HERE / "export.py"),),
+    "long_context": (*TWO, str(HERE / "long_context.py")),
     "training": (*TWO, str(HERE / "training.py")),
     "generate": (*TWO, str(HERE / "generate.py")),
 }

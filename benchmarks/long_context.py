@@ -1,0 +1,176 @@
+"""A training step on one long sequence, on two gloo processes: `cp` beside what is written by hand.
+
+    torchrun --nproc-per-node=2 benchmarks/long_context.py [--length 2048] [--json PATH]
+
+The contestants, on the same sequence, taking turns step by step: this backend on `cp` and on `tp`
+with sequence parallelism; Ulysses by hand, that is the sequence cut among the ranks, all-to-alls of
+heads around attention, targets shifted before they are cut, and FSDP2 for the weights; and
+`parallelize_module` with sequence parallelism, the last two in eager code and under torch.compile.
+Time, peak and bytes are measured as in data_parallel.py; ratios are to the best of Ulysses by hand.
+torch's own `context_parallel` is not among them: its attention has CUDA kernels only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from data_parallel import SETTLING, Contestant, Measured, figures, report
+from llama_model import Attention, Llama, Shape, WithLoss
+from training import by_hand
+
+
+class Exchange(torch.autograd.Function):
+    """All-to-all of equal parts: dim `split` is divided among the ranks, dim `cat` made whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, split: int, cat: int) -> torch.Tensor:
+        ctx.dims = cat, split
+        parts = [part.contiguous() for part in x.chunk(dist.get_world_size(), split)]
+        received = [torch.empty_like(part) for part in parts]
+        dist.all_to_all(received, parts)
+        return torch.cat(received, cat)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return Exchange.apply(gradient, *ctx.dims), None, None
+
+
+class UlyssesAttention(nn.Module):
+    """The attention of a block on a part of the sequence, whose heads are exchanged."""
+
+    def __init__(self, inner: Attention) -> None:
+        super().__init__()
+        self.head_dim, self.q, self.k, self.v, self.o = (
+            inner.head_dim,
+            inner.q,
+            inner.k,
+            inner.v,
+            inner.o,
+        )
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in (self.q, self.k, self.v)
+        )
+        q, k = (
+            t * cos + torch.cat((-t.chunk(2, -1)[1], t.chunk(2, -1)[0]), -1) * sin for t in (q, k)
+        )
+        q, k, v = (Exchange.apply(t, 1, 2) for t in (q, k, v))
+        y = Exchange.apply(F.scaled_dot_product_attention(q, k, v, is_causal=True), 2, 1)
+        return self.o(y.transpose(1, 2).flatten(-2))
+
+
+class Ulysses(nn.Module):
+    """The model on this rank's part of the sequence; its loss is this rank's part of the mean,
+    times the number of ranks, over which FSDP2 averages the gradients."""
+
+    def __init__(self, model: Llama, length: int) -> None:
+        super().__init__()
+        self.model = model
+        rank, n = dist.get_rank(), dist.get_world_size()
+        self.part, self.length, self.ranks = (
+            slice(rank * length // n, (rank + 1) * length // n),
+            length,
+            n,
+        )
+        model.cos, model.sin = model.cos[self.part], model.sin[self.part]
+        for block in model.blocks:
+            block.attention = UlyssesAttention(block.attention)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        targets = F.pad(ids[:, 1:], (0, 1), value=-100)[:, self.part]
+        logits = self.model(ids[:, self.part])
+        total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return total / (self.length - 1) * self.ranks
+
+
+def ulysses(model: Llama, length: int, compiled: bool) -> Contestant:
+    """The hand-written form; block by block under torch.compile, as FSDP2 asks."""
+    own = Ulysses(copy.deepcopy(model), length)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in own.model.blocks:
+        if compiled:
+            block.compile()
+        fully_shard(block, mesh=mesh)
+    wrapped: Any = fully_shard(own, mesh=mesh)
+    return Contestant(wrapped, wrapped, "Ulysses")
+
+
+def contestants(model: Llama, length: int) -> dict[str, Callable[[], Contestant]]:
+    """How to make each of them, by name; each has a copy of the model."""
+
+    def ours(**options: Any) -> Contestant:
+        own = WithLoss(copy.deepcopy(model))
+        call = torch.compile(own, backend="autoshard", options=options)
+        return Contestant(own, call, "Ulysses")
+
+    def tensor_parallel(compiled: bool) -> Contestant:
+        return by_hand(model, True, compiled)._replace(rival="Ulysses")
+
+    n = dist.get_world_size()
+    return {
+        "autoshard cp": lambda: ours(mesh={"cp": n}),
+        "autoshard tp": lambda: ours(mesh={"tp": n}, sequence_parallel=True),
+        "Ulysses eager": lambda: ulysses(model, length, False),
+        "Ulysses compiled": lambda: ulysses(model, length, True),
+        "TP+SP eager": lambda: tensor_parallel(False),
+        "TP+SP compiled": lambda: tensor_parallel(True),
+    }
+
+
+def main() -> None:
+    """Run all contestants and print the table on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    shape = Shape(layers=args.layers, length=args.length)
+    model = Llama(shape)
+    measured: dict[str, Measured] = {}
+    losses: dict[str, float] = {}
+    for name, make in contestants(model, args.length).items():
+        one = measured[name] = Measured(make())
+        torch.manual_seed(1)
+        ids = torch.randint(shape.vocab, (1, shape.length))
+        loss = one.contestant.call(ids)
+        value = getattr(loss, "loss", loss).detach()
+        found = value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
+        if name.startswith("Ulysses"):  # a part each
+            dist.all_reduce(found)
+            found /= dist.get_world_size()
+        losses[name] = float(found)
+        loss.backward()
+        one.contestant.module.zero_grad()
+        if dist.get_rank() == 0:
+            print(f"{name}: loss {losses[name]:.6f}", flush=True)
+    if max(losses.values()) - min(losses.values()) > 1e-3:
+        raise SystemExit(f"the contestants compute different losses: {losses}")
+    for number in range(SETTLING + args.steps):
+        ids = torch.randint(shape.vocab, (1, shape.length))
+        for one in measured.values():
+            one.turn(number, ids)
+    rows = figures(measured)
+    if dist.get_rank() == 0:
+        report(rows, args)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
