@@ -26,6 +26,7 @@ from autoshard.program import Program
 from autoshard.runtime.collectives.redistribution import redistribute
 from autoshard.runtime.collectives.states import I, P, R, State
 from autoshard.runtime.operators.bound import unbound
+from autoshard.runtime.operators.experts import EXPERTS
 from autoshard.runtime.parameters.data_unsharding import unshard
 
 aten = torch.ops.aten
@@ -162,7 +163,7 @@ class _Typed(fx.Interpreter):
             made = target(*args, **kwargs)
             alike = dict.fromkeys(self.axes.values(), spmd.I)  # a constant, the same on each rank
             return spmd.assert_type(made, alike) if _is_tensor(made) else made
-        if strategy is not None and strategy.impl is not None:
+        if strategy is not None and (strategy.impl is not None or target is EXPERTS):
             return self._own_collectives(target, args, kwargs, tensors, strategy)
         name = _name(target)
         if name in WITH_BIAS and len(args) > 2 and args[2] is not None:
@@ -183,7 +184,8 @@ class _Typed(fx.Interpreter):
     def _own_collectives(
         self, target: Any, args: Any, kwargs: Any, tensors: list[Any], strategy: Strategy
     ) -> Any:
-        """An implementation of ours that communicates inside: its types are its strategy's."""
+        """An implementation of ours that communicates inside, and shares of experts, whose last
+        bias is a partial sum as their products are: its types are its strategy's."""
         self.believed[target.__name__] += 1
         for tensor, state in zip(tensors, strategy.inputs, strict=True):
             self.expect(tensor, state, "an operand")

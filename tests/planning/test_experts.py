@@ -17,6 +17,7 @@ from autoshard.planning.expert_columns import inner_split
 from autoshard.planning.mixtures import WAYS, is_mixture, row_bytes, way_of
 from autoshard.planning.plan import GraphPlan, Plan, strategy_text
 from autoshard.planning.planner import fingerprint
+from autoshard.planning.strategy import Strategy
 from autoshard.program import Program
 from autoshard.runtime.operators.expert_body import parse
 from autoshard.verification.program_check import verify_program
@@ -47,6 +48,11 @@ def ways(program: Program) -> list[str]:
     return [way_of(program.decisions.strategies[node]) for node in mixtures(program)]
 
 
+def offered(program: Program) -> list[Strategy]:
+    """All ways that the planner may split the program's mixtures."""
+    return [one for node in mixtures(program) for one in program.decisions.offered[node]]
+
+
 def forced(program: Program, way: str) -> Plan:
     """A plan that says of the program's mixtures which way, and nothing else."""
     nodes = {}
@@ -62,7 +68,8 @@ def forced(program: Program, way: str) -> Plan:
 def test_each_way_equals_serial_and_sends_what_its_formula_says(way: str, form: str) -> None:
     """T tokens of H numbers, k choices each, E experts of inner size I on n ranks. Whole experts
     and shares of experts send tokens: T*H in and T*H out, each way; packed shares exchange the
-    weights 2*E*I*H/n too. Split tokens send the weights, 3*E*I*H each way."""
+    weights 2*E*I*H/n too. Split tokens send the weights, 3*E*I*H each way; those that are not kept
+    are gathered once more in backward."""
     n, t, h, experts, inner, k = 2, 72, 8, 4, 16, 2
     torch.manual_seed(0)
     torch.compiler.reset()
@@ -80,11 +87,13 @@ def test_each_way_equals_serial_and_sends_what_its_formula_says(way: str, form: 
     for one in program.collectives():
         (node,) = mixtures(program)
         inside = one.change.startswith((node.name, *(s.name for s in node.args[3])))
-        sent["inside" if inside else "outside"] += one.bytes
+        again = inside and (one.op, one.phase) == ("all_gather", "backward")
+        sent["again" if again else "inside" if inside else "outside"] += one.bytes
     if way == TOKENS:
         biases = 4 * experts * (2 * inner + h) if form == "interleaved" else 0
         # gathered, their gradients scattered; the result is gathered where what follows is whole
         assert sent["inside"] - 2 * (stacks + biases) in (0, tokens)
+        assert sent["again"] <= stacks + biases
     elif way == INSIDE and form == "packed":
         exchanged = 2 * 4 * 2 * experts * inner * h // n
         assert sent["inside"] - exchanged in (tokens, 2 * tokens)
@@ -110,11 +119,14 @@ def test_each_way_runs_the_kernels_of_16_bits(way: str) -> None:
 
 CROSSINGS = {
     # fewer experts than ranks cannot be dealt out; as many can, and packed halves need no exchange
-    "experts": ({"experts": 2, "k": 1}, 512, INSIDE, {"experts": 8, "k": 1}, 512, OWNED),
+    "experts": (
+        *({"experts": 2, "k": 1, "inner": 1024}, 512, INSIDE),
+        *({"experts": 8, "k": 1, "inner": 1024}, 512, OWNED),
+    ),
     # gathering tokens grows with their number, gathering weights does not
     "tokens": ({"inner": 8}, 1 << 20, TOKENS, {"inner": 8}, 1 << 9, OWNED),
     # every rank has a row for each choice, of the whole inner size or of a share of it
-    "rows": ({"inner": 1024}, 1 << 18, INSIDE, {"inner": 1024}, 1 << 6, OWNED),
+    "rows": ({"inner": 1024}, 1 << 12, INSIDE, {"inner": 1024}, 1 << 6, OWNED),
 }
 
 
@@ -249,8 +261,13 @@ def test_more_ranks_uneven_experts_and_fewer_than_ranks(experts: int, n: int) ->
     torch.manual_seed(0)
     torch.compiler.reset()
     model = Tokens("packed", experts=experts)
-    (program,), values = programs(model, (torch.randn(64, 8),), [{"mesh": {"tp": n}}])
-    assert ways(program) == [INSIDE if experts < n else OWNED]
+    x, options = torch.randn(64, 8), {"mesh": {"tp": n}}
+    (free,), _ = programs(model, (x,), [options])
+    way = INSIDE if experts < n else OWNED
+    assert (experts < n) == all(way_of(s) != OWNED for s in offered(free))
+    torch.compiler.reset()
+    (program,), values = programs(model, (x,), [{**options, "plan": forced(free, way)}])
+    assert ways(program) == [way]
     assert max(verify_program(program, values).norms.values()) < 1e-5
 
 
@@ -259,7 +276,10 @@ def test_experts_beside_data_parallel_ranks() -> None:
     torch.manual_seed(0)
     torch.compiler.reset()
     x, mesh = torch.randn(64, 8), {"dp_shard": 2, "tp": 2}
-    (program,), values = programs(Tokens("packed"), (x,), [{"mesh": mesh}])
+    model = Tokens("packed")
+    (free,), _ = programs(model, (x,), [{"mesh": mesh}])
+    torch.compiler.reset()
+    (program,), values = programs(model, (x,), [{"mesh": mesh, "plan": forced(free, OWNED)}])
     assert ways(program) == [OWNED]
     assert any(v is x for v in values)
     others = [torch.randn_like(v) if v is x else v for v in values]
