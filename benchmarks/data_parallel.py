@@ -195,6 +195,14 @@ class Measured:
         dist.barrier()
 
 
+def race(measured: dict[str, Measured], steps: int, make_batch: Callable[[], torch.Tensor]) -> None:
+    """Let the contestants settle, then take `steps` timed turns, each on the same batch."""
+    for number in range(SETTLING + steps):
+        batch = make_batch()
+        for one in measured.values():
+            one.turn(number, batch)
+
+
 def figures(measured: dict[str, Measured]) -> dict[str, dict[str, float]]:
     """Per contestant: the figures, and each as a ratio to the best rival's."""
     rows: dict[str, dict[str, float]] = {}
@@ -251,10 +259,7 @@ def main() -> None:
     torch.manual_seed(0)
     found = contestants(Model(args.width, args.layers), args.bucket_bytes)
     measured = {name: Measured(one) for name, one in found.items()}
-    for number in range(SETTLING + args.steps):
-        x = torch.randn(args.batch, args.width)
-        for one in measured.values():
-            one.turn(number, x)
+    race(measured, args.steps, lambda: torch.randn(args.batch, args.width))
     rows = figures(measured)
     if dist.get_rank() == 0:
         report(rows, args)

@@ -45,7 +45,10 @@ class Attention(nn.Module):
             nn.Linear(shape.width, shape.width, bias=False) for _ in range(4)
         )
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def heads(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values [batch, heads, length, head_dim]."""
         q, k, v = (
             part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for part in (self.q, self.k, self.v)
@@ -53,6 +56,10 @@ class Attention(nn.Module):
         q, k = (
             t * cos + torch.cat((-t.chunk(2, -1)[1], t.chunk(2, -1)[0]), -1) * sin for t in (q, k)
         )
+        return q, k, v
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.heads(x, cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(y.transpose(1, 2).flatten(-2))
 

@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from data_parallel import SETTLING, Contestant, Measured, figures, report
+from data_parallel import Contestant, Measured, figures, race, report
 from llama_model import Attention, Llama, Shape, WithLoss
 from training import by_hand
 
@@ -51,25 +51,12 @@ class UlyssesAttention(nn.Module):
 
     def __init__(self, inner: Attention) -> None:
         super().__init__()
-        self.head_dim, self.q, self.k, self.v, self.o = (
-            inner.head_dim,
-            inner.q,
-            inner.k,
-            inner.v,
-            inner.o,
-        )
+        self.inner = inner
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for part in (self.q, self.k, self.v)
-        )
-        q, k = (
-            t * cos + torch.cat((-t.chunk(2, -1)[1], t.chunk(2, -1)[0]), -1) * sin for t in (q, k)
-        )
-        q, k, v = (Exchange.apply(t, 1, 2) for t in (q, k, v))
+        q, k, v = (Exchange.apply(t, 1, 2) for t in self.inner.heads(x, cos, sin))
         y = Exchange.apply(F.scaled_dot_product_attention(q, k, v, is_causal=True), 2, 1)
-        return self.o(y.transpose(1, 2).flatten(-2))
+        return self.inner.o(y.transpose(1, 2).flatten(-2))
 
 
 class Ulysses(nn.Module):
@@ -162,10 +149,7 @@ def main() -> None:
             print(f"{name}: loss {losses[name]:.6f}", flush=True)
     if max(losses.values()) - min(losses.values()) > 1e-3:
         raise SystemExit(f"the contestants compute different losses: {losses}")
-    for number in range(SETTLING + args.steps):
-        ids = torch.randint(shape.vocab, (1, shape.length))
-        for one in measured.values():
-            one.turn(number, ids)
+    race(measured, args.steps, lambda: torch.randint(shape.vocab, (1, shape.length)))
     rows = figures(measured)
     if dist.get_rank() == 0:
         report(rows, args)
