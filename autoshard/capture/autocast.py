@@ -95,7 +95,7 @@ _CUDA = Policy(
         _convolution convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv
         addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul
         linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell
-        rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
+        rnn_tanh_cell rnn_relu_cell _cudnn_rnn _scaled_dot_product_flash_attention
         scaled_dot_product_attention
         """
     ),
