@@ -97,7 +97,7 @@ def announced(what: str, axes: Sequence[Axis], remedy: str = REMEDY) -> Iterator
     every rank of the axes.
     """
     axes = [axis for axis in axes if axis.size > 1 and ":" not in axis.group]
-    if not axes or torch.compiler.is_compiling():
+    if not axes or compat.compiling():
         yield
         return
     note = f"{_users_line()}; every rank has to do it"

@@ -36,6 +36,7 @@ from autoshard.runtime.compat.frames import (
     backend_fakes,
     called_from,
     compiled_code,
+    compiling,
     graph_inputs,
     mark_dynamic,
     never_a_frame,

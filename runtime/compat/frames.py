@@ -155,6 +155,18 @@ def never_a_frame(fn: F) -> F:
     return fn
 
 
+def compiling() -> bool:
+    """Whether torch.compile, torch.export or AOTAutograd is at work in this thread.
+
+    `torch.compiler.is_compiling` says so since torch 2.13. In 2.11 it says so inside of what is
+    traced only, and what Dynamo asks of a tensor while it traces looks like eager code: a stored
+    parameter would be gathered, by the ranks that compile.
+    """
+    if torch.compiler.is_compiling() or hasattr(torch.compiler, "_compile_session_context"):
+        return torch.compiler.is_compiling()
+    return torch._guards.CompileContext.current_compile_id() is not None
+
+
 def called_from(name: str, above: int) -> bool:
     """Whether the function `above` frames over the caller has this name."""
     frame = inspect.currentframe()

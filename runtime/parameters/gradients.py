@@ -129,7 +129,7 @@ def accumulate(
         None if grad is None else compat.dtensor_like(parameter, grad)
         for parameter, grad in zip(parameters, grads)
     ]
-    recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()  # a graph of the backward
+    recorded = torch.is_grad_enabled() or compat.compiling()  # a graph of the backward
     if recorded or not STORE_DIRECTLY:
         return tuple(left)
     leaves, unshared = _targets(node), _references_of_unshared()

@@ -35,7 +35,7 @@ class StoredTensor(DTensor):
         if torch.compiler.is_dynamo_compiling():  # in a graph it is read as the whole by `access`
             with compat.plain_attributes():
                 return func(*args, **(kwargs or {}))
-        if torch.compiler.is_compiling():  # what Dynamo asks of it while it traces is of a DTensor
+        if compat.compiling():  # what Dynamo asks of it while it traces is of a DTensor
             return operators.native(cls, func, args, kwargs or {})
         if compat.transforming():
             return operators.apply_in_transform(cls, func, args, kwargs or {})

@@ -49,7 +49,7 @@ class WholeView(torch.Tensor):
     @compat.never_a_frame
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if compat.compiling():
             with compat.plain_attributes():
                 return func(*args, **kwargs)
         name = func.__name__
