@@ -143,7 +143,7 @@ def _write(
         if rank < spec.tp:
             destination.attempt(partial(write, graph, weights, made))
     everybody = [entry for part in gather(entries, "entries", job) for entry in part]
-    everybody.sort(key=lambda entry: entry[:2])
+    everybody.sort(key=lambda entry: (entry[0], entry[1]))  # other ranks' are lists
     if job.rank == 0:
         config = {
             "format": form.name,
