@@ -162,7 +162,7 @@ def compiling() -> bool:
     traced only, and what Dynamo asks of a tensor while it traces looks like eager code: a stored
     parameter would be gathered, by the ranks that compile.
     """
-    if torch.compiler.is_compiling() or hasattr(torch.compiler, "_compile_session_context"):
+    if torch.compiler.is_compiling() or "_compile_session_context" in vars(torch.compiler):
         return torch.compiler.is_compiling()
     return torch._guards.CompileContext.current_compile_id() is not None
 

@@ -15,9 +15,8 @@ from torch.utils import _pytree as pytree
 from autoshard import programs
 from autoshard.building import batch_check
 from autoshard.planning import Plan
-from autoshard.runtime import lazy
 from autoshard.runtime.compat import FakeTensor
-from autoshard.runtime.lazy import LazyGather
+from autoshard.runtime.lazy import LazyGather, gather
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
@@ -109,7 +108,7 @@ def _generated(serial: Any, model: Any, name: str, how: str, asked_all: bool) ->
     if how == "prompt lookup":  # of one row
         inputs = {key: value[:1] for key, value in inputs.items()}
     options = {"max_new_tokens": 6, "pad_token_id": 0, "disable_compile": True, **HOW[how]}
-    found, read, chosen = [], _counted(lazy, "convert"), _counted(lazy, "argmax_of_parts")
+    found, read, chosen = [], _counted(gather, "convert"), _counted(gather, "argmax_of_parts")
     compared = _counted(batch_check, "compare_batch")
     with read, chosen, compared:
         for one in (serial, model):

@@ -5,7 +5,7 @@ more than any other collective of the step. They are returned as a LazyGather: a
 global shape that gathers at its first use.
 
 Reading one is a collective: every rank of the axis must do it, or none. Its shape, dtype, device
-and repr are free, and so is what `lazy_operators` does on a part.
+and repr are free, and so is what `part_operators` does on a part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autoshard.runtime.collectives import (
     redistribute,
     shard_dim,
 )
-from autoshard.runtime.lazy_operators import COPIES, FILLS, VIEWS, argmax_of_parts, on_part
+from autoshard.runtime.lazy.part_operators import COPIES, FILLS, VIEWS, argmax_of_parts, on_part
 
 aten = torch.ops.aten
 
