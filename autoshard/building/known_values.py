@@ -51,6 +51,8 @@ def agreed_facts(inputs: Sequence[compat.GraphInput], axis: Axis, config: Config
 def holds(facts: Mapping[int, str], values: Sequence[Any] | Mapping[int, Any]) -> bool:
     """Whether the facts are true of a call's arguments. On an accelerator the host waits for the
     answer, as it does in eager models."""
+    if not facts:
+        return True  # most programs: leaving the caller's modes would be felt at every step
     with compat.real_tensors(), torch.no_grad():
         for index, fact in facts.items():
             value = values[index]

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.planning.cost import COLLECTIVES
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import CollectiveRegion
 from autoshard.runtime.collectives import Axis, forward_value, redistribute, shard_dim, step
 from autoshard.runtime.errors import message
 from autoshard.runtime.parameters import unshard
-
-_LOCAL = (None, "scale", "slice", "pad")
 
 
 def watched(
@@ -57,7 +56,7 @@ def _met(local: fx.GraphModule, axes: Sequence[Axis]) -> list[Axis]:
     for node in local.graph.nodes:
         if node.target is redistribute:
             _, src, dst, axis = node.args[:4]
-            if step(forward_value(src), forward_value(dst)) not in _LOCAL:
+            if step(forward_value(src), forward_value(dst)) in COLLECTIVES:
                 groups.add(axis.group)
         elif node.target is unshard and shard_dim(node.args[1]) is not None:
             groups.add(node.args[2].group)

@@ -12,7 +12,7 @@ from autoshard.explain.facts import Facts
 from autoshard.explain.tables import human, page_width, table
 from autoshard.memory import KINDS, Memory
 from autoshard.passes import MaskFound, MixtureFound
-from autoshard.planning import is_mixture, way_of
+from autoshard.planning import contiguous_share, is_mixture, way_of
 from autoshard.runtime.collectives import I, State, placement_words
 from autoshard.runtime.graph_meta import ATTENTION_MASKS, MIXTURES
 from autoshard.runtime.operators import reduce_add_norm
@@ -32,9 +32,9 @@ def explain(built: Built, width: int | None = None) -> str:
         text_costs.by_module(facts, columns),
         _parameters(facts, columns),
         _unsharded(facts, columns),
-        _masks(facts.built, columns),
+        _masks(built, columns),
         _unbalanced(built),
-        _mixtures(facts.built, columns),
+        _mixtures(built, columns),
         _without_gradient(facts),
         text_costs.collectives(facts, columns),
         _inference_layers(built),
@@ -136,7 +136,7 @@ def _unbalanced(built: Built) -> str:
     n = built.axis.size
     return "\n".join(
         f"Causal attention in {count} places is unbalanced: the last of {n} ranks does "
-        f"{(2 * n - 1) / n:.2g} times the mean, since {why}"
+        f"{contiguous_share(n):.2g} times the mean, since {why}"
         for why, count in reasons.items()
     )
 

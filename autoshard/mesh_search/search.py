@@ -155,7 +155,7 @@ def search_captured(
     # the budget is one of the whole rank: rows are held to it, not the plan of the tp axis alone
     limit, config = config.memory_budget, replace(config, memory_budget=None)
     limit = limit or machine.usable_bytes
-    sizes = _planned_axes(meshes)
+    sizes, facts = _planned_axes(meshes), batch_facts(inputs)
     rows: list[MeshPrice] = []
     for done, (name, n) in enumerate(sizes):
         (progress or _silent)(f"planning {name}={n}", done + 3, len(sizes) + 2)
@@ -163,7 +163,7 @@ def search_captured(
         say_stored(serial, inputs, config)
         device = machine.planned({name: n})
         planned = plan_captured(
-            serial, inputs, offline_mesh({name: n}, 0), config, device, facts=batch_facts(inputs)
+            serial, inputs, offline_mesh({name: n}, 0), config, device, facts=facts
         )
         one = profile(
             planned.serial, planned.decisions, planned.parameters, n, machine, config.bucket_bytes
@@ -192,8 +192,8 @@ def _planned_axes(meshes: Sequence[AxisSizes]) -> list[tuple[str, int]]:
 
 def _planned_axis(mesh: AxisSizes) -> tuple[str, int]:
     """Name and size of the axis that the planner decides on."""
-    cp = mesh.get("cp", 1)
-    return ("cp", cp) if cp > 1 else ("tp", mesh.get("tp", 1))
+    axis = offline_mesh(mesh, 0).planned
+    return axis.name, axis.size
 
 
 def _silent(what: str, done: int, total: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoshard.runtime.collectives.axis import Axis, chunk_bounds, chunk_size
-from autoshard.runtime.collectives.balanced_order import head_tail, in_order
+from autoshard.runtime.collectives.balanced_order import head_tail, in_order, own_chunks
 from autoshard.runtime.collectives.data_parallel_axes import (
     DATA_AXES,
     data_axes,

@@ -28,8 +28,12 @@ def in_order(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
     return torch.cat((heads, tails), dim).flatten(dim, dim + 1)
 
 
+def own_chunks(axis: Axis) -> tuple[int, int]:
+    """The chunks of 2n that this rank holds."""
+    return axis.rank, 2 * axis.size - 1 - axis.rank
+
+
 def own_head_and_tail(x: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
     """This rank's rows of a whole dim."""
     rows = x.shape[dim] // (2 * axis.size)
-    starts = (axis.rank * rows, (2 * axis.size - 1 - axis.rank) * rows)
-    return torch.cat([x.narrow(dim, start, rows) for start in starts], dim)
+    return torch.cat([x.narrow(dim, chunk * rows, rows) for chunk in own_chunks(axis)], dim)

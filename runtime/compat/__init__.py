@@ -11,14 +11,13 @@ from autoshard.runtime.compat.autograd import (
     apply,
     around_backward,
     drop_accumulated_hooks,
-    has_hooks,
     in_backward,
     in_transform,
     is_in_a_graph,
     move_hooks,
+    only_stores,
     outside_transforms,
     transforming,
-    will_execute,
 )
 from autoshard.runtime.compat.dynamo import (
     after_first_call,

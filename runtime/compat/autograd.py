@@ -44,14 +44,17 @@ AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-de
 """The class of the autograd nodes that write a leaf's `.grad`."""
 
 
-def will_execute(leaf: Any) -> bool:
-    """Whether the backward that runs now is going to execute the node of a leaf.
+def only_stores(node: Any, leaf: torch.Tensor) -> bool:
+    """Whether the backward that runs now is going to execute a leaf's node, and calls no hook.
 
     `backward(inputs=...)` leaves others out. Under `autograd.grad` the engine refuses the question:
-    there the gradient is handed to the caller, and nothing is stored.
+    there the gradient is handed to the caller, and nothing is stored. There is no public way to
+    list hooks.
     """
+    if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+        return False
     try:
-        return torch._C._will_engine_execute_node(leaf)
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError:
         return False
 
@@ -70,11 +73,6 @@ def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
         hooks = getattr(old, name, None)
         if hooks:
             setattr(new, name, hooks)
-
-
-def has_hooks(leaf: torch.Tensor) -> bool:
-    """Whether anything waits for the gradient of a leaf; there is no public way to list hooks."""
-    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
 def drop_accumulated_hooks(leaf: torch.Tensor) -> None:
@@ -111,8 +109,8 @@ def around_backward(outputs: Any, region: AbstractContextManager[None], refusal:
                             if torch.is_grad_enabled() and "create_graph" in str(error):
                                 raise AutoshardError(refusal) from error
                             raise
-                    for made in {getattr(g, "grad_fn", None) for g in grads}:
-                        if made is not None:
+                    if torch.is_grad_enabled():
+                        for made in {getattr(g, "grad_fn", None) for g in grads} - {None}:
                             made.register_prehook(refuse)
                     return grads
 

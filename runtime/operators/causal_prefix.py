@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
-from autoshard.runtime.collectives import Axis
+from autoshard.runtime.collectives import Axis, own_chunks
 
 
 def attend_to_prefix(
@@ -51,7 +51,7 @@ def attend_to_both_ends(
     rows = query.shape[-2] // 2
     own: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
     results = []
-    for i, chunk in enumerate((axis.rank, 2 * axis.size - 1 - axis.rank)):
+    for i, chunk in enumerate(own_chunks(axis)):
         end = (chunk + 1) * rows
         seen = key.narrow(-2, 0, end), value.narrow(-2, 0, end)
         results.append(lower_right(query.narrow(-2, i * rows, rows), *seen, **own))

@@ -24,11 +24,13 @@ from autoshard.runtime.errors import AutoshardError, message
 class GradientLayout(NamedTuple):
     """The memory of a graph's gradients as `unalias` found it; it is the same in every step.
 
-    nbytes: of each gradient. wasteful: those to copy for what they would keep alive.
+    nbytes: of each gradient. wasteful: those to copy for what they would keep alive. sparse:
+    whether any was, before it was made dense.
     """
 
     nbytes: list[int]
     wasteful: list[int]
+    sparse: bool
 
 
 STORE_DIRECTLY = not sysconfig.get_config_var("Py_GIL_DISABLED")
@@ -58,10 +60,11 @@ def unalias(
     known: of earlier calls for the same graph, which spares asking each gradient for its storage;
     that no two overlap is looked at each time.
     """
-    # of a sparse embedding: shards, and the ranks' sums of them, are dense
-    grads = [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
     present = tuple([grad is not None for grad in grads])
     layout = None if known is None else known.get(present)
+    sparse = layout.sparse if layout else any(g is not None and g.is_sparse for g in grads)
+    if sparse:  # of an embedding: shards, and the ranks' sums of them, are dense
+        grads = [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
     if layout is None:
         nbytes = [0 if grad is None else grad.nbytes for grad in grads]
     else:
@@ -85,7 +88,7 @@ def unalias(
         else:
             end = start + nbytes[i]
     if layout is None:
-        layout = GradientLayout(nbytes, _wasteful(grads, overlap))
+        layout = GradientLayout(nbytes, _wasteful(grads, overlap), sparse)
         if known is not None:
             known[present] = layout
     for i in overlap.union(layout.wasteful):
@@ -141,8 +144,7 @@ def accumulate(
                 and type(leaves[i]) is stores
                 and parameter.grad is None
                 and sys.getrefcount(leaves[i]) == unshared
-                and not compat.has_hooks(parameter)
-                and compat.will_execute(leaves[i])
+                and compat.only_stores(leaves[i], parameter)
             ):
                 parameter.grad = left[i]
                 left[i] = None

@@ -62,15 +62,23 @@ def _refuse_fully_shard(
 
 def _check(wrapper: str, module: nn.Module) -> None:
     """Raise where a wrapper for data parallelism is given stored parameters."""
+    _refuse_stored(
+        wrapper,
+        module,
+        f"Leave {wrapper} out: data parallelism is an axis of the mesh, "
+        "options={'mesh': {'dp_shard': N}} or {'dp_replicate': N}, which reduces the gradients.",
+    )
+
+
+def _refuse_stored(what: str, module: nn.Module, remedy: str) -> None:
+    """Raise where a parameter of the module is stored; `what` cannot be done with it."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, StoredTensor):
             raise AutoshardError(
                 message(
-                    f"{wrapper} of a {type(module).__name__} whose parameters are stored on the "
+                    f"{what} of a {type(module).__name__} whose parameters are stored on the "
                     f"mesh {_sizes(parameter)} ({name} as {parameter.placements})",
-                    remedy=f"Leave {wrapper} out: data parallelism is an axis of the mesh, "
-                    "options={'mesh': {'dp_shard': N}} or {'dp_replicate': N}, which reduces the "
-                    "gradients.",
+                    remedy=remedy,
                 )
             )
 
@@ -119,16 +127,12 @@ def _refuse_export(
     original: Callable[..., Any], mode: Any, model: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
     """torch.export has no form for a parameter of which the rank holds a part."""
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, StoredTensor):
-            raise AutoshardError(
-                message(
-                    f"torch.export of a {type(model).__name__} whose parameters are stored on the "
-                    f"mesh {_sizes(parameter)} ({name} as {parameter.placements})",
-                    remedy="Make the model anew, load autoshard.full_state_dict(model, "
-                    "rank0_only=False) into it, and export that.",
-                )
-            )
+    _refuse_stored(
+        "torch.export",
+        model,
+        "Make the model anew, load autoshard.full_state_dict(model, rank0_only=False) into it, and "
+        "export that.",
+    )
     return original(mode, model, *args, **kwargs)
 
 

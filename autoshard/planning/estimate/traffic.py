@@ -2,11 +2,11 @@
 
 On the planned axis (tp or cp) they follow from the states of the values, as `localize` rewrites
 them; gradients of weights go in buckets, as `bucket_gradients` merges them. On the data-parallel
-axes a bucket of parameters
-is gathered before its use (and again in backward with ZeRO-3), its gradient is reduce-scattered
-over `dp_shard` and all-reduced over `dp_replicate`. The volumes are those of Megatron-Core's and
-ZeRO's ledgers (S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion
-parameter models", 2020, section 7); the padding of a bucket of gradients is counted on tp only.
+axes a bucket of parameters is gathered before its use (and again in backward with ZeRO-3), its
+gradient is reduce-scattered over `dp_shard` and all-reduced over `dp_replicate`. The volumes are
+those of Megatron-Core's and ZeRO's ledgers (S. Rajbhandari et al., "ZeRO: memory optimizations
+toward training trillion parameter models", 2020, section 7); the padding of a bucket of gradients
+is counted on the planned axis only.
 """
 
 from __future__ import annotations
