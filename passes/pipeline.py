@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import fx
 
+from autoshard.passes.all_reduce_by_all_gather import AllReduceByAllGather
 from autoshard.passes.base import SILENT, Context, Pass, Report, Watch
 from autoshard.passes.bucket_gradients import BucketGradients
 from autoshard.passes.bucket_parameters import BucketParameters
@@ -48,7 +49,7 @@ PIPELINE = (
     # the forward graph and the backward graph that AOTAutograd makes of it
     Stage("graphs", (BucketParameters, BucketGradients, ScheduleCollectives)),
     # the same where they are compiled and run: `Program.collectives` lists those before
-    Stage("run", (ReduceScatterByAllToAll,)),
+    Stage("run", (ReduceScatterByAllToAll, AllReduceByAllGather)),
 )
 
 _EVERY = [one for stage in PIPELINE for one in stage.passes]
@@ -141,4 +142,5 @@ def specialize(
 ) -> list[Report]:
     """Do each collective of a graph that is compiled and run the way its backend does it best."""
     phase = "backward" if backward else "forward"
-    return run_stage("run", (ReduceScatterByAllToAll(),), gm, Context(axis), watch, phase)
+    passes = (ReduceScatterByAllToAll(), AllReduceByAllGather())
+    return run_stage("run", passes, gm, Context(axis), watch, phase)

@@ -120,7 +120,8 @@ def seconds(built: Built, one: Collective) -> float:
     machine = machine_of(built.hardware)
     sizes = {axis.name: axis.size for axis in built.mesh.axes}
     link = machine.real(machine.links(sizes)[one.axis])
-    return cost.collective_seconds(_like(one.op), one.bytes, sizes[one.axis], link)
+    served = built.joint.backward is None
+    return cost.collective_seconds(_like(one.op), one.bytes, sizes[one.axis], link, served)
 
 
 def sent(built: Built, one: Collective) -> float:

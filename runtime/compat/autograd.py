@@ -110,8 +110,9 @@ def around_backward(outputs: Any, region: AbstractContextManager[None], refusal:
                                 raise AutoshardError(refusal) from error
                             raise
                     if torch.is_grad_enabled():
-                        for made in {getattr(g, "grad_fn", None) for g in grads} - {None}:
-                            made.register_prehook(refuse)
+                        for made in {g.grad_fn for g in grads if hasattr(g, "grad_fn")}:
+                            if made is not None:
+                                made.register_prehook(refuse)
                     return grads
 
                 function.backward = staticmethod(backward)

@@ -102,7 +102,8 @@ def test_folders_are_small() -> None:
     folders = [
         path for name in ("autoshard", "runtime", "tests") for path in (ROOT / name).rglob("*")
     ]
-    assert not crowded_folders([p for p in folders if p.is_dir()], MOST_FILES)
+    aside = ROOT / "tests" / "passes"  # a file a pass, as passes/
+    assert not crowded_folders([p for p in folders if p.is_dir() and p != aside], MOST_FILES)
 
 
 # Each check fails on a tree that breaks its rule.

@@ -74,8 +74,10 @@ class Layers(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_region_is_one_operator_of_the_same_value(
-    norm: str, dtype: torch.dtype, rows: int
+    norm: str, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if rows > 1:  # a prompt has more rows than a small sum
+        monkeypatch.setattr("autoshard.planning.cost.model.ONE_SHOT_BYTES", 0)
     model = Layers(norm).to(dtype).requires_grad_(False)
     x = torch.randn(2, rows, 16, dtype=dtype)
     with torch.no_grad():

@@ -131,6 +131,7 @@ SAMPLES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, int
     "bucket_gradients": (Two, (4, 8), {"dp_shard": 2}, "backward"),
     "schedule_collectives": (Two, (4, 8), {"dp_shard": 2}, "backward"),
     "reduce_scatter_by_all_to_all": (Two, (4, 8), {"dp_shard": 2}, "backward"),
+    "all_reduce_by_all_gather": (Two, (4, 8), {"tp": 2}, "forward"),
 }
 
 

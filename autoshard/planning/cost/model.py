@@ -10,6 +10,11 @@ reduce-scatter, of the local tensor for an all-to-all.
     all_gather        n-1      (n-1)/n * size
     reduce_scatter    n-1      (n-1)/n * size
     all_to_all        n-1      (n-1)/n * size
+    one-shot sum      n-1        (n-1) * size
+
+In a graph without gradients a small all-reduce is charged as a one-shot sum, for which each rank
+reads the addends of all others: so it is done on CPUs (passes/all_reduce_by_all_gather.py), and
+with symmetric memory on GPUs.
 
 Operators follow the roofline model (S. Williams, A. Waterman, D. Patterson, "Roofline",
 Communications of the ACM 52(4), 2009).
@@ -41,6 +46,11 @@ from autoshard.runtime.collectives import State, change_steps, conversions, shar
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
+ONE_SHOT_BYTES = 512 * 1024
+"""Up to so many bytes of addends, of all ranks together, a sum is done in one shot. Gloo on two and
+on four processes takes from four fifths of the time of an all-reduce to half, up to here, and more
+beyond a megabyte (benchmarks/small_sums.py)."""
+
 # A change is never free, so that of two plans with equal traffic the one with fewer changes wins
 # and ties, which ranks could break differently, do not exist.
 CHANGE_SECONDS = 1e-7
@@ -53,10 +63,16 @@ def ring_bytes(op: str, nbytes: float, n: int) -> float:
     return (2 if op == "all_reduce" else 1) * (n - 1) / n * nbytes
 
 
-def collective_seconds(op: str, nbytes: float, n: int, link: Link) -> float:
-    """Seconds of one collective of logical size `nbytes` over `n` ranks."""
+def collective_seconds(op: str, nbytes: float, n: int, link: Link, one_shot: bool = False) -> float:
+    """Seconds of one collective of logical size `nbytes` over `n` ranks.
+
+    one_shot: whether a small all-reduce is a one-shot sum.
+    """
     steps = ring_bytes(op, n, n)
-    return steps * link.latency + ring_bytes(op, nbytes, n) / link.bandwidth
+    seconds = steps * link.latency + ring_bytes(op, nbytes, n) / link.bandwidth
+    if op == "all_reduce" and one_shot and n * nbytes <= ONE_SHOT_BYTES:
+        seconds = min(seconds, collective_seconds("all_gather", n * nbytes, n, link))
+    return seconds
 
 
 def change_collectives(src: State, dst: State) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -86,8 +102,9 @@ def change_seconds(
     if src == dst:
         return 0.0
     passes = conversions(src, dst)[: 2 if differentiable else 1]
+    one_shot = not differentiable
     return CHANGE_SECONDS + sum(
-        _conversion_seconds(a, b, nbytes_global, n, link, outer) for a, b in passes
+        _conversion_seconds(a, b, nbytes_global, n, link, outer, one_shot) for a, b in passes
     )
 
 
@@ -100,7 +117,7 @@ def outer_dim(shape: Sequence[int | torch.SymInt]) -> int:
 
 
 def _conversion_seconds(
-    src: State, dst: State, nbytes: float, n: int, link: Link, outer: int
+    src: State, dst: State, nbytes: float, n: int, link: Link, outer: int, one_shot: bool
 ) -> float:
     kind = step(src, dst)
     if kind is None or n == 1:
@@ -112,9 +129,8 @@ def _conversion_seconds(
             collective_seconds(kind, shard, n, link) + 2 * rearranged * shard / link.copy_bandwidth
         )
     if kind in COLLECTIVES:
-        return (
-            collective_seconds(kind, whole, n, link) + 2 * rearranged * whole / link.copy_bandwidth
-        )
+        copied = 2 * rearranged * whole / link.copy_bandwidth
+        return collective_seconds(kind, whole, n, link, one_shot) + copied
     read_and_written = {"scale": 2 * whole, "slice": 2 * shard, "pad": whole + shard}[kind]
     return read_and_written / link.copy_bandwidth
 
