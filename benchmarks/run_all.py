@@ -29,6 +29,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "long_context": (*TWO, str(HERE / "long_context.py")),
     "training": (*TWO, str(HERE / "training.py")),
     "generate": (*TWO, str(HERE / "generate.py")),
+    "small_sums": (*TWO, str(HERE / "small_sums.py")),
 }
 
 
