@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
@@ -35,6 +36,7 @@ def compile_again(bucket_bytes: list[int | None]) -> list[Found]:
     return found
 
 
+@pytest.mark.slow
 def test_warm_start(gloo2: GlooPool) -> None:
     for first, second, other in gloo2(compile_again, [None, None, 1]):
         assert first[0].get("autograd_cache_miss") == 1, first[0]

@@ -293,10 +293,8 @@ def compare(results: list[dict[str, Any]], serial: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("name", "checkpointing"),
-    [pytest.param("gpt2", True, marks=pytest.mark.slow), ("bert", False)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "checkpointing"), [("gpt2", True), ("bert", False)])
 def test_three_steps_equal_one_process(gloo2: Any, name: str, checkpointing: bool) -> None:
     """Ranks whose generators start apart train as one process does, recomputation included."""
     serial = trained(name, 1, "aot_eager", 3, False)

@@ -183,7 +183,7 @@ def test_a_step_has_two_reductions_a_layer(gloo2: Any) -> None:
     """And the gathers of the embedding and of the logits; none of keys and values."""
     (one,) = check(gloo2, "llama", ["greedy"])
     prompt, *steps = one.steps
-    assert sum(prompt.values()) == 10
+    assert prompt == steps[0], "a short prompt is a small sum as well"
     assert steps == [Counter(all_reduce=4, all_gather=2)] * 2
     assert one.gathers == one.choices == 0
     assert one.compared == 4, "two calls of a graph, whatever the length of the cache"

@@ -47,7 +47,8 @@ def test_three_steps_equal_serial_tp2(gloo2: Any, name: str) -> None:
     check_each(gloo2(train, [name], 2, "aot_eager", pool_timeout=PATIENCE), share=0.9)
 
 
-@pytest.mark.parametrize("name", ["bert", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_three_steps_equal_serial_tp4(gloo4: Any, name: str) -> None:
     """A whole graph and one in parts; on tp=4 the others' gradients are compared with the serial
     ones in one process, by tests/verification/test_verification.py."""

@@ -35,7 +35,7 @@ def test_gradients_that_are_one_tensor_are_not_stored_as_one(gloo2: Any, sizes: 
     ("name", "micro", "sizes"),
     [
         ("convnet", 3, {"dp_replicate": 2, "dp_shard": 2}),
-        ("llama", 1, {"dp_shard": 2, "tp": 2}),
+        pytest.param("llama", 1, {"dp_shard": 2, "tp": 2}, marks=pytest.mark.slow),
         ("mlp", 1, {"dp_replicate": 2, "tp": 2}),
     ],
 )
