@@ -40,3 +40,13 @@ def test_an_exception_is_a_defect_in_one_line() -> None:
     said = export_matrix.said(work)
     assert said.startswith("DEFECT: RuntimeError at test_export_matrix.py:") and "\n" not in said
     assert len(FAMILIES) == 31
+
+
+def test_a_learned_bias_of_distances_is_continued() -> None:
+    """T5, its table's columns on two ranks, behind an encoder: cached tokens are the model's."""
+    pytest.importorskip("tensorrt_rtx")
+    family = FAMILIES["T5"]
+    model = family.make(num_layers=1, num_decoder_layers=2)
+    ranks = export_matrix.ranks_of(family, model, 2, export_matrix.LENGTH)
+    said = export_matrix.compare(family, model, ranks, export_matrix.run_networks)
+    assert said == "equal"

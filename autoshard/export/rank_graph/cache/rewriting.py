@@ -92,7 +92,7 @@ def _check(node: fx.Node, sight: Sight | None, sequence: Any) -> None:
     if sight is None or not sight.causal:
         raise export_error(
             "a key-value cache needs attention that is causal (within a window, or with a bias of "
-            "each key), and this has another mask",
+            "each key or of each distance to it), and this has another mask",
             node,
             "Export without a cache (no max_length).",
         )
