@@ -38,7 +38,7 @@ from autoshard.export.rank_graph.meta_copy import shadow
 from autoshard.export.rank_graph.placeholders import Placeholders, read_placeholders
 from autoshard.export.rank_graph.quantized import with_quantized_weights
 from autoshard.export.rank_graph.tidy import on_cpu, propagate, tidy
-from autoshard.export.serial_graph import parameter_names, unwrapped
+from autoshard.export.serial_graph import parameter_names, scan_of, unwrapped
 from autoshard.export.spec import EngineSpec
 from autoshard.passes import Localize, rank_program
 from autoshard.planning.cost import hardware
@@ -179,12 +179,21 @@ class InferencePlan:
         agree("plan of the engines", digest, lines, job, error=ExportError)
 
     def _check(self) -> None:
-        """Refuse random numbers and mutation."""
+        """Refuse random numbers, mutation, and a scan of no known length."""
         if self.program.serial.meta.get(MUTATED):
             raise export_error("the model writes to one of its inputs or buffers in forward")
         for node in self.program.serial.graph.nodes:
             if getattr(node.target, "namespace", "") == "autoshard":
                 raise export_error("draws random numbers, which no engine does", node)
+        scan = scan_of(self.program.serial.graph.nodes)
+        if scan is not None and "sequence" in self.placeholders.sizes.values():
+            raise export_error(
+                "a state-space model scans its sequence in steps of one length's number, and its "
+                "state is in no cache",
+                scan,
+                "Leave 'sequence' out of dynamic, and give no max_length; or export a Hugging Face "
+                "directory.",
+            )
 
 
 def plan_inference(model: nn.Module, spec: EngineSpec) -> InferencePlan:

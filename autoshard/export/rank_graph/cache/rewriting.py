@@ -65,7 +65,11 @@ def with_cache(
     given = [by_name[name] for name in inputs]
     nodes = graph.find_nodes(op="call_function", target=attention)
     if not nodes:
-        raise export_error("the model has no attention, so there is nothing to cache")
+        raise export_error(
+            "the model has no attention, whose keys and values a cache holds; the state of a "
+            "state-space model is in none",
+            remedy="Export without a cache (no max_length), or a Hugging Face directory.",
+        )
     if "sequence" not in sizes.values():
         raise export_error(
             "a key-value cache needs a sequence of any length, and this has one length only",
