@@ -43,9 +43,6 @@ def add_command(commands: Any) -> None:
         "huggingface", write_huggingface, "safetensors with index and configuration", dtype=None
     )
     huggingface.add_argument("--max-shard-bytes", type=positive, default=5 * 2**30)
-    huggingface.add_argument(
-        "--quantize", choices=("fp8", "fp8_channel", "int8", "int4"), help="the weights' layout"
-    )
 
     engine_flags = {"mesh": "tp=1", "dtype": "float16", "batch": 8, "sequence": 1024}
     tensorrt = add_format(
@@ -54,6 +51,10 @@ def add_command(commands: Any) -> None:
     tensorrt.add_argument(
         "--compute-capability", nargs="+", metavar="X.Y", help="of the GPUs to build for"
     )
+    for parser in (huggingface, tensorrt):
+        parser.add_argument(
+            "--quantize", choices=("fp8", "fp8_channel", "int8", "int4"), help="the weights' layout"
+        )
     tensorrt.add_argument("--builder", choices=("tensorrt", "tensorrt_rtx"))
     onnx = add_format(
         "onnx", write_onnx, "ONNX models with collectives, one a rank", **engine_flags
@@ -114,8 +115,7 @@ def write_huggingface(arguments: argparse.Namespace) -> None:
         progress=ProgressLine(),
     )
     print(f"wrote {arguments.directory}")
-    if arguments.quantize is not None:
-        print((arguments.directory / "quantization_accuracy.json").read_text(), end="")
+    _print_accuracy(arguments)
 
 
 def write_tensorrt(arguments: argparse.Namespace) -> None:
@@ -123,7 +123,14 @@ def write_tensorrt(arguments: argparse.Namespace) -> None:
     from autoshard.export import tensorrt
 
     capability = arguments.compute_capability
-    _write_ranks(tensorrt, arguments, builder=arguments.builder, compute_capability=capability)
+    more = {"builder": arguments.builder, "quantize": arguments.quantize}
+    _write_ranks(tensorrt, arguments, compute_capability=capability, **more)
+    _print_accuracy(arguments)
+
+
+def _print_accuracy(arguments: argparse.Namespace) -> None:
+    if arguments.quantize is not None:
+        print((arguments.directory / "quantization_accuracy.json").read_text(), end="")
 
 
 def write_onnx(arguments: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ and other readers know the published form only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 
 from autoshard.export.errors import export_error
 from autoshard.export.serial_graph import unwrapped
+from autoshard.export.weight_source import WeightSource, WholeParameter
 from autoshard.runtime import compat
 
 Description = tuple[tuple[int, ...], torch.dtype]
@@ -39,6 +40,19 @@ class CheckpointPart:
     sources: Sequence[StateTensor]
     written: Mapping[str, Description]
     plain: bool = False
+
+
+def state_tensors(model: nn.Module, dtype: torch.dtype | None) -> list[StateTensor]:
+    """The state dict, each tensor once. dtype: of parameters that are floating-point numbers, None
+    for their own."""
+    found: dict[int, StateTensor] = {}
+    for name, value in unwrapped(model).state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor) and id(value) not in found:
+            floating = value.is_floating_point() and isinstance(value, nn.Parameter)
+            found[id(value)] = StateTensor(
+                name, value, dtype if dtype and floating else value.dtype
+            )
+    return list(found.values())
 
 
 def published_parts(model: nn.Module, tensors: Sequence[StateTensor]) -> list[CheckpointPart]:
@@ -76,6 +90,23 @@ def in_published_form(
 ) -> dict[str, torch.Tensor]:
     """The values to write of a part. tensors: the whole values of its sources, by name."""
     return tensors if part.plain else compat.published(unwrapped(model), tensors)
+
+
+def whole_parts(
+    source: WeightSource, parts: Iterable[CheckpointPart]
+) -> Iterator[tuple[CheckpointPart, dict[str, torch.Tensor]]]:
+    """Each part with the whole values of its sources, in the dtypes to write; one part at a time.
+    Collective where the model stores shards."""
+    for part in parts:
+        tensors = {}
+        for one in part.sources:
+            tensor = one.value.detach()
+            if one.name in source.parameters:
+                tensor = source.read(one.name, [[WholeParameter()]]).tensor
+            tensors[one.name] = tensor.to(one.dtype)
+            del tensor
+        yield part, tensors
+        del tensors
 
 
 def _converted(

@@ -6,7 +6,7 @@ stored as shards: in both cases it has the shapes of the unsharded model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,3 +102,11 @@ def _read(
         ):
             constants[node] = value
     return ModelGraph(gm, parameters, constants)
+
+
+def scan_of(nodes: Iterable[fx.Node]) -> fx.Node | None:
+    """A node of an associative scan, by which state-space models pass on their state; None where
+    there is none. Capture has taken it apart, so that only the traces of its nodes tell."""
+    return next(
+        (n for n in nodes if "associative_scan(" in (n.meta.get("stack_trace") or "")), None
+    )

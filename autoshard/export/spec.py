@@ -47,7 +47,8 @@ class EngineSpec:
     every input, and of "sequence", dim 1; a size that is not named is that of the example.
     max_length: tokens of a key-value cache, None for none. all_logits: with a cache, the logits of
     every token and not of each row's last alone. hardware: the machine to plan for, a key of
-    `planning.cost.hardware.HARDWARE`.
+    `planning.cost.hardware.HARDWARE`. quantize: the layout of the weights of linear layers and
+    experts, one of those that `autoshard.export.huggingface` has; None: none is quantized.
 
     Raises ExportError for values that no engine can have.
     """
@@ -59,6 +60,7 @@ class EngineSpec:
     max_length: int | None = None
     all_logits: bool = False
     hardware: str = "h100"
+    quantize: str | None = None
 
     def __post_init__(self) -> None:
         _ = self.tp, self.weight_dtype, self.extents

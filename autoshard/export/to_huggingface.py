@@ -23,16 +23,17 @@ from autoshard.export.published_config import add_older_names
 from autoshard.export.published_form import (
     CheckpointPart,
     Description,
-    StateTensor,
     in_published_form,
     published_parts,
+    state_tensors,
+    whole_parts,
 )
 from autoshard.export.quantization import FILE, Inputs, Quantizer
 from autoshard.export.quantization import example as random_tokens
 from autoshard.export.safetensors_file import SafetensorsFile
 from autoshard.export.serial_graph import unwrapped
 from autoshard.export.spec import weight_dtype
-from autoshard.export.weight_source import WeightSource, WholeParameter
+from autoshard.export.weight_source import WeightSource
 
 _METADATA = {"format": "pt"}
 
@@ -75,7 +76,7 @@ def huggingface(
         raise export_error(f"max_shard_bytes={max_shard_bytes} must be at least 1")
     kind = None if dtype is None else weight_dtype(dtype)
     source = WeightSource(model)
-    parts = published_parts(model, _tensors(model, kind))
+    parts = published_parts(model, state_tensors(model, kind))
     quantizer = None
     if quantize is not None:
         if source.job.size > 1:
@@ -132,30 +133,11 @@ def _write(
                 if left[file] == 0:
                     opened[file].close()
 
-        for part in parts:
-            tensors = {}
-            for one in part.sources:
-                tensor = one.value.detach()
-                if one.name in source.parameters:
-                    tensor = source.read(one.name, [[WholeParameter()]]).tensor
-                tensors[one.name] = tensor.to(one.dtype)
-                del tensor
+        for part, tensors in whole_parts(source, parts):
             if source.job.rank == 0:
                 destination.attempt(partial(put, part, tensors))
             del tensors
             yield from part.written
-
-
-def _tensors(model: nn.Module, dtype: torch.dtype | None) -> list[StateTensor]:
-    """The state dict, each tensor once."""
-    found: dict[int, StateTensor] = {}
-    for name, value in unwrapped(model).state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor) and id(value) not in found:
-            floating = value.is_floating_point() and isinstance(value, nn.Parameter)
-            found[id(value)] = StateTensor(
-                name, value, dtype if dtype and floating else value.dtype
-            )
-    return list(found.values())
 
 
 def _files(tensors: Mapping[str, Description], limit: int) -> Files:

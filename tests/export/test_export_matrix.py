@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import export_matrix
+from autoshard.export import EngineSpec, ExportError, trtllm
+from autoshard.export.rank_graph import plan_inference, read_weights
 from autoshard.export.rank_graph.operators import attention
+from autoshard.export.weight_source import WeightSource
 from families import FAMILIES
 
 
@@ -40,3 +45,34 @@ def test_an_exception_is_a_defect_in_one_line() -> None:
     said = export_matrix.said(work)
     assert said.startswith("DEFECT: RuntimeError at test_export_matrix.py:") and "\n" not in said
     assert len(FAMILIES) == 31
+
+
+def test_a_learned_bias_of_distances_is_continued() -> None:
+    """T5, its table's columns on two ranks, behind an encoder: cached tokens are the model's."""
+    pytest.importorskip("tensorrt_rtx")
+    family = FAMILIES["T5"]
+    model = family.make(num_layers=1, num_decoder_layers=2)
+    ranks = export_matrix.ranks_of(family, model, 2, export_matrix.LENGTH)
+    said = export_matrix.compare(family, model, ranks, export_matrix.run_networks)
+    assert said == "equal"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Dynamo's, of caches in transformers
+def test_a_state_space_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    """Of one length of sequence it is exported; of any length, or with a cache, it is not."""
+    family = FAMILIES["Mamba"]
+    model = family.make(num_hidden_layers=1)
+    for length in (None, export_matrix.LENGTH):
+        with pytest.raises(ExportError, match=r"scans its sequence in steps .*mamba.py:\d+\)"):
+            export_matrix.ranks_of(family, model, 2, length)
+    with pytest.raises(ExportError, match=r"a state-space model scans .*mamba.py:\d+\)"):
+        trtllm(model, tmp_path / "out", mesh={"tp": 2})
+    call = family.call(2, 8)
+    spec = EngineSpec(mesh={"tp": 2}, dynamic={"batch": (1, 2, 4)})
+    plan, source = plan_inference(model, spec), WeightSource(model)
+    graphs = [plan.rank_graph(rank) for rank in range(2)]
+    ranks = [(graph, read_weights(source, graph, graph.rank)) for graph in graphs]
+    wanted = model(**call, use_cache=False).logits
+    for found in export_matrix.run_networks(ranks, [call]):
+        assert export_matrix.error(found[0]["logits"], wanted) < export_matrix.TOLERANCE

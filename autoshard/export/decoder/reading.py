@@ -17,7 +17,7 @@ from autoshard.export.decoder.probing import evaluate, softcap, sources
 from autoshard.export.decoder.stream import Stream
 from autoshard.export.decoder.structure import Attention, Decoder, Layer, Linear
 from autoshard.export.errors import export_error
-from autoshard.export.serial_graph import ModelGraph
+from autoshard.export.serial_graph import ModelGraph, scan_of
 
 
 def read_decoder(graph: ModelGraph) -> Decoder:
@@ -25,6 +25,14 @@ def read_decoder(graph: ModelGraph) -> Decoder:
 
     Raises ExportError, naming the node and the user's line, where the graph is something else.
     """
+    scan = scan_of(graph.nodes)
+    if scan is not None:
+        raise export_error(
+            "a state-space model scans its sequence here; TensorRT-LLM checkpoints are written of "
+            "decoders with attention",
+            scan,
+            "Export a Hugging Face directory.",
+        )
     return _Reader(graph).run()
 
 

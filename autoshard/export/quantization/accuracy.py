@@ -100,11 +100,14 @@ def example(model: nn.Module) -> Inputs | None:
 
 def compared(model: nn.Module, accuracy: Accuracy, inputs: Inputs) -> dict[str, Any]:
     """The model's first output with its own weights and with quantized ones; where that is the
-    logits of token ids, also the loss of each next token and how often both say the same one."""
+    logits of token ids, also the loss of each next token and how often both say the same one. Both
+    are computed in the model's own dtype."""
     inner = unwrapped(model)
+    own_dtypes = {name: one.dtype for name, one in inner.state_dict().items()}
+    values = {name: one.to(own_dtypes[name]) for name, one in accuracy.values.items()}
     with torch.no_grad():
         own = _first(inner(**inputs))
-        other = _first(functional_call(inner, accuracy.values, (), dict(inputs)))
+        other = _first(functional_call(inner, values, (), dict(inputs)))
     own, other = own.double(), other.double()
     found: dict[str, Any] = {"relative_error": float((own - other).norm() / own.norm())}
     ids = inputs.get("input_ids")

@@ -14,7 +14,7 @@ from torch import nn
 
 from autoshard.export.errors import export_error
 from autoshard.export.published_form import CheckpointPart, Description
-from autoshard.export.quantization.layouts import WeightLayout
+from autoshard.export.quantization.layouts import WeightLayout, layout
 from autoshard.export.serial_graph import unwrapped
 
 _WEIGHT, _FEW = ".weight", 16
@@ -76,3 +76,28 @@ def _fits(one: Description, how: WeightLayout, routed: Collection[Any]) -> bool:
 
 def _matrices(written: Mapping[str, Description]) -> dict[str, Description]:
     return {n: one for n, one in written.items() if n.endswith(_WEIGHT) and len(one[0]) == 2}
+
+
+def quantized_parameters(
+    model: nn.Module, parts: Sequence[CheckpointPart], kind: str
+) -> dict[str, int]:
+    """The parameters whose weights are quantized in their published form, by name, and how many
+    rows each published matrix of it has. Raises ExportError as `quantized_names`, and for one that
+    is published in part quantized, or turned."""
+    names = quantized_names(model, parts, kind, layout(kind)).names
+    found: dict[str, int] = {}
+    for part in parts:
+        if names.isdisjoint(part.written):
+            continue
+        shapes = [shape for shape, _ in part.written.values()]
+        rows = {shape[0] for shape in shapes if len(shape) == 2}
+        for one in part.sources:
+            alike = {shape[-1] for shape in shapes} == {one.value.shape[-1]}
+            if not part.written.keys() <= names or len(rows) != 1 or not alike:
+                raise export_error(
+                    f"{one.name} is published as {len(shapes)} tensors of {sorted(set(shapes))}, "
+                    "which are no rows of it that are quantized alike",
+                    remedy="Export a Hugging Face directory, or without quantize.",
+                )
+            (found[one.name],) = rows
+    return found

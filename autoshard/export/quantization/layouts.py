@@ -45,6 +45,17 @@ class WeightLayout(Protocol):
         """The weight that those stand for."""
         ...
 
+    def numbers(
+        self, tensors: dict[str, torch.Tensor], shape: torch.Size
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of such tensors the rounded numbers, one an entry, and the scales, [rows, columns] of
+        blocks. shape: of the weight."""
+        ...
+
+    def block(self, shape: torch.Size) -> tuple[int, int]:
+        """Rows and columns that have one scale."""
+        ...
+
     def configuration(self, kept: Sequence[str]) -> dict[str, Any]:
         """`quantization_config` of config.json. kept: names of modules that are not quantized."""
         ...
@@ -74,6 +85,16 @@ class Blocks:
         """See WeightLayout."""
         weight = tensors["weight"]
         return weight.float() * self._spread(tensors["weight_scale_inv"], weight.shape)
+
+    def numbers(
+        self, tensors: dict[str, torch.Tensor], shape: torch.Size
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See WeightLayout."""
+        return tensors["weight"], tensors["weight_scale_inv"]
+
+    def block(self, shape: torch.Size) -> tuple[int, int]:
+        """See WeightLayout."""
+        return BLOCK, BLOCK
 
     @staticmethod
     def _spread(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -116,6 +137,25 @@ class Compressed:
         _, compressor, scheme = self._library()
         weight: torch.Tensor = compressor.decompress(tensors, scheme)["weight"]
         return weight
+
+    def numbers(
+        self, tensors: dict[str, torch.Tensor], shape: torch.Size
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See WeightLayout."""
+        if "weight" in tensors:
+            return tensors["weight"], tensors["weight_scale"]
+        library = importlib.import_module("compressed_tensors.compressors.pack_quantized.helpers")
+        packed = tensors["weight_packed"]
+        if packed.is_meta:
+            values = torch.empty(shape, dtype=torch.int8, device="meta")
+        else:
+            values = library.unpack_from_int32(packed, 4, shape)
+        return values, tensors["weight_scale"]
+
+    def block(self, shape: torch.Size) -> tuple[int, int]:
+        """See WeightLayout."""
+        _, _, scheme = self._library()
+        return 1, scheme.weights.group_size or shape[1]
 
     def configuration(self, kept: Sequence[str]) -> dict[str, Any]:
         """See WeightLayout."""

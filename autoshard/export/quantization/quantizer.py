@@ -10,10 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.export.published_form import CheckpointPart, in_published_form
-from autoshard.export.quantization.accuracy import Accuracy, Inputs, compared
+from autoshard.export.published_form import (
+    CheckpointPart,
+    in_published_form,
+    published_parts,
+    state_tensors,
+    whole_parts,
+)
+from autoshard.export.quantization.accuracy import Accuracy, Inputs, compared, example
 from autoshard.export.quantization.choice import quantized_names
 from autoshard.export.quantization.layouts import layout
+from autoshard.export.weight_source import WeightSource
 
 
 class Quantizer:
@@ -83,3 +90,14 @@ class Quantizer:
         if self._inputs is not None:
             found["outputs"] = compared(self._model, self._accuracy, self._inputs)
         return found
+
+
+def measured(model: nn.Module, source: WeightSource, dtype: torch.dtype | None, kind: str) -> Any:
+    """How accurate a model is with its weights quantized, where nothing is written of them.
+    Collective where the model stores shards; then weights alone are compared."""
+    inputs = example(model) if source.job.size == 1 else None
+    quantizer = Quantizer(model, published_parts(model, state_tensors(model, dtype)), kind, inputs)
+    for part, tensors in whole_parts(source, quantizer.parts):
+        if source.job.rank == 0:
+            quantizer.written(part, tensors)
+    return quantizer.report() if source.job.rank == 0 else None

@@ -15,14 +15,20 @@ from autoshard.export.rank_graph.graph import Port, RankGraph
 
 def rank_entry(graph: RankGraph, weights: Mapping[str, torch.Tensor], file: Path) -> dict[str, Any]:
     """What is particular to one rank: its file, the hash of it and of each of its weights."""
-    hashes = {
-        graph.weights[target].name: {
-            "state": graph.weights[target].state,
-            "shape": list(tensor.shape),
-            "sha256": digest(tensor),
+    hashes = {}
+    for target, weight in sorted(graph.weights.items(), key=lambda item: item[1].name):
+        if target not in weights:
+            continue
+        hashes[weight.name] = {
+            "state": weight.state,
+            "shape": list(weights[target].shape),
+            "sha256": digest(weights[target]),
         }
-        for target, tensor in sorted(weights.items(), key=lambda item: graph.weights[item[0]].name)
-    }
+        if weight.quantized is not None:
+            hashes[weight.name] |= {
+                "quantized": weight.quantized.kind,
+                "scale_sha256": digest(weights[weight.quantized.scale]),
+            }
     return {"file": file.name, "sha256": file_digest(file), "weights": hashes}
 
 

@@ -13,6 +13,8 @@ from torch import nn
 
 from autoshard.export.destination import Destination, Progress
 from autoshard.export.job import on_every_rank
+from autoshard.export.quantization import FILE as ACCURACY
+from autoshard.export.quantization import measured
 from autoshard.export.rank_graph.cache import Runner, check_cached
 from autoshard.export.rank_graph.config import configuration, rank_entry, stop_tokens
 from autoshard.export.rank_graph.graph import RankGraph
@@ -142,6 +144,10 @@ def _write(
             del encoding
         if rank < spec.tp:
             destination.attempt(partial(write, graph, weights, made))
+    accuracy = None
+    if spec.quantize is not None:
+        say("measuring what is quantized", spec.tp)
+        accuracy = measured(model, source, spec.weight_dtype, spec.quantize)
     everybody = [entry for part in gather(entries, "entries", job) for entry in part]
     everybody.sort(key=lambda entry: (entry[0], entry[1]))  # other ranks' are lists
     if job.rank == 0:
@@ -150,6 +156,7 @@ def _write(
             "format_version": form.version,
             **form.describe(graph),
             **configuration(graph, spec.weight_dtype),
+            "quantize": spec.quantize,
             "stop": stop_tokens(unwrapped(model)),
             "ranks": [entry for _, part, entry in everybody if part == ""],
         }
@@ -163,3 +170,6 @@ def _write(
             }
         text = json.dumps(config, indent=1) + "\n"
         destination.attempt(partial((destination.partial / "config.json").write_text, text))
+        if accuracy is not None:
+            text = json.dumps(accuracy, indent=2, sort_keys=True) + "\n"
+            destination.attempt(partial((destination.partial / ACCURACY).write_text, text))

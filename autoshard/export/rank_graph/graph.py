@@ -43,17 +43,30 @@ class Port:
 
 
 @dataclass(frozen=True)
+class QuantizedForm:
+    """How a weight is quantized. kind: of the layouts that `quantize=` has. rows: of each matrix
+    that is quantized by itself. scale: target of the placeholder of its scales.
+    """
+
+    kind: str
+    rows: int
+    scale: str
+
+
+@dataclass(frozen=True)
 class RankWeight:
     """A parameter of the model, of which a rank holds a part.
 
     name: as in `named_parameters()`. shape: of the whole. state: how the part is cut from it on
-    the axis tp, I or S(dim). dtype: that of the engine.
+    the axis tp, I or S(dim). dtype: that of the engine, in which it is computed with. quantized:
+    how it is held instead, None where it is as it is.
     """
 
     name: str
     shape: tuple[int, ...]
     state: State
     dtype: torch.dtype
+    quantized: QuantizedForm | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

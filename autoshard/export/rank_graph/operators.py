@@ -97,6 +97,19 @@ def update_cache(cache: torch.Tensor, update: torch.Tensor, start: torch.Tensor)
     return cache.scatter(2, index, update.to(cache.dtype))
 
 
+def dequantize(
+    values: torch.Tensor, scale: torch.Tensor, block: list[int], *, dtype: torch.dtype
+) -> torch.Tensor:
+    """`values` [rows, columns] times the scale of their block, in `dtype`.
+
+    scale: [rows / r, columns / c] for `block` [r, c], rounded up. values: int8 or fp8; numbers of 4
+    bits are int8 here too.
+    """
+    spread = scale.repeat_interleave(block[0], 0)[: values.shape[0]]
+    spread = spread.repeat_interleave(block[1], 1)[:, : values.shape[1]]
+    return (values.to(scale.dtype) * spread).to(dtype)
+
+
 def is_expanded(node: fx.Node) -> bool:
     """Whether an attention has what no layer has: a soft cap of its scores, or sinks."""
     return node.kwargs.get("softcap") is not None or node.kwargs.get("sinks") is not None

@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from autoshard.building import build_program
 from autoshard.capture import intercept
 from autoshard.config import Config
 from autoshard.export.errors import ExportError, export_error
+from autoshard.export.published_form import published_parts, state_tensors
+from autoshard.export.quantization import quantized_parameters
 from autoshard.export.rank_graph.attention_forms import (
     expand_attention,
     plain_attention,
@@ -34,8 +36,9 @@ from autoshard.export.rank_graph.example import traced_call
 from autoshard.export.rank_graph.graph import RankGraph, RankWeight
 from autoshard.export.rank_graph.meta_copy import shadow
 from autoshard.export.rank_graph.placeholders import Placeholders, read_placeholders
+from autoshard.export.rank_graph.quantized import with_quantized_weights
 from autoshard.export.rank_graph.tidy import on_cpu, propagate, tidy
-from autoshard.export.serial_graph import parameter_names, unwrapped
+from autoshard.export.serial_graph import parameter_names, scan_of, unwrapped
 from autoshard.export.spec import EngineSpec
 from autoshard.passes import Localize, rank_program
 from autoshard.planning.cost import hardware
@@ -49,11 +52,15 @@ from autoshard.runtime.mesh import offline_mesh
 
 @dataclass(frozen=True)
 class InferencePlan:
-    """A model captured and planned for the ranks of `spec`; see `plan_inference`."""
+    """A model captured and planned for the ranks of `spec`; see `plan_inference`.
+
+    quantized: the parameters whose weights are quantized, see `quantized_parameters`.
+    """
 
     program: Program
     spec: EngineSpec
     placeholders: Placeholders
+    quantized: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def tp(self) -> int:
@@ -62,6 +69,13 @@ class InferencePlan:
 
     def rank_graph(self, rank: int) -> RankGraph:
         """The graph of one rank. Raises ExportError for what no engine can hold."""
+        graph = self._whole_weights(rank)
+        if self.spec.quantize is None:
+            return graph
+        return with_quantized_weights(graph, self.spec.quantize, self.quantized)
+
+    def _whole_weights(self, rank: int) -> RankGraph:
+        """The graph of one rank, its weights in the dtype that is computed in."""
         self._check()
         program, names, spec = self.program, self.placeholders, self.spec
         axis = offline_mesh({"tp": self.tp}, rank).axis("tp")
@@ -165,12 +179,21 @@ class InferencePlan:
         agree("plan of the engines", digest, lines, job, error=ExportError)
 
     def _check(self) -> None:
-        """Refuse random numbers and mutation."""
+        """Refuse random numbers, mutation, and a scan of no known length."""
         if self.program.serial.meta.get(MUTATED):
             raise export_error("the model writes to one of its inputs or buffers in forward")
         for node in self.program.serial.graph.nodes:
             if getattr(node.target, "namespace", "") == "autoshard":
                 raise export_error("draws random numbers, which no engine does", node)
+        scan = scan_of(self.program.serial.graph.nodes)
+        if scan is not None and "sequence" in self.placeholders.sizes.values():
+            raise export_error(
+                "a state-space model scans its sequence in steps of one length's number, and its "
+                "state is in no cache",
+                scan,
+                "Leave 'sequence' out of dynamic, and give no max_length; or export a Hugging Face "
+                "directory.",
+            )
 
 
 def plan_inference(model: nn.Module, spec: EngineSpec) -> InferencePlan:
@@ -182,6 +205,10 @@ def plan_inference(model: nn.Module, spec: EngineSpec) -> InferencePlan:
     breaks the graph, and ExportError.
     """
     model = unwrapped(model)
+    quantized: Mapping[str, int] = {}
+    if spec.quantize is not None:
+        parts = published_parts(model, state_tensors(model, spec.weight_dtype))
+        quantized = quantized_parameters(model, parts, spec.quantize)
     call = traced_call(model, spec)
     traced, values = shadow(model, spec.weight_dtype)
     names = parameter_names(traced)
@@ -196,7 +223,7 @@ def plan_inference(model: nn.Module, spec: EngineSpec) -> InferencePlan:
         program = build_program(gm, example, inputs, mesh, config, machine, even=True)
         nodes = _placeholders(program.serial)
         found = read_placeholders(nodes, inputs, names, arguments, values)
-        plans.append(InferencePlan(program, spec, found))
+        plans.append(InferencePlan(program, spec, found, quantized))
         return program
 
     with torch.no_grad(), _explaining_devices():

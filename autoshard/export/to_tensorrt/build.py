@@ -16,6 +16,9 @@ from autoshard.export.to_tensorrt.converters import Lowering
 
 _logs: dict[int, Any] = {}
 
+_NEEDED = {"fp8": 89, "fp8_channel": 89, "int4": 80}
+"""The compute capability, times ten, that layouts of quantized weights need."""
+
 
 def log_of(trt: Any) -> Any:
     """The one logger of a process: TensorRT warns of a second. Errors are kept in `.errors`."""
@@ -64,10 +67,11 @@ def make_network(
 def check_capabilities(trt: Any, capabilities: Sequence[str], graph: RankGraph) -> list[Any]:
     """The builder's names of compute capabilities such as "8.9" or "SM89".
 
-    Raises ExportError for one the builder has not, and for 7.5 where ranks communicate: it builds,
-    and the collectives need 8.0.
+    Raises ExportError for one the builder has not, one without the types of quantized weights, and
+    for 7.5 where ranks communicate: it builds, and the collectives need 8.0.
     """
     known = getattr(trt, "ComputeCapability", None)
+    kinds = {one.quantized.kind for one in graph.weights.values() if one.quantized is not None}
     found = []
     for capability in capabilities:
         name = "SM" + str(capability).upper().removeprefix("SM").replace(".", "")
@@ -86,6 +90,13 @@ def check_capabilities(trt: Any, capabilities: Sequence[str], graph: RankGraph) 
                 f"has {graph.tp} ranks",
                 remedy="They need 8.0 or later. Export with tp=1 for this GPU.",
             )
+        for kind in kinds:
+            if int(name[2:]) < _NEEDED.get(kind, 0):
+                raise export_error(
+                    f"compute capability {capability} has no weights of {kind}, which need "
+                    f"{_NEEDED[kind] / 10} or later",
+                    remedy="Give quantize='int8', or a later capability.",
+                )
         found.append(getattr(known, name))
     return found
 

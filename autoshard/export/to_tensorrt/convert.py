@@ -70,7 +70,9 @@ def _placeholder(
             raise low.error(f"TensorRT refused the input {name} of shape {shape}")
         return made
     if name in weights:
-        weight, held = low.graph.weights[name], weights[name]
+        held, weight = weights[name], low.graph.weights.get(name)
+        if weight is None or weight.quantized is not None:
+            return held  # the values or the scales of what `dequantize` makes
         if held.dtype != weight.dtype:
             raise low.error(f"{weight.name} is {held.dtype}, the graph has {weight.dtype}")
         return low.constant(held)
@@ -80,7 +82,7 @@ def _placeholder(
 def _agree(low: Lowering, node: fx.Node) -> None:
     """Compare TensorRT's own inference with torch's; sizes it does not know count as equal."""
     val, made = node.meta.get("val"), low.values[node]
-    if not isinstance(val, torch.Tensor):
+    if not isinstance(val, torch.Tensor) or isinstance(made, torch.Tensor):
         return
     if made.dtype != low.dtype(val.dtype):
         raise low.error(f"is {made.dtype} in TensorRT and {val.dtype} in torch")

@@ -33,6 +33,7 @@ def tensorrt(
     max_length: int | None = None,
     all_logits: bool = False,
     hardware: str = "h100",
+    quantize: str | None = None,
     compute_capability: str | Sequence[str] | None = None,
     builder: Any = None,
     progress: Progress | None = None,
@@ -48,6 +49,9 @@ def tensorrt(
     all_logits: with a cache, the logits of every token; else of the last token of each row, whose
         place in the call is the input `last_tokens`.
     hardware: the machine to plan for (`autoshard.planning.cost`).
+    quantize: "fp8", "fp8_channel", "int8" or "int4" for the weights of linear layers and experts,
+        whose numbers are those of `autoshard.export.huggingface`; None: all weights are `dtype`.
+        How accurate they are is written to `quantization_accuracy.json`.
     compute_capability: of the GPUs to build for, such as "8.9", or several; None: the builder's
         default.
     builder: the module `tensorrt` (11 or later) or `tensorrt_rtx`; None: the one installed.
@@ -72,6 +76,7 @@ def tensorrt(
         max_length=max_length,
         all_logits=all_logits,
         hardware=hardware,
+        quantize=quantize,
     )
     form = Engines(builder_module(builder), capabilities)
     return write_ranks(form, model, directory, spec, progress)

@@ -148,6 +148,31 @@ class Alibi(Decoder):
         return F.scaled_dot_product_attention(q, k, v, self.bias[:, :, :length, :length])
 
 
+class LearnedDistances(Decoder):
+    """A row for each distance up to 9, as T5 has them, below a mask of minus infinity."""
+
+    def make(self) -> None:
+        self.far = nn.Embedding(10, HEADS)
+
+    def places(self, length: int) -> Tensor:
+        at = torch.arange(length)
+        return (at.unsqueeze(1) - at).clamp(0, 9)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length = q.shape[2]
+        bias = self.far(self.places(length)).permute(2, 0, 1).unsqueeze(0)
+        hidden = torch.full((length, length), float("-inf"), device=q.device).triu(1)
+        return F.scaled_dot_product_attention(q, k, v, bias + hidden)
+
+
+class LearnedPairs(LearnedDistances):
+    """A row for each pair of places, which is no distance."""
+
+    def places(self, length: int) -> Tensor:
+        at = torch.arange(length)
+        return (at.unsqueeze(1) * at) % 10
+
+
 class OwnAttention(Decoder):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         length = q.shape[2]
@@ -167,14 +192,17 @@ class FromTheEnd(WeightSlice):
         return x + self.place(length - 1 - torch.arange(length, device=ids.device))
 
 
-RIGHT = (RotaryTable, LearnedSlice, WeightSlice, NormedSlice, IdsBuffer, Vector, Counted, EveryRow)
+RIGHT = (
+    *(RotaryTable, LearnedSlice, WeightSlice, NormedSlice, IdsBuffer, Vector, Counted, EveryRow),
+    *(Alibi, LearnedDistances),
+)
 REFUSED = {
     TokenShift: "takes a part of the sequence|may look at others|joins tokens",
     Mean: "goes over all tokens",
     CausalConvolution: "may look at others|joins tokens",
     PrefixSum: "goes over all tokens",
     LinearAttention: "goes over all tokens",
-    Alibi: "another mask",
+    LearnedPairs: "another mask",
     OwnAttention: "pairs tokens with tokens",
     ByLength: "computes with the number of tokens",
     FromTheEnd: "depends on how many tokens there are",

@@ -8,6 +8,7 @@
     %4: bool[s,s] = and(%2, %3)                         %4: bool[b,1,t,64] = and(%2, %3)
 
 A bias of each key is looked up in nothing: the cache has its keys in the order of their positions.
+One of each distance is looked up by the position of the query less that of the key.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.export.rank_graph.attention_forms.distances import LearnedBias
 from autoshard.export.rank_graph.attention_forms.masks import Sight
 from autoshard.export.rank_graph.operators import NONE, is_expanded
 
@@ -28,7 +30,7 @@ def write_masks(graph: fx.Graph, sights: Mapping[fx.Node, Sight]) -> None:
     """Masks of windows, and of attention that no layer has, where the model's own are more."""
     made: dict[int | None, fx.Node] = {}
     for node, sight in sights.items():
-        if not sight.causal or sight.bias is not None:
+        if not sight.causal or sight.biased:
             continue  # the model's own mask stays
         if sight.window is None and not is_expanded(node):
             continue
@@ -64,18 +66,38 @@ class CachedMasks:
         self._made: dict[Any, fx.Node] = {}
         self._positions: tuple[fx.Node, fx.Node] | None = None
         self._held: list[tuple[torch.Tensor, fx.Node]] = []
+        self._learned: dict[fx.Node, fx.Node] = {}
 
     def of(self, node: fx.Node, sight: Sight) -> fx.Node:
         """The mask of an attention, [batch, heads or 1, tokens, max_length]."""
-        dtype = torch.float32 if is_expanded(node) else node.args[0].meta["val"].dtype  # type: ignore[union-attr]
+        query: Any = node.args[0]
+        dtype = torch.float32 if is_expanded(node) else query.meta["val"].dtype
         bias = None if sight.bias is None else self._constant(sight.bias.to(dtype)[None, :, None])
-        key = (sight.window, bias)
-        if key not in self._made:
-            with self.graph.inserting_before(node):
-                self._made[key] = self._mask(sight.window, bias, dtype)
+        with self.graph.inserting_before(node):
+            table = self._table(sight.distances, dtype)
+            key = (sight.window, bias, table, dtype)
+            if key not in self._made:
+                self._made[key] = self._mask(sight.window, bias, table, dtype)
         return self._made[key]
 
-    def _mask(self, window: int | None, bias: fx.Node | None, dtype: torch.dtype) -> fx.Node:
+    def _table(
+        self, distances: torch.Tensor | LearnedBias | None, dtype: torch.dtype
+    ) -> fx.Node | None:
+        """[distances, heads]."""
+        if not isinstance(distances, LearnedBias):
+            return None if distances is None else self._constant(distances.T.to(dtype))
+        if distances.term not in self._learned:
+            index = self._constant(distances.index)
+            self._learned[distances.term] = distances.write(self.graph, index)
+        return self._learned[distances.term]
+
+    def _mask(
+        self,
+        window: int | None,
+        bias: fx.Node | None,
+        table: fx.Node | None,
+        dtype: torch.dtype,
+    ) -> fx.Node:
         call = self.graph.call_function
         if self._positions is None:
             rows = call(aten._to_copy.default, (self.lengths,), {"dtype": torch.int64})
@@ -84,7 +106,15 @@ class CachedMasks:
             steps = call(aten.unsqueeze.default, (_steps(self.graph, self.size), 1))
             rows = call(aten.add.Tensor, (rows, steps))
             self._positions = rows, self._constant(torch.arange(self.max_length))
-        seen = _seen(self.graph, *self._positions, window)
+        rows, columns = self._positions
+        seen = _seen(self.graph, rows, columns, window)
+        if table is not None:
+            back = call(aten.sub.Tensor, (call(aten.squeeze.dim, (rows, 1)), columns))
+            back = call(aten.clamp.default, (back, 0))
+            found = call(aten.embedding.default, (table, back))  # [batch, tokens, keys, heads]
+            found = call(aten.permute.default, (found, [0, 3, 1, 2]))
+            found = call(aten._to_copy.default, (found,), {"dtype": dtype})
+            bias = found if bias is None else call(aten.add.Tensor, (bias, found))
         if bias is None:
             return seen
         hidden = call(aten.full.default, ([1, 1, 1, 1], torch.finfo(dtype).min), {"dtype": dtype})

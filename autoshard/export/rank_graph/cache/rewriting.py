@@ -65,7 +65,11 @@ def with_cache(
     given = [by_name[name] for name in inputs]
     nodes = graph.find_nodes(op="call_function", target=attention)
     if not nodes:
-        raise export_error("the model has no attention, so there is nothing to cache")
+        raise export_error(
+            "the model has no attention, whose keys and values a cache holds; the state of a "
+            "state-space model is in none",
+            remedy="Export without a cache (no max_length), or a Hugging Face directory.",
+        )
     if "sequence" not in sizes.values():
         raise export_error(
             "a key-value cache needs a sequence of any length, and this has one length only",
@@ -92,7 +96,7 @@ def _check(node: fx.Node, sight: Sight | None, sequence: Any) -> None:
     if sight is None or not sight.causal:
         raise export_error(
             "a key-value cache needs attention that is causal (within a window, or with a bias of "
-            "each key), and this has another mask",
+            "each key or of each distance to it), and this has another mask",
             node,
             "Export without a cache (no max_length).",
         )

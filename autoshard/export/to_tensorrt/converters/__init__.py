@@ -9,7 +9,13 @@ from autoshard.export.to_tensorrt.converters import (  # imported to register
     lookups,
     pointwise,
     products,
+    quantized,
     reductions,
     shapes,
 )
-from autoshard.export.to_tensorrt.converters.network import CONVERTERS, DTYPES, Lowering
+from autoshard.export.to_tensorrt.converters.network import (
+    CONVERTERS,
+    DTYPES,
+    QUANTIZED_DTYPES,
+    Lowering,
+)

@@ -22,6 +22,9 @@ DTYPES = {
 }
 """torch's types by TensorRT's names of them."""
 
+QUANTIZED_DTYPES = {"INT8": torch.int8, "FP8": torch.float8_e4m3fn, "INT4": torch.int8}
+"""Those of quantized weights, before they are dequantized: torch has no numbers of 4 bits."""
+
 Tensor = Any
 """A tensor of the network (ITensor)."""
 
@@ -115,6 +118,19 @@ class Lowering:
         kept = value.detach().contiguous()
         weights = self.trt.Weights(self.dtype(kept.dtype), kept.data_ptr(), kept.numel())
         layer = self.add("add_constant", tuple(kept.shape), weights)
+        self.constants[layer.name] = kept
+        return layer.get_output(0)
+
+    def quantized_constant(self, values: torch.Tensor, kind: str) -> Tensor:
+        """A constant of a type of QUANTIZED_DTYPES; of 4 bits the first of two is the lower half
+        of a byte, as in ONNX."""
+        kept = values.detach().contiguous()
+        if kind == "INT4":
+            low, high = (kept.reshape(-1, 2) & 15).to(torch.uint8).unbind(1)
+            kept = low | high << 4
+        trt_type = getattr(self.trt.DataType, kind)
+        weights = self.trt.Weights(trt_type, kept.data_ptr(), values.numel())
+        layer = self.add("add_constant", tuple(values.shape), weights)
         self.constants[layer.name] = kept
         return layer.get_output(0)
 

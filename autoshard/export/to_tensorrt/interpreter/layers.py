@@ -213,6 +213,28 @@ def _cache(layer: Any, given: Values) -> list[torch.Tensor]:
     return [written]
 
 
+def _dequantize(layer: Any, given: Values) -> list[torch.Tensor]:
+    """Each value times the scale of its row, or of its block."""
+    values, scale = given
+    if scale.dim() == 1:
+        shape = [1] * values.dim()
+        shape[layer.axis] = -1
+        scale = scale.reshape(shape)
+    else:
+        blocks = [size // count for size, count in zip(values.shape, scale.shape)]
+        if layer.get_input(0).dtype.name != "INT4":  # whose blocks are inferred
+            blocks = list(layer.block_shape)
+        for dim, size in enumerate(blocks):
+            scale = scale.repeat_interleave(size, dim).narrow(dim, 0, values.shape[dim])
+    return [(values.to(scale.dtype) * scale).to(DTYPES[layer.get_output_type(0).name])]
+
+
+def unpacked(values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Numbers of 4 bits, of two in a byte the first in its lower half."""
+    halves = torch.stack([values & 15, values >> 4], -1).to(torch.int8)
+    return torch.where(halves > 7, halves - 16, halves).reshape(tuple(shape))
+
+
 def attend(layer: Any, given: Values) -> torch.Tensor:
     """IAttention: no scale, grouped heads, causal alignment to the keys that count."""
     query, key, value, mask, lengths = given
@@ -277,6 +299,7 @@ LAYERS: dict[str, Kind] = {
     "NORMALIZATION": Kind("INormalizationLayer", _norm),
     "UNSQUEEZE": Kind("IUnsqueezeLayer", _unsqueeze),
     "SQUEEZE": Kind("ISqueezeLayer", _squeeze),
+    "DEQUANTIZE": Kind("IDequantizeLayer", _dequantize),
     "KV_CACHE_UPDATE": Kind("IKVCacheUpdateLayer", _cache),
 }
 """The layers the interpreter knows, by the name of their LayerType."""

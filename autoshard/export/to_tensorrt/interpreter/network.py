@@ -15,8 +15,8 @@ import torch
 from autoshard.export.errors import export_error
 from autoshard.export.rank_graph import RankGraph, stand_in
 from autoshard.export.to_tensorrt.build import Network
-from autoshard.export.to_tensorrt.converters import DTYPES
-from autoshard.export.to_tensorrt.interpreter.layers import LAYERS, attend
+from autoshard.export.to_tensorrt.converters import DTYPES, QUANTIZED_DTYPES
+from autoshard.export.to_tensorrt.interpreter.layers import LAYERS, attend, unpacked
 from autoshard.export.to_tensorrt.spy import Spy
 from autoshard.runtime.collectives import Axis, all_gather, all_reduce, all_to_all
 
@@ -128,7 +128,8 @@ class NetworkInterpreter:
 
     def _run(self, kind: str, layer: Any, given: Sequence[Any]) -> Sequence[torch.Tensor]:
         if kind == "CONSTANT":
-            return [self.constants[layer.name]]
+            held, made = self.constants[layer.name], layer.get_output(0)
+            return [unpacked(held, made.shape) if _name(made.dtype) == "INT4" else held]
         if kind == "ATTENTION":
             return [attend(layer, given)]
         if kind == "DIST_COLLECTIVE":
@@ -150,15 +151,19 @@ class NetworkInterpreter:
 
     def _checked(self, tensor: Any, value: torch.Tensor, name: str) -> torch.Tensor:
         """The independent part: what TensorRT inferred for this tensor."""
-        said = str(tensor.dtype).rpartition(".")[2]
+        said = _name(tensor.dtype)
         shape = tuple(tensor.shape)
-        if DTYPES[said] != value.dtype:
+        if {**DTYPES, **QUANTIZED_DTYPES}[said] != value.dtype:
             raise export_error(f"{name}: TensorRT inferred {said}, the value is {value.dtype}")
         if len(shape) != value.dim() or any(s not in (-1, v) for s, v in zip(shape, value.shape)):
             raise export_error(
                 f"{name}: TensorRT inferred shape {shape}, the value has {tuple(value.shape)}"
             )
         return value
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).rpartition(".")[2]
 
 
 class LoneInterpreter(NetworkInterpreter):
