@@ -21,6 +21,8 @@ _LOGICAL_SIZE = {  # which tensor's bytes are the size of the collective: megatr
     _c10d.reduce_scatter_tensor.default: ("reduce_scatter", "input"),
     _c10d.all_to_all_single.default: ("all_to_all", "input"),
     _c10d.broadcast.default: ("broadcast", "input"),
+    torch.ops.autoshard.dispatch_rows.default: ("all_to_all", "input"),
+    torch.ops.autoshard.exchange_rows.default: ("all_to_all", "input"),
 }
 
 

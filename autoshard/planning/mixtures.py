@@ -19,14 +19,19 @@ def is_mixture(node: fx.Node) -> bool:
     return node.target is EXPERTS
 
 
-WAYS = ("experts split", "each expert split inside", "tokens split, weights gathered")
+WAYS = (
+    "experts split",
+    "each expert split inside",
+    "tokens split, weights gathered",
+    "tokens and experts split",
+)
 
 
 def way_of(strategy: Strategy) -> str:
     """The one of `WAYS` that a strategy of a mixture is; "" where every rank runs all of it."""
     x, _, _, *stacks = strategy.inputs
     if shard_dim(x) is not None:
-        return WAYS[2]
+        return WAYS[2] if shard_dim(stacks[0]) is None else WAYS[3]
     if all(state == S(0) for state in stacks):
         return WAYS[0]
     return WAYS[1] if strategy.output == P else ""

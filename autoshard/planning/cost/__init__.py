@@ -12,6 +12,7 @@ from autoshard.planning.cost.clusters import Cluster, cluster
 from autoshard.planning.cost.machines import DEFAULT_HARDWARE, HARDWARE, Hardware, Link, hardware
 from autoshard.planning.cost.model import (
     COLLECTIVES,
+    WAIT_SECONDS,
     change_collectives,
     change_seconds,
     collective_seconds,

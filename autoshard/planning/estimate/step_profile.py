@@ -82,7 +82,8 @@ class _Profiler:
             if node.op != "call_function" or strategy is None or self.kernels.is_view(node):
                 continue
             forward[i] = self._seconds(node, strategy)
-            backward[i] = forward[i] * _backward(node)
+            waits = strategy.waits * cost.WAIT_SECONDS  # in forward only
+            backward[i] = (forward[i] - waits) * _backward(node)
             own = cost.node_flops(node) * (1 + min(2.0, _backward(node)))
             by_dtype[_dtype(node)] = by_dtype.get(_dtype(node), 0.0) + own
         main = max(by_dtype, key=lambda d: by_dtype[d], default=torch.float32)
@@ -119,7 +120,8 @@ class _Profiler:
         share = self.cluster.efficiency
         own = strategy.share / self.n if sharded else 1.0
         flops = cost.node_flops(node) * own / share.compute
-        return cost.node_seconds(flops, moved / share.memory, _dtype(node), self.cluster.device)
+        busy = cost.node_seconds(flops, moved / share.memory, _dtype(node), self.cluster.device)
+        return busy + strategy.waits * cost.WAIT_SECONDS
 
     def _split(self, state: State) -> int:
         return 1 if shard_dim(state) is None else self.n

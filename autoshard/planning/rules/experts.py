@@ -1,11 +1,14 @@
 """A mixture of experts as one operator: which part of it a rank of the axis computes.
 
     tokens split       x S(0), stacks R -> S(0)      weights are gathered
+    both split         x S(0), stacks S(0) -> S(0)   rows travel to their experts and back
     experts split      x R, stacks S(0) -> P         whole experts, chosen tokens only
     each expert split  x R, stacks S(inner dim) -> P every expert, a share of its inner dim
 
-What brings x to R and takes P on is the business of the edges: gathered tokens and a
-reduce-scatter where the tokens are split around the mixture, an all-reduce where they are not.
+Rows of choices travel by all-to-alls inside of the operator, as many as experts are chosen: the
+plan prices even loads. What brings x to R and takes P on is the business of the edges: gathered
+tokens and a reduce-scatter where the tokens are split around the mixture, an all-reduce where they
+are not.
 """
 
 from __future__ import annotations
@@ -18,8 +21,14 @@ from autoshard.planning.expert_columns import inner_split
 from autoshard.planning.rules.call import OpCall, differentiable
 from autoshard.planning.sizes import count
 from autoshard.planning.strategy import ImplCollective, Strategy
-from autoshard.runtime.collectives import P, S
-from autoshard.runtime.operators import Bound, owned_experts, parse, split_experts
+from autoshard.runtime.collectives import P, S, chunk_size
+from autoshard.runtime.operators import (
+    Bound,
+    exchanged_experts,
+    owned_experts,
+    parse,
+    split_experts,
+)
 
 # Of rows that are zero, because they are another rank's, these may make no number.
 _NOT_OF_ZERO = ("div", "reciprocal", "log", "log2", "log10", "rsqrt", "sqrt", "pow", "xlogy")
@@ -28,6 +37,7 @@ _NOT_OF_ZERO = ("div", "reciprocal", "log", "log2", "log10", "rsqrt", "sqrt", "p
 def mixture(call: OpCall) -> Iterator[Strategy]:
     """autoshard::experts."""
     yield from _tokens(call)
+    yield from _exchanged_rows(call)
     yield from _whole_experts(call)
     yield from _inside(call)
 
@@ -37,6 +47,32 @@ def _tokens(call: OpCall) -> Iterator[Strategy]:
     assert x is not None
     if call.fits(x.shape[0], f"{call.op}: tokens"):
         yield call.strategy(dict.fromkeys(("x", "ids", "weights"), S(0)), S(0))
+
+
+def _exchanged_rows(call: OpCall) -> Iterator[Strategy]:
+    x, ids, weights = (call.tensor(name) for name in ("x", "ids", "weights"))
+    assert x is not None and ids is not None and weights is not None
+    stacks = call.tensors("stacks")
+    experts = stacks[0].shape[0]
+    fits = [
+        call.fits(x.shape[0], f"{call.op}: tokens"),
+        call.fits(experts, f"{call.op}: experts"),
+    ]
+    if not all(fits):
+        return
+    assert isinstance(experts, int)
+    rows = count(ids.shape) // call.n
+    one = ImplCollective("all_to_all", rows * count(x.shape[1:]) * x.element_size())
+    weight = ImplCollective("all_to_all", rows * weights.element_size())
+    counts = ImplCollective("all_to_all", chunk_size(experts, call.n) * call.n * ids.element_size())
+    back = [each._replace(backward=True) for each in (one, weight, one)]
+    split = call.strategy(
+        {**dict.fromkeys(("x", "ids", "weights"), S(0)), "stacks": [S(0)] * len(stacks)},
+        S(0),
+        Bound.of(exchanged_experts, experts=experts),
+        [counts, one, weight, one, *back],
+    )
+    yield split._replace(waits=1)
 
 
 def _whole_experts(call: OpCall) -> Iterator[Strategy]:
