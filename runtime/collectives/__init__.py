@@ -20,6 +20,7 @@ from autoshard.runtime.collectives.redistribution import (
     reduce_wide,
 )
 from autoshard.runtime.collectives.row_exchange import (
+    EXCHANGES,
     counts_on_host,
     dispatch_rows,
     exchange_rows,

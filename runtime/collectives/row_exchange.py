@@ -125,3 +125,9 @@ def _fake_exchange(
 torch.library.register_fake("autoshard::counts_on_host", _fake_counts, lib=_library)
 torch.library.register_fake("autoshard::dispatch_rows", _fake_dispatch, lib=_library)
 torch.library.register_fake("autoshard::exchange_rows", _fake_exchange, lib=_library)
+
+EXCHANGES = (
+    torch.ops.autoshard.dispatch_rows.default,
+    torch.ops.autoshard.exchange_rows.default,
+)
+"""The operators in a graph. The last argument names the process group, as of torch's own."""

@@ -124,6 +124,7 @@ SAMPLES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, int
     "match_experts": (lambda: Mixture("one"), (6, 8), {"tp": 2}, ""),
     "invariant_random": (Random, (4, 8), {"tp": 2}, ""),
     "localize": (Two, (4, 8), {"tp": 2}, ""),
+    "exchange_experts": (lambda: Mixture("one"), (6, 8), {"ep": 2}, ""),
     "data_parallel": (Two, (4, 8), {"dp_replicate": 2, "dp_shard": 2}, ""),
     "global_token_mean": (Classifier, (4, 8), {"dp_replicate": 2}, ""),
     "fuse_inference_layers": (Served, (2, 8), {"tp": 2}, ""),

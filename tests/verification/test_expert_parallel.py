@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from autoshard.planning.mixtures import WAYS, is_mixture, way_of
 from autoshard.planning.plan import GraphPlan, Plan, strategy_text
 from autoshard.planning.planner import fingerprint
+from joined_batch import Sizes, check, train
 from models_plain import Mixture
 from side_by_side import Pair
 from traced import builder
@@ -64,3 +65,21 @@ def train_exchanging(inner: str, lopsided: bool) -> dict[str, Any]:
 def test_rows_travel_to_their_experts(gloo2: Any, inner: str, lopsided: bool) -> None:
     for found in gloo2(train_exchanging, inner, lopsided):
         assert found["loss"] < 1e-5 and found["gradient"] < 1e-5, found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "micro", "zero"),
+    [
+        ({"ep": 2}, (1, 1, 1), 3),
+        pytest.param({"ep": 2}, (3, 3), 1, marks=pytest.mark.slow),
+        pytest.param({"dp_shard": 2, "ep": 2}, (1, 1, 1), 3, marks=pytest.mark.slow),
+        pytest.param({"dp_replicate": 2, "ep": 2}, (3, 3), 2, marks=pytest.mark.slow),
+    ],
+)
+def test_steps_on_ep(gloo2: Any, gloo4: Any, sizes: Sizes, micro: Sizes, zero: int) -> None:
+    """Steps of SGD with momentum and clipping, each rank on its part of the batch; microbatches
+    but the last of a step in `no_sync`."""
+    pool = gloo4 if len(sizes) == 2 else gloo2
+    results = pool(train, "mixtral", sizes, micro, {"zero": zero}, wait=len(set(micro)) > 1)
+    split = sizes["ep"] * sizes.get("dp_shard", 1)
+    check(results, split)

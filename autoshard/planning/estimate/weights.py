@@ -29,7 +29,8 @@ class Layout:
     @staticmethod
     def of(sizes: Mapping[str, int], zero: int, bucket_bytes: int | None) -> Layout:
         """The layout of a mesh by the sizes of its axes."""
-        shard, replicate = sizes.get("dp_shard", 1), sizes.get("dp_replicate", 1)
+        shard = sizes.get("dp_shard", 1) * sizes.get("ep", 1)
+        replicate = sizes.get("dp_replicate", 1)
         return Layout(shard, replicate, zero, bucket_bytes)
 
 
