@@ -1,4 +1,4 @@
-"""A training step of a mixture of experts on two gloo processes, beside transformers' own and FSDP2.
+"""A training step of a mixture of experts on two gloo processes, beside transformers and FSDP2.
 
     torchrun --nproc-per-node=2 benchmarks/experts.py [--experts 8] [--chosen 2] [--json PATH]
 
@@ -7,8 +7,9 @@ A small Qwen3-MoE, on the same global batch for all, taking turns step by step: 
 mixture is split) and on `dp_shard`; transformers' expert parallelism, which its DistributedConfig
 turns on, of a batch for each rank (FSDP2 for all but the experts) and of one batch for both; and
 FSDP2, which gathers the experts. Rivals run eagerly and, FSDP2 only, under torch.compile, layer by
-layer: transformers' exchange reads its counts on the host, where a compiled layer breaks. Time, peak
-and bytes are measured as in data_parallel.py; ratios are to the best of the rival of the same kind.
+layer: transformers' exchange reads its counts on the host, where a compiled layer breaks. Time,
+peak and bytes are measured as in data_parallel.py; ratios are to the best of the rival of the same
+kind.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from autoshard.passes.base import Context, Report, local_value
-from autoshard.planning.sizes import why_not
+from autoshard.planning import shardable
 from autoshard.runtime.collectives import Axis, I, S, State
 from autoshard.runtime.graph_meta import CHANGE, OWN_AXIS
 from autoshard.runtime.operators import EXPERTS, Bound, exchanged_experts
@@ -73,6 +73,5 @@ class ExchangeExperts:
             return "a stack of experts is computed, or is not stored by experts"
         if any(len(stack.users) > 1 for stack in stacks):
             return "a stack of experts is read by something else too"
-        experts = stacks[0].meta["val"].shape[0]
-        problem = why_not(experts, self.axis.size, even=False)
-        return f"experts {problem}" if problem else ""
+        first, n = stacks[0].meta["val"], self.axis.size
+        return "" if S(0) in shardable(first, n) else f"{first.shape[0]} experts on {n} ranks"
