@@ -3,11 +3,13 @@ of the graph shows."""
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from autoshard.planning import cost
-from autoshard.planning.strategy import Strategy, operands, value
-from autoshard.runtime.collectives import P, S, shard_dim
+from autoshard.planning.sizes import count
+from autoshard.planning.strategy import ImplCollective, Strategy, operands, value
+from autoshard.runtime.collectives import P, S, chunk_size, shard_dim
 from autoshard.runtime.operators import EXPERTS, ROWS, STACK, Body, parse
 
 _INDEX = 8  # bytes of an index
@@ -17,6 +19,26 @@ _INDICES = 3  # of each row: its choice, its token, its place
 def is_mixture(node: fx.Node) -> bool:
     """Whether the node is a mixture of experts as one operator."""
     return node.target is EXPERTS
+
+
+def is_stack(node: fx.Node) -> bool:
+    """Whether a node is a stack of experts that one mixture reads, and nothing else."""
+    return len(node.users) == 1 and all(is_mixture(n) and node in n.args[3] for n in node.users)  # type: ignore[operator]
+
+
+def exchanged(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: int, n: int
+) -> list[ImplCollective]:
+    """The collectives of rows that travel to their experts, if those are chosen evenly.
+
+    x, ids, weights: of the tokens of one of n ranks. Gradients come back by as many.
+    """
+    rows = count(ids.shape)
+    row = ImplCollective("all_to_all", rows * count(x.shape[1:]) * x.element_size())
+    weight = ImplCollective("all_to_all", rows * weights.element_size())
+    counts = ImplCollective("all_to_all", chunk_size(experts, n) * n * ids.element_size())
+    back = [each._replace(backward=True) for each in (row, weight, row)]
+    return [counts, row, weight, row, *back]
 
 
 WAYS = (

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 import autoshard
 from autoshard.explain.alternatives import alternatives
+from autoshard.planning.estimate.traffic import tp_collectives
 from autoshard.planning.expert_columns import inner_split
 from autoshard.planning.mixtures import WAYS, is_mixture, row_bytes, way_of
 from autoshard.planning.plan import GraphPlan, Plan, strategy_text
@@ -21,6 +22,7 @@ from autoshard.planning.strategy import Strategy
 from autoshard.program import Program
 from autoshard.runtime.operators.expert_body import parse
 from autoshard.verification.program_check import verify_program
+from gradient_types import check_types
 from models_plain import Mixture
 from traced import builder, programs
 
@@ -102,6 +104,11 @@ def test_each_way_equals_serial_and_sends_what_its_formula_says(way: str, form: 
         rows, counts = t * k // n, 8 * experts
         # rows and what they count for there and back, and their gradients; the counts
         assert sent["inside"] - (4 * rows * (4 * h + 2) + counts) in (0, tokens)
+        priced = tp_collectives(program.serial, program.decisions, n, 1)
+        assert Counter((one.op, one.nbytes) for one in priced) == Counter(
+            (one.op, one.bytes) for one in program.collectives()
+        )
+        check_types(program)
     else:
         # the sum over ranks: reduced for all, or reduced and split with a gather in backward
         assert sent["inside"] in (tokens, 2 * tokens)

@@ -22,7 +22,7 @@ from autoshard.planning import cost
 from autoshard.planning.cost import Cluster
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate.memory import RankHolds, held
-from autoshard.planning.estimate.traffic import Sent, tp_collectives
+from autoshard.planning.estimate.traffic import Sent, expert_rows, tp_collectives
 from autoshard.planning.fusion import Kernels, joined
 from autoshard.planning.mixtures import inner_bytes, is_mixture
 from autoshard.planning.operators import ATTENTION, packet
@@ -35,7 +35,8 @@ from autoshard.runtime.collectives import State, shard_dim
 class Profile(RankHolds):
     """One rank of a tp axis of `n`, whatever the data-parallel axes.
 
-    forward, backward: seconds of compute at each operator. sent: the collectives on tp. flops:
+    forward, backward: seconds of compute at each operator. sent: the collectives on tp.
+    exchanges: those of rows of experts, where the mesh has an axis ep. flops:
     operations of the serial model, forward and backward, by which utilisation is counted (PaLM's
     MFU: no recomputation). peak: operations a second of the device, in the dtype of most of them.
     """
@@ -46,6 +47,7 @@ class Profile(RankHolds):
     flops: float
     peak: float
     sent: tuple[Sent, ...]
+    exchanges: tuple[Sent, ...] = ()
 
     @property
     def compute(self) -> float:
@@ -95,6 +97,7 @@ class _Profiler:
             flops=sum(by_dtype.values()),
             peak=self.cluster.device.peak(main),
             sent=tuple(tp_collectives(self.gm, self.decisions, self.n, bucket_bytes)),
+            exchanges=tuple(expert_rows(self.gm)),
             weights=kept.weights,
             activations=kept.activations,
             buffers=kept.buffers,

@@ -18,10 +18,11 @@ from collections.abc import Iterator
 import torch
 
 from autoshard.planning.expert_columns import inner_split
+from autoshard.planning.mixtures import exchanged
 from autoshard.planning.rules.call import OpCall, differentiable
 from autoshard.planning.sizes import count
 from autoshard.planning.strategy import ImplCollective, Strategy
-from autoshard.runtime.collectives import P, S, chunk_size
+from autoshard.runtime.collectives import P, S
 from autoshard.runtime.operators import (
     Bound,
     exchanged_experts,
@@ -61,16 +62,13 @@ def _exchanged_rows(call: OpCall) -> Iterator[Strategy]:
     if not all(fits):
         return
     assert isinstance(experts, int)
-    rows = count(ids.shape) // call.n
-    one = ImplCollective("all_to_all", rows * count(x.shape[1:]) * x.element_size())
-    weight = ImplCollective("all_to_all", rows * weights.element_size())
-    counts = ImplCollective("all_to_all", chunk_size(experts, call.n) * call.n * ids.element_size())
-    back = [each._replace(backward=True) for each in (one, weight, one)]
+    own = (count(ids.shape) // call.n, 1)  # of this rank's tokens, evenly
+    traffic = exchanged(x, ids.new_empty(own), weights, experts, call.n)
     split = call.strategy(
         {**dict.fromkeys(("x", "ids", "weights"), S(0)), "stacks": [S(0)] * len(stacks)},
         S(0),
         Bound.of(exchanged_experts, experts=experts),
-        [counts, one, weight, one, *back],
+        traffic,
     )
     yield split._replace(waits=1)
 

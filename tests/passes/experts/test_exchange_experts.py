@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from autoshard.errors import ConfigError
+from autoshard.explain.alternatives import alternatives
+from autoshard.planning.cost.model import ring_bytes
 from autoshard.program import Program
 from autoshard.runtime.mesh import offline_mesh
 from autoshard.runtime.operators.bound import unbound
@@ -67,6 +69,9 @@ def test_experts_stay_and_everything_else_is_gathered(mesh: dict[str, int]) -> N
     assert sorted(moved) == sorted([8 * experts, rows, rows, *[8 * rows] * 4])
     largest = max(one.bytes for one in on_ep if one.op != "all_to_all")
     assert largest <= 4 * 8 * 9  # of the linear before, its rows padded
+    sent = sum(ring_bytes(one.op, one.bytes, mesh["ep"]) for one in on_ep)
+    priced = alternatives(program)[0].timing.traffic["ep"].nbytes
+    assert priced == pytest.approx(sent, rel=0.03)  # which pads fives
     text = program.explain(160)
     assert "tokens and experts split on ep" in text and "rows to their experts and back" in text
 
