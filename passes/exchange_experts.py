@@ -13,7 +13,8 @@ stores, and `data_parallel` gathers everything but that. The gradient of an expe
 of all ranks, and is reduced over the other axes only.
 
 Not done: mixtures that `match_experts` did not find; stacks that something else reads too, or that
-are computed; fewer experts than ranks. Their weights are gathered as those of any other layer.
+are computed; fewer experts than ranks; experts whose numbers may not be finite for a row of zeros.
+Their weights are gathered as those of any other layer.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from autoshard.passes.base import Context, Report, local_value
-from autoshard.planning import shardable
+from autoshard.planning import not_of_zero, shardable
 from autoshard.runtime.collectives import Axis, I, S, State
 from autoshard.runtime.graph_meta import CHANGE, OWN_AXIS
 from autoshard.runtime.operators import EXPERTS, Bound, exchanged_experts
@@ -52,7 +53,7 @@ class ExchangeExperts:
         mixtures = [node for node in gm.graph.nodes if node.target is EXPERTS]
         for node in mixtures:
             stacks: Any = node.args[3]
-            reason = self._declined(stacks, stored)
+            reason = self._declined(stacks, stored) or not_of_zero(node.args[4])
             if reason:
                 report.skip(node, reason)
                 continue

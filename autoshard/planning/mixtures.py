@@ -41,6 +41,20 @@ def exchanged(
     return [counts, row, weight, row, *back]
 
 
+# Of rows that are zero, because no expert here has them, these may make no number.
+_NOT_OF_ZERO = ("div", "reciprocal", "log", "log2", "log10", "rsqrt", "sqrt", "pow", "xlogy")
+
+
+def not_of_zero(text: str) -> str:
+    """The operator of a body that may not be finite for rows of zeros; "" where there is none."""
+    for one in parse(text).instructions:
+        name = one.op.split(".")[1] if "." in one.op else one.op
+        by_number = name in ("div", "pow") and len(one.reads()) == 1
+        if name in _NOT_OF_ZERO and not (by_number and one.args[0] in one.reads()):
+            return one.op
+    return ""
+
+
 WAYS = (
     "experts split",
     "each expert split inside",

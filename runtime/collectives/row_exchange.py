@@ -2,7 +2,8 @@
 
 How many rows arrive is known when they are counted, not before, so the host reads the counts
 (`counts_on_host`), once for all exchanges there and back, forward and backward. Compilers see a
-size that is known at run time only. A rank to which nobody sends a row takes part with none.
+size that is known at run time only. A rank to which nobody sends a row takes part all the same, and
+has one row of zeros, which it sends to nobody: kernels refuse products over no row at all.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def counts_on_host(sent: torch.Tensor, received: torch.Tensor, axis: Axis) -> to
 
 
 def dispatch_rows(x: torch.Tensor, counts: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The rows that arrive here, rank by rank, of the rows `x` that leave, rank by rank.
+    """The rows that arrive here, rank by rank, of the rows `x` that leave, rank by rank; at least
+    one row, of zeros where none arrives.
 
     counts: int64[2, ranks] on the host, rows sent to and received from each.
     """
@@ -40,7 +42,7 @@ def dispatch_rows(x: torch.Tensor, counts: torch.Tensor, axis: Axis) -> torch.Te
 def exchange_rows(
     x: torch.Tensor, counts: torch.Tensor, rows: int | torch.SymInt, axis: Axis
 ) -> torch.Tensor:
-    """`dispatch_rows` where it is known how many rows arrive."""
+    """`dispatch_rows` where it is known how many rows there are here afterwards."""
     found: torch.Tensor = _Exchange.apply(x, counts, rows, axis)
     return found
 
@@ -82,7 +84,8 @@ def _counts(sent: torch.Tensor, received: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def _dispatch(x: torch.Tensor, counts: torch.Tensor, n: int, rank: int, group: str) -> torch.Tensor:
-    return _exchange(x, counts, 0, n, rank, group)
+    arriving = int(counts[1].sum())
+    return _exchange(x, counts, max(1, arriving), n, rank, group)
 
 
 def _exchange(
@@ -93,11 +96,12 @@ def _exchange(
         axis = Axis("", n, rank, group)
         every = exchange(axis, "counts of rows", counts)
         parts = exchange(axis, "rows", x)
-        blocks = [part.split(of[0].tolist())[rank] for part, of in zip(parts, every)]
-        return torch.cat(blocks)
-    moved = _c10d.all_to_all_single(x.contiguous(), received, sent, group)
-    found: torch.Tensor = _c10d.wait_tensor(moved)
-    return found
+        cut = [[*of[0].tolist(), len(part) - int(of[0].sum())] for part, of in zip(parts, every)]
+        found = torch.cat([part.split(sizes)[rank] for part, sizes in zip(parts, cut)])
+    else:
+        leaving = x.contiguous().narrow(0, 0, sum(sent))
+        found = _c10d.wait_tensor(_c10d.all_to_all_single(leaving, received, sent, group))
+    return found if found.shape[0] == rows else found.new_zeros((rows, *x.shape[1:]))
 
 
 _library.impl("counts_on_host", _counts, "CompositeExplicitAutograd")

@@ -53,7 +53,7 @@ _EXPECTED = "_autoshard_expected"
 
 
 def unknown_size(fake: torch.Tensor, expected: int | torch.SymInt) -> torch.SymInt:
-    """A size that an operator knows when it has run only, for its fake result.
+    """A size, at least 1, that an operator knows when it has run only, for its fake result.
 
     expected: what it is in the mean, for estimates. Dynamo switches off the public way to make
     one, lest graphs that a user did not ask for have such sizes.
@@ -62,7 +62,7 @@ def unknown_size(fake: torch.Tensor, expected: int | torch.SymInt) -> torch.SymI
     env = fake.fake_mode.shape_env
     assert env is not None
     size: torch.SymInt = env.create_unbacked_symint()
-    torch._check(size >= 0)
+    torch._check(size >= 1)
     hint = expected if isinstance(expected, int) else size_hint(expected)
     if hint is not None:
         known = getattr(env, _EXPECTED, {})

@@ -17,7 +17,7 @@ from autoshard.planning.estimate.traffic import tp_collectives
 from autoshard.planning.expert_columns import inner_split
 from autoshard.planning.mixtures import WAYS, is_mixture, row_bytes, way_of
 from autoshard.planning.plan import GraphPlan, Plan, strategy_text
-from autoshard.planning.planner import fingerprint
+from autoshard.planning.planner import Request, fingerprint, plan_graph
 from autoshard.planning.strategy import Strategy
 from autoshard.program import Program
 from autoshard.runtime.operators.expert_body import parse
@@ -241,6 +241,16 @@ def test_what_cannot_be_split_inside_says_why(body: tuple[str, ...], said: str) 
     width = 6 if "3,-1" in str(body) else 8
     found = inner_split(_body(*body), [(4, 8, width), (4, width, 8)], 2, 4)
     assert isinstance(found, str) and said in found
+
+
+def test_an_export_has_no_shapes_that_depend_on_the_router() -> None:
+    torch.compiler.reset()
+    program = builder(Tokens("packed"), (torch.randn(64, 8),))({"tp": 2})
+    request = Request(parameters=program.parameters, even=True)
+    exported = plan_graph(program.serial, 2, program.hardware, request)
+    (node,) = mixtures(program)
+    assert {OWNED, TOKENS} <= {way_of(one) for one in exported.offered[node]} < {"", *WAYS}
+    assert BOTH in {way_of(one) for one in offered(program)}
 
 
 class Loop(nn.Module):

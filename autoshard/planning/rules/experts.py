@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 
 from autoshard.planning.expert_columns import inner_split
-from autoshard.planning.mixtures import exchanged
+from autoshard.planning.mixtures import exchanged, not_of_zero
 from autoshard.planning.rules.call import OpCall, differentiable
 from autoshard.planning.sizes import count
 from autoshard.planning.strategy import ImplCollective, Strategy
@@ -31,15 +31,15 @@ from autoshard.runtime.operators import (
     split_experts,
 )
 
-# Of rows that are zero, because they are another rank's, these may make no number.
-_NOT_OF_ZERO = ("div", "reciprocal", "log", "log2", "log10", "rsqrt", "sqrt", "pow", "xlogy")
-
 
 def mixture(call: OpCall) -> Iterator[Strategy]:
     """autoshard::experts."""
     yield from _tokens(call)
-    yield from _exchanged_rows(call)
-    yield from _whole_experts(call)
+    if bad := not_of_zero(call["body"]):
+        call.decline(f"{call.op}: experts run {bad}, which may not be finite at zero")
+    else:
+        yield from _exchanged_rows(call)
+        yield from _whole_experts(call)
     yield from _inside(call)
 
 
@@ -78,12 +78,6 @@ def _whole_experts(call: OpCall) -> Iterator[Strategy]:
     experts = stacks[0].shape[0]
     if not call.fits(experts, f"{call.op}: experts"):
         return
-    for one in parse(call["body"]).instructions:
-        name = one.op.split(".")[1] if "." in one.op else one.op
-        by_number = name in ("div", "pow") and len(one.reads()) == 1
-        if name in _NOT_OF_ZERO and not (by_number and one.args[0] in one.reads()):
-            call.decline(f"{call.op}: experts run {one.op}, which may not be finite at zero")
-            return
     impl = Bound.of(owned_experts, experts=experts)
     yield call.strategy({"stacks": [S(0)] * len(stacks)}, P, impl)
 

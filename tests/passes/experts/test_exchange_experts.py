@@ -74,6 +74,7 @@ def test_experts_stay_and_everything_else_is_gathered(mesh: dict[str, int]) -> N
     assert priced == pytest.approx(sent, rel=0.03)  # which pads fives
     text = program.explain(160)
     assert "tokens and experts split on ep" in text and "rows to their experts and back" in text
+    assert "the host waits for the counts of rows" in text
 
 
 @pytest.mark.parametrize("settings", [{"experts": 2}, {"extra": True}])
