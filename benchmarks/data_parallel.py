@@ -217,7 +217,8 @@ def figures(measured: dict[str, Measured]) -> dict[str, dict[str, float]]:
     for name, row in rows.items():
         rival = measured[name].contestant.rival
         for key in ("ms", "peak_mb", "sent_mb"):
-            best = min(rows[f"{rival} {kind}"][key] for kind in ("eager", "compiled"))
+            kinds = [f"{rival} {kind}" for kind in ("eager", "compiled")]
+            best = min((rows[kind][key] for kind in kinds if kind in rows), default=row[key])
             row[f"{key}_ratio"] = row[key] / best
     return rows
 

@@ -27,6 +27,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "data_parallel": (*TWO, str(HERE / "data_parallel.py")),
     "export": (str(HERE / "export.py"),),
     "long_context": (*TWO, str(HERE / "long_context.py")),
+    "experts": (*TWO, str(HERE / "experts.py")),
     "training": (*TWO, str(HERE / "training.py")),
     "generate": (*TWO, str(HERE / "generate.py")),
     "small_sums": (*TWO, str(HERE / "small_sums.py")),

@@ -9,8 +9,9 @@
 Runs on the local graph, after `localize`: the batch of a data-parallel rank is its own, so nothing
 but parameters changes. `unshard` is one state change to R: forward the all-gather of FSDP (nothing,
 where the parameter is stored whole), backward the reduce-scatter or all-reduce of the averaged
-gradient. Where both axes exist the change on `dp_replicate` comes first, so that backward scatters
-over `dp_shard` and then reduces only the shard.
+gradient. Where several axes exist the change on `dp_replicate` comes first, so that backward
+scatters over the others before it reduces the shard. Of experts that `exchange_experts` leaves
+where they are stored on `ep`, `unshard` on that axis only averages the gradient.
 
 Where the model is computed in a lower dtype than it is stored in, the captured graph has its
 parameters in that dtype; here they get the stored one, and the last `unshard` casts (a cast of its
@@ -35,7 +36,7 @@ from torch import fx
 from autoshard.passes.base import Context, Report, emit, local_value, set_recomputed, set_region
 from autoshard.passes.bucketing import kind_of
 from autoshard.runtime.collectives import Axis, I, State, shard_dim
-from autoshard.runtime.graph_meta import BUCKET, CHANGE, PENDING_INPUTS
+from autoshard.runtime.graph_meta import BUCKET, CHANGE, OWN_AXIS, PENDING_INPUTS
 from autoshard.runtime.parameters import (
     ACCUMULATE,
     SINGLE,
@@ -89,14 +90,16 @@ class DataParallel:
         for index, states in self.states.items():
             node = placeholders[index]
             whole = node.meta["val"]
-            node.meta["val"] = self._stored(index, states, whole)
+            # what a rank holds of experts is all that it uses of them
+            inside = {name: at for name, at in states.items() if name != node.meta.get(OWN_AXIS)}
+            node.meta["val"] = self._stored(index, inside, whole)
             if not node.users:
                 continue
             first = min(node.users, key=position.__getitem__)
             users = dict(node.users)
-            pending = self._pending(gm, index, node, states, whole)
+            pending = self._pending(gm, index, node, inside, whole)
             with gm.graph.inserting_before(first):
-                at = self._change(gm.graph, index, node, first, states, whole, pending)
+                at = self._change(gm.graph, index, node, first, inside, whole, pending)
             for user in users:
                 user.replace_input_with(node, at)
             report.hits += 1
@@ -172,14 +175,19 @@ class DataParallel:
             state, size = states.get(axis.name, I), sizes.get(axis.name)
             uneven = size if size is not None and size % axis.size else None
             args: list[Any] = [at, state, axis, uneven]
-            use = self.use._replace(deferred=(), param=lower if axis == chain[-1] else None)
+            use = self.use._replace(
+                deferred=(),
+                param=lower if axis == chain[-1] else None,
+                gathered=axis.name != node.meta.get(OWN_AXIS),
+            )
             holds = waits is not None and axis == self.axes[waits]
             if use != ParameterPolicy() or holds:
                 args.append(use)
             if holds:
                 args += [pending, self.microbatch]
             custom = {BUCKET: kind} if kind else {}
-            at = made(unshard, args, f"{state} -> R", custom)
+            change = f"{state} -> R" if use.gathered else "mean"
+            at = made(unshard, args, change, custom)
             if shard_dim(state) is not None:
                 set_recomputed(at, self.regather)
         if not chain and lower is not None:

@@ -20,7 +20,8 @@ body) is any program that keeps rows apart. The operator computes the same numbe
 
 Not done: loops over experts, and products of every expert with every token (`bmm`), which shard
 operator by operator; what is near a mixture and is none is in the report and in
-`meta[MIXTURES]`, for `explain`. On an axis of one rank nothing is gained.
+`meta[MIXTURES]`, for `explain`. On one rank of tp or cp nothing is gained, unless there is an axis
+ep (`exchange_experts`).
 """
 
 from __future__ import annotations
@@ -54,16 +55,17 @@ class MixtureFound(NamedTuple):
 
 @dataclass(frozen=True)
 class MatchExperts:
-    """See the module's text."""
+    """See the module's text. exchanges: whether there is an axis ep."""
 
     name: ClassVar[str] = "match_experts"
     optional: ClassVar[bool] = True
+    exchanges: bool = False
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
         """Rewrite `gm.graph` in place."""
         report, found = Report(self.name), Counter[MixtureFound]()
         products = [node for node in gm.graph.nodes if product_name(node)]
-        if ctx.axis.size == 1 or not products:
+        if (ctx.axis.size == 1 and not self.exchanges) or not products:
             return report
         done: set[fx.Node] = set()
         for node in products:

@@ -14,6 +14,7 @@ from autoshard.passes.bucket_gradients import BucketGradients
 from autoshard.passes.bucket_parameters import BucketParameters
 from autoshard.passes.canonicalize import Canonicalize
 from autoshard.passes.data_parallel import DataParallel
+from autoshard.passes.exchange_experts import ExchangeExperts
 from autoshard.passes.expand_grouped_heads import ExpandGroupedHeads
 from autoshard.passes.fuse_inference_layers import FuseInferenceLayers
 from autoshard.passes.global_token_mean import GlobalTokenMean
@@ -45,7 +46,7 @@ PIPELINE = (
         ),
     ),
     # the planned serial graph, which the first pass makes one rank's
-    Stage("local", (Localize, DataParallel, GlobalTokenMean, FuseInferenceLayers)),
+    Stage("local", (Localize, ExchangeExperts, DataParallel, GlobalTokenMean, FuseInferenceLayers)),
     # the forward graph and the backward graph that AOTAutograd makes of it
     Stage("graphs", (BucketParameters, BucketGradients, ScheduleCollectives)),
     # the same where they are compiled and run: `Program.collectives` lists those before
@@ -96,11 +97,12 @@ def prepare(
     tracked: bool = False,
     watch: Watch = SILENT,
     facts: Mapping[int, str] | None = None,
+    exchanges: bool = False,
 ) -> list[Report]:
     """Run the passes that precede planning, in place. tracked: see `InvariantRandom`. facts: see
-    `RecoverMasks`, which None leaves out."""
+    `RecoverMasks`, which None leaves out. exchanges: see `MatchExperts`."""
     passes: list[Pass] = [Canonicalize(), ExpandGroupedHeads(), SplitRecurrent()]
-    passes += [MatchExperts(), InvariantRandom(tracked)]
+    passes += [MatchExperts(exchanges), InvariantRandom(tracked)]
     if facts is not None:
         passes += [RecoverMasks(tuple(facts.items()))]
     return run_stage("serial", passes, gm, Context(axis), watch)

@@ -52,14 +52,18 @@ REDUCED_DTYPE = "reduced_dtype"
 """torch.dtype, of a placeholder: gradients travel in it over the data-parallel axes. mesh_search;
 the prices of a step."""
 
+OWN_AXIS = "own_axis"
+"""str, of a placeholder: the data-parallel axis on which a rank uses what it stores of a parameter,
+and no more. ExchangeExperts; DataParallel."""
+
 # In a node's `custom`, which AOTAutograd carries into the forward and the backward graph.
 
 PASS = "autoshard_pass"
 """str: the pass that made the node. `emit`; ScheduleCollectives, memory, tests."""
 
 CHANGE = "autoshard_change"
-"""str: "value: S(0) -> I", what a collective is for. Localize, DataParallel, GlobalTokenMean and
-the buckets; Program.collectives."""
+"""str: "value: S(0) -> I", what a collective is for. Localize, ExchangeExperts, DataParallel,
+GlobalTokenMean and the buckets; Program.collectives."""
 
 MODULE = "autoshard_module"
 """str: dotted path of the module that the node serves. Localize, the buckets; Program.collectives,

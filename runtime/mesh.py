@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.runtime.agreement import agree, limit_group
-from autoshard.runtime.collectives import Axis
+from autoshard.runtime.collectives import DATA_AXES, Axis
 from autoshard.runtime.errors import ConfigError, message
 
-AXIS_ORDER = ("dp_replicate", "dp_shard", "cp", "tp")
+AXIS_ORDER = ("dp_replicate", "dp_shard", "ep", "cp", "tp")
 """Outermost first: ranks next to each other share the tp axis, which communicates most."""
 
 PLANNED = ("cp", "tp")
@@ -105,7 +105,7 @@ def data_coordinate(mesh: Mesh) -> int:
     """This rank's index among the ranks that hold different batches."""
     index = 0
     for axis in mesh.axes:
-        if axis.name.startswith("dp"):
+        if axis.name in DATA_AXES:
             index = index * axis.size + axis.rank
     return index
 
@@ -198,6 +198,14 @@ def _ordered(sizes: Mapping[str, int]) -> dict[str, int]:
                 f"the mesh has {' and '.join(both)}: programs are planned on one of the two",
                 remedy="Give all of their ranks to cp, which shards long sequences and stores "
                 "weights as shards, or to tp; either goes with dp_shard and dp_replicate.",
+            )
+        )
+    if both and sizes.get("ep", 1) > 1:
+        raise ConfigError(
+            message(
+                f"the mesh has ep={sizes['ep']} and {both[0]}: experts are split on one axis",
+                remedy=f"Give all of their ranks to ep, whose ranks have a batch each, or to "
+                f"{both[0].partition('=')[0]}, on which the planner may split experts too.",
             )
         )
     return {name: sizes[name] for name in AXIS_ORDER if name in sizes}

@@ -45,7 +45,7 @@ def test_unknown_option_like_no_other_lists_all() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "allowed"),
     [
-        ("mesh", {"tensor": 2}, "dp_replicate, dp_shard, cp, tp"),
+        ("mesh", {"tensor": 2}, "dp_replicate, dp_shard, ep, cp, tp"),
         ("mesh", {"tp": 0}, "positive int"),
         ("mesh", {"tp": True}, "positive int"),
         ("mesh", {"tp": "2"}, "positive int"),

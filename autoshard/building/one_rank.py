@@ -28,6 +28,7 @@ from autoshard.explain import check_strict, explain_plan
 from autoshard.passes import (
     SILENT,
     DataParallel,
+    ExchangeExperts,
     FuseInferenceLayers,
     GlobalTokenMean,
     Localize,
@@ -139,7 +140,9 @@ def plan_captured(
     """Plan a captured graph on the axis tp of `mesh`; the passes before the plan change it."""
     axis = mesh.planned
     serial = captured
-    prepare(serial, axis, config.rng == "tracker", watch, facts if config.recover_masks else None)
+    masks = facts if config.recover_masks else None
+    exchanges = mesh.axis("ep").size > 1
+    prepare(serial, axis, config.rng == "tracker", watch, masks, exchanges)
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
     parameters: dict[fx.Node, str] = {}
     stored: dict[fx.Node, State] = {}
@@ -210,10 +213,13 @@ def _local_passes(
     stored_dtypes = {i: inputs[i].real.dtype for i in dtypes}  # type: ignore[union-attr]
     for i, dtype in stored_dtypes.items():
         placeholders[i].meta[STORED_DTYPE] = dtype
+    states = {i: planned.data[n] for i, n in enumerate(placeholders) if n in planned.data}
+    if mesh.axis("ep").size > 1:
+        passes.append(ExchangeExperts(mesh.axis("ep"), states))
     passes.append(
         DataParallel(
             axes,
-            {i: planned.data[n] for i, n in enumerate(placeholders) if n in planned.data},
+            states,
             regather=config.zero == 3,
             use=use_by(config, mesh),
             dtypes=stored_dtypes,

@@ -16,7 +16,7 @@ from autoshard.errors import AutoshardError, message
 if TYPE_CHECKING:
     from autoshard.mesh_search import MeshPrice, MeshSearch
 
-_AXES = ("tp", "cp", "dp_shard", "dp_replicate")
+_AXES = ("tp", "cp", "ep", "dp_shard", "dp_replicate")
 
 
 def add_command(commands: Any) -> None:

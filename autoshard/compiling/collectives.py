@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.compiling.built import Built
 from autoshard.planning import tensor_bytes
+from autoshard.runtime.collectives import EXCHANGES
 from autoshard.runtime.graph_meta import CHANGE, LINE, MODULE, READER, READER_LINE
 
 _c10d = torch.ops._c10d_functional
@@ -21,6 +22,7 @@ _LOGICAL_SIZE = {  # which tensor's bytes are the size of the collective: megatr
     _c10d.reduce_scatter_tensor.default: ("reduce_scatter", "input"),
     _c10d.all_to_all_single.default: ("all_to_all", "input"),
     _c10d.broadcast.default: ("broadcast", "input"),
+    **dict.fromkeys(EXCHANGES, ("all_to_all", "input")),  # of as many rows as expected
 }
 
 

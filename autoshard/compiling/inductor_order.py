@@ -19,6 +19,10 @@ Runs on Inductor's graph, after its pattern matching, which does not see through
 Inductor's pass that reduces in place what nobody else reads does not see through the dependencies
 either, and would copy each bucket of all-reduced gradients: `reduce_in_place` does it before.
 
+Rows that travel to their experts do so in an operator that Inductor does not know for a collective:
+it comes after the collective before it, and the next one after it, so that all ranks run them in
+one order.
+
 Not done: products that Inductor lowers to loops (very small ones) are not held.
 """
 
@@ -30,6 +34,7 @@ from torch import fx
 
 from autoshard.passes import ALL_REDUCE, COLLECTIVES, aten, c10d, waits_of
 from autoshard.planning import PRODUCTS, RESHAPES, packet
+from autoshard.runtime.collectives import EXCHANGES
 
 
 def hold_order(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -68,7 +73,13 @@ def order_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     for i in range(len(nodes) - 1, -1, -1):
         after[i] = following
         following = nodes[i] if packet(nodes[i]) in PRODUCTS else following
+    previous: fx.Node | None = None
     for start in nodes:
+        # Inductor keeps the order of collectives that it knows, and does not know these
+        if start.target in (*COLLECTIVES, IN_PLACE, *EXCHANGES):
+            if previous is not None and {start.target, previous.target} & {*EXCHANGES}:
+                found.setdefault(start, []).append(previous)
+            previous = start
         if start.target not in (*COLLECTIVES, IN_PLACE):
             continue
         waits = sorted(waits_of(start), key=position.__getitem__)

@@ -14,6 +14,7 @@ from autoshard.runtime import compat
 from autoshard.runtime.agreement import CollectiveRegion
 from autoshard.runtime.collectives import Axis, forward_value, redistribute, shard_dim, step
 from autoshard.runtime.errors import message
+from autoshard.runtime.operators import exchanged_experts, unbound
 from autoshard.runtime.parameters import unshard
 
 
@@ -60,4 +61,6 @@ def _met(local: fx.GraphModule, axes: Sequence[Axis]) -> list[Axis]:
                 groups.add(axis.group)
         elif node.target is unshard and shard_dim(node.args[1]) is not None:
             groups.add(node.args[2].group)
+        elif unbound(node.target)[0] is exchanged_experts:
+            groups.add(node.kwargs["axis"].group)
     return [axis for axis in axes if axis.group in groups]

@@ -15,7 +15,7 @@ from autoshard.compiling import Built, Collective
 from autoshard.explain.alternatives import machine_of
 from autoshard.passes import WAIT, start_of
 from autoshard.planning import cost
-from autoshard.runtime.collectives import P
+from autoshard.runtime.collectives import EXCHANGES, P
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +105,8 @@ def hidden_windows(built: Built) -> dict[fx.Node, float]:
         elapsed = 0.0
         for node in gm.graph.nodes if gm is not None else ():
             before[node] = elapsed
+            if node.target in EXCHANGES:
+                found[node] = 0.0  # which waits by itself
             if node.target is WAIT and (start := start_of(node)) in before:
                 found.setdefault(start, elapsed - before[start])
             elif flops := cost.node_flops(node):

@@ -12,10 +12,10 @@ from autoshard.explain.facts import Facts
 from autoshard.explain.tables import human, page_width, table
 from autoshard.memory import KINDS, Memory
 from autoshard.passes import MaskFound, MixtureFound
-from autoshard.planning import contiguous_share, is_mixture, way_of
+from autoshard.planning import WAYS, contiguous_share, is_mixture, way_of
 from autoshard.runtime.collectives import I, State, placement_words
 from autoshard.runtime.graph_meta import ATTENTION_MASKS, MIXTURES
-from autoshard.runtime.operators import reduce_add_norm
+from autoshard.runtime.operators import exchanged_experts, reduce_add_norm, unbound
 
 
 def explain(built: Built, width: int | None = None) -> str:
@@ -141,16 +141,29 @@ def _unbalanced(built: Built) -> str:
     )
 
 
+_WAITS = "; the host waits for the counts of rows"
+
+
 def _mixtures(built: Built, width: int) -> str:
     """How each mixture of experts is split; products of experts that are planned one by one."""
+    exchanged = sum(
+        unbound(node.target)[0] is exchanged_experts for node in built.graph_module.graph.nodes
+    )
     ways = Counter(
         way_of(built.decisions.strategies[node]) or "whole on every rank"
         for node in built.serial.graph.nodes
         if is_mixture(node)
     )
+    if built.mesh.axis("ep").size > 1:
+        here = {f"{WAYS[3]} on ep": exchanged}
+        here["weights gathered on ep"] = sum(ways.values()) - exchanged
+        ways = +Counter(here)
     found: Counter[MixtureFound] = built.serial.meta.get(MIXTURES, Counter())
     kinds = dict.fromkeys(one.what for one in found if one.what)
-    rows = [[way, str(n), " and ".join(kinds), ""] for way, n in ways.items()]
+    rows = [
+        [way, str(n), " and ".join(kinds) + (_WAITS if way.startswith(WAYS[3]) else ""), ""]
+        for way, n in ways.items()
+    ]
     rows += [
         ["product by product", str(n), one.reason, one.where]
         for one, n in found.items()

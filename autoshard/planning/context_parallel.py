@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import fx
 
+from autoshard.planning.mixtures import is_mixture
 from autoshard.planning.operators import ATTENTION, packet
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.runtime.collectives import S, State, shard_dim
@@ -49,6 +50,8 @@ def along_the_sequence(
     """The strategies of `found` that use weights whole; where one is a matrix, those that split the
     sequence, if there are any; of attention those that split heads or rows."""
     sources = operands(node)
+    if is_mixture(node):  # stacks are stored by experts, and may stay so
+        return [one for one in found if shard_dim(one.inputs[0]) is not None] or list(found)
     if packet(node) in ATTENTION:
         return [one for one in found if _splits_attention(node, one)] or list(found)
     used = [i for i, source in enumerate(sources) if source in weights]

@@ -3,11 +3,13 @@ of the graph shows."""
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from autoshard.planning import cost
-from autoshard.planning.strategy import Strategy, operands, value
-from autoshard.runtime.collectives import P, S, shard_dim
+from autoshard.planning.sizes import count
+from autoshard.planning.strategy import ImplCollective, Strategy, operands, value
+from autoshard.runtime.collectives import P, S, chunk_size, shard_dim
 from autoshard.runtime.operators import EXPERTS, ROWS, STACK, Body, parse
 
 _INDEX = 8  # bytes of an index
@@ -19,14 +21,53 @@ def is_mixture(node: fx.Node) -> bool:
     return node.target is EXPERTS
 
 
-WAYS = ("experts split", "each expert split inside", "tokens split, weights gathered")
+def is_stack(node: fx.Node) -> bool:
+    """Whether a node is a stack of experts that one mixture reads, and nothing else."""
+    return len(node.users) == 1 and all(is_mixture(n) and node in n.args[3] for n in node.users)  # type: ignore[operator]
+
+
+def exchanged(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: int, n: int
+) -> list[ImplCollective]:
+    """The collectives of rows that travel to their experts, if those are chosen evenly.
+
+    x, ids, weights: of the tokens of one of n ranks. Gradients come back by as many.
+    """
+    rows = count(ids.shape)
+    row = ImplCollective("all_to_all", rows * count(x.shape[1:]) * x.element_size())
+    weight = ImplCollective("all_to_all", rows * weights.element_size())
+    counts = ImplCollective("all_to_all", chunk_size(experts, n) * n * ids.element_size())
+    back = [each._replace(backward=True) for each in (row, weight, row)]
+    return [counts, row, weight, row, *back]
+
+
+# Of rows that are zero, because no expert here has them, these may make no number.
+_NOT_OF_ZERO = ("div", "reciprocal", "log", "log2", "log10", "rsqrt", "sqrt", "pow", "xlogy")
+
+
+def not_of_zero(text: str) -> str:
+    """The operator of a body that may not be finite for rows of zeros; "" where there is none."""
+    for one in parse(text).instructions:
+        name = one.op.split(".")[1] if "." in one.op else one.op
+        by_number = name in ("div", "pow") and len(one.reads()) == 1
+        if name in _NOT_OF_ZERO and not (by_number and one.args[0] in one.reads()):
+            return one.op
+    return ""
+
+
+WAYS = (
+    "experts split",
+    "each expert split inside",
+    "tokens split, weights gathered",
+    "tokens and experts split",
+)
 
 
 def way_of(strategy: Strategy) -> str:
     """The one of `WAYS` that a strategy of a mixture is; "" where every rank runs all of it."""
     x, _, _, *stacks = strategy.inputs
     if shard_dim(x) is not None:
-        return WAYS[2]
+        return WAYS[2] if shard_dim(stacks[0]) is None else WAYS[3]
     if all(state == S(0) for state in stacks):
         return WAYS[0]
     return WAYS[1] if strategy.output == P else ""

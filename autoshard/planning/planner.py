@@ -36,7 +36,7 @@ class Request:
     outputs_read: whether a sharded output costs its gather; beside a loss it never does.
     prices: what a stored byte costs where there is no memory_budget. layout: the data-parallel
     axes, among which a rank's bytes are split further. even: whether only dims are split that the
-    axis divides.
+    axis divides, and no shape depends on values (of a graph that is exported).
     """
 
     parameters: Mapping[fx.Node, str]

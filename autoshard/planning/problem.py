@@ -81,7 +81,8 @@ class Builder:
     stored: the state in which each parameter is stored, None where it is free. arriving: the state
     of inputs that come back from an earlier call as shards. output_domains: the
     states in which each output may leave. outputs_read: whether the caller reads them, so that a
-    sharded one costs its gather. even: whether only dims are split that the axis divides.
+    sharded one costs its gather. even: whether only dims are split that the axis divides, and no
+    shape depends on values.
     contiguous: whether causal attention by rows is charged the work of contiguous parts.
     """
 
@@ -182,7 +183,7 @@ class Builder:
         if key not in self._strategies:
             found, declined = rules.strategies(node, self.n)
             if self.even:
-                found = [s for s in found if splits_evenly(node, s, self.n)]
+                found = [s for s in found if splits_evenly(node, s, self.n) and not s.waits]
             if self._weights is None:
                 found = [one for one in found if one.impl is not attend_to_prefix]
             else:
@@ -236,6 +237,7 @@ class Builder:
             seconds = cost.node_seconds(own, moved, dtype, self.prices.hardware)
             if diff:
                 seconds = 3 * seconds + kept * self.prices.activation_byte
+            seconds += strategy.waits * cost.WAIT_SECONDS
             seconds += sum(
                 cost.collective_seconds(t.op, t.nbytes, self.n, self.prices.link)
                 for t in strategy.traffic

@@ -32,6 +32,8 @@ class Strategy(NamedTuple):
     traffic: the collectives inside `impl`, so that the planner can price them.
     share: the part of the operator's arithmetic that the busiest of n ranks does, times n: 1 where
         all do as much.
+    waits: how often the host waits for the device inside `impl`, to read sizes that depend on
+        values; what an export writes down never does.
     """
 
     inputs: tuple[State, ...]
@@ -39,6 +41,7 @@ class Strategy(NamedTuple):
     impl: Callable[..., Any] | None = None
     traffic: tuple[ImplCollective, ...] = ()
     share: float = 1.0
+    waits: int = 0
 
 
 def value(node: fx.Node) -> Any:

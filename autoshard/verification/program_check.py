@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autoshard.passes import DataParallel, FuseInferenceLayers, Localize, Pass, rank_program
+from autoshard.passes import (
+    DataParallel,
+    ExchangeExperts,
+    FuseInferenceLayers,
+    Localize,
+    Pass,
+    rank_program,
+)
 from autoshard.program import Program
 from autoshard.runtime.collectives import (
     Axis,
@@ -160,6 +167,7 @@ def _rank_graph(
     spread = {i: program.data[n] for i, n in enumerate(placeholders) if n in program.data}
     if any(axis.size > 1 for axis in axes[:-1]):
         passes.append(DataParallel(data_axes(axes), spread))
+        passes += [ExchangeExperts(axis, spread) for axis in axes if axis.name == "ep"]
     return rank_program(program.serial, passes, axes[-1])[0]
 
 

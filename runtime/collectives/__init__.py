@@ -19,6 +19,12 @@ from autoshard.runtime.collectives.redistribution import (
     redistribute,
     reduce_wide,
 )
+from autoshard.runtime.collectives.row_exchange import (
+    EXCHANGES,
+    counts_on_host,
+    dispatch_rows,
+    exchange_rows,
+)
 from autoshard.runtime.collectives.states import (
     I,
     P,

@@ -7,31 +7,33 @@ from collections.abc import Sequence
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.states import S, State
 
-#: Outermost first. A parameter is gathered in this order's reverse of storage: the replicas' axis
-#: first, so that backward scatters over `dp_shard` before it reduces the small shard.
-DATA_AXES = ("dp_replicate", "dp_shard")
+#: Outermost first; `ep` is one more axis of shards, on which experts are not gathered. A parameter
+#: is gathered in this order's reverse of storage: the replicas' axis first, so that backward
+#: scatters over the shards' before it reduces the small shard.
+DATA_AXES = ("dp_replicate", "dp_shard", "ep")
+
+_SHARDS = ("dp_shard", "ep")
 
 
 def data_axes(axes: Sequence[Axis]) -> tuple[Axis, ...]:
-    """The data-parallel axes of more than one rank, `dp_replicate` first."""
+    """The data-parallel axes of more than one rank, in the order of DATA_AXES."""
     return tuple(axis for axis in axes if axis.name in DATA_AXES and axis.size > 1)
 
 
 def data_states(ndim: int, axes: Sequence[Axis]) -> dict[str, State]:
     """The stored state of a parameter of `ndim` dims on each data-parallel axis.
 
-    Whole on `dp_replicate`; rows split over `dp_shard`, as FSDP2 stores them. A scalar has no
-    rows, and is whole on both. An axis that is not named is I.
+    Whole on `dp_replicate`; rows split over `ep`, then over `dp_shard`, as FSDP2 stores them. A
+    scalar has no rows, and is whole on all. An axis that is not named is I.
     """
-    names = [axis.name for axis in data_axes(axes)]
-    return {"dp_shard": S(0)} if "dp_shard" in names and ndim else {}
+    return {axis.name: S(0) for axis in data_axes(axes) if axis.name in _SHARDS and ndim}
 
 
 def deferred_axes(axes: Sequence[Axis], zero: int, defer_reduction: bool) -> tuple[str, ...]:
     """The data-parallel axes over which `no_sync` does not reduce.
 
-    Over `dp_replicate` it never does. ZeRO-1 keeps whole gradients, and so waits on `dp_shard`
-    too; ZeRO-2 and 3 hold shards of gradients only, unless the caller chose to wait.
+    Over `dp_replicate` it never does. ZeRO-1 keeps whole gradients, and so waits on `dp_shard` and
+    `ep` too; ZeRO-2 and 3 hold shards of gradients only, unless the caller chose to wait.
     """
-    waits = {"dp_replicate"} | ({"dp_shard"} if zero == 1 or defer_reduction else set())
+    waits = {"dp_replicate", *(_SHARDS if zero == 1 or defer_reduction else ())}
     return tuple(axis.name for axis in data_axes(axes) if axis.name in waits)

@@ -81,6 +81,7 @@ from autoshard.runtime.compat.symbolic import (
     size_hint,
     size_symbols,
     storage_key,
+    unknown_size,
 )
 from autoshard.runtime.compat.symmetric import (
     has_symmetric_memory,

@@ -23,6 +23,7 @@ __all__ = [
     "size_expression",
     "size_hint",
     "size_symbols",
+    "unknown_size",
 ]
 
 
@@ -38,9 +39,37 @@ def size_symbols(size: Any) -> frozenset[Any]:
 
 def size_hint(size: torch.SymInt) -> int | None:
     """The value a symbolic size had while tracing, which no public function tells without a guard;
-    None where it is known at run time only."""
+    what it is expected to be where `unknown_size` made it; else None: known at run time only."""
     found = size.node.hint
-    return int(found) if isinstance(found, int) else None
+    if isinstance(found, int):
+        return int(found)
+    expected: dict[Any, int] = getattr(size.node.shape_env, _EXPECTED, {})
+    if not expected or not size.node.expr.free_symbols <= expected.keys():
+        return None
+    return int(size.node.expr.xreplace(expected))
+
+
+_EXPECTED = "_autoshard_expected"
+
+
+def unknown_size(fake: torch.Tensor, expected: int | torch.SymInt) -> torch.SymInt:
+    """A size, at least 1, that an operator knows when it has run only, for its fake result.
+
+    expected: what it is in the mean, for estimates. Dynamo switches off the public way to make
+    one, lest graphs that a user did not ask for have such sizes.
+    """
+    assert isinstance(fake, FakeTensor)
+    env = fake.fake_mode.shape_env
+    assert env is not None
+    size: torch.SymInt = env.create_unbacked_symint()
+    torch._check(size >= 1)
+    hint = expected if isinstance(expected, int) else size_hint(expected)
+    if hint is not None:
+        known = getattr(env, _EXPECTED, {})
+        setattr(env, _EXPECTED, {**known, size_expression(size): hint})
+        if hasattr(env, "var_to_hint_override"):
+            env.var_to_hint_override[size_expression(size)] = hint
+    return size
 
 
 def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:

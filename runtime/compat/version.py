@@ -18,6 +18,7 @@ torch.Tensor._make_wrapper_subclass
 torch.Tensor._post_accumulate_grad_hooks
 torch.Tensor._use_count
 torch.Tensor._version
+torch._check
 torch._C.DisableTorchFunctionSubclass
 torch._C._DisableAutocast
 torch._C._are_functorch_transforms_active

@@ -16,7 +16,12 @@ from autoshard.runtime.operators.expert_body import (
     Instruction,
     parse,
 )
-from autoshard.runtime.operators.experts import EXPERTS, owned_experts, split_experts
+from autoshard.runtime.operators.experts import (
+    EXPERTS,
+    exchanged_experts,
+    owned_experts,
+    split_experts,
+)
 from autoshard.runtime.operators.fused_dims import pieces, split_parts, unfold_parts, with_parts
 from autoshard.runtime.operators.groups import attend_to_shared_head, with_local_groups
 from autoshard.runtime.operators.inference_layer import reduce_add_norm

@@ -6,7 +6,9 @@
 to, and what each counts. A token has a row for each expert it chose; rows are sorted by expert, go
 through `body` (expert_body.py), and the k rows of a token are summed. It is composite: AOTAutograd
 traces through it to sort, index, grouped products and a sum, which compilers see as if the model
-had written them. Nothing in it waits for the host, and every shape is known.
+had written them. Nothing in it waits for the host, and every shape is known, but where tokens and
+experts are both split (`exchanged_experts`): how many rows travel to a rank is known when they are
+counted.
 """
 
 from __future__ import annotations
@@ -14,8 +16,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
-from autoshard.runtime.collectives import Axis, chunk_bounds
+from autoshard.runtime.collectives import (
+    Axis,
+    all_to_all,
+    chunk_bounds,
+    chunk_size,
+    counts_on_host,
+    dispatch_rows,
+    exchange_rows,
+)
 from autoshard.runtime.operators.expert_body import parse
 from autoshard.runtime.operators.fused_dims import regroup
 
@@ -55,9 +66,12 @@ def _routed(
         foreign = (ordered >= here).unsqueeze(-1)
         ordered = ordered.clamp(max=here - 1)
     out = parse(body).run(rows, weight, ordered, offs, stacks, foreign)
+    return out[_inverse(order)].reshape(weights.shape[0], k, out.shape[-1]).sum(1)
+
+
+def _inverse(order: torch.Tensor) -> torch.Tensor:
     place = torch.arange(order.shape[0], device=order.device, dtype=order.dtype)
-    back = torch.empty_like(order).scatter(0, order, place)
-    return out[back].reshape(weights.shape[0], k, out.shape[-1]).sum(1)
+    return torch.empty_like(order).scatter(0, order, place)
 
 
 def owned_experts(
@@ -80,6 +94,53 @@ def owned_experts(
     local = ids.reshape(-1) - start
     mine = (local >= 0) & (local < here)
     return _routed(x, torch.where(mine, local, here), weights, stacks, body, here)
+
+
+def exchanged_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    stacks: Sequence[torch.Tensor],
+    body: str,
+    *,
+    experts: int,
+    axis: Axis,
+) -> torch.Tensor:
+    """The result for this rank's tokens, of experts wherever they are.
+
+    x, ids, weights: of this rank's tokens. experts: of the whole mixture; `stacks` hold this
+    rank's. An expert that nobody chose has a gradient, of zeros.
+    """
+    k, here = weights.shape[1], chunk_bounds(experts, axis)[1]
+    ordered, order = torch.sort(ids.reshape(-1))
+    received, counts = _counted(ordered, experts, axis)
+    there = dispatch_rows(x[order // k], counts, axis)
+    weight = exchange_rows(weights.reshape(-1)[order], counts, there.shape[0], axis)
+    # they arrive rank by rank, and from each by expert
+    place = torch.arange(there.shape[0], device=x.device)
+    owner = torch.searchsorted(received.cumsum(0), place, right=True) % chunk_size(
+        experts, axis.size
+    )
+    owner, by_expert = torch.sort(owner)
+    numbers = torch.arange(here, device=x.device)
+    offs = torch.searchsorted(owner, numbers, right=True, out_int32=True)
+    out = parse(body).run(there[by_expert], weight[by_expert], owner, offs, stacks)
+    out = exchange_rows(out[_inverse(by_expert)], counts.flip(0), order.shape[0], axis)
+    return out[_inverse(order)].reshape(weights.shape[0], k, out.shape[-1]).sum(1)
+
+
+def _counted(ordered: torch.Tensor, experts: int, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows that each rank sends to each expert here, rank by rank; rows sent to and received from
+    each rank, on the host).
+
+    ordered: the experts of this rank's rows, sorted.
+    """
+    ends = torch.searchsorted(ordered, torch.arange(experts, device=ordered.device), right=True)
+    counted = ends.diff(prepend=ends.new_zeros(1))
+    share = chunk_size(experts, axis.size)
+    sent = F.pad(counted, [0, share * axis.size - experts])  # the last ranks may have fewer
+    received = all_to_all(sent, axis)
+    return received, counts_on_host(sent, received, axis)
 
 
 def split_experts(

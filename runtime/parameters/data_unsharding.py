@@ -31,7 +31,9 @@ class ParameterPolicy(NamedTuple):
     reduce: the dtype in which its gradient travels; None: that of compute. accumulate: the dtype
     in which the ranks' gradients are summed; None: what the collective does. average: the mean
     over the ranks, else the sum. deferred: the axes that `no_sync` reduces over at the last
-    microbatch only. A NamedTuple, so that a graph node can hold it as an argument.
+    microbatch only. gathered: False where each rank uses what it stores (experts on ep): its
+    gradient is of the batches of all ranks already, and nothing is sent. A NamedTuple, so that a
+    graph node can hold it as an argument.
     """
 
     param: torch.dtype | None = None
@@ -39,6 +41,7 @@ class ParameterPolicy(NamedTuple):
     accumulate: torch.dtype | None = None
     average: bool = True
     deferred: tuple[str, ...] = ()
+    gathered: bool = True
 
     def pending_dtype(self, stored: torch.dtype) -> torch.dtype:
         """The dtype in which microbatches are summed: the parameter's, or a wider one they travel
@@ -86,7 +89,7 @@ class _Unshard(torch.autograd.Function):
         # not save_for_backward: microbatches write to it between this forward and its backward
         ctx.pending = pending
         low = x if use.param is None or x.is_complex() else x.to(use.param)
-        out = convert(low, src, I, axis, extent)
+        out = convert(low, src, I, axis, extent) if use.gathered else low
         return x.view_as(x) if out is x else out
 
     @staticmethod
@@ -142,6 +145,8 @@ class _Reduce(torch.autograd.Function):
 
 def reduced(grad: torch.Tensor, dst: State, axis: Axis, use: ParameterPolicy) -> torch.Tensor:
     """The ranks' gradients summed or averaged over the axis, to I or S(d)."""
+    if not use.gathered:
+        return grad / axis.size if use.average else grad
     if grad.is_complex():
         use = use._replace(reduce=None, accumulate=None)
     if use.reduce is not None:

@@ -268,7 +268,7 @@ def test_a_size_known_at_run_time_only_counts_as_one() -> None:
 @pytest.mark.parametrize("name", HARDWARE)
 def test_every_machine_is_complete(name: str) -> None:
     machine = hardware(name)
-    assert set(machine.links) == {"tp", "cp", "dp_shard", "dp_replicate"}
+    assert set(machine.links) == {"tp", "cp", "ep", "dp_shard", "dp_replicate"}
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int64):
         assert machine.peak(dtype) > 0
     assert machine.links["tp"].bandwidth > machine.links["dp_shard"].bandwidth

@@ -13,18 +13,20 @@ from torch import Tensor, fx, nn
 
 import autoshard
 from autoshard.explain.alternatives import alternatives
+from autoshard.planning.estimate.traffic import tp_collectives
 from autoshard.planning.expert_columns import inner_split
 from autoshard.planning.mixtures import WAYS, is_mixture, row_bytes, way_of
 from autoshard.planning.plan import GraphPlan, Plan, strategy_text
-from autoshard.planning.planner import fingerprint
+from autoshard.planning.planner import Request, fingerprint, plan_graph
 from autoshard.planning.strategy import Strategy
 from autoshard.program import Program
 from autoshard.runtime.operators.expert_body import parse
 from autoshard.verification.program_check import verify_program
+from gradient_types import check_types
 from models_plain import Mixture
 from traced import builder, programs
 
-OWNED, INSIDE, TOKENS = WAYS
+OWNED, INSIDE, TOKENS, BOTH = WAYS
 
 
 class Tokens(nn.Module):
@@ -69,7 +71,8 @@ def test_each_way_equals_serial_and_sends_what_its_formula_says(way: str, form: 
     """T tokens of H numbers, k choices each, E experts of inner size I on n ranks. Whole experts
     and shares of experts send tokens: T*H in and T*H out, each way; packed shares exchange the
     weights 2*E*I*H/n too. Split tokens send the weights, 3*E*I*H each way; those that are not kept
-    are gathered once more in backward."""
+    are gathered once more in backward. Both split send the rows of choices, T*k*H/n each way, in
+    forward and in backward, and how many they are."""
     n, t, h, experts, inner, k = 2, 72, 8, 4, 16, 2
     torch.manual_seed(0)
     torch.compiler.reset()
@@ -97,6 +100,15 @@ def test_each_way_equals_serial_and_sends_what_its_formula_says(way: str, form: 
     elif way == INSIDE and form == "packed":
         exchanged = 2 * 4 * 2 * experts * inner * h // n
         assert sent["inside"] - exchanged in (tokens, 2 * tokens)
+    elif way == BOTH:
+        rows, counts = t * k // n, 8 * experts
+        # rows and what they count for there and back, and their gradients; the counts
+        assert sent["inside"] - (4 * rows * (4 * h + 2) + counts) in (0, tokens)
+        priced = tp_collectives(program.serial, program.decisions, n, 1)
+        assert Counter((one.op, one.nbytes) for one in priced) == Counter(
+            (one.op, one.bytes) for one in program.collectives()
+        )
+        check_types(program)
     else:
         # the sum over ranks: reduced for all, or reduced and split with a gather in backward
         assert sent["inside"] in (tokens, 2 * tokens)
@@ -117,6 +129,7 @@ def test_each_way_runs_the_kernels_of_16_bits(way: str) -> None:
     assert max(*differences.outputs.values(), *differences.norms.values()) < 3e-2
 
 
+WIDE = {"hidden": 2048, "experts": 64, "inner": 256}
 CROSSINGS = {
     # fewer experts than ranks cannot be dealt out; as many can, and packed halves need no exchange
     "experts": (
@@ -127,6 +140,10 @@ CROSSINGS = {
     "tokens": ({"inner": 8}, 1 << 20, TOKENS, {"inner": 8}, 1 << 9, OWNED),
     # every rank has a row for each choice, of the whole inner size or of a share of it
     "rows": ({"inner": 1024}, 1 << 12, INSIDE, {"inner": 1024}, 1 << 6, OWNED),
+    # k rows of each token travel, or the token to all of n ranks
+    "choices": ({**WIDE, "k": 1}, 1 << 12, BOTH, {**WIDE, "k": 32}, 1 << 12, INSIDE),
+    # the host waits for the counts however few they are
+    "latency": ({**WIDE, "k": 1}, 1 << 12, BOTH, {**WIDE, "k": 1}, 1 << 9, OWNED),
 }
 
 
@@ -137,12 +154,14 @@ def test_the_cheapest_way_changes_where_the_formulas_cross(name: str) -> None:
         torch.compiler.reset()
         settings = {"hidden": 256, "experts": 8, "inner": 64, **sizes}
         with torch.device("meta"):
-            model, x = Tokens("packed", **settings), torch.empty(tokens, 256)
+            model, x = Tokens("packed", **settings), torch.empty(tokens, settings["hidden"])
             program = autoshard.trace(model, (x,), mesh={"tp": 4}, hardware="h100")
         assert ways(program) == [way], (name, first)
 
 
-def test_a_layer_of_qwen3_30b_sends_tokens_and_no_rows_of_choices() -> None:
+def test_a_layer_of_qwen3_30b_sends_no_more_than_its_tokens_at_once() -> None:
+    """k = n = 8: the rows that leave a rank are as many as all tokens, and each is kept by one rank
+    only, where experts that are split alone keep them all on each."""
     torch.compiler.reset()
     config = transformers.Qwen3MoeConfig(
         hidden_size=2048,
@@ -160,16 +179,16 @@ def test_a_layer_of_qwen3_30b_sends_tokens_and_no_rows_of_choices() -> None:
         model = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16)
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
     program = autoshard.trace(model, (), batch, mesh={"tp": 8}, hardware="h100")
-    assert ways(program) == [OWNED]
+    assert ways(program) == [BOTH]
     tokens = 2 * 4096 * 2048
     assert all(one.bytes <= tokens for one in program.collectives())
     (node,) = mixtures(program)
     kept, widest = row_bytes(node, program.decisions.strategies[node], 8)
-    rows = 4096 * 8
+    rows = 4096 * 8 // 8
     assert kept == rows * (2 * (2048 + 2 * 768 + 768 + 2048) + 2 + 3 * 8)
     assert widest == rows * 2 * 2048
     found = alternatives(program)
-    assert {INSIDE, TOKENS} <= {one.name for one in found}
+    assert {OWNED, INSIDE, TOKENS} <= {one.name for one in found}
     (mixture,) = program.serial.meta["mixtures"]
     assert mixture.what == "128 experts, 8 a token"
 
@@ -222,6 +241,16 @@ def test_what_cannot_be_split_inside_says_why(body: tuple[str, ...], said: str) 
     width = 6 if "3,-1" in str(body) else 8
     found = inner_split(_body(*body), [(4, 8, width), (4, width, 8)], 2, 4)
     assert isinstance(found, str) and said in found
+
+
+def test_an_export_has_no_shapes_that_depend_on_the_router() -> None:
+    torch.compiler.reset()
+    program = builder(Tokens("packed"), (torch.randn(64, 8),))({"tp": 2})
+    request = Request(parameters=program.parameters, even=True)
+    exported = plan_graph(program.serial, 2, program.hardware, request)
+    (node,) = mixtures(program)
+    assert {OWNED, TOKENS} <= {way_of(one) for one in exported.offered[node]} < {"", *WAYS}
+    assert BOTH in {way_of(one) for one in offered(program)}
 
 
 class Loop(nn.Module):

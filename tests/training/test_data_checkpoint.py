@@ -17,44 +17,45 @@ from side_by_side import whole
 pytestmark = pytest.mark.slow
 
 
-def one_step(model: nn.Module, compiled: Any, optimizer: Any, ranks: int, rank: int) -> None:
-    case = CASES["mlp"]
+def one_step(
+    model: nn.Module, compiled: Any, optimizer: Any, ranks: int, rank: int, name: str
+) -> None:
+    case = CASES[name]
     case.loss(compiled, part(case.make_batch(0), ranks, rank)).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def trained(sizes: Sizes, **adam: Any) -> tuple[nn.Module, Any, Any]:
+def trained(sizes: Sizes, name: str = "mlp", **adam: Any) -> tuple[nn.Module, Any, Any]:
     """A model after one AdamW step on the mesh, its optimizer, and a function that steps again."""
-    from autoshard.runtime.mesh import init_mesh
+    from autoshard.runtime.mesh import data_coordinate, init_mesh
 
     mesh = init_mesh(sizes, "cpu")
-    outer, inner = mesh.axis("dp_replicate"), mesh.axis("dp_shard")
-    ranks, rank = outer.size * inner.size, outer.rank * inner.size + inner.rank
-    model = CASES["mlp"].make_model()
+    ranks, rank = mesh.size // mesh.planned.size, data_coordinate(mesh)
+    model = CASES[name].make_model()
     optimizer = torch.optim.AdamW(model.parameters(), eps=1e-3, **adam)
     compiled = torch.compile(
         model, backend="autoshard", options={"mesh": sizes, "inner": "aot_eager"}
     )
 
     def step() -> None:
-        one_step(model, compiled, optimizer, ranks, rank)
+        one_step(model, compiled, optimizer, ranks, rank, name)
 
     step()
     return model, optimizer, step
 
 
-def moved(folder: str, first: Sizes, second: Sizes) -> float:
+def moved(folder: str, first: Sizes, second: Sizes, name: str = "mlp") -> float:
     """Train on `first`, save, load into another model on `second`, and take one more step on both;
     the worst difference of parameters after it. Asserts that loading is exact."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    model, optimizer, step = trained(first, fused=True)
+    model, optimizer, step = trained(first, name, fused=True)
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
 
-    other, other_optimizer, other_step = trained(second, foreach=True)
+    other, other_optimizer, other_step = trained(second, name, foreach=True)
     with torch.no_grad():
         for p in other.parameters():
             p.zero_()
@@ -86,6 +87,12 @@ def test_from_tp_to_fsdp(gloo2: Any) -> None:
         assert max(gloo2(moved, folder, {"tp": 2}, {"dp_shard": 2})) < 1e-6
     with tempfile.TemporaryDirectory() as folder:
         assert max(gloo2(moved, folder, {"dp_shard": 2}, {"tp": 2})) < 1e-6
+
+
+def test_experts_from_tp_to_ep(gloo4: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        meshes = {"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "ep": 2}
+        assert max(gloo4(moved, folder, *meshes, "mixtral")) < 1e-5
 
 
 def save(folder: str, model: nn.Module, optimizer: Any) -> None:

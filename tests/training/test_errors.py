@@ -84,7 +84,7 @@ def all_raise(results: list[tuple[str, str]], kind: type[Exception], *texts: str
         ({"mesh": {"tp": 4}}, ["the mesh tp 4 needs 4 processes, and there are 2", "torchrun"]),
         ({"mesh": {"tp": 3}}, ["the mesh tp 3 needs 3 processes, and there are 2"]),
         ({"mesh": {"tp": 1}}, ["the mesh tp 1 needs 1 processes, and there are 2"]),
-        ({"mesh": {"model": 2}}, ["mesh={'model': 2} is not allowed", "dp_shard, cp, tp"]),
+        ({"mesh": {"model": 2}}, ["mesh={'model': 2} is not allowed", "dp_shard, ep, cp, tp"]),
         ({"rng": "native"}, ["rng='native' is not allowed"]),
     ],
 )

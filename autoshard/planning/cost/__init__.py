@@ -13,6 +13,7 @@ from autoshard.planning.cost.machines import DEFAULT_HARDWARE, HARDWARE, Hardwar
 from autoshard.planning.cost.model import (
     COLLECTIVES,
     ONE_SHOT_BYTES,
+    WAIT_SECONDS,
     change_collectives,
     change_seconds,
     collective_seconds,

@@ -38,7 +38,7 @@ class Hardware:
     flops: peak operations a second of a matrix product, by `dtype_class`.
     memory_bandwidth: bytes a second, read plus written.
     memory_bytes: bytes of device memory.
-    links: by mesh axis name ("tp", "cp", "dp_shard", "dp_replicate").
+    links: by mesh axis name ("tp", "cp", "ep", "dp_shard", "dp_replicate").
     """
 
     name: str
@@ -96,7 +96,7 @@ def _machine(
         # Tensor and context parallelism stay inside the node; data parallelism is planned for the
         # network.
         {
-            **{"tp": link(inside), "cp": link(inside)},
+            **{"tp": link(inside), "cp": link(inside), "ep": link(inside)},
             **{"dp_shard": link(between), "dp_replicate": link(between)},
         },
     )

@@ -55,6 +55,10 @@ beyond a megabyte (benchmarks/small_sums.py)."""
 # and ties, which ranks could break differently, do not exist.
 CHANGE_SECONDS = 1e-7
 
+# A host that reads a number of the device's lets it run dry: no kernels are queued while it waits,
+# and the first ones afterwards start late.
+WAIT_SECONDS = 5e-5
+
 
 def ring_bytes(op: str, nbytes: float, n: int) -> float:
     """Bytes each of `n` ranks sends for a collective of logical size `nbytes`."""

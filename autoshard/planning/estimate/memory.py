@@ -88,10 +88,10 @@ def _bucket_bytes(held: RankHolds, layout: Layout, training: Training) -> int:
         return 0
     gathered, reduced = [], []
     for bucket in buckets(held.weights, layout):
-        gathered.append(sum(w.numel * w.itemsize for w in bucket))
-        reduced.append(
-            sum(w.numel * training.sent(w.itemsize, w.reduced) for w in bucket if w.trained)
-        )
+        whole = {w.name: w.numel // (layout.experts if w.expert else 1) for w in bucket}
+        gathered.append(sum(whole[w.name] * w.itemsize for w in bucket))
+        sizes = ((whole[w.name], w) for w in bucket if w.trained)
+        reduced.append(sum(size * training.sent(w.itemsize, w.reduced) for size, w in sizes))
     # a gradient bucket is there twice: its members, and the joined one that is sent
     sending = 2 * max(reduced, default=0)
     if layout.shard == 1:

@@ -39,13 +39,17 @@ def timing(
 ) -> Timing:
     """The time of a step on a rank; `links` at the data sheet's rates, by axis.
 
-    A collective on tp or cp is waited for where it stands; those of a bucket of parameters overlap.
+    A collective on tp or cp, or of experts' rows, is waited for where it stands; those of a bucket
+    of parameters overlap.
     """
     real = {name: cluster.real(link) for name, link in links.items()}
     planned = dict.fromkeys(PLANNED, profile.n)  # which of the two, each collective says
-    ranks = {**planned, "dp_shard": layout.shard, "dp_replicate": layout.replicate}
+    shard = layout.shard // layout.experts
+    data_ranks = {"dp_shard": shard, "dp_replicate": layout.replicate, "ep": layout.experts}
+    ranks = {**planned, **data_ranks}
     forward, backward = list(profile.forward), list(profile.backward)
-    for one in profile.sent:
+    waited = [*profile.sent, *(profile.exchanges if layout.experts > 1 else ())]
+    for one in waited:
         (backward if one.backward else forward)[one.at] += seconds(one, ranks, real)
     groups = buckets(profile.weights, layout) or [[]]
     starts = [0, *(bucket[0].use or 0 for bucket in groups[1:])]
@@ -61,7 +65,7 @@ def timing(
         segments.append(Segment(sum(forward[start:end]), sum(backward[start:end]), **took))
     passes = step_seconds(segments)
     update = _update_seconds(profile, layout, training, cluster)
-    sent = traffic([*data, *profile.sent], ranks, real)
+    sent = traffic([*data, *waited], ranks, real)
     return Timing(passes + update, profile.compute, passes - profile.compute, update, sent)
 
 

@@ -22,7 +22,7 @@ from autoshard.planning import cost
 from autoshard.planning.cost import Cluster
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate.memory import RankHolds, held
-from autoshard.planning.estimate.traffic import Sent, tp_collectives
+from autoshard.planning.estimate.traffic import Sent, expert_rows, tp_collectives
 from autoshard.planning.fusion import Kernels, joined
 from autoshard.planning.mixtures import inner_bytes, is_mixture
 from autoshard.planning.operators import ATTENTION, packet
@@ -35,7 +35,8 @@ from autoshard.runtime.collectives import State, shard_dim
 class Profile(RankHolds):
     """One rank of a tp axis of `n`, whatever the data-parallel axes.
 
-    forward, backward: seconds of compute at each operator. sent: the collectives on tp. flops:
+    forward, backward: seconds of compute at each operator. sent: the collectives on tp.
+    exchanges: those of rows of experts, where the mesh has an axis ep. flops:
     operations of the serial model, forward and backward, by which utilisation is counted (PaLM's
     MFU: no recomputation). peak: operations a second of the device, in the dtype of most of them.
     """
@@ -46,6 +47,7 @@ class Profile(RankHolds):
     flops: float
     peak: float
     sent: tuple[Sent, ...]
+    exchanges: tuple[Sent, ...] = ()
 
     @property
     def compute(self) -> float:
@@ -82,7 +84,8 @@ class _Profiler:
             if node.op != "call_function" or strategy is None or self.kernels.is_view(node):
                 continue
             forward[i] = self._seconds(node, strategy)
-            backward[i] = forward[i] * _backward(node)
+            waits = strategy.waits * cost.WAIT_SECONDS  # in forward only
+            backward[i] = (forward[i] - waits) * _backward(node)
             own = cost.node_flops(node) * (1 + min(2.0, _backward(node)))
             by_dtype[_dtype(node)] = by_dtype.get(_dtype(node), 0.0) + own
         main = max(by_dtype, key=lambda d: by_dtype[d], default=torch.float32)
@@ -94,6 +97,7 @@ class _Profiler:
             flops=sum(by_dtype.values()),
             peak=self.cluster.device.peak(main),
             sent=tuple(tp_collectives(self.gm, self.decisions, self.n, bucket_bytes)),
+            exchanges=tuple(expert_rows(self.gm)),
             weights=kept.weights,
             activations=kept.activations,
             buffers=kept.buffers,
@@ -119,7 +123,8 @@ class _Profiler:
         share = self.cluster.efficiency
         own = strategy.share / self.n if sharded else 1.0
         flops = cost.node_flops(node) * own / share.compute
-        return cost.node_seconds(flops, moved / share.memory, _dtype(node), self.cluster.device)
+        busy = cost.node_seconds(flops, moved / share.memory, _dtype(node), self.cluster.device)
+        return busy + strategy.waits * cost.WAIT_SECONDS
 
     def _split(self, state: State) -> int:
         return 1 if shard_dim(state) is None else self.n

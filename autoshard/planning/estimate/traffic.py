@@ -28,7 +28,8 @@ from autoshard.planning.cost import (
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate.training import Training
 from autoshard.planning.estimate.weights import Layout, Weight
-from autoshard.planning.strategy import operands, value
+from autoshard.planning.mixtures import exchanged, is_mixture, is_stack
+from autoshard.planning.strategy import ImplCollective, operands, value
 from autoshard.planning.values import differentiable, global_bytes
 from autoshard.runtime.collectives import State, forward_value
 
@@ -77,22 +78,57 @@ def traffic(
 
 
 def data_collectives(bucket: Sequence[Weight], layout: Layout, training: Training) -> list[Sent]:
-    """The collectives of one bucket of parameters on the data-parallel axes."""
+    """The collectives of one bucket of parameters on the data-parallel axes.
+
+    What both axes of shards split is gathered over dp_shard first: the part of a rank of ep.
+    """
     if not bucket:
         return []
-    at, part = bucket[0].use or 0, {w.name: w.part(layout.shard) for w in bucket}
-    whole = sum(layout.shard * part[w.name] * w.itemsize for w in bucket)
-    twice = sum(layout.shard * part[w.name] * w.itemsize for w in bucket if w.again)
-    reduced = sum(part[w.name] * training.sent(w.itemsize, w.reduced) for w in bucket if w.trained)
-    sent = []
-    if layout.shard > 1:
-        sent.append(Sent("dp_shard", "all_gather", whole, False, at))
-        if layout.zero == 3:
-            sent.append(Sent("dp_shard", "all_gather", twice, True, at))
-        sent.append(Sent("dp_shard", "reduce_scatter", layout.shard * reduced, True, at))
+    at, sent = bucket[0].use or 0, []
+    over_ep = [weight for weight in bucket if not weight.expert]
+    if layout.shard > layout.experts:
+        sent += _of_shards("dp_shard", bucket, layout, training, layout.experts)
+    if layout.experts > 1:
+        sent += _of_shards("ep", over_ep, layout, training, 1)
     if layout.replicate > 1:
+        reduced = _reduced(bucket, layout, training)
         sent.append(Sent("dp_replicate", "all_reduce", reduced, True, at))
-    return [one for one in sent if one.nbytes]
+    return [one._replace(at=at) for one in sent if one.nbytes]
+
+
+def _of_shards(
+    axis: str, bucket: Sequence[Weight], layout: Layout, training: Training, parts: int
+) -> list[Sent]:
+    """The gathers and the reduction over one axis, each of one of `parts` of the weights."""
+    sizes = {w.name: layout.shard * w.part(layout.shard) * w.itemsize // parts for w in bucket}
+    sent = [Sent(axis, "all_gather", sum(sizes.values()), False, 0)]
+    if layout.zero == 3:
+        twice = sum(sizes[w.name] for w in bucket if w.again)
+        sent.append(Sent(axis, "all_gather", twice, True, 0))
+    reduced = layout.shard * _reduced(bucket, layout, training) // parts
+    return [*sent, Sent(axis, "reduce_scatter", reduced, True, 0)]
+
+
+def _reduced(bucket: Sequence[Weight], layout: Layout, training: Training) -> int:
+    """Bytes of the gradients that a rank is left with."""
+    parts = ((w.part(layout.shard), w) for w in bucket if w.trained)
+    return sum(part * training.sent(w.itemsize, w.reduced) for part, w in parts)
+
+
+def expert_rows(gm: fx.GraphModule) -> list[Sent]:
+    """The collectives of rows that travel to their experts on an axis ep, which divides these."""
+    return [
+        Sent("ep", one.op, one.nbytes, one.backward, at)
+        for at, node in enumerate(gm.graph.nodes)
+        if is_mixture(node) and all(map(is_stack, node.args[3]))  # type: ignore[arg-type]
+        for one in _exchanged(node)
+        if differentiable(node) or not one.backward
+    ]
+
+
+def _exchanged(node: fx.Node) -> list[ImplCollective]:
+    x, ids, weights, stack, *_ = map(value, operands(node))
+    return exchanged(x, ids, weights, cost.hint(stack.shape[0]), 1)
 
 
 def tp_collectives(

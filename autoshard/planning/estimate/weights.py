@@ -12,6 +12,7 @@ from torch import fx
 from autoshard.planning import cost
 from autoshard.planning.cost import default_bucket_bytes, fill_buckets, reference_bytes
 from autoshard.planning.decisions import Decisions
+from autoshard.planning.mixtures import is_stack
 from autoshard.planning.strategy import value
 from autoshard.runtime.collectives import chunk_size, shard_dim
 from autoshard.runtime.graph_meta import REDUCED_DTYPE, STORED_DTYPE
@@ -19,18 +20,22 @@ from autoshard.runtime.graph_meta import REDUCED_DTYPE, STORED_DTYPE
 
 @dataclass(frozen=True)
 class Layout:
-    """The data-parallel half of a mesh and its options; `zero` and `bucket_bytes` as in Config."""
+    """The data-parallel half of a mesh and its options; `zero` and `bucket_bytes` as in Config.
+
+    shard: ranks of dp_shard and of ep. experts: those of ep, over which no expert is gathered.
+    """
 
     shard: int = 1
     replicate: int = 1
     zero: int = 3
     bucket_bytes: int | None = None
+    experts: int = 1
 
     @staticmethod
     def of(sizes: Mapping[str, int], zero: int, bucket_bytes: int | None) -> Layout:
         """The layout of a mesh by the sizes of its axes."""
-        shard, replicate = sizes.get("dp_shard", 1), sizes.get("dp_replicate", 1)
-        return Layout(shard, replicate, zero, bucket_bytes)
+        replicate, experts = sizes.get("dp_replicate", 1), sizes.get("ep", 1)
+        return Layout(sizes.get("dp_shard", 1) * experts, replicate, zero, bucket_bytes, experts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +44,8 @@ class Weight:
 
     itemsize: bytes an element while it is computed with. again: whether backward reads it. stored:
     bytes an element as it is kept, where that is in another dtype (the option `precision`).
-    reduced: those of its gradient while it travels, where that is told.
+    reduced: those of its gradient while it travels, where that is told. expert: whether it is a
+    stack of experts, which stays where it is on ep.
     """
 
     name: str
@@ -50,6 +56,7 @@ class Weight:
     again: bool
     stored: int | None = None
     reduced: int | None = None
+    expert: bool = False
 
     @property
     def kept(self) -> int:
@@ -94,6 +101,7 @@ def weights_of(
                 again=node in again,
                 stored=_size(node.meta.get(STORED_DTYPE)),
                 reduced=_size(node.meta.get(REDUCED_DTYPE)),
+                expert=is_stack(node),
             )
         )
     return tuple(found)

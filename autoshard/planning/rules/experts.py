@@ -1,11 +1,14 @@
 """A mixture of experts as one operator: which part of it a rank of the axis computes.
 
     tokens split       x S(0), stacks R -> S(0)      weights are gathered
+    both split         x S(0), stacks S(0) -> S(0)   rows travel to their experts and back
     experts split      x R, stacks S(0) -> P         whole experts, chosen tokens only
     each expert split  x R, stacks S(inner dim) -> P every expert, a share of its inner dim
 
-What brings x to R and takes P on is the business of the edges: gathered tokens and a
-reduce-scatter where the tokens are split around the mixture, an all-reduce where they are not.
+Rows of choices travel by all-to-alls inside of the operator, as many as experts are chosen: the
+plan prices even loads. What brings x to R and takes P on is the business of the edges: gathered
+tokens and a reduce-scatter where the tokens are split around the mixture, an all-reduce where they
+are not.
 """
 
 from __future__ import annotations
@@ -15,20 +18,28 @@ from collections.abc import Iterator
 import torch
 
 from autoshard.planning.expert_columns import inner_split
+from autoshard.planning.mixtures import exchanged, not_of_zero
 from autoshard.planning.rules.call import OpCall, differentiable
 from autoshard.planning.sizes import count
 from autoshard.planning.strategy import ImplCollective, Strategy
 from autoshard.runtime.collectives import P, S
-from autoshard.runtime.operators import Bound, owned_experts, parse, split_experts
-
-# Of rows that are zero, because they are another rank's, these may make no number.
-_NOT_OF_ZERO = ("div", "reciprocal", "log", "log2", "log10", "rsqrt", "sqrt", "pow", "xlogy")
+from autoshard.runtime.operators import (
+    Bound,
+    exchanged_experts,
+    owned_experts,
+    parse,
+    split_experts,
+)
 
 
 def mixture(call: OpCall) -> Iterator[Strategy]:
     """autoshard::experts."""
     yield from _tokens(call)
-    yield from _whole_experts(call)
+    if bad := not_of_zero(call["body"]):
+        call.decline(f"{call.op}: experts run {bad}, which may not be finite at zero")
+    else:
+        yield from _exchanged_rows(call)
+        yield from _whole_experts(call)
     yield from _inside(call)
 
 
@@ -39,17 +50,34 @@ def _tokens(call: OpCall) -> Iterator[Strategy]:
         yield call.strategy(dict.fromkeys(("x", "ids", "weights"), S(0)), S(0))
 
 
+def _exchanged_rows(call: OpCall) -> Iterator[Strategy]:
+    x, ids, weights = (call.tensor(name) for name in ("x", "ids", "weights"))
+    assert x is not None and ids is not None and weights is not None
+    stacks = call.tensors("stacks")
+    experts = stacks[0].shape[0]
+    fits = [
+        call.fits(x.shape[0], f"{call.op}: tokens"),
+        call.fits(experts, f"{call.op}: experts"),
+    ]
+    if not all(fits):
+        return
+    assert isinstance(experts, int)
+    own = (count(ids.shape) // call.n, 1)  # of this rank's tokens, evenly
+    traffic = exchanged(x, ids.new_empty(own), weights, experts, call.n)
+    split = call.strategy(
+        {**dict.fromkeys(("x", "ids", "weights"), S(0)), "stacks": [S(0)] * len(stacks)},
+        S(0),
+        Bound.of(exchanged_experts, experts=experts),
+        traffic,
+    )
+    yield split._replace(waits=1)
+
+
 def _whole_experts(call: OpCall) -> Iterator[Strategy]:
     stacks = call.tensors("stacks")
     experts = stacks[0].shape[0]
     if not call.fits(experts, f"{call.op}: experts"):
         return
-    for one in parse(call["body"]).instructions:
-        name = one.op.split(".")[1] if "." in one.op else one.op
-        by_number = name in ("div", "pow") and len(one.reads()) == 1
-        if name in _NOT_OF_ZERO and not (by_number and one.args[0] in one.reads()):
-            call.decline(f"{call.op}: experts run {one.op}, which may not be finite at zero")
-            return
     impl = Bound.of(owned_experts, experts=experts)
     yield call.strategy({"stacks": [S(0)] * len(stacks)}, P, impl)
 

@@ -86,14 +86,13 @@ def train(
     micro: microbatches of each step. wait: all microbatches but the last run in `no_sync`.
     """
     import autoshard
-    from autoshard.runtime.mesh import init_mesh
+    from autoshard.runtime.mesh import data_coordinate, init_mesh
 
     case = CASES[name]
     model = case.make_model()
     serial = copy.deepcopy(model)
     mesh = init_mesh(sizes, "cpu")
-    replicate, shard = mesh.axis("dp_replicate"), mesh.axis("dp_shard")
-    ranks, rank = replicate.size * shard.size, replicate.rank * shard.size + shard.rank
+    ranks, rank = mesh.size // mesh.planned.size, data_coordinate(mesh)
     if rank:
         with torch.no_grad():  # rank 0's weights are everyone's
             for p in model.parameters():
