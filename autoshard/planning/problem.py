@@ -183,7 +183,9 @@ class Builder:
         if key not in self._strategies:
             found, declined = rules.strategies(node, self.n)
             if self.even:
-                found = [s for s in found if splits_evenly(node, s, self.n) and not s.waits]
+                found = [s for s in found if splits_evenly(node, s, self.n)]
+            if self.even or not self.prices.sequence_parallel:  # tokens stay whole
+                found = [s for s in found if not s.waits]
             if self._weights is None:
                 found = [one for one in found if one.impl is not attend_to_prefix]
             else:
