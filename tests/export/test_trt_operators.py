@@ -111,6 +111,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "norm of a vector": lambda x: torch.linalg.vector_norm(x, dim=-1),
     "pooled over what was turned": lambda x: F.adaptive_avg_pool1d(x.transpose(1, 2), 1),
     "as many of the last": lambda x: x[0, 0, max(0, 8 - x.shape[0]) :] * x[:, :1, 0].T,
+    "infinite": lambda x: torch.isinf(x / (x > 0)).any(-1),
     "log1p": lambda x: x.abs().log1p(),
     "squeeze": lambda x: x[:, :1].squeeze(1),
     "pad": lambda x: F.pad(x, (1, 2)),

@@ -343,6 +343,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.as_strided_.default: _as_strided,
     aten.native_group_norm.default: _group_norm,
     aten.linalg_vector_norm.default: _vector_norm,
+    aten.isinf.default: lambda x: aten.eq.Scalar(aten.abs.default(x), float("inf")),
     aten.log1p.default: lambda x: aten.log.default(aten.add.Tensor(x, 1)),
     aten.any.default: _any,
     aten.constant_pad_nd.default: _pad,
