@@ -141,15 +141,19 @@ def write_onnx(arguments: argparse.Namespace) -> None:
 
 
 def _write_ranks(write: Callable[..., Path], arguments: argparse.Namespace, **more: Any) -> None:
+    from autoshard.export import example_call
     from autoshard.model_source import load_model
 
     sizes = {"batch": arguments.batch, "sequence": arguments.sequence}
+    model = load_model(arguments.model)
+    call, varies = example_call(model, arguments.sequence, arguments.max_length is not None)
     write(
-        load_model(arguments.model),
+        model,
         arguments.directory,
         mesh=arguments.mesh,
+        example=None if call is None else ((), call),
         dtype=arguments.dtype,
-        dynamic={name: (1, largest, largest) for name, largest in sizes.items()},
+        dynamic={name: (1, sizes[name], sizes[name]) for name in varies},
         max_length=arguments.max_length,
         all_logits=arguments.all_logits,
         progress=ProgressLine(),

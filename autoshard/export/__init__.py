@@ -8,6 +8,7 @@ autoshard.export.onnx(model, directory, mesh={"tp": 2})              ONNX models
 
 from __future__ import annotations
 
+from autoshard.export.default_call import example_call
 from autoshard.export.errors import ExportError
 from autoshard.export.spec import EngineSpec
 from autoshard.export.target import check_target

@@ -112,6 +112,7 @@ from autoshard.runtime.compat.transformers import (
     apply_gate,
     choose_causal_loss,
     initialiser_of,
+    prepare_recording,
     published,
     run_experts_by,
     turn_off_cache,

@@ -68,6 +68,24 @@ def turn_off_cache(model: nn.Module) -> None:
         model.config.use_cache = False  # type: ignore[union-attr]
 
 
+def prepare_recording(model: nn.Module) -> None:
+    """Let the parts of a model record hidden states before it is traced, as a model does which asks
+    its encoder for them (Segformer): at the first call they take a lock, and Dynamo traces none."""
+    if "transformers" not in sys.modules:
+        return
+    try:
+        from transformers import PreTrainedModel
+        from transformers.utils.output_capturing import maybe_install_capturing_hooks
+    except ImportError:  # before 5.0 each model collected them itself
+        return
+    ready = "_output_capturing_hooks_installed"
+    for module in model.modules():  # from the outside in: each prepares the models inside of it,
+        if any(getattr(one, ready, False) for one in module.modules()):  # and would do so twice
+            continue
+        if isinstance(module, PreTrainedModel) and module._can_record_outputs:
+            maybe_install_capturing_hooks(module)
+
+
 def choose_causal_loss(model: Any) -> None:
     """Have a causal language model know its loss; it else logs a guess, which Dynamo cannot
     trace."""

@@ -57,7 +57,15 @@ class Written(nn.Module):
             scores = torch.tanh(scores / 2.0) * 2.0
         if self.form == "row inside cap":
             scores = torch.tanh(scores - scores.amax(-1, keepdim=True)) * 2.0
-        scores = scores + mask
+        if self.form == "filled":
+            scores = scores.masked_fill(mask < 0, float("-inf"))
+        elif self.form == "filled, counted from the end":  # as MPT: of a row, all are shifted
+            slopes = 3.0 ** -torch.arange(1.0, HEADS + 1, device=q.device)
+            bias = slopes.view(-1, 1, 1) * (at - at[-1:])
+            hidden = torch.finfo(torch.float32).min
+            scores = (scores + bias).masked_fill(mask < 0, hidden)
+        else:
+            scores = scores + mask
         if self.form == "sinks":
             column = self.sinks.view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
             scores = torch.cat([scores, column], -1)
@@ -75,7 +83,10 @@ def rank_graph(form: str, **options: Any) -> tuple[RankGraph, Any]:
     return graph, read_weights(WeightSource(model), graph)
 
 
-@pytest.mark.parametrize("form", ["plain", "window", "softcap", "sinks", "alibi"])
+FILLED = ("filled", "filled, counted from the end")
+
+
+@pytest.mark.parametrize("form", ["plain", "window", "softcap", "sinks", "alibi", *FILLED])
 def test_a_cache_continues_what_was_written_out(form: str) -> None:
     """The whole graph, with which tokens are compared, has attention as the model wrote it."""
     graph, weights = rank_graph(form, max_length=24)
@@ -84,7 +95,7 @@ def test_a_cache_continues_what_was_written_out(form: str) -> None:
     found = graph.module.graph.find_nodes(op="call_function", target=attention)
     # no layer has a cap or sinks; these are products and a softmax again, over the cache
     assert len(found) == (0 if form in ("softcap", "sinks") else 1)
-    if form == "plain":
+    if form in ("plain", "filled"):
         assert found[0].kwargs["causal"] == "lower_right" and found[0].args[3] is None
     check_cached(graph, weights)
 

@@ -44,7 +44,7 @@ def test_an_exception_is_a_defect_in_one_line() -> None:
 
     said = export_matrix.said(work)
     assert said.startswith("DEFECT: RuntimeError at test_export_matrix.py:") and "\n" not in said
-    assert len(FAMILIES) == 31
+    assert len(FAMILIES) == 42
 
 
 def test_a_learned_bias_of_distances_is_continued() -> None:
@@ -55,6 +55,17 @@ def test_a_learned_bias_of_distances_is_continued() -> None:
     ranks = export_matrix.ranks_of(family, model, 2, export_matrix.LENGTH)
     said = export_matrix.compare(family, model, ranks, export_matrix.run_networks)
     assert said == "equal"
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_a_model_that_asks_for_hidden_states_is_traced(called: bool) -> None:
+    """Segformer's encoder hands all of its stages on, once each, whether it ran before or not."""
+    family = FAMILIES["Segformer"]
+    model = family.make()
+    if called:
+        model(**family.call(1, 1))
+    ranks = export_matrix.ranks_of(family, model, 1, None)
+    assert len(ranks[0][0].outputs) == 1
 
 
 @pytest.mark.slow

@@ -264,6 +264,55 @@ def _batch_norm(
     return y, none, none
 
 
+def _group_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    batch: Any,
+    channels: int,
+    inner: Any,
+    groups: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Each group less its mean by its deviation, in float32, then a factor and a term of each
+    channel."""
+    wide = aten._to_copy.default(x, dtype=torch.float32)
+    flat = aten.reshape.default(wide, [batch, groups, -1])
+    mean = aten.mean.dim(flat, [-1], True)
+    flat = aten.sub.Tensor(flat, mean)
+    variance = aten.mean.dim(aten.mul.Tensor(flat, flat), [-1], True)
+    scale = aten.rsqrt.default(aten.add.Tensor(variance, eps))
+    y = aten.reshape.default(aten.mul.Tensor(flat, scale), x.shape)
+    column = [channels, *[1] * (x.dim() - 2)]
+    if weight is not None:
+        y = aten.mul.Tensor(y, aten.reshape.default(weight, column))
+    if bias is not None:
+        y = aten.add.Tensor(y, aten.reshape.default(bias, column))
+    return aten._to_copy.default(y, dtype=x.dtype), mean, scale
+
+
+def _vector_norm(
+    x: torch.Tensor,
+    ord: float = 2,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """The root of the sum of squares, such as weight norm takes."""
+    if ord != 2 or dtype is not None:
+        return NotImplemented
+    dims = list(range(x.dim())) if dim is None else list(dim)
+    return aten.sqrt.default(aten.sum.dim_IntList(aten.mul.Tensor(x, x), dims, keepdim))
+
+
+def _as_strided(x: torch.Tensor, size: Any, stride: Any, offset: Any = None) -> Any:
+    """What pooling does to the strides of dims of size 1: the same values."""
+    wide = [dim for dim in range(x.dim()) if x.shape[dim] != 1]
+    alike = all(stride[dim] == x.stride(dim) for dim in wide)
+    return x if list(size) == list(x.shape) and alike and not offset else NotImplemented
+
+
 def _empty(size: Sequence[Any], **kwargs: Any) -> torch.Tensor:
     kwargs.pop("memory_format", None)
     return aten.full.default(size, 0, **kwargs)
@@ -291,6 +340,10 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.scatter.value: _scatter_value,
     aten.max.dim: _max,
     aten._native_batch_norm_legit_no_training.default: _batch_norm,
+    aten.as_strided_.default: _as_strided,
+    aten.native_group_norm.default: _group_norm,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.isinf.default: lambda x: aten.eq.Scalar(aten.abs.default(x), float("inf")),
     aten.log1p.default: lambda x: aten.log.default(aten.add.Tensor(x, 1)),
     aten.any.default: _any,
     aten.constant_pad_nd.default: _pad,

@@ -48,6 +48,7 @@ def shadow(
     made = copy.deepcopy(model, memo).eval()
     for module in made.modules():  # parts of an encoder-decoder have configurations of their own
         compat.turn_off_cache(module)
+    compat.prepare_recording(made)
     compat.run_experts_by(made, all_experts)
     return made, held
 

@@ -146,6 +146,11 @@ FAMILIES: dict[str, Family] = {
         "OPTForCausalLM",
         {**_SIZES, "ffn_dim": 128, "word_embed_proj_dim": 64},
     ),
+    "MPT": Family(
+        "MptForCausalLM",
+        _TOKENS
+        | {"d_model": 64, "n_heads": 8, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 128},
+    ),
     "Bloom": Family("BloomForCausalLM", _TOKENS | {"hidden_size": 64, "n_layer": 2, "n_head": 8}),
     "Falcon": Family(
         "FalconForCausalLM",
@@ -157,6 +162,14 @@ FAMILIES: dict[str, Family] = {
     "Granite": Family("GraniteForCausalLM", _GROUPED | {"logits_scaling": 2.0}),
     "StarCoder2": Family("Starcoder2ForCausalLM", _GROUPED),
     "StableLM": Family("StableLmForCausalLM", _GROUPED),
+    "Cohere 2": Family(
+        "Cohere2ForCausalLM",
+        _GROUPED | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "Nemotron": Family("NemotronForCausalLM", _GROUPED),
+    "GLM": Family("GlmForCausalLM", _GROUPED | {"head_dim": 8}),
+    "OLMo 2": Family("Olmo2ForCausalLM", _GROUPED),
+    "Helium": Family("HeliumForCausalLM", _GROUPED | {"head_dim": 8}),
     "Mamba": Family(
         "MambaForCausalLM",
         _TOKENS | {"hidden_size": 64, "state_size": 8, "num_hidden_layers": 2},
@@ -166,6 +179,11 @@ FAMILIES: dict[str, Family] = {
         _TOKENS
         | {"d_model": 64, "d_kv": 8, "d_ff": 128, "num_layers": 2, "num_heads": 8}
         | {"decoder_start_token_id": 0},
+        _PAIR,
+    ),
+    "Pegasus": Family(
+        "PegasusForConditionalGeneration",
+        _TOKENS | _WIDTHS | {"d_model": 64, "max_position_embeddings": 128},
         _PAIR,
     ),
     "BART": Family(
@@ -191,6 +209,37 @@ FAMILIES: dict[str, Family] = {
             "projection_dim": 32,
         },
         {"input_ids": (("b", 9), VOCABULARY), "pixel_values": _IMAGE},
+        False,
+    ),
+    "DINOv2": Family(
+        "Dinov2ForImageClassification",
+        {name: size for name, size in _PATCHES.items() if name != "intermediate_size"}
+        | {"mlp_ratio": 2},
+        {"pixel_values": _IMAGE},
+        False,
+    ),
+    "Swin": Family(
+        "SwinForImageClassification",
+        {"image_size": 32, "patch_size": 4, "embed_dim": 32, "window_size": 4}
+        | {"depths": [1, 1], "num_heads": [2, 4]},
+        {"pixel_values": (("b", 3, 32, 32), 0)},
+        False,
+    ),
+    "Segformer": Family(
+        "SegformerForSemanticSegmentation",
+        {"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [32, 64]}
+        | {"patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [1, 2]}
+        | {"mlp_ratios": [2, 2], "decoder_hidden_size": 32},
+        {"pixel_values": (("b", 3, 32, 32), 0)},
+        False,
+    ),
+    "wav2vec2": Family(
+        "Wav2Vec2ForCTC",
+        _SIZES
+        | {"conv_dim": [32, 32], "conv_stride": [5, 2], "conv_kernel": [10, 3]}
+        | {"num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16}
+        | {"num_conv_pos_embedding_groups": 4},
+        {"input_values": (("b", 400), 0)},
         False,
     ),
     "ResNet": Family(

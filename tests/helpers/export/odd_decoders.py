@@ -194,7 +194,7 @@ class FromTheEnd(WeightSlice):
 
 RIGHT = (
     *(RotaryTable, LearnedSlice, WeightSlice, NormedSlice, IdsBuffer, Vector, Counted, EveryRow),
-    *(Alibi, LearnedDistances),
+    *(Alibi, LearnedDistances, OwnAttention),
 )
 REFUSED = {
     TokenShift: "takes a part of the sequence|may look at others|joins tokens",
@@ -203,7 +203,6 @@ REFUSED = {
     PrefixSum: "goes over all tokens",
     LinearAttention: "goes over all tokens",
     LearnedPairs: "another mask",
-    OwnAttention: "pairs tokens with tokens",
     ByLength: "computes with the number of tokens",
     FromTheEnd: "depends on how many tokens there are",
 }

@@ -21,6 +21,7 @@ from autoshard.export.rank_graph.attention_forms.distances import (
     alike_at_distance,
     learned_bias,
 )
+from autoshard.export.rank_graph.attention_forms.written import hides
 from autoshard.export.rank_graph.evaluation import Unknown, computed
 
 aten = torch.ops.aten
@@ -125,20 +126,12 @@ def _terms(mask: fx.Node, pure: Callable[[fx.Node], bool]) -> tuple[list[fx.Node
     if mask.target is aten.add.Tensor and mask.kwargs.get("alpha", 1) == 1:
         if not all(isinstance(part, fx.Node) for part in parts):
             return [mask], []
-    elif mask.target is aten.where.self and not pure(mask) and _hides(parts[2]):
+    elif mask.target is aten.where.self and not pure(mask) and hides(parts[2]):
         parts = parts[:2]
     else:
         return ([mask], []) if pure(mask) else ([], [mask])
     found = [_terms(part, pure) for part in parts]
     return [one for terms, _ in found for one in terms], [one for _, more in found for one in more]
-
-
-def _hides(value: Any) -> bool:
-    """Whether a value is a number so low that softmax makes nothing of it."""
-    if value.target is not aten.full.default:
-        return False
-    lowest: float = torch.finfo(value.meta["val"].dtype).min
-    return bool(value.args[1] <= lowest / 2)
 
 
 def _sight(terms: list[torch.Tensor], length: int) -> Sight | None:
@@ -148,10 +141,12 @@ def _sight(terms: list[torch.Tensor], length: int) -> Sight | None:
     pairs: torch.Tensor | None = None
     for value in terms:
         if value.dim() >= 2 and value.shape[-2] == 1 and value.shape[-1] > 1:
-            alike = _heads(value.squeeze(-2)) if value.dtype.is_floating_point else None
+            rows = value.reshape(*(1,) * (4 - value.dim()), *value.shape).squeeze(-2)
+            alike = _heads(rows) if value.dtype.is_floating_point else None
             if alike is None:
                 return None
-            bias = alike.float() if bias is None else bias + alike
+            alike = alike.float() - alike[:, :1].float()  # of a whole row, softmax takes no notice
+            bias = alike if bias is None else bias + alike
             continue
         square = _square(value)
         if square is None:
@@ -222,7 +217,7 @@ def _continues(short: Sight, long: Sight, length: int) -> bool:
 def _begins(short: Any, long: Any, length: int) -> bool:
     if short is None or long is None:
         return short is long
-    return torch.equal(short, long[:, :length])
+    return torch.allclose(short, long[:, :length], rtol=1e-5, atol=1e-5)
 
 
 def _limits(mask: fx.Node) -> bool:

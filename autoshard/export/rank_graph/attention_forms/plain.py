@@ -67,6 +67,8 @@ def plain_attention(
             if mask not in read:
                 read[mask] = read_mask(mask, constants, sizes, largest)
             sight = read[mask]
+        if sight is not None and sight.biased and node.kwargs.get("sinks") is not None:
+            sight = None  # a bias of whole rows, which is not kept, counts beside a sink
         if sight is not None:
             sights[node] = sight
             flagged = UPPER_LEFT if sight.causal and sight.plain else NONE

@@ -10,10 +10,11 @@
     %7: f32[b,8,s,d] = matmul(%6, %v)
 
 Found from each softmax: down to the product of queries and keys through scales, a soft cap, masks
-and biases that are added, a column of sinks that is joined on, what is subtracted from a whole row,
-casts, and heads joined with the batch; up to the product with the values.
+and biases that are added, masks that fill in a number which softmax makes nothing of, a column of
+sinks that is joined on, what is subtracted from a whole row, casts, and heads joined with the
+batch; up to the product with the values.
 
-Not done: masks by `where` or `masked_fill` of the scores, scales that are tensors.
+Not done: scales that are tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class _Scores:
     """What stands between a softmax and the product of queries and keys, outermost first.
 
     split: the reshape of [batch * heads, ...] to [batch, heads, ...], where there is one. terms:
-    what is added, and the reshape where that is of joined heads.
+    what is added, or the choice that hides scores, and the reshape where that is of joined heads.
     """
 
     terms: list[tuple[fx.Node, fx.Node | None]] = field(default_factory=list)
@@ -89,7 +90,7 @@ def _fuse(graph: fx.Graph, softmax: fx.Node) -> None:
             query, key, value = apart(query), apart(key), apart(value)
         mask: fx.Node | None = None
         for one, within in scores.terms:
-            term = _apart(graph, one, within)
+            term = _apart(graph, _added(graph, one), within)
             if term is None:
                 return
             mask = term if mask is None else _call(graph, term, aten.add.Tensor, mask, term)
@@ -163,6 +164,15 @@ def _read(node: Any, found: _Scores) -> _Scores | None:
                 return None
             found.terms.append((right if inner[0] is left else left, found.split))
             node = inner[0]
+        elif node.target is aten.where.self:
+            if found.scale != 1.0 or found.softcap is not None:
+                return None
+            inner = [one for one in args[1:] if _leads_to_product(one)]
+            hidden = [one for one in args[1:] if hides(one)]
+            if len(inner) != 1 or len(hidden) != 1:
+                return None
+            found.terms.append((node, found.split))
+            node = inner[0]
         elif node.target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(
             args[1], (int, float)
         ):
@@ -185,12 +195,31 @@ def _leads_to_product(node: Any) -> bool:
         if node.target is aten.matmul.default:
             return True
         passed = (aten.mul.Tensor, aten.div.Tensor, aten.tanh.default, aten._to_copy.default)
-        if node.target is aten.add.Tensor:
+        if node.target in (aten.add.Tensor, aten.where.self):
             return any(_leads_to_product(part) for part in node.args)
         if node.target not in (*passed, aten.reshape.default):
             return False
         node = node.args[0]
     return False
+
+
+def hides(node: Any) -> bool:
+    """Whether a value is a number so low that softmax makes nothing of it."""
+    if not isinstance(node, fx.Node) or node.target is not aten.full.default:
+        return False
+    number: Any = node.args[1]
+    return bool(number <= torch.finfo(node.meta["val"].dtype).min / 2)
+
+
+def _added(graph: fx.Graph, term: fx.Node) -> fx.Node:
+    """What is to be added to scores: of a choice that hides some, 0 for the others."""
+    if term.target is not aten.where.self:
+        return term
+    chosen: Any = term.args
+    (hidden,) = [one for one in chosen[1:] if hides(one)]
+    none = _call(graph, hidden, aten.full.default, [], 0, dtype=hidden.meta["val"].dtype)
+    values = [hidden, none] if chosen[1] is hidden else [none, hidden]
+    return _call(graph, term, aten.where.self, chosen[0], *values)
 
 
 def _is_row(node: Any) -> bool:
@@ -261,8 +290,8 @@ def _sizes(graph: fx.Graph, node: fx.Node) -> list[Any]:
     return found
 
 
-def _call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
-    made = graph.call_function(target, args)
+def _call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    made = graph.call_function(target, args, kwargs)
     made.meta = {k: v for k, v in like.meta.items() if k != "val"}
     _set(made)
     return made
@@ -271,8 +300,7 @@ def _call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
 def _set(node: fx.Node) -> None:
     """Compute the value of a new node."""
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-    tensor = next(
-        n.meta["val"] for n in node.all_input_nodes if hasattr(n.meta["val"], "fake_mode")
-    )
+    near = (*node.all_input_nodes, node.prev, node.next)  # a constant reads nothing
+    tensor = next(n.meta["val"] for n in near if hasattr(n.meta.get("val"), "fake_mode"))
     with tensor.fake_mode, torch.no_grad():
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]

@@ -154,11 +154,19 @@ def _check_outputs(output: fx.Node, tables: Tables) -> None:
 
 
 def _refusal(mixed: Mixed, node: fx.Node | None) -> Exception:
+    where = mixed.node or node
+    remedy = "Export without a cache (no max_length)."
+    given = [] if where is None else where.graph.find_nodes(op="placeholder")
+    if any(getattr(n.meta.get("val"), "dtype", None) == torch.float16 for n in given):
+        remedy = (
+            "Export without a cache (no max_length), or with dtype='bfloat16' where the model does "
+            "this in float16 alone, as T5 does against overflow."
+        )
     return export_error(
         "a key-value cache needs every operator but attention to compute each token by itself, "
         f"and this {mixed}",
-        mixed.node or node,
-        "Export without a cache (no max_length).",
+        where,
+        remedy,
     )
 
 

@@ -18,6 +18,8 @@ _ARITHMETIC: dict[Any, str] = {
     operator.sub: "SUB",
     operator.mul: "PROD",
     operator.floordiv: "FLOOR_DIV",
+    torch.sym_max: "MAX",
+    torch.sym_min: "MIN",
 }
 
 
@@ -131,8 +133,16 @@ def part(low: Lowering, node: fx.Node) -> Tensor:
     starts: list[DynamicSize] = [0] * rank
     sizes: list[DynamicSize] = [low.size(x, d) if d != dim else 0 for d in range(rank)]
     full = sizes[dim] = low.size(x, dim)
-    if not isinstance(start, int) or start < 0:
-        if not isinstance(full, int) or not isinstance(start, int):
+    if not isinstance(start, int):
+        if not _at_least_0(given["start"]) or not isinstance(full, int) or step != 1:
+            raise low.error("starts at a place that depends on a dynamic size")
+        if given.get("end") is not None and low[given["end"]] < full:
+            raise low.error("starts and ends at places that depend on a dynamic size")
+        starts[dim] = start = elementwise(low, low.sizes([start]), low.sizes([full]), "MIN")
+        sizes[dim] = elementwise(low, low.sizes([full]), start, "SUB")
+        return low.slice(x, starts, sizes, [1] * rank)
+    if start < 0:
+        if not isinstance(full, int):
             raise low.error("starts at a place that depends on a dynamic size")
         start = max(full + start, 0)
     starts[dim] = min(start, full) if isinstance(full, int) else start
@@ -141,6 +151,11 @@ def part(low: Lowering, node: fx.Node) -> Tensor:
     else:
         sizes[dim] = _dynamic_length(low, given, start, full, step)
     return low.slice(x, starts, sizes, [step if d == dim else 1 for d in range(rank)])
+
+
+def _at_least_0(start: fx.Node) -> bool:
+    """Whether a dynamic start never counts from the end."""
+    return start.target is torch.sym_max and any(n == 0 for n in start.args if isinstance(n, int))
 
 
 def _dynamic_length(
