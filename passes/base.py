@@ -139,10 +139,13 @@ def set_region(node: fx.Node, like: fx.Node | None) -> None:
             node.meta[key] = like.meta[key]
 
 
-def set_recomputed(node: fx.Node, again: bool) -> None:
-    """Have backward run a gather again, or keep its result, whatever region its readers are in."""
+def set_recomputed(node: fx.Node, again: bool, planned: bool = False) -> None:
+    """Have backward run a gather again, or keep its result, whatever region its readers are in.
+
+    planned: of any operator, which the plan of what is recomputed names.
+    """
     policy = CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
-    node.meta.update(dict(zip(_REGION, (policy, _LAST_REGION))))
+    node.meta.update(dict(zip(_REGION, (policy, _LAST_REGION - planned))))
 
 
 def set_value(node: fx.Node) -> None:

@@ -110,6 +110,9 @@ class _Rewriting:
         self.output_extents: list[int | None] = []
         self.n_outputs: int = gm.meta[N_OUTPUTS]
         self.written: Sequence[int] = gm.meta.get(MUTATED, ())
+        chosen = decisions.recomputation
+        self.again = chosen.again if chosen else frozenset()
+        self.saved = chosen.saved if chosen else frozenset()
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         self.mutated = {placeholders[i]: None for i in self.written}
 
@@ -136,6 +139,8 @@ class _Rewriting:
             self._set_whole_value(node)
         else:
             new = self._operator(node, strategy)
+            made = strategy.output
+            self._set_fate(new, node, made if isinstance(made, str) else made[0])
             new.meta["val"] = self._local(value(node), strategy.output)
             self.local[node] = new
 
@@ -270,8 +275,16 @@ class _Rewriting:
             new.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         elif "recompute" not in new.meta and self.decisions.gathers_again(source, have, want):
             set_recomputed(new, True)
+        else:
+            self._set_fate(new, source, want)
         new.meta["val"] = self._local(value(source), want)
         return new
+
+    def _set_fate(self, new: fx.Node, source: fx.Node, state: State) -> None:
+        """Tag what the plan keeps, or computes again; the user's own regions stay as they are."""
+        key = (source, forward_value(state))
+        if "recompute" not in new.meta and (key in self.again or key in self.saved):
+            set_recomputed(new, key in self.again, planned=True)
 
     def _again(self, reduction: bool) -> bool:
         """Whether a collective of a checkpointed region runs again in backward."""

@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
+from autoshard.building.fitting import fit
 from autoshard.capture import capture, guard_divisible
 from autoshard.compiling import (
     DebugWatch,
@@ -54,7 +55,7 @@ from autoshard.runtime.compat import artifact
 from autoshard.runtime.errors import PlanError, source_line
 from autoshard.runtime.graph_meta import BUFFER, DIFF, MUTATED, N_OUTPUTS, STORED_DTYPE
 from autoshard.runtime.lazy import LazyGather
-from autoshard.runtime.mesh import Mesh
+from autoshard.runtime.mesh import Mesh, offline_mesh
 from autoshard.runtime.parameters import is_planned, stored_states
 
 
@@ -99,26 +100,36 @@ def build_program(
     captured = capture(gm, example_inputs, dtypes, inference=_is_stored(inputs))
     say_stored(captured, inputs, config)
     planned = plan_captured(captured, inputs, mesh, config, machine, watch, even, facts)
-    serial, decisions, parameters = planned.serial, planned.decisions, planned.parameters
+    serial, decisions = planned.serial, planned.decisions
     if axis.size > 1:
         guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
-    passes = _local_passes(planned, inputs, mesh, config, dtypes, microbatch)
-    local, reports = rank_program(serial, passes, axis, watch)
-    if any(one.name == GlobalTokenMean.name and not one.hits for one in reports):
-        _warn_of_no_mean(serial)
-    program = Program(
-        graph_module=local,
-        serial=serial,
-        plan=planned.plan,
-        decisions=decisions,
-        axis=axis,
-        parameters=parameters,
-        mesh=mesh,
-        data=planned.data,
-        config=config,
-        microbatch=microbatch,
-        watch=watch,
-    )
+
+    def built(mesh: Mesh, watch: Watch) -> Program:
+        passes = _local_passes(planned, inputs, mesh, config, dtypes, microbatch)
+        local, reports = rank_program(serial, passes, mesh.planned, watch)
+        if watch is not SILENT and any(
+            r.name == GlobalTokenMean.name and not r.hits for r in reports
+        ):
+            _warn_of_no_mean(serial)
+        return Program(
+            graph_module=local,
+            serial=serial,
+            plan=planned.plan,
+            decisions=planned.decisions,
+            axis=mesh.planned,
+            parameters=planned.parameters,
+            mesh=mesh,
+            data=planned.data,
+            config=config,
+            microbatch=microbatch,
+            watch=watch,
+        )
+
+    if config.memory_budget is not None and any(n.meta.get(DIFF) for n in serial.graph.nodes):
+        sizes = {one.name: one.size for one in mesh.axes}
+        first = offline_mesh(sizes, 0)  # what it decides on must be the same on all ranks
+        fit(decisions, lambda: built(first, SILENT), config.memory_budget)
+    program = built(mesh, watch)
     artifact(f"autoshard_{watch.number:02}-plan", planned.plan.text)
     artifact(f"autoshard_{watch.number:02}-explain", lambda: explain_plan(program))
     if config.strict and axis.size > 1:

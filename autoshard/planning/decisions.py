@@ -13,6 +13,29 @@ from autoshard.planning.strategy import Strategy
 from autoshard.planning.values import output_state, producer
 from autoshard.runtime.collectives import State
 
+ValueKey = tuple[fx.Node, State]
+"""A value on a rank: the node that makes it, and its placement there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recomputation:
+    """Which values the backward computes again instead of finding them kept.
+
+    again: those it computes again. saved: those that are kept. kept: bytes from the forward for
+    the backward. spared: bytes that less is kept than without a choice. peak: bytes of what is
+    kept and of what is computed again, at the worst moment. seconds: of a step, that operators and
+    collectives take again. bound: the least seconds that any choice in these segments takes which
+    keeps no more.
+    """
+
+    again: frozenset[ValueKey]
+    saved: frozenset[ValueKey]
+    kept: int
+    spared: int
+    peak: int
+    seconds: float
+    bound: float
+
 
 @dataclass(kw_only=True)
 class Decisions:
@@ -23,6 +46,7 @@ class Decisions:
     seconds: of a step, as the planner charges it. variables, width, work: the size of the solver's
     problem (see `Solution`). held: nodes whose value was not chosen by cost. prices: what a
     change of state was charged. unbalanced: causal attention whose ranks do unequal work, and why.
+    recomputation: what is computed again in backward; None: what the compiler likes.
     """
 
     strategies: dict[fx.Node, Strategy]
@@ -38,6 +62,7 @@ class Decisions:
     prices: AxisPrices
     held: list[fx.Node]
     unbalanced: list[str] = field(default_factory=list)
+    recomputation: Recomputation | None = None
 
     @property
     def hardware(self) -> Hardware:
