@@ -17,19 +17,25 @@ ValueKey = tuple[fx.Node, State]
 """A value on a rank: the node that makes it, and its placement there."""
 
 
+def value_text(key: ValueKey) -> str:
+    """`mm_3 S(1)`: a value by the name of its node and its placement."""
+    node, state = key
+    return f"{node.name} {state}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recomputation:
     """Which values the backward computes again instead of finding them kept.
 
-    again: those it computes again. saved: those that are kept. kept: bytes from the forward for
-    the backward. spared: bytes that less is kept than without a choice. peak: bytes of what is
-    kept and of what is computed again, at the worst moment. seconds: of a step, that operators and
-    collectives take again. bound: the least seconds that any choice in these segments takes which
-    keeps no more.
+    again: those it computes again, by `value_text`. saved: those that are kept. kept: bytes from
+    the forward for the backward. spared: bytes that less is kept than with nothing computed again
+    that takes time. peak: bytes of what is kept and of what is computed again, at the worst moment.
+    seconds: of a step, that operators and collectives take again. bound: the least seconds that any
+    choice in these segments takes which keeps no more.
     """
 
-    again: frozenset[ValueKey]
-    saved: frozenset[ValueKey]
+    again: frozenset[str]
+    saved: frozenset[str]
     kept: int
     spared: int
     peak: int

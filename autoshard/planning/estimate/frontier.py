@@ -15,7 +15,7 @@ from itertools import accumulate
 from torch import fx
 
 from autoshard.planning.cost import Cluster
-from autoshard.planning.decisions import Decisions, Recomputation
+from autoshard.planning.decisions import Decisions, Recomputation, value_text
 from autoshard.planning.estimate.recomputable import Value, values_of
 from autoshard.planning.estimate.recomputation import Choices, Fate
 from autoshard.planning.estimate.segments import merged, segments_of
@@ -73,9 +73,11 @@ class Frontier:
         for one, fate in zip(self.values, fates):
             keys[fate].append(one)
         bound = min(one.bound(point.kept) for one in self._lengths)
+        again = [one.key for one in keys[Fate.AGAIN]]
+        views = [key for one in keys[Fate.AGAIN] for key in one.views]
         return Recomputation(
-            again=frozenset(one.key for one in keys[Fate.AGAIN]),
-            saved=frozenset(one.key for one in keys[Fate.KEPT]),
+            again=frozenset(map(value_text, [*again, *views])),
+            saved=frozenset(value_text(one.key) for one in keys[Fate.KEPT]),
             kept=point.kept,
             spared=max(0, self.points[0].kept - point.kept),
             peak=point.peak,

@@ -32,7 +32,8 @@ class Value:
     sources: positions of the values it is computed from. needed: a derivative reads it.
     once: it cannot be computed again (a draw of random numbers). again: the user's region of
     activation checkpointing in which it is computed again; -1 outside. held: whether it is in
-    memory while it is there, and not inside of a fused kernel.
+    memory while it is there, and not inside of a fused kernel. views: other names of its memory,
+    which share its fate.
     """
 
     key: ValueKey
@@ -44,6 +45,7 @@ class Value:
     once: bool
     again: int
     held: bool
+    views: tuple[ValueKey, ...] = ()
 
 
 def values_of(gm: fx.GraphModule, decisions: Decisions, n: int, cluster: Cluster) -> list[Value]:
@@ -63,15 +65,27 @@ class _Reader:
         self.found: list[Value] = []
         self.place: dict[ValueKey, int] = {}
         self.needed: set[ValueKey] = set()
+        self.views: dict[ValueKey, list[ValueKey]] = {}
 
     def run(self) -> list[Value]:
         for node in self.gm.graph.nodes:
             strategy = self.decisions.strategies.get(node)
-            if node.op != "call_function" or strategy is None or self.saving.kernels.is_view(node):
+            if node.op != "call_function":
                 continue
-            if _makes_tensors(node):
+            if self.saving.kernels.is_view(node):
+                self._view(node)
+            elif strategy is not None and _makes_tensors(node):
                 self._operator(node, strategy)
-        return [replace(one, needed=one.key in self.needed) for one in self.found]
+        return [
+            replace(one, needed=one.key in self.needed, views=tuple(self.views.get(one.key, ())))
+            for one in self.found
+        ]
+
+    def _view(self, node: fx.Node) -> None:
+        base = self.saving.kernels.base[node]
+        if base in self.decisions.strategies and _makes_tensors(node):
+            own = (base, forward_value(self.saving.state(base)))
+            self.views.setdefault(own, []).append((node, forward_value(self.saving.state(node))))
 
     def _operator(self, node: fx.Node, strategy: Strategy) -> None:
         read = [
