@@ -128,6 +128,7 @@ def build_program(
     if config.memory_budget is not None and any(n.meta.get(DIFF) for n in serial.graph.nodes):
         sizes = {one.name: one.size for one in mesh.axes}
         first = offline_mesh(sizes, 0)  # what it decides on must be the same on all ranks
+        decisions.recomputation = None
         decisions.recomputation = fit(built(first, SILENT), config.memory_budget)
     program = built(mesh, watch)
     artifact(f"autoshard_{watch.number:02}-plan", planned.plan.text)

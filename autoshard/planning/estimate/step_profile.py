@@ -13,15 +13,15 @@ gradient; that of attention, which computes its scores again, 2.5 times its forw
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from autoshard.planning import cost
 from autoshard.planning.cost import Cluster
-from autoshard.planning.decisions import Decisions
-from autoshard.planning.estimate.memory import RankHolds, held
+from autoshard.planning.decisions import Decisions, Recomputation
+from autoshard.planning.estimate.memory import RankHolds, held, recomputed
 from autoshard.planning.estimate.operator_time import OperatorTimes, dtype_of
 from autoshard.planning.estimate.traffic import Sent, tp_collectives
 from autoshard.planning.mixtures import is_mixture
@@ -52,6 +52,20 @@ class Profile(RankHolds):
         return sum(self.forward) + sum(self.backward)
 
 
+def with_recomputation(one: Profile, chosen: Recomputation) -> Profile:
+    """A profile made without recomputation, with a choice of what is computed again.
+
+    The time lies where the backward's does.
+    """
+    whole = sum(one.backward)
+    more = 1 + chosen.seconds / whole if whole else 1.0
+    return replace(
+        one,
+        backward=tuple(more * seconds for seconds in one.backward),
+        activations=recomputed(one.activations, chosen),
+    )
+
+
 def profile(
     gm: fx.GraphModule,
     decisions: Decisions,
@@ -64,7 +78,9 @@ def profile(
 
     bucket_bytes: as in Config.
     """
-    return _Profiler(gm, decisions, n, cluster).run(parameters, bucket_bytes)
+    chosen, free = decisions.recomputation, replace(decisions, recomputation=None)
+    one = _Profiler(gm, free, n, cluster).run(parameters, bucket_bytes)
+    return one if chosen is None else with_recomputation(one, chosen)
 
 
 class _Profiler:
