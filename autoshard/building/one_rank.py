@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.building.fitting import fit
+from autoshard.building.fitting import recompute
 from autoshard.capture import capture, guard_divisible
 from autoshard.compiling import (
     DebugWatch,
@@ -83,6 +83,7 @@ def build_program(
     microbatch: str | None = None,
     even: bool = False,
     facts: Mapping[int, str] = MappingProxyType({}),
+    room: int | None = None,
 ) -> Program:
     """Plan one Dynamo graph on the axis tp for `machine`; rewrite it for one rank of the mesh.
 
@@ -99,7 +100,7 @@ def build_program(
     watch = DebugWatch(settings(), mesh.axes)
     captured = capture(gm, example_inputs, dtypes, inference=_is_stored(inputs))
     say_stored(captured, inputs, config)
-    planned = plan_captured(captured, inputs, mesh, config, machine, watch, even, facts)
+    planned = plan_captured(captured, inputs, mesh, config, machine, watch, even, facts, room)
     serial, decisions = planned.serial, planned.decisions
     if axis.size > 1:
         guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
@@ -107,15 +108,13 @@ def build_program(
     def built(mesh: Mesh, watch: Watch) -> Program:
         passes = _local_passes(planned, inputs, mesh, config, dtypes, microbatch)
         local, reports = rank_program(serial, passes, mesh.planned, watch)
-        if watch is not SILENT and any(
-            r.name == GlobalTokenMean.name and not r.hits for r in reports
-        ):
+        if any(one.name == GlobalTokenMean.name and not one.hits for one in reports):
             _warn_of_no_mean(serial)
         return Program(
             graph_module=local,
             serial=serial,
             plan=planned.plan,
-            decisions=planned.decisions,
+            decisions=decisions,
             axis=mesh.planned,
             parameters=planned.parameters,
             mesh=mesh,
@@ -125,11 +124,10 @@ def build_program(
             watch=watch,
         )
 
-    if config.memory_budget is not None and any(n.meta.get(DIFF) for n in serial.graph.nodes):
-        sizes = {one.name: one.size for one in mesh.axes}
-        first = offline_mesh(sizes, 0)  # what it decides on must be the same on all ranks
-        decisions.recomputation = None
-        decisions.recomputation = fit(built(first, SILENT), config.memory_budget)
+    budget = config.memory_budget or room
+    if budget is not None and any(node.meta.get(DIFF) for node in serial.graph.nodes):
+        first = offline_mesh({one.name: one.size for one in mesh.axes}, 0)
+        recompute(decisions, lambda: built(first, SILENT), budget, config.memory_budget is None)
     program = built(mesh, watch)
     artifact(f"autoshard_{watch.number:02}-plan", planned.plan.text)
     artifact(f"autoshard_{watch.number:02}-explain", lambda: explain_plan(program))
@@ -147,6 +145,7 @@ def plan_captured(
     watch: Watch = SILENT,
     even: bool = False,
     facts: Mapping[int, str] = MappingProxyType({}),
+    room: int | None = None,
 ) -> Planned:
     """Plan a captured graph on the axis tp of `mesh`; the passes before the plan change it."""
     axis = mesh.planned
@@ -180,7 +179,8 @@ def plan_captured(
         lazy_outputs=config.outputs != "replicate",
         contiguous_outputs=config.outputs == "dtensor",
         outputs_read=config.outputs != "sharded",
-        memory_budget=config.memory_budget,
+        memory_budget=config.memory_budget or room,
+        budget_is_known=config.memory_budget is not None,
         plan=plan,
         layout=Layout.of(sizes, config.zero, config.bucket_bytes),
         even=even,

@@ -31,7 +31,7 @@ from autoshard.runtime.collectives import I, State, shard_dim
 from autoshard.runtime.errors import PlanError
 from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS
 
-_PLACEMENTS = 5
+_PLACEMENTS = 3
 """Prices of a byte at which placements are tried; at the highest a gigabyte costs a thousand
 seconds a step."""
 
@@ -45,6 +45,7 @@ class Request:
     arriving: the state of an input that comes back from an earlier call as a shard.
     contiguous_outputs: whether a sharded output is contiguous (a DTensor).
     outputs_read: whether a sharded output costs its gather; beside a loss it never does.
+    budget_is_known: whether it is an error that nothing fits it; else the default plan is taken.
     prices: what a stored byte costs where there is no memory_budget. layout: the data-parallel
     axes, among which a rank's bytes are split further. even: whether only dims are split that the
     axis divides.
@@ -59,6 +60,7 @@ class Request:
     contiguous_outputs: bool = False
     outputs_read: bool = True
     memory_budget: int | None = None
+    budget_is_known: bool = True
     plan: Plan | None = None
     prices: Prices = field(default_factory=Prices)
     layout: Layout = field(default_factory=Layout)
@@ -109,6 +111,8 @@ def _within_budget(
         return min(fitting, key=lambda one: one.seconds).decisions
     best = min(found, key=lambda one: one.least)
     trains = any(differentiable(node) for node in gm.graph.nodes)
+    if not request.budget_is_known:
+        return default if not trains else best.decisions
     if not trains or best.resident > budget:
         raise PlanError(
             f"no plan fits memory_budget={budget:,} bytes a rank: the smallest found needs "

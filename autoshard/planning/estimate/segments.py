@@ -31,7 +31,7 @@ def segments_of(values: Sequence[Value]) -> list[int]:
         else:
             if size > alive[highest]:
                 highest = i
-            if size * _PROMINENCE <= alive[highest]:
+            if alive[highest] and size * _PROMINENCE <= alive[highest]:
                 lowest, falls = i, True
     found, segment = [], 0
     for i in range(len(values)):
