@@ -1,8 +1,9 @@
 """A program under a memory budget: the least recomputation with which its peak fits, as counted.
 
 The planner's account of memory is an estimate; here the graphs that would run are made, and their
-memory is counted operator by operator (autoshard/memory/), and of Inductor's code buffer by buffer.
-A bisection of the choices that the frontier orders (planning/estimate/frontier.py) needs a handful.
+memory is counted operator by operator (autoshard/memory/), that of Inductor's code buffer by
+buffer. A bisection of the choices, in the order that planning/estimate/frontiers.py gives them,
+needs a handful.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable
+from typing import Protocol
 
 from autoshard.errors import PlanError, message
 from autoshard.memory import step_of, summary
@@ -29,35 +31,74 @@ _PREDICTED = 0.95
 """The part of a budget that Inductor's code may be predicted to need: see tests/memory."""
 
 
-def recompute(
-    decisions: Decisions, build: Callable[[], Program], budget: int, assumed: bool
-) -> None:
+class Revisable(Protocol):
+    """A graph with decisions that may be taken back."""
+
+    decisions: Decisions
+
+    def take(self, decisions: Decisions) -> None:
+        """Follow other decisions on the same graph."""
+
+
+def recompute(planned: Revisable, build: Callable[[], Program], budget: int, assumed: bool) -> None:
     """Decide what is computed again so that a step stays within `budget` bytes a rank.
 
-    build: makes the program of `decisions` as they are, for the first rank, whose parts are the
+    build: makes the program of the decisions as they are, for the first rank, whose parts are the
     largest: all ranks decide on the same one. assumed: nobody asked for the budget: where nothing
     fits it, what needs least is taken, with a warning; otherwise PlanError is raised.
     """
+    candidates = [planned.decisions, *planned.decisions.others]
+    # an estimate may be above what the graphs need
+    default = planned.decisions.unbudgeted or planned.decisions
+    planned.take(default)
+    default.recomputation = None
+    if _fits(build(), budget):
+        return
+    failed: list[tuple[int, Decisions, Recomputation]] = []
+    for each in candidates:
+        planned.take(each)
+        found, needed = _decide(each, build, budget)
+        if needed <= budget:
+            return
+        if found is not None:
+            failed.append((needed, each, found))
+    needed, least, found = min(failed, key=lambda one: one[0])
+    told = message(
+        f"no plan fits memory_budget={budget:,} bytes a rank: with all recomputed that can be, "
+        f"a step needs {needed:,} bytes, {needed - budget:,} more",
+        remedy=f"Raise the budget to {needed:,}, or use a smaller batch or more ranks.",
+    )
+    if not assumed:
+        raise PlanError(told)
+    warnings.warn(told, stacklevel=2)
+    planned.take(least)
+    least.recomputation = found
+
+
+def _decide(
+    decisions: Decisions, build: Callable[[], Program], budget: int
+) -> tuple[Recomputation | None, int]:
+    """The choice for one placement, which it gets, and the bytes that a step needs with it."""
     decisions.recomputation = None
     free = build()
+    if _fits(free, budget):
+        return None, 0
     key = (_operators(free), budget)
-    axes = data_axes(free.mesh.axes)
-    if axes and key in _decided:
+    shared = bool(data_axes(free.mesh.axes))
+    if shared and key in _decided:
         # data-parallel ranks compile other lengths at other times, and gather in one order
         decisions.recomputation = _decided[key]
-        return
+        return decisions.recomputation, budget
 
     def chosen(one: Recomputation) -> Program:
         decisions.recomputation = one
         return build()
 
-    decisions.recomputation, told = _fit(free, chosen, budget)
-    if told and assumed:
-        warnings.warn(told, stacklevel=2)
-    elif told:
-        raise PlanError(told)
-    if axes:
-        _decided[key] = decisions.recomputation
+    found, needed = _smallest(free, chosen, budget)
+    decisions.recomputation = found
+    if shared and needed <= budget:
+        _decided[key] = found
+    return found, needed
 
 
 _decided: dict[tuple[str, int], Recomputation | None] = {}
@@ -73,48 +114,51 @@ def _operators(program: Program) -> str:
     return text.hexdigest()
 
 
-def _fit(
-    free: Program, build: Callable[[Recomputation], Program], budget: int
-) -> tuple[Recomputation | None, str]:
-    """The choice with which a step fits, None where it does as it is; else the smallest, and what
-    is missing."""
+def _fits(free: Program, budget: int) -> bool:
+    """Whether a step stays within the budget as it is."""
     kept = held(free.serial, free.decisions, free.parameters, free.axis.size)
-    config = free.config
     sizes = {one.name: one.size for one in free.mesh.axes}
-    layout = Layout.of(sizes, config.zero, config.bucket_bytes)
+    layout = Layout.of(sizes, free.config.zero, free.config.bucket_bytes)
     if _SAFE * footprint(kept, layout, Training()).total <= budget:
-        return None, ""
-    # Inductor allocates in an order of its own: its code is asked, and said within some percent
-    coded = config.inner == "inductor"
-    room = int(budget * _PREDICTED) if coded else budget
-    before = summary(step_of(free, inner=_BY_OPERATOR)).peak
-    if before <= room:
-        return None, ""
-    search = _Search(free, before)
-    target, smallest = room, before
+        return True
+    return _counted(free) <= _room(free, budget)
+
+
+def _counted(free: Program) -> int:
+    return summary(step_of(free, inner=_BY_OPERATOR)).peak
+
+
+def _room(program: Program, budget: int) -> int:
+    """What may be counted: the need of Inductor's code is known within some percent."""
+    return int(budget * _PREDICTED) if program.config.inner == "inductor" else budget
+
+
+def _smallest(
+    free: Program, build: Callable[[Recomputation], Program], budget: int
+) -> tuple[Recomputation, int]:
+    """The quickest choice with which a step fits, else the last one, and the bytes it needs."""
+    coded = free.config.inner == "inductor"  # which allocates in an order of its own
+    room, search = _room(free, budget), _Search(free, _counted(free))
+
+    def need(index: int) -> tuple[Recomputation, int]:
+        chosen = search.choices.recomputation(index)
+        return chosen, summary(step_of(build(chosen))).peak if coded else search.peak(index)
+
+    target, last = room, len(search.points) - 1
     for _ in range(_MOST_TRIES):
         found = search.run(target)
         if found is None:
             break
-        chosen = search.choices.recomputation(found)
-        peak = summary(step_of(build(chosen))).peak if coded else search.smallest
-        if not coded or peak <= room:
-            return chosen, ""
-        smallest = min(smallest, peak)
+        chosen, peak = need(found)
+        if peak <= room:
+            return chosen, budget
         target -= peak - room
-    smallest = min(smallest, search.smallest) if target == room else smallest
-    smallest = math.ceil(smallest * budget / room)
-    told = message(
-        f"no plan fits memory_budget={budget:,} bytes a rank: with all recomputed that can be, "
-        f"a step needs {smallest:,} bytes, {smallest - budget:,} more; without recomputation "
-        f"{before:,}",
-        remedy=f"Raise the budget to {smallest:,}, or use a smaller batch or more ranks.",
-    )
-    return search.choices.recomputation(search.least()), told
+    chosen, peak = need(last)
+    return chosen, budget if peak <= room else math.ceil(peak * budget / room)
 
 
 class _Search:
-    """The bisection; `smallest`: the least that was counted."""
+    """The bisection. before: bytes that were counted without a choice."""
 
     def __init__(self, free: Program, before: int) -> None:
         self.free = free
@@ -123,7 +167,6 @@ class _Search:
         self.points = self.choices.points
         self.graphs = free.choices()
         self.counted: dict[int, int] = {}
-        self.smallest = before
         self.more = before - self.points[0].peak if self.points else 0
         """Bytes that were counted beside those that the frontier knows, at the last trial."""
 
@@ -134,26 +177,22 @@ class _Search:
             if low >= high:
                 break
             guess = self._guess(low, high, budget)
-            if self._peak(guess) <= budget:
+            if self.peak(guess) <= budget:
                 high = guess
             else:
                 low = guess + 1
         if high < len(self.points):
             return high
         last = len(self.points) - 1  # not reached, where trials ran out
-        return last if low <= last and self._peak(last) <= budget else None
+        return last if low <= last and self.peak(last) <= budget else None
 
-    def least(self) -> int:
-        """The index of the choice that was counted to need least."""
-        return min(self.counted, key=lambda index: (self.counted[index], index), default=0)
-
-    def _peak(self, index: int) -> int:
+    def peak(self, index: int) -> int:
+        """Bytes of a step with the choice of an index, operator by operator."""
         if index not in self.counted:
             graphs = self.graphs(self.choices.recomputation(index))
             self.counted[index] = summary(step_of(self.free, graphs=graphs)).peak
         found = self.counted[index]
         self.more = found - self.points[index].peak
-        self.smallest = min(self.smallest, found)
         return found
 
     def _guess(self, low: int, high: int, budget: int) -> int:

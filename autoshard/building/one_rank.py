@@ -63,7 +63,7 @@ from autoshard.runtime.parameters import is_planned, stored_states
 class Planned:
     """A captured graph with its decisions, before it is rewritten.
 
-    plan: the decisions of this graph joined to those of the plan it was asked to follow.
+    plan: the decisions of this graph joined to those of the plan it was asked to follow, `asked`.
     """
 
     serial: fx.GraphModule
@@ -71,6 +71,14 @@ class Planned:
     data: dict[fx.Node, dict[str, State]]
     decisions: Decisions
     plan: Plan
+    asked: Plan | None
+    request: Request
+
+    def take(self, decisions: Decisions) -> None:
+        """Follow other decisions on the same graph."""
+        n = decisions.prices.n
+        self.decisions = decisions
+        self.plan = with_graph(self.asked, decisions, self.request, self.serial, n)
 
 
 def build_program(
@@ -101,9 +109,7 @@ def build_program(
     captured = capture(gm, example_inputs, dtypes, inference=_is_stored(inputs))
     say_stored(captured, inputs, config)
     planned = plan_captured(captured, inputs, mesh, config, machine, watch, even, facts, room)
-    serial, decisions = planned.serial, planned.decisions
-    if axis.size > 1:
-        guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
+    serial = planned.serial
 
     def built(mesh: Mesh, watch: Watch) -> Program:
         passes = _local_passes(planned, inputs, mesh, config, dtypes, microbatch)
@@ -114,7 +120,7 @@ def build_program(
             graph_module=local,
             serial=serial,
             plan=planned.plan,
-            decisions=decisions,
+            decisions=planned.decisions,
             axis=mesh.planned,
             parameters=planned.parameters,
             mesh=mesh,
@@ -127,7 +133,10 @@ def build_program(
     budget = config.memory_budget or room
     if budget is not None and any(node.meta.get(DIFF) for node in serial.graph.nodes):
         first = offline_mesh({one.name: one.size for one in mesh.axes}, 0)
-        recompute(decisions, lambda: built(first, SILENT), budget, config.memory_budget is None)
+        recompute(planned, lambda: built(first, SILENT), budget, config.memory_budget is None)
+    decisions = planned.decisions
+    if axis.size > 1:
+        guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
     program = built(mesh, watch)
     artifact(f"autoshard_{watch.number:02}-plan", planned.plan.text)
     artifact(f"autoshard_{watch.number:02}-explain", lambda: explain_plan(program))
@@ -187,7 +196,7 @@ def plan_captured(
     )
     decisions = plan_graph(serial, axis.size, machine, request)
     full = with_graph(plan, decisions, request, serial, axis.size)
-    return Planned(serial, parameters, data, decisions, full)
+    return Planned(serial, parameters, data, decisions, full, plan, request)
 
 
 def _is_stored(inputs: list[compat.GraphInput]) -> bool:

@@ -52,7 +52,8 @@ class Decisions:
     seconds: of a step, as the planner charges it. variables, width, work: the size of the solver's
     problem (see `Solution`). held: nodes whose value was not chosen by cost. prices: what a
     change of state was charged. unbalanced: causal attention whose ranks do unequal work, and why.
-    recomputation: what is computed again in backward; None: what the compiler likes.
+    recomputation: what is computed again in backward; None: what the compiler likes. others: under
+    a budget, further plans to try. unbudgeted: the plan without the budget, which may be this one.
     """
 
     strategies: dict[fx.Node, Strategy]
@@ -69,6 +70,8 @@ class Decisions:
     held: list[fx.Node]
     unbalanced: list[str] = field(default_factory=list)
     recomputation: Recomputation | None = None
+    others: tuple[Decisions, ...] = ()
+    unbudgeted: Decisions | None = None
 
     @property
     def hardware(self) -> Hardware:

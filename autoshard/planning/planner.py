@@ -31,6 +31,9 @@ from autoshard.runtime.collectives import I, State, shard_dim
 from autoshard.runtime.errors import PlanError
 from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS
 
+_SURE = 0.8
+"""The part of a budget that an estimate may take without another plan being asked for."""
+
 _PLACEMENTS = 3
 """Prices of a byte at which placements are tried; at the highest a gigabyte costs a thousand
 seconds a step."""
@@ -100,19 +103,24 @@ def _within_budget(
     """The quickest plan that fits: placements at rising prices of a byte, each with the least
     recomputation with which it fits. What a plan needs is estimated as in `autoshard plan`."""
     found = [_priced(gm, n, default, request, budget)]
-    if n > 1 and not found[0].fits_free:
+    if n > 1 and not found[0].surely:
         low, high = default.prices.parameter_byte, 1e-6
         for step in range(1, _PLACEMENTS + 1):
             price = low * (high / low) ** (step / _PLACEMENTS)
             decisions = _solve(gm, n, hardware, request, _prices(price, hardware))
             found.append(_priced(gm, n, decisions, request, budget))
-    fitting = [one for one in found if one.least <= budget]
-    if fitting:
-        return min(fitting, key=lambda one: one.seconds).decisions
-    best = min(found, key=lambda one: one.least)
+    # the quickest of those that fit; then those that are estimated to need least
+    found.sort(
+        key=lambda one: (one.least > budget, one.seconds if one.least <= budget else one.least)
+    )
+    best, chosen = found[0], found[0].decisions
+    chosen.others = tuple(one.decisions for one in found[1:])
+    chosen.unbudgeted = default
+    if best.least <= budget:
+        return chosen
     trains = any(differentiable(node) for node in gm.graph.nodes)
     if not request.budget_is_known:
-        return default if not trains else best.decisions
+        return default if not trains else chosen
     if not trains or best.resident > budget:
         raise PlanError(
             f"no plan fits memory_budget={budget:,} bytes a rank: the smallest found needs "
@@ -120,19 +128,19 @@ def _within_budget(
             f"optimizer state and buffers, on {n} ranks of {request.axis}. Raise the budget, or "
             "use more ranks."
         )
-    return best.decisions  # the estimate is on the safe side: its graphs are counted
+    return chosen  # the estimate is on the safe side, and the graphs are counted
 
 
 @dataclass(frozen=True)
 class _Priced:
     """A plan with its recomputation. resident: bytes that are there whatever runs. least: bytes
-    with all recomputed that helps. fits_free: whether it fits without."""
+    with all recomputed that helps. surely: whether it fits without, by far."""
 
     decisions: Decisions
     seconds: float
     resident: int
     least: int
-    fits_free: bool
+    surely: bool
 
 
 def _priced(
@@ -145,7 +153,7 @@ def _priced(
     resident = held.parameters + held.gradients + held.optimizer + held.buffers
     seconds = timing(free, layout, training, cluster, cluster.links(sizes)).step
     if held.total <= budget:
-        return _Priced(decisions, seconds, resident, held.total, True)
+        return _Priced(decisions, seconds, resident, held.total, held.total <= _SURE * budget)
     choices = frontier(gm, decisions, n, cluster)
     beside = held.total - free.activations.saved
     least = min([held.total, *(beside + point.peak for point in choices.points[-1:])])

@@ -114,6 +114,7 @@ def test_a_step_stays_within_its_budget(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_every_model_under_every_budget(name: str, inner: str) -> None:

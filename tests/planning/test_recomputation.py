@@ -8,20 +8,20 @@ import random
 import pytest
 from torch import fx
 
-from autoshard.planning.estimate.frontier import Frontier
-from autoshard.planning.estimate.recomputable import Value
+from autoshard.planning.estimate.frontiers import Frontier
+from autoshard.planning.estimate.recomputable import RankValue
 from autoshard.planning.estimate.recomputation import Choices, Fate
 from autoshard.planning.estimate.segments import merged, segments_of
-from autoshard.planning.solver.minimum_cut import UNCUT, minimum_cut
+from autoshard.planning.solver.cuts import UNCUT, minimum_cut
 
 
-def values(rng: random.Random, count: int, regions: bool = False) -> list[Value]:
+def values(rng: random.Random, count: int, regions: bool = False) -> list[RankValue]:
     graph = fx.Graph()
     found = []
     for i in range(count):
         sources = sorted(rng.sample(range(i), min(i, rng.randint(0, 2))))
         found.append(
-            Value(
+            RankValue(
                 key=(graph.placeholder(f"v{i}"), "I"),
                 nbytes=rng.randint(1, 20) * 1000,
                 inner=rng.choice([0, 0, 0, 3000]),
@@ -36,7 +36,7 @@ def values(rng: random.Random, count: int, regions: bool = False) -> list[Value]
     return found
 
 
-def cost(given: list[Value], choices: Choices, fates: tuple[Fate, ...], price: float) -> float:
+def cost(given: list[RankValue], choices: Choices, fates: tuple[Fate, ...], price: float) -> float:
     """Seconds of a choice, and its bytes at the price; infinite where it is none."""
     total = 0.0
     for i, (one, fate) in enumerate(zip(given, fates)):
@@ -96,10 +96,10 @@ def test_what_cannot_be_cut() -> None:
 LAYER = (("wide", 400, 3e-6), ("wider", 800, 1e-6), ("out", 100, 2e-6))
 
 
-def layers(count: int) -> list[Value]:
+def layers(count: int) -> list[RankValue]:
     """Equal layers: a wide value and a narrow one, which the next layer reads."""
     graph = fx.Graph()
-    found: list[Value] = []
+    found: list[RankValue] = []
     for i in range(count):
         for name, nbytes, seconds in (
             ("wide", 400, 3e-6),
@@ -107,7 +107,7 @@ def layers(count: int) -> list[Value]:
             ("out", 100, 2e-6),
         ):
             found.append(
-                Value(
+                RankValue(
                     key=(graph.placeholder(f"{name}{i}"), "I"),
                     nbytes=nbytes,
                     inner=0,

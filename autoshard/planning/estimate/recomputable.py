@@ -24,7 +24,7 @@ _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Value:
+class RankValue:
     """One value on a rank: what an operator makes, or what a change of state makes of that.
 
     key: the node and the placement. nbytes: of the value. inner: bytes that the operator keeps of
@@ -48,26 +48,28 @@ class Value:
     views: tuple[ValueKey, ...] = ()
 
 
-def values_of(gm: fx.GraphModule, decisions: Decisions, n: int, cluster: Cluster) -> list[Value]:
+def values_of(
+    gm: fx.GraphModule, decisions: Decisions, n: int, cluster: Cluster
+) -> list[RankValue]:
     """The values of a graph on a rank of an axis of `n`, in the order of the forward.
 
     Stored parameters and inputs are none: they are there anyway.
     """
-    return _Reader(gm, decisions, n, cluster).run()
+    return _Walk(gm, decisions, n, cluster).run()
 
 
-class _Reader:
+class _Walk:
     def __init__(self, gm: fx.GraphModule, decisions: Decisions, n: int, cluster: Cluster) -> None:
         self.gm, self.decisions, self.n = gm, decisions, n
         self.saving = Saving(gm, decisions, n)
         self.times = OperatorTimes(gm, n, cluster)
         self.link = cluster.real(decisions.prices.link)
-        self.found: list[Value] = []
+        self.found: list[RankValue] = []
         self.place: dict[ValueKey, int] = {}
         self.needed: set[ValueKey] = set()
         self.views: dict[ValueKey, list[ValueKey]] = {}
 
-    def run(self) -> list[Value]:
+    def run(self) -> list[RankValue]:
         for node in self.gm.graph.nodes:
             strategy = self.decisions.strategies.get(node)
             if node.op != "call_function":
@@ -179,7 +181,7 @@ class _Reader:
         again = like.meta.get("ac_graph_id", -1) if like.meta.get("recompute") in _AGAIN else -1
         self.place[key] = len(self.found)
         self.found.append(
-            Value(
+            RankValue(
                 key=key,
                 nbytes=nbytes,
                 inner=inner,

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from autoshard.planning.estimate.recomputable import Value
+from autoshard.planning.estimate.recomputable import RankValue
 from autoshard.planning.solver import UNCUT, minimum_cut
 
 #: Femtoseconds, in which costs are whole numbers: sums do not depend on the order of additions.
@@ -51,7 +51,7 @@ class Choices:
     Values that cross a border are not computed again.
     """
 
-    def __init__(self, values: Sequence[Value], segments: Sequence[int]) -> None:
+    def __init__(self, values: Sequence[RankValue], segments: Sequence[int]) -> None:
         self.values, self.segments = values, segments
         self.crosses = _crossing(values, segments)
         self.parts = self._parts()
@@ -144,7 +144,7 @@ class Choices:
         return tuple(fates)
 
 
-def _crossing(values: Sequence[Value], segments: Sequence[int]) -> list[bool]:
+def _crossing(values: Sequence[RankValue], segments: Sequence[int]) -> list[bool]:
     """Whether a value is read in a later segment, or a later region of the user's, than its own."""
     found = [False] * len(values)
     for i, one in enumerate(values):

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoshard.planning.estimate.recomputable import Value
+from autoshard.planning.estimate.recomputable import RankValue
 
 _PROMINENCE = 2
 
 
-def segments_of(values: Sequence[Value]) -> list[int]:
+def segments_of(values: Sequence[RankValue]) -> list[int]:
     """The number of the segment of each value, from 0, in order."""
     alive = _alive(values)
     borders: list[int] = []
@@ -52,7 +52,7 @@ def merged(segments: Sequence[int], count: int) -> list[int]:
     return [after if own == last else one for one, own in zip(joined, segments)]
 
 
-def _alive(values: Sequence[Value]) -> list[int]:
+def _alive(values: Sequence[RankValue]) -> list[int]:
     """Bytes that cross to each value from those before it, to be read there or later."""
     change = [0] * (len(values) + 1)
     last = [-1] * len(values)

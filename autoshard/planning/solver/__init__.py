@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
+from autoshard.planning.solver.cuts import UNCUT, minimum_cut
 from autoshard.planning.solver.factor_graph import FactorGraph, Solution, TooWide
-from autoshard.planning.solver.minimum_cut import UNCUT, minimum_cut

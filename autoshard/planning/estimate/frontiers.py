@@ -16,7 +16,7 @@ from torch import fx
 
 from autoshard.planning.cost import Cluster
 from autoshard.planning.decisions import Decisions, Recomputation, value_text
-from autoshard.planning.estimate.recomputable import Value, values_of
+from autoshard.planning.estimate.recomputable import RankValue, values_of
 from autoshard.planning.estimate.recomputation import Choices, Fate
 from autoshard.planning.estimate.segments import merged, segments_of
 
@@ -45,7 +45,7 @@ class Point:
 class Frontier:
     """The choices of one planned graph on a rank, by rising time and falling memory."""
 
-    def __init__(self, values: Sequence[Value]) -> None:
+    def __init__(self, values: Sequence[RankValue]) -> None:
         self.values = values
         self._lengths: list[_Length] = []
         points: list[Point] = []
@@ -69,7 +69,7 @@ class Frontier:
         point = self.points[index]
         length = self._lengths[point.length]
         fates = length.fates(point)
-        keys: dict[Fate, list[Value]] = {fate: [] for fate in Fate}
+        keys: dict[Fate, list[RankValue]] = {fate: [] for fate in Fate}
         for one, fate in zip(self.values, fates):
             keys[fate].append(one)
         bound = min(one.bound(point.kept) for one in self._lengths)
@@ -112,7 +112,7 @@ class _Sums:
 class _Length:
     """Segments of one length, under each price under which something changes."""
 
-    def __init__(self, values: Sequence[Value], segments: Sequence[int]) -> None:
+    def __init__(self, values: Sequence[RankValue], segments: Sequence[int]) -> None:
         self.count = segments[-1] + 1
         self.choices = Choices(values, segments)
         self.sums: list[_Sums] = []
