@@ -87,7 +87,8 @@ def plan_graph(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request)
     plan can fit `memory_budget` bytes a rank.
     """
     default = _solve(gm, n, hardware, request, request.prices)
-    if request.memory_budget is None:
+    trains = any(differentiable(node) for node in gm.graph.nodes)
+    if request.memory_budget is None or not (trains or request.budget_is_known):
         return default
     return _within_budget(gm, n, hardware, request, default, request.memory_budget)
 
@@ -120,7 +121,7 @@ def _within_budget(
         return chosen
     trains = any(differentiable(node) for node in gm.graph.nodes)
     if not request.budget_is_known:
-        return default if not trains else chosen
+        return chosen
     if not trains or best.resident > budget:
         raise PlanError(
             f"no plan fits memory_budget={budget:,} bytes a rank: the smallest found needs "
