@@ -71,9 +71,10 @@ from autoshard.runtime.parameters import (
 )
 from autoshard.runtime.randomness import TRACKER, draw_apart
 
-BY_NAME = frozenset({"rng", "recover_masks"})
-"""Options for which one process builds a program too: it draws what a mesh of any size draws, and
-its masks are recovered. Without them the inner compiler gets Dynamo's graph as it is."""
+BY_NAME = frozenset({"rng", "recover_masks", "memory_budget"})
+"""Options for which one process builds a program too: it draws what a mesh of any size draws, its
+masks are recovered, and it stays within its memory. Without them the inner compiler gets Dynamo's
+graph as it is."""
 
 
 def autoshard(

@@ -169,7 +169,10 @@ class Config:
         ("average", "sum"),
         "Gradients are the mean over the data-parallel ranks, or the sum.",
     )
-    memory_budget: int | None = _bytes("Bytes a rank may use; the planner shards until it fits.")
+    memory_budget: int | None = _bytes(
+        "Bytes a rank may hold at the peak of a step: what does not fit is computed again in "
+        "backward, or sharded further (planning.md). None: on a GPU, 92% of its memory."
+    )
     bucket_bytes: int | None = _bytes(
         "Size of a bucket of collectives; None: 40 million elements, or an eighth of the model."
     )

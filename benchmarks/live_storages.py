@@ -34,6 +34,9 @@ class LiveStorages(TorchDispatchMode):
     `with`.
     """
 
+    # attention that is computed again saves the state of random numbers by one of these
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.sizes: dict[int, int] = {}

@@ -25,6 +25,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "memory": (*TWO, str(HERE / "memory.py")),
     "two_ranks": (*TWO, str(HERE / "two_ranks.py")),
     "data_parallel": (*TWO, str(HERE / "data_parallel.py")),
+    "recompute": (str(HERE / "recompute.py"),),
     "export": (str(HERE / "export.py"),),
     "long_context": (*TWO, str(HERE / "long_context.py")),
     "experts": (*TWO, str(HERE / "experts.py")),

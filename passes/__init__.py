@@ -13,6 +13,7 @@ from autoshard.passes.base import (
     Watch,
     local_value,
     module_path,
+    set_fate,
     user_line,
 )
 from autoshard.passes.bucket_gradients import BucketGradients

@@ -15,9 +15,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
+from autoshard.planning import Recomputation
 from autoshard.runtime.collectives import Axis, State, chunk_bounds, shard_dim
 from autoshard.runtime.errors import source_line
-from autoshard.runtime.graph_meta import DIFF, PASS
+from autoshard.runtime.graph_meta import DIFF, PASS, VALUE
 
 CARRIED = ("stack_trace", "nn_module_stack", "custom", "recompute", "ac_graph_id")
 """Metadata a new node takes over from the node it is made for."""
@@ -122,6 +123,7 @@ def emit(
     node = graph.create_node("call_function", target, tuple(args), dict(kwargs or {}), name=name)
     node.meta = {key: like.meta[key] for key in CARRIED if key in like.meta}
     node.meta["custom"] = {**like.meta.get("custom", {}), **(custom or {})}
+    node.meta["custom"].pop(VALUE, None)
     if provenance:
         node.meta["custom"][PASS] = provenance
     if isinstance(value, fx.Node):
@@ -139,10 +141,22 @@ def set_region(node: fx.Node, like: fx.Node | None) -> None:
             node.meta[key] = like.meta[key]
 
 
-def set_recomputed(node: fx.Node, again: bool) -> None:
-    """Have backward run a gather again, or keep its result, whatever region its readers are in."""
+def set_recomputed(node: fx.Node, again: bool, planned: bool = False) -> None:
+    """Have backward run a gather again, or keep its result, whatever region its readers are in.
+
+    planned: of any operator, which the plan of what is recomputed names.
+    """
     policy = CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
-    node.meta.update(dict(zip(_REGION, (policy, _LAST_REGION))))
+    node.meta.update(dict(zip(_REGION, (policy, _LAST_REGION - planned))))
+
+
+def set_fate(node: fx.Node, chosen: Recomputation) -> None:
+    """Tag a node that makes a value of the plan (`VALUE`) as kept or as computed again, in the
+    local graph or in AOTAutograd's; the user's own regions stay as they are."""
+    name = node.meta.get("custom", {}).get(VALUE)
+    if name is not None and "recompute" not in node.meta:
+        if name in chosen.again or name in chosen.saved:
+            set_recomputed(node, name in chosen.again, planned=True)
 
 
 def set_value(node: fx.Node) -> None:

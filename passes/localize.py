@@ -35,11 +35,20 @@ from autoshard.passes.base import (
     emit,
     local_value,
     module_path,
+    set_fate,
     set_recomputed,
     set_region,
     user_line,
 )
-from autoshard.planning import Decisions, Strategy, operands, output_state, producer, value
+from autoshard.planning import (
+    Decisions,
+    Strategy,
+    operands,
+    output_state,
+    producer,
+    value,
+    value_text,
+)
 from autoshard.planning.rules import size_entry
 from autoshard.runtime.collectives import (
     Axis,
@@ -62,6 +71,7 @@ from autoshard.runtime.graph_meta import (
     OUTPUT_STATES,
     READER,
     READER_LINE,
+    VALUE,
 )
 from autoshard.runtime.operators import unbound
 
@@ -110,6 +120,7 @@ class _Rewriting:
         self.output_extents: list[int | None] = []
         self.n_outputs: int = gm.meta[N_OUTPUTS]
         self.written: Sequence[int] = gm.meta.get(MUTATED, ())
+        self.chosen = decisions.recomputation
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         self.mutated = {placeholders[i]: None for i in self.written}
 
@@ -134,8 +145,11 @@ class _Rewriting:
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.local.__getitem__)
             self.local[node] = self._emit(node, node.target, args, kwargs)
             self._set_whole_value(node)
+            self._set_fate(self.local[node], node, self._state(node))
         else:
             new = self._operator(node, strategy)
+            made = strategy.output
+            self._set_fate(new, node, made if isinstance(made, str) else made[0])
             new.meta["val"] = self._local(value(node), strategy.output)
             self.local[node] = new
 
@@ -270,8 +284,16 @@ class _Rewriting:
             new.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         elif "recompute" not in new.meta and self.decisions.gathers_again(source, have, want):
             set_recomputed(new, True)
+        else:
+            self._set_fate(new, source, want)
         new.meta["val"] = self._local(value(source), want)
         return new
+
+    def _set_fate(self, new: fx.Node, source: fx.Node, state: State) -> None:
+        """Name the value of the plan, and tag it as the plan says."""
+        new.meta["custom"][VALUE] = value_text((source, forward_value(state)))
+        if self.chosen is not None:
+            set_fate(new, self.chosen)
 
     def _again(self, reduction: bool) -> bool:
         """Whether a collective of a checkpointed region runs again in backward."""

@@ -81,6 +81,9 @@ READER_LINE = "autoshard_reader_line"
 BUCKET = "autoshard_bucket"
 """str: weights of one kind share buckets, see `kind_of`. DataParallel; the buckets."""
 
+VALUE = "autoshard_value"
+"""str: the value of the plan that the node makes, by `value_text`. Localize; `set_fate`."""
+
 NO_GRAD = "autoshard.no_grad"
 """bool: the node was made inside a no_grad region; gone when capture returns. capture; capture."""
 

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from autoshard.building.batch_check import batch_shapes
 from autoshard.building.data_ranks import agree_on_data_axes, digest_of, node_line
+from autoshard.building.device_room import device_room
 from autoshard.building.one_rank import build_program
 from autoshard.compiling import settings
 from autoshard.config import Config
@@ -38,7 +39,10 @@ def build_agreed(
     and the others PlanMismatchError with it (`attempt` tells them).
     """
     machine = hardware_of(device)
-    program = build_program(gm, example_inputs, inputs, mesh, config, machine, facts=facts)
+    room = device_room(device) if config.memory_budget is None else None
+    program = build_program(
+        gm, example_inputs, inputs, mesh, config, machine, facts=facts, room=room
+    )
     wishes = settings().text()  # of the environment, which may differ between machines
     lines = [wishes, f"hardware: {machine.name}", *plan_lines(program)]
     if config.rng == "tracker":  # values that all ranks hold are drawn from states of one seed
@@ -60,6 +64,9 @@ def plan_lines(program: Program) -> list[str]:
         text = f": {strategy_text(strategies[node])}" if node in strategies else ""
         lines.append(f"{node_line(node, program.parameters)}{text}")
     copies = program.plan.graphs[fingerprint(program.serial)].copies
+    chosen = program.decisions.recomputation
+    if chosen is not None:
+        lines.append(f"computed again: {', '.join(sorted(chosen.again))}")
     return lines + [f"copy of {name}: {state}" for name, state in copies.items()]
 
 

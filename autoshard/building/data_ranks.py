@@ -78,7 +78,13 @@ def node_line(node: fx.Node, parameters: Mapping[fx.Node, str]) -> str:
 
 
 def _lines_of_options(program: Program) -> list[str]:
-    return [f"gradients: {program.microbatch}", *program.config.lines()]
+    chosen = program.decisions.recomputation
+    again = [] if chosen is None else sorted(chosen.again)
+    return [
+        f"gradients: {program.microbatch}",
+        *program.config.lines(),
+        f"computed again, in the memory there is: {', '.join(again) or 'nothing'}",
+    ]
 
 
 def _lines_of_parameters(inputs: Sequence[compat.GraphInput]) -> list[str]:

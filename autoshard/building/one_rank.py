@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
+from autoshard.building.fitting import recompute
 from autoshard.capture import capture, guard_divisible
 from autoshard.compiling import (
     DebugWatch,
@@ -55,7 +56,7 @@ from autoshard.runtime.compat import artifact
 from autoshard.runtime.errors import PlanError, source_line
 from autoshard.runtime.graph_meta import BUFFER, DIFF, MUTATED, N_OUTPUTS, STORED_DTYPE
 from autoshard.runtime.lazy import LazyGather
-from autoshard.runtime.mesh import Mesh
+from autoshard.runtime.mesh import Mesh, offline_mesh
 from autoshard.runtime.parameters import is_planned, stored_states
 
 
@@ -63,7 +64,7 @@ from autoshard.runtime.parameters import is_planned, stored_states
 class Planned:
     """A captured graph with its decisions, before it is rewritten.
 
-    plan: the decisions of this graph joined to those of the plan it was asked to follow.
+    plan: the decisions of this graph joined to those of the plan it was asked to follow, `asked`.
     """
 
     serial: fx.GraphModule
@@ -71,6 +72,14 @@ class Planned:
     data: dict[fx.Node, dict[str, State]]
     decisions: Decisions
     plan: Plan
+    asked: Plan | None
+    request: Request
+
+    def take(self, decisions: Decisions) -> None:
+        """Follow other decisions on the same graph."""
+        n = decisions.prices.n
+        self.decisions = decisions
+        self.plan = with_graph(self.asked, decisions, self.request, self.serial, n)
 
 
 def build_program(
@@ -83,6 +92,7 @@ def build_program(
     microbatch: str | None = None,
     even: bool = False,
     facts: Mapping[int, str] = MappingProxyType({}),
+    room: int | None = None,
 ) -> Program:
     """Plan one Dynamo graph on the axis tp for `machine`; rewrite it for one rank of the mesh.
 
@@ -99,27 +109,36 @@ def build_program(
     watch = DebugWatch(settings(), mesh.axes)
     captured = capture(gm, example_inputs, dtypes, inference=_is_stored(inputs))
     say_stored(captured, inputs, config)
-    planned = plan_captured(captured, inputs, mesh, config, machine, watch, even, facts)
-    serial, decisions, parameters = planned.serial, planned.decisions, planned.parameters
+    planned = plan_captured(captured, inputs, mesh, config, machine, watch, even, facts, room)
+    serial = planned.serial
+
+    def built(mesh: Mesh, watch: Watch) -> Program:
+        passes = _local_passes(planned, inputs, mesh, config, dtypes, microbatch)
+        local, reports = rank_program(serial, passes, mesh.planned, watch)
+        if any(one.name == GlobalTokenMean.name and not one.hits for one in reports):
+            _warn_of_no_mean(serial)
+        return Program(
+            graph_module=local,
+            serial=serial,
+            plan=planned.plan,
+            decisions=planned.decisions,
+            axis=mesh.planned,
+            parameters=planned.parameters,
+            mesh=mesh,
+            data=planned.data,
+            config=config,
+            microbatch=microbatch,
+            watch=watch,
+        )
+
+    budget = config.memory_budget or room
+    if budget is not None and any(node.meta.get(DIFF) for node in serial.graph.nodes):
+        first = offline_mesh({one.name: one.size for one in mesh.axes}, 0)
+        recompute(planned, lambda: built(first, SILENT), budget, config.memory_budget is None)
+    decisions = planned.decisions
     if axis.size > 1:
         guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
-    passes = _local_passes(planned, inputs, mesh, config, dtypes, microbatch)
-    local, reports = rank_program(serial, passes, axis, watch)
-    if any(one.name == GlobalTokenMean.name and not one.hits for one in reports):
-        _warn_of_no_mean(serial)
-    program = Program(
-        graph_module=local,
-        serial=serial,
-        plan=planned.plan,
-        decisions=decisions,
-        axis=axis,
-        parameters=parameters,
-        mesh=mesh,
-        data=planned.data,
-        config=config,
-        microbatch=microbatch,
-        watch=watch,
-    )
+    program = built(mesh, watch)
     artifact(f"autoshard_{watch.number:02}-plan", planned.plan.text)
     artifact(f"autoshard_{watch.number:02}-explain", lambda: explain_plan(program))
     if config.strict and axis.size > 1:
@@ -136,6 +155,7 @@ def plan_captured(
     watch: Watch = SILENT,
     even: bool = False,
     facts: Mapping[int, str] = MappingProxyType({}),
+    room: int | None = None,
 ) -> Planned:
     """Plan a captured graph on the axis tp of `mesh`; the passes before the plan change it."""
     axis = mesh.planned
@@ -171,14 +191,15 @@ def plan_captured(
         lazy_outputs=config.outputs != "replicate",
         contiguous_outputs=config.outputs == "dtensor",
         outputs_read=config.outputs != "sharded",
-        memory_budget=config.memory_budget,
+        memory_budget=config.memory_budget or room,
+        budget_is_known=config.memory_budget is not None,
         plan=plan,
         layout=Layout.of(sizes, config.zero, config.bucket_bytes),
         even=even,
     )
     decisions = plan_graph(serial, axis.size, machine, request)
     full = with_graph(plan, decisions, request, serial, axis.size)
-    return Planned(serial, parameters, data, decisions, full)
+    return Planned(serial, parameters, data, decisions, full, plan, request)
 
 
 def _is_stored(inputs: list[compat.GraphInput]) -> bool:

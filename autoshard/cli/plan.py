@@ -15,6 +15,7 @@ from autoshard.errors import AutoshardError, message
 
 if TYPE_CHECKING:
     from autoshard.mesh_search import MeshPrice, MeshSearch
+    from autoshard.planning import Recomputation
 
 _AXES = ("tp", "cp", "ep", "dp_shard", "dp_replicate")
 
@@ -89,7 +90,10 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if arguments.out:
         best.plan.save(arguments.out)
-        options.pop("memory_budget", None)  # it chose the mesh, which the plan holds
+        if best.recomputation is None:
+            options.pop("memory_budget", None)  # it chose the mesh, which the plan holds
+        else:
+            options.setdefault("memory_budget", found.cluster.usable_bytes)
         used = {"plan": str(arguments.out), **options}
         print(
             f"wrote {arguments.out}: options={used}",
@@ -109,11 +113,14 @@ def text(found: MeshSearch, tokens: int | None = None) -> str:
 
     used = [axis for axis in _AXES if any(axis in row.timing.traffic for row in found.rows)]
     kinds = ["params", "grads", "optim", "activ", "buckets", "total"]
-    header = ["", "mesh", "step", "exposed", "MFU", *kinds, *used]
-    cells = [_cells(row, row is found.best, used) for row in found.rows]
+    again = any(row.recomputation for row in found.rows)
+    extra = ["recomputed"] if again else []
+    header = ["", "mesh", "step", "exposed", "MFU", *kinds, *extra, *used]
+    cells = [_cells(row, row is found.best, used, again) for row in found.rows]
+    told = "; recomputed: GB that are not kept, and ms that it takes" if again else ""
     lines = [
         "step and exposed communication in ms; MFU in %; a rank's memory in GB; on each axis, GB "
-        "that a rank sends and ms\n",
+        f"that a rank sends and ms{told}\n",
         table(header, cells, right=range(2, len(header))),
     ]
     unfit = [row for row in found.rows if not row.fits]
@@ -139,7 +146,12 @@ def spell(mesh: dict[str, int]) -> str:
     return " ".join(f"{name}={size}" for name, size in mesh.items())
 
 
-def _cells(row: MeshPrice, best: bool, axes: list[str]) -> list[str]:
+def _recomputed(row: MeshPrice) -> str:
+    one = row.recomputation
+    return f"{short(one.spared / 1e9)}, {short(1e3 * one.seconds)}" if one else "-"
+
+
+def _cells(row: MeshPrice, best: bool, axes: list[str], again: bool) -> list[str]:
     held, took = row.memory, row.timing
     kinds = (
         *(held.parameters, held.gradients, held.optimizer, held.activations, held.buckets),
@@ -153,6 +165,7 @@ def _cells(row: MeshPrice, best: bool, axes: list[str]) -> list[str]:
         short(1e3 * took.exposed),
         f"{100 * row.mfu:.1f}",
         *(short(kind / 1e9) for kind in kinds),
+        *([_recomputed(row)] if again else []),
         *(f"{short(one.nbytes / 1e9)}, {short(1e3 * one.seconds)}" if one else "-" for one in sent),
     ]
 
@@ -160,6 +173,17 @@ def _cells(row: MeshPrice, best: bool, axes: list[str]) -> list[str]:
 def short(number: float) -> str:
     """Three digits, or all of those before the point: 0.905, 4.41, 1346."""
     return f"{number:.3g}" if abs(number) < 1000 else f"{number:.0f}"
+
+
+def _as_json(one: Recomputation | None) -> dict[str, Any] | None:
+    if one is None:
+        return None
+    return {
+        "spared_bytes": one.spared,
+        "kept_bytes": one.kept,
+        "seconds": one.seconds,
+        "least_seconds": one.bound,
+    }
 
 
 def as_json(found: MeshSearch) -> dict[str, Any]:
@@ -177,6 +201,7 @@ def as_json(found: MeshSearch) -> dict[str, Any]:
                 "memory_bytes": memory,
                 "seconds": took,
                 "mfu": row.mfu,
+                "recomputation": _as_json(row.recomputation),
             }
         )
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -14,11 +14,17 @@ from torch import fx
 from autoshard.compiling.inductor_order import hold_order
 from autoshard.compiling.meta_graphs import off_meta
 from autoshard.config import Config
-from autoshard.passes import SILENT, Watch, finish, local_value, specialize
-from autoshard.planning import Decisions, Plan
+from autoshard.passes import SILENT, Watch, finish, local_value, set_fate, specialize
+from autoshard.planning import Decisions, Plan, Recomputation
 from autoshard.planning.cost import Hardware
 from autoshard.runtime.collectives import Axis, I, State, data_axes
-from autoshard.runtime.compat import ForwardBackward, InductorStep, forward_backward, inductor_step
+from autoshard.runtime.compat import (
+    ForwardBackward,
+    InductorStep,
+    JointGraph,
+    forward_backward,
+    inductor_step,
+)
 from autoshard.runtime.graph_meta import STORED_DTYPE
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import SINGLE
@@ -60,11 +66,7 @@ class Built:
     @cached_property
     def joint(self) -> ForwardBackward:
         """The forward and backward ATen graphs AOTAutograd makes of `graph_module`."""
-        made = forward_backward(*self._on_cpu())
-        finish(made.forward, self.mesh, self.config.bucket_bytes, False, self.watch)
-        if made.backward is not None:
-            finish(made.backward, self.mesh, self.config.bucket_bytes, True, self.watch)
-        return made
+        return self._bucketed(forward_backward(*self._on_cpu()))
 
     @cached_property
     def running(self) -> ForwardBackward:
@@ -72,10 +74,30 @@ class Built:
         graphs = (self.joint.forward, self.joint.backward)
         forward, backward = (gm and copy.deepcopy(gm) for gm in graphs)
         assert forward is not None
-        specialize(forward, self.axis, False, self.watch)
-        if backward is not None:
-            specialize(backward, self.axis, True, self.watch)
-        return replace(self.joint, forward=forward, backward=backward)
+        return self._specialized(replace(self.joint, forward=forward, backward=backward))
+
+    def choices(self) -> Callable[[Recomputation], ForwardBackward]:
+        """What makes `running` of a choice of what is recomputed, AOTAutograd run once for all."""
+        joints: list[JointGraph] = []
+        forward_backward(*self._on_cpu(), joints)
+
+        def split(chosen: Recomputation) -> ForwardBackward:
+            made = joints[0].split(lambda node: set_fate(node, chosen))
+            return self._specialized(self._bucketed(made))
+
+        return split
+
+    def _bucketed(self, made: ForwardBackward) -> ForwardBackward:
+        finish(made.forward, self.mesh, self.config.bucket_bytes, False, self.watch)
+        if made.backward is not None:
+            finish(made.backward, self.mesh, self.config.bucket_bytes, True, self.watch)
+        return made
+
+    def _specialized(self, made: ForwardBackward) -> ForwardBackward:
+        specialize(made.forward, self.axis, False, self.watch)
+        if made.backward is not None:
+            specialize(made.backward, self.axis, True, self.watch)
+        return made
 
     @cached_property
     def inductor(self) -> InductorStep | None:

@@ -27,7 +27,7 @@ from autoshard.planning import (
     strategy_text,
     way_of,
 )
-from autoshard.planning.cost import HARDWARE, Cluster, Hardware, cluster
+from autoshard.planning.cost import planned_on
 from autoshard.planning.estimate import (
     Footprint,
     Layout,
@@ -122,13 +122,6 @@ def _mixtures(built: Built) -> Iterator[tuple[str, Decisions]]:
             yield way, plan_graph(built.serial, n, built.hardware, request)
 
 
-def machine_of(hardware: Hardware) -> Cluster:
-    """The cluster that a plan for `hardware` is priced on."""
-    if hardware.name in HARDWARE:
-        return cluster(hardware.name)
-    return Cluster(hardware, 8, hardware.links["tp"], hardware.links["dp_shard"])
-
-
 def _request(built: Built, sequence: bool, prices: Prices) -> Request:
     return Request(
         parameters=built.parameters,
@@ -141,7 +134,7 @@ def _request(built: Built, sequence: bool, prices: Prices) -> Request:
 def _priced(
     name: str, built: Built, decisions: Decisions, sizes: Mapping[str, int], batches: int
 ) -> Alternative:
-    machine, training = machine_of(built.hardware), Training()
+    machine, training = planned_on(built.hardware), Training()
     links, n = machine.links(sizes), math.prod(sizes.get(name, 1) for name in PLANNED)
     bucket_bytes = built.config.bucket_bytes
     one = profile(built.serial, decisions, built.parameters, n, machine, bucket_bytes)

@@ -12,9 +12,9 @@ import torch
 from torch import fx
 
 from autoshard.compiling import Built, Collective
-from autoshard.explain.alternatives import machine_of
 from autoshard.passes import WAIT, start_of
 from autoshard.planning import cost
+from autoshard.planning.cost import planned_on
 from autoshard.runtime.collectives import EXCHANGES, P
 
 
@@ -97,7 +97,7 @@ def hidden_windows(built: Built) -> dict[fx.Node, float]:
 
     Two collectives in flight at once count the same products, so it is what can be hidden at most.
     """
-    machine = machine_of(built.hardware)
+    machine = planned_on(built.hardware)
     share = machine.efficiency
     found: dict[fx.Node, float] = {}
     for gm in (built.joint.forward, built.joint.backward):
@@ -119,7 +119,7 @@ def hidden_windows(built: Built) -> dict[fx.Node, float]:
 
 def seconds(built: Built, one: Collective) -> float:
     """Predicted seconds of one collective on its axis."""
-    machine = machine_of(built.hardware)
+    machine = planned_on(built.hardware)
     sizes = {axis.name: axis.size for axis in built.mesh.axes}
     link = machine.real(machine.links(sizes)[one.axis])
     served = built.joint.backward is None

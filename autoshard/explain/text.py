@@ -11,8 +11,8 @@ from autoshard.explain.costs import folded, named
 from autoshard.explain.facts import Facts
 from autoshard.explain.tables import human, page_width, table
 from autoshard.memory import KINDS, Memory
-from autoshard.passes import MaskFound, MixtureFound
-from autoshard.planning import WAYS, contiguous_share, is_mixture, way_of
+from autoshard.passes import MaskFound, MixtureFound, module_path
+from autoshard.planning import WAYS, contiguous_share, is_mixture, is_view, way_of
 from autoshard.runtime.collectives import I, State, placement_words
 from autoshard.runtime.graph_meta import ATTENTION_MASKS, MIXTURES
 from autoshard.runtime.operators import exchanged_experts, reduce_add_norm, unbound
@@ -28,6 +28,7 @@ def explain(built: Built, width: int | None = None) -> str:
         _headline(facts),
         built.chosen,
         _held(built),
+        _recomputed(built),
         text_costs.dearest(facts, columns),
         text_costs.by_module(facts, columns),
         _parameters(facts, columns),
@@ -50,6 +51,7 @@ def explain_plan(built: Built, width: int | None = None) -> str:
     sections = [
         _headline(facts),
         _held(built),
+        _recomputed(built),
         text_costs.by_module(facts, columns),
         _parameters(facts, columns),
         _unsharded(facts, columns),
@@ -84,6 +86,32 @@ def _held(built: Built) -> str:
         f"Not the cheapest plan: {len(held)} of {total} values are held "
         f"replicated, since to choose for all of them at once would take too long ({names})"
     )
+
+
+def _recomputed(built: Built) -> str:
+    """What the plan computes again to fit, by operator, the bytes that it spares and the time."""
+    chosen = built.decisions.recomputation
+    if chosen is None:
+        return ""
+    nodes = {node.name: node for node in built.serial.graph.nodes}
+    found: Counter[str] = Counter()
+    for text in chosen.again:
+        node = nodes[text.partition(" ")[0]]
+        if not is_view(node):
+            found[folded(module_path(node)) or "outside of modules"] += 1
+    places = sorted(found.items(), key=lambda item: (-item[1], item[0]))
+    shown = ", ".join(f"{where} x {count}" for where, count in places[:6])
+    more = f" and {len(places) - 6} places more" if len(places) > 6 else ""
+    return (
+        f"computed again in backward: {sum(found.values())} values, so that {human(chosen.spared)} "
+        f"less is kept ({human(chosen.kept)} is), in {_milliseconds(chosen.seconds)} a step; no "
+        f"choice in these segments keeps as little in less than {_milliseconds(chosen.bound)}\n"
+        f"  {shown}{more}"
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
 
 
 def _parameters(facts: Facts, width: int) -> str:

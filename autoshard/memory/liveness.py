@@ -52,7 +52,7 @@ def storages(graph: fx.Graph, given: Held, kind: str) -> dict[fx.Node, tuple[Sto
         source = alias_of(node)
         if source is None or source.meta.get("val") is None:  # some wrappers do not say
             parts[node] = [
-                (Storage(tensor_bytes(leaf), kind),) if isinstance(leaf, torch.Tensor) else ()
+                (Storage(_nbytes(leaf), kind),) if isinstance(leaf, torch.Tensor) else ()
                 for leaf in pytree.tree_leaves(node.meta.get("val"))
             ]
             found[node] = tuple(one for part in parts[node] for one in part)
@@ -61,6 +61,13 @@ def storages(graph: fx.Graph, given: Held, kind: str) -> dict[fx.Node, tuple[Sto
         else:
             found[node] = found[source]
     return found
+
+
+def _nbytes(leaf: torch.Tensor) -> int:
+    """Bytes of a value; the state of random numbers does not tell its size."""
+    if leaf.dtype == torch.uint8 and leaf.dim() == 1 and not isinstance(leaf.shape[0], int):
+        return torch.get_rng_state().nbytes
+    return tensor_bytes(leaf)
 
 
 def alias_of(node: fx.Node) -> fx.Node | None:

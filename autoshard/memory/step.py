@@ -177,10 +177,16 @@ def _run(phase: str, changes: Iterable[Change], alive: dict[str, int]) -> Iterat
             alive[storage.kind] -= storage.nbytes
 
 
-def step_of(built: Built, optimizer: str = "adamw", inner: str | None = None) -> Step:
+def step_of(
+    built: Built,
+    optimizer: str = "adamw",
+    inner: str | None = None,
+    graphs: ForwardBackward | InductorStep | None = None,
+) -> Step:
     """The step of a program under one of OPTIMIZERS.
 
-    inner: what runs the graphs; None: the program's own inner compiler.
+    inner: what runs the graphs; None: the program's own inner compiler. graphs: what runs in the
+    place of its own.
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer {optimizer!r} is none of {', '.join(OPTIMIZERS)}")
@@ -205,8 +211,7 @@ def step_of(built: Built, optimizer: str = "adamw", inner: str | None = None) ->
         OPTIMIZER: kind.states * sum(trained) + kind.counter * len(trained),
         PENDING: sum(math.prod(each.shape) * each.dtype.itemsize for each in waiting),
     }
-    graphs: ForwardBackward | InductorStep | None = None
-    if (inner or built.config.inner) == "inductor":
+    if graphs is None and (inner or built.config.inner) == "inductor":
         graphs = built.inductor
     return Step(
         phases=phases(graphs or built.running, positions),

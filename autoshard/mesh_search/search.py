@@ -12,26 +12,30 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import fx, nn
 
-from autoshard.building import batch_facts, plan_captured
+from autoshard.building import Planned, batch_facts, plan_captured
 from autoshard.capture import capture, intercept
 from autoshard.compiling import lowered_dtypes, say_stored, use_by
 from autoshard.config import Config
 from autoshard.errors import ConfigError, message
-from autoshard.planning import Plan
+from autoshard.planning import Plan, Recomputation
 from autoshard.planning.cost import DEFAULT_HARDWARE, Cluster, cluster
 from autoshard.planning.estimate import (
     Footprint,
+    Frontier,
     Layout,
     Profile,
     Timing,
     Training,
     footprint,
+    frontier,
     profile,
     timing,
+    with_recomputation,
 )
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import PLANNED, offline_mesh
@@ -47,6 +51,7 @@ class MeshPrice:
     mesh: sizes of the axes above 1. memory, timing: of one rank, bytes and seconds. mfu: the
     model's own operations over what the world's devices could do in a step. unfit: why it does not
     fit, empty where it does. plan: the tp axis's decisions and the mesh, ready to `save`.
+    recomputation: what is computed again in backward so that it fits; None: nothing is.
     """
 
     mesh: AxisSizes
@@ -55,6 +60,7 @@ class MeshPrice:
     mfu: float
     unfit: str
     plan: Plan
+    recomputation: Recomputation | None = None
 
     @property
     def fits(self) -> bool:
@@ -165,25 +171,61 @@ def search_captured(
         planned = plan_captured(
             serial, inputs, offline_mesh({name: n}, 0), config, device, facts=facts
         )
-        one = profile(
-            planned.serial, planned.decisions, planned.parameters, n, machine, config.bucket_bytes
-        )
+        choices = _Choices(planned, n, machine, config.bucket_bytes)
         for mesh in meshes:
             if _planned_axis(mesh) == (name, n):
-                made = replace(planned.plan, mesh=dict(mesh))
                 layout = Layout.of(mesh, config.zero, config.bucket_bytes)
+                one, chosen = choices.within(limit, layout, training)
                 held = footprint(one, layout, training)
                 took = timing(one, layout, training, machine, machine.links(mesh))
-                mfu = _utilisation(one, layout, took.step, batches)
-                unfit = _unfit(held, limit, layout, one)
                 rows.append(
                     MeshPrice(
-                        mesh=dict(mesh), memory=held, timing=took, mfu=mfu, unfit=unfit, plan=made
+                        mesh=dict(mesh),
+                        memory=held,
+                        timing=took,
+                        mfu=_utilisation(one, layout, took.step, batches),
+                        unfit=_unfit(held, limit, layout, one),
+                        plan=replace(planned.plan, mesh=dict(mesh)),
+                        recomputation=chosen,
                     )
                 )
     # the same work in every row where the batch is; utilisation counts it either way
     rows.sort(key=lambda row: (not row.fits, -row.mfu))
     return MeshSearch(tuple(rows), machine, math.prod(meshes[0].values()))
+
+
+class _Choices:
+    """The profile of one planned graph, as it is and with what is computed again."""
+
+    def __init__(
+        self, planned: Planned, n: int, machine: Cluster, bucket_bytes: int | None
+    ) -> None:
+        self.planned, self.n, self.machine = planned, n, machine
+        self.free = profile(
+            planned.serial, planned.decisions, planned.parameters, n, machine, bucket_bytes
+        )
+
+    @cached_property
+    def frontier(self) -> Frontier:
+        """Less memory for more time."""
+        return frontier(self.planned.serial, self.planned.decisions, self.n, self.machine)
+
+    def within(
+        self, limit: int, layout: Layout, training: Training
+    ) -> tuple[Profile, Recomputation | None]:
+        """The quickest that holds at most `limit` bytes; the smallest where none does. Regions of
+        activation checkpointing are computed again as the model has it."""
+        held = footprint(self.free, layout, training)
+        regions = any("ac_graph_id" in node.meta for node in self.planned.serial.graph.nodes)
+        if held.total <= limit and not regions:
+            return self.free, None
+        beside = held.total - self.free.activations.saved
+        points = self.frontier.points
+        index = self.frontier.cheapest(limit - beside)
+        if not points or (index is None and beside > limit):
+            return self.free, None  # weights alone are too much
+        chosen = self.frontier.recomputation(len(points) - 1 if index is None else index)
+        return with_recomputation(self.free, chosen), chosen
 
 
 def _planned_axes(meshes: Sequence[AxisSizes]) -> list[tuple[str, int]]:
@@ -266,5 +308,7 @@ def _unfit(held: Footprint, limit: int, layout: Layout, one: Profile) -> str:
         remedy = f"split over {split}, they need more of dp_shard or tp"
     else:
         why = f"activations are {held.activations / 1e9:.3g}"
-        remedy = "a smaller batch, more tp, or activation checkpointing"
+        again = ", with all recomputed that can be" if held.activations else ""
+        why += again
+        remedy = "a smaller batch, or more tp"
     return f"{held.total / 1e9:.3g} of {limit / 1e9:.3g} GB: {why}; {remedy}"

@@ -13,6 +13,35 @@ from autoshard.planning.strategy import Strategy
 from autoshard.planning.values import output_state, producer
 from autoshard.runtime.collectives import State
 
+ValueKey = tuple[fx.Node, State]
+"""A value on a rank: the node that makes it, and its placement there."""
+
+
+def value_text(key: ValueKey) -> str:
+    """`mm_3 S(1)`: a value by the name of its node and its placement."""
+    node, state = key
+    return f"{node.name} {state}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recomputation:
+    """Which values the backward computes again instead of finding them kept.
+
+    again: those it computes again, by `value_text`. saved: those that are kept. kept: bytes from
+    the forward for the backward. spared: bytes that less is kept than with nothing computed again
+    that takes time. peak: bytes of what is kept and of what is computed again, at the worst moment.
+    seconds: of a step, that operators and collectives take again. bound: the least seconds that any
+    choice in these segments takes which keeps no more.
+    """
+
+    again: frozenset[str]
+    saved: frozenset[str]
+    kept: int
+    spared: int
+    peak: int
+    seconds: float
+    bound: float
+
 
 @dataclass(kw_only=True)
 class Decisions:
@@ -23,6 +52,8 @@ class Decisions:
     seconds: of a step, as the planner charges it. variables, width, work: the size of the solver's
     problem (see `Solution`). held: nodes whose value was not chosen by cost. prices: what a
     change of state was charged. unbalanced: causal attention whose ranks do unequal work, and why.
+    recomputation: what is computed again in backward; None: what the compiler likes. others: under
+    a budget, further plans to try. unbudgeted: the plan without the budget, which may be this one.
     """
 
     strategies: dict[fx.Node, Strategy]
@@ -38,6 +69,9 @@ class Decisions:
     prices: AxisPrices
     held: list[fx.Node]
     unbalanced: list[str] = field(default_factory=list)
+    recomputation: Recomputation | None = None
+    others: tuple[Decisions, ...] = ()
+    unbudgeted: Decisions | None = None
 
     @property
     def hardware(self) -> Hardware:

@@ -10,19 +10,33 @@ import numpy as np
 import torch
 from torch import fx
 
-from autoshard.planning.cost import Hardware
+from autoshard.planning.cost import Hardware, planned_on
 from autoshard.planning.decisions import Decisions
-from autoshard.planning.estimate import Layout, Training, footprint, held
+from autoshard.planning.estimate import (
+    Layout,
+    Training,
+    footprint,
+    frontier,
+    profile,
+    timing,
+)
 from autoshard.planning.head_tail import HeadTail, in_plain_order
 from autoshard.planning.plan import Plan, strategy_text
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Builder, Problem
 from autoshard.planning.solver import Solution, TooWide
 from autoshard.planning.strategy import value
-from autoshard.planning.values import shardable
+from autoshard.planning.values import differentiable, shardable
 from autoshard.runtime.collectives import I, State, shard_dim
 from autoshard.runtime.errors import PlanError
 from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS
+
+_SURE = 0.8
+"""The part of a budget that an estimate may take without another plan being asked for."""
+
+_PLACEMENTS = 3
+"""Prices of a byte at which placements are tried; at the highest a gigabyte costs a thousand
+seconds a step."""
 
 
 @dataclass(kw_only=True)
@@ -34,6 +48,7 @@ class Request:
     arriving: the state of an input that comes back from an earlier call as a shard.
     contiguous_outputs: whether a sharded output is contiguous (a DTensor).
     outputs_read: whether a sharded output costs its gather; beside a loss it never does.
+    budget_is_known: whether it is an error that nothing fits it; else the default plan is taken.
     prices: what a stored byte costs where there is no memory_budget. layout: the data-parallel
     axes, among which a rank's bytes are split further. even: whether only dims are split that the
     axis divides, and no shape depends on values (of a graph that is exported).
@@ -48,6 +63,7 @@ class Request:
     contiguous_outputs: bool = False
     outputs_read: bool = True
     memory_budget: int | None = None
+    budget_is_known: bool = True
     plan: Plan | None = None
     prices: Prices = field(default_factory=Prices)
     layout: Layout = field(default_factory=Layout)
@@ -67,42 +83,86 @@ def fingerprint(gm: fx.GraphModule) -> str:
 def plan_graph(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request) -> Decisions:
     """The cheapest plan of `gm` on an axis of `n` ranks; with a `memory_budget`, of those that fit.
 
-    What a plan needs is estimated as in `autoshard plan`. On an axis of one rank all is whole, and
-    there is nothing a budget could change.
-
     Raises PlanError where a loaded plan asks for what the graph does not offer, and where no
-    plan fits `memory_budget` bytes a rank.
+    plan can fit `memory_budget` bytes a rank.
     """
     default = _solve(gm, n, hardware, request, request.prices)
-    budget = request.memory_budget
-    if n == 1 or budget is None:
+    trains = any(differentiable(node) for node in gm.graph.nodes)
+    if request.memory_budget is None or not (trains or request.budget_is_known):
         return default
+    return _within_budget(gm, n, hardware, request, default, request.memory_budget)
 
-    def needed(decisions: Decisions) -> int:
-        kept = held(gm, decisions, request.parameters, n)
-        return footprint(kept, request.layout, Training()).total
 
-    before = needed(default)
-    if before <= budget:
-        return default
-    # Dearer bytes until it fits; at `high` a gigabyte costs a thousand seconds a step.
-    low, high = default.prices.parameter_byte, 1e-6
-    best = _solve(gm, n, hardware, request, _prices(high, hardware))
-    smallest = min(needed(best), before)
-    if smallest > budget:
+def _within_budget(
+    gm: fx.GraphModule,
+    n: int,
+    hardware: Hardware,
+    request: Request,
+    default: Decisions,
+    budget: int,
+) -> Decisions:
+    """The quickest plan that fits: placements at rising prices of a byte, each with the least
+    recomputation with which it fits. What a plan needs is estimated as in `autoshard plan`."""
+    found = [_priced(gm, n, default, request, budget)]
+    if n > 1 and not found[0].surely:
+        low, high = default.prices.parameter_byte, 1e-6
+        for step in range(1, _PLACEMENTS + 1):
+            price = low * (high / low) ** (step / _PLACEMENTS)
+            decisions = _solve(gm, n, hardware, request, _prices(price, hardware))
+            found.append(_priced(gm, n, decisions, request, budget))
+    # the quickest of those that fit; then those that are estimated to need least
+    found.sort(
+        key=lambda one: (one.least > budget, one.seconds if one.least <= budget else one.least)
+    )
+    best, chosen = found[0], found[0].decisions
+    chosen.others = tuple(one.decisions for one in found[1:])
+    chosen.unbudgeted = default
+    if best.least <= budget:
+        return chosen
+    trains = any(differentiable(node) for node in gm.graph.nodes)
+    if not request.budget_is_known:
+        return chosen
+    if not trains or best.resident > budget:
         raise PlanError(
             f"no plan fits memory_budget={budget:,} bytes a rank: the smallest found needs "
-            f"{smallest:,} bytes of parameters, gradients, optimizer state, activations, buckets "
-            f"and buffers on {n} ranks of {request.axis}. Raise the budget, or use more ranks."
+            f"{best.least:,} bytes, of which {best.resident:,} are parameters, gradients, "
+            f"optimizer state and buffers, on {n} ranks of {request.axis}. Raise the budget, or "
+            "use more ranks."
         )
-    for _ in range(12):
-        middle = (low * high) ** 0.5
-        found = _solve(gm, n, hardware, request, _prices(middle, hardware))
-        if needed(found) <= budget:
-            best, high = found, middle
-        else:
-            low = middle
-    return best
+    return chosen  # the estimate is on the safe side, and the graphs are counted
+
+
+@dataclass(frozen=True)
+class _Priced:
+    """A plan with its recomputation. resident: bytes that are there whatever runs. least: bytes
+    with all recomputed that helps. surely: whether it fits without, by far."""
+
+    decisions: Decisions
+    seconds: float
+    resident: int
+    least: int
+    surely: bool
+
+
+def _priced(
+    gm: fx.GraphModule, n: int, decisions: Decisions, request: Request, budget: int
+) -> _Priced:
+    training, layout, cluster = Training(), request.layout, planned_on(decisions.hardware)
+    sizes = {request.axis: n, "dp_shard": layout.shard, "dp_replicate": layout.replicate}
+    free = profile(gm, decisions, request.parameters, n, cluster, layout.bucket_bytes)
+    held = footprint(free, layout, training)
+    resident = held.parameters + held.gradients + held.optimizer + held.buffers
+    seconds = timing(free, layout, training, cluster, cluster.links(sizes)).step
+    if held.total <= budget:
+        return _Priced(decisions, seconds, resident, held.total, held.total <= _SURE * budget)
+    choices = frontier(gm, decisions, n, cluster)
+    beside = held.total - free.activations.saved
+    least = min([held.total, *(beside + point.peak for point in choices.points[-1:])])
+    index = choices.cheapest(budget - beside)
+    if index is not None:
+        decisions.recomputation = choices.recomputation(index)
+        seconds += decisions.recomputation.seconds
+    return _Priced(decisions, seconds, resident, least, False)
 
 
 def _prices(price: float, hardware: Hardware) -> Prices:

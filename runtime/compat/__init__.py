@@ -5,7 +5,13 @@ from __future__ import annotations
 from autoshard.runtime.compat.version import probe  # first: it says by name what is missing
 
 # isort: split
-from autoshard.runtime.compat.aot import Finish, ForwardBackward, aot_eager, forward_backward
+from autoshard.runtime.compat.aot import (
+    Finish,
+    ForwardBackward,
+    JointGraph,
+    aot_eager,
+    forward_backward,
+)
 from autoshard.runtime.compat.autograd import (
     AccumulateGrad,
     apply,

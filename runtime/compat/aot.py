@@ -54,23 +54,43 @@ class ForwardBackward:
     saved: tuple[fx.Node, ...]
 
 
-def forward_backward(gm: fx.GraphModule, fakes: Sequence[Any]) -> ForwardBackward:
+@dataclass(frozen=True)
+class JointGraph:
+    """The one graph of forward and backward, before it is split. options: of the partitioner."""
+
+    module: fx.GraphModule
+    options: dict[str, Any]
+
+    def split(self, tag: Callable[[fx.Node], None]) -> ForwardBackward:
+        """The two graphs, once `tag` has said of each node of the forward what becomes of it."""
+        from torch._guards import TracingContext, detect_fake_mode, tracing
+
+        joint = _copied(self.module)
+        for node in joint.graph.nodes:
+            if node.op == "call_function" and node.meta.get("partitioner_tag") != "is_backward":
+                tag(node)
+        fakes = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
+        with tracing(TracingContext(detect_fake_mode(fakes))):  # for states of random numbers
+            return _split(joint, None, self.options)
+
+
+def forward_backward(
+    gm: fx.GraphModule, fakes: Sequence[Any], joints: list[JointGraph] | None = None
+) -> ForwardBackward:
     """The graphs that AOTAutograd and its min-cut partitioner make of `gm`; nothing runs.
 
     fakes: one a placeholder, all of one fake mode; requires_grad says what is differentiated.
+    joints: gets the graph they were, where something needs a gradient.
     """
     from torch._functorch.aot_autograd import aot_module_simplified
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     found: list[ForwardBackward] = []
 
     def partition(joint: fx.GraphModule, args: Any, **options: Any) -> Any:
-        forward, backward = min_cut_rematerialization_partition(joint, args, **options)
-        output = next(iter(reversed(forward.graph.nodes)))
-        kept = output.args[0][options["num_fwd_outputs"] :]
-        saved = [n for n in kept if isinstance(n, fx.Node) and not _is_input(n)]
-        found.append(ForwardBackward(forward, backward, tuple(dict.fromkeys(saved))))
-        return forward, backward
+        if joints is not None:
+            joints[:] = [JointGraph(_copied(joint), options)]
+        found.append(_split(joint, args, options))
+        return found[-1].forward, found[-1].backward
 
     def compiler(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         if not found:
@@ -88,6 +108,24 @@ def forward_backward(gm: fx.GraphModule, fakes: Sequence[Any]) -> ForwardBackwar
             trace(fw_compiler=compiler, bw_compiler=compiler)
             TensorifyState.clear()
     return found[0]
+
+
+def _copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy whose nodes may be tagged; the values are shared."""
+    graph = fx.Graph()
+    last = graph.output(graph.graph_copy(gm.graph, {}))  # type: ignore[arg-type]
+    last.meta = dict(gm.graph.output_node().meta)
+    return fx.GraphModule(gm, graph)
+
+
+def _split(joint: fx.GraphModule, args: Any, options: dict[str, Any]) -> ForwardBackward:
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    forward, backward = min_cut_rematerialization_partition(joint, args, **options)
+    output = next(iter(reversed(forward.graph.nodes)))
+    kept = output.args[0][options["num_fwd_outputs"] :]
+    saved = [n for n in kept if isinstance(n, fx.Node) and not _is_input(n)]
+    return ForwardBackward(forward, backward, tuple(dict.fromkeys(saved)))
 
 
 def to_be_read(*args: Any) -> Any:

@@ -62,8 +62,11 @@ def add_decompositions() -> None:
 
 
 def _cache_keys(gm: fx.GraphModule, digest: str) -> dict[str, str]:
-    """A key for each of our functions in the graph: `digest`, and what the graph's text lacks."""
-    functions, tags = set(), [digest]
+    """A key for each of our functions in the graph: `digest`, and what the graph's text lacks.
+
+    One entry is there without any: a graph of torch's operators alone has tags too.
+    """
+    functions, tags = {"autoshard"}, [digest]
     for node in gm.graph.nodes:
         module = getattr(node.target, "__module__", None) or ""
         if node.op == "call_function" and module.startswith("autoshard."):

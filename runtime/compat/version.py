@@ -82,7 +82,9 @@ torch._dynamo.backends.debugging.boxed_nop
 torch._functorch.aot_autograd.aot_module_simplified
 torch._functorch.config
 torch._functorch.partitioners.min_cut_rematerialization_partition
+torch._guards.TracingContext
 torch._guards.detect_fake_mode
+torch._guards.tracing
 torch._inductor.compile_fx._recursive_post_grad_passes
 torch._inductor.compile_fx.compile_fx
 torch._inductor.compile_fx.compile_fx_inner

@@ -11,11 +11,12 @@ from torch import fx, nn
 import autoshard
 from autoshard.compiling import Collective
 from autoshard.explain import text_costs as explain_costs
-from autoshard.explain.alternatives import alternatives, machine_of
+from autoshard.explain.alternatives import alternatives
 from autoshard.explain.costs import Cost, cause, seconds, sent
 from autoshard.explain.facts import Facts
 from autoshard.passes.bucketing import GATHER_TOGETHER
 from autoshard.planning.cost import model as cost
+from autoshard.planning.cost import planned_on
 from autoshard.program import Program
 from models_hf import llama
 
@@ -116,7 +117,7 @@ def test_costs_are_all_collectives_sorted(meshes: list[Program]) -> None:
 
 def test_each_axis_is_priced_by_its_own_size_and_link(meshes: list[Program]) -> None:
     made = meshes[1]
-    machine = machine_of(made.hardware)
+    machine = planned_on(made.hardware)
     links = machine.links({"dp_shard": 2, "tp": 2})
     by_axis: dict[str, Cost] = {}
     for one in Facts(made).costs:

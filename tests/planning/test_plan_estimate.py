@@ -240,6 +240,23 @@ def test_faster_links_are_no_slower_and_small_batches_wait() -> None:
     assert alone.memory.optimizer == pytest.approx(eight.memory.optimizer / 2, rel=0.05)
 
 
+def test_what_does_not_fit_is_computed_again() -> None:
+    """Memory for time: a row fits with less than it needs, and says what it pays."""
+    model, batch = meta_llama()
+    (free,) = search_meshes(model, (), batch, world=2, hardware="h100", mesh={"tp": 2}).rows
+    torch.compiler.reset()
+    budget = free.memory.total - free.memory.activations // 4
+    (row,) = search_meshes(
+        model, (), batch, world=2, hardware="h100", mesh={"tp": 2}, memory_budget=budget
+    ).rows
+    assert free.recomputation is None and row.recomputation is not None
+    assert row.fits and row.memory.total <= budget < free.memory.total
+    assert row.memory.parameters == free.memory.parameters
+    more = row.timing.step - free.timing.step
+    assert more == pytest.approx(row.recomputation.seconds, rel=0.01)
+    assert row.recomputation.bound <= row.recomputation.seconds
+
+
 def test_nothing_fits_and_says_why() -> None:
     model, batch = meta_llama()
     found = search_meshes(model, (), batch, world=2, hardware="cpu", memory_budget=1_000_000)

@@ -8,8 +8,8 @@ from autoshard.planning.cost.bucket_size import (
     fill_buckets,
     reference_bytes,
 )
-from autoshard.planning.cost.clusters import Cluster, cluster
-from autoshard.planning.cost.machines import DEFAULT_HARDWARE, HARDWARE, Hardware, Link, hardware
+from autoshard.planning.cost.clusters import Cluster, cluster, planned_on
+from autoshard.planning.cost.machines import DEFAULT_HARDWARE, Hardware, Link, hardware
 from autoshard.planning.cost.model import (
     COLLECTIVES,
     ONE_SHOT_BYTES,

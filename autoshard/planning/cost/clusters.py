@@ -114,6 +114,13 @@ class Cluster:
         return replace(self.device, links=self.links(sizes))
 
 
+def planned_on(hardware: Hardware) -> Cluster:
+    """The cluster that a plan for `hardware` is priced on."""
+    if hardware.name in HARDWARE:
+        return cluster(hardware.name)
+    return Cluster(hardware, 8, hardware.links["tp"], hardware.links["dp_shard"])
+
+
 def cluster(source: str | Cluster) -> Cluster:
     """A built-in cluster (a key of HARDWARE: eight GPUs a node, or a pair of CPU processes), or
     the one that a .json, .yaml or .yml file describes. ConfigError where there is neither."""

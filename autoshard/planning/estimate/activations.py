@@ -65,16 +65,19 @@ class SavedForBackward:
 
 def saved_for_backward(gm: fx.GraphModule, decisions: Decisions, n: int) -> SavedForBackward:
     """What a rank of an axis of `n` keeps of the activations of one planned serial graph."""
-    return _Saving(gm, decisions, n).run()
+    return Saving(gm, decisions, n).run()
 
 
-class _Saving:
+class Saving:
+    """What the derivatives of one planned graph read, with its bytes on a rank."""
+
     def __init__(self, gm: fx.GraphModule, decisions: Decisions, n: int) -> None:
         self.gm, self.decisions, self.n = gm, decisions, n
         self.kernels = Kernels(gm)
         self.found: dict[tuple[fx.Node, State], int] = {}
 
     def run(self) -> SavedForBackward:
+        """What is kept where the compiler decides."""
         later: list[fx.Node] = []
         weights: set[fx.Node] = set()
         rows = 0
@@ -84,20 +87,20 @@ class _Saving:
             if not differentiable(node):
                 continue
             if packet(node) in ATTENTION:
-                rows += self._rows(node)
+                rows += self.rows(node)
             rows += inner_bytes(node, self.decisions.strategies[node], self.n)
             if packet(node) in LOSSES and self.decisions.strategies[node].impl is None:
                 # its logarithms of probabilities, which no partition computes twice
                 scores, state = operands(node)[0], self.decisions.strategies[node].inputs[0]
-                self.found[node, state] = self._bytes(scores, state)
+                self.found[node, state] = self.nbytes(scores, state)
                 continue
-            for tensor, want in self._needs(node):
+            for tensor, want in self.needs(node):
                 if self.kernels.base[tensor] in self.decisions.stored:
                     weights.add(self.kernels.base[tensor])
-                if self._moved(tensor, want):
-                    if not self.decisions.gathers_again(tensor, self._state(tensor), want):
-                        self.found[tensor, forward_value(want)] = self._bytes(tensor, want)
-                elif self._in_memory(self.kernels.base[tensor]):
+                if self.moved(tensor, want):
+                    if not self.decisions.gathers_again(tensor, self.state(tensor), want):
+                        self.found[tensor, forward_value(want)] = self.nbytes(tensor, want)
+                elif self.in_memory(self.kernels.base[tensor]):
                     self.found.update(self._keep(self.kernels.base[tensor]))
                 else:
                     later.append(self.kernels.base[tensor])
@@ -106,7 +109,7 @@ class _Saving:
         saved = sum(self.found.values()) + rows
         return SavedForBackward(saved, self._transient(), frozenset(weights))
 
-    def _needs(self, node: fx.Node) -> list[tuple[fx.Node, State]]:
+    def needs(self, node: fx.Node) -> list[tuple[fx.Node, State]]:
         """The (value, state it is used in) that the derivative of `node` reads."""
         strategy = self.decisions.strategies[node]
         operator, tensors = packet(node), operands(node)
@@ -133,7 +136,7 @@ class _Saving:
             ] + (used[2:] if operator == aten.lstm else [])
         return [(t, s) for t, s in used if differentiable(t)]
 
-    def _in_memory(self, node: fx.Node) -> bool:
+    def in_memory(self, node: fx.Node) -> bool:
         """Whether the value is in memory anyway; a loss reads its operand through a kernel."""
         if node.op != "call_function" or not fusible(node):
             return True
@@ -146,19 +149,19 @@ class _Saving:
         """Keeping what a node made; parameters, inputs and constants are there without it."""
         if node.op != "call_function" or node not in self.decisions.strategies:
             return {}
-        state = self._state(node)
-        return {(node, forward_value(state)): self._bytes(node, state)}
+        state = self.state(node)
+        return {(node, forward_value(state)): self.nbytes(node, state)}
 
     def _cheapest(self, node: fx.Node) -> dict[tuple[fx.Node, State], int]:
         """Keep the value of `node`, or what its kernel computed it from: the fewer new bytes."""
-        if self._in_memory(node):
+        if self.in_memory(node):
             return self._keep(node)
         itself = self._keep(node)
         sources: dict[tuple[fx.Node, State], int] = {}
         strategy = self.decisions.strategies.get(node)
         for tensor, want in zip(operands(node), strategy.inputs if strategy else ()):
-            if self._moved(tensor, want):
-                sources[tensor, forward_value(want)] = self._bytes(tensor, want)
+            if self.moved(tensor, want):
+                sources[tensor, forward_value(want)] = self.nbytes(tensor, want)
             else:
                 sources.update(self._cheapest(self.kernels.base[tensor]))
             if self._new(sources) > self._new(itself):
@@ -173,10 +176,10 @@ class _Saving:
         largest = 0
         for node in self.gm.graph.nodes:
             if node.op == "call_function" and differentiable(node) and node.users:
-                if isinstance(value(node), torch.Tensor) and self._in_memory(node):
-                    state = self._state(node)
+                if isinstance(value(node), torch.Tensor) and self.in_memory(node):
+                    state = self.state(node)
                     here = (node, forward_value(state)) in self.found
-                    largest = max(largest, self._bytes(node, state) * (1 if here else 2))
+                    largest = max(largest, self.nbytes(node, state) * (1 if here else 2))
                 if is_mixture(node):
                     strategy = self.decisions.strategies[node]
                     largest = max(largest, row_bytes(node, strategy, self.n)[1])
@@ -184,23 +187,26 @@ class _Saving:
 
     # Sizes and states
 
-    def _rows(self, node: fx.Node) -> int:
+    def rows(self, node: fx.Node) -> int:
         """The float32 number that attention keeps of each of its rows."""
         query = operands(node)[0]
         each = 4 * cost.numel(value(query)) // cost.hint(value(query).shape[-1])
         return each // self._split(self.decisions.strategies[node].inputs[0])
 
-    def _moved(self, tensor: fx.Node, want: State) -> bool:
-        return forward_value(self._state(tensor)) != forward_value(want)
+    def moved(self, tensor: fx.Node, want: State) -> bool:
+        """Whether a value is used in another state than it is made in."""
+        return forward_value(self.state(tensor)) != forward_value(want)
 
-    def _state(self, node: fx.Node) -> State:
+    def state(self, node: fx.Node) -> State:
+        """The state in which a value is made."""
         owner, index = producer(node)
         output = self.decisions.strategies[owner].output
         if isinstance(output, str):
             return output
         return output[0 if index is None else index]
 
-    def _bytes(self, node: fx.Node, state: State) -> int:
+    def nbytes(self, node: fx.Node, state: State) -> int:
+        """Bytes of a value in a state, on this rank."""
         made = value(node)
         if isinstance(made, (tuple, list)):
             return sum(tensor_bytes(each) for each in made) // self._split(state)

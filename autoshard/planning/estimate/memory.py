@@ -7,11 +7,11 @@ exact account, of the graphs that run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autoshard.planning.decisions import Decisions
+from autoshard.planning.decisions import Decisions, Recomputation
 from autoshard.planning.estimate.activations import SavedForBackward, saved_for_backward
 from autoshard.planning.estimate.training import Training
 from autoshard.planning.estimate.weights import Layout, Weight, buckets, weights_of
@@ -34,11 +34,19 @@ def held(
 ) -> RankHolds:
     """What a rank of an axis of `n` holds of `gm` under `decisions`."""
     activations = saved_for_backward(gm, decisions, n)
+    if decisions.recomputation is not None:
+        activations = recomputed(activations, decisions.recomputation)
     return RankHolds(
         weights=weights_of(gm, decisions, parameters, n, activations.weights),
         activations=activations,
         buffers=sum(tensor_bytes(value(node)) for node in gm.graph.nodes if node.meta.get(BUFFER)),
     )
+
+
+def recomputed(free: SavedForBackward, chosen: Recomputation) -> SavedForBackward:
+    """What a rank keeps under a choice of what is computed again; `free`: without one."""
+    transient = free.transient + chosen.peak - chosen.kept
+    return replace(free, saved=chosen.kept, transient=transient)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,22 +13,21 @@ gradient; that of attention, which computes its scores again, 2.5 times its forw
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from autoshard.planning import cost
 from autoshard.planning.cost import Cluster
-from autoshard.planning.decisions import Decisions
-from autoshard.planning.estimate.memory import RankHolds, held
+from autoshard.planning.decisions import Decisions, Recomputation
+from autoshard.planning.estimate.memory import RankHolds, held, recomputed
+from autoshard.planning.estimate.operator_time import OperatorTimes, dtype_of
 from autoshard.planning.estimate.traffic import Sent, expert_rows, tp_collectives
-from autoshard.planning.fusion import Kernels, joined
-from autoshard.planning.mixtures import inner_bytes, is_mixture
+from autoshard.planning.mixtures import is_mixture
 from autoshard.planning.operators import ATTENTION, packet
-from autoshard.planning.strategy import Strategy, operands, value
-from autoshard.planning.values import differentiable, is_lookup, producer, tensor_bytes
-from autoshard.runtime.collectives import State, shard_dim
+from autoshard.planning.strategy import operands
+from autoshard.planning.values import differentiable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +54,20 @@ class Profile(RankHolds):
         return sum(self.forward) + sum(self.backward)
 
 
+def with_recomputation(one: Profile, chosen: Recomputation) -> Profile:
+    """A profile made without recomputation, with a choice of what is computed again.
+
+    The time lies where the backward's does.
+    """
+    whole = sum(one.backward)
+    more = 1 + chosen.seconds / whole if whole else 1.0
+    return replace(
+        one,
+        backward=tuple(more * seconds for seconds in one.backward),
+        activations=recomputed(one.activations, chosen),
+    )
+
+
 def profile(
     gm: fx.GraphModule,
     decisions: Decisions,
@@ -67,13 +80,16 @@ def profile(
 
     bucket_bytes: as in Config.
     """
-    return _Profiler(gm, decisions, n, cluster).run(parameters, bucket_bytes)
+    chosen, free = decisions.recomputation, replace(decisions, recomputation=None)
+    one = _Profiler(gm, free, n, cluster).run(parameters, bucket_bytes)
+    return one if chosen is None else with_recomputation(one, chosen)
 
 
 class _Profiler:
     def __init__(self, gm: fx.GraphModule, decisions: Decisions, n: int, cluster: Cluster) -> None:
         self.gm, self.decisions, self.n, self.cluster = gm, decisions, n, cluster
-        self.kernels = Kernels(gm)
+        self.times = OperatorTimes(gm, n, cluster)
+        self.kernels = self.times.kernels
 
     def run(self, parameters: Mapping[fx.Node, str], bucket_bytes: int | None) -> Profile:
         nodes = list(self.gm.graph.nodes)
@@ -83,11 +99,11 @@ class _Profiler:
             strategy = self.decisions.strategies.get(node)
             if node.op != "call_function" or strategy is None or self.kernels.is_view(node):
                 continue
-            forward[i] = self._seconds(node, strategy)
+            forward[i] = self.times.seconds(node, strategy)
             waits = strategy.waits * cost.WAIT_SECONDS  # in forward only
             backward[i] = (forward[i] - waits) * _backward(node)
             own = cost.node_flops(node) * (1 + min(2.0, _backward(node)))
-            by_dtype[_dtype(node)] = by_dtype.get(_dtype(node), 0.0) + own
+            by_dtype[dtype_of(node)] = by_dtype.get(dtype_of(node), 0.0) + own
         main = max(by_dtype, key=lambda d: by_dtype[d], default=torch.float32)
         kept = held(self.gm, self.decisions, parameters, self.n)
         return Profile(
@@ -103,32 +119,6 @@ class _Profiler:
             buffers=kept.buffers,
         )
 
-    def _seconds(self, node: fx.Node, strategy: Strategy) -> float:
-        """Roofline seconds of the forward on a rank's shapes."""
-        states = [strategy.output] if isinstance(strategy.output, str) else list(strategy.output)
-        sharded = any(shard_dim(state) is not None for state in (*strategy.inputs, *states))
-        made = value(node)
-        results = made if isinstance(made, (tuple, list)) else [made]
-        written = sum(tensor_bytes(one) / self._split(state) for one, state in zip(results, states))
-        moved = written if self.kernels.writes(node) else 0.0
-        moved += 2 * inner_bytes(node, strategy, self.n)
-        seen: set[fx.Node] = set()
-        for tensor, want in zip(operands(node), strategy.inputs):
-            base = self.kernels.base[tensor]
-            if base in seen or joined(base, node, self.kernels.stage):
-                continue
-            seen.add(base)
-            size = tensor_bytes(value(tensor)) / self._split(want)
-            moved += min(size, written) if is_lookup(node) else size
-        share = self.cluster.efficiency
-        own = strategy.share / self.n if sharded else 1.0
-        flops = cost.node_flops(node) * own / share.compute
-        busy = cost.node_seconds(flops, moved / share.memory, _dtype(node), self.cluster.device)
-        return busy + strategy.waits * cost.WAIT_SECONDS
-
-    def _split(self, state: State) -> int:
-        return 1 if shard_dim(state) is None else self.n
-
 
 def _backward(node: fx.Node) -> float:
     """The time of the backward in units of the forward's."""
@@ -142,14 +132,3 @@ def _backward(node: fx.Node) -> float:
     if cost.node_flops(node):
         return float(sum(differentiable(t) for t in operands(node)[:2]))
     return 2.0
-
-
-def _dtype(node: fx.Node) -> torch.dtype:
-    """What the operator computes in: the dtype of its first operand, or of its result."""
-    for tensor in operands(node):
-        if value(tensor).is_floating_point():
-            dtype: torch.dtype = value(tensor).dtype
-            return dtype
-    made = value(producer(node)[0])
-    first = made[0] if isinstance(made, (tuple, list)) and made else made
-    return first.dtype if isinstance(first, torch.Tensor) else torch.float32

@@ -1,0 +1,200 @@
+"""A program under a memory budget: the least recomputation with which its peak fits, as counted.
+
+The planner's account of memory is an estimate; here the graphs that would run are made, and their
+memory is counted operator by operator (autoshard/memory/), that of Inductor's code buffer by
+buffer. A bisection of the choices, in the order that planning/estimate/frontiers.py gives them,
+needs a handful.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import warnings
+from collections.abc import Callable
+from typing import Protocol
+
+from autoshard.errors import PlanError, message
+from autoshard.memory import step_of, summary
+from autoshard.planning import Decisions, Recomputation, strategy_text
+from autoshard.planning.cost import planned_on
+from autoshard.planning.estimate import Layout, Training, footprint, frontier, held
+from autoshard.program import Program
+from autoshard.runtime.collectives import data_axes
+
+_MOST_TRIALS = 8
+_MOST_TRIES = 4
+_BY_OPERATOR = "aot_eager"
+_SAFE = 2
+"""An estimate this many times below the budget needs no count."""
+_PREDICTED = 0.95
+"""The part of a budget that Inductor's code may be predicted to need: see tests/memory."""
+
+
+class Revisable(Protocol):
+    """A graph with decisions that may be taken back."""
+
+    decisions: Decisions
+
+    def take(self, decisions: Decisions) -> None:
+        """Follow other decisions on the same graph."""
+
+
+def recompute(planned: Revisable, build: Callable[[], Program], budget: int, assumed: bool) -> None:
+    """Decide what is computed again so that a step stays within `budget` bytes a rank.
+
+    build: makes the program of the decisions as they are, for the first rank, whose parts are the
+    largest: all ranks decide on the same one. assumed: nobody asked for the budget: where nothing
+    fits it, what needs least is taken, with a warning; otherwise PlanError is raised.
+    """
+    candidates = [planned.decisions, *planned.decisions.others]
+    # an estimate may be above what the graphs need
+    default = planned.decisions.unbudgeted or planned.decisions
+    planned.take(default)
+    default.recomputation = None
+    if _fits(build(), budget):
+        return
+    failed: list[tuple[int, Decisions, Recomputation]] = []
+    for each in candidates:
+        planned.take(each)
+        found, needed = _decide(each, build, budget)
+        if needed <= budget:
+            return
+        if found is not None:
+            failed.append((needed, each, found))
+    needed, least, found = min(failed, key=lambda one: one[0])
+    told = message(
+        f"no plan fits memory_budget={budget:,} bytes a rank: with all recomputed that can be, "
+        f"a step needs {needed:,} bytes, {needed - budget:,} more",
+        remedy=f"Raise the budget to {needed:,}, or use a smaller batch or more ranks.",
+    )
+    if not assumed:
+        raise PlanError(told)
+    warnings.warn(told, stacklevel=2)
+    planned.take(least)
+    least.recomputation = found
+
+
+def _decide(
+    decisions: Decisions, build: Callable[[], Program], budget: int
+) -> tuple[Recomputation | None, int]:
+    """The choice for one placement, which it gets, and the bytes that a step needs with it."""
+    decisions.recomputation = None
+    free = build()
+    if _fits(free, budget):
+        return None, 0
+    key = (_operators(free), budget)
+    shared = bool(data_axes(free.mesh.axes))
+    if shared and key in _decided:
+        # data-parallel ranks compile other lengths at other times, and gather in one order
+        decisions.recomputation = _decided[key]
+        return decisions.recomputation, budget
+
+    def chosen(one: Recomputation) -> Program:
+        decisions.recomputation = one
+        return build()
+
+    found, needed = _smallest(free, chosen, budget)
+    decisions.recomputation = found
+    if shared and needed <= budget:
+        _decided[key] = found
+    return found, needed
+
+
+_decided: dict[tuple[str, int], Recomputation | None] = {}
+
+
+def _operators(program: Program) -> str:
+    """A hash of a graph's operators and their strategies, whatever its shapes."""
+    text = hashlib.sha256()
+    for node in program.serial.graph.nodes:
+        strategy = program.decisions.strategies.get(node)
+        states = strategy_text(strategy) if strategy is not None else ""
+        text.update(f"{node.op} {node.name} {node.target} {states}\n".encode())
+    return text.hexdigest()
+
+
+def _fits(free: Program, budget: int) -> bool:
+    """Whether a step stays within the budget as it is."""
+    kept = held(free.serial, free.decisions, free.parameters, free.axis.size)
+    sizes = {one.name: one.size for one in free.mesh.axes}
+    layout = Layout.of(sizes, free.config.zero, free.config.bucket_bytes)
+    if _SAFE * footprint(kept, layout, Training()).total <= budget:
+        return True
+    return _counted(free) <= _room(free, budget)
+
+
+def _counted(free: Program) -> int:
+    return summary(step_of(free, inner=_BY_OPERATOR)).peak
+
+
+def _room(program: Program, budget: int) -> int:
+    """What may be counted: the need of Inductor's code is known within some percent."""
+    return int(budget * _PREDICTED) if program.config.inner == "inductor" else budget
+
+
+def _smallest(
+    free: Program, build: Callable[[Recomputation], Program], budget: int
+) -> tuple[Recomputation, int]:
+    """The quickest choice with which a step fits, else the last one, and the bytes it needs."""
+    coded = free.config.inner == "inductor"  # which allocates in an order of its own
+    room, search = _room(free, budget), _Search(free, _counted(free))
+
+    def need(index: int) -> tuple[Recomputation, int]:
+        chosen = search.choices.recomputation(index)
+        return chosen, summary(step_of(build(chosen))).peak if coded else search.peak(index)
+
+    target, last = room, len(search.points) - 1
+    for _ in range(_MOST_TRIES):
+        found = search.run(target)
+        if found is None:
+            break
+        chosen, peak = need(found)
+        if peak <= room:
+            return chosen, budget
+        target -= peak - room
+    chosen, peak = need(last)
+    return chosen, budget if peak <= room else math.ceil(peak * budget / room)
+
+
+class _Search:
+    """The bisection. before: bytes that were counted without a choice."""
+
+    def __init__(self, free: Program, before: int) -> None:
+        self.free = free
+        cluster = planned_on(free.hardware)
+        self.choices = frontier(free.serial, free.decisions, free.axis.size, cluster)
+        self.points = self.choices.points
+        self.graphs = free.choices()
+        self.counted: dict[int, int] = {}
+        self.more = before - self.points[0].peak if self.points else 0
+        """Bytes that were counted beside those that the frontier knows, at the last trial."""
+
+    def run(self, budget: int) -> int | None:
+        """The index of the quickest choice found to fit; None: there is none."""
+        low, high = 0, len(self.points)
+        for _ in range(_MOST_TRIALS):
+            if low >= high:
+                break
+            guess = self._guess(low, high, budget)
+            if self.peak(guess) <= budget:
+                high = guess
+            else:
+                low = guess + 1
+        if high < len(self.points):
+            return high
+        last = len(self.points) - 1  # not reached, where trials ran out
+        return last if low <= last and self.peak(last) <= budget else None
+
+    def peak(self, index: int) -> int:
+        """Bytes of a step with the choice of an index, operator by operator."""
+        if index not in self.counted:
+            graphs = self.graphs(self.choices.recomputation(index))
+            self.counted[index] = summary(step_of(self.free, graphs=graphs)).peak
+        found = self.counted[index]
+        self.more = found - self.points[index].peak
+        return found
+
+    def _guess(self, low: int, high: int, budget: int) -> int:
+        found = self.choices.cheapest(budget - self.more)
+        return max(low, min(high - 1, len(self.points) if found is None else found))

@@ -1,0 +1,211 @@
+"""The values of a planned graph that a rank may keep for the backward, or compute again there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from autoshard.planning import cost
+from autoshard.planning.cost import Cluster
+from autoshard.planning.decisions import Decisions, ValueKey
+from autoshard.planning.estimate.activations import Saving
+from autoshard.planning.estimate.operator_time import OperatorTimes
+from autoshard.planning.mixtures import inner_bytes
+from autoshard.planning.operators import ATTENTION, LOSSES, packet
+from autoshard.planning.strategy import Strategy, operands, value
+from autoshard.planning.values import differentiable, tensor_bytes
+from autoshard.runtime.collectives import P, State, forward_value
+
+_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankValue:
+    """One value on a rank: what an operator makes, or what a change of state makes of that.
+
+    key: the node and the placement. nbytes: of the value. inner: bytes that the operator keeps of
+    its own besides, unless it runs again. seconds: to compute it, its operands being there.
+    sources: positions of the values it is computed from. needed: a derivative reads it.
+    once: it cannot be computed again (a draw of random numbers). again: the user's region of
+    activation checkpointing in which it is computed again; -1 outside. held: whether it is in
+    memory while it is there, and not inside of a fused kernel. views: other names of its memory,
+    which share its fate.
+    """
+
+    key: ValueKey
+    nbytes: int
+    inner: int
+    seconds: float
+    sources: tuple[int, ...]
+    needed: bool
+    once: bool
+    again: int
+    held: bool
+    views: tuple[ValueKey, ...] = ()
+
+
+def values_of(
+    gm: fx.GraphModule, decisions: Decisions, n: int, cluster: Cluster
+) -> list[RankValue]:
+    """The values of a graph on a rank of an axis of `n`, in the order of the forward.
+
+    Stored parameters and inputs are none: they are there anyway.
+    """
+    return _Walk(gm, decisions, n, cluster).run()
+
+
+class _Walk:
+    def __init__(self, gm: fx.GraphModule, decisions: Decisions, n: int, cluster: Cluster) -> None:
+        self.gm, self.decisions, self.n = gm, decisions, n
+        self.saving = Saving(gm, decisions, n)
+        self.times = OperatorTimes(gm, n, cluster)
+        self.link = cluster.real(decisions.prices.link)
+        self.found: list[RankValue] = []
+        self.place: dict[ValueKey, int] = {}
+        self.needed: set[ValueKey] = set()
+        self.views: dict[ValueKey, list[ValueKey]] = {}
+
+    def run(self) -> list[RankValue]:
+        for node in self.gm.graph.nodes:
+            strategy = self.decisions.strategies.get(node)
+            if node.op != "call_function":
+                continue
+            if self.saving.kernels.is_view(node):
+                self._view(node)
+            elif strategy is not None and _makes_tensors(node):
+                self._operator(node, strategy)
+        return [
+            replace(one, needed=one.key in self.needed, views=tuple(self.views.get(one.key, ())))
+            for one in self.found
+        ]
+
+    def _view(self, node: fx.Node) -> None:
+        base = self.saving.kernels.base[node]
+        if base in self.decisions.strategies and _makes_tensors(node):
+            own = (base, forward_value(self.saving.state(base)))
+            self.views.setdefault(own, []).append((node, forward_value(self.saving.state(node))))
+
+    def _operator(self, node: fx.Node, strategy: Strategy) -> None:
+        read = [
+            self._read(tensor, want, node)
+            for tensor, want in zip(operands(node), strategy.inputs, strict=True)
+        ]
+        sources = tuple(dict.fromkeys(place for place in read if place is not None))
+        inner = inner_bytes(node, strategy, self.n)
+        if differentiable(node):
+            if packet(node) in ATTENTION:
+                inner += self.saving.rows(node)
+            if packet(node) in LOSSES and strategy.impl is None:
+                inner += self.saving.nbytes(operands(node)[0], strategy.inputs[0])
+            else:
+                self._need(node)
+        state = self.saving.state(node)
+        seconds = self.times.seconds(node, strategy)
+        for one in strategy.traffic:
+            if not one.backward:
+                seconds += cost.collective_seconds(one.op, one.nbytes, self.n, self.link)
+        self._add(
+            (node, forward_value(state)),
+            self.saving.nbytes(node, state),
+            inner,
+            seconds,
+            sources,
+            not operands(node) or _draws(node),
+            node,
+            self.saving.in_memory(node),
+        )
+
+    def _need(self, node: fx.Node) -> None:
+        for tensor, want in self.saving.needs(node):
+            if self.saving.moved(tensor, want):
+                self.needed.add((tensor, forward_value(want)))
+            else:
+                base = self.saving.kernels.base[tensor]
+                if base.op == "call_function" and base in self.decisions.strategies:
+                    self.needed.add((base, forward_value(self.saving.state(base))))
+
+    def _read(self, tensor: fx.Node, want: State, user: fx.Node) -> int | None:
+        """The position of what an operator reads, its changes of state added; None: an input."""
+        base, at = self.saving.kernels.base[tensor], None
+        if base.op == "call_function" and base in self.decisions.strategies:
+            at = self.place.get((base, forward_value(self.saving.state(base))))
+        if self.n == 1:
+            return at
+        have = self.saving.state(tensor)
+        for state in self.decisions.route(tensor, want):
+            if forward_value(state) != forward_value(have):
+                key = (tensor, forward_value(state))
+                if key not in self.place:
+                    self._change(key, tensor, have, state, at, user)
+                at = self.place[key]
+                if self.decisions.gathers_again(tensor, have, state):
+                    at = None  # the gather of a weight happens again whatever is kept
+            have = state
+        return at
+
+    def _change(
+        self,
+        key: ValueKey,
+        tensor: fx.Node,
+        have: State,
+        want: State,
+        at: int | None,
+        user: fx.Node,
+    ) -> None:
+        outer = cost.outer_dim(value(tensor).shape)
+        whole = tensor_bytes(value(tensor))
+        seconds = cost.change_seconds(have, want, whole, self.n, self.link, False, outer)
+        if self.decisions.gathers_again(tensor, have, want):
+            nbytes = 0
+        else:
+            nbytes = self.saving.nbytes(tensor, want)
+        sources = () if at is None else (at,)
+        like = tensor if have == P else user
+        self._add(key, nbytes, 0, seconds, sources, False, like, True)
+
+    def _add(
+        self,
+        key: ValueKey,
+        nbytes: int,
+        inner: int,
+        seconds: float,
+        sources: tuple[int, ...],
+        once: bool,
+        like: fx.Node,
+        held: bool,
+    ) -> None:
+        again = like.meta.get("ac_graph_id", -1) if like.meta.get("recompute") in _AGAIN else -1
+        self.place[key] = len(self.found)
+        self.found.append(
+            RankValue(
+                key=key,
+                nbytes=nbytes,
+                inner=inner,
+                seconds=seconds,
+                sources=sources,
+                needed=False,
+                once=once,
+                again=again,
+                held=held,
+            )
+        )
+
+
+def _makes_tensors(node: fx.Node) -> bool:
+    """Whether a node makes tensors."""
+    made = value(node)
+    several: Sequence[object] = made if isinstance(made, (tuple, list)) else [made]
+    return any(isinstance(one, torch.Tensor) for one in several)
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether an operator draws from torch's generator: attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args)), **node.kwargs}
+    return packet(node) not in ATTENTION or bool(given.get("dropout_p"))

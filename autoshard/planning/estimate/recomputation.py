@@ -1,0 +1,154 @@
+"""What to keep and what to compute again, exactly, for one price of a kept byte.
+
+A value is kept, computed again, or not needed in backward. What is computed again takes the time of
+its operator (of its collective, where it is a change of state), and what that reads must be there
+too: kept, or computed again itself. The cheapest choice is a minimum cut. Each value is a pair of
+vertices, "computed" and "there"; those on the sink's side are computed, and there, in backward:
+
+    source -> computed      its seconds
+    computed -> there       its bytes, at the price
+    computed -> sink        bytes that the operator keeps of its own, at the price
+    there -> computed       of each value that reads it: may not be cut
+    there -> sink           of what a derivative reads: may not be cut
+
+It is the cut of torch's partitioner ("Min-cut optimal(*) recomputation with AOTAutograd", H. He and
+S. Zhang, 2022) with seconds in the place of bans. Equal layers are solved once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from autoshard.planning.estimate.recomputable import RankValue
+from autoshard.planning.solver import UNCUT, minimum_cut
+
+#: Femtoseconds, in which costs are whole numbers: sums do not depend on the order of additions.
+_UNIT = 1e15
+
+
+class Fate(IntEnum):
+    """The fate of a value in backward: nobody reads it, it is kept, or it is computed again."""
+
+    UNREAD = 0
+    KEPT = 1
+    AGAIN = 2
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Values that are decided together. text: equal in equal parts, whose values have equal
+    fates in order."""
+
+    values: tuple[int, ...]
+    text: tuple[tuple[object, ...], ...]
+
+
+class Choices:
+    """The choices that values in segments leave, for any price.
+
+    Values that cross a border are not computed again.
+    """
+
+    def __init__(self, values: Sequence[RankValue], segments: Sequence[int]) -> None:
+        self.values, self.segments = values, segments
+        self.crosses = _crossing(values, segments)
+        self.parts = self._parts()
+        self._solved: dict[tuple[object, ...], tuple[Fate, ...]] = {}
+
+    def fates(self, price: float, last: float) -> list[Fate]:
+        """The fate of each value, at `price` seconds a kept byte; `last`: in the last segment."""
+        found = [Fate.UNREAD] * len(self.values)
+        for i, one in enumerate(self.values):
+            if one.needed and self._stays(i):
+                found[i] = Fate.KEPT
+        end = self.segments[-1] if self.segments else 0
+        for part in self.parts:
+            here = last if self.segments[part.values[0]] == end else price
+            key = (here, part.text)
+            if key not in self._solved:
+                self._solved[key] = self._cut(part.values, here)
+            for i, fate in zip(part.values, self._solved[key]):
+                found[i] = fate
+        return found
+
+    def _stays(self, i: int) -> bool:
+        """Whether a value cannot be computed again."""
+        return self.values[i].once or self.crosses[i]
+
+    def _parts(self) -> list[_Part]:
+        fixed = [one.needed and self._stays(i) for i, one in enumerate(self.values)]
+        root = list(range(len(self.values)))
+
+        def find(i: int) -> int:
+            while root[i] != i:
+                root[i] = root[root[i]]
+                i = root[i]
+            return i
+
+        for i, one in enumerate(self.values):
+            if not self._stays(i):
+                for source in one.sources:
+                    if not fixed[source]:
+                        a, b = find(i), find(source)
+                        root[max(a, b)] = min(a, b)
+        groups: dict[int, list[int]] = {}
+        for i in range(len(self.values)):
+            if not fixed[i]:
+                groups.setdefault(find(i), []).append(i)
+        return [_Part(tuple(members), self._text(members)) for members in groups.values()]
+
+    def _text(self, members: Sequence[int]) -> tuple[tuple[object, ...], ...]:
+        place = {i: k for k, i in enumerate(members)}
+        return tuple(
+            (
+                self.values[i].nbytes,
+                self.values[i].inner,
+                self.values[i].seconds,
+                self.values[i].needed,
+                self._stays(i),
+                self._leaves(i),
+                tuple(place[source] for source in self.values[i].sources if source in place),
+            )
+            for i in members
+        )
+
+    def _leaves(self, i: int) -> bool:
+        """Whether a value may be kept: inside a region of the user's it is computed again."""
+        return self.values[i].again < 0 or self._stays(i)
+
+    def _cut(self, members: Sequence[int], price: float) -> tuple[Fate, ...]:
+        place = {i: k for k, i in enumerate(members)}
+        edges, source, sink = [], 2 * len(members), 2 * len(members) + 1
+        for k, i in enumerate(members):
+            one = self.values[i]
+            computed, there = 2 * k, 2 * k + 1
+            own = UNCUT if self._stays(i) else round(one.seconds * _UNIT)
+            edges.append((source, computed, 0 if not self._leaves(i) else own))
+            kept = round(one.nbytes * price * _UNIT) if self._leaves(i) else UNCUT
+            edges.append((computed, there, kept))
+            if one.inner and self._leaves(i) and not self._stays(i):
+                edges.append((computed, sink, round(one.inner * price * _UNIT)))
+            if one.needed:
+                edges.append((there, sink, UNCUT))
+            if not self._stays(i):
+                edges += [(2 * place[s] + 1, computed, UNCUT) for s in one.sources if s in place]
+        backward = minimum_cut(2 * len(members) + 2, edges, source, sink)
+        fates = []
+        for k in range(len(members)):
+            if backward[2 * k]:
+                fates.append(Fate.AGAIN)
+            else:
+                fates.append(Fate.KEPT if backward[2 * k + 1] else Fate.UNREAD)
+        return tuple(fates)
+
+
+def _crossing(values: Sequence[RankValue], segments: Sequence[int]) -> list[bool]:
+    """Whether a value is read in a later segment, or a later region of the user's, than its own."""
+    found = [False] * len(values)
+    for i, one in enumerate(values):
+        for source in one.sources:
+            if segments[source] != segments[i] or 0 <= values[source].again < one.again:
+                found[source] = True
+    return found

@@ -1,0 +1,169 @@
+"""`memory_budget`: a step stays within it as counted, and its gradients are those of the serial
+model."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+from live_storages import LiveStorages, measure_step
+from models_hf import llama
+from traced import builder
+
+WIDTH, LAYERS, VOCABULARY = 32, 6, 64
+
+
+def make_llama() -> nn.Module:
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "vocab_size": VOCABULARY}
+    return llama(num_hidden_layers=LAYERS, **sizes)()
+
+
+def make_gpt2(dropout: float = 0.0) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    sizes = {"n_positions": 64, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, use_cache=False, **sizes, **off))
+    model.loss_type = "ForCausalLM"  # else a warning breaks the graph before the loss
+    return model
+
+
+def make_vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": LAYERS}
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = ViTConfig(num_attention_heads=4, image_size=32, patch_size=4, **sizes, **off)
+    return ViTForImageClassification(config)
+
+
+MODELS = {
+    "llama": make_llama,
+    "gpt2": make_gpt2,
+    "gpt2 with dropout": functools.partial(make_gpt2, 0.2),
+    "vit": make_vit,
+}
+
+
+def batch(name: str) -> dict[str, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(1)
+    if name == "vit":
+        images = torch.randn(32, 3, 32, 32, generator=drawn)
+        return {"pixel_values": images, "labels": torch.arange(32) % 2}
+    ids = torch.randint(3, VOCABULARY, (16, 64), generator=drawn)
+    return {"input_ids": ids, "labels": ids}
+
+
+def step(name: str, inner: str, budget: int | None) -> tuple[dict[str, int], Any]:
+    """The bytes measured in a step, and the gradients beside those without a budget."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    live, model, data = LiveStorages(), MODELS[name]().train(), batch(name)
+    options: dict[str, Any] = {"mesh": {"tp": 1}, "inner": inner, "rng": "invariant"}
+    if budget is not None:
+        options["memory_budget"] = budget
+    compiled = torch.compile(model, backend="autoshard", options=options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    try:
+        found = measure_step(live, model, lambda: compiled(**data).loss, optimizer)
+    finally:
+        live.restore()
+    torch.manual_seed(2)
+    compiled(**data).loss.backward()
+    return found, [p.grad for p in model.parameters()]
+
+
+def serial_gradients(name: str) -> list[Any]:
+    torch.manual_seed(0)
+    model = copy.deepcopy(MODELS[name]()).train()
+    model(**batch(name)).loss.backward()
+    return [p.grad for p in model.parameters()]
+
+
+def floor(name: str, inner: str) -> int:
+    """What the error says a step needs at least."""
+    with pytest.raises(BackendCompilerFailed, match="PlanError: no plan fits") as caught:
+        step(name, inner, 1_700_000)
+    found = re.search(r"Raise the budget to ([\d,]+)", str(caught.value))
+    assert found is not None
+    return int(found[1].replace(",", ""))
+
+
+def check(name: str, inner: str, shares: tuple[float, ...]) -> None:
+    free, before = step(name, inner, None)
+    want = before if "dropout" in name else serial_gradients(name)
+    least = floor(name, inner)
+    budgets = sorted({max(least, int(share * free["peak"])) for share in shares})
+    for budget in budgets:
+        found, gradients = step(name, inner, budget)
+        assert found["peak"] <= budget < free["peak"], (budget, free, found)
+        for got, expected in zip(gradients, want, strict=True):
+            torch.testing.assert_close(got, expected, rtol=2e-4, atol=1e-6)
+
+
+def test_a_step_stays_within_its_budget() -> None:
+    free, before = step("gpt2 with dropout", "aot_eager", None)
+    budget = int(0.5 * free["peak"])
+    found, gradients = step("gpt2 with dropout", "aot_eager", budget)
+    assert found["peak"] <= budget
+    for got, expected in zip(gradients, before, strict=True):
+        torch.testing.assert_close(got, expected, rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_every_model_under_every_budget(name: str, inner: str) -> None:
+    check(name, inner, (0.6, 0.4, 0.25))
+
+
+def trained(sizes: dict[str, int], budget: int | None) -> dict[str, Any]:
+    """What `measure_step` finds on a rank, and the whole gradients of a further step."""
+    torch.manual_seed(0)
+    live, model, data = LiveStorages(), make_llama().train(), batch("llama")
+    options: dict[str, Any] = {"mesh": sizes, "inner": "aot_eager", "bucket_bytes": 20_000}
+    if budget is not None:
+        options["memory_budget"] = budget
+    compiled = torch.compile(model, backend="autoshard", options=options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    try:
+        found: dict[str, Any] = measure_step(live, model, lambda: compiled(**data).loss, optimizer)
+    finally:
+        live.restore()
+    compiled(**data).loss.backward()
+    found["gradients"] = [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2}])
+def test_ranks_stay_within_their_budget(gloo2: Any, sizes: dict[str, int]) -> None:
+    free = gloo2(trained, sizes, None)
+    budget = int(0.5 * max(one["peak"] for one in free))
+    want = serial_gradients("llama")
+    for found in gloo2(trained, sizes, budget):
+        assert found["peak"] <= budget, (sizes, budget, found["peak"])
+        for got, expected in zip(found["gradients"], want, strict=True):
+            torch.testing.assert_close(got, expected, rtol=2e-4, atol=1e-6)
+
+
+def test_two_ranks_compute_again_what_fits() -> None:
+    """Gathers run again in backward, counted in the graphs of one rank."""
+    torch.compiler.reset()
+    build = builder(make_llama(), (), batch("llama"))
+    free = build({"tp": 2})
+    peak = free.memory(inner="aot_eager").peak
+    tight = build({"tp": 2}, memory_budget=int(0.45 * peak), inner="aot_eager")
+    assert tight.memory().peak <= 0.45 * peak
+    assert tight.decisions.recomputation is not None
+    again = [one for one in tight.collectives() if one.phase == "backward"]
+    assert len(again) >= len([one for one in free.collectives() if one.phase == "backward"])
+    assert "computed again in backward" in tight.explain()

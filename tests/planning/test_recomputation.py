@@ -1,0 +1,145 @@
+"""What is kept and what is computed again: against all choices, on small random graphs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from torch import fx
+
+from autoshard.planning.estimate.frontiers import Frontier
+from autoshard.planning.estimate.recomputable import RankValue
+from autoshard.planning.estimate.recomputation import Choices, Fate
+from autoshard.planning.estimate.segments import merged, segments_of
+from autoshard.planning.solver.cuts import UNCUT, minimum_cut
+
+
+def values(rng: random.Random, count: int, regions: bool = False) -> list[RankValue]:
+    graph = fx.Graph()
+    found = []
+    for i in range(count):
+        sources = sorted(rng.sample(range(i), min(i, rng.randint(0, 2))))
+        found.append(
+            RankValue(
+                key=(graph.placeholder(f"v{i}"), "I"),
+                nbytes=rng.randint(1, 20) * 1000,
+                inner=rng.choice([0, 0, 0, 3000]),
+                seconds=rng.choice([0.0, rng.randint(1, 50) * 1e-6]),
+                sources=tuple(sources),
+                needed=rng.random() < 0.5,
+                once=not sources and rng.random() < 0.3,
+                again=rng.choice([-1, -1, 0]) if regions else -1,
+                held=True,
+            )
+        )
+    return found
+
+
+def cost(given: list[RankValue], choices: Choices, fates: tuple[Fate, ...], price: float) -> float:
+    """Seconds of a choice, and its bytes at the price; infinite where it is none."""
+    total = 0.0
+    for i, (one, fate) in enumerate(zip(given, fates)):
+        stays = one.once or choices.crosses[i]
+        region = one.again >= 0 and not stays
+        if one.needed and fate is Fate.UNREAD:
+            return float("inf")
+        if fate is Fate.AGAIN:
+            if stays or any(fates[source] is Fate.UNREAD for source in one.sources):
+                return float("inf")
+            total += 0.0 if region else one.seconds
+        else:
+            total += 0.0 if region else one.inner * price
+            if fate is Fate.KEPT:
+                total += float("inf") if region else one.nbytes * price
+    return total
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_the_choice_for_a_price_is_the_cheapest_of_all(seed: int) -> None:
+    rng = random.Random(seed)
+    given = values(rng, 7, regions=seed % 3 == 0)
+    last = rng.randint(3, 7)
+    segments = [0 if i < last else 1 for i in range(7)]
+    choices = Choices(given, segments)
+    for price in (1e-16, 1e-10, 1e-9, 1e-8):
+        found = tuple(choices.fates(price, price))
+        best = min(
+            cost(given, choices, every, price) for every in itertools.product(Fate, repeat=7)
+        )
+        assert cost(given, choices, found, price) == pytest.approx(best, rel=1e-6, abs=1e-14)
+
+
+def cut_size(edges: list[tuple[int, int, int]], sink_side: list[bool]) -> int:
+    return sum(c for a, b, c in edges if sink_side[b] and not sink_side[a])
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_minimum_cut(seed: int) -> None:
+    rng = random.Random(seed)
+    edges = [(rng.randrange(7), rng.randrange(7), rng.randint(0, 9)) for _ in range(18)]
+    edges = [(a, b, c) for a, b, c in edges if a != b and b != 0 and a != 6]
+    found = minimum_cut(7, edges, 0, 6)
+    every = [
+        cut_size(edges, [False, *inner, True])
+        for inner in itertools.product([False, True], repeat=5)
+    ]
+    assert not found[0] and found[6] and cut_size(edges, found) == min(every)
+    assert found == minimum_cut(7, edges[::-1], 0, 6)
+
+
+def test_what_cannot_be_cut() -> None:
+    with pytest.raises(ValueError, match="may not be cut"):
+        minimum_cut(3, [(0, 1, UNCUT), (1, 2, UNCUT)], 0, 2)
+
+
+LAYER = (("wide", 400, 3e-6), ("wider", 800, 1e-6), ("out", 100, 2e-6))
+
+
+def layers(count: int) -> list[RankValue]:
+    """Equal layers: a wide value and a narrow one, which the next layer reads."""
+    graph = fx.Graph()
+    found: list[RankValue] = []
+    for i in range(count):
+        for name, nbytes, seconds in (
+            ("wide", 400, 3e-6),
+            ("wider", 800, 1e-6),
+            ("out", 100, 2e-6),
+        ):
+            found.append(
+                RankValue(
+                    key=(graph.placeholder(f"{name}{i}"), "I"),
+                    nbytes=nbytes,
+                    inner=0,
+                    seconds=seconds,
+                    sources=(len(found) - 1,) if found else (),
+                    needed=True,
+                    once=False,
+                    again=-1,
+                    held=True,
+                )
+            )
+    return found
+
+
+def test_segments_are_layers_and_the_last_stays_alone() -> None:
+    given = layers(4)
+    assert segments_of(given) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert merged(segments_of(given), 2) == [0, 0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_the_frontier_spends_time_for_memory_and_knows_what_it_could_not_save() -> None:
+    found = Frontier(layers(8))
+    assert found.points[0].seconds == 0 and found.points[0].peak == 8 * 1300
+    pairs = list(itertools.pairwise(found.points))
+    assert all(a.seconds < b.seconds and a.peak > b.peak for a, b in pairs)
+    assert len(found.points) > 8, "one layer after another, not all at once"
+    # all layers but the last keep what they hand on; what the worst computes again is there once
+    assert found.points[-1].kept == 7 * 100 + 1300
+    for index, point in enumerate(found.points):
+        one = found.recomputation(index)
+        assert 0 <= one.bound <= one.seconds + 1e-12
+        assert one.kept == point.kept and one.spared == found.points[0].kept - point.kept
+        again = [v for v in found.values if f"{v.key[0].name} I" in one.again]
+        assert sum(v.seconds for v in again) == pytest.approx(one.seconds)
+    assert found.cheapest(8 * 1300) == 0 and found.cheapest(100) is None
