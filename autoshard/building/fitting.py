@@ -27,6 +27,7 @@ _MOST_TRIES = 4
 _BY_OPERATOR = "aot_eager"
 _SAFE = 2
 """An estimate this many times below the budget needs no count."""
+_COUNTED = 0.999
 _PREDICTED = 0.95
 """The part of a budget that Inductor's code may be predicted to need: see tests/memory."""
 
@@ -121,16 +122,17 @@ def _fits(free: Program, budget: int) -> bool:
     layout = Layout.of(sizes, free.config.zero, free.config.bucket_bytes)
     if _SAFE * footprint(kept, layout, Training()).total <= budget:
         return True
-    return _counted(free) <= _room(free, budget)
+    return _counted(free) <= int(budget * _part(free))
 
 
 def _counted(free: Program) -> int:
     return summary(step_of(free, inner=_BY_OPERATOR)).peak
 
 
-def _room(program: Program, budget: int) -> int:
-    """What may be counted: the need of Inductor's code is known within some percent."""
-    return int(budget * _PREDICTED) if program.config.inner == "inductor" else budget
+def _part(program: Program) -> float:
+    """The part of a budget that may be counted: what is left is for what the count misses, a few
+    scalars, or some percent of what Inductor's code allocates."""
+    return _PREDICTED if program.config.inner == "inductor" else _COUNTED
 
 
 def _smallest(
@@ -138,7 +140,7 @@ def _smallest(
 ) -> tuple[Recomputation, int]:
     """The quickest choice with which a step fits, else the last one, and the bytes it needs."""
     coded = free.config.inner == "inductor"  # which allocates in an order of its own
-    room, search = _room(free, budget), _Search(free, _counted(free))
+    room, search = int(budget * _part(free)), _Search(free, _counted(free))
 
     def need(index: int) -> tuple[Recomputation, int]:
         chosen = search.choices.recomputation(index)
@@ -154,7 +156,7 @@ def _smallest(
             return chosen, budget
         target -= peak - room
     chosen, peak = need(last)
-    return chosen, budget if peak <= room else math.ceil(peak * budget / room)
+    return chosen, budget if peak <= room else math.ceil(peak / _part(free)) + 1
 
 
 class _Search:

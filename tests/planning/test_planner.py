@@ -96,7 +96,7 @@ def test_memory_budget_is_kept() -> None:
     model, x = MLP(), torch.randn(4096, 64)
     mesh = {"tp": 2}
     free = autoshard.trace(model, (x,), mesh=mesh, inner="aot_eager")
-    needed = free.memory().peak
+    needed = int(1.01 * free.memory().peak)
     torch.compiler.reset()
     tight = autoshard.trace(model, (x,), mesh=mesh, inner="aot_eager", memory_budget=needed)
     assert tight.memory().peak <= needed
