@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +37,12 @@ def test_files_hold_one_idea() -> None:
     lengths = {relative(p): len(p.read_text().splitlines()) for p in sources() if p.suffix == ".py"}
     over = {name: lines for name, lines in lengths.items() if lines > 400 and name not in LONG}
     assert not over
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """pytest imports a file by its bare name: a second one of that name ends the whole run."""
+    count = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert not {name: n for name, n in count.items() if n > 1}
 
 
 def types_named_twice(root: Path) -> list[str]:
