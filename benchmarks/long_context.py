@@ -7,6 +7,8 @@ with sequence parallelism; Ulysses by hand, that is the sequence cut among the r
 heads around attention, targets shifted before they are cut, and FSDP2 for the weights; and
 `parallelize_module` with sequence parallelism, the last two in eager code and under torch.compile.
 Time, peak and bytes are measured as in data_parallel.py; ratios are to the best of Ulysses by hand.
+`fits` is the longest sequence, in tokens, whose step peaks at `--memory-mb`: the line through the
+peaks at the whole and at half of the length, which are linear in it (no contestant holds S x S).
 torch's own `context_parallel` is not among them: its attention has CUDA kernels only.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,22 +120,39 @@ def contestants(model: Llama, length: int) -> dict[str, Callable[[], Contestant]
     }
 
 
+def longest(measured: dict[str, Measured], shape: Shape, memory: int) -> dict[str, float]:
+    """Tokens of the longest sequence of each contestant whose step peaks at `memory` bytes."""
+    half = dataclasses.replace(shape, length=shape.length // 2)
+    torch.manual_seed(0)
+    model = Llama(half)
+    found = {}
+    for name, make in contestants(model, half.length).items():
+        torch.compiler.reset()
+        short = Measured(make())
+        race({name: short}, 0, lambda: torch.randint(half.vocab, (1, half.length)))
+        slope = (measured[name].peak - short.peak) / (shape.length - half.length)
+        if slope <= 0:
+            raise SystemExit(f"{name}: weights peak, not activations: give a longer --length")
+        found[name] = shape.length + (memory - measured[name].peak) / slope
+    return found
+
+
 def main() -> None:
     """Run all contestants and print the table on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--memory-mb", type=float, default=1000.0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     shape = Shape(layers=args.layers, length=args.length)
-    model = Llama(shape)
     measured: dict[str, Measured] = {}
     losses: dict[str, float] = {}
-    for name, make in contestants(model, args.length).items():
+    for name, make in contestants(Llama(shape), args.length).items():
         one = measured[name] = Measured(make())
         torch.manual_seed(1)
         ids = torch.randint(shape.vocab, (1, shape.length))
@@ -151,8 +171,15 @@ def main() -> None:
         raise SystemExit(f"the contestants compute different losses: {losses}")
     race(measured, args.steps, lambda: torch.randint(shape.vocab, (1, shape.length)))
     rows = figures(measured)
+    tokens = longest(measured, shape, int(args.memory_mb * 1e6))
+    for name, row in rows.items():
+        row["fits"] = tokens[name]
+        row["fits_ratio"] = tokens[name] / max(tokens["Ulysses eager"], tokens["Ulysses compiled"])
     if dist.get_rank() == 0:
         report(rows, args)
+        print(f"\n{f'in {args.memory_mb:g} MB':18}{'fits':>12}{'ratio':>7}")
+        for name, row in rows.items():
+            print(f"{name:18}{row['fits']:12,.0f}{row['fits_ratio']:7.2f}")
     dist.destroy_process_group()
 
 
