@@ -32,9 +32,27 @@ from autoshard.export.to_trtllm.tensors import Split, check_split, rank_tensors
 from autoshard.export.weight_source import Block, WeightSource
 from autoshard.runtime import compat
 
+_REMEDY = (
+    "TensorRT-LLM checkpoints are of decoders of token ids; other models go to "
+    "autoshard.export.onnx or autoshard.export.tensorrt."
+)
+
+
+def _other_inputs(model: nn.Module) -> str | None:
+    """What a call needs besides token ids, as far as a configuration says it."""
+    inner = unwrapped(model)
+    config, name = getattr(inner, "config", None), getattr(inner, "main_input_name", "input_ids")
+    if name != "input_ids":
+        return f"takes {name}"
+    if getattr(config, "is_encoder_decoder", False):
+        return "has an encoder"
+    return "takes images" if hasattr(config, "vision_config") else None
+
 
 def _traced(model: nn.Module, example: Example | None) -> ModelGraph:
     """The graph of the model; ExportError where torch cannot trace it with the example."""
+    if example is None and (other := _other_inputs(model)):
+        raise export_error(f"{type(unwrapped(model)).__name__} {other}", remedy=_REMEDY)
     try:
         return model_graph(model, *(example or ((), {})))
     except compat.TraceError as error:
@@ -42,8 +60,7 @@ def _traced(model: nn.Module, example: Example | None) -> ModelGraph:
         given = "the example" if example else "token ids alone"
         raise export_error(
             f"the model cannot be traced with {given}: {reason}",
-            remedy="TensorRT-LLM checkpoints are of decoders of token ids; other models go to "
-            "autoshard.export.onnx or autoshard.export.tensorrt.",
+            remedy=_REMEDY,
         ) from error
 
 
