@@ -241,6 +241,8 @@ def test_what_is_no_decoder_of_token_ids_is_refused_in_a_line(tmp_path: Path) ->
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = ViTModel(ViTConfig(**sizes, intermediate_size=16, image_size=8, patch_size=4))
-    with pytest.raises(ExportError, match="cannot be traced with token ids alone") as found:
-        autoshard.export.trtllm(model, tmp_path / "out", mesh={"tp": 1})
-    assert "\n" not in str(found.value) and not [*tmp_path.iterdir()]
+    told = "ViTModel takes pixel_values", "cannot be traced with token ids alone"
+    for refused, match in zip((model, nn.Linear(4, 4)), told, strict=True):
+        with pytest.raises(ExportError, match=match) as found:
+            autoshard.export.trtllm(refused, tmp_path / "out", mesh={"tp": 1})
+        assert "\n" not in str(found.value) and not [*tmp_path.iterdir()]
