@@ -22,13 +22,15 @@ pytest.importorskip("transformers")
         ("Whisper", True, [(2, 8, 32), (2, 16)], ["batch", "sequence"]),
         ("Whisper", False, [(2, 8, 32), (2, 16)], ["batch"]),
         ("ViT", False, [(2, 3, 16, 16)], ["batch"]),
+        ("CLIP", False, [(2, 16), (2, 3, 16, 16)], ["batch"]),
+        ("wav2vec2", False, [(2, 400)], ["batch"]),
     ],
 )
 def test_a_configuration_says_what_a_model_takes(
     name: str, cached: bool, shapes: list[tuple[int, ...]] | None, varies: list[str]
 ) -> None:
     model = FAMILIES[name].make()
-    call, found = example_call(model, 16, cached)
+    call, found = example_call(model, 400 if name == "wav2vec2" else 16, cached)
     assert list(found) == varies
     if call is None:
         assert shapes is None
@@ -38,8 +40,8 @@ def test_a_configuration_says_what_a_model_takes(
 
 
 def test_what_it_does_not_say_is_asked_for() -> None:
-    with pytest.raises(ExportError, match="Wav2Vec2ForCTC takes input_values, .*example="):
-        example_call(FAMILIES["wav2vec2"].make(), 16, False)
+    with pytest.raises(ExportError, match="ResNetFor.* takes pixel_values, .*example="):
+        example_call(FAMILIES["ResNet"].make(), 16, False)
 
 
 @pytest.mark.slow
