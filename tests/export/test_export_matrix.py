@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 import export_matrix
+import older_transformers
 from autoshard.export import EngineSpec, ExportError, trtllm
 from autoshard.export.rank_graph import plan_inference, read_weights
 from autoshard.export.rank_graph.operators import attention
@@ -45,6 +47,18 @@ def test_an_exception_is_a_defect_in_one_line() -> None:
     said = export_matrix.said(work)
     assert said.startswith("DEFECT: RuntimeError at test_export_matrix.py:") and "\n" not in said
     assert len(FAMILIES) == 42
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE", "DeepSeek-V3", "GPT-NeoX", "ViT"])
+def test_an_older_transformers_reads_what_is_converted(name: str) -> None:
+    """These are stored otherwise in memory than in files."""
+    try:
+        older_transformers.install()
+    except subprocess.CalledProcessError:
+        pytest.skip(f"transformers {older_transformers.VERSION} cannot be installed here")
+    family = FAMILIES[name]
+    assert older_transformers.read_by_older(family.make(), family.call(2, 9)) == "equal"
 
 
 def test_a_learned_bias_of_distances_is_continued() -> None:

@@ -6,6 +6,7 @@ A small model of each family, with random weights and a vocabulary that no numbe
 is exported to each target, and what was exported is run on the CPU beside the unsharded model:
 
     Hugging Face   read by from_pretrained; names and shapes as save_pretrained writes them
+    older          the same directory read by transformers 4.57, which is installed into build/
     ONNX           the ranks run by ONNX's reference evaluator
     engine         the ranks' TensorRT networks interpreted, and rank 0's built
     TensorRT-LLM   the ranks computed as TensorRT-LLM's classes would, in plain PyTorch
@@ -36,6 +37,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+import older_transformers
 import trtllm_reader
 from autoshard.errors import AutoshardError
 from autoshard.export import EngineSpec, huggingface, trtllm
@@ -54,7 +56,9 @@ from onnx_evaluator import evaluate
 PAGE = Path(__file__).parents[3] / "docs" / "export_matrix.md"
 CACHED = " + cache"
 MEMORY = PAGE.parents[1] / "build" / "export_matrix.json"
-COLUMNS = ("Hugging Face", "ONNX", "ONNX" + CACHED, "engine", "engine" + CACHED, "TensorRT-LLM")
+OLDER = f"transformers {older_transformers.VERSION}"
+_WITHOUT_AND_WITH = ("ONNX", "ONNX" + CACHED, "engine", "engine" + CACHED)
+COLUMNS = ("Hugging Face", OLDER, *_WITHOUT_AND_WITH, "TensorRT-LLM")
 LENGTH = 32
 DYNAMIC = {"batch": (1, 2, 4), "sequence": (1, 8, 16)}
 TOLERANCE = 1e-5
@@ -138,7 +142,7 @@ def run_networks(ranks: Ranks, feeds: Feeds, held: Held = None) -> Outputs:
 
 
 RUNS: dict[str, Run] = {"ONNX": run_onnx, "engine": run_networks}
-TARGETS = ("Hugging Face", *RUNS, "TensorRT-LLM")
+TARGETS = ("Hugging Face", "older", *RUNS, "TensorRT-LLM")
 
 
 def compare(family: Family, model: nn.Module, ranks: Ranks, run: Run) -> str:
@@ -240,6 +244,9 @@ def row(
     cells: dict[str, str] = {}
     if "Hugging Face" in targets:
         cells["Hugging Face"] = said(lambda: directory(family, model))
+    if "older" in targets:
+        read = partial(older_transformers.read_by_older, model, family.call(2, 9))
+        cells[OLDER] = said(read)
     runs = {name: run for name, run in RUNS.items() if name in targets}
     for suffix, length in (("", None), (CACHED, LENGTH)):
         if length is not None and not family.cached:
@@ -304,8 +311,9 @@ def page(rows: Mapping[str, Mapping[str, str]]) -> str:
         f"vocabulary of {VOCABULARY}, is exported for tp=2 in float32, and what was exported is",
         "run on the CPU beside the unsharded model: *equal* is the same outputs within 1e-5 of",
         "their norm. A checkpoint of TensorRT-LLM is computed as its classes would, in plain",
-        "PyTorch, within 2e-4. A number is what the exporter said in place of a result; – is a",
-        "model that does not decode.",
+        "PyTorch, within 2e-4. The Hugging Face directory is also read by an older version of",
+        "transformers, of those that servers pin. A number is what the exporter said in place of",
+        "a result; – is a model that does not decode.",
         "[export.md](export.md) says what each target is.",
         "",
         "| family | " + " | ".join(COLUMNS) + " |",
