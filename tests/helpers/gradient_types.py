@@ -163,6 +163,13 @@ class _Typed(fx.Interpreter):
         if target is redistribute:
             return self._redistributed(target, args, args[3].name, args[1], args[2])
         if target is unshard:
+            if "outer" in kwargs:
+                wide = args[4]._replace(gathered=True)
+                state, axis, extent = kwargs["outer"]
+                whole = self._redistributed(
+                    target, (args[0], state, axis, extent, wide), axis.name, state, R
+                )
+                args = (whole, *args[1:])
             if len(args) > 4 and not args[4].gathered:  # experts, of which a rank uses its own
                 with spmd.checker.no_typecheck():
                     made = target(*args)
