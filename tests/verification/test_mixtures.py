@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,6 +13,7 @@ from autoshard.verification.program_check import verify_program
 from gradient_types import check_types
 from mixture_families import FAMILIES, family
 from traced import programs
+
 
 def _checked(name: str, dtype: torch.dtype, tolerance: float, axis: str = "tp") -> Program:
     torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""Small mixtures of experts: families of transformers, and loops over experts as users write them."""
+"""Small mixtures of experts: families of transformers, and loops over experts by hand."""
 
 from __future__ import annotations
 
