@@ -270,6 +270,31 @@ def test_experts_in_a_loop_are_split_as_layers_are_and_summed_once() -> None:
     assert max(verify_program(program, values).norms.values()) < 1e-5
 
 
+class Counting(Loop):
+    """Experts run on parts of the sorted rows, whose lengths the host reads."""
+
+    def routed(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        order = ids.reshape(-1).argsort()
+        sizes = torch.zeros_like(ids).new_zeros(4).index_add(0, ids.reshape(-1), _ones(ids))
+        parts = x[order // ids.shape[1]].split(sizes.tolist())
+        rows = torch.cat([expert(part) for expert, part in zip(self.experts, parts)])
+        rows = rows * weights.reshape(-1)[order].unsqueeze(-1)
+        return torch.zeros_like(x).index_add(0, order // ids.shape[1], rows)
+
+
+def _ones(ids: Tensor) -> Tensor:
+    return torch.ones_like(ids.reshape(-1))
+
+
+def test_lengths_that_the_host_reads_are_planned() -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    (program,), values = programs(Counting(), (torch.randn(64, 8),), [{"mesh": {"tp": 2}}])
+    experts = [state for name, state in program.stored().items() if "experts" in name]
+    assert all(state.startswith("S") for state in experts)
+    assert max(verify_program(program, values).norms.values()) < 1e-5
+
+
 @pytest.mark.parametrize("experts,n", [(8, 4), (5, 3), (2, 4)])
 def test_more_ranks_uneven_experts_and_fewer_than_ranks(experts: int, n: int) -> None:
     torch.manual_seed(0)

@@ -86,6 +86,15 @@ def test_what_cannot_stay_is_gathered(settings: dict[str, Any]) -> None:
     assert "weights gathered on ep" in program.explain(160)
 
 
+def test_an_expert_that_gets_everything_and_others_nothing() -> None:
+    """Gradients of the others are zeros on the ranks that hold them, not missing."""
+    model = Layer(k=1)
+    with torch.no_grad():
+        model.mixture.router.bias[0] += 100.0
+    program, difference = made(model, {"ep": 2})
+    assert exchanges(program) == 1 and difference < 1e-5
+
+
 def test_experts_are_split_on_one_axis() -> None:
     with pytest.raises(ConfigError, match="ep=2 and tp=2: experts are split on one axis"):
         offline_mesh({"ep": 2, "tp": 2}, 0)
