@@ -312,10 +312,15 @@ def _part_written(graph: fx.Graph, node: fx.Node) -> bool:
     return True
 
 
+def _is_nothing(val: torch.Tensor) -> bool:
+    """Whether it is of shape [0]; a size that is counted when the graph runs is not asked."""
+    return val.dim() == 1 and isinstance(val.shape[0], int) and val.shape[0] == 0
+
+
 def _cat(graph: fx.Graph, node: fx.Node) -> bool:
     """Drop operands of shape [0], which cat accepts beside any other shape."""
     parts: Any = node.args[0]
-    full = [part for part in parts if tuple(part.meta["val"].shape) != (0,)]
+    full = [part for part in parts if not _is_nothing(part.meta["val"])]
     if not full or len(full) == len(parts):
         return False
     if any(part.meta["val"].dtype != node.meta["val"].dtype for part in full):

@@ -15,7 +15,8 @@ where they are stored on `ep`, `unshard` on that axis only averages the gradient
 
 Where the model is computed in a lower dtype than it is stored in, the captured graph has its
 parameters in that dtype; here they get the stored one, and the last `unshard` casts (a cast of its
-own, where there is none).
+own, where there is none). Where two axes split a parameter, one `unshard` does both, so that both
+gathers are of the lower dtype, and the gradient keeps the dtype it is reduced in between them.
 
 A graph that accumulates gradients, or reduces accumulated ones, gets one more input a parameter at
 its end: the pending sum, which `unshard` on the innermost deferred axis writes to in backward. In
@@ -149,7 +150,12 @@ class DataParallel:
             axis
             for i, axis in enumerate(self.axes)
             if (whole.requires_grad or states.get(axis.name, I) != I)
-            and not (waits is not None and self.microbatch == ACCUMULATE and i < waits)
+            and not (
+                waits is not None
+                and self.microbatch == ACCUMULATE
+                and i < waits
+                and states.get(axis.name, I) == I
+            )
         ]
         lower = whole.dtype if index in self.dtypes else None
         kind = kind_of(node)
@@ -170,11 +176,17 @@ class DataParallel:
             set_region(new, None)
             return new
 
+        def gather(axis: Axis) -> tuple[State, Axis, int | None]:
+            state, size = states.get(axis.name, I), sizes.get(axis.name)
+            return state, axis, size if size is not None and size % axis.size else None
+
+        outer = None
+        if lower is not None and len(chain) > 1 and states.get(chain[-2].name, I) != I:
+            outer = gather(chain.pop(-2))
         at = node
         for axis in chain:
-            state, size = states.get(axis.name, I), sizes.get(axis.name)
-            uneven = size if size is not None and size % axis.size else None
-            args: list[Any] = [at, state, axis, uneven]
+            args: list[Any] = [at, *gather(axis)]
+            state, both = args[1], outer if axis == chain[-1] else None
             use = self.use._replace(
                 deferred=(),
                 param=lower if axis == chain[-1] else None,
@@ -186,9 +198,10 @@ class DataParallel:
             if holds:
                 args += [pending, self.microbatch]
             custom = {BUCKET: kind} if kind else {}
-            change = f"{state} -> R" if use.gathered else "mean"
-            at = made(unshard, args, change, custom)
-            if shard_dim(state) is not None:
+            split = state if both is None else both[0]
+            change = f"{split} -> R" if use.gathered or both else "mean"
+            at = made(unshard, args, change, custom, **({"outer": both} if both else {}))
+            if shard_dim(split) is not None:
                 set_recomputed(at, self.regather)
         if not chain and lower is not None:
             casts = f"{self.dtypes[index]} -> {lower}"

@@ -59,8 +59,9 @@ def _met(local: fx.GraphModule, axes: Sequence[Axis]) -> list[Axis]:
             _, src, dst, axis = node.args[:4]
             if step(forward_value(src), forward_value(dst)) in COLLECTIVES:
                 groups.add(axis.group)
-        elif node.target is unshard and shard_dim(node.args[1]) is not None:
-            groups.add(node.args[2].group)
+        elif node.target is unshard:
+            over = [node.args[1:3], *([node.kwargs["outer"][:2]] if "outer" in node.kwargs else [])]
+            groups |= {axis.group for state, axis in over if shard_dim(state) is not None}
         elif unbound(node.target)[0] is exchanged_experts:
             groups.add(node.kwargs["axis"].group)
     return [axis for axis in axes if axis.group in groups]

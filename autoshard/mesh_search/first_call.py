@@ -118,7 +118,8 @@ def _best(
 ) -> tuple[dict[str, int], str]:
     """Rank 0's answer: the mesh, and the line that explains it."""
     world = len(digests)
-    meshes = [mesh for mesh in candidates(world, machine) if _shares(mesh.get("tp", 1), digests)]
+    every = candidates(world, machine, ("tp", "ep"))
+    meshes = [mesh for mesh in every if _shares(mesh.get("tp", 1), digests)]
     found = search_captured(captured, inputs, meshes, machine, config, batches=len(set(digests)))
     best = found.best
     if best is None:

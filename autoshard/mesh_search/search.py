@@ -2,7 +2,8 @@
 
 The model is captured once. Each size of the axis tp, and of cp, is planned once, by the exact
 solver, and serves all ways to split the rest of the world into `dp_replicate` x `dp_shard`, which
-follow from the mesh (planning/estimate/mesh.py).
+follow from the mesh (planning/estimate/mesh.py). So does one plan for all sizes of ep, on which
+rows travel to experts that stay; meshes with it are priced where there are such experts.
 """
 
 from __future__ import annotations
@@ -39,9 +40,13 @@ from autoshard.planning.estimate import (
 )
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import PLANNED, offline_mesh
+from autoshard.runtime.operators import PRODUCTS
 from autoshard.runtime.parameters import casting
 
 AxisSizes = dict[str, int]
+
+AXES = (*PLANNED, "ep")
+"""The axes of which a mesh has one at most, beside `dp_replicate` and `dp_shard`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +105,8 @@ def search_meshes(
     model, args, kwargs: as for `autoshard.trace`; on the meta device nothing is allocated. The
         batch is that of one data-parallel rank.
     hardware: a key of `planning.cost.HARDWARE`, a cluster file, or a Cluster. mesh: only this
-        one, instead of all factorisations with tp or cp inside a node. training: dtypes and
-        optimizer.
+        one, instead of all factorisations with tp, cp or, where rows can travel to experts, ep
+        inside a node. training: dtypes and optimizer.
     batches: how many different batches the world is given, where that is less than one for each
         data-parallel rank: the others repeat work. progress: called with (what begins, its number,
         steps in all). options: any other field of `autoshard.Config`; `memory_budget` is of the
@@ -110,7 +115,7 @@ def search_meshes(
     Raises ConfigError for a mesh that does not fit the world, and what `trace` raises.
     """
     machine = cluster(hardware)
-    meshes = [_checked(mesh, world)] if mesh is not None else candidates(world, machine, PLANNED)
+    meshes = [_checked(mesh, world)] if mesh is not None else candidates(world, machine, AXES)
     settings = Config.from_options(options)
 
     def search(
@@ -122,7 +127,7 @@ def search_meshes(
             captured, inputs, meshes, machine, settings, training, batches, progress
         )
 
-    steps = len(_planned_axes(meshes)) + 2
+    steps = len({_planned_for(one) for one in meshes}) + 2
     say = progress or _silent
     say("tracing", 1, steps)
     use = use_by(settings, None)
@@ -161,19 +166,23 @@ def search_captured(
     # the budget is one of the whole rank: rows are held to it, not the plan of the tp axis alone
     limit, config = config.memory_budget, replace(config, memory_budget=None)
     limit = limit or machine.usable_bytes
-    sizes, facts = _planned_axes(meshes), batch_facts(inputs)
+    if len(meshes) > 1 and not any(str(n.target) in PRODUCTS for n in captured.graph.nodes):
+        meshes = [mesh for mesh in meshes if "ep" not in mesh]
+    sizes, facts = list(dict.fromkeys(map(_planned_for, meshes))), batch_facts(inputs)
     rows: list[MeshPrice] = []
-    for done, (name, n) in enumerate(sizes):
-        (progress or _silent)(f"planning {name}={n}", done + 3, len(sizes) + 2)
+    for done, key in enumerate(sizes):
+        name, n, experts = key
+        of = "ep" if experts else f"{name}={n}"
+        (progress or _silent)(f"planning {of}", done + 3, len(sizes) + 2)
         serial = copied(captured)
         say_stored(serial, inputs, config)
-        device = machine.planned({name: n})
+        device, mixed = machine.planned({name: n}), {"ep": 2} if experts else {}
         planned = plan_captured(
-            serial, inputs, offline_mesh({name: n}, 0), config, device, facts=facts
+            serial, inputs, offline_mesh({**mixed, name: n}, 0), config, device, facts=facts
         )
         choices = _Choices(planned, n, machine, config.bucket_bytes)
         for mesh in meshes:
-            if _planned_axis(mesh) == (name, n):
+            if _planned_for(mesh) == key and _is_useful(mesh, choices.free, len(meshes)):
                 layout = Layout.of(mesh, config.zero, config.bucket_bytes)
                 one, chosen = choices.within(limit, layout, training)
                 held = footprint(one, layout, training)
@@ -228,14 +237,17 @@ class _Choices:
         return with_recomputation(self.free, chosen), chosen
 
 
-def _planned_axes(meshes: Sequence[AxisSizes]) -> list[tuple[str, int]]:
-    return list(dict.fromkeys(map(_planned_axis, meshes)))
-
-
-def _planned_axis(mesh: AxisSizes) -> tuple[str, int]:
-    """Name and size of the axis that the planner decides on."""
+def _planned_for(mesh: AxisSizes) -> tuple[str, int, bool]:
+    """Name and size of the axis that the planner decides on; whether there is an axis ep."""
     axis = offline_mesh(mesh, 0).planned
-    return axis.name, axis.size
+    return axis.name, axis.size, mesh.get("ep", 1) > 1
+
+
+def _is_useful(mesh: AxisSizes, one: Profile, of: int) -> bool:
+    """Whether a mesh is more than its neighbour: with ep, whether rows travel to experts. What is
+    asked for alone is priced."""
+    ep = mesh.get("ep", 1)
+    return of == 1 or ep == 1 or any(mixture.on(ep) for mixture in one.exchanges)
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -247,7 +259,7 @@ def candidates(world: int, machine: Cluster, planned: Sequence[str] = ("tp",)) -
     inside a node.
 
     Across nodes a tp axis would send whole activations, several times a layer, over the slower
-    network: name such a mesh to see it.
+    network, and ep rows: name such a mesh to see it.
     """
     found = []
     for n in _divisors(world):

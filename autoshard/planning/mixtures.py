@@ -26,6 +26,16 @@ def is_stack(node: fx.Node) -> bool:
     return len(node.users) == 1 and all(is_mixture(n) and node in n.args[3] for n in node.users)  # type: ignore[operator]
 
 
+def exchangeable(node: fx.Node) -> int:
+    """How many experts a mixture has whose stacks may stay where they are on an axis ep, while rows
+    travel; 0 where that is not so, whatever the axis."""
+    stacks: list[fx.Node] = node.args[3]  # type: ignore[assignment]
+    stored = all(stack.op == "placeholder" and is_stack(stack) for stack in stacks)
+    if not stored or not_of_zero(node.args[4]):  # type: ignore[arg-type]
+        return 0
+    return cost.hint(value(stacks[0]).shape[0])
+
+
 def exchanged(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: int, n: int
 ) -> list[ImplCollective]:

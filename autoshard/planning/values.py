@@ -72,9 +72,14 @@ def shardable(tensor: torch.Tensor, n: int) -> list[State]:
         if not isinstance(extent, int):
             if size % n == 0:
                 states.append(S(dim))
-        elif size >= n and (n - 1) * chunk_size(size, n) < size:
+        elif leaves_none_empty(size, n):
             states.append(S(dim))
     return states
+
+
+def leaves_none_empty(size: int, n: int) -> bool:
+    """Whether each of `n` ranks has some of `size`, by torch's rule of chunks."""
+    return size >= n and (n - 1) * chunk_size(size, n) < size
 
 
 def fusible(node: fx.Node) -> bool:

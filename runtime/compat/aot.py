@@ -23,7 +23,6 @@ def aot_eager(
     """AOTAutograd's forward and backward graphs, run operator by operator."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def compiler(backward: bool) -> Callable[..., Any]:
         def compile_graph(graph: fx.GraphModule, inputs: Any) -> Any:
@@ -36,7 +35,7 @@ def aot_eager(
     return aot_autograd(
         fw_compiler=compiler(False),
         bw_compiler=compiler(True),
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=_cut,
         keep_inference_input_mutations=True,
     )(gm, fakes)
 
@@ -119,13 +118,28 @@ def _copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _split(joint: fx.GraphModule, args: Any, options: dict[str, Any]) -> ForwardBackward:
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    forward, backward = min_cut_rematerialization_partition(joint, args, **options)
+    forward, backward = _cut(joint, args, **options)
     output = next(iter(reversed(forward.graph.nodes)))
     kept = output.args[0][options["num_fwd_outputs"] :]
     saved = [n for n in kept if isinstance(n, fx.Node) and not _is_input(n)]
     return ForwardBackward(forward, backward, tuple(dict.fromkeys(saved)))
+
+
+def _cut(joint: fx.GraphModule, args: Any, **options: Any) -> Any:
+    """The min-cut partitioner, transpositions under the name by which it knows that a view costs
+    nothing (Inductor's decompositions give them that name too): it would keep the transposed view
+    of a gathered weight, and so the whole weight, from forward to backward."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    for node in joint.graph.find_nodes(op="call_function", target=_transpose):
+        dims = list(range(node.meta["val"].dim()))
+        a, b = node.args[1:3]
+        dims[a], dims[b] = dims[b], dims[a]
+        node.target, node.args = torch.ops.aten.permute.default, (node.args[0], dims)
+    return min_cut_rematerialization_partition(joint, args, **options)
+
+
+_transpose = torch.ops.aten.transpose.int
 
 
 def to_be_read(*args: Any) -> Any:

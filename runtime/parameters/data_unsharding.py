@@ -4,7 +4,8 @@
     backward    add what is pending, cast, average, reduce-scatter or all-reduce, cast back
 
 One autograd.Function does all of it: between two of them autograd would cast a gradient that is
-to be reduced in fp32 to the low dtype of the weight it belongs to.
+to be reduced in fp32 to the low dtype of the weight it belongs to. So does one that is gathered in
+a low dtype over two axes of shards: the cast comes before the first gather.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ SINGLE, ACCUMULATE, FLUSH = "single", "accumulate", "flush"
 nothing; reduce the pending ones and its own. Strings, because Dynamo makes an int symbolic."""
 
 MICROBATCH = (SINGLE, ACCUMULATE, FLUSH)
+
+
+Gather = tuple[State, Axis, int | None]
+"""State, axis and extent, as `unshard` takes them; a tuple, so that a graph node can hold it."""
 
 
 class ParameterPolicy(NamedTuple):
@@ -57,6 +62,7 @@ def unshard(
     use: ParameterPolicy = ParameterPolicy(),  # noqa: B008  (immutable)
     pending: torch.Tensor | None = None,
     microbatch: str = SINGLE,
+    outer: Gather | None = None,
 ) -> torch.Tensor:
     """A stored parameter, whole on a data-parallel axis; its gradient is reduced over the axis.
 
@@ -64,13 +70,19 @@ def unshard(
     batches, so their gradients are divided before they are summed: the sum then cannot overflow,
     and the division fuses into the kernel that makes the gradient. extent: as in `redistribute`.
     pending: the sum of the microbatches before, of the result's shape; with ACCUMULATE the gradient
-    is added to it and `x` gets none, with FLUSH it is reduced too and set to zero.
+    is added to it and `x` gets none, with FLUSH it is reduced too and set to zero. outer: one more
+    axis of shards, which is gathered over before and reduced over after.
     """
     if axis.size == 1:
         return x
     if not (x.is_floating_point() or x.is_complex()):
-        return convert(x, src, I, axis, extent)
-    return _Unshard.apply(x, src, axis, extent, use, pending, microbatch)
+        return convert(x if outer is None else _gathered(x, outer), src, I, axis, extent)
+    return _Unshard.apply(x, src, axis, extent, use, pending, microbatch, outer)
+
+
+def _gathered(x: torch.Tensor, over: Gather) -> torch.Tensor:
+    state, axis, extent = over
+    return convert(x, state, I, axis, extent)
 
 
 class _Unshard(torch.autograd.Function):
@@ -84,20 +96,22 @@ class _Unshard(torch.autograd.Function):
         use: ParameterPolicy,
         pending: torch.Tensor | None,
         microbatch: str,
+        outer: Gather | None,
     ) -> torch.Tensor:
-        ctx.of = (x.dtype, src, axis, extent, use, microbatch)
+        ctx.of = (x.dtype, src, axis, extent, use, microbatch, outer)
         # not save_for_backward: microbatches write to it between this forward and its backward
         ctx.pending = pending
         low = x if use.param is None or x.is_complex() else x.to(use.param)
+        low = low if outer is None else _gathered(low, outer)
         out = convert(low, src, I, axis, extent) if use.gathered else low
         return x.view_as(x) if out is x else out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        dtype, src, axis, extent, use, microbatch = ctx.of
+        dtype, src, axis, extent, use, microbatch, outer = ctx.of
         if grad.is_sparse:  # of a sparse embedding
             grad = grad.to_dense()
-        nothing = (None,) * 6
+        nothing = (None,) * 7
         again = torch.is_grad_enabled() and grad.requires_grad
         if again and microbatch == ACCUMULATE:
             raise AutoshardError(
@@ -114,8 +128,8 @@ class _Unshard(torch.autograd.Function):
             grad = ctx.pending + grad
             ctx.pending.zero_()
         if again:
-            return _Reduce.apply(grad, dtype, src, axis, extent, use), *nothing
-        return reduced(grad, gradient_value(src), axis, use).to(dtype), *nothing
+            return _Reduce.apply(grad, dtype, src, axis, extent, use, outer), *nothing
+        return _reduced_over(grad, src, axis, use, outer).to(dtype), *nothing
 
 
 class _Reduce(torch.autograd.Function):
@@ -134,13 +148,23 @@ class _Reduce(torch.autograd.Function):
         axis: Axis,
         extent: int | None,
         use: ParameterPolicy,
+        outer: Gather | None,
     ) -> torch.Tensor:
-        ctx.of = (src, axis, extent, use)
-        return reduced(grad, gradient_value(src), axis, use).to(dtype)
+        ctx.of = (src, axis, extent, use, None, SINGLE, outer)
+        return _reduced_over(grad, src, axis, use, outer).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        return unshard(grad, *ctx.of), *(None,) * 5
+        return unshard(grad, *ctx.of), *(None,) * 6
+
+
+def _reduced_over(
+    grad: torch.Tensor, src: State, axis: Axis, use: ParameterPolicy, outer: Gather | None
+) -> torch.Tensor:
+    found = reduced(grad, gradient_value(src), axis, use)
+    if outer is None:
+        return found
+    return reduced(found, gradient_value(outer[0]), outer[1], use._replace(gathered=True))
 
 
 def reduced(grad: torch.Tensor, dst: State, axis: Axis, use: ParameterPolicy) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,13 @@ from autoshard.runtime.collectives import (
 )
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters.accumulation import on_backward_done
-from autoshard.runtime.parameters.data_unsharding import ACCUMULATE, SINGLE, deferred_at, unshard
+from autoshard.runtime.parameters.data_unsharding import (
+    ACCUMULATE,
+    SINGLE,
+    Gather,
+    deferred_at,
+    unshard,
+)
 from autoshard.runtime.parameters.gradients import GradientLayouts, accumulate, unalias
 from autoshard.runtime.parameters.layout import extents, part_like, stored_states
 from autoshard.runtime.parameters.record import pending_of, policy_of
@@ -58,19 +65,22 @@ def unshard_parameter(
         x = _OwnGradient.apply(x)
     waits = None if pending is None or microbatch == SINGLE else deferred_at(data, policy)
     held: list[Any] = []
-    root = x
+    root, outer = x, None
     for i, axis in enumerate(data):
         state, extent = states[axis.name], uneven.get(axis.name)
-        own = policy._replace(param=dtype) if i == len(data) - 1 else policy
-        if waits is None or i > waits or not root.requires_grad:
-            x = unshard(x, state, axis, extent, own)
+        last = i == len(data) - 1
+        own = policy._replace(param=dtype) if last else policy
+        if not last and dtype is not None and state != I:
+            outer = state, axis, extent  # with the next, so that it is cast before
+        elif waits is None or i > waits or not root.requires_grad:
+            x = unshard(x, state, axis, extent, own, outer=outer)
         elif i == waits:
             assert pending is not None
-            shape = _whole_on(x, state, axis, extent)
+            shape = _whole_on(_shape_over(x, outer), state, axis, extent)
             buffer = pending.take(shape, policy.pending_dtype(parameter.dtype), x.device)
             held.append((pending, buffer))
-            x = unshard(x, state, axis, extent, own, buffer.data, microbatch)
-        elif microbatch != ACCUMULATE:
+            x = unshard(x, state, axis, extent, own, buffer.data, microbatch, outer)
+        elif microbatch != ACCUMULATE or state != I:
             x = unshard(x, state, axis, extent, own)
     if not data and dtype is not None:
         x = x.to(dtype)
@@ -95,8 +105,12 @@ class _OwnGradient(torch.autograd.Function):
         return grad.clone(memory_format=torch.contiguous_format)
 
 
-def _whole_on(x: torch.Tensor, state: State, axis: Axis, extent: int | None) -> list[int]:
-    shape, dim = list(x.shape), shard_dim(state)
+def _shape_over(x: torch.Tensor, outer: Gather | None) -> Sequence[int]:
+    return x.shape if outer is None else _whole_on(x.shape, *outer)
+
+
+def _whole_on(shape: Sequence[int], state: State, axis: Axis, extent: int | None) -> list[int]:
+    shape, dim = list(shape), shard_dim(state)
     if dim is not None:
         shape[dim] = shape[dim] * axis.size if extent is None else extent
     return shape

@@ -8,6 +8,7 @@ what may be done with it, and which replicated operand must collect a partial gr
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -26,7 +27,7 @@ from autoshard.program import Program
 from autoshard.runtime.collectives.redistribution import redistribute
 from autoshard.runtime.collectives.states import I, P, R, State
 from autoshard.runtime.operators.bound import unbound
-from autoshard.runtime.operators.experts import EXPERTS
+from autoshard.runtime.operators.experts import EXPERTS, exchanged_experts
 from autoshard.runtime.parameters.data_unsharding import unshard
 
 aten = torch.ops.aten
@@ -69,7 +70,10 @@ def check_types(program: Program) -> Counter[str]:
     fakes = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
     mode = next(fake.fake_mode for fake in fakes if isinstance(fake, torch.Tensor))
     known = dict(_known_linear(program.graph_module))
-    with mode, mock.patch.dict(_checker._OP_REGISTRY, known):
+    # rows that travel are as many as are counted: symbols of this run, which nothing defines after
+    env = mode.shape_env
+    sizes = contextlib.nullcontext() if env is None else env.ignore_fresh_unbacked_symbols()
+    with mode, sizes, mock.patch.dict(_checker._OP_REGISTRY, known):
         fresh = [_fresh(fake) for fake in fakes]
         with spmd.set_current_mesh(axes), spmd.checker.typecheck():
             typed = _Typed(program, axes)
@@ -127,7 +131,10 @@ class _Typed(fx.Interpreter):
                 strategy = strategies.get(node)
                 impl = None if strategy is None else strategy.impl
                 target = node.target if impl is None else unbound(impl)[0]
-                same = (n for n in local if n.target is target and _stem(n) == _stem(node))
+                targets = (target, exchanged_experts) if target is EXPERTS else (target,)
+                same = (
+                    n for n in local if unbound(n.target)[0] in targets and _stem(n) == _stem(node)
+                )
                 yield next(same), node
 
     def run_node(self, n: fx.Node) -> Any:
@@ -156,6 +163,17 @@ class _Typed(fx.Interpreter):
         if target is redistribute:
             return self._redistributed(target, args, args[3].name, args[1], args[2])
         if target is unshard:
+            if "outer" in kwargs:
+                wide = args[4]._replace(gathered=True)
+                state, axis, extent = kwargs["outer"]
+                whole = self._redistributed(
+                    target, (args[0], state, axis, extent, wide), axis.name, state, R
+                )
+                args = (whole, *args[1:])
+            if len(args) > 4 and not args[4].gathered:  # experts, of which a rank uses its own
+                with spmd.checker.no_typecheck():
+                    made = target(*args)
+                return spmd.assert_type(made, spmd.get_local_type(args[0]))
             return self._redistributed(target, args, args[2].name, args[1], R)
         serial = self.planned.get(self.node)
         strategy = self.program.decisions.strategies.get(serial) if serial is not None else None
@@ -163,7 +181,8 @@ class _Typed(fx.Interpreter):
             made = target(*args, **kwargs)
             alike = dict.fromkeys(self.axes.values(), spmd.I)  # a constant, the same on each rank
             return spmd.assert_type(made, alike) if _is_tensor(made) else made
-        if strategy is not None and (strategy.impl is not None or target is EXPERTS):
+        own = unbound(target)[0] in (EXPERTS, exchanged_experts)
+        if strategy is not None and (strategy.impl is not None or own):
             return self._own_collectives(target, args, kwargs, tensors, strategy)
         name = _name(target)
         if name in WITH_BIAS and len(args) > 2 and args[2] is not None:
@@ -186,7 +205,7 @@ class _Typed(fx.Interpreter):
     ) -> Any:
         """An implementation of ours that communicates inside, and shares of experts, whose last
         bias is a partial sum as their products are: its types are its strategy's."""
-        self.believed[target.__name__] += 1
+        self.believed[unbound(target)[0].__name__] += 1
         for tensor, state in zip(tensors, strategy.inputs, strict=True):
             self.expect(tensor, state, "an operand")
         with spmd.checker.no_typecheck():
@@ -197,7 +216,8 @@ class _Typed(fx.Interpreter):
             for axis in self.axes.values()
         }
         for value, state in _with_states(made, strategy):
-            spmd.assert_type(value, {**other, self.tp: theirs(state)})
+            tp = {} if self.tp is None else {self.tp: theirs(state)}
+            spmd.assert_type(value, {**other, **tp})
         return made
 
     def _planned_type(self, made: Any, strategy: Strategy | None, name: str) -> Any:

@@ -23,6 +23,7 @@ from autoshard.program import Program
 from autoshard.runtime.operators.expert_body import parse
 from autoshard.verification.program_check import verify_program
 from gradient_types import check_types
+from mixture_families import Loop
 from models_plain import Mixture
 from traced import builder, programs
 
@@ -82,6 +83,8 @@ def test_each_way_equals_serial_and_sends_what_its_formula_says(way: str, form: 
     torch.compiler.reset()
     (program,), values = programs(model, (x,), [{**options, "plan": forced(free, way)}])
     assert ways(program) == [way]
+    if way == BOTH:
+        check_types(program)
     differences = verify_program(program, values)
     assert max(*differences.outputs.values(), *differences.norms.values()) < 1e-5
 
@@ -108,7 +111,8 @@ def test_each_way_equals_serial_and_sends_what_its_formula_says(way: str, form: 
         assert Counter((one.op, one.nbytes) for one in priced) == Counter(
             (one.op, one.bytes) for one in program.collectives()
         )
-        check_types(program)
+        text = program.explain(160)
+        assert all(f"\n{other}  " in text for other in (OWNED, INSIDE, TOKENS)), text
     else:
         # the sum over ranks: reduced for all, or reduced and split with a gather in backward
         assert sent["inside"] in (tokens, 2 * tokens)
@@ -253,25 +257,6 @@ def test_an_export_has_no_shapes_that_depend_on_the_router() -> None:
     assert BOTH in {way_of(one) for one in offered(program)}
 
 
-class Loop(nn.Module):
-    """Experts as modules, each run on all tokens; what a token did not choose counts zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(8, 4)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 64, bias=False), nn.SiLU(), nn.Linear(64, 8, bias=False))
-            for _ in range(4)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, ids = torch.topk(self.router(x).softmax(-1), 2)
-        out = torch.zeros_like(x)
-        for i, expert in enumerate(self.experts):
-            out = out + expert(x) * (weights * (ids == i)).sum(-1, keepdim=True)
-        return (x + out).square().mean()
-
-
 def test_experts_in_a_loop_are_split_as_layers_are_and_summed_once() -> None:
     torch.manual_seed(0)
     torch.compiler.reset()
@@ -282,6 +267,31 @@ def test_experts_in_a_loop_are_split_as_layers_are_and_summed_once() -> None:
     tokens = 4 * 256 * 8
     forward = [c for c in program.collectives() if c.phase == "forward" and c.bytes >= tokens]
     assert [one.bytes for one in forward] == [tokens]
+    assert max(verify_program(program, values).norms.values()) < 1e-5
+
+
+class Counting(Loop):
+    """Experts run on parts of the sorted rows, whose lengths the host reads."""
+
+    def routed(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        order = ids.reshape(-1).argsort()
+        sizes = torch.zeros_like(ids).new_zeros(4).index_add(0, ids.reshape(-1), _ones(ids))
+        parts = x[order // ids.shape[1]].split(sizes.tolist())
+        rows = torch.cat([expert(part) for expert, part in zip(self.experts, parts)])
+        rows = rows * weights.reshape(-1)[order].unsqueeze(-1)
+        return torch.zeros_like(x).index_add(0, order // ids.shape[1], rows)
+
+
+def _ones(ids: Tensor) -> Tensor:
+    return torch.ones_like(ids.reshape(-1))
+
+
+def test_lengths_that_the_host_reads_are_planned() -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    (program,), values = programs(Counting(), (torch.randn(64, 8),), [{"mesh": {"tp": 2}}])
+    experts = [state for name, state in program.stored().items() if "experts" in name]
+    assert all(state.startswith("S") for state in experts)
     assert max(verify_program(program, values).norms.values()) < 1e-5
 
 

@@ -42,6 +42,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", SIZES),
     "qwen3": ("Qwen3ForCausalLM", {**SIZES, "head_dim": 16}),
     "gemma3": ("Gemma3ForCausalLM", {**SIZES, "head_dim": 16, "sliding_window": 8}),
+    "mixtral": ("MixtralForCausalLM", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt2": ("GPT2LMHeadModel", {**GPT2, "bos_token_id": 0, "eos_token_id": 255}),
     "t5": ("T5ForConditionalGeneration", {**T5, "decoder_start_token_id": 0}),
     "mamba": ("MambaForCausalLM", MAMBA),
@@ -187,6 +188,14 @@ def test_a_step_has_two_reductions_a_layer(gloo2: Any) -> None:
     assert steps == [Counter(all_reduce=4, all_gather=2)] * 2
     assert one.gathers == one.choices == 0
     assert one.compared == 4, "two calls of a graph, whatever the length of the cache"
+
+
+@pytest.mark.slow
+def test_a_step_of_a_mixture_has_two_reductions_a_layer(gloo2: Any) -> None:
+    """Each rank computes the rows of its experts; a layer's router is gathered, a number for each
+    expert and token, and nothing travels that the host would wait for."""
+    (one,) = check(gloo2, "mixtral", ["greedy"])
+    assert one.steps == [Counter(all_reduce=4, all_gather=4)] * 3
 
 
 def test_a_step_of_two_reductions_a_layer_and_one_small_gather(gloo2: Any) -> None:

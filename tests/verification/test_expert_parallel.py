@@ -80,6 +80,7 @@ def test_rows_travel_to_their_experts(
         ({"ep": 2}, (1, 1, 1), 3),
         pytest.param({"ep": 2}, (3, 3), 1, marks=pytest.mark.slow),
         pytest.param({"dp_shard": 2, "ep": 2}, (1, 1, 1), 3, marks=pytest.mark.slow),
+        pytest.param({"dp_shard": 2, "ep": 2}, (3, 3), 1, marks=pytest.mark.slow),
         pytest.param({"dp_replicate": 2, "ep": 2}, (3, 3), 2, marks=pytest.mark.slow),
     ],
 )

@@ -126,6 +126,8 @@ class Saving:
             return [(t, s) for t, s in used if not differentiable(t)]
         if operator in LOSSES:
             return used
+        if is_mixture(node):  # its rows are counted apart, and biases are only added
+            return [(t, s) for t, s in used[3:] if value(t).dim() > 2]
         if cost.node_flops(node) or operator in (aten.mul, aten.div):
             two = used[1:3] if operator in ADDED_PRODUCTS else used[:2]
             return [

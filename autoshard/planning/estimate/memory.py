@@ -96,7 +96,8 @@ def _bucket_bytes(held: RankHolds, layout: Layout, training: Training) -> int:
         return 0
     gathered, reduced = [], []
     for bucket in buckets(held.weights, layout):
-        whole = {w.name: w.numel // (layout.experts if w.expert else 1) for w in bucket}
+        ep = layout.experts
+        whole = {w.name: w.numel // (ep if w.stays(ep) else 1) for w in bucket}
         gathered.append(sum(whole[w.name] * w.itemsize for w in bucket))
         sizes = ((whole[w.name], w) for w in bucket if w.trained)
         reduced.append(sum(size * training.sent(w.itemsize, w.reduced) for size, w in sizes))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autoshard.planning.cost import Cluster, Link
+from autoshard.planning.cost import WAIT_SECONDS, Cluster, Link
 from autoshard.planning.estimate.overlap import Segment, step_seconds
 from autoshard.planning.estimate.step_profile import Profile
 from autoshard.planning.estimate.traffic import Sent, Traffic, data_collectives, seconds, traffic
@@ -48,9 +48,12 @@ def timing(
     data_ranks = {"dp_shard": shard, "dp_replicate": layout.replicate, "ep": layout.experts}
     ranks = {**planned, **data_ranks}
     forward, backward = list(profile.forward), list(profile.backward)
-    waited = [*profile.sent, *(profile.exchanges if layout.experts > 1 else ())]
+    travel = [one for one in profile.exchanges if one.on(layout.experts)]
+    waited = [*profile.sent, *(sent for one in travel for sent in one.sent)]
     for one in waited:
         (backward if one.backward else forward)[one.at] += seconds(one, ranks, real)
+    for mixture in travel:
+        forward[mixture.sent[0].at] += WAIT_SECONDS  # the host reads how many rows arrive
     groups = buckets(profile.weights, layout) or [[]]
     starts = [0, *(bucket[0].use or 0 for bucket in groups[1:])]
     data: list[Sent] = []

@@ -23,7 +23,7 @@ from autoshard.planning.cost import Cluster
 from autoshard.planning.decisions import Decisions, Recomputation
 from autoshard.planning.estimate.memory import RankHolds, held, recomputed
 from autoshard.planning.estimate.operator_time import OperatorTimes, dtype_of
-from autoshard.planning.estimate.traffic import Sent, expert_rows, tp_collectives
+from autoshard.planning.estimate.traffic import Exchange, Sent, expert_rows, tp_collectives
 from autoshard.planning.mixtures import is_mixture
 from autoshard.planning.operators import ATTENTION, packet
 from autoshard.planning.strategy import operands
@@ -35,9 +35,9 @@ class Profile(RankHolds):
     """One rank of a tp axis of `n`, whatever the data-parallel axes.
 
     forward, backward: seconds of compute at each operator. sent: the collectives on tp.
-    exchanges: those of rows of experts, where the mesh has an axis ep. flops:
-    operations of the serial model, forward and backward, by which utilisation is counted (PaLM's
-    MFU: no recomputation). peak: operations a second of the device, in the dtype of most of them.
+    exchanges: mixtures whose rows travel where the mesh has an axis ep. flops: operations of the
+    serial model, forward and backward, by which utilisation is counted (PaLM's MFU: no
+    recomputation). peak: operations a second of the device, in the dtype of most of them.
     """
 
     n: int
@@ -46,7 +46,7 @@ class Profile(RankHolds):
     flops: float
     peak: float
     sent: tuple[Sent, ...]
-    exchanges: tuple[Sent, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
 
     @property
     def compute(self) -> float:

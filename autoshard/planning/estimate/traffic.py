@@ -28,9 +28,9 @@ from autoshard.planning.cost import (
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate.training import Training
 from autoshard.planning.estimate.weights import Layout, Weight
-from autoshard.planning.mixtures import exchanged, is_mixture, is_stack
+from autoshard.planning.mixtures import exchangeable, exchanged, is_mixture
 from autoshard.planning.strategy import ImplCollective, operands, value
-from autoshard.planning.values import differentiable, global_bytes
+from autoshard.planning.values import differentiable, global_bytes, leaves_none_empty
 from autoshard.runtime.collectives import State, forward_value
 
 
@@ -85,7 +85,7 @@ def data_collectives(bucket: Sequence[Weight], layout: Layout, training: Trainin
     if not bucket:
         return []
     at, sent = bucket[0].use or 0, []
-    over_ep = [weight for weight in bucket if not weight.expert]
+    over_ep = [weight for weight in bucket if not weight.stays(layout.experts)]
     if layout.shard > layout.experts:
         sent += _of_shards("dp_shard", bucket, layout, training, layout.experts)
     if layout.experts > 1:
@@ -115,14 +115,30 @@ def _reduced(bucket: Sequence[Weight], layout: Layout, training: Training) -> in
     return sum(part * training.sent(w.itemsize, w.reduced) for part, w in parts)
 
 
-def expert_rows(gm: fx.GraphModule) -> list[Sent]:
-    """The collectives of rows that travel to their experts on an axis ep, which divides these."""
+class Exchange(NamedTuple):
+    """A mixture whose rows may travel on an axis ep, and the collectives if they do."""
+
+    experts: int
+    sent: tuple[Sent, ...]
+
+    def on(self, ranks: int) -> bool:
+        """Whether rows travel on an axis ep of `ranks`; else weights are gathered."""
+        return ranks > 1 and leaves_none_empty(self.experts, ranks)
+
+
+def expert_rows(gm: fx.GraphModule) -> list[Exchange]:
+    """The mixtures whose rows an axis ep would exchange, with what that sends."""
     return [
-        Sent("ep", one.op, one.nbytes, one.backward, at)
+        Exchange(
+            exchangeable(node),
+            tuple(
+                Sent("ep", one.op, one.nbytes, one.backward, at)
+                for one in _exchanged(node)
+                if differentiable(node) or not one.backward
+            ),
+        )
         for at, node in enumerate(gm.graph.nodes)
-        if is_mixture(node) and all(map(is_stack, node.args[3]))  # type: ignore[arg-type]
-        for one in _exchanged(node)
-        if differentiable(node) or not one.backward
+        if is_mixture(node) and exchangeable(node)
     ]
 
 

@@ -12,8 +12,9 @@ from torch import fx
 from autoshard.planning import cost
 from autoshard.planning.cost import default_bucket_bytes, fill_buckets, reference_bytes
 from autoshard.planning.decisions import Decisions
-from autoshard.planning.mixtures import is_stack
+from autoshard.planning.mixtures import exchangeable, is_mixture
 from autoshard.planning.strategy import value
+from autoshard.planning.values import leaves_none_empty
 from autoshard.runtime.collectives import chunk_size, shard_dim
 from autoshard.runtime.graph_meta import REDUCED_DTYPE, STORED_DTYPE
 
@@ -44,8 +45,8 @@ class Weight:
 
     itemsize: bytes an element while it is computed with. again: whether backward reads it. stored:
     bytes an element as it is kept, where that is in another dtype (the option `precision`).
-    reduced: those of its gradient while it travels, where that is told. expert: whether it is a
-    stack of experts, which stays where it is on ep.
+    reduced: those of its gradient while it travels, where that is told. experts: of how many it is
+    a stack that may stay where it is on ep; 0: it is none.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Weight:
     again: bool
     stored: int | None = None
     reduced: int | None = None
-    expert: bool = False
+    experts: int = 0
 
     @property
     def kept(self) -> int:
@@ -67,6 +68,10 @@ class Weight:
     def numel(self) -> int:
         """Elements on a rank of the tp axis."""
         return math.prod(self.shape)
+
+    def stays(self, ranks: int) -> bool:
+        """Whether it is a stack of experts that an axis ep of `ranks` leaves where it is."""
+        return ranks > 1 and leaves_none_empty(self.experts, ranks)
 
     def part(self, ranks: int) -> int:
         """Elements that the first of `ranks` data-parallel ranks stores: rows, by torch.chunk."""
@@ -84,6 +89,8 @@ def weights_of(
 ) -> tuple[Weight, ...]:
     """The parameters of `gm` on a rank of an axis of `n`. again: those that backward reads."""
     place = {node: i for i, node in enumerate(gm.graph.nodes)}
+    mixtures = [node for node in gm.graph.nodes if is_mixture(node)]
+    experts = {stack: exchangeable(node) for node in mixtures for stack in node.args[3]}
     found = []
     for node, name in parameters.items():
         val = value(node)
@@ -101,7 +108,7 @@ def weights_of(
                 again=node in again,
                 stored=_size(node.meta.get(STORED_DTYPE)),
                 reduced=_size(node.meta.get(REDUCED_DTYPE)),
-                expert=is_stack(node),
+                experts=experts.get(node, 0),
             )
         )
     return tuple(found)

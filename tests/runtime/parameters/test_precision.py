@@ -42,6 +42,11 @@ def wires(mesh: tuple[tuple[str, int], ...], precision: Precision, micro: str) -
 GATHER, SCATTER = ("forward", "all_gather", "dp_shard"), ("backward", "reduce_scatter", "dp_shard")
 REDUCE = ("backward", "all_reduce", "dp_replicate")
 BOTH = {"dp_replicate": 2, "dp_shard": 2}
+SHARDS = {"dp_shard": 2, "ep": 2}
+
+
+def on_ep(of: tuple[str, str, str]) -> tuple[str, str, str]:
+    return (*of[:2], "ep")
 
 
 @pytest.mark.parametrize(
@@ -67,6 +72,15 @@ BOTH = {"dp_replicate": 2, "dp_shard": 2}
         ),
         (BOTH, Precision(param=B16), {(*GATHER, B16), (*SCATTER, B16), (*REDUCE, B16)}),
         ({**FSDP, "tp": 2}, Precision(param=B16, reduce=F32), {(*GATHER, B16), (*SCATTER, F32)}),
+        *(
+            (
+                SHARDS,
+                Precision(param=B16, reduce=reduce),
+                {(*of, B16) for of in (GATHER, on_ep(GATHER))}
+                | {(*of, reduce or B16) for of in (SCATTER, on_ep(SCATTER))},
+            )
+            for reduce in (None, F32)
+        ),
         ({"tp": 2}, Precision(param=B16, reduce=F32), set()),
     ],
 )
@@ -189,14 +203,20 @@ def run(sizes: Sizes, options: dict[str, Any], micro: int) -> dict[str, Any]:
         (FSDP, {"precision": {"param": "bfloat16", "reduce": "float32"}, "zero": 1}, 3),
         pytest.param(FSDP, {"gradient_reduction": "sum"}, 1, marks=pytest.mark.slow),
         (DDP, {"gradient_reduction": "sum", "inner": "eager"}, 2),
+        pytest.param(
+            *(SHARDS, {"precision": {"param": "bfloat16", "reduce": "float32"}, "zero": 1}, 3),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_against_a_serial_model_that_casts(
-    gloo2: Any, sizes: Sizes, options: dict[str, Any], micro: int
+    gloo2: Any, gloo4: Any, sizes: Sizes, options: dict[str, Any], micro: int
 ) -> None:
-    for result in gloo2(run, sizes, options, micro):
+    pool = gloo4 if len(sizes) == 2 else gloo2
+    for result in pool(run, sizes, options, micro):
         # two ranks: the sum has one order; fp32 alone is added up in whichever order is cheaper
-        assert result["exact"] or "precision" not in options and result["worst"] < 1e-6, result
+        some = "precision" not in options or len(sizes) == 2
+        assert result["exact"] or some and result["worst"] < 1e-6, result
         if "precision" in options:
             assert result["weight"] == "torch.float32"
         assert result["eager"] < 0.05, result

@@ -1,0 +1,70 @@
+"""Mixtures of experts trained on processes: three steps of each family beside its serial model."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import mixture_families
+from joined_batch import Sizes, train
+from mixture_families import FAMILIES, family
+from model_case import Batch, Case
+from models import CASES
+
+LOOPS = ("Loop", "PickingLoop", "Bounded")
+
+
+def ids(step: int) -> Batch:
+    """Tokens of four sequences."""
+    generator = torch.Generator().manual_seed(step)
+    return {"ids": torch.randint(0, 64, (4, 8), generator=generator)}
+
+
+def vectors(step: int) -> Batch:
+    """Vectors of 64 tokens."""
+    return {"x": torch.randn(64, 8, generator=torch.Generator().manual_seed(step))}
+
+
+def case(name: str) -> Case:
+    """A family, or a user's loop, and its batches; the model's result is the loss."""
+    if name in LOOPS:
+        return Case(name, getattr(mixture_families, name), vectors, loss)
+    return Case(name, lambda: family(name, torch.float32), ids, loss)
+
+
+def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    found: torch.Tensor = model(*batch.values())
+    return found
+
+
+def train_mixture(name: str, sizes: Sizes, options: dict[str, Any]) -> dict[str, Any]:
+    torch.compiler.reset()
+    with mock.patch.dict(CASES, {name: case(name)}):
+        return train(name, sizes, (1, 1, 1), options)
+
+
+MESHES: dict[str, Sizes] = {
+    "tp": {"tp": 2},
+    "ep": {"ep": 2},
+    "dp_shard, ep": {"dp_shard": 2, "ep": 2},
+}
+QUICK = (("gpt_oss", "ep"),)  # biases, which are added to rows that have travelled
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        pytest.param(name, mesh, marks=[] if (name, mesh) in QUICK else pytest.mark.slow)
+        for name in (*FAMILIES, *LOOPS)
+        for mesh in MESHES
+    ],
+)
+def test_three_steps(gloo2: Any, gloo4: Any, name: str, mesh: str) -> None:
+    pool = gloo4 if len(MESHES[mesh]) == 2 else gloo2
+    for found in pool(train_mixture, name, MESHES[mesh], {}):
+        for kind in ("loss", "gradient", "norm", "parameter"):
+            assert found[kind] < 1e-5, found
