@@ -131,7 +131,7 @@ def _compile(
     if settings().unsharded:
         refuse_unsharded({axis.name: axis.size for axis in mesh.axes})
         return compile_local(gm, list(example_inputs), config.inner)
-    facts = agreed_facts(inputs, mesh.planned, config)
+    facts = agreed_facts(inputs, mesh.sharing, config)
     program = build_agreed(gm, example_inputs, inputs, mesh, config, device, facts)
     program.chosen = choice.line
     planned = unplanned_parameters(inputs, program)
@@ -140,12 +140,12 @@ def _compile(
     special = _runner(program, inputs, mesh, config)
     facts = program.serial.meta.get(FACTS, {})
     if not facts:
-        return _entry(special, special, facts, batch_checker(inputs, program.axis, config))
+        return _entry(special, special, facts, batch_checker(inputs, mesh.sharing, config))
     # every call may have other values: both are made now, while Dynamo takes guards for them
     general = build_agreed(gm, example_inputs, inputs, mesh, config, device, {})
     general.chosen = choice.line
     other = _runner(general, inputs, mesh, config)
-    return _entry(special, other, facts, batch_checker(inputs, program.axis, config))
+    return _entry(special, other, facts, batch_checker(inputs, mesh.sharing, config))
 
 
 def _entry(
@@ -202,7 +202,8 @@ def _runner(
         compiled = compile_local(local, fakes, config.inner, handle.finish, program.settings())
     if mesh.size > 1:
         compiled = watched(compiled, mesh.axes, local)
-    agree("compiled program", "", [], program.axis)  # nobody runs before everybody can
+    for axis in mesh.sharing:
+        agree("compiled program", "", [], axis)  # nobody runs before everybody can
     register(handle)
     compat.lighten_guards(parameters)
     sharded = [i for i, item in enumerate(inputs) if isinstance(item.real, DTensor)]

@@ -13,6 +13,7 @@ from autoshard.planning.operators import (
     is_view,
     packet,
 )
+from autoshard.planning.outer import Outer, on_rank
 from autoshard.planning.plan import GraphPlan, Plan, strategy_text
 from autoshard.planning.planner import Request, fingerprint, plan_graph, with_graph
 from autoshard.planning.prices import Prices

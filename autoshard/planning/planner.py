@@ -51,7 +51,8 @@ class Request:
     budget_is_known: whether it is an error that nothing fits it; else the default plan is taken.
     prices: what a stored byte costs where there is no memory_budget. layout: the data-parallel
     axes, among which a rank's bytes are split further. even: whether only dims are split that the
-    axis divides, and no shape depends on values (of a graph that is exported).
+    axis divides, and no shape depends on values (of a graph that is exported, or is planned on
+    another axis afterwards). beside: ranks of that axis.
     """
 
     parameters: Mapping[fx.Node, str]
@@ -68,6 +69,7 @@ class Request:
     prices: Prices = field(default_factory=Prices)
     layout: Layout = field(default_factory=Layout)
     even: bool = False
+    beside: int = 1
 
 
 def fingerprint(gm: fx.GraphModule) -> str:
@@ -194,6 +196,7 @@ def _solve(
         and not any(_is_loss(r) for r in results[: gm.meta[N_OUTPUTS]]),
         even=request.even,
         contiguous=contiguous,
+        beside=request.beside,
     )
     problem = builder.build()
     if request.plan:

@@ -168,7 +168,7 @@ def tp_collectives(
             read(source, want, node)
         for t in strategy.traffic:
             if differentiable(node) or not t.backward:
-                found.append(Sent(axis, t.op, t.nbytes, t.backward, place[node]))
+                found.append(Sent(t.axis or axis, t.op, t.nbytes, t.backward, place[node]))
     output = next(iter(reversed(gm.graph.nodes)))
     for result, state in zip(output.args[0], decisions.outputs):  # type: ignore[arg-type]
         if isinstance(result, fx.Node) and isinstance(value(result), torch.Tensor):
