@@ -209,7 +209,7 @@ def _runner(
     sharded = [i for i, item in enumerate(inputs) if isinstance(item.real, DTensor)]
     states = local.meta[OUTPUT_STATES]
     extents = local.meta[OUTPUT_EXTENTS]
-    present = _presenter(states, extents, mesh, config)
+    present = _presenter(program, states, extents, config)
 
     arrivals = Arrivals(_arriving(program, inputs), local.meta.get(MUTATED, ()))
     waiting: list[PendingInput] = local.meta.get(PENDING_INPUTS, [])
@@ -289,13 +289,16 @@ def _modes(program: Program) -> Callable[[], contextlib.AbstractContextManager[N
 
 
 def _presenter(
-    states: list[State], extents: list[int | None], mesh: Mesh, config: Config
+    program: Program, states: list[State], extents: list[int | None], config: Config
 ) -> Callable[[Any], Any]:
     """The function that makes the caller's outputs of the graph's, by `config.outputs`."""
-    if not any(shard_dim(state) is not None for state in states):
+    first = program.outer
+    on = [] if first is None else [(state, first.axis) for state in first.decisions.outputs]
+    outer = [one if shard_dim(one[0]) is not None else None for one in on[: len(states)]]
+    if not any(shard_dim(state) is not None for state in states) and not any(outer):
         return lambda outputs: outputs
-    axis = mesh.planned
-    device_mesh = mesh.device_mesh
+    axis = program.axis
+    device_mesh = program.mesh.device_mesh
     if config.outputs == "dtensor" and device_mesh is not None:
         return lambda outputs: as_dtensors(outputs, states, extents, axis, device_mesh)
-    return lambda outputs: wrap_outputs(outputs, states, extents, axis)
+    return lambda outputs: wrap_outputs(outputs, states, extents, axis, outer)

@@ -41,7 +41,7 @@ def lay_out(
         axis=axis.name,
         parameters=parameters,
         stored=dict.fromkeys(parameters, R),
-        lazy_outputs=False,
+        lazy_outputs=config.outputs in ("lazy", "sharded"),
         outputs_read=config.outputs != "sharded",
         plan=plan,
         even=True,

@@ -12,6 +12,7 @@ from autoshard.planning.operators import (
     RESHAPES,
     is_view,
     packet,
+    target_name,
 )
 from autoshard.planning.outer import Outer, on_rank
 from autoshard.planning.plan import GraphPlan, Plan, strategy_text

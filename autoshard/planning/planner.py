@@ -21,6 +21,7 @@ from autoshard.planning.estimate import (
     timing,
 )
 from autoshard.planning.head_tail import HeadTail, in_plain_order
+from autoshard.planning.operators import target_name
 from autoshard.planning.plan import Plan, strategy_text
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Builder, Problem
@@ -78,7 +79,7 @@ def fingerprint(gm: fx.GraphModule) -> str:
     for node in gm.graph.nodes:
         val = value(node)
         shape = tuple(str(e) for e in val.shape) if isinstance(val, torch.Tensor) else ()
-        text.update(f"{node.op} {node.name} {node.target} {shape}\n".encode())
+        text.update(f"{node.op} {node.name} {target_name(node)} {shape}\n".encode())
     return text.hexdigest()[:16]
 
 

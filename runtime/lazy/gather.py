@@ -34,15 +34,17 @@ aten = torch.ops.aten
 
 
 _Take = Callable[[torch.Tensor], torch.Tensor]
+Outer = tuple[State, Axis] | None
 
 
 class _Value:
     """The local part or, once read, the whole; shared by the aliases of one LazyGather.
 
-    dtype: of the whole; a part in a narrower one travels in that.
+    dtype: of the whole; a part in a narrower one travels in that. outer: state and axis of what a
+    gather over `axis` leaves, where that is a part on another axis still.
     """
 
-    __slots__ = ("_again", "_local", "_whole", "axis", "dtype", "extent", "state")
+    __slots__ = ("_again", "_local", "_whole", "axis", "dtype", "extent", "outer", "state")
 
     def __init__(
         self,
@@ -51,8 +53,10 @@ class _Value:
         axis: Axis,
         extent: int | None,
         dtype: torch.dtype | None = None,
+        outer: Outer = None,
     ) -> None:
         self._local: torch.Tensor | None = local
+        self.outer = outer
         self.state, self.axis, self.extent = state, axis, extent
         self.dtype = dtype or local.dtype
         self._whole: torch.Tensor | None = None
@@ -72,7 +76,10 @@ class _Value:
         """The whole, which stays and takes the part's place."""
         if self._whole is None:
             assert self._local is not None
-            whole = convert(self._local, self.state, I, self.axis, self.extent).to(self.dtype)
+            whole = convert(self._local, self.state, I, self.axis, self.extent)
+            if self.outer is not None:
+                whole = convert(whole, self.outer[0], I, self.outer[1])
+            whole = whole.to(self.dtype)
             self._whole = whole.contiguous()  # as the strides of the LazyGather say
             if not isinstance(self._local, compat.FakeTensor):  # whose layout Dynamo guards
                 self._local = None  # what is changed in place from now on is the whole
@@ -91,6 +98,8 @@ class _Value:
             return self._local
         whole = self.read()
         with torch.inference_mode(False), torch.no_grad():
+            if self.outer is not None:
+                whole = convert(whole, I, *self.outer)
             part = convert(whole, I, self.state, self.axis)
             if self._again is None:
                 self._again = part.clone(memory_format=torch.contiguous_format)
@@ -134,7 +143,7 @@ class _View(_Value):
 
 
 class LazyGather(torch.Tensor):
-    """A tensor of global shape whose values are still S(d) or P on one axis.
+    """A tensor of global shape whose values are still S(d) or P on one axis, or on two.
 
     An ordinary differentiable tensor otherwise: any operator gathers it (once) and works on the
     whole; its gradient is the whole's, cut back to this rank's part.
@@ -162,8 +171,10 @@ class LazyGather(torch.Tensor):
         return self._value.gathered
 
     def state_on(self, axis: Axis) -> State:
-        """The state of the values on an axis; I on another one than theirs."""
-        return self._value.state if self._value.axis == axis else I
+        """The state of the values on an axis; I on another one than theirs, and where they are parts
+        on two: no graph takes them so."""
+        alone = self._value.axis == axis and self._value.outer is None
+        return self._value.state if alone else I
 
     @property
     def part(self) -> torch.Tensor:
@@ -215,9 +226,10 @@ class LazyGather(torch.Tensor):
         if self.gathered:
             return repr(self.full_tensor())
         value = self._value
+        also = "" if value.outer is None else f", {value.outer[0]} on {value.outer[1].name}"
         return (
             f"LazyGather(shape={tuple(self.shape)}, dtype={self.dtype}, {value.state} on "
-            f"{value.axis.name}; call .full_tensor() on every rank for its values)"
+            f"{value.axis.name}{also}; call .full_tensor() on every rank for its values)"
         )
 
     # Dynamo compares the flattened form at different times: it must not depend on whether the
@@ -225,7 +237,7 @@ class LazyGather(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         value = self._value
-        return ["_local"], (value.state, value.axis, value.extent)
+        return ["_local"], (value.state, value.axis, value.extent, None, value.outer)
 
     @property
     def _local(self) -> torch.Tensor:
@@ -266,29 +278,48 @@ def give_back(taken: Sequence[tuple[_Value, torch.Tensor]]) -> None:
 
 
 def wrap_outputs(
-    outputs: Sequence[Any], states: Sequence[State], extents: Sequence[int | None], axis: Axis
+    outputs: Sequence[Any],
+    states: Sequence[State],
+    extents: Sequence[int | None],
+    axis: Axis,
+    outer: Sequence[Outer] = (),
 ) -> tuple[Any, ...]:
     """Make each output in state S(d) or P a LazyGather; the others pass as they are.
 
     extents: the global size of the sharded dim where it is known (a static size); None: the axis
-    divides it. An output in state R is replicated already, and must have been changed to I by the
-    graph, which knows its gradient.
+    divides it. outer: of each output, its state on an outer axis, which divides what it splits. An
+    output in state R is replicated already, and must have been changed to I by the graph, which
+    knows its gradient.
     """
     return tuple(
-        lazy(output, state, axis, extent)
-        if isinstance(output, torch.Tensor) and (state == P or shard_dim(state) is not None)
-        else output
-        for output, state, extent in zip(outputs, states, extents, strict=True)
+        _presented(output, state, axis, extent, on)
+        for output, state, extent, on in zip(
+            outputs, states, extents, outer or [None] * len(states), strict=True
+        )
     )
 
 
-def lazy(local: torch.Tensor, state: State, axis: Axis, extent: int | None = None) -> torch.Tensor:
+def _presented(output: Any, state: State, axis: Axis, extent: int | None, outer: Outer) -> Any:
+    if not isinstance(output, torch.Tensor):
+        return output
+    if state == P or shard_dim(state) is not None:
+        return lazy(output, state, axis, extent, outer)
+    return output if outer is None else lazy(output, *outer)
+
+
+def lazy(
+    local: torch.Tensor,
+    state: State,
+    axis: Axis,
+    extent: int | None = None,
+    outer: Outer = None,
+) -> torch.Tensor:
     """This rank's part in state S(d) or P as a LazyGather of the whole; differentiable."""
     if extent is not None and extent % axis.size == 0:
         extent = None
     if local.requires_grad and torch.is_grad_enabled():
-        return _Wrap.apply(local, state, axis, extent)  # type: ignore[no-any-return]
-    return _wrap(local, state, axis, extent)
+        return _Wrap.apply(local, state, axis, extent, outer)  # type: ignore[no-any-return]
+    return _wrap(local, state, axis, extent, outer=outer)
 
 
 def _wrap(
@@ -297,12 +328,16 @@ def _wrap(
     axis: Axis,
     extent: int | None,
     dtype: torch.dtype | None = None,
+    outer: Outer = None,
 ) -> LazyGather:
     shape = list(local.shape)
     dim = shard_dim(state)
     if dim is not None:
         shape[dim] = shape[dim] * axis.size if extent is None else extent
-    return LazyGather(_Value(local.detach(), state, axis, extent, dtype), shape, False)
+    if outer is not None and (dim := shard_dim(outer[0])) is not None:
+        shape[dim] *= outer[1].size
+    value = _Value(local.detach(), state, axis, extent, dtype, outer)
+    return LazyGather(value, shape, False)
 
 
 ON_PARTS = (*COPIES, *VIEWS, *FILLS, aten.argmax.default)
@@ -318,7 +353,7 @@ def _on_part(func: Any, args: Any, kwargs: Any) -> Any:
     if any(isinstance(one, LazyGather) for one in pytree.tree_leaves(rest)):
         return None
     value, dim = source._value, shard_dim(source._value.state)
-    if dim is None:
+    if dim is None or value.outer is not None:
         return None
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != source.device.type:
@@ -369,18 +404,19 @@ def _look(tensor: LazyGather) -> torch.Tensor:
 class _Wrap(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, local: torch.Tensor, state: State, axis: Axis, extent: int | None
+        ctx: Any, local: torch.Tensor, state: State, axis: Axis, extent: int | None, outer: Outer
     ) -> LazyGather:
-        ctx.state, ctx.axis = state, axis
-        return _wrap(local, state, axis, extent)
+        ctx.of = [(state, axis)] if outer is None else [outer, (state, axis)]
+        return _wrap(local, state, axis, extent, outer=outer)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         # whoever reads the whole does so on every rank alike: its gradient is replicated
         if isinstance(grad, LazyGather):
             grad = grad.full_tensor()
-        grad = redistribute(grad, I, gradient_state(ctx.state), ctx.axis)
-        return grad, None, None, None
+        for state, axis in ctx.of:
+            grad = redistribute(grad, I, gradient_state(state), axis)
+        return grad, None, None, None, None
 
 
 class _Read(torch.autograd.Function):
