@@ -163,17 +163,16 @@ def search_captured(
     limit = limit or machine.usable_bytes
     sizes, facts = _planned_axes(meshes), batch_facts(inputs)
     rows: list[MeshPrice] = []
-    for done, (name, n) in enumerate(sizes):
-        (progress or _silent)(f"planning {name}={n}", done + 3, len(sizes) + 2)
+    for done, axes in enumerate(sizes):
+        told = " x ".join(f"{name}={n}" for name, n in axes.items())
+        (progress or _silent)(f"planning {told}", done + 3, len(sizes) + 2)
         serial = copied(captured)
         say_stored(serial, inputs, config)
-        device = machine.planned({name: n})
-        planned = plan_captured(
-            serial, inputs, offline_mesh({name: n}, 0), config, device, facts=facts
-        )
-        choices = _Choices(planned, n, machine, config.bucket_bytes)
+        device, first = machine.planned(axes), offline_mesh(axes, 0)
+        planned = plan_captured(serial, inputs, first, config, device, facts=facts)
+        choices = _Choices(planned, first.planned.size, machine, config.bucket_bytes)
         for mesh in meshes:
-            if _planned_axis(mesh) == (name, n):
+            if _sharing(mesh) == axes:
                 layout = Layout.of(mesh, config.zero, config.bucket_bytes)
                 one, chosen = choices.within(limit, layout, training)
                 held = footprint(one, layout, training)
@@ -228,14 +227,17 @@ class _Choices:
         return with_recomputation(self.free, chosen), chosen
 
 
-def _planned_axes(meshes: Sequence[AxisSizes]) -> list[tuple[str, int]]:
-    return list(dict.fromkeys(map(_planned_axis, meshes)))
+def _planned_axes(meshes: Sequence[AxisSizes]) -> list[AxisSizes]:
+    found: list[AxisSizes] = []
+    for axes in map(_sharing, meshes):
+        if axes not in found:
+            found.append(axes)
+    return found
 
 
-def _planned_axis(mesh: AxisSizes) -> tuple[str, int]:
-    """Name and size of the axis that the planner decides on."""
-    axis = offline_mesh(mesh, 0).planned
-    return axis.name, axis.size
+def _sharing(mesh: AxisSizes) -> AxisSizes:
+    """The axes that the planner decides on, by name."""
+    return {axis.name: axis.size for axis in offline_mesh(mesh, 0).sharing}
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -292,7 +294,7 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _utilisation(one: Profile, layout: Layout, step: float, batches: int | None) -> float:
     """The model's operations over those the devices could do in a step; 0 for an empty step."""
-    copies = layout.shard * layout.replicate
+    copies = layout.batches
     useful = min(copies, batches or copies)
     return useful * one.flops / (step * copies * one.n * one.peak) if step else 0.0
 

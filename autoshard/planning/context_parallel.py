@@ -20,7 +20,18 @@ from autoshard.planning.sizes import is_one
 from autoshard.planning.strategy import ImplCollective, Strategy, operands, value
 from autoshard.planning.values import tensor_bytes
 from autoshard.runtime.collectives import I, R, S, State, shard_dim
-from autoshard.runtime.operators import Bound, attend_by_heads, attend_to_prefix
+from autoshard.runtime.operators import Bound, attend_by_heads, attend_to_prefix, unbound
+
+
+def attention_form(node: fx.Node, strategy: Strategy) -> str:
+    """How attention runs over cp; "" for any other operator."""
+    if packet(node) not in ATTENTION:
+        return ""
+    rank, exchanged = value(operands(node)[0]).dim(), strategy.impl is not None
+    by_heads = strategy.output == S(rank - 3)
+    if by_heads or (exchanged and unbound(strategy.impl)[0] is attend_by_heads):  # type: ignore[arg-type]
+        return "by heads"
+    return "by rows" if _splits_attention(node, strategy) else "whole on every rank"
 
 
 class WeightsOnly:
@@ -110,7 +121,8 @@ def contiguously(strategy: Strategy, n: int) -> Strategy:
 def _splits_attention(node: fx.Node, strategy: Strategy) -> bool:
     """Whether each rank attends with its heads or with its rows of the queries."""
     rank = value(operands(node)[0]).dim()
-    return strategy.output in (S(rank - 3), S(rank - 2))
+    dim = None if isinstance(strategy.output, tuple) else shard_dim(strategy.output)
+    return dim in (rank - 3, rank - 2)
 
 
 def _splits_tokens(node: fx.Node, strategy: Strategy) -> bool:

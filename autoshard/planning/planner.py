@@ -151,7 +151,9 @@ def _priced(
     gm: fx.GraphModule, n: int, decisions: Decisions, request: Request, budget: int
 ) -> _Priced:
     training, layout, cluster = Training(), request.layout, planned_on(decisions.hardware)
-    sizes = {request.axis: n, "dp_shard": layout.shard, "dp_replicate": layout.replicate}
+    shard = layout.shard // layout.outer
+    sizes = {"cp": layout.outer, "dp_shard": shard, "dp_replicate": layout.replicate}
+    sizes[request.axis] = n
     free = profile(gm, decisions, request.parameters, n, cluster, layout.bucket_bytes)
     held = footprint(free, layout, training)
     resident = held.parameters + held.gradients + held.optimizer + held.buffers

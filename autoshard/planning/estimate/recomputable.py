@@ -63,6 +63,7 @@ class _Walk:
         self.gm, self.decisions, self.n = gm, decisions, n
         self.saving = Saving(gm, decisions, n)
         self.times = OperatorTimes(gm, n, cluster)
+        self.cluster, self.link = cluster, cluster.real(decisions.prices.link)
         self.found: list[RankValue] = []
         self.place: dict[ValueKey, int] = {}
         self.needed: set[ValueKey] = set()
