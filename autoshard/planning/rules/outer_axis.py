@@ -75,21 +75,26 @@ def _changed(node: fx.Node, n: int) -> Iterator[Strategy]:
 
 def _attention(node: fx.Node, n: int) -> Iterator[Strategy]:
     """Attention by rows or by heads over cp: the batch and the heads."""
-    query, key, *_ = map(value, operands(node))
-    mask = operands(node)[3:]
-    heads = query.dim() - 3
     axis = axis_of(node)
     assert axis is not None
     parts = axis.size if node.target is attend_by_heads else 1
+    for states, output in _by_heads(node, n, parts):
+        yield Strategy(states, output)
+
+
+def _by_heads(
+    node: fx.Node, n: int, parts: int = 1
+) -> Iterator[tuple[tuple[State, ...], State]]:
+    """States of queries, keys, values and mask, and of the result, where n ranks split the batch or
+    the heads, of which each takes a multiple of `parts`."""
+    query, key, values, *mask = (one for one in map(value, operands(node)) if one.dim() > 1)
+    heads = query.dim() - 3
     for dim in range(heads + 1):
-        sizes = (query.shape[dim], key.shape[dim])
-        if dim == heads:
-            fits = all(isinstance(e, int) and e % (n * parts) == 0 for e in sizes)
-        else:
-            fits = all(why_not(e, n, even=True) is None for e in sizes)
-        if fits:
-            states = [S(dim)] * 3 + [_aligned(value(m), query.dim(), dim) for m in mask]
-            yield Strategy(tuple(states), S(dim))
+        ranks = n * parts if dim == heads else n
+        sizes = [one.shape[dim] for one in (query, key, values)]
+        if all(isinstance(size, int) and size % ranks == 0 for size in sizes):
+            masks = [_aligned(one, query.dim(), dim) for one in mask]
+            yield (*[S(dim)] * 3, *masks), S(dim)
 
 
 def _aligned(mask: torch.Tensor, rank: int, dim: int) -> State:
@@ -125,7 +130,11 @@ def _mean_loss(node: fx.Node, n: int) -> Iterator[Strategy]:
 
 
 def _random(node: fx.Node, n: int) -> Iterator[Strategy]:
-    """on_shard of what draws one number an element, for its own shape: any dim."""
+    """on_shard: attention by batch and heads; what draws one number an element, along any dim."""
+    if node.kwargs["op"] == "attention":
+        for states, output in _by_heads(node, n):
+            impl = Bound.of(on_shard, **_constants(node), inner_dim=dim_of(output))
+            yield Strategy((*states, I), output, impl)
     if node.kwargs["op"] not in _DRAWN_ALONE:
         return
     *tensors, _ = operands(node)
@@ -133,11 +142,14 @@ def _random(node: fx.Node, n: int) -> Iterator[Strategy]:
     results = made if isinstance(made, (tuple, list)) else [made]
     if any(one.shape != results[0].shape for one in (*results, *map(value, tensors))):
         return
-    constants = {name: node.kwargs[name] for name in ("op", "dim", "extent")}
     for dim, size in enumerate(results[0].shape):
         if isinstance(size, int) and why_not(size, n, even=True) is None:
-            impl = Bound.of(on_shard, **constants, inner_dim=dim)
+            impl = Bound.of(on_shard, **_constants(node), inner_dim=dim)
             yield Strategy((*[S(dim)] * len(tensors), I), _each(node, S(dim)), impl)
+
+
+def _constants(node: fx.Node) -> dict[str, Any]:
+    return {name: node.kwargs[name] for name in ("op", "dim", "extent")}
 
 
 _DRAWN_ALONE = ("dropout", "native_dropout", "bernoulli", "bernoulli_p", "uniform", "normal")
