@@ -31,7 +31,7 @@ def trained(sizes: Sizes, name: str = "mlp", **adam: Any) -> tuple[nn.Module, An
     from autoshard.runtime.mesh import data_coordinate, init_mesh
 
     mesh = init_mesh(sizes, "cpu")
-    ranks, rank = mesh.size // mesh.planned.size, data_coordinate(mesh)
+    ranks, rank = mesh.batches, data_coordinate(mesh)
     model = CASES[name].make_model()
     optimizer = torch.optim.AdamW(model.parameters(), eps=1e-3, **adam)
     compiled = torch.compile(

@@ -1,0 +1,173 @@
+"""cp and tp in one mesh: cp is planned first, tp on the graph of one of its ranks."""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoshard.errors import ConfigError, PlanError
+from autoshard.explain import explain_plan
+from autoshard.planning.context_parallel import attention_form
+from autoshard.planning.cost.model import ring_bytes
+from autoshard.planning.operators import ATTENTION, packet
+from autoshard.planning.plan import GraphPlan, Plan
+from autoshard.program import Program
+from autoshard.runtime.collectives.states import I, S, shard_dim
+from autoshard.runtime.mesh import offline_mesh
+from autoshard.runtime.operators.attention_by_heads import attend_by_heads
+from autoshard.runtime.operators.causal_prefix import attend_to_both_ends, attend_to_prefix
+from autoshard.verification.program_check import verify_program
+from joined_batch import check, train
+from models import CASES
+from test_context_parallel import Attention, model_of, padded, programs
+
+BOTH = {"cp": 2, "tp": 2}
+_OVER_CP = (attend_by_heads, attend_to_both_ends, attend_to_prefix)
+
+
+def forms_of(program: Program) -> set[str]:
+    """How attention runs over cp."""
+    assert program.outer is not None
+    found = {attention_form(*one) for one in program.outer.decisions.strategies.items()}
+    return found - {""}
+
+
+def heads_on_tp(program: Program) -> bool:
+    """Whether each rank of tp attends with its heads of those that a rank of cp works on."""
+    states = [
+        strategy.output
+        for node, strategy in program.decisions.strategies.items()
+        if packet(node) in ATTENTION or node.target in _OVER_CP
+    ]
+    return bool(states) and set(states) == {S(1)}
+
+
+def is_serial(name: str, left_padded: bool = False, mesh: dict[str, int] = BOTH) -> Program:
+    first, *others = [CASES[name].make_batch(i) for i in range(offline_mesh(mesh, 0).batches)]
+    first = padded(first) if left_padded else first
+    made, values = programs(model_of(name), [first, *others], [mesh], "cpu")
+    assert verify_program(made[0], values[0], others=values[1:]).worst[1] < 1e-5
+    return made[0]
+
+
+@pytest.mark.parametrize(("name", "left_padded"), [("llama", True), ("gpt2", False)])
+def test_a_model_on_cp_and_tp_is_the_serial_one(name: str, left_padded: bool) -> None:
+    program = is_serial(name, left_padded)
+    assert forms_of(program) == {"by rows"}
+    assert name != "llama" or heads_on_tp(program)
+    for node, own in program.data.items():
+        if node.meta["val"].dim() > 1:  # gathered over cp, of what the rank of tp has
+            assert own == {"cp": S(0)}
+            assert shard_dim(program.decisions.stored[node]) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "llama"])
+def test_more_models_on_cp_and_tp(name: str) -> None:
+    is_serial(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["dp_shard", "dp_replicate"])
+def test_with_a_data_parallel_axis(axis: str) -> None:
+    is_serial("llama", mesh={axis: 2, **BOTH})
+
+
+def sent(program: Program, of: str) -> collections.Counter[str]:
+    """Bytes that a rank sends over an axis for activations, by phase."""
+    found: collections.Counter[str] = collections.Counter()
+    for one in program.collectives():
+        if one.axis == of and "S(0)" not in one.change and one.op != "all_reduce":
+            found[one.phase] += round(ring_bytes(one.op, one.bytes, program.mesh.axis(of).size))
+    return found
+
+
+@pytest.mark.parametrize(("n", "form"), [(2, "by rows"), (4, "by heads")])
+def test_a_layer_sends_what_its_heads_on_tp_need(n: int, form: str) -> None:
+    """The formulas of cp alone, of an n-th of the heads, for keys and values below
+    n = 1 + heads / shared heads and for exchanged heads above."""
+    heads, shared, tp = 16, 8, 2
+    with torch.device("meta"):
+        model = Attention(heads, shared, 64, causal=False).to(torch.bfloat16)
+        x = torch.empty(1, 65536, heads * 64, dtype=torch.bfloat16)
+    program = programs(model, [{"x": x}], [{"cp": n, "tp": tp}], "h100")[0][0]
+    assert forms_of(program) == {form} and heads_on_tp(program)
+    one = 65536 * 64 * 2 / tp  # bytes of one head
+    gathered = 2 * one * shared * (n - 1) / n
+    exchanged = (2 * heads + 2 * shared) * one / n * (n - 1) / n
+    expected = {"by rows": gathered, "by heads": exchanged}[form]
+    assert sent(program, "cp") == {"forward": expected, "backward": expected}
+    weights = 2 * 2 * (heads + shared) * heads * 64 * 64 // tp  # those of q, k, v and o, in bf16
+    gathers = [one for one in program.collectives() if one.change.endswith("S(0) -> R")]
+    forward = [one.bytes for one in gathers if one.phase == "forward" and one.axis == "cp"]
+    assert sum(forward) == weights, forward
+
+
+def test_a_plan_file_has_both_axes(tmp_path: Path) -> None:
+    """It is followed; one that exchanges heads over cp is the serial model too."""
+    torch.manual_seed(0)
+    model, batch = Attention(8, 4, 8, causal=True), {"x": torch.randn(2, 16, 64)}
+    (free,), values = programs(model, [batch], [BOTH], "cpu")
+    free.plan.save(tmp_path / "plan.json")
+    again = programs(model, [batch], [BOTH], "cpu", plan=tmp_path / "plan.json")[0][0]
+    assert again.plan.text() == free.plan.text()
+    assert "cp was planned before it" in " ".join(explain_plan(free).split())
+
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.outer is not None and (plan.outer.axis, plan.outer.parameters) == ("cp", {})
+    (key,) = plan.outer.graphs
+    by_heads = "S(2), S(2), S(2) -> S(2) by attend_by_heads"
+    nodes = {"scaled_dot_product_attention": by_heads}
+    plan.outer.graphs, plan.graphs = {key: GraphPlan(nodes)}, {}
+    (exchanged,), values = programs(model, [batch], [BOTH], "cpu", plan=plan)
+    assert forms_of(exchanged) == {"by heads"}
+    assert verify_program(exchanged, values[0]).worst[1] < 1e-5
+    with pytest.raises(PlanError, match="the plan is for cp=2 and tp=2, this mesh has tp=2"):
+        programs(model, [batch], [{"tp": 2}], "cpu", plan=plan)
+
+
+class Dropped(nn.Module):
+    """Dropout on what tp splits, on what both split, and inside attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.dropout(F.gelu(self.up(x)), 0.5)
+        h = F.dropout(self.down(h), 0.3) + x
+        q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.qkv(h).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2)
+        return y.transpose(1, 2).flatten(2)
+
+
+def test_dropout_is_that_of_the_serial_model() -> None:
+    made, values = programs(Dropped(), [{"x": torch.randn(2, 64, 32)}], [BOTH], "cpu")
+    assert verify_program(made[0], values[0]).worst[1] < 1e-5
+    states = [s for n, s in made[0].decisions.strategies.items() if n.name.startswith("dropout")]
+    assert any(one.output != I for one in states)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [({"rng": "tracker"}, "rng='tracker'"), ({"loss_tokens": "global"}, "loss_tokens='global'")],
+)
+def test_options_of_one_planned_axis_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=f"the mesh has cp and tp.*{told}"):
+        programs(nn.Linear(4, 4), [{"input": torch.ones(2, 4, 4)}], [BOTH], "cpu", **options)
+
+
+def train_on_both() -> dict[str, Any]:
+    return train("llama", BOTH, (2,), {}, wait=True)
+
+
+def test_training_on_cp_and_tp_is_serial_training(gloo4: Any) -> None:
+    """With microbatches in `no_sync`, clipped gradients and momentum."""
+    check(gloo4(train_on_both), split=4, programs=2)
