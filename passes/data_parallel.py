@@ -65,7 +65,7 @@ class PendingInput(NamedTuple):
 class DataParallel:
     """States of the stored parameters, by the position of their placeholder.
 
-    axes: the data-parallel axes, `dp_replicate` first (`gathering_axes`). states: {placeholder index: {axis: state}}.
+    axes: `gathering_axes`, `dp_replicate` first. states: {placeholder index: {axis: state}}.
     regather: gather again in backward instead of keeping the whole weight since forward (ZeRO-3).
     use: dtypes, averaging and deferral. dtypes: {placeholder index: stored dtype}, where it is not
     that of the graph. microbatch: what backward does with gradients (`unshard.MICROBATCH`).

@@ -128,7 +128,8 @@ def finish(
     that its weight was gathered on, the inner one before the outer one.
     """
     axis = mesh.planned
-    groups = tuple(one.group for one in (axis, *reversed(gathering_axes(mesh.axes))) if one.size > 1)
+    axes = (axis, *reversed(gathering_axes(mesh.axes)))
+    groups = tuple(one.group for one in axes if one.size > 1)
     passes: list[Pass] = [
         BucketParameters(bucket_bytes, axis.group if backward and axis.name == "tp" else ""),
         ScheduleCollectives(bucket_bytes=bucket_bytes),

@@ -1,16 +1,18 @@
 """A mesh with two planned axes: the first, cp, is planned and laid out; tp is planned on its rank.
 
 cp is planned on the whole graph, as if tp had one rank; what a rank of tp does of it is an equal
-part, so that the choice is the same. The graph of a rank of cp then has the collectives over cp as
-operators, whose rules are known (planning/rules/outer_axis.py), and is planned on tp like any other.
-Every cp rank has the same graph, because only dims are split that cp divides. Weights are whole in
-it: they are stored by rows, and gathered with those of the data-parallel axes.
+part, so that bytes and arithmetic have the same ratio. The graph of a rank of cp then has the
+collectives over cp as operators, whose rules are known (planning/rules/outer_axis.py), and is
+planned on tp like any other. Every cp rank has the same graph, because only dims are split that cp
+divides. Weights are whole in it: they are stored by rows, and gathered with those of the
+data-parallel axes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from torch import fx
 
@@ -21,6 +23,8 @@ from autoshard.planning import Outer, Plan, Request, is_mixture, plan_graph, wit
 from autoshard.planning.cost import Hardware
 from autoshard.runtime.collectives import Axis, R
 from autoshard.runtime.mesh import Mesh
+
+T = TypeVar("T")
 
 
 def lay_out(
@@ -81,10 +85,10 @@ def _refuse(serial: fx.GraphModule, config: Config, axis: Axis) -> None:
         )
 
 
-def same_places(
-    old: fx.GraphModule, new: fx.GraphModule, *tables: Mapping[fx.Node, object]
-) -> Sequence[dict[fx.Node, object]]:
-    """Tables by the placeholders of a graph, by those of another that has as many."""
-    pairs = zip(*(gm.graph.find_nodes(op="placeholder") for gm in (old, new)), strict=True)
-    moved = dict(pairs)
-    return [{moved[node]: one for node, one in table.items()} for table in tables]
+def placed(
+    old: fx.GraphModule, new: fx.GraphModule, table: Mapping[fx.Node, T]
+) -> dict[fx.Node, T]:
+    """A table by the placeholders of a graph, by those of another that has as many."""
+    places = [gm.graph.find_nodes(op="placeholder") for gm in (old, new)]
+    moved = dict(zip(*places, strict=True))
+    return {moved[node]: one for node, one in table.items()}

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.building.first_axis import lay_out, same_places
+from autoshard.building.first_axis import lay_out, placed
 from autoshard.building.fitting import recompute
 from autoshard.capture import capture, guard_divisible
 from autoshard.compiling import (
@@ -152,8 +152,8 @@ def build_program(
     if axis.size > 1:
         guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
     if planned.outer is not None:
-        first, n = planned.outer.decisions, planned.outer.axis.size
-        guard_divisible(planned.outer.serial, first.strategies, first.state, n, inputs)
+        whole, before, n = planned.outer.serial, planned.outer.decisions, planned.outer.axis.size
+        guard_divisible(whole, before.strategies, before.state, n, inputs)
     program = built(mesh, watch)
     artifact(f"autoshard_{watch.number:02}-plan", planned.plan.text)
     artifact(f"autoshard_{watch.number:02}-explain", lambda: explain_plan(program))
@@ -200,8 +200,8 @@ def plan_captured(
     if mesh.outer is not None:
         whole, of = serial, plan.outer if plan else None
         serial, outer, first = lay_out(whole, parameters, mesh, mesh.outer, config, machine, of)
-        tables = same_places(whole, serial, parameters, stored, data, arriving)
-        parameters, stored, data, arriving = tables
+        parameters, data = placed(whole, serial, parameters), placed(whole, serial, data)
+        stored, arriving = placed(whole, serial, stored), placed(whole, serial, arriving)
     sizes = {one.name: one.size for one in mesh.axes}
     request = Request(
         axis=axis.name,

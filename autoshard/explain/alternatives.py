@@ -98,8 +98,10 @@ def alternatives(built: Built) -> list[Alternative]:
             decisions = plan_graph(built.serial, n, hardware, _request(built, sequence, prices))
             found.append(_priced(name, built, decisions, tp, 1))
         found += [_priced(way, built, made, tp, 1) for way, made in _mixtures(built)]
-    serial = built if built.outer is None else replace(
-        built, serial=built.whole, parameters=built.outer.parameters, outer=None
+    serial = (
+        built
+        if built.outer is None
+        else replace(built, serial=built.whole, parameters=built.outer.parameters, outer=None)
     )
     whole = plan_graph(serial.serial, 1, hardware, _request(serial, True, Prices()))
     for name, axis in (("FSDP (ZeRO-3)", "dp_shard"), ("DDP", "dp_replicate")):

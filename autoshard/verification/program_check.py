@@ -130,7 +130,9 @@ def verify_program(
     # once, for all ranks: the parts of a gradient that is to be summed are random
     given = [
         [
-            None if whole is None else _split_over(program, whole, list(map(gradient_value, states)))
+            None
+            if whole is None
+            else _split_over(program, whole, [gradient_value(state) for state in states])
             for whole, states in zip(run.given, _output_states(program))
         ]
         for run in serial

@@ -10,7 +10,7 @@ and repr are free, and so is what `part_operators` does on a part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
+from collections.abc import Collection, Mapping, MutableSequence, Sequence
 from typing import Any
 
 import torch
@@ -29,117 +29,9 @@ from autoshard.runtime.collectives import (
     shard_dim,
 )
 from autoshard.runtime.lazy.part_operators import COPIES, FILLS, VIEWS, argmax_of_parts, on_part
+from autoshard.runtime.lazy.part_or_whole import OuterPart, PartOrWhole, ViewOfPart
 
 aten = torch.ops.aten
-
-
-_Take = Callable[[torch.Tensor], torch.Tensor]
-Outer = tuple[State, Axis] | None
-
-
-class _Value:
-    """The local part or, once read, the whole; shared by the aliases of one LazyGather.
-
-    dtype: of the whole; a part in a narrower one travels in that. outer: state and axis of what a
-    gather over `axis` leaves, where that is a part on another axis still.
-    """
-
-    __slots__ = ("_again", "_local", "_whole", "axis", "dtype", "extent", "outer", "state")
-
-    def __init__(
-        self,
-        local: torch.Tensor,
-        state: State,
-        axis: Axis,
-        extent: int | None,
-        dtype: torch.dtype | None = None,
-        outer: Outer = None,
-    ) -> None:
-        self._local: torch.Tensor | None = local
-        self.outer = outer
-        self.state, self.axis, self.extent = state, axis, extent
-        self.dtype = dtype or local.dtype
-        self._whole: torch.Tensor | None = None
-        self._again: torch.Tensor | None = None
-
-    def like(self) -> torch.Tensor:
-        """A tensor of the whole's dtype and device."""
-        part = self.local if self._local is None else self._local
-        return part if part.dtype == self.dtype else part.new_empty((), dtype=self.dtype)
-
-    @property
-    def gathered(self) -> bool:
-        """Whether the whole is there."""
-        return self._whole is not None
-
-    def read(self) -> torch.Tensor:
-        """The whole, which stays and takes the part's place."""
-        if self._whole is None:
-            assert self._local is not None
-            whole = convert(self._local, self.state, I, self.axis, self.extent)
-            if self.outer is not None:
-                whole = convert(whole, self.outer[0], I, self.outer[1])
-            whole = whole.to(self.dtype)
-            self._whole = whole.contiguous()  # as the strides of the LazyGather say
-            if not isinstance(self._local, compat.FakeTensor):  # whose layout Dynamo guards
-                self._local = None  # what is changed in place from now on is the whole
-        return self._whole
-
-    def look(self) -> torch.Tensor:
-        """The whole, for an operator that neither writes to it nor returns a view of it."""
-        return self.read()
-
-    @property
-    def local(self) -> torch.Tensor:
-        """This rank's part; a copy where the whole is there."""
-        if self._local is not None:
-            if self._local.dtype != self.dtype:
-                self._local = self._local.to(self.dtype)
-            return self._local
-        whole = self.read()
-        with torch.inference_mode(False), torch.no_grad():
-            if self.outer is not None:
-                whole = convert(whole, I, *self.outer)
-            part = convert(whole, I, self.state, self.axis)
-            if self._again is None:
-                self._again = part.clone(memory_format=torch.contiguous_format)
-            else:  # one tensor each time: Dynamo guards that two inputs are not the same
-                self._again.copy_(part)
-        return self._again
-
-
-class _View(_Value):
-    """A view of another value: of its part until somebody needs the memory of the whole.
-
-    take: makes the view of the whole.
-    """
-
-    __slots__ = ("of", "take")
-
-    def __init__(self, of: _Value, take: _Take, part: torch.Tensor, state: State) -> None:
-        super().__init__(part, state, of.axis, of.extent)
-        self.of, self.take = of, take
-
-    @property
-    def gathered(self) -> bool:
-        return self.of.gathered
-
-    def read(self) -> torch.Tensor:
-        whole = self.take(self.of.read())
-        if not isinstance(self._local, compat.FakeTensor):
-            self._local = None
-        return whole
-
-    def look(self) -> torch.Tensor:
-        if self.gathered:
-            return self.read()
-        return convert(self.local, self.state, I, self.axis, self.extent).contiguous()
-
-    @property
-    def local(self) -> torch.Tensor:
-        if self.gathered:
-            self.read()
-        return super().local
 
 
 class LazyGather(torch.Tensor):
@@ -149,12 +41,12 @@ class LazyGather(torch.Tensor):
     whole; its gradient is the whole's, cut back to this rank's part.
     """
 
-    _value: _Value
+    _value: PartOrWhole
 
     @staticmethod
     def __new__(
         cls,
-        value: _Value,
+        value: PartOrWhole,
         shape: Sequence[int],
         requires_grad: bool,
         strides: Sequence[int] | None = None,
@@ -171,8 +63,8 @@ class LazyGather(torch.Tensor):
         return self._value.gathered
 
     def state_on(self, axis: Axis) -> State:
-        """The state of the values on an axis; I on another one than theirs, and where they are parts
-        on two: no graph takes them so."""
+        """The state of the values on an axis; I on another one than theirs, and of parts on two
+        axes, which no graph takes so."""
         alone = self._value.axis == axis and self._value.outer is None
         return self._value.state if alone else I
 
@@ -247,7 +139,7 @@ class LazyGather(torch.Tensor):
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: Any, shape: Any, stride: Any
     ) -> LazyGather:
-        return LazyGather(_Value(inner["_local"], *context), shape, False, stride)
+        return LazyGather(PartOrWhole(inner["_local"], *context), shape, False, stride)
 
 
 class Arrivals:
@@ -261,7 +153,7 @@ class Arrivals:
         self.whole = [i for i, state in states.items() if state == I]
         self.written = [i for i in self.parts if i in written]
 
-    def take(self, values: MutableSequence[Any]) -> list[tuple[_Value, torch.Tensor]]:
+    def take(self, values: MutableSequence[Any]) -> list[tuple[PartOrWhole, torch.Tensor]]:
         """Replace each such input by what the graph takes; see `give_back`."""
         for i in self.whole:
             values[i] = values[i].full_tensor()
@@ -271,7 +163,7 @@ class Arrivals:
         return [(value, values[i]) for i, value in read]
 
 
-def give_back(taken: Sequence[tuple[_Value, torch.Tensor]]) -> None:
+def give_back(taken: Sequence[tuple[PartOrWhole, torch.Tensor]]) -> None:
     """Write parts that a graph has changed into wholes that somebody has read before."""
     for value, part in taken:
         value.read().copy_(convert(part, value.state, I, value.axis, value.extent))
@@ -282,7 +174,7 @@ def wrap_outputs(
     states: Sequence[State],
     extents: Sequence[int | None],
     axis: Axis,
-    outer: Sequence[Outer] = (),
+    outer: Sequence[OuterPart] = (),
 ) -> tuple[Any, ...]:
     """Make each output in state S(d) or P a LazyGather; the others pass as they are.
 
@@ -299,7 +191,7 @@ def wrap_outputs(
     )
 
 
-def _presented(output: Any, state: State, axis: Axis, extent: int | None, outer: Outer) -> Any:
+def _presented(output: Any, state: State, axis: Axis, extent: int | None, outer: OuterPart) -> Any:
     if not isinstance(output, torch.Tensor):
         return output
     if state == P or shard_dim(state) is not None:
@@ -312,7 +204,7 @@ def lazy(
     state: State,
     axis: Axis,
     extent: int | None = None,
-    outer: Outer = None,
+    outer: OuterPart = None,
 ) -> torch.Tensor:
     """This rank's part in state S(d) or P as a LazyGather of the whole; differentiable."""
     if extent is not None and extent % axis.size == 0:
@@ -328,7 +220,7 @@ def _wrap(
     axis: Axis,
     extent: int | None,
     dtype: torch.dtype | None = None,
-    outer: Outer = None,
+    outer: OuterPart = None,
 ) -> LazyGather:
     shape = list(local.shape)
     dim = shard_dim(state)
@@ -336,7 +228,7 @@ def _wrap(
         shape[dim] = shape[dim] * axis.size if extent is None else extent
     if outer is not None and (dim := shard_dim(outer[0])) is not None:
         shape[dim] *= outer[1].size
-    value = _Value(local.detach(), state, axis, extent, dtype, outer)
+    value = PartOrWhole(local.detach(), state, axis, extent, dtype, outer)
     return LazyGather(value, shape, False)
 
 
@@ -379,7 +271,7 @@ def _view(
     source: LazyGather, func: Any, args: Sequence[Any], of_part: Sequence[Any], state: State
 ) -> LazyGather:
     value, part = source._value, func(source._value.local, *of_part)
-    view = _View(value, lambda whole: func(whole, *args), part, state)
+    view = ViewOfPart(value, lambda whole: func(whole, *args), part, state)
     shown = torch.empty_strided(source.shape, source.stride(), device="meta", dtype=source.dtype)
     shown = func(shown, *args)
     return LazyGather(view, shown.shape, False, shown.stride())
@@ -404,7 +296,12 @@ def _look(tensor: LazyGather) -> torch.Tensor:
 class _Wrap(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, local: torch.Tensor, state: State, axis: Axis, extent: int | None, outer: Outer
+        ctx: Any,
+        local: torch.Tensor,
+        state: State,
+        axis: Axis,
+        extent: int | None,
+        outer: OuterPart,
     ) -> LazyGather:
         ctx.of = [(state, axis)] if outer is None else [outer, (state, axis)]
         return _wrap(local, state, axis, extent, outer=outer)

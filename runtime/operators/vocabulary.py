@@ -203,10 +203,11 @@ def classes_of_all_tokens(
     outer: Axis,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """`mean_of_all_tokens` over the axis `outer` where `scores` holds this rank's classes on `axis`;
-    partial on `outer`, on `axis` as the sum over classes is."""
-    whole = {aten.cross_entropy_loss.default: vocab_parallel_cross_entropy}
-    by_classes = whole.get(op, vocab_parallel_nll)
+    """`mean_of_all_tokens` over the axis `outer`, where `axis` splits the classes; partial on
+    `outer`, on `axis` as the sum over classes is."""
+    by_classes: Callable[..., torch.Tensor] = vocab_parallel_nll
+    if op is aten.cross_entropy_loss.default:
+        by_classes = vocab_parallel_cross_entropy
     found: torch.Tensor = mean_of_all_tokens(
         scores,
         target,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_context_parallel import Attention, model_of, padded, programs
 from torch import nn
 
 from autoshard.errors import ConfigError, PlanError
@@ -25,7 +26,6 @@ from autoshard.runtime.operators.causal_prefix import attend_to_both_ends, atten
 from autoshard.verification.program_check import verify_program
 from joined_batch import check, train
 from models import CASES
-from test_context_parallel import Attention, model_of, padded, programs
 
 BOTH = {"cp": 2, "tp": 2}
 _OVER_CP = (attend_by_heads, attend_to_both_ends, attend_to_prefix)
@@ -170,4 +170,4 @@ def train_on_both() -> dict[str, Any]:
 
 def test_training_on_cp_and_tp_is_serial_training(gloo4: Any) -> None:
     """With microbatches in `no_sync`, clipped gradients and momentum."""
-    check(gloo4(train_on_both), split=4, programs=2)
+    check(gloo4(train_on_both), split=4)

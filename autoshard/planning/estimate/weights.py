@@ -22,8 +22,8 @@ from autoshard.runtime.graph_meta import REDUCED_DTYPE, STORED_DTYPE
 class Layout:
     """The data-parallel half of a mesh and its options; `zero` and `bucket_bytes` as in Config.
 
-    shard: ranks of dp_shard and of ep, and of a cp that stands beside tp. experts: those of ep, over
-    which no expert is gathered. outer: those of that cp, which have one batch.
+    shard: ranks of dp_shard and of ep, and of a cp that stands beside tp. experts: those of ep,
+    over which no expert is gathered. outer: those of that cp, which have one batch.
     """
 
     shard: int = 1

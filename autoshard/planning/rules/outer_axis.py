@@ -1,4 +1,4 @@
-"""Operators that already run over one axis, cp, when the graph of one of its ranks is planned on tp.
+"""Operators that already run over one axis, cp, where the graph of its rank is planned on tp.
 
 Changes of state over cp, and the algorithms that a strategy on cp named (runtime/operators), are
 operators of that graph like any other. A change of state is linear and rearranges one or two dims:
@@ -82,9 +82,7 @@ def _attention(node: fx.Node, n: int) -> Iterator[Strategy]:
         yield Strategy(states, output)
 
 
-def _by_heads(
-    node: fx.Node, n: int, parts: int = 1
-) -> Iterator[tuple[tuple[State, ...], State]]:
+def _by_heads(node: fx.Node, n: int, parts: int = 1) -> Iterator[tuple[tuple[State, ...], State]]:
     """States of queries, keys, values and mask, and of the result, where n ranks split the batch or
     the heads, of which each takes a multiple of `parts`."""
     query, key, values, *mask = (one for one in map(value, operands(node)) if one.dim() > 1)
