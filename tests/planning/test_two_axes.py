@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,39 @@ def test_a_plan_file_has_both_axes(tmp_path: Path) -> None:
     assert verify_program(exchanged, values[0]).worst[1] < 1e-5
     with pytest.raises(PlanError, match="the plan is for cp=2 and tp=2, this mesh has tp=2"):
         programs(model, [batch], [{"tp": 2}], "cpu", plan=plan)
+
+
+class Classified(nn.Module):
+    """A smoothed loss over classes of tokens, some of which are ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(16, 64, bias=False), nn.Linear(64, 128, bias=False)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        scores = self.head(F.gelu(self.up(x)))
+        return F.cross_entropy(scores, labels, label_smoothing=0.1)
+
+
+def test_a_loss_whose_tokens_cp_splits_is_split_by_tokens_or_classes_over_tp() -> None:
+    labels = torch.randint(0, 128, (32,)).index_fill(0, torch.tensor([1, *range(20, 30)]), -100)
+    batch = {"x": torch.randn(32, 16), "labels": labels}
+    plan = programs(Classified(), [batch], [BOTH], "cpu")[0][0].plan
+    assert plan.outer is not None
+    (whole,) = plan.outer.graphs
+    plan.outer.graphs = {
+        whole: GraphPlan({"cross_entropy_loss": "S(0), S(0) -> P by mean_of_all_tokens"})
+    }
+    (key,) = programs(Classified(), [batch], [BOTH], "cpu", plan=replace(plan, graphs={}))[0][
+        0
+    ].plan.graphs
+    for text in (
+        "S(0), S(0) -> P by mean_of_all_tokens",
+        "S(1), I -> I by classes_of_all_tokens",
+    ):
+        plan.graphs = {key: GraphPlan({"cross_entropy_loss": text})}
+        made, values = programs(Classified(), [batch], [BOTH], "cpu", plan=plan)
+        assert verify_program(made[0], values[0]).worst[1] < 1e-5
 
 
 class Dropped(nn.Module):
