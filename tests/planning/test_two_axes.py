@@ -27,6 +27,7 @@ from autoshard.runtime.operators.causal_prefix import attend_to_both_ends, atten
 from autoshard.verification.program_check import verify_program
 from joined_batch import check, train
 from models import CASES
+from side_by_side import Pair, whole
 
 BOTH = {"cp": 2, "tp": 2}
 _OVER_CP = (attend_by_heads, attend_to_both_ends, attend_to_prefix)
@@ -198,10 +199,70 @@ def test_options_of_one_planned_axis_are_refused(options: dict[str, Any], told: 
         programs(nn.Linear(4, 4), [{"input": torch.ones(2, 4, 4)}], [BOTH], "cpu", **options)
 
 
-def train_on_both() -> dict[str, Any]:
-    return train("llama", BOTH, (2,), {}, wait=True)
+class Tiny(nn.Module):
+    """A causal language model of one layer; returns its loss and its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.norm, self.qkv, self.out = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.tokens(ids)
+        q, k, v = (
+            t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        logits = self.head(x + self.out(y.transpose(1, 2).flatten(2)))
+        return F.cross_entropy(logits[0], ids[0].roll(-1)), logits
+
+
+def train_tiny() -> dict[str, Any]:
+    """Two steps beside the serial model, the logits, and what is said of another batch."""
+    torch.manual_seed(0)
+    pair = Pair(Tiny(), mesh=BOTH)
+    batches = torch.randint(0, 64, (2, 1, 32))
+    pair.train([lambda m, ids=ids: m(ids)[0] for ids in batches])
+    pair.forward(lambda m: m(batches[0])[1])
+    norm = nn.utils.clip_grad_norm_  # of gradients whose parts lie on both axes
+    for one in (pair.compiled, pair.serial):
+        one(batches[1])[0].backward()
+    norms = [float(whole(norm(m.parameters(), 1e-3))) for m in (pair.model, pair.serial)]
+    stored = {str(p.placements) for p in pair.model.parameters()}
+    return {**pair.result(), "norms": norms, "stored": stored}
 
 
 def test_training_on_cp_and_tp_is_serial_training(gloo4: Any) -> None:
-    """With microbatches in `no_sync`, clipped gradients and momentum."""
-    check(gloo4(train_on_both), split=4)
+    for found in gloo4(train_tiny):
+        assert found["loss"] < 1e-5 and found["gradient"] < 1e-5, found
+        assert found["norms"][0] == pytest.approx(found["norms"][1], rel=1e-5)
+        assert "(_StridedShard(dim=0, sf=2), Shard(dim=0))" in found["stored"], found
+
+
+def other_batches(rank: int) -> str:
+    """What is said where one rank has another batch."""
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    pair, ids = Pair(Tiny(), mesh=BOTH), torch.randint(0, 64, (1, 32))
+    if dist.get_rank() == rank:
+        ids = ids + 1
+    with pytest.raises(Exception, match="batch") as raised:
+        pair.compiled(ids % 64)
+    return str(raised.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 2])
+def test_all_ranks_are_given_one_batch(gloo4: Any, rank: int) -> None:
+    assert all("batch" in told for told in gloo4(other_batches, rank))
+
+
+def train_llama() -> dict[str, Any]:
+    return train("llama", BOTH, (2,), {}, wait=True)
+
+
+@pytest.mark.slow
+def test_microbatches_on_cp_and_tp(gloo4: Any) -> None:
+    """In `no_sync`, with clipped gradients and momentum."""
+    check(gloo4(train_llama), split=4)

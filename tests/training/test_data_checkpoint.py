@@ -95,6 +95,14 @@ def test_experts_from_tp_to_ep(gloo4: Any) -> None:
         assert max(gloo4(moved, folder, *meshes, "mixtral")) < 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("other", [{"tp": 4}, {"dp_shard": 4}])
+def test_from_cp_and_tp(gloo4: Any, other: Sizes) -> None:
+    for meshes in (({"cp": 2, "tp": 2}, other), (other, {"cp": 2, "tp": 2})):
+        with tempfile.TemporaryDirectory() as folder:
+            assert max(gloo4(moved, folder, *meshes, "llama")) < 1e-5
+
+
 def save(folder: str, model: nn.Module, optimizer: Any) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
