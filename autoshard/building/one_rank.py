@@ -44,6 +44,7 @@ from autoshard.planning import (
     Outer,
     Plan,
     Request,
+    on_rank,
     plan_graph,
     shardable,
     value,
@@ -127,6 +128,8 @@ def build_program(
     def built(mesh: Mesh, watch: Watch) -> Program:
         passes = _local_passes(planned, inputs, mesh, config, dtypes, microbatch)
         local, reports = rank_program(serial, passes, mesh.planned, watch)
+        if mesh.outer is not None:
+            on_rank(local, mesh.outer)
         if any(one.name == GlobalTokenMean.name and not one.hits for one in reports):
             _warn_of_no_mean(serial)
         return Program(
