@@ -131,7 +131,7 @@ def _compile(
     if settings().unsharded:
         refuse_unsharded({axis.name: axis.size for axis in mesh.axes})
         return compile_local(gm, list(example_inputs), config.inner)
-    facts = agreed_facts(inputs, mesh.planned, config)
+    facts = agreed_facts(inputs, mesh.sharing, config)
     program = build_agreed(gm, example_inputs, inputs, mesh, config, device, facts)
     program.chosen = choice.line
     planned = unplanned_parameters(inputs, program)
@@ -140,12 +140,12 @@ def _compile(
     special = _runner(program, inputs, mesh, config)
     facts = program.serial.meta.get(FACTS, {})
     if not facts:
-        return _entry(special, special, facts, batch_checker(inputs, program.axis, config))
+        return _entry(special, special, facts, batch_checker(inputs, mesh.sharing, config))
     # every call may have other values: both are made now, while Dynamo takes guards for them
     general = build_agreed(gm, example_inputs, inputs, mesh, config, device, {})
     general.chosen = choice.line
     other = _runner(general, inputs, mesh, config)
-    return _entry(special, other, facts, batch_checker(inputs, program.axis, config))
+    return _entry(special, other, facts, batch_checker(inputs, mesh.sharing, config))
 
 
 def _entry(
@@ -202,13 +202,14 @@ def _runner(
         compiled = compile_local(local, fakes, config.inner, handle.finish, program.settings())
     if mesh.size > 1:
         compiled = watched(compiled, mesh.axes, local)
-    agree("compiled program", "", [], program.axis)  # nobody runs before everybody can
+    for axis in mesh.sharing:
+        agree("compiled program", "", [], axis)  # nobody runs before everybody can
     register(handle)
     compat.lighten_guards(parameters)
     sharded = [i for i, item in enumerate(inputs) if isinstance(item.real, DTensor)]
     states = local.meta[OUTPUT_STATES]
     extents = local.meta[OUTPUT_EXTENTS]
-    present = _presenter(states, extents, mesh, config)
+    present = _presenter(program, states, extents, config)
 
     arrivals = Arrivals(_arriving(program, inputs), local.meta.get(MUTATED, ()))
     waiting: list[PendingInput] = local.meta.get(PENDING_INPUTS, [])
@@ -288,13 +289,16 @@ def _modes(program: Program) -> Callable[[], contextlib.AbstractContextManager[N
 
 
 def _presenter(
-    states: list[State], extents: list[int | None], mesh: Mesh, config: Config
+    program: Program, states: list[State], extents: list[int | None], config: Config
 ) -> Callable[[Any], Any]:
     """The function that makes the caller's outputs of the graph's, by `config.outputs`."""
-    if not any(shard_dim(state) is not None for state in states):
+    first = program.outer
+    on = [] if first is None else [(state, first.axis) for state in first.decisions.outputs]
+    outer = [one if shard_dim(one[0]) is not None else None for one in on[: len(states)]]
+    if not any(shard_dim(state) is not None for state in states) and not any(outer):
         return lambda outputs: outputs
-    axis = mesh.planned
-    device_mesh = mesh.device_mesh
+    axis = program.axis
+    device_mesh = program.mesh.device_mesh
     if config.outputs == "dtensor" and device_mesh is not None:
         return lambda outputs: as_dtensors(outputs, states, extents, axis, device_mesh)
-    return lambda outputs: wrap_outputs(outputs, states, extents, axis)
+    return lambda outputs: wrap_outputs(outputs, states, extents, axis, outer)

@@ -73,7 +73,7 @@ def _shard(
     ) -> tuple[dict[nn.Parameter, State], Mesh]:
         choice = choose(gm, example_inputs, inputs, config, device, batch)
         mesh = init_mesh(choice.mesh, device)
-        facts = agreed_facts(inputs, mesh.planned, config)
+        facts = agreed_facts(inputs, mesh.sharing, config)
         program = build_agreed(gm, example_inputs, inputs, mesh, config, device, facts)
         return unplanned_parameters(inputs, program), mesh
 

@@ -15,8 +15,9 @@ model has many, share one flat result: each result costs the host a wait. Not th
 read by index, which Inductor cannot compile on a part of a flat result.
 
 Works on the forward and on the backward graph (ZeRO-3 gathers again there, in the order of
-backward). Only gathers whose input comes from graph inputs alone are merged: their order can be
-chosen freely, and the bucket stands where its first member stood.
+backward). Only gathers whose input comes from graph inputs alone are merged, also through gathers
+over another axis, which are merged before: their order can be chosen freely, and the bucket stands
+where its first member stood.
 
 Not done: padding (an uneven shard is padded before its own gather, which reaches here as a member
 of even size).
@@ -63,21 +64,35 @@ class BucketParameters:
     def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
         """Merge in place."""
         report = Report(self.name)
-        free: set[fx.Node] = set()
-        members = []
-        for node in gm.graph.nodes:
-            if node.op in ("placeholder", "get_attr"):
-                free.add(node)
-            elif node.op == "call_function" and all(n in free for n in node.all_input_nodes):
-                found = member(node) if node.target is ALL_GATHER else None
-                if found is not None and node.args[2] != self.apart:
-                    members.append(found)
-                else:
-                    free.add(node)
-        for bucket in fill(members, self.bucket_bytes, most=True):
-            _merge(gm.graph, bucket, self.name)
-            report.hits += len(bucket)
+        for group in _groups(gm.graph, self.apart):
+            for bucket in fill(_members(gm.graph, group), self.bucket_bytes, most=True):
+                _merge(gm.graph, bucket, self.name)
+                report.hits += len(bucket)
         return report
+
+
+def _groups(graph: fx.Graph, apart: str) -> list[str]:
+    """The process groups of gathers, in the order of the graph: that of dp_shard before that of cp,
+    which gathers what the first has gathered."""
+    found: list[str] = [str(n.args[2]) for n in graph.nodes if n.target is ALL_GATHER]
+    return [group for group in dict.fromkeys(found) if group != apart]
+
+
+def _members(graph: fx.Graph, group: str) -> list[Member]:
+    """The gathers over a group of what comes from graph inputs alone, gathered by others or not."""
+    free: set[fx.Node] = set()
+    members = []
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            free.add(node)
+        elif node.op == "call_function" and all(n in free for n in node.all_input_nodes):
+            own = node.target is ALL_GATHER and node.args[2] == group
+            found = member(node) if own else None
+            if found is not None:
+                members.append(found)
+            else:
+                free.add(node)
+    return members
 
 
 def _merge(graph: fx.Graph, bucket: list[Member], provenance: str) -> None:

@@ -18,6 +18,9 @@ parameters in that dtype; here they get the stored one, and the last `unshard` c
 own, where there is none). Where two axes split a parameter, one `unshard` does both, so that both
 gathers are of the lower dtype, and the gradient keeps the dtype it is reduced in between them.
 
+Over a cp that stands beside tp, weights are gathered likewise, as the innermost axis; the gradient
+is summed: its ranks compute with parts of one batch.
+
 A graph that accumulates gradients, or reduces accumulated ones, gets one more input a parameter at
 its end: the pending sum, which `unshard` on the innermost deferred axis writes to in backward. In
 an accumulating graph the axes outside of that one are left out: no gradient reaches them.
@@ -36,7 +39,7 @@ from torch import fx
 
 from autoshard.passes.base import Context, Report, emit, local_value, set_recomputed, set_region
 from autoshard.passes.bucketing import kind_of
-from autoshard.runtime.collectives import Axis, I, State, shard_dim
+from autoshard.runtime.collectives import DATA_AXES, Axis, I, State, shard_dim
 from autoshard.runtime.graph_meta import BUCKET, CHANGE, OWN_AXIS, PENDING_INPUTS
 from autoshard.runtime.parameters import (
     ACCUMULATE,
@@ -63,7 +66,7 @@ class PendingInput(NamedTuple):
 class DataParallel:
     """States of the stored parameters, by the position of their placeholder.
 
-    axes: the data-parallel axes, `dp_replicate` first. states: {placeholder index: {axis: state}}.
+    axes: `gathering_axes`, `dp_replicate` first. states: {placeholder index: {axis: state}}.
     regather: gather again in backward instead of keeping the whole weight since forward (ZeRO-3).
     use: dtypes, averaging and deferral. dtypes: {placeholder index: stored dtype}, where it is not
     that of the graph. microbatch: what backward does with gradients (`unshard.MICROBATCH`).
@@ -189,6 +192,7 @@ class DataParallel:
             state, both = args[1], outer if axis == chain[-1] else None
             use = self.use._replace(
                 deferred=(),
+                average=self.use.average and axis.name in DATA_AXES,
                 param=lower if axis == chain[-1] else None,
                 gathered=axis.name != node.meta.get(OWN_AXIS),
             )

@@ -82,20 +82,22 @@ aten = torch.ops.aten
 class Localize:
     """decisions: the plan, in terms of the nodes of the graph that is rewritten.
 
-    recompute: which collectives of a checkpointed region run again, see `Config`.
+    recompute: which collectives of a checkpointed region run again, see `Config`. functional: new
+    values of inputs stay results, and nothing is written: another axis is still to be planned.
     """
 
     name: ClassVar[str] = "localize"
     optional: ClassVar[bool] = False
     decisions: Decisions
     recompute: str = "gathers"
+    functional: bool = False
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
         """Give `gm` the graph of one rank; the graph it had, and its nodes, stay as they are.
 
         `gm.meta[OUTPUT_STATES]` has the state of each of the user's outputs.
         """
-        rewriting = _Rewriting(gm, self.decisions, ctx.axis, self.recompute)
+        rewriting = _Rewriting(gm, self.decisions, ctx.axis, self.recompute, self.functional)
         for node in gm.graph.nodes:
             getattr(rewriting, f"_{node.op}")(node)
         gm.graph = rewriting.graph
@@ -109,9 +111,15 @@ class _Rewriting:
     """The state of one run: the new graph, and the nodes made so far."""
 
     def __init__(
-        self, gm: fx.GraphModule, decisions: Decisions, axis: Axis, recompute: str
+        self,
+        gm: fx.GraphModule,
+        decisions: Decisions,
+        axis: Axis,
+        recompute: str,
+        functional: bool,
     ) -> None:
         self.decisions, self.axis, self.recompute = decisions, axis, recompute
+        self.functional = functional
         self.graph = fx.Graph()
         self.local: dict[fx.Node, fx.Node] = {}
         self.converted: dict[tuple[fx.Node, State], fx.Node] = {}
@@ -168,6 +176,9 @@ class _Rewriting:
             else:
                 local.append(self.local[result] if isinstance(result, fx.Node) else result)
                 self.output_extents.append(None)
+        if self.functional:
+            self.graph.output(tuple(local))
+            return
         for index, new in zip(self.written, local[self.n_outputs :]):
             target = self.placeholders[index]
             if target.meta["val"].requires_grad:
@@ -190,6 +201,8 @@ class _Rewriting:
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         if strategy.impl is not None:
             target, constants = unbound(strategy.impl)  # torch's caches know functions only
+            if "axis" in kwargs:  # it runs over an outer axis already
+                kwargs = {**kwargs, "outer": kwargs["axis"]}
             inside = getattr(strategy.impl, "__name__", "its own algorithm")
             new = self._emit(
                 node,

@@ -25,7 +25,7 @@ from autoshard.passes.recover_masks import RecoverMasks
 from autoshard.passes.reduce_scatter_by_all_to_all import ReduceScatterByAllToAll
 from autoshard.passes.schedule_collectives import ScheduleCollectives
 from autoshard.passes.split_recurrent import SplitRecurrent
-from autoshard.runtime.collectives import Axis, data_axes
+from autoshard.runtime.collectives import Axis, gathering_axes
 from autoshard.runtime.mesh import Mesh
 
 
@@ -124,11 +124,12 @@ def finish(
 ) -> list[Report]:
     """Bucket and schedule the collectives of one of AOTAutograd's graphs, in place.
 
-    A gradient is reduced on the planned axis first, where its weight was used as R, then over the
-    data-parallel axes, the inner one before the outer one.
+    A gradient is reduced on the planned axis first, where its weight was used as R, then over those
+    that its weight was gathered on, the inner one before the outer one.
     """
     axis = mesh.planned
-    groups = tuple(one.group for one in (axis, *reversed(data_axes(mesh.axes))) if one.size > 1)
+    axes = (axis, *reversed(gathering_axes(mesh.axes)))
+    groups = tuple(one.group for one in axes if one.size > 1)
     passes: list[Pass] = [
         BucketParameters(bucket_bytes, axis.group if backward and axis.name == "tp" else ""),
         ScheduleCollectives(bucket_bytes=bucket_bytes),

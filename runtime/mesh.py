@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.runtime.agreement import agree, limit_group
-from autoshard.runtime.collectives import DATA_AXES, Axis
+from autoshard.runtime.collectives import DATA_AXES, Axis, outer_axis
 from autoshard.runtime.errors import ConfigError, message
 
 AXIS_ORDER = ("dp_replicate", "dp_shard", "ep", "cp", "tp")
@@ -48,9 +48,24 @@ class Mesh:
 
     @property
     def planned(self) -> Axis:
-        """The axis that programs are planned on: cp where it has several ranks, else tp."""
+        """The axis that programs are planned on last: tp, or cp where tp has one rank."""
         cp = self.axis("cp")
-        return cp if cp.size > 1 else self.axis("tp")
+        return cp if cp.size > 1 and self.outer is None else self.axis("tp")
+
+    @property
+    def outer(self) -> Axis | None:
+        """The axis that is planned before `planned`: cp, where both have several ranks."""
+        return outer_axis(self.axes)
+
+    @property
+    def sharing(self) -> tuple[Axis, ...]:
+        """The axes whose ranks are given the same batch, outermost first; at least one."""
+        return (self.planned,) if self.outer is None else (self.outer, self.planned)
+
+    @property
+    def batches(self) -> int:
+        """The number of different batches."""
+        return self.size // math.prod(axis.size for axis in self.sharing)
 
     @property
     def size(self) -> int:
@@ -191,21 +206,13 @@ def _ordered(sizes: Mapping[str, int]) -> dict[str, int]:
                     remedy="A size is a positive number of processes.",
                 )
             )
-    both = [f"{name}={sizes[name]}" for name in PLANNED if sizes.get(name, 1) > 1]
-    if len(both) > 1:
+    planned = [f"{name}={sizes[name]}" for name in PLANNED if sizes.get(name, 1) > 1]
+    if planned and sizes.get("ep", 1) > 1:
         raise ConfigError(
             message(
-                f"the mesh has {' and '.join(both)}: programs are planned on one of the two",
-                remedy="Give all of their ranks to cp, which shards long sequences and stores "
-                "weights as shards, or to tp; either goes with dp_shard and dp_replicate.",
-            )
-        )
-    if both and sizes.get("ep", 1) > 1:
-        raise ConfigError(
-            message(
-                f"the mesh has ep={sizes['ep']} and {both[0]}: experts are split on one axis",
+                f"the mesh has ep={sizes['ep']} and {planned[0]}: experts are split on one axis",
                 remedy=f"Give all of their ranks to ep, whose ranks have a batch each, or to "
-                f"{both[0].partition('=')[0]}, on which the planner may split experts too.",
+                f"{planned[0].partition('=')[0]}, on which the planner may split experts too.",
             )
         )
     return {name: sizes[name] for name in AXIS_ORDER if name in sizes}

@@ -47,7 +47,8 @@ def build_agreed(
     lines = [wishes, f"hardware: {machine.name}", *plan_lines(program)]
     if config.rng == "tracker":  # values that all ranks hold are drawn from states of one seed
         lines.append(f"torch.initial_seed() {torch.initial_seed()}")
-    agree("plan", digest_of(lines), lines, mesh.planned, note=batch_shapes(inputs))
+    for axis in reversed(mesh.sharing):
+        agree("plan", digest_of(lines), lines, axis, note=batch_shapes(inputs))
     agree_on_data_axes(program, inputs, new=bool(unplanned_parameters(inputs, program)))
     return program
 
@@ -67,7 +68,12 @@ def plan_lines(program: Program) -> list[str]:
     chosen = program.decisions.recomputation
     if chosen is not None:
         lines.append(f"computed again: {', '.join(sorted(chosen.again))}")
-    return lines + [f"copy of {name}: {state}" for name, state in copies.items()]
+    lines += [f"copy of {name}: {state}" for name, state in copies.items()]
+    if program.outer is not None:
+        first = program.outer.decisions.strategies.items()
+        on = program.outer.axis.name
+        lines += [f"{node.name} on {on}: {strategy_text(strategy)}" for node, strategy in first]
+    return lines
 
 
 def unplanned_parameters(

@@ -37,12 +37,13 @@ def batch_shapes(inputs: Sequence[compat.GraphInput]) -> str:
 
 
 def batch_checker(
-    inputs: Sequence[compat.GraphInput], axis: Axis, config: Config
+    inputs: Sequence[compat.GraphInput], axes: Sequence[Axis], config: Config
 ) -> Callable[[list[Any]], None] | None:
     """A function that checks or replaces the batch in the arguments of each call of one graph; None
-    where the options ask for neither."""
+    where the options ask for neither. axes: those whose ranks are given the same."""
     batch = batch_inputs(inputs)
-    if axis.size == 1 or not batch:
+    axes = [axis for axis in axes if axis.size > 1]
+    if not axes or not batch:
         return None
     if config.check_batches == "never" and not config.broadcast_inputs:
         return None
@@ -52,7 +53,7 @@ def batch_checker(
         for index, item in enumerate(inputs)
         if item.real is None and not compat.size_symbols(item.fake) <= settled
     ]
-    return _BatchCheck(batch, sizes, axis, config)
+    return _BatchCheck(batch, sizes, axes, config)
 
 
 def _settled(inputs: Sequence[compat.GraphInput]) -> set[Any]:
@@ -67,8 +68,10 @@ def _settled(inputs: Sequence[compat.GraphInput]) -> set[Any]:
 class _BatchCheck:
     """The batch of one graph: compared in the first calls and at new sizes, or sent."""
 
-    def __init__(self, batch: list[Input], sizes: list[int], axis: Axis, config: Config) -> None:
-        self.batch, self.sizes, self.axis = batch, sizes, axis
+    def __init__(
+        self, batch: list[Input], sizes: list[int], axes: Sequence[Axis], config: Config
+    ) -> None:
+        self.batch, self.sizes, self.axes = batch, sizes, axes
         self.send, self.checks = config.broadcast_inputs, config.check_batches
         self.calls = 0
         self.seen: set[tuple[int, ...]] = set()
@@ -83,6 +86,7 @@ class _BatchCheck:
             if often or key not in self.seen:
                 self.seen.add(key)
                 call = f"call {self.calls}"
-                compare_batch(values, self.batch, self.axis, call, often and not self.send)
-        if self.send:
-            send_batch(values, self.batch, self.axis)
+                for axis in self.axes:
+                    compare_batch(values, self.batch, axis, call, often and not self.send)
+        for axis in self.axes if self.send else ():
+            send_batch(values, self.batch, axis)

@@ -18,15 +18,18 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoshard.building.batch_check import batch_shapes
-from autoshard.planning import value
+from autoshard.planning import target_name, value
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree, gather
 from autoshard.runtime.collectives import data_axes
 from autoshard.runtime.parameters import models_of
 
-# Which device of its kind a rank uses, and where an object lies, are its own affair.
-_OF_THIS_PROCESS = re.compile(r":\d+(?=['\"])|(?: object)? at 0x[0-9a-f]+|, index=\d+")
+# Which device of its kind a rank uses, its place on an axis, and where an object lies, are its own
+# affair.
+_OF_THIS_PROCESS = re.compile(
+    r":\d+(?=['\"])|(?: object)? at 0x[0-9a-f]+|, index=\d+|, rank=\d+, group='[^']*'"
+)
 
 _trained: Any = WeakTensorKeyDictionary()
 """`requires_grad` of each parameter when a graph that reads it was last built."""
@@ -52,7 +55,7 @@ def agree_on_data_axes(program: Program, inputs: Sequence[compat.GraphInput], ne
         note = f"{shapes}; requires_grad of {changed[0]} was set" if changed else shapes
         lines = [*_lines_of_options(program), *_lines_of_parameters(inputs)]
         nodes = [node_line(node, program.parameters) for node in program.serial.graph.nodes]
-        operators = [f"{node.op} {node.target}" for node in program.serial.graph.nodes]
+        operators = [f"{node.op} {target_name(node)}" for node in program.serial.graph.nodes]
         for axis in axes:
             own = [shapes, digest_of(operators)]
             alike = all(each == own for each in gather(own, f"plan ({note})", axis))

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from autoshard.errors import PlanError, message
 from autoshard.memory import step_of, summary
-from autoshard.planning import Decisions, Recomputation, strategy_text
+from autoshard.planning import Decisions, Recomputation, strategy_text, target_name
 from autoshard.planning.cost import planned_on
 from autoshard.planning.estimate import Layout, Training, footprint, frontier, held
 from autoshard.program import Program
@@ -111,7 +111,7 @@ def _operators(program: Program) -> str:
     for node in program.serial.graph.nodes:
         strategy = program.decisions.strategies.get(node)
         states = strategy_text(strategy) if strategy is not None else ""
-        text.update(f"{node.op} {node.name} {node.target} {states}\n".encode())
+        text.update(f"{node.op} {node.name} {target_name(node)} {states}\n".encode())
     return text.hexdigest()
 
 

@@ -39,10 +39,12 @@ def batch_facts(inputs: Sequence[compat.GraphInput]) -> dict[int, str]:
     return found
 
 
-def agreed_facts(inputs: Sequence[compat.GraphInput], axis: Axis, config: Config) -> dict[int, str]:
-    """`batch_facts` of the batch that the ranks of an axis will compute with."""
+def agreed_facts(
+    inputs: Sequence[compat.GraphInput], axes: Sequence[Axis], config: Config
+) -> dict[int, str]:
+    """`batch_facts` of the batch that the ranks of all these axes will compute with."""
     facts = batch_facts(inputs) if config.recover_masks else {}
-    if config.broadcast_inputs:
+    for axis in axes if config.broadcast_inputs else ():
         sent = from_first([[i, fact] for i, fact in facts.items()], "facts of the batch", axis)
         facts = {i: fact for i, fact in sent}
     return facts

@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
+from autoshard.building.first_axis import lay_out, placed
 from autoshard.building.fitting import recompute
 from autoshard.capture import capture, guard_divisible
 from autoshard.compiling import (
@@ -40,8 +41,10 @@ from autoshard.passes import (
 )
 from autoshard.planning import (
     Decisions,
+    Outer,
     Plan,
     Request,
+    on_rank,
     plan_graph,
     shardable,
     value,
@@ -51,7 +54,14 @@ from autoshard.planning.cost import Hardware
 from autoshard.planning.estimate import Layout
 from autoshard.program import Program
 from autoshard.runtime import compat
-from autoshard.runtime.collectives import DATA_AXES, Axis, I, State, data_axes, data_states
+from autoshard.runtime.collectives import (
+    Axis,
+    I,
+    State,
+    data_axes,
+    data_states,
+    gathering_axes,
+)
 from autoshard.runtime.compat import artifact
 from autoshard.runtime.errors import PlanError, source_line
 from autoshard.runtime.graph_meta import BUFFER, DIFF, MUTATED, N_OUTPUTS, STORED_DTYPE
@@ -65,6 +75,7 @@ class Planned:
     """A captured graph with its decisions, before it is rewritten.
 
     plan: the decisions of this graph joined to those of the plan it was asked to follow, `asked`.
+    outer: the plan of the axis that was laid out before, of a rank of which the graph is.
     """
 
     serial: fx.GraphModule
@@ -74,12 +85,14 @@ class Planned:
     plan: Plan
     asked: Plan | None
     request: Request
+    outer: Outer | None = None
 
     def take(self, decisions: Decisions) -> None:
         """Follow other decisions on the same graph."""
-        n = decisions.prices.n
+        n, outer = decisions.prices.n, self.plan.outer
         self.decisions = decisions
         self.plan = with_graph(self.asked, decisions, self.request, self.serial, n)
+        self.plan.outer = outer
 
 
 def build_program(
@@ -115,6 +128,8 @@ def build_program(
     def built(mesh: Mesh, watch: Watch) -> Program:
         passes = _local_passes(planned, inputs, mesh, config, dtypes, microbatch)
         local, reports = rank_program(serial, passes, mesh.planned, watch)
+        if mesh.outer is not None:
+            on_rank(local, mesh.outer)
         if any(one.name == GlobalTokenMean.name and not one.hits for one in reports):
             _warn_of_no_mean(serial)
         return Program(
@@ -128,6 +143,7 @@ def build_program(
             data=planned.data,
             config=config,
             microbatch=microbatch,
+            outer=planned.outer,
             watch=watch,
         )
 
@@ -138,6 +154,9 @@ def build_program(
     decisions = planned.decisions
     if axis.size > 1:
         guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
+    if planned.outer is not None:
+        whole, before, n = planned.outer.serial, planned.outer.decisions, planned.outer.axis.size
+        guard_divisible(whole, before.strategies, before.state, n, inputs)
     program = built(mesh, watch)
     artifact(f"autoshard_{watch.number:02}-plan", planned.plan.text)
     artifact(f"autoshard_{watch.number:02}-explain", lambda: explain_plan(program))
@@ -175,12 +194,17 @@ def plan_captured(
             if isinstance(item.real, DTensor) and is_planned(item.real):
                 found = stored_states(item.real)
                 stored[node] = found.get(axis.name, I)
-                data[node] = {name: found[name] for name in DATA_AXES if name in found}
+                data[node] = {one.name: found[one.name] for one in gathering_axes(mesh.axes)}
         elif isinstance(item.real, LazyGather):
             arriving[node] = _arrival(node, item.real, axis)
         elif isinstance(item.real, torch.Tensor) and item.of_model:
             node.meta[BUFFER] = True
-    plan = load_plan(config.plan, axis)
+    plan, outer, first = load_plan(config.plan, axis, mesh.outer), None, None
+    if mesh.outer is not None:
+        whole, of = serial, plan.outer if plan else None
+        serial, outer, first = lay_out(whole, parameters, mesh, mesh.outer, config, machine, of)
+        parameters, data = placed(whole, serial, parameters), placed(whole, serial, data)
+        stored, arriving = placed(whole, serial, stored), placed(whole, serial, arriving)
     sizes = {one.name: one.size for one in mesh.axes}
     request = Request(
         axis=axis.name,
@@ -199,7 +223,8 @@ def plan_captured(
     )
     decisions = plan_graph(serial, axis.size, machine, request)
     full = with_graph(plan, decisions, request, serial, axis.size)
-    return Planned(serial, parameters, data, decisions, full, plan, request)
+    full.outer = first
+    return Planned(serial, parameters, data, decisions, full, plan, request, outer)
 
 
 def _is_stored(inputs: list[compat.GraphInput]) -> bool:
@@ -226,7 +251,7 @@ def _local_passes(
     passes: list[Pass] = [Localize(planned.decisions, config.recompute_collectives)]
     if not any(node.meta.get(DIFF) for node in planned.serial.graph.nodes):
         passes.append(FuseInferenceLayers(config.small_sums == "symmetric_memory"))
-    axes = data_axes(mesh.axes)
+    axes = gathering_axes(mesh.axes)
     if not axes and not dtypes:
         return passes
     refuse_mutated(planned.serial, planned.parameters)
@@ -247,8 +272,8 @@ def _local_passes(
             microbatch=microbatch,
         )
     )
-    if config.loss_tokens == "global" and axes:
-        passes.append(GlobalTokenMean(axes))
+    if config.loss_tokens == "global" and data_axes(mesh.axes):
+        passes.append(GlobalTokenMean(data_axes(mesh.axes)))
     return passes
 
 
@@ -290,14 +315,17 @@ def refuse_mutated(serial: fx.GraphModule, parameters: Mapping[fx.Node, str]) ->
         )
 
 
-def load_plan(plan: Any, axis: Axis) -> Plan | None:
-    """The plan an option gives, by object or by path, checked against the axis."""
+def load_plan(plan: Any, axis: Axis, outer: Axis | None = None) -> Plan | None:
+    """The plan an option gives, by object or by path, checked against the axes."""
     if plan is None:
         return None
     loaded = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
-    if (loaded.axis, loaded.size) != (axis.name, axis.size):
+    plans = [one for one in (loaded.outer, loaded) if one is not None]
+    its = " and ".join(f"{one.axis}={one.size}" for one in plans)
+    own = " and ".join(f"{one.name}={one.size}" for one in (outer, axis) if one is not None)
+    if its != own:
         raise PlanError(
-            f"the plan is for {loaded.axis}={loaded.size}, this mesh has {axis.name}={axis.size}: "
+            f"the plan is for {its}, this mesh has {own}: "
             "make a plan for this mesh, or change options['mesh']"
         )
     return loaded

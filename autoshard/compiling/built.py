@@ -15,9 +15,9 @@ from autoshard.compiling.inductor_order import hold_order
 from autoshard.compiling.meta_graphs import off_meta
 from autoshard.config import Config
 from autoshard.passes import SILENT, Watch, finish, local_value, set_fate, specialize
-from autoshard.planning import Decisions, Plan, Recomputation
+from autoshard.planning import Decisions, Outer, Plan, Recomputation
 from autoshard.planning.cost import Hardware
-from autoshard.runtime.collectives import Axis, I, State, data_axes
+from autoshard.runtime.collectives import Axis, I, State, gathering_axes
 from autoshard.runtime.compat import (
     ForwardBackward,
     InductorStep,
@@ -37,6 +37,7 @@ class Built:
     graph_module: the local forward graph, state changes explicit (`autoshard.render` prints it).
     serial: the captured serial graph that was planned. plan: the plan, ready to `save`.
     parameters: name of each parameter by its placeholder in `serial`. axis: the planned one, tp.
+    outer: where cp was planned before it: `serial` is then the graph of a rank of cp.
     data: the state in which each is stored on the data-parallel axes; an absent one is I.
     microbatch: what backward does with gradients, one of `runtime.parameters.MICROBATCH`.
     chosen: where the mesh comes from, in a line; "" where the caller gave it.
@@ -56,7 +57,13 @@ class Built:
     microbatch: str = SINGLE
     chosen: str = ""
     absent: tuple[str, ...] = ()
+    outer: Outer | None = None
     watch: Watch = field(default=SILENT, repr=False)
+
+    @property
+    def whole(self) -> fx.GraphModule:
+        """The graph as it was captured, on no axis."""
+        return self.serial if self.outer is None else self.outer.serial
 
     @property
     def hardware(self) -> Hardware:
@@ -121,7 +128,7 @@ class Built:
     def stored_value(self, node: fx.Node) -> torch.Tensor:
         """A fake of this rank's part of a parameter, as stored, on the graph's device."""
         val = local_value(node.meta["val"], self.decisions.stored[node], self.axis)
-        for axis in reversed(data_axes(self.mesh.axes)):
+        for axis in reversed(gathering_axes(self.mesh.axes)):
             val = local_value(val, self.data[node].get(axis.name, I), axis)
         dtype = node.meta.get(STORED_DTYPE, val.dtype)
         return val if dtype == val.dtype else torch.empty_like(val, dtype=dtype)

@@ -9,7 +9,6 @@ are planned on the captured graph and priced from the plan, by the model of `aut
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -38,7 +37,6 @@ from autoshard.planning.estimate import (
     profile,
     timing,
 )
-from autoshard.runtime.mesh import PLANNED
 
 # How much dearer than by default a saved activation is, so that what can be split along the
 # sequence is. Dearer still, and the gathered copies that sequence parallelism saves for the
@@ -87,10 +85,12 @@ def alternatives(built: Built) -> list[Alternative]:
     if not sizes:
         return []
     n, world, hardware = built.axis.size, built.mesh.size, built.hardware
+    outer = 1 if built.outer is None else built.outer.axis.size
     found = [_priced("this plan", built, built.decisions, sizes, 1)]
     dear = Prices(None, _DEAR * 2.0 / hardware.memory_bandwidth, gathers_weights=False)
     if n > 1:
-        tp = {"tp" if name == built.axis.name else name: size for name, size in sizes.items()}
+        alone = built.outer is None  # of two planned axes, cp stays as it is
+        tp = {"tp" if name == built.axis.name and alone else name: n for name, n in sizes.items()}
         for name, sequence, prices in (
             ("Megatron TP", False, Prices(gathers_weights=False)),
             ("Megatron TP+SP", True, dear),
@@ -98,10 +98,15 @@ def alternatives(built: Built) -> list[Alternative]:
             decisions = plan_graph(built.serial, n, hardware, _request(built, sequence, prices))
             found.append(_priced(name, built, decisions, tp, 1))
         found += [_priced(way, built, made, tp, 1) for way, made in _mixtures(built)]
-    whole = plan_graph(built.serial, 1, hardware, _request(built, True, Prices()))
+    serial = (
+        built
+        if built.outer is None
+        else replace(built, serial=built.whole, parameters=built.outer.parameters, outer=None)
+    )
+    whole = plan_graph(serial.serial, 1, hardware, _request(serial, True, Prices()))
     for name, axis in (("FSDP (ZeRO-3)", "dp_shard"), ("DDP", "dp_replicate")):
         if sizes != {axis: world} or (axis == "dp_shard" and built.config.zero != 3):
-            found.append(_priced(name, built, whole, {axis: world}, n))
+            found.append(_priced(name, serial, whole, {axis: world}, n * outer))
     return found
 
 
@@ -135,7 +140,7 @@ def _priced(
     name: str, built: Built, decisions: Decisions, sizes: Mapping[str, int], batches: int
 ) -> Alternative:
     machine, training = planned_on(built.hardware), Training()
-    links, n = machine.links(sizes), math.prod(sizes.get(name, 1) for name in PLANNED)
+    links, n = machine.links(sizes), decisions.prices.n
     bucket_bytes = built.config.bucket_bytes
     one = profile(built.serial, decisions, built.parameters, n, machine, bucket_bytes)
     layout = Layout.of(sizes, built.config.zero if name == "this plan" else 3, bucket_bytes)

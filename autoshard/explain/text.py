@@ -160,8 +160,10 @@ def _masks(built: Built, width: int) -> str:
 
 def _unbalanced(built: Built) -> str:
     """Causal attention by rows whose ranks hold contiguous parts of the sequence."""
-    reasons = Counter(line.partition(": ")[2] for line in built.decisions.unbalanced)
-    n = built.axis.size
+    of, n = built.decisions, built.axis.size
+    if built.outer is not None:
+        of, n = built.outer.decisions, built.outer.axis.size
+    reasons = Counter(line.partition(": ")[2] for line in of.unbalanced)
     return "\n".join(
         f"Causal attention in {count} places is unbalanced: the last of {n} ranks does "
         f"{contiguous_share(n):.2g} times the mean, since {why}"

@@ -11,6 +11,7 @@ from autoshard.explain.facts import Facts
 from autoshard.explain.reasons import operator_name
 from autoshard.explain.tables import clipped, human, milliseconds, table
 from autoshard.passes import module_path
+from autoshard.planning import attention_form
 from autoshard.runtime.collectives import in_words
 
 
@@ -48,7 +49,19 @@ def by_module(facts: Facts, width: int) -> str:
     legend = "I Replicate, R Replicate with its gradient Partial, P Partial, S(d) Shard(d)"
     if facts.built.axis.name == "cp":
         legend += ", Z(d) Shard(d) in head-tail order"
-    return f"{table(header, rows, width, right=(1,))}\n{clipped(legend, width)}"
+    lines = [table(header, rows, width, right=(1,)), clipped(legend, width)]
+    if (outer := facts.built.outer) is not None:
+        forms = Counter(
+            form for one in outer.decisions.strategies.items() if (form := attention_form(*one))
+        )
+        told = ", ".join(f"{form} in {count} places" for form, count in forms.items())
+        on, first = facts.built.axis.name, outer.axis.name
+        lines += textwrap.wrap(
+            f"States are those on {on}. {first} was planned before it, for itself, and its changes "
+            f"of state are operators here. Attention over {first}: {told or 'none'}.",
+            width,
+        )
+    return "\n".join(lines)
 
 
 def collectives(facts: Facts, width: int) -> str:

@@ -171,16 +171,15 @@ def search_captured(
     sizes, facts = list(dict.fromkeys(map(_planned_for, meshes))), batch_facts(inputs)
     rows: list[MeshPrice] = []
     for done, key in enumerate(sizes):
-        name, n, experts = key
-        of = "ep" if experts else f"{name}={n}"
-        (progress or _silent)(f"planning {of}", done + 3, len(sizes) + 2)
+        axes, experts = dict(key[0]), key[1]
+        told = "ep" if experts else " x ".join(f"{name}={n}" for name, n in axes.items())
+        (progress or _silent)(f"planning {told}", done + 3, len(sizes) + 2)
         serial = copied(captured)
         say_stored(serial, inputs, config)
-        device, mixed = machine.planned({name: n}), {"ep": 2} if experts else {}
-        planned = plan_captured(
-            serial, inputs, offline_mesh({**mixed, name: n}, 0), config, device, facts=facts
-        )
-        choices = _Choices(planned, n, machine, config.bucket_bytes)
+        device, mixed = machine.planned(axes), {"ep": 2} if experts else {}
+        first = offline_mesh({**mixed, **axes}, 0)
+        planned = plan_captured(serial, inputs, first, config, device, facts=facts)
+        choices = _Choices(planned, first.planned.size, machine, config.bucket_bytes)
         for mesh in meshes:
             if _planned_for(mesh) == key and _is_useful(mesh, choices.free, len(meshes)):
                 layout = Layout.of(mesh, config.zero, config.bucket_bytes)
@@ -237,10 +236,10 @@ class _Choices:
         return with_recomputation(self.free, chosen), chosen
 
 
-def _planned_for(mesh: AxisSizes) -> tuple[str, int, bool]:
-    """Name and size of the axis that the planner decides on; whether there is an axis ep."""
-    axis = offline_mesh(mesh, 0).planned
-    return axis.name, axis.size, mesh.get("ep", 1) > 1
+def _planned_for(mesh: AxisSizes) -> tuple[tuple[tuple[str, int], ...], bool]:
+    """The axes that the planner decides on, names and sizes; whether there is an axis ep."""
+    sharing = offline_mesh(mesh, 0).sharing
+    return tuple((axis.name, axis.size) for axis in sharing), mesh.get("ep", 1) > 1
 
 
 def _is_useful(mesh: AxisSizes, one: Profile, of: int) -> bool:
@@ -304,7 +303,7 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _utilisation(one: Profile, layout: Layout, step: float, batches: int | None) -> float:
     """The model's operations over those the devices could do in a step; 0 for an empty step."""
-    copies = layout.shard * layout.replicate
+    copies = layout.batches
     useful = min(copies, batches or copies)
     return useful * one.flops / (step * copies * one.n * one.peak) if step else 0.0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoshard.planning.context_parallel import contiguous_share
+from autoshard.planning.context_parallel import attention_form, contiguous_share
 from autoshard.planning.decisions import Decisions, Recomputation, value_text
 from autoshard.planning.mixtures import WAYS, is_mixture, not_of_zero, way_of
 from autoshard.planning.operators import (
@@ -12,7 +12,9 @@ from autoshard.planning.operators import (
     RESHAPES,
     is_view,
     packet,
+    target_name,
 )
+from autoshard.planning.outer import Outer, on_rank
 from autoshard.planning.plan import GraphPlan, Plan, strategy_text
 from autoshard.planning.planner import Request, fingerprint, plan_graph, with_graph
 from autoshard.planning.prices import Prices

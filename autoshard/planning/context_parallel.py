@@ -16,9 +16,22 @@ from torch import fx
 
 from autoshard.planning.mixtures import is_mixture
 from autoshard.planning.operators import ATTENTION, packet
-from autoshard.planning.strategy import Strategy, operands, value
-from autoshard.runtime.collectives import S, State, shard_dim
-from autoshard.runtime.operators import attend_to_prefix
+from autoshard.planning.sizes import is_one
+from autoshard.planning.strategy import ImplCollective, Strategy, operands, value
+from autoshard.planning.values import tensor_bytes
+from autoshard.runtime.collectives import I, R, S, State, shard_dim
+from autoshard.runtime.operators import Bound, attend_by_heads, attend_to_prefix, unbound
+
+
+def attention_form(node: fx.Node, strategy: Strategy) -> str:
+    """How attention runs over cp; "" for any other operator."""
+    if packet(node) not in ATTENTION:
+        return ""
+    rank, exchanged = value(operands(node)[0]).dim(), strategy.impl is not None
+    by_heads = strategy.output == S(rank - 3)
+    if by_heads or (exchanged and unbound(strategy.impl)[0] is attend_by_heads):  # type: ignore[arg-type]
+        return "by heads"
+    return "by rows" if _splits_attention(node, strategy) else "whole on every rank"
 
 
 class WeightsOnly:
@@ -64,6 +77,36 @@ def along_the_sequence(
     return whole or list(found)
 
 
+def with_heads_as_one(
+    node: fx.Node, found: Sequence[Strategy], n: int, beside: int
+) -> list[Strategy]:
+    """The strategies of attention where an axis of `beside` ranks is planned afterwards: heads are
+    exchanged inside of one operator, each of those ranks its own, or not at all.
+
+    Apart, the exchange would need every head on every rank: it splits the dim that they are in.
+    """
+    if packet(node) not in ATTENTION:
+        return list(found)
+    rank = value(operands(node)[0]).dim()
+    heads, rows = rank - 3, rank - 2
+    left = [one for one in found if one.output != S(heads)]
+    query, key, _, *masks = (value(one) for one in operands(node))
+    parts = n * beside
+    sizes = [(t.shape[heads], parts) for t in (query, key)]
+    sizes += [(t.shape[rows], n) for t in (query, key)]
+    even = all(isinstance(size, int) and size % ranks == 0 for size, ranks in sizes)
+    plain = node.target is torch.ops.aten.scaled_dot_product_attention.default
+    alike = all(m.dim() < rank - heads or is_one(m.shape[m.dim() - 3]) for m in masks)
+    if not (even and plain and alike) or len(left) == len(found):
+        return left or list(found)
+    gradients = [t.dtype.is_floating_point for t in masks]
+    states = (*[S(rows)] * 3, *[R if one else I for one in gradients])
+    moved = [tensor_bytes(value(one)) // n for one in (*operands(node)[:3], node)]
+    traffic = [ImplCollective("all_to_all", size, back) for back in (False, True) for size in moved]
+    impl = Bound.of(attend_by_heads, op=node.target)
+    return [*left, Strategy(states, S(rows), impl, tuple(traffic))]
+
+
 def contiguous_share(n: int) -> float:
     """The work of the last of n contiguous parts of causal attention, of an n-th of it all."""
     return (2 * n - 1) / n
@@ -78,7 +121,8 @@ def contiguously(strategy: Strategy, n: int) -> Strategy:
 def _splits_attention(node: fx.Node, strategy: Strategy) -> bool:
     """Whether each rank attends with its heads or with its rows of the queries."""
     rank = value(operands(node)[0]).dim()
-    return strategy.output in (S(rank - 3), S(rank - 2))
+    dim = None if isinstance(strategy.output, tuple) else shard_dim(strategy.output)
+    return dim in (rank - 3, rank - 2)
 
 
 def _splits_tokens(node: fx.Node, strategy: Strategy) -> bool:

@@ -61,6 +61,12 @@ def packet(node: fx.Node) -> Any:
     return getattr(node.target, "overloadpacket", None)
 
 
+def target_name(node: fx.Node) -> str:
+    """What a node calls, by a name that is the same in every process."""
+    ordinary = isinstance(node.target, (str, torch._ops.OpOverload))
+    return str(node.target) if ordinary else str(getattr(node.target, "__name__", node.target))
+
+
 def is_causal(node: fx.Node) -> bool:
     """Whether a node is attention that skips the keys after each query's own."""
     if packet(node) not in ATTENTION:

@@ -51,7 +51,8 @@ class Plan:
     """The plan of a model on one mesh axis. `save` and `load` round-trip.
 
     mesh: sizes of all axes by name, where the plan was made for one mesh (`autoshard plan`); the
-    backend uses it where no mesh is given.
+    backend uses it where no mesh is given. outer: of a mesh with two planned axes, the plan of the
+    one that is planned first.
     """
 
     axis: str
@@ -59,6 +60,7 @@ class Plan:
     parameters: dict[str, State] = field(default_factory=dict)
     graphs: dict[str, GraphPlan] = field(default_factory=dict)
     mesh: dict[str, int] = field(default_factory=dict)
+    outer: Plan | None = None
 
     def digest(self) -> str:
         """Equal on ranks that hold the same plan."""
@@ -66,8 +68,10 @@ class Plan:
 
     def text(self) -> str:
         """The file's text: stable, one decision a line."""
-        body = {
-            "version": PLAN_VERSION,
+        return json.dumps({"version": PLAN_VERSION, **self._body()}, indent=1) + "\n"
+
+    def _body(self) -> dict[str, Any]:
+        return {
             "axis": self.axis,
             "size": self.size,
             **({"mesh": self.mesh} if self.mesh else {}),
@@ -76,8 +80,8 @@ class Plan:
                 key: {"nodes": graph.nodes, "copies": graph.copies}
                 for key, graph in self.graphs.items()
             },
+            **({"outer": self.outer._body()} if self.outer else {}),
         }
-        return json.dumps(body, indent=1) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to `path`."""
@@ -95,19 +99,30 @@ class Plan:
                 f"plan file {path} has version {version!r:.40}; this release reads {PLAN_VERSION}. "
                 "Save it again with this release."
             )
-        body.only(("version", "axis", "size", "mesh", "parameters", "graphs"))
-        mesh = body.optional("mesh", {})
-        mesh.only(AXIS_ORDER)
-        sizes = {name: size.integer(1, MOST_RANKS) for name, size in mesh.entries().items()}
-        if math.prod(sizes.values()) > MOST_RANKS:
-            raise mesh.refused(f"a mesh of more than {MOST_RANKS:,} ranks")
-        return Plan(
-            body.entry("axis").text(*AXIS_ORDER),
-            body.entry("size").integer(1, MOST_RANKS),
-            {name: _stored(state) for name, state in body.entry("parameters").entries().items()},
-            {name: _graph(graph) for name, graph in body.optional("graphs", {}).entries().items()},
-            sizes,
-        )
+        body.only(("version", *_ENTRIES, "outer"))
+        plan, outer = _plan(body), body.optional("outer", None)
+        if outer.value is not None:
+            outer.only(_ENTRIES)
+            plan.outer = _plan(outer)
+        return plan
+
+
+_ENTRIES = ("axis", "size", "mesh", "parameters", "graphs")
+
+
+def _plan(body: FileEntry) -> Plan:
+    mesh = body.optional("mesh", {})
+    mesh.only(AXIS_ORDER)
+    sizes = {name: size.integer(1, MOST_RANKS) for name, size in mesh.entries().items()}
+    if math.prod(sizes.values()) > MOST_RANKS:
+        raise mesh.refused(f"a mesh of more than {MOST_RANKS:,} ranks")
+    return Plan(
+        body.entry("axis").text(*AXIS_ORDER),
+        body.entry("size").integer(1, MOST_RANKS),
+        {name: _stored(state) for name, state in body.entry("parameters").entries().items()},
+        {name: _graph(graph) for name, graph in body.optional("graphs", {}).entries().items()},
+        sizes,
+    )
 
 
 def _stored(entry: FileEntry) -> State:

@@ -21,6 +21,7 @@ from autoshard.planning.estimate import (
     timing,
 )
 from autoshard.planning.head_tail import HeadTail, in_plain_order
+from autoshard.planning.operators import target_name
 from autoshard.planning.plan import Plan, strategy_text
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Builder, Problem
@@ -51,7 +52,8 @@ class Request:
     budget_is_known: whether it is an error that nothing fits it; else the default plan is taken.
     prices: what a stored byte costs where there is no memory_budget. layout: the data-parallel
     axes, among which a rank's bytes are split further. even: whether only dims are split that the
-    axis divides, and no shape depends on values (of a graph that is exported).
+    axis divides, and no shape depends on values (of a graph that is exported, or is planned on
+    another axis afterwards). beside: ranks of that axis.
     """
 
     parameters: Mapping[fx.Node, str]
@@ -68,6 +70,7 @@ class Request:
     prices: Prices = field(default_factory=Prices)
     layout: Layout = field(default_factory=Layout)
     even: bool = False
+    beside: int = 1
 
 
 def fingerprint(gm: fx.GraphModule) -> str:
@@ -76,7 +79,7 @@ def fingerprint(gm: fx.GraphModule) -> str:
     for node in gm.graph.nodes:
         val = value(node)
         shape = tuple(str(e) for e in val.shape) if isinstance(val, torch.Tensor) else ()
-        text.update(f"{node.op} {node.name} {node.target} {shape}\n".encode())
+        text.update(f"{node.op} {node.name} {target_name(node)} {shape}\n".encode())
     return text.hexdigest()[:16]
 
 
@@ -148,7 +151,9 @@ def _priced(
     gm: fx.GraphModule, n: int, decisions: Decisions, request: Request, budget: int
 ) -> _Priced:
     training, layout, cluster = Training(), request.layout, planned_on(decisions.hardware)
-    sizes = {request.axis: n, "dp_shard": layout.shard, "dp_replicate": layout.replicate}
+    shard = layout.shard // layout.outer
+    sizes = {"cp": layout.outer, "dp_shard": shard, "dp_replicate": layout.replicate}
+    sizes[request.axis] = n
     free = profile(gm, decisions, request.parameters, n, cluster, layout.bucket_bytes)
     held = footprint(free, layout, training)
     resident = held.parameters + held.gradients + held.optimizer + held.buffers
@@ -194,6 +199,7 @@ def _solve(
         and not any(_is_loss(r) for r in results[: gm.meta[N_OUTPUTS]]),
         even=request.even,
         contiguous=contiguous,
+        beside=request.beside,
     )
     problem = builder.build()
     if request.plan:

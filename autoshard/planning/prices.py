@@ -89,6 +89,10 @@ class AxisPrices:
         """What a graph without gradients computes of its parameters: its activations."""
         self._changes: dict[tuple[State, State, MovedValue], float] = {}
 
+    def link_of(self, axis: str) -> cost.Link:
+        """The link of another axis by its name; "": of the planned one."""
+        return self.hardware.links[axis] if axis else self.link
+
     def _default_parameter_byte(self) -> float:
         sizes = [global_bytes(node) for node in self.parameters if value(node).dim() > 1]
         if not sizes:

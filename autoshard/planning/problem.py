@@ -24,6 +24,7 @@ from autoshard.planning.context_parallel import (
     along_the_sequence,
     contiguously,
     stored_by_rows,
+    with_heads_as_one,
 )
 from autoshard.planning.fusion import Kernels
 from autoshard.planning.mixtures import inner_bytes
@@ -83,7 +84,8 @@ class Builder:
     states in which each output may leave. outputs_read: whether the caller reads them, so that a
     sharded one costs its gather. even: whether only dims are split that the axis divides, and no
     shape depends on values.
-    contiguous: whether causal attention by rows is charged the work of contiguous parts.
+    contiguous: whether causal attention by rows is charged the work of contiguous parts. beside:
+    ranks of the axis that is planned after this one.
     """
 
     def __init__(
@@ -97,8 +99,10 @@ class Builder:
         outputs_read: bool,
         even: bool = False,
         contiguous: bool = False,
+        beside: int = 1,
     ) -> None:
         self.gm, self.prices, self.n = gm, prices, prices.n
+        self.beside = beside
         self.stored, self.arriving = stored, arriving
         self.inference = not any(map(differentiable, gm.graph.nodes))
         self.output_domains, self.outputs_read, self.even = output_domains, outputs_read, even
@@ -189,6 +193,8 @@ class Builder:
             if self._weights is None:
                 found = [one for one in found if one.impl is not attend_to_prefix]
             else:
+                if self.beside > 1:
+                    found = with_heads_as_one(node, found, self.n, self.beside)
                 found = along_the_sequence(node, found, self._weights)
                 if self.contiguous:
                     found = [contiguously(one, self.n) for one in found]
@@ -241,7 +247,7 @@ class Builder:
                 seconds = 3 * seconds + kept * self.prices.activation_byte
             seconds += strategy.waits * cost.WAIT_SECONDS
             seconds += sum(
-                cost.collective_seconds(t.op, t.nbytes, self.n, self.prices.link)
+                cost.collective_seconds(t.op, t.nbytes, t.n or self.n, self.prices.link_of(t.axis))
                 for t in strategy.traffic
                 if diff or not t.backward
             )

@@ -13,11 +13,17 @@ from autoshard.runtime.collectives import State
 
 
 class ImplCollective(NamedTuple):
-    """A collective that a strategy's own implementation runs; `nbytes` as in cost/model.py."""
+    """A collective that a strategy's own implementation runs; `nbytes` as in cost/model.py.
+
+    axis, n: of an operator that runs over another axis than the planned one, that axis and its
+    size; "" and 0: the planned one.
+    """
 
     op: str
     nbytes: int
     backward: bool = False
+    axis: str = ""
+    n: int = 0
 
 
 class Strategy(NamedTuple):

@@ -55,7 +55,7 @@ def _comparisons(
     ValueError where data-parallel ranks draw random numbers."""
     model, args, kwargs = subject.load()
     mesh = offline_mesh(sizes, 0)
-    parts = chunks((args, kwargs), mesh.size // mesh.planned.size)
+    parts = chunks((args, kwargs), mesh.batches)
     config = Config.from_options({**options, "mesh": dict(sizes)})
     program, values = _traced(model, parts[0], mesh, config)
     others = [_traced(model, part, mesh, config)[1] for part in parts[1:]]

@@ -7,7 +7,6 @@ gradient of one loss). Ranks run in lockstep threads, so no process group is nee
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from autoshard.passes import (
     Pass,
     rank_program,
 )
+from autoshard.planning import on_rank
 from autoshard.program import Program
 from autoshard.runtime.collectives import (
     Axis,
@@ -30,12 +30,13 @@ from autoshard.runtime.collectives import (
     P,
     State,
     chunk_bounds,
-    data_axes,
     forward_value,
+    gathering_axes,
     gradient_value,
     head_tail,
     in_order,
     is_head_tail,
+    outer_axis,
     run_mesh,
     shard_dim,
 )
@@ -114,8 +115,7 @@ def verify_program(
     need processes of their own: ValueError.
     """
     placeholders = [node for node in program.serial.graph.nodes if node.op == "placeholder"]
-    sizes = _mesh_sizes(program)
-    data_ranks = math.prod(sizes.values()) // sizes[program.axis.name]
+    sizes, data_ranks = _mesh_sizes(program), program.mesh.batches
     if len(others) + 1 != data_ranks:
         raise ValueError(
             f"{data_ranks} data-parallel ranks need as many batches, not {len(others) + 1}"
@@ -130,8 +130,10 @@ def verify_program(
     # once, for all ranks: the parts of a gradient that is to be summed are random
     given = [
         [
-            None if whole is None else split(whole, gradient_value(state), program.axis.size)
-            for whole, state in zip(run.given, program.decisions.outputs)
+            None
+            if whole is None
+            else _split_over(program, whole, [gradient_value(state) for state in states])
+            for whole, states in zip(run.given, _output_states(program))
         ]
         for run in serial
     ]
@@ -153,7 +155,7 @@ def _serial_run(
     """The serial graph on one batch, under noise as the gradients of its outputs."""
     values = [_leaf(v, node) for v, node in zip(batch, placeholders, strict=True)]
     torch.manual_seed(seed)
-    outputs = list(program.serial(*values))[: program.serial.meta[N_OUTPUTS]]
+    outputs = list(program.whole(*values))[: program.serial.meta[N_OUTPUTS]]
     given = [torch.randn_like(out) if _has_grad(out) else None for out in outputs]
     _backward(outputs, given)
     return _Run(values, outputs, given)
@@ -166,9 +168,12 @@ def _rank_graph(
     passes: list[Pass] = [Localize(program.decisions), FuseInferenceLayers()]
     spread = {i: program.data[n] for i, n in enumerate(placeholders) if n in program.data}
     if any(axis.size > 1 for axis in axes[:-1]):
-        passes.append(DataParallel(data_axes(axes), spread))
+        passes.append(DataParallel(gathering_axes(axes), spread))
         passes += [ExchangeExperts(axis, spread) for axis in axes if axis.name == "ep"]
-    return rank_program(program.serial, passes, axes[-1])[0]
+    graph = rank_program(program.serial, passes, axes[-1])[0]
+    if (outer := outer_axis(axes)) is not None:
+        on_rank(graph, outer)
+    return graph
 
 
 def _rank_run(
@@ -180,7 +185,10 @@ def _rank_run(
     graph: fx.GraphModule,
 ) -> _Run:
     """A rank's graph on its part of the values, under its part of the gradients of the outputs."""
-    tp, index = axes[-1], data_coordinate(Mesh(axes, None))
+    mesh = Mesh(axes, None)
+    index, rank = data_coordinate(mesh), 0
+    for axis in mesh.sharing if mesh.outer else axes[-1:]:
+        rank = rank * axis.size + axis.rank
     values = []
     for value, node in zip(batches[index], placeholders):
         if isinstance(value, torch.Tensor):
@@ -189,7 +197,7 @@ def _rank_run(
             value = _leaf(owned(local_part(value, stored, axes)), node)
         values.append(value)
     outputs = list(graph(*values))
-    own = [None if parts is None else parts[tp.rank] for parts in given[index]]
+    own = [None if parts is None else parts[rank] for parts in given[index]]
     _backward(outputs, own)
     return _Run(values, outputs, own)
 
@@ -197,12 +205,13 @@ def _rank_run(
 def _compare_outputs(
     found: Differences, program: Program, serial: Sequence[_Run], ranks: Sequence[_Run]
 ) -> None:
-    tp = len(ranks) // len(serial)
+    shared = len(ranks) // len(serial)
     for index, run in enumerate(serial):
-        group = ranks[index * tp : (index + 1) * tp]
-        for i, (want, state) in enumerate(zip(run.outputs, program.decisions.outputs)):
+        group = ranks[index * shared : (index + 1) * shared]
+        for i, (want, states) in enumerate(zip(run.outputs, _output_states(program))):
             if isinstance(want, torch.Tensor):
-                got = join([rank.outputs[i].detach() for rank in group], forward_value(state))
+                parts = [rank.outputs[i].detach() for rank in group]
+                got = _join_mesh(parts, _shared_sizes(program), list(map(forward_value, states)))
                 name = f"output {i}" if len(serial) == 1 else f"output {i} of data rank {index}"
                 found.outputs[name] = _difference(got, want.detach())
 
@@ -214,7 +223,7 @@ def _compare_gradients(
     serial: Sequence[_Run],
     ranks: Sequence[_Run],
 ) -> None:
-    sizes, tp = _mesh_sizes(program), len(ranks) // len(serial)
+    sizes, shared = _mesh_sizes(program), len(ranks) // len(serial)
     wanted = _serial_gradients(program, placeholders, [run.values for run in serial])
     # Some gradients are zero but for rounding (a key's bias under softmax): the yardstick is the
     # largest gradient of the model, or a hundredth of the largest norm.
@@ -229,7 +238,8 @@ def _compare_gradients(
             data = program.data.get(node, {})
             states = [*(data.get(name, I) for name in sizes if name != program.axis.name), *states]
         else:
-            held, lengths = ranks[index * tp : (index + 1) * tp], [tp]
+            held, lengths = ranks[index * shared : (index + 1) * shared], _shared_sizes(program)
+            states = [I] * (len(lengths) - 1) + states  # the caller's tensors are whole on cp
             name += f" of data rank {index}" if len(serial) > 1 else ""
         parts: list[Any] = [getattr(rank.values[i], "grad", None) for rank in held]
         assert all(part is not None for part in parts), f"{name}: no gradient on some rank"
@@ -245,10 +255,36 @@ def _mesh_sizes(program: Program) -> dict[str, int]:
     return {**sizes, program.axis.name: planned}
 
 
+def _shared_sizes(program: Program) -> list[int]:
+    """The sizes of the axes whose ranks have one batch, outermost first."""
+    return [axis.size for axis in ([program.outer.axis] if program.outer else [])] + [
+        program.axis.size
+    ]
+
+
+def _output_states(program: Program) -> list[list[State]]:
+    """The states of each of the user's outputs on those axes."""
+    on = [program.decisions.outputs]
+    if program.outer is not None:
+        on.insert(0, program.outer.decisions.outputs)
+    return [list(states) for states in zip(*on)]
+
+
+def _split_over(
+    program: Program, whole: torch.Tensor, states: Sequence[State]
+) -> list[torch.Tensor]:
+    """The local values of `whole` on all ranks that have one batch, in their order."""
+    parts = [whole]
+    for n, state in zip(_shared_sizes(program), states, strict=True):
+        parts = [own for part in parts for own in split(part, state, n)]
+    return parts
+
+
 def _join_mesh(
     parts: Sequence[torch.Tensor], sizes: Sequence[int], states: Sequence[State]
 ) -> torch.Tensor:
-    """The whole of what each rank holds; outer axes, which were split last, are joined first."""
+    """The whole of what each rank holds. Outer axes, which split parameters last, are joined first;
+    of activations, whose dims differ, the order does not matter."""
     for size, state in zip(sizes, states, strict=True):
         stride = len(parts) // size
         parts = [join(parts[first::stride], state) for first in range(stride)]

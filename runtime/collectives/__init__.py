@@ -9,6 +9,8 @@ from autoshard.runtime.collectives.data_parallel_axes import (
     data_axes,
     data_states,
     deferred_axes,
+    gathering_axes,
+    outer_axis,
 )
 from autoshard.runtime.collectives.lockstep import PREFIX, exchange, run_mesh, run_ranks
 from autoshard.runtime.collectives.redistribution import (

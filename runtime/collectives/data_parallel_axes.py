@@ -1,4 +1,5 @@
-"""The data-parallel axes: where a parameter is stored on them, and how it is used there."""
+"""The axes on which parameters are stored as shards and gathered for their use: those of data
+parallelism, and cp where it stands beside tp."""
 
 from __future__ import annotations
 
@@ -20,13 +21,30 @@ def data_axes(axes: Sequence[Axis]) -> tuple[Axis, ...]:
     return tuple(axis for axis in axes if axis.name in DATA_AXES and axis.size > 1)
 
 
-def data_states(ndim: int, axes: Sequence[Axis]) -> dict[str, State]:
-    """The stored state of a parameter of `ndim` dims on each data-parallel axis.
+def outer_axis(axes: Sequence[Axis]) -> Axis | None:
+    """cp where tp has several ranks too: it is planned first, and stores weights as dp_shard does;
+    None on other meshes."""
+    sizes = {axis.name: axis.size for axis in axes}
+    both = sizes.get("cp", 1) > 1 and sizes.get("tp", 1) > 1
+    return next(axis for axis in axes if axis.name == "cp") if both else None
 
-    Whole on `dp_replicate`; rows split over `ep`, then over `dp_shard`, as FSDP2 stores them. A
-    scalar has no rows, and is whole on all. An axis that is not named is I.
+
+def gathering_axes(axes: Sequence[Axis]) -> tuple[Axis, ...]:
+    """The axes over which a stored parameter is gathered before the planned one, in that order."""
+    outer = outer_axis(axes)
+    return data_axes(axes) if outer is None else (*data_axes(axes), outer)
+
+
+def data_states(ndim: int, axes: Sequence[Axis]) -> dict[str, State]:
+    """The stored state of a parameter of `ndim` dims on each axis of `gathering_axes`.
+
+    Whole on `dp_replicate`; rows split over `ep`, then over `dp_shard`, as FSDP2 stores them, and
+    before both over a cp that stands beside tp, where a vector is whole. A scalar has no rows, and
+    is whole on all. An axis that is not named is I.
     """
-    return {axis.name: S(0) for axis in data_axes(axes) if axis.name in _SHARDS and ndim}
+    found = {axis.name: S(0) for axis in data_axes(axes) if axis.name in _SHARDS and ndim}
+    outer = outer_axis(axes)
+    return found if outer is None or ndim < 2 else {**found, outer.name: S(0)}
 
 
 def deferred_axes(axes: Sequence[Axis], zero: int, defer_reduction: bool) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ and repr are free, and so is what `part_operators` does on a part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
+from collections.abc import Collection, Mapping, MutableSequence, Sequence
 from typing import Any
 
 import torch
@@ -29,123 +29,24 @@ from autoshard.runtime.collectives import (
     shard_dim,
 )
 from autoshard.runtime.lazy.part_operators import COPIES, FILLS, VIEWS, argmax_of_parts, on_part
+from autoshard.runtime.lazy.part_or_whole import OuterPart, PartOrWhole, ViewOfPart
 
 aten = torch.ops.aten
 
 
-_Take = Callable[[torch.Tensor], torch.Tensor]
-
-
-class _Value:
-    """The local part or, once read, the whole; shared by the aliases of one LazyGather.
-
-    dtype: of the whole; a part in a narrower one travels in that.
-    """
-
-    __slots__ = ("_again", "_local", "_whole", "axis", "dtype", "extent", "state")
-
-    def __init__(
-        self,
-        local: torch.Tensor,
-        state: State,
-        axis: Axis,
-        extent: int | None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self._local: torch.Tensor | None = local
-        self.state, self.axis, self.extent = state, axis, extent
-        self.dtype = dtype or local.dtype
-        self._whole: torch.Tensor | None = None
-        self._again: torch.Tensor | None = None
-
-    def like(self) -> torch.Tensor:
-        """A tensor of the whole's dtype and device."""
-        part = self.local if self._local is None else self._local
-        return part if part.dtype == self.dtype else part.new_empty((), dtype=self.dtype)
-
-    @property
-    def gathered(self) -> bool:
-        """Whether the whole is there."""
-        return self._whole is not None
-
-    def read(self) -> torch.Tensor:
-        """The whole, which stays and takes the part's place."""
-        if self._whole is None:
-            assert self._local is not None
-            whole = convert(self._local, self.state, I, self.axis, self.extent).to(self.dtype)
-            self._whole = whole.contiguous()  # as the strides of the LazyGather say
-            if not isinstance(self._local, compat.FakeTensor):  # whose layout Dynamo guards
-                self._local = None  # what is changed in place from now on is the whole
-        return self._whole
-
-    def look(self) -> torch.Tensor:
-        """The whole, for an operator that neither writes to it nor returns a view of it."""
-        return self.read()
-
-    @property
-    def local(self) -> torch.Tensor:
-        """This rank's part; a copy where the whole is there."""
-        if self._local is not None:
-            if self._local.dtype != self.dtype:
-                self._local = self._local.to(self.dtype)
-            return self._local
-        whole = self.read()
-        with torch.inference_mode(False), torch.no_grad():
-            part = convert(whole, I, self.state, self.axis)
-            if self._again is None:
-                self._again = part.clone(memory_format=torch.contiguous_format)
-            else:  # one tensor each time: Dynamo guards that two inputs are not the same
-                self._again.copy_(part)
-        return self._again
-
-
-class _View(_Value):
-    """A view of another value: of its part until somebody needs the memory of the whole.
-
-    take: makes the view of the whole.
-    """
-
-    __slots__ = ("of", "take")
-
-    def __init__(self, of: _Value, take: _Take, part: torch.Tensor, state: State) -> None:
-        super().__init__(part, state, of.axis, of.extent)
-        self.of, self.take = of, take
-
-    @property
-    def gathered(self) -> bool:
-        return self.of.gathered
-
-    def read(self) -> torch.Tensor:
-        whole = self.take(self.of.read())
-        if not isinstance(self._local, compat.FakeTensor):
-            self._local = None
-        return whole
-
-    def look(self) -> torch.Tensor:
-        if self.gathered:
-            return self.read()
-        return convert(self.local, self.state, I, self.axis, self.extent).contiguous()
-
-    @property
-    def local(self) -> torch.Tensor:
-        if self.gathered:
-            self.read()
-        return super().local
-
-
 class LazyGather(torch.Tensor):
-    """A tensor of global shape whose values are still S(d) or P on one axis.
+    """A tensor of global shape whose values are still S(d) or P on one axis, or on two.
 
     An ordinary differentiable tensor otherwise: any operator gathers it (once) and works on the
     whole; its gradient is the whole's, cut back to this rank's part.
     """
 
-    _value: _Value
+    _value: PartOrWhole
 
     @staticmethod
     def __new__(
         cls,
-        value: _Value,
+        value: PartOrWhole,
         shape: Sequence[int],
         requires_grad: bool,
         strides: Sequence[int] | None = None,
@@ -162,8 +63,10 @@ class LazyGather(torch.Tensor):
         return self._value.gathered
 
     def state_on(self, axis: Axis) -> State:
-        """The state of the values on an axis; I on another one than theirs."""
-        return self._value.state if self._value.axis == axis else I
+        """The state of the values on an axis; I on another one than theirs, and of parts on two
+        axes, which no graph takes so."""
+        alone = self._value.axis == axis and self._value.outer is None
+        return self._value.state if alone else I
 
     @property
     def part(self) -> torch.Tensor:
@@ -215,9 +118,10 @@ class LazyGather(torch.Tensor):
         if self.gathered:
             return repr(self.full_tensor())
         value = self._value
+        also = "" if value.outer is None else f", {value.outer[0]} on {value.outer[1].name}"
         return (
             f"LazyGather(shape={tuple(self.shape)}, dtype={self.dtype}, {value.state} on "
-            f"{value.axis.name}; call .full_tensor() on every rank for its values)"
+            f"{value.axis.name}{also}; call .full_tensor() on every rank for its values)"
         )
 
     # Dynamo compares the flattened form at different times: it must not depend on whether the
@@ -225,7 +129,7 @@ class LazyGather(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         value = self._value
-        return ["_local"], (value.state, value.axis, value.extent)
+        return ["_local"], (value.state, value.axis, value.extent, None, value.outer)
 
     @property
     def _local(self) -> torch.Tensor:
@@ -235,7 +139,7 @@ class LazyGather(torch.Tensor):
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: Any, shape: Any, stride: Any
     ) -> LazyGather:
-        return LazyGather(_Value(inner["_local"], *context), shape, False, stride)
+        return LazyGather(PartOrWhole(inner["_local"], *context), shape, False, stride)
 
 
 class Arrivals:
@@ -249,7 +153,7 @@ class Arrivals:
         self.whole = [i for i, state in states.items() if state == I]
         self.written = [i for i in self.parts if i in written]
 
-    def take(self, values: MutableSequence[Any]) -> list[tuple[_Value, torch.Tensor]]:
+    def take(self, values: MutableSequence[Any]) -> list[tuple[PartOrWhole, torch.Tensor]]:
         """Replace each such input by what the graph takes; see `give_back`."""
         for i in self.whole:
             values[i] = values[i].full_tensor()
@@ -259,36 +163,55 @@ class Arrivals:
         return [(value, values[i]) for i, value in read]
 
 
-def give_back(taken: Sequence[tuple[_Value, torch.Tensor]]) -> None:
+def give_back(taken: Sequence[tuple[PartOrWhole, torch.Tensor]]) -> None:
     """Write parts that a graph has changed into wholes that somebody has read before."""
     for value, part in taken:
         value.read().copy_(convert(part, value.state, I, value.axis, value.extent))
 
 
 def wrap_outputs(
-    outputs: Sequence[Any], states: Sequence[State], extents: Sequence[int | None], axis: Axis
+    outputs: Sequence[Any],
+    states: Sequence[State],
+    extents: Sequence[int | None],
+    axis: Axis,
+    outer: Sequence[OuterPart] = (),
 ) -> tuple[Any, ...]:
     """Make each output in state S(d) or P a LazyGather; the others pass as they are.
 
     extents: the global size of the sharded dim where it is known (a static size); None: the axis
-    divides it. An output in state R is replicated already, and must have been changed to I by the
-    graph, which knows its gradient.
+    divides it. outer: of each output, its state on an outer axis, which divides what it splits. An
+    output in state R is replicated already, and must have been changed to I by the graph, which
+    knows its gradient.
     """
     return tuple(
-        lazy(output, state, axis, extent)
-        if isinstance(output, torch.Tensor) and (state == P or shard_dim(state) is not None)
-        else output
-        for output, state, extent in zip(outputs, states, extents, strict=True)
+        _presented(output, state, axis, extent, on)
+        for output, state, extent, on in zip(
+            outputs, states, extents, outer or [None] * len(states), strict=True
+        )
     )
 
 
-def lazy(local: torch.Tensor, state: State, axis: Axis, extent: int | None = None) -> torch.Tensor:
+def _presented(output: Any, state: State, axis: Axis, extent: int | None, outer: OuterPart) -> Any:
+    if not isinstance(output, torch.Tensor):
+        return output
+    if state == P or shard_dim(state) is not None:
+        return lazy(output, state, axis, extent, outer)
+    return output if outer is None else lazy(output, *outer)
+
+
+def lazy(
+    local: torch.Tensor,
+    state: State,
+    axis: Axis,
+    extent: int | None = None,
+    outer: OuterPart = None,
+) -> torch.Tensor:
     """This rank's part in state S(d) or P as a LazyGather of the whole; differentiable."""
     if extent is not None and extent % axis.size == 0:
         extent = None
     if local.requires_grad and torch.is_grad_enabled():
-        return _Wrap.apply(local, state, axis, extent)  # type: ignore[no-any-return]
-    return _wrap(local, state, axis, extent)
+        return _Wrap.apply(local, state, axis, extent, outer)  # type: ignore[no-any-return]
+    return _wrap(local, state, axis, extent, outer=outer)
 
 
 def _wrap(
@@ -297,12 +220,16 @@ def _wrap(
     axis: Axis,
     extent: int | None,
     dtype: torch.dtype | None = None,
+    outer: OuterPart = None,
 ) -> LazyGather:
     shape = list(local.shape)
     dim = shard_dim(state)
     if dim is not None:
         shape[dim] = shape[dim] * axis.size if extent is None else extent
-    return LazyGather(_Value(local.detach(), state, axis, extent, dtype), shape, False)
+    if outer is not None and (dim := shard_dim(outer[0])) is not None:
+        shape[dim] *= outer[1].size
+    value = PartOrWhole(local.detach(), state, axis, extent, dtype, outer)
+    return LazyGather(value, shape, False)
 
 
 ON_PARTS = (*COPIES, *VIEWS, *FILLS, aten.argmax.default)
@@ -318,7 +245,7 @@ def _on_part(func: Any, args: Any, kwargs: Any) -> Any:
     if any(isinstance(one, LazyGather) for one in pytree.tree_leaves(rest)):
         return None
     value, dim = source._value, shard_dim(source._value.state)
-    if dim is None:
+    if dim is None or value.outer is not None:
         return None
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != source.device.type:
@@ -344,7 +271,7 @@ def _view(
     source: LazyGather, func: Any, args: Sequence[Any], of_part: Sequence[Any], state: State
 ) -> LazyGather:
     value, part = source._value, func(source._value.local, *of_part)
-    view = _View(value, lambda whole: func(whole, *args), part, state)
+    view = ViewOfPart(value, lambda whole: func(whole, *args), part, state)
     shown = torch.empty_strided(source.shape, source.stride(), device="meta", dtype=source.dtype)
     shown = func(shown, *args)
     return LazyGather(view, shown.shape, False, shown.stride())
@@ -369,18 +296,24 @@ def _look(tensor: LazyGather) -> torch.Tensor:
 class _Wrap(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, local: torch.Tensor, state: State, axis: Axis, extent: int | None
+        ctx: Any,
+        local: torch.Tensor,
+        state: State,
+        axis: Axis,
+        extent: int | None,
+        outer: OuterPart,
     ) -> LazyGather:
-        ctx.state, ctx.axis = state, axis
-        return _wrap(local, state, axis, extent)
+        ctx.of = [(state, axis)] if outer is None else [outer, (state, axis)]
+        return _wrap(local, state, axis, extent, outer=outer)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         # whoever reads the whole does so on every rank alike: its gradient is replicated
         if isinstance(grad, LazyGather):
             grad = grad.full_tensor()
-        grad = redistribute(grad, I, gradient_state(ctx.state), ctx.axis)
-        return grad, None, None, None
+        for state, axis in ctx.of:
+            grad = redistribute(grad, I, gradient_state(state), axis)
+        return grad, None, None, None, None
 
 
 class _Read(torch.autograd.Function):

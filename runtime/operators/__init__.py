@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autoshard.runtime.operators.attention_by_heads import attend_by_heads
 from autoshard.runtime.operators.bound import Bound, unbound
 from autoshard.runtime.operators.causal_prefix import attend_to_both_ends, attend_to_prefix
 from autoshard.runtime.operators.expert_body import (
@@ -35,6 +36,7 @@ from autoshard.runtime.operators.token_mean import (
 )
 from autoshard.runtime.operators.vocabulary import (
     MEAN,
+    classes_of_all_tokens,
     mean_of_all_tokens,
     vocab_parallel_cross_entropy,
     vocab_parallel_embedding,

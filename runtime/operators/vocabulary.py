@@ -7,6 +7,7 @@ arXiv:1909.08053, section 3).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from autoshard.runtime.collectives import Axis, all_reduce, chunk_bounds
 
-NONE, MEAN = 0, 1  # at::Reduction
+NONE, MEAN, SUM = 0, 1, 2  # at::Reduction
+
+aten = torch.ops.aten
 
 
 def vocab_parallel_embedding(
@@ -171,13 +174,49 @@ def mean_of_all_tokens(
     *more: Any,
     op: Callable[..., torch.Tensor],
     axis: Axis,
+    outer: Axis | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
     """A mean loss over sharded tokens: this rank's sum over the count of all ranks; partial.
 
     op: aten.cross_entropy_loss or aten.nll_loss. Tokens that are ignored do not count, so the
-    count is only known across the axis: one all-reduce of a scalar.
+    count is only known across the axis: one all-reduce of a scalar. outer: another axis, over which
+    the tokens were split before.
     """
-    total = op(scores, target, weight, 2, ignore_index, *more, **kwargs)
+    total = op(scores, target, weight, SUM, ignore_index, *more, **kwargs)
     count = token_weight(target, weight, ignore_index, _widened(scores).dtype).sum()
-    return (total / all_reduce(count, "sum", axis)).to(total.dtype)
+    for one in (axis, outer):
+        count = count if one is None else all_reduce(count, "sum", one)
+    return (total / count).to(total.dtype)
+
+
+def classes_of_all_tokens(
+    scores: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+    *more: Any,
+    op: Callable[..., torch.Tensor],
+    classes: int,
+    axis: Axis,
+    outer: Axis,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """`mean_of_all_tokens` over the axis `outer`, where `axis` splits the classes; partial on
+    `outer`, on `axis` as the sum over classes is."""
+    by_classes: Callable[..., torch.Tensor] = vocab_parallel_nll
+    if op is aten.cross_entropy_loss.default:
+        by_classes = vocab_parallel_cross_entropy
+    found: torch.Tensor = mean_of_all_tokens(
+        scores,
+        target,
+        weight,
+        reduction,
+        ignore_index,
+        *more,
+        op=functools.partial(by_classes, classes=classes, axis=axis),
+        axis=outer,
+        **kwargs,
+    )
+    return found

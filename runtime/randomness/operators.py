@@ -50,25 +50,31 @@ def _random_seed(device: torch.device) -> torch.Tensor:
     return drawn.to(device, non_blocking=True)
 
 
-def shared_seed(device: torch.device, *, axis: Axis) -> torch.Tensor:
-    """`random_seed` of the axis' first rank, on all of them.
+def shared_seed(device: torch.device, *, axis: Axis, outer: Axis | None = None) -> torch.Tensor:
+    """`random_seed` of the first rank of the axis, and of that of the outer one, on all of them.
 
     Every rank draws, so that generators that started alike stay so; those that do not agree, or
     were used apart, do no harm.
     """
+    axes = [one for one in (axis, outer) if one is not None]
     if axis.group.startswith(collectives.PREFIX):
         # threads share one generator: the first draws alone, as one process would
-        own = (
+        first = all(one.rank == 0 for one in axes)
+        seed = (
             torch.ops.autoshard.random_seed(device)
-            if axis.rank == 0
+            if first
             else torch.zeros((), dtype=torch.int64, device=device)
         )
-        return collectives.exchange(axis, "seed", own)[0]
-    seed = torch.ops.autoshard.random_seed(device)
-    if axis.size == 1:
+        for one in axes:
+            seed = collectives.exchange(one, "seed", seed)[0]
         return seed
+    seed = torch.ops.autoshard.random_seed(device)
     c10d = torch.ops._c10d_functional
-    return c10d.wait_tensor(c10d.broadcast(seed.reshape(1), 0, axis.group)).reshape(())
+    for one in axes:
+        if one.size > 1:
+            sent = c10d.broadcast(seed.reshape(1), 0, one.group)
+            seed = c10d.wait_tensor(sent).reshape(())
+    return seed
 
 
 def _tracked_seeds(device: torch.device, alike: str, apart: str) -> torch.Tensor:
@@ -206,19 +212,33 @@ def attention(
 
 
 def on_shard(
-    first: torch.Tensor, *args: Any, op: str, dim: int, extent: int | None, axis: Axis
+    first: torch.Tensor,
+    *args: Any,
+    op: str,
+    dim: int,
+    extent: int | None,
+    axis: Axis,
+    inner_dim: int | None = None,
+    outer: Axis | None = None,
 ) -> Any:
     """Run the function of `SCHEMAS` that is named `op` on a shard.
 
     dim: the sharded dim of the first operand, which is that of the random numbers. extent: its
-    global size; None where that is symbolic, and then the axis divides it.
+    global size; None where that is symbolic, and then the axis divides it. inner_dim, outer: where
+    the shard of an outer axis is split again on `axis`, along that dim, in equal parts.
     """
-    length = first.shape[dim]
-    if extent is None:
-        part = Part(dim, axis.rank * length, axis.size * length)
-    else:
-        part = Part(dim, chunk_bounds(extent, axis)[0], extent)
+    if outer is None or inner_dim is None:
+        return _FUNCTIONS[op](first, *args, part=_place(first.shape[dim], dim, extent, axis))
+    length = first.shape[dim] * (axis.size if inner_dim == dim else 1)
+    within = _place(length, dim, extent, outer)
+    part = _place(first.shape[inner_dim], inner_dim, None, axis)._replace(within=within)
     return _FUNCTIONS[op](first, *args, part=part)
+
+
+def _place(length: int, dim: int, extent: int | None, axis: Axis) -> Part:
+    if extent is None:
+        return Part(dim, axis.rank * length, axis.size * length)
+    return Part(dim, chunk_bounds(extent, axis)[0], extent)
 
 
 SCHEMAS: Sequence[tuple[Callable[..., Any], str]] = (

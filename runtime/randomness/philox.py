@@ -32,11 +32,15 @@ _DIGITS = {torch.float32: 24, torch.float64: 53, torch.float16: 11, torch.bfloat
 
 
 class Part(NamedTuple):
-    """The place of a shard in the whole tensor: rows `start`... of a `dim` of `extent` rows."""
+    """The place of a shard in the whole tensor: rows `start`... of a `dim` of `extent` rows.
+
+    within: where the tensor that is split is a part itself, on another axis: its place.
+    """
 
     dim: int
     start: int
     extent: int
+    within: Part | None = None  # noqa: F821  (itself)
 
 
 def element_index(shape: Sequence[int], part: Part | None, device: torch.device) -> torch.Tensor:
@@ -44,16 +48,21 @@ def element_index(shape: Sequence[int], part: Part | None, device: torch.device)
 
     shape: of what this rank holds. part: None where that is the whole tensor.
     """
-    total = math.prod(shape)
-    flat = torch.arange(total, device=device)
-    if part is None:
-        return flat.reshape(shape)
+    index, sizes = torch.arange(math.prod(shape), device=device), list(shape)
+    while part is not None:
+        index = _index_in_whole(index, sizes, part)
+        sizes[part.dim], part = part.extent, part.within
+    return index.reshape(shape)
+
+
+def _index_in_whole(index: torch.Tensor, shape: Sequence[int], part: Part) -> torch.Tensor:
+    """The positions in the tensor of which `part`, of `shape`, is one."""
     inner = math.prod(shape[part.dim + 1 :])
-    block = shape[part.dim] * inner
     if part.dim == 0:
-        return (flat + part.start * inner).reshape(shape)
+        return index + part.start * inner
+    block = shape[part.dim] * inner
     skipped = part.extent * inner - block  # the others' elements between two of this rank's blocks
-    return (flat + _divided(flat, block, total) * skipped + part.start * inner).reshape(shape)
+    return index + _divided(index, block, math.prod(shape)) * skipped + part.start * inner
 
 
 def _divided(x: torch.Tensor, divisor: int, total: int) -> torch.Tensor:
@@ -109,7 +118,9 @@ def draw(
     """
     if seed.dim():
         seed, part = (seed[0], None) if part is None else (seed[1], None)
-    place = (-1, 0, 0) if part is None else part
+    if part is not None and part.within is not None:  # on two axes: composed, in eager code too
+        return _numbered(shape, part, seed, call, count)
+    place = (-1, 0, 0) if part is None else part[:3]
     found: list[Any] = torch.ops.autoshard.philox.v1(seed, shape, *place, call, count)
     return found
 
@@ -125,10 +136,16 @@ def composed(
 ) -> list[Any]:
     """The operator autoshard::philox in integer operators, for compilers that fuse them."""
     part = Part(dim, start, extent) if dim >= 0 else None
+    return _numbered(shape, part, seed, call, count)
+
+
+def _numbered(
+    shape: Sequence[int], part: Part | None, seed: torch.Tensor, call: int, count: int
+) -> list[Any]:
     index = element_index(shape, part, seed.device)
     whole = list(shape)
-    if part is not None:
-        whole[dim] = extent
+    while part is not None:
+        whole[part.dim], part = part.extent, part.within
     sizes = [size for size in whole if isinstance(size, int)]
     # a symbolic size is taken for less than 2**20: asking for its value would guard on it
     large = math.prod(sizes) << 20 * (len(whole) - len(sizes)) >= 1 << 32

@@ -17,7 +17,6 @@ from autoshard.building.known_values import batch_facts
 from autoshard.building.one_rank import build_program
 from autoshard.capture import intercept
 from autoshard.config import Config
-from autoshard.errors import ConfigError
 from autoshard.explain import explain_plan
 from autoshard.planning.context_parallel import contiguous_share
 from autoshard.planning.cost.machines import hardware
@@ -164,9 +163,11 @@ def test_the_cheaper_form_of_attention_is_taken(heads: int, shared: int) -> None
         assert form_of(attention_on(n, heads, shared, causal=False)) == expected, n
 
 
-def test_one_of_the_two_planned_axes_is_given() -> None:
-    with pytest.raises(ConfigError, match=r"the mesh has cp=2 and tp=2: .* one of the two"):
-        offline_mesh({"cp": 2, "tp": 2}, 0)
+def test_of_two_planned_axes_cp_is_the_first() -> None:
+    both = offline_mesh({"dp_shard": 3, "cp": 2, "tp": 2}, 0)
+    assert both.outer is not None
+    assert [axis.name for axis in (both.outer, both.planned)] == ["cp", "tp"]
+    assert (both.sharing, both.batches) == ((both.outer, both.planned), 3)
     assert offline_mesh({"cp": 2, "tp": 1}, 0).planned.name == "cp"
     assert offline_mesh({"dp_shard": 2}, 0).planned.name == "tp"
 

@@ -31,7 +31,7 @@ def trained(sizes: Sizes, name: str = "mlp", **adam: Any) -> tuple[nn.Module, An
     from autoshard.runtime.mesh import data_coordinate, init_mesh
 
     mesh = init_mesh(sizes, "cpu")
-    ranks, rank = mesh.size // mesh.planned.size, data_coordinate(mesh)
+    ranks, rank = mesh.batches, data_coordinate(mesh)
     model = CASES[name].make_model()
     optimizer = torch.optim.AdamW(model.parameters(), eps=1e-3, **adam)
     compiled = torch.compile(
@@ -93,6 +93,14 @@ def test_experts_from_tp_to_ep(gloo4: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         meshes = {"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "ep": 2}
         assert max(gloo4(moved, folder, *meshes, "mixtral")) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", [{"tp": 4}, {"dp_shard": 4}])
+def test_from_cp_and_tp(gloo4: Any, other: Sizes) -> None:
+    for meshes in (({"cp": 2, "tp": 2}, other), (other, {"cp": 2, "tp": 2})):
+        with tempfile.TemporaryDirectory() as folder:
+            assert max(gloo4(moved, folder, *meshes, "llama")) < 1e-5
 
 
 def save(folder: str, model: nn.Module, optimizer: Any) -> None:

@@ -42,7 +42,8 @@ from autoshard.planning.operators import (
     is_view,
     packet,
 )
-from autoshard.runtime.collectives import State, change_steps, conversions, shard_dim, step
+from autoshard.runtime.collectives import Axis, State, change_steps, conversions, shard_dim, step
+from autoshard.runtime.operators import attend_by_heads, attend_to_both_ends, attend_to_prefix
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
@@ -176,6 +177,8 @@ def node_flops(node: fx.Node) -> int:
     Zero for every other: memory traffic bounds those. Causal attention counts the scores that
     it does not skip, about half of the square; attention with a mask computes all.
     """
+    if node.target in _OVER_CP:
+        return _attention_over_cp(node)
     if not isinstance(node.target, torch._ops.OpOverload):
         return 0
     count = _FLOPS.get(node.target.overloadpacket) or _CUSTOM_FLOPS.get(node.target._schema.name)
@@ -230,6 +233,21 @@ def _attention(args: Sequence[Any], out: Any) -> int:
     query, key, value = args[:3]
     scores = numel(query) // hint(query.shape[-1]) * hint(key.shape[-2])
     return 2 * scores * (hint(query.shape[-1]) + hint(value.shape[-1]))
+
+
+_OVER_CP = (attend_by_heads, attend_to_both_ends, attend_to_prefix)
+
+
+def _attention_over_cp(node: fx.Node) -> int:
+    """Of a rank of cp, in the graph that is planned on tp; in contiguous parts, of the last."""
+    args, result = _values(node)
+    axis = node.kwargs["axis"]
+    assert isinstance(axis, Axis)
+    flops, n = _attention(args, result), axis.size
+    if node.target is attend_by_heads:  # its keys are those of a rank until they are exchanged
+        causal = node.kwargs.get("is_causal", len(args) > 5 and args[5] is True)
+        return flops * n // (2 if causal else 1)
+    return flops // 2 if node.target is attend_to_both_ends else flops * (2 * n - 1) // (2 * n)
 
 
 def _einsum(args: Sequence[Any], out: Any) -> int:

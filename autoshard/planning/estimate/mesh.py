@@ -44,7 +44,9 @@ def timing(
     """
     real = {name: cluster.real(link) for name, link in links.items()}
     planned = dict.fromkeys(PLANNED, profile.n)  # which of the two, each collective says
-    shard = layout.shard // layout.experts
+    if layout.outer > 1:
+        planned["cp"] = layout.outer
+    shard = layout.shard // (layout.experts * layout.outer)
     data_ranks = {"dp_shard": shard, "dp_replicate": layout.replicate, "ep": layout.experts}
     ranks = {**planned, **data_ranks}
     forward, backward = list(profile.forward), list(profile.backward)

@@ -63,7 +63,7 @@ class _Walk:
         self.gm, self.decisions, self.n = gm, decisions, n
         self.saving = Saving(gm, decisions, n)
         self.times = OperatorTimes(gm, n, cluster)
-        self.link = cluster.real(decisions.prices.link)
+        self.cluster, self.link = cluster, cluster.real(decisions.prices.link)
         self.found: list[RankValue] = []
         self.place: dict[ValueKey, int] = {}
         self.needed: set[ValueKey] = set()
@@ -107,7 +107,8 @@ class _Walk:
         seconds = self.times.seconds(node, strategy)
         for one in strategy.traffic:
             if not one.backward:
-                seconds += cost.collective_seconds(one.op, one.nbytes, self.n, self.link)
+                link = self.cluster.real(self.decisions.prices.link_of(one.axis))
+                seconds += cost.collective_seconds(one.op, one.nbytes, one.n or self.n, link)
         self._add(
             (node, forward_value(state)),
             self.saving.nbytes(node, state),

@@ -80,14 +80,18 @@ def traffic(
 def data_collectives(bucket: Sequence[Weight], layout: Layout, training: Training) -> list[Sent]:
     """The collectives of one bucket of parameters on the data-parallel axes.
 
-    What both axes of shards split is gathered over dp_shard first: the part of a rank of ep.
+    What two axes of shards split is gathered over dp_shard first: the part of a rank of ep, or of a
+    cp that stands beside tp.
     """
     if not bucket:
         return []
     at, sent = bucket[0].use or 0, []
     over_ep = [weight for weight in bucket if not weight.stays(layout.experts)]
-    if layout.shard > layout.experts:
-        sent += _of_shards("dp_shard", bucket, layout, training, layout.experts)
+    inner = layout.experts * layout.outer
+    if layout.shard > inner:
+        sent += _of_shards("dp_shard", bucket, layout, training, inner)
+    if layout.outer > 1:
+        sent += _of_shards("cp", bucket, layout, training, 1)
     if layout.experts > 1:
         sent += _of_shards("ep", over_ep, layout, training, 1)
     if layout.replicate > 1:
@@ -184,7 +188,7 @@ def tp_collectives(
             read(source, want, node)
         for t in strategy.traffic:
             if differentiable(node) or not t.backward:
-                found.append(Sent(axis, t.op, t.nbytes, t.backward, place[node]))
+                found.append(Sent(t.axis or axis, t.op, t.nbytes, t.backward, place[node]))
     output = next(iter(reversed(gm.graph.nodes)))
     for result, state in zip(output.args[0], decisions.outputs):  # type: ignore[arg-type]
         if isinstance(result, fx.Node) and isinstance(value(result), torch.Tensor):

@@ -23,7 +23,8 @@ from autoshard.runtime.graph_meta import REDUCED_DTYPE, STORED_DTYPE
 class Layout:
     """The data-parallel half of a mesh and its options; `zero` and `bucket_bytes` as in Config.
 
-    shard: ranks of dp_shard and of ep. experts: those of ep, over which no expert is gathered.
+    shard: ranks of dp_shard and of ep, and of a cp that stands beside tp. experts: those of ep,
+    over which no expert is gathered. outer: those of that cp, which have one batch.
     """
 
     shard: int = 1
@@ -31,12 +32,20 @@ class Layout:
     zero: int = 3
     bucket_bytes: int | None = None
     experts: int = 1
+    outer: int = 1
+
+    @property
+    def batches(self) -> int:
+        """The number of different batches."""
+        return self.shard // self.outer * self.replicate
 
     @staticmethod
     def of(sizes: Mapping[str, int], zero: int, bucket_bytes: int | None) -> Layout:
         """The layout of a mesh by the sizes of its axes."""
         replicate, experts = sizes.get("dp_replicate", 1), sizes.get("ep", 1)
-        return Layout(sizes.get("dp_shard", 1) * experts, replicate, zero, bucket_bytes, experts)
+        outer = sizes.get("cp", 1) if sizes.get("tp", 1) > 1 else 1
+        shard = sizes.get("dp_shard", 1) * experts * outer
+        return Layout(shard, replicate, zero, bucket_bytes, experts, outer)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from torch import fx
 from autoshard.planning.rules.call import OpCall, Rule, differentiable
 from autoshard.planning.rules.elementwise import elementwise
 from autoshard.planning.rules.language import TextRule
+from autoshard.planning.rules.outer_axis import beside
 from autoshard.planning.rules.random import SEEDS
 from autoshard.planning.rules.table import RULES
 from autoshard.planning.strategy import Strategy, operands, value
@@ -78,6 +79,8 @@ def strategies(node: fx.Node, n: int) -> tuple[list[Strategy], list[str]]:
         return [replicated], []
     if target in SEEDS:
         return [SEEDS[target]], []
+    if over_another := beside(node, n):
+        return over_another, []
     if not count or not isinstance(target, torch._ops.OpOverload):
         return [replicated], []
     call = OpCall(node, n)

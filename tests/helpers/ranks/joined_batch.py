@@ -92,7 +92,7 @@ def train(
     model = case.make_model()
     serial = copy.deepcopy(model)
     mesh = init_mesh(sizes, "cpu")
-    ranks, rank = mesh.size // mesh.planned.size, data_coordinate(mesh)
+    ranks, rank = mesh.batches, data_coordinate(mesh)
     if rank:
         with torch.no_grad():  # rank 0's weights are everyone's
             for p in model.parameters():

@@ -1,0 +1,39 @@
+"""Of a mesh with two planned axes: the plan of the first of them, and the graph it was made for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from autoshard.planning.decisions import Decisions
+from autoshard.runtime.collectives import Axis
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """The plan of an axis that was laid out before the planned one, whose graph is that of a rank.
+
+    serial: the whole graph, on no axis. decisions: its plan on `axis`. parameters: name of each
+    parameter placeholder of it.
+    """
+
+    serial: fx.GraphModule
+    decisions: Decisions
+    axis: Axis
+    parameters: Mapping[fx.Node, str]
+
+
+def on_rank(gm: fx.GraphModule, axis: Axis) -> None:
+    """Give the operators of a graph that run over the axis of that name this one's rank and group,
+    in place."""
+    for node in gm.graph.nodes:
+        if any(_is(one, axis) for one in (*node.args, *node.kwargs.values())):
+            node.args = tuple(axis if _is(one, axis) else one for one in node.args)
+            node.kwargs = {k: axis if _is(one, axis) else one for k, one in node.kwargs.items()}
+    gm.recompile()
+
+
+def _is(argument: object, axis: Axis) -> bool:
+    return isinstance(argument, Axis) and argument.name == axis.name

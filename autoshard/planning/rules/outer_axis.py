@@ -1,0 +1,195 @@
+"""Operators that already run over one axis, cp, where the graph of its rank is planned on tp.
+
+Changes of state over cp, and the algorithms that a strategy on cp named (runtime/operators), are
+operators of that graph like any other. A change of state is linear and rearranges one or two dims:
+over tp it passes partial sums, and shards of any other dim. What is not known here stays whole on
+tp, which is right for all of them: the ranks of tp then do the same over cp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.planning.sizes import is_one, why_not
+from autoshard.planning.strategy import ImplCollective, Strategy, operands, value
+from autoshard.planning.values import tensor_bytes
+from autoshard.runtime.collectives import Axis, I, P, R, S, State, change_steps, redistribute
+from autoshard.runtime.collectives import shard_dim as dim_of
+from autoshard.runtime.operators import (
+    Bound,
+    attend_by_heads,
+    attend_to_both_ends,
+    attend_to_prefix,
+    classes_of_all_tokens,
+    mean_of_all_tokens,
+)
+from autoshard.runtime.randomness import on_shard, shared_seed
+
+_REDUCTION = 3  # the position of `reduction` among the arguments of a loss
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+def axis_of(node: fx.Node) -> Axis | None:
+    """The axis over which an operator of the graph runs already; None for an ordinary one."""
+    if node.target is redistribute:
+        return node.args[3]  # type: ignore[return-value]
+    found = node.kwargs.get("axis")
+    return found if isinstance(found, Axis) else None
+
+
+def beside(node: fx.Node, n: int) -> list[Strategy]:
+    """The strategies, on an axis of n ranks, of an operator that runs over another axis; whole on
+    every rank first. Empty for any other operator."""
+    if axis_of(node) is None:
+        return []
+    if node.target is shared_seed:
+        return [Strategy((), I, shared_seed)]
+    count = len(operands(node))
+    found = [_priced(node, Strategy((I,) * count, _each(node, I)), n)]
+    if rule := _RULES.get(node.target):
+        found += [_priced(node, one, n) for one in rule(node, n)]
+    return list(dict.fromkeys(found))
+
+
+def _each(node: fx.Node, state: State) -> State | tuple[State, ...]:
+    made = value(node)
+    return (state,) * len(made) if isinstance(made, (tuple, list)) else state
+
+
+def _changed(node: fx.Node, n: int) -> Iterator[Strategy]:
+    """redistribute(x, src, dst, axis, extent)."""
+    made, source = value(node), operands(node)[0]
+    _, src, dst, *_ = node.args
+    if made.is_floating_point() or made.is_complex():
+        yield Strategy((R,), R)
+        yield Strategy((P,), P)
+    moved = {dim_of(src), dim_of(dst)}  # type: ignore[arg-type]
+    for dim, size in enumerate(value(source).shape):
+        if dim not in moved and why_not(size, n, even=False) is None:
+            yield Strategy((S(dim),), S(dim))
+
+
+def _attention(node: fx.Node, n: int) -> Iterator[Strategy]:
+    """Attention by rows or by heads over cp: the batch and the heads."""
+    axis = axis_of(node)
+    assert axis is not None
+    parts = axis.size if node.target is attend_by_heads else 1
+    for states, output in _by_heads(node, n, parts):
+        yield Strategy(states, output)
+
+
+def _by_heads(node: fx.Node, n: int, parts: int = 1) -> Iterator[tuple[tuple[State, ...], State]]:
+    """States of queries, keys, values and mask, and of the result, where n ranks split the batch or
+    the heads, of which each takes a multiple of `parts`."""
+    query, key, values, *mask = (one for one in map(value, operands(node)) if one.dim() > 1)
+    heads = query.dim() - 3
+    for dim in range(heads + 1):
+        ranks = n * parts if dim == heads else n
+        sizes = [one.shape[dim] for one in (query, key, values)]
+        if all(isinstance(size, int) and size % ranks == 0 for size in sizes):
+            masks = [_aligned(one, query.dim(), dim) for one in mask]
+            yield (*[S(dim)] * 3, *masks), S(dim)
+
+
+def _aligned(mask: torch.Tensor, rank: int, dim: int) -> State:
+    """The state of a mask where dim `dim` of the queries, of `rank` dims, is split."""
+    own = dim - (rank - mask.dim())
+    return I if own < 0 or is_one(mask.shape[own]) else S(own)
+
+
+def _mean_loss(node: fx.Node, n: int) -> Iterator[Strategy]:
+    """mean_of_all_tokens: tokens split again, or classes."""
+    scores, target, *weight = map(value, operands(node))
+    if target.is_floating_point():
+        return
+    classes = 0 if scores.dim() == 1 else 1
+    whole = (I,) * len(weight)
+    for dim, size in enumerate(scores.shape):
+        if why_not(size, n, even=False) is not None:
+            continue
+        op = node.kwargs["op"]
+        if dim != classes:
+            impl = Bound.of(mean_of_all_tokens, op=op)
+            count = (ImplCollective("all_reduce", 8),)
+            yield Strategy((S(dim), S(dim - (dim > classes)), *whole), P, impl, count)
+        elif isinstance(size, int):
+            impl = Bound.of(classes_of_all_tokens, op=op, classes=size)
+            if op is not torch.ops.aten.cross_entropy_loss.default:
+                yield Strategy((S(dim), I, *whole), P, impl)
+                continue
+            tokens = max(4, scores.element_size()) * max(1, target.numel())
+            sums = 3 if len(node.args) > 5 and node.args[5] else 2
+            traffic = tuple(ImplCollective("all_reduce", b) for b in (tokens, sums * tokens))
+            yield Strategy((S(dim), I, *whole), I, impl, traffic)
+
+
+def _random(node: fx.Node, n: int) -> Iterator[Strategy]:
+    """on_shard: attention by batch and heads; what draws one number an element, along any dim."""
+    if node.kwargs["op"] == "attention":
+        for states, output in _by_heads(node, n):
+            impl = Bound.of(on_shard, **_constants(node), inner_dim=dim_of(output))
+            yield Strategy((*states, I), output, impl)
+    if node.kwargs["op"] not in _DRAWN_ALONE:
+        return
+    *tensors, _ = operands(node)
+    made = value(node)
+    results = made if isinstance(made, (tuple, list)) else [made]
+    if any(one.shape != results[0].shape for one in (*results, *map(value, tensors))):
+        return
+    for dim, size in enumerate(results[0].shape):
+        if isinstance(size, int) and why_not(size, n, even=True) is None:
+            impl = Bound.of(on_shard, **_constants(node), inner_dim=dim)
+            yield Strategy((*[S(dim)] * len(tensors), I), _each(node, S(dim)), impl)
+
+
+def _constants(node: fx.Node) -> dict[str, Any]:
+    return {name: node.kwargs[name] for name in ("op", "dim", "extent")}
+
+
+_DRAWN_ALONE = ("dropout", "native_dropout", "bernoulli", "bernoulli_p", "uniform", "normal")
+
+_RULES: dict[Any, Callable[[fx.Node, int], Iterator[Strategy]]] = {
+    redistribute: _changed,
+    attend_to_prefix: _attention,
+    attend_to_both_ends: _attention,
+    attend_by_heads: _attention,
+    mean_of_all_tokens: _mean_loss,
+    on_shard: _random,
+}
+
+
+# What the operator itself sends over the other axis, of which a shard on this one is an n-th.
+
+
+def _priced(node: fx.Node, strategy: Strategy, n: int) -> Strategy:
+    axis = axis_of(node)
+    assert axis is not None
+    sent = _sent(node, axis)
+    first = strategy.output if isinstance(strategy.output, str) else strategy.output[0]
+    parts = 1 if dim_of(first) is None else n
+    own = tuple(one._replace(nbytes=one.nbytes // parts) for one in sent)
+    return strategy._replace(traffic=(*strategy.traffic, *own))
+
+
+def _sent(node: fx.Node, axis: Axis) -> list[ImplCollective]:
+    def over(op: str, nbytes: int, backward: bool) -> ImplCollective:
+        return ImplCollective(op, nbytes, backward, axis.name, axis.size)
+
+    if node.target is attend_by_heads:
+        sizes = [tensor_bytes(value(one)) for one in operands(node)[:3]]
+        sizes.append(tensor_bytes(value(node)))
+        return [over("all_to_all", size, back) for back in (False, True) for size in sizes]
+    if node.target is not redistribute:
+        return []
+    _, src, dst, *_ = node.args
+    small = tensor_bytes(value(operands(node)[0])), tensor_bytes(value(node))
+    steps = change_steps(src, dst)  # type: ignore[arg-type]
+    return [
+        over(step, min(small) if step == "all_to_all" else max(small), back)
+        for step, back in zip(steps, (False, True))
+        if step in _COLLECTIVES
+    ]
