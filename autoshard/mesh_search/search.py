@@ -171,11 +171,11 @@ def search_captured(
         planned = plan_captured(
             serial, inputs, offline_mesh({name: n}, 0), config, device, facts=facts
         )
-        choices = _Choices(planned, n, machine, config.bucket_bytes)
+        choices = _Choices(planned, n, machine, config.bucket_bytes, training)
         for mesh in meshes:
             if _planned_axis(mesh) == (name, n):
                 layout = Layout.of(mesh, config.zero, config.bucket_bytes)
-                one, chosen = choices.within(limit, layout, training)
+                one, chosen = choices.within(limit, layout)
                 held = footprint(one, layout, training)
                 took = timing(one, layout, training, machine, machine.links(mesh))
                 rows.append(
@@ -183,7 +183,7 @@ def search_captured(
                         mesh=dict(mesh),
                         memory=held,
                         timing=took,
-                        mfu=_utilisation(one, layout, took.step, batches),
+                        mfu=training.microbatches * _utilisation(one, layout, took.step, batches),
                         unfit=_unfit(held, limit, layout, one),
                         plan=replace(planned.plan, mesh=dict(mesh)),
                         recomputation=chosen,
@@ -198,24 +198,27 @@ class _Choices:
     """The profile of one planned graph, as it is and with what is computed again."""
 
     def __init__(
-        self, planned: Planned, n: int, machine: Cluster, bucket_bytes: int | None
+        self,
+        planned: Planned,
+        n: int,
+        machine: Cluster,
+        bucket_bytes: int | None,
+        training: Training,
     ) -> None:
-        self.planned, self.n, self.machine = planned, n, machine
-        self.free = profile(
-            planned.serial, planned.decisions, planned.parameters, n, machine, bucket_bytes
-        )
+        self.planned, self.n, self.machine, self.training = planned, n, machine, training
+        graph = (planned.serial, planned.decisions, planned.parameters)
+        self.free = profile(*graph, n, machine, bucket_bytes, training)
 
     @cached_property
     def frontier(self) -> Frontier:
         """Less memory for more time."""
-        return frontier(self.planned.serial, self.planned.decisions, self.n, self.machine)
+        graph = (self.planned.serial, self.planned.decisions)
+        return frontier(*graph, self.n, self.machine, self.training)
 
-    def within(
-        self, limit: int, layout: Layout, training: Training
-    ) -> tuple[Profile, Recomputation | None]:
+    def within(self, limit: int, layout: Layout) -> tuple[Profile, Recomputation | None]:
         """The quickest that holds at most `limit` bytes; the smallest where none does. Regions of
         activation checkpointing are computed again as the model has it."""
-        held = footprint(self.free, layout, training)
+        held = footprint(self.free, layout, self.training)
         regions = any("ac_graph_id" in node.meta for node in self.planned.serial.graph.nodes)
         if held.total <= limit and not regions:
             return self.free, None
@@ -225,6 +228,9 @@ class _Choices:
         if not points or (index is None and beside > limit):
             return self.free, None  # weights alone are too much
         chosen = self.frontier.recomputation(len(points) - 1 if index is None else index)
+        # regions of the model's own spare bytes too, which the frontier begins without
+        spared = max(0, self.free.activations.saved - chosen.kept)
+        chosen = replace(chosen, spared=spared)
         return with_recomputation(self.free, chosen), chosen
 
 

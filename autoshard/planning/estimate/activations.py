@@ -63,17 +63,21 @@ class SavedForBackward:
     weights: frozenset[fx.Node] = frozenset()
 
 
-def saved_for_backward(gm: fx.GraphModule, decisions: Decisions, n: int) -> SavedForBackward:
+def saved_for_backward(
+    gm: fx.GraphModule, decisions: Decisions, n: int, compiled: bool = True
+) -> SavedForBackward:
     """What a rank of an axis of `n` keeps of the activations of one planned serial graph."""
-    return Saving(gm, decisions, n).run()
+    return Saving(gm, decisions, n, compiled).run()
 
 
 class Saving:
     """What the derivatives of one planned graph read, with its bytes on a rank."""
 
-    def __init__(self, gm: fx.GraphModule, decisions: Decisions, n: int) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, decisions: Decisions, n: int, compiled: bool = True
+    ) -> None:
         self.gm, self.decisions, self.n = gm, decisions, n
-        self.kernels = Kernels(gm)
+        self.kernels = Kernels(gm, compiled)
         self.found: dict[tuple[fx.Node, State], int] = {}
 
     def run(self) -> SavedForBackward:

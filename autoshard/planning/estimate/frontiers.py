@@ -19,6 +19,7 @@ from autoshard.planning.decisions import Decisions, Recomputation, value_text
 from autoshard.planning.estimate.recomputable import RankValue, values_of
 from autoshard.planning.estimate.recomputation import Choices, Fate
 from autoshard.planning.estimate.segments import merged, segments_of
+from autoshard.planning.estimate.training import Training
 
 #: Seconds a kept byte. At the lowest only what costs nothing is computed again, at the highest a
 #: gigabyte costs a thousand seconds.
@@ -86,9 +87,15 @@ class Frontier:
         )
 
 
-def frontier(gm: fx.GraphModule, decisions: Decisions, n: int, cluster: Cluster) -> Frontier:
+def frontier(
+    gm: fx.GraphModule,
+    decisions: Decisions,
+    n: int,
+    cluster: Cluster,
+    training: Training | None = None,
+) -> Frontier:
     """The choices that a planned graph leaves on a rank of an axis of `n`."""
-    return Frontier(values_of(gm, decisions, n, cluster))
+    return Frontier(values_of(gm, decisions, n, cluster, training or Training()))
 
 
 class _Sums:
