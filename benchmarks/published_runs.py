@@ -16,15 +16,23 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import fx, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from autoshard.building import batch_facts, plan_captured
+from autoshard.capture import capture, intercept
+from autoshard.compiling import lowered_dtypes
+from autoshard.config import Config
 from autoshard.mesh_search import MeshPrice, search_meshes
+from autoshard.planning import Plan, Prices, plan_graph, with_graph
 from autoshard.planning.cost import Cluster, cluster
 from autoshard.planning.estimate import Training
+from autoshard.runtime import compat
+from autoshard.runtime.mesh import offline_mesh
 from decoder import Decoder, Shape
 
 DEPTHS = (2, 3)
@@ -36,8 +44,9 @@ class Run:
     """One published run.
 
     batch, length: sequences of a data-parallel rank in one pass, and their tokens. reduced: the
-    dtype in which gradients travel. tokens: a second and device, measured. gibibytes: a device's,
-    where they are published. role: "fitted" or "held out".
+    dtype in which gradients travel. uncompiled_loss: of a model that is compiled. tokens: a second
+    and device, measured. gibibytes: a device's, where they are published. role: "fitted" or "held
+    out".
     """
 
     source: str
@@ -55,6 +64,7 @@ class Run:
     float8: bool = False
     microbatches: int = 1
     reduced: str = "float32"
+    uncompiled_loss: bool = False
 
 
 class Predicted(NamedTuple):
@@ -84,6 +94,25 @@ def machine_of(name: str) -> Cluster:
     return Cluster(device, per_node, inside, between, share)
 
 
+def megatron(model: nn.Module, ids: torch.Tensor, machine: Cluster, n: int) -> Plan:
+    """The plan that runs with tp follow: weights stay where they are, activations are split along
+    the sequence where they can be."""
+
+    def plan(
+        gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: list[compat.GraphInput]
+    ) -> Plan:
+        captured = capture(gm, example_inputs, lowered_dtypes(inputs))
+        device, mesh = machine.planned({"tp": n}), offline_mesh({"tp": n}, 0)
+        made = plan_captured(captured, inputs, mesh, Config(), device, facts=batch_facts(inputs))
+        dear = Prices(None, 5 * 2.0 / device.memory_bandwidth, gathers_weights=False)
+        request = replace(made.request, prices=dear)
+        decisions = plan_graph(made.serial, n, device, request)
+        return with_graph(None, decisions, request, made.serial, n)
+
+    found: Plan = intercept(model, (ids,), None, plan)
+    return found
+
+
 def priced(run: Run, layers: int, machine: Cluster) -> MeshPrice:
     """The row of the plan for a run's model with so many layers."""
     shape = Shape(
@@ -101,6 +130,8 @@ def priced(run: Run, layers: int, machine: Cluster) -> MeshPrice:
         compiled=run.compiled,
         float8=run.float8,
     )
+    ranks = run.mesh.get("tp", 1)
+    plan = megatron(model, ids, machine, ranks) if ranks > 1 else None
     roomy = replace(machine, device=replace(machine.device, memory_bytes=2**50))
     found = search_meshes(
         model,
@@ -109,8 +140,9 @@ def priced(run: Run, layers: int, machine: Cluster) -> MeshPrice:
         mesh=run.mesh,
         hardware=roomy,
         training=training,
-        bucket_bytes=one_layer // run.mesh.get("tp", 1),
+        bucket_bytes=one_layer // ranks,
         precision={"reduce": run.reduced},
+        plan=plan,
     )
     return found.rows[0]
 
@@ -127,8 +159,10 @@ def predicted(run: Run, machine: Cluster | None = None) -> Predicted:
     seconds = whole(few.timing.step, more.timing.step)
     nbytes = whole(few.memory.total, more.memory.total)
     ranks = run.mesh.get("tp", 1) * run.mesh.get("cp", 1)
-    work = run.batch * run.length * run.microbatches / ranks
-    return Predicted(work / seconds, nbytes / 2**30)
+    tokens = run.batch * run.length / ranks
+    if run.uncompiled_loss:  # the gradients of float32 logits and of their logarithms, at once
+        nbytes += 4 * tokens * BODY["models"][run.model]["vocab"]
+    return Predicted(run.microbatches * tokens / seconds, nbytes / 2**30)
 
 
 def error(said: float, measured: float) -> float:
@@ -147,10 +181,10 @@ def cells(run: Run, said: Predicted) -> list[str]:
     how = [run.checkpointing] * (run.checkpointing != "none")
     how += ["float8"] * run.float8 + ["uncompiled"] * (not run.compiled)
     how += [f"{run.microbatches} microbatches"] * (run.microbatches > 1)
-    memory = ["", f"{said.gibibytes:.1f}", ""]
+    memory = ["", "", ""]
     if run.gibibytes is not None:
-        memory[0] = f"{run.gibibytes:.1f}"
-        memory[2] = f"{100 * error(said.gibibytes, run.gibibytes):+.0f}%"
+        off = f"{100 * error(said.gibibytes, run.gibibytes):+.0f}%"
+        memory = [f"{run.gibibytes:.1f}", f"{said.gibibytes:.1f}", off]
     return [
         run.source,
         run.model,

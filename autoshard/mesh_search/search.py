@@ -311,10 +311,15 @@ def _unfit(held: Footprint, limit: int, layout: Layout, one: Profile) -> str:
     split = layout.shard * one.n
     if states > held.activations:
         why = f"parameters and their states alone are {states / 1e9:.3g}"
-        remedy = f"split over {split}, they need more of dp_shard or tp"
     else:
-        why = f"activations are {held.activations / 1e9:.3g}"
         again = ", with all recomputed that can be" if held.activations else ""
-        why += again
-        remedy = "a smaller batch, or more tp"
-    return f"{held.total / 1e9:.3g} of {limit / 1e9:.3g} GB: {why}; {remedy}"
+        why = f"activations are {held.activations / 1e9:.3g}{again}"
+    takes = [f"devices that hold {held.total / 1e9:.3g} GB of tensors"]
+    room = limit - (held.total - held.activations)
+    if room > 0:
+        parts = math.ceil(held.activations / room)
+        takes.append(f"a batch {parts} times smaller, in {parts} microbatches")
+    if (room := limit - (held.total - states)) > 0:
+        ranks = math.ceil(split * states / room)
+        takes.append(f"{ranks} ranks that share the parameters, instead of {split}")
+    return f"{held.total / 1e9:.3g} of {limit / 1e9:.3g} GB: {why}; it takes {', or '.join(takes)}"

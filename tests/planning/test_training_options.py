@@ -93,3 +93,7 @@ def test_regions_of_the_model_are_computed_again_whatever_fits() -> None:
     assert full.seconds > selective.seconds > 0
     assert full.kept < selective.kept < rows["none"].memory.activations
     assert full.spared > selective.spared > 0
+    # a layer's input, the last norm's result, and the logits beside their logarithms: nothing else
+    tokens = 2 * SHAPE.length
+    most = (SHAPE.layers + 2) * 2 * SHAPE.width + 2 * 4 * SHAPE.vocab
+    assert full.kept <= tokens * most

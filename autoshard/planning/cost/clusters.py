@@ -10,7 +10,7 @@ says which axis stays inside a node. A description in a file (JSON, or YAML with
     tera_flops: {float8: 1979, half: 989, float32: 67, float64: 67}
     inside: {microseconds: 1.5, gigabytes_per_second: 450}
     between: {microseconds: 5, gigabytes_per_second: 50}
-    efficiency: {compute: 0.7, memory: 0.8, links: 0.8, fits: 0.92}
+    efficiency: {compute: 0.58, memory: 0.8, links: 0.8, fits: 0.92, attention: 0.38}
 
 Bandwidths are one rank's, in one direction. `efficiency` may be left out.
 """
@@ -67,8 +67,14 @@ class Efficiency:
     narrow: float = 0.0
 
 
+_EVERY_GPU = {"float8": 0.87, "overlap": 0.76, "narrow": 128.0}
+
 #: Of built-in machines, fitted by published runs; those of a b200 are taken from the h200.
-EFFICIENCIES: Mapping[str, Efficiency] = {}
+EFFICIENCIES: Mapping[str, Efficiency] = {
+    "a100": Efficiency(compute=0.76, attention=0.77, **_EVERY_GPU),
+    **dict.fromkeys(("h200", "b200"), Efficiency(compute=0.74, attention=0.38, **_EVERY_GPU)),
+    "h100": Efficiency(compute=0.58, attention=0.38, **_EVERY_GPU),
+}
 
 
 @dataclass(frozen=True)

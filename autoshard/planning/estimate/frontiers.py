@@ -62,8 +62,16 @@ class Frontier:
         self.points = _undominated(points)
 
     def cheapest(self, peak: int) -> int | None:
-        """The index of the quickest choice that holds at most `peak` bytes; None: there is none."""
-        return next((i for i, one in enumerate(self.points) if one.peak <= peak), None)
+        """The index of the quickest choice that holds at most `peak` bytes; None: there is none.
+
+        Of those that take as long, but for the rounding of sums, the smallest.
+        """
+        found = next((i for i, one in enumerate(self.points) if one.peak <= peak), None)
+        if found is not None:
+            most = self.points[found].seconds * (1 + 1e-9)
+            while found + 1 < len(self.points) and self.points[found + 1].seconds <= most:
+                found += 1
+        return found
 
     def recomputation(self, index: int) -> Recomputation:
         """The choice at a point."""
