@@ -213,14 +213,19 @@ def table(rows: Iterable[tuple[Run, Predicted]]) -> str:
 
 
 def summary(rows: Sequence[tuple[Run, Predicted]]) -> str:
-    """Median and largest error, of the runs that were fitted and of the others."""
+    """Median and largest errors, of the runs that were fitted and of the others, and of memory."""
     lines = []
     for role in ("fitted", "held out"):
         found = errors(rows, role)
         lines.append(
-            f"{role}: {len(found)} runs, median error {100 * statistics.median(found):.0f}%, "
-            f"largest {100 * max(found):.0f}%"
+            f"tokens a second, {role}: {len(found)} runs, median error "
+            f"{100 * statistics.median(found):.0f}%, largest {100 * max(found):.0f}%"
         )
+    held = [abs(error(said.gibibytes, run.gibibytes)) for run, said in rows if run.gibibytes]
+    lines.append(
+        f"memory: {len(held)} runs, median error {100 * statistics.median(held):.0f}%, "
+        f"largest {100 * max(held):.0f}%"
+    )
     return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ from autoshard.planning.estimate.training import Training
 from decoder import Decoder, Shape
 
 SHAPE = Shape(vocab=512, width=256, hidden=1024, layers=3, heads=4, heads_kv=2, length=512)
-PERFECT = Efficiency(1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+PERFECT = Efficiency(1.0, 1.0, 1.0, 1.0, attention=1.0, float8=1.0, overlap=1.0)
 
 
 def row(
