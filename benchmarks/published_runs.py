@@ -181,6 +181,7 @@ def cells(run: Run, said: Predicted) -> list[str]:
     how = [run.checkpointing] * (run.checkpointing != "none")
     how += ["float8"] * run.float8 + ["uncompiled"] * (not run.compiled)
     how += [f"{run.microbatches} microbatches"] * (run.microbatches > 1)
+    said = Predicted(round(said.tokens), round(said.gibibytes, 1))  # as they are printed
     memory = ["", "", ""]
     if run.gibibytes is not None:
         off = f"{100 * error(said.gibibytes, run.gibibytes):+.0f}%"
