@@ -9,7 +9,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoshard.cli.arguments import options_and_entries, shared_arguments, world_size
+from autoshard.cli.arguments import (
+    batch_size,
+    options_and_entries,
+    shared_arguments,
+    world_size,
+)
 from autoshard.cli.progress import ProgressLine
 from autoshard.errors import AutoshardError, message
 
@@ -41,6 +46,29 @@ def add_command(commands: Any) -> None:
         "and master copy",
     )
     parser.add_argument("--optimizer", default="adamw", help="adamw (default), momentum or sgd")
+    parser.add_argument(
+        "--microbatches",
+        type=batch_size,
+        default=1,
+        help="batches of a data-parallel rank whose gradients make one step (default 1)",
+    )
+    parser.add_argument(
+        "--checkpointing",
+        choices=("none", "full", "selective"),
+        default="none",
+        help="activation checkpointing of each layer; none (default): as the model has it; "
+        "selective: attention and every second product are kept",
+    )
+    parser.add_argument(
+        "--float8",
+        action="store_true",
+        help="products of activations with weights in float8, but the last",
+    )
+    parser.add_argument(
+        "--uncompiled",
+        action="store_true",
+        help="operators run one by one, each through memory",
+    )
     parser.add_argument("--out", type=Path, help="write the recommended plan to this file")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
@@ -50,15 +78,23 @@ def run(arguments: argparse.Namespace) -> None:
     """Search, print, and write the plan; AutoshardError where --out is asked and nothing fits."""
     import torch
 
+    from autoshard.cli.checkpointing import checkpoint_layers
     from autoshard.mesh_search import search_meshes
     from autoshard.model_source import load_on_meta
     from autoshard.planning.cost import DEFAULT_HARDWARE
     from autoshard.planning.estimate import Training
 
     options, entries = options_and_entries(arguments.model, arguments.option)
-    training = Training(arguments.optimizer, arguments.recipe)
+    training = Training(
+        arguments.optimizer,
+        arguments.recipe,
+        microbatches=arguments.microbatches,
+        compiled=not arguments.uncompiled,
+        float8=arguments.float8,
+    )
     dtype = getattr(torch, arguments.dtype)
     call = load_on_meta(arguments.model, arguments.batch, arguments.sequence, dtype, entries)
+    checkpoint_layers(call.model, arguments.checkpointing)
     found = search_meshes(
         call.model,
         call.args,
@@ -82,7 +118,7 @@ def run(arguments: argparse.Namespace) -> None:
             f"GB each), {arguments.batch} x {arguments.sequence} tokens a data-parallel rank, "
             f"{arguments.dtype} {arguments.recipe}, {arguments.optimizer}{named}\n"
         )
-        print(text(found, call.tokens))
+        print(text(found, call.tokens and call.tokens * arguments.microbatches))
     best = found.best
     if best is None:
         if arguments.out:

@@ -96,6 +96,10 @@ class Measured:
                 "memory": 1,
                 "links": 1,
                 "fits": self.base.efficiency.fits,
+                "attention": self.base.efficiency.attention,
+                "float8": 1,
+                "overlap": self.base.efficiency.overlap,
+                "narrow": self.base.efficiency.narrow,
             },
         }
 

@@ -179,11 +179,11 @@ def search_captured(
         device, mixed = machine.planned(axes), {"ep": 2} if experts else {}
         first = offline_mesh({**mixed, **axes}, 0)
         planned = plan_captured(serial, inputs, first, config, device, facts=facts)
-        choices = _Choices(planned, first.planned.size, machine, config.bucket_bytes)
+        choices = _Choices(planned, first.planned.size, machine, config.bucket_bytes, training)
         for mesh in meshes:
             if _planned_for(mesh) == key and _is_useful(mesh, choices.free, len(meshes)):
                 layout = Layout.of(mesh, config.zero, config.bucket_bytes)
-                one, chosen = choices.within(limit, layout, training)
+                one, chosen = choices.within(limit, layout)
                 held = footprint(one, layout, training)
                 took = timing(one, layout, training, machine, machine.links(mesh))
                 rows.append(
@@ -191,7 +191,7 @@ def search_captured(
                         mesh=dict(mesh),
                         memory=held,
                         timing=took,
-                        mfu=_utilisation(one, layout, took.step, batches),
+                        mfu=training.microbatches * _utilisation(one, layout, took.step, batches),
                         unfit=_unfit(held, limit, layout, one),
                         plan=replace(planned.plan, mesh=dict(mesh)),
                         recomputation=chosen,
@@ -206,24 +206,27 @@ class _Choices:
     """The profile of one planned graph, as it is and with what is computed again."""
 
     def __init__(
-        self, planned: Planned, n: int, machine: Cluster, bucket_bytes: int | None
+        self,
+        planned: Planned,
+        n: int,
+        machine: Cluster,
+        bucket_bytes: int | None,
+        training: Training,
     ) -> None:
-        self.planned, self.n, self.machine = planned, n, machine
-        self.free = profile(
-            planned.serial, planned.decisions, planned.parameters, n, machine, bucket_bytes
-        )
+        self.planned, self.n, self.machine, self.training = planned, n, machine, training
+        graph = (planned.serial, planned.decisions, planned.parameters)
+        self.free = profile(*graph, n, machine, bucket_bytes, training)
 
     @cached_property
     def frontier(self) -> Frontier:
         """Less memory for more time."""
-        return frontier(self.planned.serial, self.planned.decisions, self.n, self.machine)
+        graph = (self.planned.serial, self.planned.decisions)
+        return frontier(*graph, self.n, self.machine, self.training)
 
-    def within(
-        self, limit: int, layout: Layout, training: Training
-    ) -> tuple[Profile, Recomputation | None]:
+    def within(self, limit: int, layout: Layout) -> tuple[Profile, Recomputation | None]:
         """The quickest that holds at most `limit` bytes; the smallest where none does. Regions of
         activation checkpointing are computed again as the model has it."""
-        held = footprint(self.free, layout, training)
+        held = footprint(self.free, layout, self.training)
         regions = any("ac_graph_id" in node.meta for node in self.planned.serial.graph.nodes)
         if held.total <= limit and not regions:
             return self.free, None
@@ -233,6 +236,9 @@ class _Choices:
         if not points or (index is None and beside > limit):
             return self.free, None  # weights alone are too much
         chosen = self.frontier.recomputation(len(points) - 1 if index is None else index)
+        # regions of the model's own spare bytes too, which the frontier begins without
+        spared = max(0, self.free.activations.saved - chosen.kept)
+        chosen = replace(chosen, spared=spared)
         return with_recomputation(self.free, chosen), chosen
 
 
@@ -316,10 +322,15 @@ def _unfit(held: Footprint, limit: int, layout: Layout, one: Profile) -> str:
     split = layout.shard * one.n
     if states > held.activations:
         why = f"parameters and their states alone are {states / 1e9:.3g}"
-        remedy = f"split over {split}, they need more of dp_shard or tp"
     else:
-        why = f"activations are {held.activations / 1e9:.3g}"
         again = ", with all recomputed that can be" if held.activations else ""
-        why += again
-        remedy = "a smaller batch, or more tp"
-    return f"{held.total / 1e9:.3g} of {limit / 1e9:.3g} GB: {why}; {remedy}"
+        why = f"activations are {held.activations / 1e9:.3g}{again}"
+    takes = [f"devices that hold {held.total / 1e9:.3g} GB of tensors"]
+    room = limit - (held.total - held.activations)
+    if room > 0:
+        parts = math.ceil(held.activations / room)
+        takes.append(f"a batch {parts} times smaller, in {parts} microbatches")
+    if (room := limit - (held.total - states)) > 0:
+        ranks = math.ceil(split * states / room)
+        takes.append(f"{ranks} ranks that share the parameters, instead of {split}")
+    return f"{held.total / 1e9:.3g} of {limit / 1e9:.3g} GB: {why}; it takes {', or '.join(takes)}"

@@ -33,11 +33,12 @@ def joined(source: fx.Node, user: fx.Node, stage: Mapping[fx.Node, int]) -> bool
 class Kernels:
     """The kernels of a graph: what each operator reads from memory, and what it writes there.
 
-    A view has no kernel: who reads it reads its base.
+    A view has no kernel: who reads it reads its base. Where nothing is fused, each operator is one.
     """
 
-    def __init__(self, gm: fx.GraphModule) -> None:
-        self.stage = stages(gm)
+    def __init__(self, gm: fx.GraphModule, fused: bool = True) -> None:
+        alone = {node: i for i, node in enumerate(gm.graph.nodes)}
+        self.stage = stages(gm) if fused else alone
         self.base: dict[fx.Node, fx.Node] = {}
         self.readers: dict[fx.Node, list[fx.Node]] = {}
         for node in gm.graph.nodes:

@@ -10,7 +10,7 @@ says which axis stays inside a node. A description in a file (JSON, or YAML with
     tera_flops: {float8: 1979, half: 989, float32: 67, float64: 67}
     inside: {microseconds: 1.5, gigabytes_per_second: 450}
     between: {microseconds: 5, gigabytes_per_second: 50}
-    efficiency: {compute: 0.7, memory: 0.8, links: 0.8, fits: 0.92}
+    efficiency: {compute: 0.58, memory: 0.8, links: 0.8, fits: 0.92, attention: 0.38}
 
 Bandwidths are one rank's, in one direction. `efficiency` may be left out.
 """
@@ -45,16 +45,36 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Fractions of the data sheet that a well-tuned program gets: of peak arithmetic, of memory
-    bandwidth and of link bandwidth; `fits` is the part of device memory that tensors may fill,
-    beside the runtime, communication buffers and fragmentation. The defaults are assumptions of
-    this project, not measurements: put your own into a cluster file.
+    """Parts of the data sheet that a program gets.
+
+    compute: of peak arithmetic, in large products; memory, links: of bandwidths. fits: the part of
+    device memory that tensors may fill, beside the runtime, communication buffers and
+    fragmentation. attention, float8: of `compute`, in attention and in products of float8. overlap:
+    of communication beside compute, what costs the compute nothing. narrow: elements of a product's
+    smallest extent at which it runs at half its rate.
+
+    The defaults are for machines of which nothing is known. Those of the built-in GPUs are fitted
+    to published training runs (docs/planning.md).
     """
 
     compute: float = 0.7
     memory: float = 0.8
     links: float = 0.8
     fits: float = 0.92
+    attention: float = 0.5
+    float8: float = 0.8
+    overlap: float = 0.8
+    narrow: float = 0.0
+
+
+_EVERY_GPU = {"float8": 0.87, "overlap": 0.76, "narrow": 128.0}
+
+#: Of built-in machines, fitted by published runs; those of a b200 are taken from the h200.
+EFFICIENCIES: Mapping[str, Efficiency] = {
+    "a100": Efficiency(compute=0.76, attention=0.77, **_EVERY_GPU),
+    **dict.fromkeys(("h200", "b200"), Efficiency(compute=0.74, attention=0.38, **_EVERY_GPU)),
+    "h100": Efficiency(compute=0.58, attention=0.38, **_EVERY_GPU),
+}
 
 
 @dataclass(frozen=True)
@@ -132,7 +152,8 @@ def cluster(source: str | Cluster) -> Cluster:
         hardware(source)  # raises, naming the closest
     machine = HARDWARE[source]
     per_node = 2 if source == "cpu" else 8
-    return Cluster(machine, per_node, machine.links["tp"], machine.links["dp_shard"])
+    share = EFFICIENCIES.get(source, Efficiency())
+    return Cluster(machine, per_node, machine.links["tp"], machine.links["dp_shard"], share)
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -160,7 +181,10 @@ def read_cluster(path: Path) -> Cluster:
     per_node = body.entry("devices_per_node").integer(1, MOST_RANKS)
     given = body.optional("efficiency", {})
     given.only(field.name for field in fields(Efficiency))
-    shares = {name: share.number(LEAST, 1) for name, share in given.entries().items()}
+    shares = {
+        name: share.number(0, MOST) if name == "narrow" else share.number(LEAST, 1)
+        for name, share in given.entries().items()
+    }
     return Cluster(device, per_node, inside, between, Efficiency(**shares))
 
 

@@ -32,7 +32,8 @@ def cluster_of(device: str) -> Cluster:
     seen = torch.cuda.get_device_properties(torch.cuda.current_device())
     name = next((known for known in HARDWARE if known in seen.name.lower()), DEFAULT_HARDWARE)
     ranks = here or torch.cuda.device_count()
-    return _resized(cluster(name), seen.total_memory, ranks, Efficiency())
+    base = cluster(name)
+    return _resized(base, seen.total_memory, ranks, base.efficiency)
 
 
 def hardware_of(device: str) -> Hardware:

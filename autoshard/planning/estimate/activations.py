@@ -63,17 +63,22 @@ class SavedForBackward:
     weights: frozenset[fx.Node] = frozenset()
 
 
-def saved_for_backward(gm: fx.GraphModule, decisions: Decisions, n: int) -> SavedForBackward:
+def saved_for_backward(
+    gm: fx.GraphModule, decisions: Decisions, n: int, compiled: bool = True
+) -> SavedForBackward:
     """What a rank of an axis of `n` keeps of the activations of one planned serial graph."""
-    return Saving(gm, decisions, n).run()
+    return Saving(gm, decisions, n, compiled).run()
 
 
 class Saving:
     """What the derivatives of one planned graph read, with its bytes on a rank."""
 
-    def __init__(self, gm: fx.GraphModule, decisions: Decisions, n: int) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, decisions: Decisions, n: int, compiled: bool = True
+    ) -> None:
         self.gm, self.decisions, self.n = gm, decisions, n
-        self.kernels = Kernels(gm)
+        self.compiled = compiled
+        self.kernels = Kernels(gm, compiled)
         self.found: dict[tuple[fx.Node, State], int] = {}
 
     def run(self) -> SavedForBackward:
@@ -174,9 +179,15 @@ class Saving:
         return sum(size for key, size in kept_too.items() if key not in self.found)
 
     def _transient(self) -> int:
-        """The gradient of the largest value in memory, and the value where it is not kept."""
+        """The gradient of the largest value in memory, and the value where it is not kept.
+
+        A loss that is not compiled makes the gradient of its scores of that of their logarithms.
+        """
         largest = 0
         for node in self.gm.graph.nodes:
+            if packet(node) in LOSSES and not self.compiled:
+                state = self.decisions.strategies[node].inputs[0]
+                largest = max(largest, 2 * self.nbytes(operands(node)[0], state))
             if node.op == "call_function" and differentiable(node) and node.users:
                 if isinstance(value(node), torch.Tensor) and self.in_memory(node):
                     state = self.state(node)

@@ -19,6 +19,7 @@ from autoshard.planning.decisions import Decisions, Recomputation, value_text
 from autoshard.planning.estimate.recomputable import RankValue, values_of
 from autoshard.planning.estimate.recomputation import Choices, Fate
 from autoshard.planning.estimate.segments import merged, segments_of
+from autoshard.planning.estimate.training import Training
 
 #: Seconds a kept byte. At the lowest only what costs nothing is computed again, at the highest a
 #: gigabyte costs a thousand seconds.
@@ -61,8 +62,16 @@ class Frontier:
         self.points = _undominated(points)
 
     def cheapest(self, peak: int) -> int | None:
-        """The index of the quickest choice that holds at most `peak` bytes; None: there is none."""
-        return next((i for i, one in enumerate(self.points) if one.peak <= peak), None)
+        """The index of the quickest choice that holds at most `peak` bytes; None: there is none.
+
+        Of those that take as long, but for the rounding of sums, the smallest.
+        """
+        found = next((i for i, one in enumerate(self.points) if one.peak <= peak), None)
+        if found is not None:
+            most = self.points[found].seconds * (1 + 1e-9)
+            while found + 1 < len(self.points) and self.points[found + 1].seconds <= most:
+                found += 1
+        return found
 
     def recomputation(self, index: int) -> Recomputation:
         """The choice at a point."""
@@ -86,9 +95,15 @@ class Frontier:
         )
 
 
-def frontier(gm: fx.GraphModule, decisions: Decisions, n: int, cluster: Cluster) -> Frontier:
+def frontier(
+    gm: fx.GraphModule,
+    decisions: Decisions,
+    n: int,
+    cluster: Cluster,
+    training: Training | None = None,
+) -> Frontier:
     """The choices that a planned graph leaves on a rank of an axis of `n`."""
-    return Frontier(values_of(gm, decisions, n, cluster))
+    return Frontier(values_of(gm, decisions, n, cluster, training or Training()))
 
 
 class _Sums:

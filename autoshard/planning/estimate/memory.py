@@ -30,10 +30,14 @@ class RankHolds:
 
 
 def held(
-    gm: fx.GraphModule, decisions: Decisions, parameters: Mapping[fx.Node, str], n: int
+    gm: fx.GraphModule,
+    decisions: Decisions,
+    parameters: Mapping[fx.Node, str],
+    n: int,
+    compiled: bool = True,
 ) -> RankHolds:
-    """What a rank of an axis of `n` holds of `gm` under `decisions`."""
-    activations = saved_for_backward(gm, decisions, n)
+    """What a rank of an axis of `n` holds of `gm` under `decisions`. compiled: as in Training."""
+    activations = saved_for_backward(gm, decisions, n, compiled)
     if decisions.recomputation is not None:
         activations = recomputed(activations, decisions.recomputation)
     return RankHolds(

@@ -68,10 +68,15 @@ def timing(
             again = "regather" if one.backward else "gather"
             took[again if one.op == "all_gather" else "reduce"] += seconds(one, ranks, real)
         segments.append(Segment(sum(forward[start:end]), sum(backward[start:end]), **took))
+    times, compute = training.microbatches, profile.compute
+    alone = sum(forward) + sum(backward)
     passes = step_seconds(segments)
+    hidden = sum(one.gather + one.regather + one.reduce for one in segments) - (passes - alone)
+    passes += hidden * (1 - cluster.efficiency.overlap)
     update = _update_seconds(profile, layout, training, cluster)
-    sent = traffic([*data, *waited], ranks, real)
-    return Timing(passes + update, profile.compute, passes - profile.compute, update, sent)
+    sent = traffic([*data, *waited] * times, ranks, real)
+    busy = times * compute
+    return Timing(times * passes + update, busy, times * passes - busy, update, sent)
 
 
 def _update_seconds(

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import fx
 
 from autoshard.planning import cost
 from autoshard.planning.cost import Cluster
+from autoshard.planning.estimate.training import Training
 from autoshard.planning.fusion import Kernels, joined
 from autoshard.planning.mixtures import inner_bytes
+from autoshard.planning.operators import (
+    ADDED_PRODUCTS,
+    ATTENTION,
+    CONVOLUTIONS,
+    PRODUCTS,
+    packet,
+)
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.values import is_lookup, producer, tensor_bytes
 from autoshard.runtime.collectives import State, shard_dim
@@ -17,9 +27,10 @@ from autoshard.runtime.collectives import State, shard_dim
 class OperatorTimes:
     """The operators of a graph on one rank of an axis of `n`, at the rates the cluster gets."""
 
-    def __init__(self, gm: fx.GraphModule, n: int, cluster: Cluster) -> None:
+    def __init__(self, gm: fx.GraphModule, n: int, cluster: Cluster, training: Training) -> None:
         self.n, self.cluster = n, cluster
-        self.kernels = Kernels(gm)
+        self.kernels = Kernels(gm, training.compiled)
+        self.float8 = set(self._products(gm)[:-1]) if training.float8 else set()
 
     def seconds(self, node: fx.Node, strategy: Strategy) -> float:
         """Roofline seconds of the forward on a rank's shapes."""
@@ -41,8 +52,51 @@ class OperatorTimes:
         share = self.cluster.efficiency
         own = strategy.share / self.n if sharded else 1.0
         flops = cost.node_flops(node) * own / share.compute
-        busy = cost.node_seconds(flops, moved / share.memory, dtype_of(node), self.cluster.device)
+        if packet(node) in ATTENTION:
+            flops /= share.attention
+        elif flops and share.narrow:
+            flops *= 1 + share.narrow / self._narrowest(node, strategy)
+        dtype = dtype_of(node)
+        if node in self.float8:
+            dtype = torch.float8_e4m3fn
+            flops /= share.float8
+            moved += self._cast(node, strategy)
+        busy = cost.node_seconds(flops, moved / share.memory, dtype, self.cluster.device)
         return busy + strategy.waits * cost.WAIT_SECONDS
+
+    def _narrowest(self, node: fx.Node, strategy: Strategy) -> float:
+        """The smallest of the three extents of a matrix product on a rank."""
+        kind, made = packet(node), value(node)
+        if kind not in PRODUCTS - CONVOLUTIONS or not isinstance(strategy.output, str):
+            return math.inf
+        first = kind in ADDED_PRODUCTS
+        left, have = value(operands(node)[first]), strategy.inputs[first]
+        if made.dim() < 2 or left.dim() < 2:
+            return math.inf
+        columns, inner = float(cost.hint(made.shape[-1])), float(cost.hint(left.shape[-1]))
+        rows = cost.numel(made) / columns
+        if shard_dim(strategy.output) == made.dim() - 1:
+            columns /= self.n
+        elif shard_dim(have) == left.dim() - 1:
+            inner /= self.n
+        elif shard_dim(strategy.output) is not None:
+            rows /= self.n
+        return max(1.0, min(rows, columns, inner))
+
+    def _products(self, gm: fx.GraphModule) -> list[fx.Node]:
+        """The products of something with a parameter."""
+        return [
+            node
+            for node in gm.graph.nodes
+            if node.target is torch.ops.aten.linear.default
+            and self.kernels.base[operands(node)[1]].op == "placeholder"
+        ]
+
+    def _cast(self, node: fx.Node, strategy: Strategy) -> float:
+        """Bytes that move while the activation is scaled to float8: read, and written as one."""
+        tensor, want = operands(node)[0], strategy.inputs[0]
+        elements = cost.numel(value(tensor)) / self._split(want)
+        return elements * (value(tensor).element_size() + 1)
 
     def _split(self, state: State) -> int:
         return 1 if shard_dim(state) is None else self.n

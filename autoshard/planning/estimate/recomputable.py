@@ -14,6 +14,7 @@ from autoshard.planning.cost import Cluster
 from autoshard.planning.decisions import Decisions, ValueKey
 from autoshard.planning.estimate.activations import Saving
 from autoshard.planning.estimate.operator_time import OperatorTimes
+from autoshard.planning.estimate.training import Training
 from autoshard.planning.mixtures import inner_bytes
 from autoshard.planning.operators import ATTENTION, LOSSES, packet
 from autoshard.planning.strategy import Strategy, operands, value
@@ -49,20 +50,27 @@ class RankValue:
 
 
 def values_of(
-    gm: fx.GraphModule, decisions: Decisions, n: int, cluster: Cluster
+    gm: fx.GraphModule, decisions: Decisions, n: int, cluster: Cluster, training: Training
 ) -> list[RankValue]:
     """The values of a graph on a rank of an axis of `n`, in the order of the forward.
 
     Stored parameters and inputs are none: they are there anyway.
     """
-    return _Walk(gm, decisions, n, cluster).run()
+    return _Walk(gm, decisions, n, cluster, training).run()
 
 
 class _Walk:
-    def __init__(self, gm: fx.GraphModule, decisions: Decisions, n: int, cluster: Cluster) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        decisions: Decisions,
+        n: int,
+        cluster: Cluster,
+        training: Training,
+    ) -> None:
         self.gm, self.decisions, self.n = gm, decisions, n
-        self.saving = Saving(gm, decisions, n)
-        self.times = OperatorTimes(gm, n, cluster)
+        self.saving = Saving(gm, decisions, n, training.compiled)
+        self.times = OperatorTimes(gm, n, cluster, training)
         self.cluster, self.link = cluster, cluster.real(decisions.prices.link)
         self.found: list[RankValue] = []
         self.place: dict[ValueKey, int] = {}

@@ -4,7 +4,7 @@ Were chains of recomputation free to be as long as they like, keeping nothing wo
 forward pass at most, and gain nothing: at its end all is there that was not to be kept. Within a
 segment (a layer, or half of one) what is computed again is gone before the segment before it needs
 the room. Borders lie where little crosses: between two peaks of the bytes that are alive, each at
-least twice what is alive at the border.
+least twice what is alive at the border; none lies inside a region of the user's.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def segments_of(values: Sequence[RankValue]) -> list[int]:
                 highest = i
             if alive[highest] and size * _PROMINENCE <= alive[highest]:
                 lowest, falls = i, True
+    inside = _inside_regions(values)
+    borders = [border for border in borders if border not in inside]
     found, segment = [], 0
     for i in range(len(values)):
         if segment < len(borders) and i == borders[segment]:
@@ -50,6 +52,15 @@ def merged(segments: Sequence[int], count: int) -> list[int]:
     joined = [segment // count for segment in segments]
     after = max((one for one, own in zip(joined, segments) if own != last), default=-1) + 1
     return [after if own == last else one for one, own in zip(joined, segments)]
+
+
+def _inside_regions(values: Sequence[RankValue]) -> set[int]:
+    """The positions in the user's regions of activation checkpointing, but the first of each."""
+    ends: dict[int, tuple[int, int]] = {}
+    for i, one in enumerate(values):
+        if one.again >= 0:
+            ends[one.again] = (ends.get(one.again, (i, i))[0], i)
+    return {i for first, last in ends.values() for i in range(first + 1, last + 1)}
 
 
 def _alive(values: Sequence[RankValue]) -> list[int]:

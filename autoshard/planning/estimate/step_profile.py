@@ -24,6 +24,7 @@ from autoshard.planning.decisions import Decisions, Recomputation
 from autoshard.planning.estimate.memory import RankHolds, held, recomputed
 from autoshard.planning.estimate.operator_time import OperatorTimes, dtype_of
 from autoshard.planning.estimate.traffic import Exchange, Sent, expert_rows, tp_collectives
+from autoshard.planning.estimate.training import Training
 from autoshard.planning.mixtures import is_mixture
 from autoshard.planning.operators import ATTENTION, packet
 from autoshard.planning.strategy import operands
@@ -75,20 +76,29 @@ def profile(
     n: int,
     cluster: Cluster,
     bucket_bytes: int | None = None,
+    training: Training | None = None,
 ) -> Profile:
     """The profile of `gm` under `decisions` on an axis of `n` ranks.
 
     bucket_bytes: as in Config.
     """
     chosen, free = decisions.recomputation, replace(decisions, recomputation=None)
-    one = _Profiler(gm, free, n, cluster).run(parameters, bucket_bytes)
+    one = _Profiler(gm, free, n, cluster, training or Training()).run(parameters, bucket_bytes)
     return one if chosen is None else with_recomputation(one, chosen)
 
 
 class _Profiler:
-    def __init__(self, gm: fx.GraphModule, decisions: Decisions, n: int, cluster: Cluster) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        decisions: Decisions,
+        n: int,
+        cluster: Cluster,
+        training: Training,
+    ) -> None:
         self.gm, self.decisions, self.n, self.cluster = gm, decisions, n, cluster
-        self.times = OperatorTimes(gm, n, cluster)
+        self.training = training
+        self.times = OperatorTimes(gm, n, cluster, training)
         self.kernels = self.times.kernels
 
     def run(self, parameters: Mapping[fx.Node, str], bucket_bytes: int | None) -> Profile:
@@ -105,7 +115,7 @@ class _Profiler:
             own = cost.node_flops(node) * (1 + min(2.0, _backward(node)))
             by_dtype[dtype_of(node)] = by_dtype.get(dtype_of(node), 0.0) + own
         main = max(by_dtype, key=lambda d: by_dtype[d], default=torch.float32)
-        kept = held(self.gm, self.decisions, parameters, self.n)
+        kept = held(self.gm, self.decisions, parameters, self.n, self.training.compiled)
         return Profile(
             n=self.n,
             forward=tuple(forward),

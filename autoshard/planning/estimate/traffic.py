@@ -31,14 +31,15 @@ from autoshard.planning.estimate.weights import Layout, Weight
 from autoshard.planning.mixtures import exchangeable, exchanged, is_mixture
 from autoshard.planning.strategy import ImplCollective, operands, value
 from autoshard.planning.values import differentiable, global_bytes, leaves_none_empty
-from autoshard.runtime.collectives import State, forward_value
+from autoshard.runtime.collectives import State, forward_value, shard_dim
 
 
 class Sent(NamedTuple):
     """One collective of a step; `nbytes` is its logical size (planning/cost/model.py).
 
     at: the position in the graph where it is waited for: of the operator that causes it, of the
-    first use of a bucket of parameters.
+    first use of a bucket of parameters. copied: bytes that are read and written to rearrange
+    what is not split along its outermost dim.
     """
 
     axis: str
@@ -46,6 +47,7 @@ class Sent(NamedTuple):
     nbytes: int
     backward: bool
     at: int
+    copied: int = 0
 
 
 class Traffic(NamedTuple):
@@ -59,7 +61,9 @@ class Traffic(NamedTuple):
 
 def seconds(one: Sent, ranks: Mapping[str, int], links: Mapping[str, Link]) -> float:
     """Seconds of one collective. ranks, links: by axis; links at the rates they really have."""
-    return cost.collective_seconds(one.op, one.nbytes, ranks[one.axis], links[one.axis])
+    link = links[one.axis]
+    on_the_wire = cost.collective_seconds(one.op, one.nbytes, ranks[one.axis], link)
+    return on_the_wire + one.copied / link.copy_bandwidth
 
 
 def traffic(
@@ -219,9 +223,10 @@ def _change(source: fx.Node, have: State, want: State, n: int, at: int, axis: st
     forward, backward = cost.change_collectives(have, want)
     passes = [(op, False) for op in forward]
     passes += [(op, True) for op in backward if differentiable(source)]
-    return [
-        Sent(axis, op, whole // n if op == "all_to_all" else whole, late, at) for op, late in passes
-    ]
+    outer = cost.outer_dim(value(source).shape)
+    copies = 2 * sum((shard_dim(state) or 0) > outer for state in (have, want))
+    sizes = {op: whole // n if op == "all_to_all" else whole for op, _ in passes}
+    return [Sent(axis, op, sizes[op], late, at, copies * sizes[op]) for op, late in passes]
 
 
 def gradient_buckets(

@@ -18,6 +18,10 @@ class Training:
     """How a model is trained.
 
     optimizer: a key of MOMENTS.
+    microbatches: batches whose gradients are summed before the optimizer's step.
+    compiled: whether neighbouring operators are joined into kernels; else each reads and writes
+        memory, and keeps what its own derivative reads.
+    float8: products of activations with parameters in float8, but the last, which makes logits.
     recipe: "pure": everything in the model's dtype, which is what a bfloat16 model under
         torch's AdamW does (8 bytes a parameter). "mixed": parameters, gradients and moments in
         float32, computed with, and gathered, in the model's dtype (FSDP2's mixed precision: 16
@@ -27,6 +31,9 @@ class Training:
 
     optimizer: str = "adamw"
     recipe: str = "pure"
+    microbatches: int = 1
+    compiled: bool = True
+    float8: bool = False
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[Any, ...]] = {
