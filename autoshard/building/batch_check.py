@@ -12,6 +12,7 @@ from autoshard.config import Config
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import Input, compare_batch, send_batch
 from autoshard.runtime.collectives import Axis
+from autoshard.runtime.errors import BatchMismatchError
 from autoshard.runtime.lazy import LazyGather
 
 CHECKED = 2
@@ -85,8 +86,17 @@ class _BatchCheck:
             often = self.checks == "always" or self.calls <= CHECKED
             if often or key not in self.seen:
                 self.seen.add(key)
-                call = f"call {self.calls}"
-                for axis in self.axes:
-                    compare_batch(values, self.batch, axis, call, often and not self.send)
+                self._compare(values, f"call {self.calls}", often and not self.send)
         for axis in self.axes if self.send else ():
             send_batch(values, self.batch, axis)
+
+    def _compare(self, values: list[Any], call: str, contents: bool) -> None:
+        """Compare over one axis after the other, and raise on all ranks of all where any differ."""
+        failed: BatchMismatchError | None = None
+        for axis in self.axes:
+            try:
+                compare_batch(values, self.batch, axis, call, contents, failed is not None)
+            except BatchMismatchError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed

@@ -30,18 +30,25 @@ class Input(NamedTuple):
 
 
 def compare_batch(
-    args: Sequence[Any], inputs: Sequence[Input], axis: Axis, call: str, contents: bool
+    args: Sequence[Any],
+    inputs: Sequence[Input],
+    axis: Axis,
+    call: str,
+    contents: bool,
+    differs: bool = False,
 ) -> None:
     """Raise BatchMismatchError on all ranks of the axis where their batches are not equal.
 
     contents: compare values too, bit for bit, not only dtypes and shapes. A tensor that autograd
     made of others is compared by shape: its own inputs were compared. A tensor on an accelerator
-    is copied to the host. call: which call of which graph, for the error text.
+    is copied to the host. call: which call of which graph, for the error text. differs: whether
+    that on an outer axis was found to differ: a rank of this axis that found none then raises too.
     """
     lines = [
         f"input {number} ({item.name}): {_described(args[item.position], contents)}"
         for number, item in enumerate(inputs)
     ]
+    lines.append(f"differs from that of another rank: {differs}")
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     shapes = ", ".join(f"{item.name} {tuple(args[item.position].shape)}" for item in inputs)
     agree(
