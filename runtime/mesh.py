@@ -165,7 +165,7 @@ def home_mesh(device_mesh: DeviceMesh, rank: int) -> DeviceMesh:
 
 
 def home_of_name(name: str) -> int | None:
-    """The home in the name of an axis of a tensor's mesh: -1 for pp without one; None for others."""
+    """The home in the name of an axis of a tensor's mesh: -1: pp without one; None: no pp."""
     axis, _, rank = name.partition(_HOME)
     return (int(rank) if rank else -1) if axis == "pp" else None
 

@@ -64,7 +64,7 @@ class RankPipeline:
     def train(
         self, channel: Channel, parameters: Sequence[torch.Tensor], inputs: Sequence[Any]
     ) -> tuple[torch.Tensor, list[torch.Tensor | None], StageRun]:
-        """The loss, and its gradient by each of the graph's parameters, of what this rank stores."""
+        """The loss, and its gradient by what this rank stores of each of the graph's parameters."""
         run = self._run(channel, parameters, inputs, self.actions, True)
         gradients = self._gradients(channel, parameters, run)
         result = next(each for each in self.results if each.position == self.loss)

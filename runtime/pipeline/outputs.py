@@ -28,7 +28,9 @@ class Withheld(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         given = next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, Withheld))
         if func is aten.detach.default:
             return Withheld(given, given._number)

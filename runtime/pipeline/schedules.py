@@ -91,7 +91,9 @@ def _needs(stage: int, stages: int, action: Action) -> list[tuple[int, Action]]:
     """What must be done before an action besides the stage's own actions before it."""
     if action.work == "F":
         return [(stage - 1, action)] if stage else []
-    return [(stage + 1, action)] if stage + 1 < stages else [(stage, Action("F", action.microbatch))]
+    return (
+        [(stage + 1, action)] if stage + 1 < stages else [(stage, Action("F", action.microbatch))]
+    )
 
 
 def picture(schedule: str, stages: int, microbatches: int) -> str:
@@ -104,6 +106,6 @@ def picture(schedule: str, stages: int, microbatches: int) -> str:
         order = SCHEDULES[schedule](stage, stages, microbatches)
         for action, (begin, end) in zip(order, spans):
             line[round(begin)] = str(action).ljust(width)
-            line[round(begin) + 1 : round(end)] = ["." .ljust(width)] * (round(end - begin) - 1)
+            line[round(begin) + 1 : round(end)] = [".".ljust(width)] * (round(end - begin) - 1)
         lines.append(f"stage {stage}  {''.join(line).rstrip()}")
     return "\n".join(lines)

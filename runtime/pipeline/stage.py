@@ -112,10 +112,10 @@ class StageRun:
         back = dict(zip(read, found))
         for i, of in enumerate(program.passed):
             if of is not None and i in arrived:
-                own = back.get(of)
-                back[of] = arrived[i] if own is None else own + arrived[i]
-        for i, gradient in zip(trained, found[len(read) :]):
-            self._add(i, gradient)
+                before = back.get(of)
+                back[of] = arrived[i] if before is None else before + arrived[i]
+        for i, own in zip(trained, found[len(read) :]):
+            self._add(i, own)
         if program.received:
             sent = [
                 torch.zeros_like(received[i]) if back.get(i) is None else back[i]
@@ -126,7 +126,7 @@ class StageRun:
                 self.channel.send(program.number - 1, sent, back=True)  # type: ignore[arg-type]
 
     def _add(self, i: int, gradient: torch.Tensor | None) -> None:
-        """Add to the sum of a parameter's gradients: in place, once the sum is memory of its own."""
+        """Add to the sum of a parameter's gradients; in place, once that is memory of its own."""
         if gradient is None:
             return
         total = self.gradients[i]

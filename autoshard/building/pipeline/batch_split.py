@@ -1,9 +1,9 @@
 """The states of a serial graph's values when its batch is split: a proof that it can be.
 
 A micro-batch is a shard of the batch, so the sharding rules say what becomes of each value on an
-axis of as many ranks as there are micro-batches: `S(d)`, rows of some of the samples; `R`, alike for
-all of them, made of parameters, whose gradients add up; `P`, a part of a sum (the loss). No value
-may change its state in between, for that would mix samples of different micro-batches.
+axis of as many ranks as there are micro-batches: `S(d)`, rows of some of the samples; `R`, alike
+for all of them, made of parameters, whose gradients add up; `P`, a part of a sum (the loss). No
+value may change its state in between, for that would mix samples of different micro-batches.
 
 Values that are made of no parameter (positions, masks, labels, counts of them) are *shared*: they
 are computed for the whole batch, of which each micro-batch takes its rows.

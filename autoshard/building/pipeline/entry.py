@@ -54,8 +54,7 @@ def pipelined(
     with compat.explicit_modes(False) if compat.autocast_is_on() else torch.enable_grad():
         rank = rank_pipeline(program, axis, config.inner)
     agree("compiled pipeline", "", [], axis)  # nobody runs before everybody can
-    stored = [item for item in inputs if isinstance(item.real, nn.Parameter)]
-    compat.lighten_guards({item.source: item.real for item in stored})
+    compat.lighten_guards({i.source: i.real for i in inputs if isinstance(i.real, nn.Parameter)})
     return _runner(program, rank, inputs, mesh, config, device)
 
 
@@ -108,8 +107,7 @@ def _runner(
     results: Sequence[Any] = program.microbatch.serial.graph.output_node().args[0]  # type: ignore[assignment]
     made = {each.position for each in rank.results}
     others = _Others(program, results, made)
-    index = None if device == "cpu" else torch.get_device_module(device).current_device()
-    channel = GroupChannel(axis, torch.device(device, index))
+    channel = GroupChannel(axis, _device(device))
     region = CollectiveRegion("the schedule of a pipeline", mesh.axes, mesh.axes)
 
     def run(*args: Any) -> Any:
@@ -126,6 +124,12 @@ def _runner(
         return tuple(found.get(i, value) for i, value in enumerate(results))
 
     return compat.not_traced(run)
+
+
+def _device(kind: str) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def _locals(parameters: Sequence[Any]) -> Sequence[torch.Tensor]:

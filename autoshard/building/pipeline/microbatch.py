@@ -1,8 +1,8 @@
 """A serial graph in two: what one micro-batch computes of parameters, and what all of them share.
 
-    serial graph           whole batch -> outputs, with parameters
-    micro-batch's graph    rows of shared values -> outputs of these rows, with parameters
-    shared graphs          whole batch -> shared values: labels, positions, masks, counts of tokens
+serial graph           whole batch -> outputs, with parameters
+micro-batch's graph    rows of shared values -> outputs of these rows, with parameters
+shared graphs          whole batch -> shared values: labels, positions, masks, counts of tokens
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
@@ -16,7 +15,7 @@ from autoshard.building.pipeline.stages import StagePlan, plan_stages
 from autoshard.capture import capture
 from autoshard.config import Config
 from autoshard.errors import CaptureError, ConfigError, message
-from autoshard.passes import SILENT, prepare
+from autoshard.passes import prepare
 from autoshard.planning import value
 from autoshard.planning.cost import Hardware
 from autoshard.runtime import compat
@@ -83,10 +82,11 @@ def build_pipeline(
 ) -> PipelineProgram:
     """Capture Dynamo's graph, and cut it. Raises CaptureError, ConfigError and PlanError, on all
     ranks alike."""
-    given = [item for item in inputs if isinstance(item.real, nn.Parameter)]
-    known = all(is_planned(item.real) for item in given if item.real is not None)
+    known = all(is_planned(i.real) for i in inputs if isinstance(i.real, nn.Parameter))
     serial = capture(gm, example_inputs, {}, inference=known)
-    prepare(serial, Axis("tp", 1, 0, ""), facts={} if config.recover_masks else None, exchanges=True)
+    prepare(
+        serial, Axis("tp", 1, 0, ""), facts={} if config.recover_masks else None, exchanges=True
+    )
     nodes = serial.graph.find_nodes(op="placeholder")
     parameters: dict[fx.Node, str] = {}
     stored: dict[fx.Node, int] = {}

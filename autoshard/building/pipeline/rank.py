@@ -14,7 +14,7 @@ from autoshard.building.pipeline.stages import Stage
 from autoshard.compiling import compile_local
 from autoshard.planning import value
 from autoshard.runtime import compat
-from autoshard.runtime.collectives import Axis, I, home_rank, shard_dim
+from autoshard.runtime.collectives import Axis, home_rank, shard_dim
 from autoshard.runtime.graph_meta import DIFF
 from autoshard.runtime.pipeline import (
     SCHEDULES,

@@ -1,9 +1,9 @@
 """Mean losses as sums over the whole batch's tokens, so that micro-batches add up to them.
 
-    before                                        after
-    %0: f32[] = cross_entropy_loss(%x, %t)        %0: f32[] = cross_entropy_loss(%x, %t, reduction=sum)
-                                                  %1: f32[] = own_tokens(%t, None, -100, ())
-                                                  %2: f32[] = div(%0, %1)
+    before                                     after
+    %0: f32[] = cross_entropy_loss(%x, %t)     %0: f32[] = cross_entropy_loss(%x, %t, reduction=2)
+                                               %1: f32[] = own_tokens(%t, None, -100, ())
+                                               %2: f32[] = div(%0, %1)
 
 The count is of the whole batch, made of the labels alone: each micro-batch divides its sum by it.
 """
@@ -53,7 +53,9 @@ def _rewrite(graph: fx.Graph, node: fx.Node, given: dict[str, Any]) -> None:
         )
         count = emit(graph, node, own_tokens, arguments, provenance=_NAME)
         dtype = value(node).dtype
-        count = emit(graph, node, aten._to_copy.default, (count,), {"dtype": dtype}, provenance=_NAME)
+        count = emit(
+            graph, node, aten._to_copy.default, (count,), {"dtype": dtype}, provenance=_NAME
+        )
         mean = emit(graph, node, aten.div.Tensor, (total, count), provenance=_NAME)
     node.replace_all_uses_with(mean)
     graph.erase_node(node)

@@ -3,7 +3,9 @@
 The operators stand in the order of the graph; a stage is a run of them. A step of m micro-batches
 on p stages takes
 
-    (m - 1) * slowest + the sum over stages,    a stage: its operators, and the transfers at its ends
+    (m - 1) * slowest + the sum over stages
+
+where a stage takes the time of its operators, and of the transfers at both of its ends.
 
 A dynamic programme finds the least sum under a bound on the slowest stage; the least sum is a step
 function of that bound, of which the best point is found by bisection over the costs that stages can
@@ -71,9 +73,7 @@ class _Search:
         self.cost = _sums(chain.seconds) + sent[:, None] + sent[None, :]
         self.cost[np.tril_indices(n + 1)] = np.inf
         stored, kept = _stored_bytes(chain, n), _sums(chain.kept)
-        self.memory = [
-            stored + min(microbatches, stages - stage) * kept for stage in range(stages)
-        ]
+        self.memory = [stored + min(microbatches, stages - stage) * kept for stage in range(stages)]
         self.cost_of: list[Array] = []
         for stage in range(stages):
             cost = self.cost.copy()
@@ -84,8 +84,7 @@ class _Search:
             self.cost_of.append(cost)
 
     def run(self) -> StageCut | None:
-        everything = np.concatenate([np.unique(c[np.isfinite(c)]) for c in self.cost_of] or [[]])
-        bounds = np.unique(everything)
+        bounds = np.unique(np.concatenate([c[np.isfinite(c)] for c in self.cost_of]))
         if not len(bounds):
             return None
         low, high = 0, len(bounds) - 1
@@ -102,7 +101,7 @@ class _Search:
         open_ = [(low, high)]
         while open_:
             low, high = open_.pop()
-            # between the two, no stage is faster than the bound at `low`, no sum less than at `high`
+            # between the two: no stage faster than the bound at `low`, no sum less than at `high`
             total = ends[high].seconds - (self.microbatches - 1) * ends[high].slowest
             reached = (self.microbatches - 1) * bounds[low] + total
             if high - low < 2 or reached >= best.seconds or _same(ends[low], ends[high]):
