@@ -19,8 +19,9 @@ def every_cut(
         ends = [0, *cuts, n]
         costs, memory = [], []
         for stage, (a, b) in enumerate(itertools.pairwise(ends)):
-            costs.append(sum(chain.seconds[a:b]) + chain.sent[a] + chain.sent[b])
             stored = sum(size for size, at in chain.stored if any(a <= i < b for i in at))
+            update = stored * chain.update / microbatches
+            costs.append(sum(chain.seconds[a:b]) + chain.sent[a] + chain.sent[b] + update)
             memory.append(stored + min(microbatches, stages - stage) * sum(chain.kept[a:b]))
             if any(stage not in chain.homes.get(i, (stage,)) for i in range(a, b)):
                 break
@@ -42,6 +43,7 @@ def some_chain(draw: random.Random, n: int, stages: int) -> Chain:
         stored=[
             (draw.randint(1, 20), draw.sample(range(n), draw.randint(1, 2))) for _ in range(n // 2)
         ],
+        update=draw.choice([0.0, 0.5]),
         homes={draw.randrange(n): frozenset({draw.randrange(stages)})}
         if draw.random() < 0.4
         else {},

@@ -160,8 +160,8 @@ def _chain(
             kept[unit[node]] += tensor_bytes(value(node))
     sent = [0.0]
     for cut in ends[1:-1]:
-        size = sum(tensor_bytes(value(n)) * (1 + bool(n.meta.get(DIFF))) for n in live[cut])
-        sent.append(2 * link.latency + size / link.bandwidth)
+        messages = [tensor_bytes(value(n)) for n in live[cut] for _ in range(_ways(n))]
+        sent.append(len(messages) * link.latency + sum(messages) / link.bandwidth)
     placeholders = microbatch.local.graph.find_nodes(op="placeholder")
     stored: list[tuple[float, Sequence[int]]] = []
     homes: dict[int, frozenset[int]] = {}
@@ -172,7 +172,19 @@ def _chain(
         if home is not None and readers:
             stages = homes.get(readers[0], frozenset({home}))
             homes[readers[0]] = stages & {home}
-    return Chain(seconds=seconds, sent=[*sent, 0.0], kept=kept, stored=stored, homes=homes)
+    return Chain(
+        seconds=seconds,
+        sent=[*sent, 0.0],
+        kept=kept,
+        stored=stored,
+        update=2 / hardware.memory_bandwidth,  # read and written
+        homes=homes,
+    )
+
+
+def _ways(node: fx.Node) -> int:
+    """The transfers of a value that crosses a cut: its gradient comes back."""
+    return 2 if node.meta.get(DIFF) else 1
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

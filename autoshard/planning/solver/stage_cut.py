@@ -5,7 +5,8 @@ on p stages takes
 
     (m - 1) * slowest + the sum over stages
 
-where a stage takes the time of its operators, and of the transfers at both of its ends.
+where a stage takes the time of its operators, of the transfers at both of its ends, and its share
+of the time of the update.
 
 A dynamic programme finds the least sum under a bound on the slowest stage; the least sum is a step
 function of that bound, of which the best point is found by bisection over the costs that stages can
@@ -31,13 +32,15 @@ class Chain:
     transfers over the cut before each operator, both ways; one more entry, the first and the last
     are 0; infinite where no cut may be. kept: bytes each operator keeps of a micro-batch between
     its forward and its backward. stored: for each parameter its bytes in training, and the
-    operators that read it. homes: the stages on which an operator may be, where that is known.
+    operators that read it; update: seconds of the optimizer's step for each of these bytes. homes:
+    the stages on which an operator may be, where that is known.
     """
 
     seconds: Sequence[float]
     sent: Sequence[float]
     kept: Sequence[float]
     stored: Sequence[tuple[float, Sequence[int]]] = ()
+    update: float = 0.0
     homes: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
 
@@ -70,9 +73,10 @@ class _Search:
         self.stages, self.microbatches = stages, microbatches
         n = self.n = len(chain.seconds)
         sent = np.asarray(chain.sent, float)
-        self.cost = _sums(chain.seconds) + sent[:, None] + sent[None, :]
-        self.cost[np.tril_indices(n + 1)] = np.inf
         stored, kept = _stored_bytes(chain, n), _sums(chain.kept)
+        self.cost = _sums(chain.seconds) + sent[:, None] + sent[None, :]
+        self.cost += stored * (chain.update / microbatches)
+        self.cost[np.tril_indices(n + 1)] = np.inf
         self.memory = [stored + min(microbatches, stages - stage) * kept for stage in range(stages)]
         self.cost_of: list[Array] = []
         for stage in range(stages):
