@@ -141,11 +141,11 @@ def same_as_serial(name: str, stages: int, inner: str = "eager", **options: Any)
     ("name", "stages", "options"),
     [
         ("gpt2", 2, {"inner": "aot_eager"}),
-        ("gpt2", 3, {"schedule": "gpipe", "microbatches": 2}),
-        ("llama", 4, {}),
         ("t5", 3, {}),
-        ("vit", 2, {"microbatches": 4}),
-        ("mixtral", 2, {}),
+        pytest.param("gpt2", 3, {"schedule": "gpipe", "microbatches": 2}, marks=pytest.mark.slow),
+        pytest.param("llama", 4, {}, marks=pytest.mark.slow),
+        pytest.param("vit", 2, {"microbatches": 4}, marks=pytest.mark.slow),
+        pytest.param("mixtral", 2, {}, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_is_the_serial_one(name: str, stages: int, options: dict[str, Any]) -> None:

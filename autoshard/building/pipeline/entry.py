@@ -22,6 +22,7 @@ from autoshard.planning.cost import hardware_of
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import CollectiveRegion, agree
 from autoshard.runtime.collectives import State
+from autoshard.runtime.compat import artifact
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import check_copies, is_planned, unwrap
 from autoshard.runtime.pipeline import GroupChannel, RankPipeline, step_loss, without_loss
@@ -46,6 +47,7 @@ def pipelined(
     axis = mesh.axis("pp")
     program = build_pipeline(gm, example_inputs, inputs, axis.size, config, hardware_of(device))
     lines = [*config.lines(), *program.lines()]
+    artifact("autoshard_pipeline", lambda: "\n".join([*program.lines(), "", program.picture()]))
     lines += [node_line(n, program.parameters) for n in program.microbatch.serial.graph.nodes]
     agree("pipeline", digest_of(lines), lines, axis, note=batch_shapes(inputs))
     new = _unplanned(program, inputs)

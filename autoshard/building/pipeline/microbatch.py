@@ -16,7 +16,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.building.pipeline.batch_split import BatchSplit, split_batch
-from autoshard.building.pipeline.token_means import sum_over_tokens
+from autoshard.building.pipeline.losses import sum_over_tokens, without_broadcasts
 from autoshard.errors import CaptureError, message
 from autoshard.passes import Localize, rank_program
 from autoshard.planning import Decisions, Strategy, operands, value
@@ -65,6 +65,7 @@ def cut_batch(
             )
         )
     sum_over_tokens(serial)
+    without_broadcasts(serial)
     split = split_batch(serial, parameters, batch, microbatches)
     results: Sequence[Any] = serial.graph.output_node().args[0]  # type: ignore[assignment]
     own = [i for i, n in enumerate(results) if n in split.own and n not in parameters]

@@ -22,7 +22,7 @@ from autoshard.runtime import compat
 from autoshard.runtime.collectives import Axis, H, I, S, State, home_rank
 from autoshard.runtime.graph_meta import BUFFER, DIFF
 from autoshard.runtime.parameters import is_planned, stored_states
-from autoshard.runtime.pipeline import Timeline, picture, timeline
+from autoshard.runtime.pipeline import picture, timeline
 
 IN_FLIGHT = 4
 """Micro-batches a stage, where the number is not given: the pipeline then waits for a fifth."""
@@ -51,16 +51,20 @@ class PipelineProgram:
         homes = dict(zip(self.microbatch.parameters, self.plan.homes))
         return {n: H(homes.get(n, 0)) if value(n).dim() else I for n in self.parameters}
 
-    def timeline(self) -> Timeline:
-        """When each action of a step runs, as the search prices the stages."""
+    def idle(self) -> float:
+        """The part of a step that stages wait, as the search prices them."""
         forward = [seconds / 3 for seconds in self.plan.stage_seconds]
         backward = [2 * seconds for seconds in forward]
-        return timeline(self.schedule, self.microbatch.microbatches, forward, backward)
+        return timeline(self.schedule, self.microbatch.microbatches, forward, backward).idle
 
     def lines(self) -> list[str]:
         """The pipeline as text, one line a stage; what ranks compare."""
         plan, m = self.plan, self.microbatch.microbatches
-        found = [f"schedule {self.schedule}, {m} micro-batches on {self.size} stages"]
+        found = [
+            f"schedule {self.schedule}, {m} micro-batches on {self.size} stages, "
+            f"idle {self.idle():.0%} of a step, {(self.size - 1) / (m + self.size - 1):.0%} if "
+            "stages took equally long"
+        ]
         for number, stage in enumerate(plan.stages):
             names = [self.parameters[self.microbatch.parameters[i]] for i in stage.parameters]
             sends = ", ".join(f"{n.name} {tuple(value(n).shape)}" for n in stage.sent) or "nothing"

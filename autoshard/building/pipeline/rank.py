@@ -10,7 +10,7 @@ from torch import fx
 
 from autoshard.building.pipeline.microbatch import shared_graph
 from autoshard.building.pipeline.program import PipelineProgram
-from autoshard.building.pipeline.stages import Stage
+from autoshard.building.pipeline.stages import PipelineStage
 from autoshard.compiling import compile_local
 from autoshard.planning import value
 from autoshard.runtime import compat
@@ -92,7 +92,7 @@ def meta_of(node: fx.Node, graded: bool | None = None) -> ValueMeta:
     return ValueMeta(tuple(val.shape), val.dtype, has)
 
 
-def _compiled(stage: Stage, inner: str) -> Callable[..., Any]:
+def _compiled(stage: PipelineStage, inner: str) -> Callable[..., Any]:
     placeholders = stage.graph.graph.find_nodes(op="placeholder")
     if not list(stage.graph.graph.output_node().args[0]):  # type: ignore[arg-type]
         return lambda *_: ()

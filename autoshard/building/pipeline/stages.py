@@ -28,7 +28,7 @@ BACKWARD = 2.0
 
 
 @dataclass(kw_only=True)
-class Stage:
+class PipelineStage:
     """graph: its placeholders are the parameters, the shared values and the received values it
     reads, given by their numbers in the micro-batch's graph and in `received`; its outputs are what
     it makes of `sent`, then `results`.
@@ -53,7 +53,7 @@ class StagePlan:
     """stages: in order. homes: the stage that stores each parameter of the micro-batch's graph.
     cut: the search's answer. link: between neighbours. stage_seconds: of a micro-batch, each."""
 
-    stages: list[Stage]
+    stages: list[PipelineStage]
     homes: list[int]
     cut: StageCut
     link: Link
@@ -205,7 +205,7 @@ class _Cutting:
         self.results: list[fx.Node] = list(self.local.graph.output_node().args[0])  # type: ignore[arg-type]
         self.stage = {node: s for s, run in enumerate(runs) for node in run}
 
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[PipelineStage]:
         return [self._cut(stage) for stage in range(len(self.runs))]
 
     def _crossing(self, stage: int) -> list[fx.Node]:
@@ -217,7 +217,7 @@ class _Cutting:
             if any(self.stage.get(user, -1) >= stage for user in node.users)
         ]
 
-    def _cut(self, stage: int) -> Stage:
+    def _cut(self, stage: int) -> PipelineStage:
         run = self.runs[stage]
         received, sent = self._crossing(stage), self._crossing(stage + 1)
         read = {node for each in run for node in each.all_input_nodes}
@@ -235,7 +235,7 @@ class _Cutting:
         own = [node for node in sent if node in self.stage and self.stage[node] == stage]
         results = [i for i, node in enumerate(self.results) if self.stage.get(node) == stage]
         graph.output(tuple(made[n] for n in [*own, *(self.results[i] for i in results)]))
-        return Stage(
+        return PipelineStage(
             graph=fx.GraphModule(self.local, graph),
             parameters=[self.parameters[n] for n in inputs if n in self.parameters],
             shared=[self.shared[n] for n in inputs if n in self.shared],

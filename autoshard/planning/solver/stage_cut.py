@@ -63,10 +63,10 @@ def cut_stages(
     Stage i of p keeps the activations of min(m, p - i) micro-batches, as in 1F1B. budget: bytes a
     stage may hold.
     """
-    return _Search(chain, stages, microbatches, budget).run()
+    return _CutSearch(chain, stages, microbatches, budget).run()
 
 
-class _Search:
+class _CutSearch:
     """The tables of one search: entry (a, b) is the stage of operators a to b - 1."""
 
     def __init__(self, chain: Chain, stages: int, microbatches: int, budget: float | None) -> None:

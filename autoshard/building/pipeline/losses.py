@@ -38,6 +38,22 @@ def sum_over_tokens(gm: fx.GraphModule) -> None:
         _rewrite(gm.graph, node, given)
 
 
+def without_broadcasts(gm: fx.GraphModule) -> None:
+    """Replace the lists of broadcast tensors in a serial graph (of `mse_loss`) by their entries."""
+    for node in gm.graph.find_nodes(op="call_function", target=aten.broadcast_tensors.default):
+        for item in list(node.users):
+            source = node.args[0][item.args[1]]
+            if value(source).shape != value(item).shape:
+                with gm.graph.inserting_before(item):
+                    shape = list(value(item).shape)
+                    source = emit(
+                        gm.graph, item, aten.expand.default, (source, shape), provenance=_NAME
+                    )
+            item.replace_all_uses_with(source)
+            gm.graph.erase_node(item)
+        gm.graph.erase_node(node)
+
+
 def _rewrite(graph: fx.Graph, node: fx.Node, given: dict[str, Any]) -> None:
     arguments = (given["target"], given["weight"], given["ignore_index"], ())
     summed = {name: given[name] for name in _NAMES[2:] if name in given}
