@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard.runtime import compat
+from autoshard.runtime.agreement import limit_group
 from autoshard.runtime.collectives import Axis
 
 
@@ -94,4 +95,5 @@ def _other_group(axis: Axis) -> Any:
     if key not in _others:
         ranks = dist.get_process_group_ranks(compat.process_group(axis.group))
         _others[key] = dist.new_group(ranks)
+    limit_group(_others[key].group_name)
     return _others[key]

@@ -221,6 +221,14 @@ def on_shard(
     return _FUNCTIONS[op](first, *args, part=part)
 
 
+def on_microbatch(
+    first: torch.Tensor, *args: Any, op: str, dim: int, extent: int, axis: Axis
+) -> Any:
+    """As `on_shard`, of rows that the last argument says: a tensor of one element, the first."""
+    *given, start = args
+    return _FUNCTIONS[op](first, *given, part=Part(dim, start.reshape(()), extent))
+
+
 SCHEMAS: Sequence[tuple[Callable[..., Any], str]] = (
     (dropout, "Tensor self, Tensor seed, float p, int call) -> Tensor"),
     (native_dropout, "Tensor self, Tensor seed, float p, int call) -> (Tensor, Tensor)"),

@@ -188,10 +188,10 @@ class Coupled(nn.Module):
 class Noisy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+        self.up, self.drop, self.down = nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.drop(self.up(x)).sum()
+        return self.drop(self.down(self.drop(self.up(x)))).square().sum()
 
 
 def test_what_mixes_samples_is_named_with_its_line() -> None:
@@ -201,9 +201,18 @@ def test_what_mixes_samples_is_named_with_its_line() -> None:
     assert cut(graph_of(Coupled(), (torch.randn(4, 8),)), 2, microbatches=1)
 
 
-def test_dropout_is_refused() -> None:
-    with pytest.raises(CaptureError, match="random numbers"):
-        cut(graph_of(Noisy(), (torch.randn(4, 8),)), 2)
+def test_microbatches_draw_what_the_batch_draws() -> None:
+    model, x = Noisy(), torch.randn(6, 8)
+    graph = graph_of(model, (x,))
+    losses = []
+    for microbatches in (1, 2, 6):
+        program = cut(graph, 2, microbatches=microbatches)
+        torch.manual_seed(7)
+        losses.append(run(program, [item.real for item in graph[2]], "aot_eager"))
+    first = losses[0]
+    for each in losses[1:]:
+        torch.testing.assert_close(each["loss"], first["loss"])
+        torch.testing.assert_close(each["gradients"], first["gradients"])
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_what_would() -> None:

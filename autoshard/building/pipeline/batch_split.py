@@ -60,8 +60,6 @@ def split_batch(
         elif node.op == "get_attr":
             splitting.input(node, False, I)
         elif node.op == "call_function":
-            if node.target in _seeds():
-                raise _draws(node)
             splitting.operator(node)
     return BatchSplit(microbatches, frozenset(splitting.own), splitting.chosen)
 
@@ -151,22 +149,6 @@ def _whole(state: State) -> bool:
 
 def _gradient(node: fx.Node) -> bool:
     return bool(node.meta.get(DIFF))
-
-
-def _seeds() -> tuple[Any, ...]:
-    ops = torch.ops.autoshard
-    return ops.random_seed.default, ops.tracked_seeds.default
-
-
-def _draws(node: fx.Node) -> CaptureError:
-    return CaptureError(
-        message(
-            "pp does not draw random numbers yet: micro-batches would draw others than the batch "
-            "does on one device",
-            where=source_line(node.meta.get("stack_trace")),
-            remedy="Set the probability of dropout to 0, or leave pp out of the mesh.",
-        )
-    )
 
 
 def _mixes(node: fx.Node, states: list[Any], reasons: list[str]) -> CaptureError:

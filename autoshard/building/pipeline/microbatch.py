@@ -7,6 +7,7 @@ shared graphs          whole batch -> shared values: labels, positions, masks, c
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,9 +21,14 @@ from autoshard.building.pipeline.losses import sum_over_tokens, without_broadcas
 from autoshard.errors import CaptureError, message
 from autoshard.passes import Localize, rank_program
 from autoshard.planning import Decisions, Strategy, operands, value
-from autoshard.runtime.collectives import Axis, P, State, shard_dim
+from autoshard.runtime.collectives import Axis, P, S, State, shard_dim
 from autoshard.runtime.errors import source_line
 from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS
+from autoshard.runtime.operators import Bound, unbound
+from autoshard.runtime.randomness import on_microbatch, on_shard, shared_seed
+
+aten = torch.ops.aten
+SEED = torch.ops.autoshard.random_seed.default
 
 SharedKey = tuple[fx.Node, State]
 """A shared value, by its node in the serial graph, and whether a micro-batch takes rows of it."""
@@ -86,10 +92,16 @@ def cut_batch(
     )
 
 
-def shared_graph(serial: fx.GraphModule, wanted: Sequence[fx.Node]) -> fx.GraphModule:
-    """The graph of shared values, from all inputs of the serial graph."""
+def shared_graph(
+    serial: fx.GraphModule, wanted: Sequence[fx.Node], axis: Axis | None = None
+) -> fx.GraphModule:
+    """The graph of shared values, from all inputs of the serial graph.
+
+    axis: of the stages, each of which then draws every seed, and takes that of the first.
+    """
     graph = fx.Graph()
-    needed, stack = set(wanted), list(wanted)
+    seeds = [] if axis is None else serial.graph.find_nodes(op="call_function", target=SEED)
+    needed, stack = {*wanted, *seeds}, list(wanted)
     while stack:
         for node in stack.pop().all_input_nodes:
             if node not in needed:
@@ -99,6 +111,9 @@ def shared_graph(serial: fx.GraphModule, wanted: Sequence[fx.Node]) -> fx.GraphM
     for node in serial.graph.nodes:
         if node.op == "placeholder" or (node in needed and node.op != "output"):
             made[node] = graph.node_copy(node, made.__getitem__)
+            if node in seeds:
+                made[node].target = shared_seed
+                made[node].kwargs = {**made[node].kwargs, "axis": axis}
     graph.output(tuple(made[node] for node in wanted))
     return fx.GraphModule(serial, graph)
 
@@ -176,11 +191,34 @@ class _Core:
                 want = next(states) if leaf in tensors and strategy else None
                 leaves[i] = self._read(node, leaf, want)
         args, kwargs = pytree.tree_unflatten(leaves, spec)
+        if strategy is not None and unbound(strategy.impl or operator.mul)[0] is on_shard:
+            strategy, rows = self._drawn(node, strategy)
+            args = (*args, rows)
         new = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
         new.meta = dict(node.meta)
         self.made[node] = new
         if strategy is not None:
             self.strategies[new] = strategy
+
+    def _drawn(self, node: fx.Node, strategy: Strategy) -> tuple[Strategy, fx.Node]:
+        """What draws random numbers as the rows of the micro-batch do in the whole batch; they
+        start at a row that is one more shared value, different in each."""
+        assert strategy.impl is not None
+        _, given = unbound(strategy.impl)
+        step = given["extent"] // self.split.microbatches
+        with self.serial.graph.inserting_before(node):
+            starts = self.serial.graph.call_function(
+                aten.arange.start_step, (0, given["extent"], step), {"device": _device(node)}
+            )
+        starts.meta["val"] = value(node.all_input_nodes[-1]).new_empty(self.split.microbatches)
+        starts.meta["val"] = starts.meta["val"].to(torch.int64)
+        impl = Bound.of(on_microbatch, **given)
+        states = (*strategy.inputs, S(0))
+        return strategy._replace(inputs=states, impl=impl), self._shared_once(starts, S(0))
+
+    def _shared_once(self, node: fx.Node, state: State) -> fx.Node:
+        self.taken[node, state] = self._shared_placeholder(node, state)
+        return self.taken[node, state]
 
     def _read(self, user: fx.Node, node: fx.Node, want: State | None) -> fx.Node:
         if node in self.split.own:
@@ -194,9 +232,7 @@ class _Core:
                 )
             )
         key = node, want if shard_dim(want) is not None else "I"
-        if key not in self.taken:
-            self.taken[key] = self._shared_placeholder(node, key[1])
-        return self.taken[key]
+        return self.taken.get(key) or self._shared_once(*key)
 
     def _shared_placeholder(self, node: fx.Node, state: State) -> fx.Node:
         first = next(n for n in self.graph.nodes if n.op != "placeholder")
@@ -205,6 +241,12 @@ class _Core:
         new.meta = {**node.meta, DIFF: False}
         self.strategies[new] = Strategy((), state)
         return new
+
+
+def _device(node: fx.Node) -> torch.device:
+    val = value(node)
+    first: torch.Tensor = val[0] if isinstance(val, (tuple, list)) else val
+    return first.device
 
 
 def _decisions(strategies: dict[fx.Node, Strategy], outputs: list[State]) -> Decisions:

@@ -51,7 +51,7 @@ def rank_pipeline(program: PipelineProgram, axis: Axis, inner: str) -> RankPipel
             for home in [home_rank(stored[node])]
             if home is not None and home != number
         ],
-        shared=_shared(microbatch.serial, [node for node, _ in keys]),
+        shared=_shared(microbatch.serial, [node for node, _ in keys], axis),
         dims=[shard_dim(state) for _, state in keys],
         results=[
             PipelineResult(position, _like(outputs[position]), state, makers[i])
@@ -99,8 +99,8 @@ def _compiled(stage: PipelineStage, inner: str) -> Callable[..., Any]:
     return compile_local(stage.graph, compat.backend_fakes(list(placeholders)), inner)
 
 
-def _shared(serial: fx.GraphModule, nodes: list[fx.Node]) -> Callable[..., Any]:
-    graph = shared_graph(serial, nodes)
+def _shared(serial: fx.GraphModule, nodes: list[fx.Node], axis: Axis) -> Callable[..., Any]:
+    graph = shared_graph(serial, nodes, axis)
     return lambda *inputs: graph(*inputs)
 
 
