@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -75,15 +76,22 @@ class GroupChannel:
         found = [meta.empty(self.device) for meta in metas]
         works = [dist.irecv(x, group=self.groups[back], group_src=source) for x in found]
         for work in works:
-            assert work is not None
-            work.wait()
+            self._wait(work, back)
         return found
 
     def finish(self) -> None:
         """See `Channel`."""
         for work, _ in self.under_way:
-            work.wait()
+            self._wait(work, False)
         self.under_way.clear()
+
+    def _wait(self, work: Any, back: bool) -> None:
+        """Wait as long as collectives do: gloo's transfers take no limit from their group."""
+        limit = compat.group_limit(self.groups[back]) if self.device.type == "cpu" else None
+        if limit is None:
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=limit))
 
 
 _others: dict[tuple[str, int], Any] = {}
