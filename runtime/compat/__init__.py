@@ -44,7 +44,6 @@ from autoshard.runtime.compat.frames import (
     compiling,
     graph_inputs,
     mark_dynamic,
-    mark_static,
     never_a_frame,
     not_traced,
     registered_backend,

@@ -22,7 +22,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 allow_in_graph = torch.compiler.allow_in_graph
 mark_dynamic = torch._dynamo.mark_dynamic  # documented, and under no other name
-mark_static = torch._dynamo.mark_static  # as that
 TraceError = TorchDynamoException  # of what torch.compile cannot trace, and of nothing else
 
 RESTARTS = (UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis)

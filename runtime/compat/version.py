@@ -42,7 +42,6 @@ torch._dynamo.exc.UnspecializeRestartAnalysis
 torch._dynamo.guards.get_verbose_code_parts
 torch._dynamo.lookup_backend
 torch._dynamo.mark_dynamic
-torch._dynamo.mark_static
 torch._dynamo.symbolic_convert.InstructionTranslator.current_tx
 torch._dynamo.symbolic_convert.TensorifyState
 torch._dynamo.types.FrameAction

@@ -43,7 +43,7 @@ def pipelined(
     refuse_options(config)
     if not any(isinstance(item.real, nn.Parameter) for item in inputs):
         return compile_local(gm, list(example_inputs), config.inner)
-    _have_sizes(inputs)
+    _refuse_symbols(inputs)
     axis = mesh.axis("pp")
     program = build_pipeline(gm, example_inputs, inputs, axis.size, config, hardware_of(device))
     lines = [*config.lines(), *program.lines()]
@@ -60,27 +60,18 @@ def pipelined(
     return _runner(program, rank, inputs, mesh, config, device)
 
 
-def _have_sizes(inputs: Sequence[compat.GraphInput]) -> None:
-    """Have Dynamo trace again with numbers for sizes, where it made symbols of them."""
-    symbolic = [
-        item
-        for item in inputs
-        if isinstance(item.real, torch.Tensor)
-        and any(isinstance(size, torch.SymInt) for size in item.fake.shape)
-    ]
-    for item in symbolic:
-        compat.mark_static(item.real)
-    if symbolic:
-        raise compat.RestartTrace("autoshard cuts batches of one size", keep=None)
-    unknown = next((item for item in inputs if item.real is None), None)
-    if unknown is not None:
-        raise ConfigError(
-            message(
-                f"{unknown.name} is a number that changes between calls, and pp cuts a graph of "
-                "fixed sizes",
-                remedy="Give it as a tensor, or compile with torch.compile(dynamic=False).",
+def _refuse_symbols(inputs: Sequence[compat.GraphInput]) -> None:
+    """Raise where Dynamo made symbols of sizes: a cut is of sizes that are known."""
+    for item in inputs:
+        known = isinstance(item.real, torch.Tensor)
+        if not known or any(isinstance(size, torch.SymInt) for size in item.fake.shape):
+            raise ConfigError(
+                message(
+                    f"{item.name} changes its size or value between calls, and pp cuts a graph of "
+                    "fixed sizes",
+                    remedy="Compile with torch.compile(dynamic=False): one program for each size.",
+                )
             )
-        )
 
 
 def _unplanned(
