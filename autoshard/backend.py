@@ -24,6 +24,7 @@ from autoshard.building import (
     holds,
     unplanned_parameters,
 )
+from autoshard.building.pipeline import pipelined
 from autoshard.capture import device_type
 from autoshard.compiling import (
     check_serving,
@@ -125,6 +126,8 @@ def _compile(
         check_serving({axis.name: axis.size for axis in mesh.axes}, device)
     draw_apart(data_coordinate(mesh))
     TRACKER.place(mesh.planned.rank, data_coordinate(mesh))
+    if mesh.axis("pp").size > 1:
+        return pipelined(gm, example_inputs, inputs, mesh, config, device)
     _cast_inputs(inputs, use_by(config, mesh))
     if mesh.size == 1 and not BY_NAME & options.keys():
         return compile_local(gm, list(example_inputs), config.inner)

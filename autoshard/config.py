@@ -228,6 +228,18 @@ class Config:
         ("broadcast", "trust"),
         "Take rank 0's initial weights, or trust that all ranks hold the same.",
     )
+    microbatches: int | None = _option(
+        None,
+        "a positive int, or None",
+        lambda value: value is None or _is_positive_int(value),
+        "Parts in which a pipeline (`pp` in the mesh) runs a batch; None: four a stage, or the "
+        "largest divisor of the batch below that.",
+    )
+    schedule: str = _choice(
+        "1f1b",
+        ("1f1b", "gpipe"),
+        "The order of forwards and backwards on the stages of a pipeline (pipeline.md).",
+    )
     strict: bool = _flag(
         False, "Make it an error that an operator or a parameter could not be sharded."
     )

@@ -11,6 +11,7 @@ from autoshard.passes.base import (
     Pass,
     Report,
     Watch,
+    emit,
     local_value,
     module_path,
     set_fate,

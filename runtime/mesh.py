@@ -18,7 +18,7 @@ from autoshard.runtime.agreement import agree, limit_group
 from autoshard.runtime.collectives import DATA_AXES, Axis, outer_axis
 from autoshard.runtime.errors import ConfigError, message
 
-AXIS_ORDER = ("dp_replicate", "dp_shard", "ep", "cp", "tp")
+AXIS_ORDER = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 """Outermost first: ranks next to each other share the tp axis, which communicates most."""
 
 PLANNED = ("cp", "tp")
@@ -26,7 +26,9 @@ PLANNED = ("cp", "tp")
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LIMIT = timedelta(minutes=10)  # of collectives, and of what `timeout` says where it is not given
+_HOME = ":"
 _meshes: dict[tuple[object, ...], Mesh] = {}
+_homes: dict[tuple[object, ...], DeviceMesh] = {}
 
 
 @dataclass(frozen=True)
@@ -146,9 +148,41 @@ def axes_of(device_mesh: DeviceMesh) -> tuple[Axis, ...]:
     """The axes of a torch mesh as this rank sees them, in the mesh's order."""
     names = device_mesh.mesh_dim_names or ()
     return tuple(
-        Axis(name, size, device_mesh.get_local_rank(name), device_mesh.get_group(name).group_name)
+        Axis(
+            name.partition(_HOME)[0],
+            size,
+            device_mesh.get_local_rank(name),
+            device_mesh.get_group(name).group_name,
+        )
         for name, size in zip(names, device_mesh.shape, strict=True)
     )
+
+
+def home_mesh(device_mesh: DeviceMesh, rank: int) -> DeviceMesh:
+    """The same mesh for tensors that are at home on a rank of pp; the name of the axis says so.
+
+    DTensor has no placement for it. Of the same groups, so that nobody need agree on it.
+    """
+    names = device_mesh.mesh_dim_names or ()
+    own = tuple(f"pp{_HOME}{rank}" if home_of_name(n) is not None else n for n in names)
+    if own == names:
+        return device_mesh
+    key = (device_mesh, rank)
+    if key not in _homes:
+        groups = [device_mesh.get_group(name) for name in names]
+        _homes[key] = DeviceMesh.from_group(
+            groups[0] if len(groups) == 1 else groups,
+            device_mesh.device_type,
+            mesh=device_mesh.mesh,
+            mesh_dim_names=own,
+        )
+    return _homes[key]
+
+
+def home_of_name(name: str) -> int | None:
+    """The home in the name of an axis of a tensor's mesh: -1: pp without one; None: no pp."""
+    axis, _, rank = name.partition(_HOME)
+    return (int(rank) if rank else -1) if axis == "pp" else None
 
 
 def _of_device_mesh(device_mesh: DeviceMesh) -> Mesh:
@@ -206,6 +240,15 @@ def _ordered(sizes: Mapping[str, int]) -> dict[str, int]:
                     remedy="A size is a positive number of processes.",
                 )
             )
+    others = [f"{name}={size}" for name, size in sizes.items() if name != "pp" and size > 1]
+    if sizes.get("pp", 1) > 1 and others:
+        raise ConfigError(
+            message(
+                f"the mesh has pp={sizes['pp']} and {', '.join(others)}: stages are not composed "
+                "with other axes yet",
+                remedy="Give all ranks to pp, or to the other axes.",
+            )
+        )
     planned = [f"{name}={sizes[name]}" for name in PLANNED if sizes.get(name, 1) > 1]
     if planned and sizes.get("ep", 1) > 1:
         raise ConfigError(

@@ -25,7 +25,7 @@ from autoshard.compiling import (
     use_by,
 )
 from autoshard.config import Config
-from autoshard.errors import CaptureError, message
+from autoshard.errors import CaptureError, ConfigError, message
 from autoshard.explain import check_strict, explain_plan
 from autoshard.passes import (
     SILENT,
@@ -116,6 +116,14 @@ def build_program(
     the memory budget cannot be met.
     """
     axis = mesh.planned
+    if mesh.axis("pp").size > 1:
+        raise ConfigError(
+            message(
+                f"the mesh has pp={mesh.axis('pp').size}: trace, verify, explain and export have "
+                "no program of a stage yet",
+                remedy="Compile the model on the processes of the mesh, or leave pp out of it.",
+            )
+        )
     if microbatch is None:
         microbatch = traced_microbatch(gm)
     dtypes = lowered_dtypes(inputs)

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from autoshard.parameters.meta_buffers import initialise_buffers
 from autoshard.parameters.safetensors import load_safetensors
-from autoshard.parameters.storage import store, store_unplanned
+from autoshard.parameters.storage import store, store_at_home, store_unplanned

@@ -14,7 +14,7 @@ from autoshard.config import Config
 from autoshard.errors import ConfigError, message
 from autoshard.parameters.repeated_layers import parameters_of_repeats
 from autoshard.runtime.agreement import from_first
-from autoshard.runtime.collectives import I, S, State, data_axes, data_states
+from autoshard.runtime.collectives import H, I, S, State, data_axes, data_states
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import (
     models_of,
@@ -48,6 +48,24 @@ def store(
         for parameter, state in planned.items()
     }
     states.update(_resting(models, states.keys(), mesh))
+    moved = _moved(states, planned, mesh, config)
+    for parameter in planned:
+        set_planned(parameter, True)  # one that stays where it is stored
+    return moved
+
+
+def store_at_home(
+    planned: Mapping[nn.Parameter, State], mesh: Mesh, config: Config
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Store parameters at the stages of pp that a pipeline planned, and the rest of their models on
+    the first; scalars on all. Returns the new parameter for each old one. Collective over the mesh.
+    """
+    models = models_of(list(planned))
+    _refuse_other_wrappers(models)
+    states = {parameter: {"pp": state} for parameter, state in planned.items()}
+    for p in [p for model in models for p in model.parameters()]:
+        if p not in states and _is_whole(p):
+            states[p] = {"pp": H(0) if p.dim() else I}
     moved = _moved(states, planned, mesh, config)
     for parameter in planned:
         set_planned(parameter, True)  # one that stays where it is stored

@@ -28,6 +28,7 @@ from autoshard.runtime.collectives.row_exchange import (
     exchange_rows,
 )
 from autoshard.runtime.collectives.states import (
+    H,
     I,
     P,
     R,
@@ -39,6 +40,7 @@ from autoshard.runtime.collectives.states import (
     forward_value,
     gradient_state,
     gradient_value,
+    home_rank,
     in_words,
     is_head_tail,
     is_state,

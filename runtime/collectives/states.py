@@ -49,6 +49,16 @@ def Z(dim: int) -> State:
     return f"Z({dim})"
 
 
+def H(rank: int) -> State:
+    """The state "at home on rank `rank`" of pp, of a stored parameter: the others have no rows."""
+    return f"H({rank})"
+
+
+def home_rank(state: State) -> int | None:
+    """The rank at which a parameter is at home, or None for another state."""
+    return int(state[2:-1]) if state[0] == "H" else None
+
+
 def shard_dim(state: State) -> int | None:
     """The sharded dimension, or None for I, R and P."""
     return int(state[2:-1]) if state[0] in "SZ" else None
@@ -64,6 +74,8 @@ def placement_words(state: State) -> str:
     dim = shard_dim(state)
     if dim is not None:
         return f"Shard({dim}), head-tail" if is_head_tail(state) else f"Shard({dim})"
+    if home_rank(state) is not None:
+        return f"on stage {home_rank(state)}"
     return {I: "Replicate", R: "Replicate, grad Partial", P: "Partial"}[state]
 
 

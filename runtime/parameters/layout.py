@@ -18,22 +18,30 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import (
     Axis,
+    H,
     I,
     S,
     State,
     chunk_bounds,
+    home_rank,
     placement_words,
     shard_dim,
 )
 from autoshard.runtime.errors import PlanError, message
-from autoshard.runtime.mesh import axes_of
+from autoshard.runtime.mesh import axes_of, home_mesh, home_of_name
 
 
 def stored_states(parameter: DTensor) -> dict[str, State]:
-    """The state of a stored parameter on each axis of its mesh: I or S(d)."""
+    """The state of a stored parameter on each axis of its mesh: I or S(d); on pp I or H(r)."""
     names = parameter.device_mesh.mesh_dim_names or ()
-    dims = [compat.placement_dim(placement) for placement in parameter.placements]
-    return {name: I if dim is None else S(dim) for name, dim in zip(names, dims, strict=True)}
+    found: dict[str, State] = {}
+    for name, placement in zip(names, parameter.placements, strict=True):
+        dim, home = compat.placement_dim(placement), home_of_name(name)
+        if home is None:
+            found[name] = I if dim is None else S(dim)
+        else:
+            found["pp"] = I if dim is None else H(home)
+    return found
 
 
 def placements_of(states: Mapping[str, State], axes: Sequence[Axis], ndim: int) -> list[Placement]:
@@ -44,6 +52,9 @@ def placements_of(states: Mapping[str, State], axes: Sequence[Axis], ndim: int) 
     dims = [_stored_dim(states.get(axis.name, I), ndim) for axis in axes]
     found: list[Placement] = []
     for i, dim in enumerate(dims):
+        if home_rank(states.get(axes[i].name, I)) is not None:
+            found.append(compat.shard_placement(0, 1))
+            continue
         if dim is None:
             found.append(Replicate())
             continue
@@ -59,9 +70,12 @@ def local_part(
 ) -> torch.Tensor:
     """This rank's part of a whole tensor, a view of it; uneven dims by torch.chunk's rule."""
     for axis in reversed(axes):
-        dim = shard_dim(states.get(axis.name, I))
+        state = states.get(axis.name, I)
+        dim = shard_dim(state)
         if dim is not None:
             whole = whole.narrow(dim, *chunk_bounds(whole.shape[dim], axis))
+        elif home_rank(state) not in (None, axis.rank):
+            whole = whole.narrow(0, 0, 0)
     return whole
 
 
@@ -76,6 +90,8 @@ def local_bounds(
             low, high = bounds[dim]
             start, length = chunk_bounds(high - low, axis)
             bounds[dim] = (low + start, low + start + length)
+        elif home_rank(states.get(axis.name, I)) not in (None, axis.rank):
+            bounds[0] = (bounds[0][0], bounds[0][0])
     return bounds
 
 
@@ -109,6 +125,9 @@ def wrap_local(
     local: torch.Tensor, shape: torch.Size, states: Mapping[str, State], device_mesh: DeviceMesh
 ) -> DTensor:
     """A DTensor of global `shape` around this rank's part. No communication, no check."""
+    home = next((r for r in map(home_rank, states.values()) if r is not None), None)
+    if home is not None:
+        device_mesh = home_mesh(device_mesh, home)
     # from_local with shape and stride is the one constructor that is right for uneven and strided
     # shards; distribute_tensor refuses them.
     return DTensor.from_local(
@@ -154,11 +173,18 @@ def is_sharded(x: DTensor) -> bool:
 def is_even(x: DTensor) -> bool:
     """Whether every rank's part of `x` is of one size."""
     parts = [1] * x.dim()
+    if home_of(x) is not None:
+        return False
     for axis, state in zip(axes_of(x.device_mesh), stored_states(x).values()):
         dim = shard_dim(state)
         if dim is not None:
             parts[dim] *= axis.size
     return all(size % n == 0 for size, n in zip(x.shape, parts))
+
+
+def home_of(x: DTensor) -> int | None:
+    """The rank of pp at which a stored tensor is at home; None where it is on none alone."""
+    return home_rank(stored_states(x).get("pp", I))
 
 
 def from_first_rank(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -206,6 +232,8 @@ def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
 
 def _stored_dim(state: State, ndim: int) -> int | None:
     dim = shard_dim(state)
+    if home_rank(state) is not None and ndim:
+        return None
     if (dim is None and state != I) or (dim is not None and dim >= ndim):
         raise PlanError(
             message(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import compat
@@ -15,6 +16,7 @@ from autoshard.runtime.collectives import (
     I,
     State,
     data_axes,
+    home_rank,
     redistribute,
     shard_dim,
 )
@@ -86,8 +88,31 @@ def unshard_parameter(
         x = x.to(dtype)
     on_backward_done(root, held, microbatch)
     for axis in shared:
+        home = home_rank(states[axis.name])
+        if home is not None:
+            x = _FromHome.apply(x, home, axis, parameter.shape)
+            continue
         x = redistribute(x, states[axis.name], I, axis, uneven.get(axis.name))
     return x
+
+
+class _FromHome(torch.autograd.Function):
+    """A parameter that one stage stores, on all of them; the gradient is the same on all."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, home: int, axis: Axis, shape: torch.Size
+    ) -> torch.Tensor:
+        ctx.away = axis.rank != home
+        whole = x.new_empty(shape) if ctx.away else x.detach().clone()
+        if not isinstance(x, compat.FakeTensor):
+            dist.broadcast(whole, group=compat.process_group(axis.group), group_src=home)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        own = grad.narrow(0, 0, 0) if ctx.away else grad
+        return own.clone(memory_format=torch.contiguous_format), None, None, None
 
 
 class _OwnGradient(torch.autograd.Function):

@@ -25,6 +25,7 @@ from autoshard.runtime.randomness.operators import (
     feature_dropout,
     native_dropout,
     normal,
+    on_microbatch,
     on_shard,
     shared_seed,
     tracked_seeds,

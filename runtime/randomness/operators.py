@@ -241,6 +241,14 @@ def _place(length: int, dim: int, extent: int | None, axis: Axis) -> Part:
     return Part(dim, chunk_bounds(extent, axis)[0], extent)
 
 
+def on_microbatch(
+    first: torch.Tensor, *args: Any, op: str, dim: int, extent: int, axis: Axis
+) -> Any:
+    """As `on_shard`, of rows that the last argument says: a tensor of one element, the first."""
+    *given, start = args
+    return _FUNCTIONS[op](first, *given, part=Part(dim, start.reshape(()), extent))
+
+
 SCHEMAS: Sequence[tuple[Callable[..., Any], str]] = (
     (dropout, "Tensor self, Tensor seed, float p, int call) -> Tensor"),
     (native_dropout, "Tensor self, Tensor seed, float p, int call) -> (Tensor, Tensor)"),

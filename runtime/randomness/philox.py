@@ -35,10 +35,11 @@ class Part(NamedTuple):
     """The place of a shard in the whole tensor: rows `start`... of a `dim` of `extent` rows.
 
     within: where the tensor that is split is a part itself, on another axis: its place.
+    start: a tensor where it differs between calls of one graph, as of micro-batches.
     """
 
     dim: int
-    start: int
+    start: int | torch.Tensor
     extent: int
     within: Part | None = None  # noqa: F821  (itself)
 
@@ -120,8 +121,10 @@ def draw(
         seed, part = (seed[0], None) if part is None else (seed[1], None)
     if part is not None and part.within is not None:  # on two axes: composed, in eager code too
         return _numbered(shape, part, seed, call, count)
-    place = (-1, 0, 0) if part is None else part[:3]
-    found: list[Any] = torch.ops.autoshard.philox.v1(seed, shape, *place, call, count)
+    place: Any = (-1, 0, 0) if part is None else part[:3]
+    starts = isinstance(place[1], torch.Tensor)
+    drawn = torch.ops.autoshard.philox_from if starts else torch.ops.autoshard.philox
+    found: list[Any] = drawn.v1(seed, shape, *place, call, count)
     return found
 
 
@@ -129,7 +132,7 @@ def composed(
     seed: torch.Tensor,
     shape: Sequence[int],
     dim: int,
-    start: int,
+    start: int | torch.Tensor,
     extent: int,
     call: int,
     count: int,
@@ -156,7 +159,7 @@ def _kernel(
     seed: torch.Tensor,
     shape: Sequence[int],
     dim: int,
-    start: int,
+    start: int | torch.Tensor,
     extent: int,
     call: int,
     count: int,
@@ -258,16 +261,17 @@ def _fraction(found: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
 
 
 _library = torch.library.Library("autoshard", "FRAGMENT")
-_library.define(
-    "philox.v1(Tensor seed, SymInt[] shape, int dim, SymInt start, SymInt extent, int call, "
-    "int count) -> Tensor[]"
-)
-_library.impl("philox.v1", _kernel, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "autoshard::philox.v1",
-    lambda seed, shape, dim, start, extent, call, count: [
-        seed.new_empty(shape) for _ in range(count)
-    ],
-    lib=_library,
-)
-compat.DECOMPOSITIONS[torch.ops.autoshard.philox.v1] = composed
+for _name, _start in (("philox", "SymInt"), ("philox_from", "Tensor")):
+    _library.define(
+        f"{_name}.v1(Tensor seed, SymInt[] shape, int dim, {_start} start, SymInt extent, "
+        "int call, int count) -> Tensor[]"
+    )
+    _library.impl(f"{_name}.v1", _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"autoshard::{_name}.v1",
+        lambda seed, shape, dim, start, extent, call, count: [
+            seed.new_empty(shape) for _ in range(count)
+        ],
+        lib=_library,
+    )
+    compat.DECOMPOSITIONS[getattr(torch.ops.autoshard, _name).v1] = composed

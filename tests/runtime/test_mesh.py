@@ -35,7 +35,11 @@ def test_one_process_needs_no_process_group() -> None:
     [
         ({"tp": 2}, r"the mesh tp 2 needs 2 processes, and there are 1\. .*nproc-per-node=2"),
         ({"tp": 4, "dp_shard": 2}, r"dp_shard 2 x tp 4 needs 8 processes, and there are 1"),
-        ({"pp": 1}, r"unknown mesh axis 'pp'\. The axes are dp_replicate, dp_shard, ep, cp, tp\."),
+        (
+            {"xp": 1},
+            r"unknown mesh axis 'xp'\. The axes are pp, dp_replicate, dp_shard, ep, cp, tp\.",
+        ),
+        ({"pp": 2, "tp": 2}, r"pp=2 and tp=2: stages are not composed with other axes yet"),
         ({"tp": 0}, r"mesh axis tp has size 0\. A size is a positive number"),
         ({"tp": True}, r"mesh axis tp has size True"),
     ],

@@ -21,9 +21,8 @@ READ_EVERYWHERE = (
 
 def gathered_axes(x: DTensor) -> tuple[Axis, ...]:
     """The axes on which the whole is more than the rank's part: a read meets the ranks of these."""
-    names = x.device_mesh.mesh_dim_names or ()
-    split = [n for n, placement in zip(names, x.placements) if not placement.is_replicate()]
-    return tuple(axis for axis in axes_of(x.device_mesh) if axis.name in split)
+    placed = zip(axes_of(x.device_mesh), x.placements)
+    return tuple(axis for axis, placement in placed if not placement.is_replicate())
 
 
 def unsharded(x: DTensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -30,6 +30,7 @@ from autoshard.runtime.parameters.eager.partial_reductions import is_partial, st
 from autoshard.runtime.parameters.eager.whole_views import keep_views
 from autoshard.runtime.parameters.layout import (
     from_first_rank,
+    home_of,
     is_even,
     like,
     part_like,
@@ -217,6 +218,9 @@ def _recorded(
     return out
 
 
+_SUMS = ("sum", "norm", "linalg_vector_norm")  # to which a rank without rows adds nothing
+
+
 def _reduced(
     cls: type[DTensor], func: Any, op: str, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
@@ -225,7 +229,9 @@ def _reduced(
     order = args[1:] if op in ("norm", "linalg_vector_norm") else ()
     whole = kwargs.get("dim") is None and len(args) == 1 + len(order) and len(order) < 2
     numbers = all(isinstance(n, (int, float)) and 0 < abs(n) < float("inf") for n in order)
-    if type(x) is not cls or is_partial(x) or not (whole and numbers and is_even(x)):
+    if type(x) is not cls or is_partial(x) or not (whole and numbers):
+        return NotImplemented
+    if not is_even(x) and not (home_of(x) is not None and op in _SUMS):
         return NotImplemented
     try:
         out = _recorded(cls, func, x, args, kwargs)

@@ -10,13 +10,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import compat
+from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters.eager import operators
 from autoshard.runtime.parameters.eager.gathering import unsharded
 from autoshard.runtime.parameters.eager.operators import assign
-from autoshard.runtime.parameters.layout import like
+from autoshard.runtime.parameters.layout import home_of, like, local_bounds, stored_states
 from autoshard.runtime.parameters.record import copy_record
 
 
@@ -68,6 +75,38 @@ class StoredTensor(DTensor):
         if compat.called_from("_get_in_out_features", 1):
             return torch.empty(self.shape, dtype=self.dtype, device="meta")
         return super().to_local(grad_placements=grad_placements)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole, as DTensor's own."""
+        if home_of(self) is None:
+            return super().full_tensor(grad_placements=grad_placements)
+        return unsharded(self)
+
+    # What torch.distributed.checkpoint asks of a tensor: DTensor has no placement of one rank alone
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        if home_of(self) is None:
+            return super().__create_write_items__(fqn, object)  # type: ignore[no-any-return]
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties.create_from_tensor(compat.local_of(self)),
+                    size=self.size(),
+                ),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        if home_of(self) is None:
+            return super().__create_chunk_list__()  # type: ignore[no-any-return]
+        bounds = local_bounds(self.shape, stored_states(self), axes_of(self.device_mesh))
+        sizes = torch.Size([high - low for low, high in bounds])
+        offsets = torch.Size([low for low, _ in bounds])
+        return [ChunkStorageMetadata(offsets=offsets, sizes=sizes)] if sizes.numel() else []
 
     def share_memory_(self) -> StoredTensor:
         """Have the part in memory that processes share."""

@@ -1,0 +1,164 @@
+"""The states of a serial graph's values when its batch is split: a proof that it can be.
+
+A micro-batch is a shard of the batch, so the sharding rules say what becomes of each value on an
+axis of as many ranks as there are micro-batches: `S(d)`, rows of some of the samples; `R`, alike
+for all of them, made of parameters, whose gradients add up; `P`, a part of a sum (the loss). No
+value may change its state in between, for that would mix samples of different micro-batches.
+
+Values that are made of no parameter (positions, masks, labels, counts of them) are *shared*: they
+are computed for the whole batch, of which each micro-batch takes its rows.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.errors import CaptureError, message
+from autoshard.planning import Strategy, operands, output_state, producer, value
+from autoshard.planning.rules import strategies
+from autoshard.runtime.collectives import I, P, R, S, State, is_head_tail, shard_dim
+from autoshard.runtime.errors import source_line
+from autoshard.runtime.graph_meta import DIFF
+
+
+@dataclass(frozen=True)
+class BatchSplit:
+    """own: the nodes that depend on a parameter. strategies: of those and of placeholders, on an
+    axis of `microbatches`."""
+
+    microbatches: int
+    own: frozenset[fx.Node]
+    strategies: Mapping[fx.Node, Strategy]
+
+    def state(self, node: fx.Node) -> State:
+        """The state of one of the `own` values, or of an input."""
+        maker, index = producer(node)
+        return output_state(self.strategies[maker], index)
+
+
+def split_batch(
+    serial: fx.GraphModule,
+    parameters: Collection[fx.Node],
+    batch: Mapping[fx.Node, State],
+    microbatches: int,
+) -> BatchSplit:
+    """How the graph runs on one of `microbatches` equal parts of its batch.
+
+    batch: the state of each input that has a dim for samples. Raises CaptureError, with the line,
+    for an operator that mixes samples, or of which no rule says that it does not.
+    """
+    splitting = _Splitting(microbatches)
+    for node in serial.graph.nodes:
+        if node.op == "placeholder":
+            splitting.input(node, node in parameters, batch.get(node, I))
+        elif node.op == "get_attr":
+            splitting.input(node, False, I)
+        elif node.op == "call_function":
+            splitting.operator(node)
+    return BatchSplit(microbatches, frozenset(splitting.own), splitting.chosen)
+
+
+class _Splitting:
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.own: set[fx.Node] = set()
+        self.chosen: dict[fx.Node, Strategy] = {}
+        self.parameter = R if n > 1 else I
+
+    def input(self, node: fx.Node, is_parameter: bool, state: State) -> None:
+        if is_parameter:
+            self.own.add(node)
+        self.chosen[node] = Strategy((), self.parameter if is_parameter else state)
+
+    def operator(self, node: fx.Node) -> None:
+        inputs = node.all_input_nodes
+        if any(each in self.own for each in inputs):
+            self.own.add(node)
+        if node.target is operator.getitem and producer(node)[0] is not node:
+            return
+        offered, reasons = strategies(node, self.n)
+        best, most = None, -1
+        for strategy in offered:
+            fit = self._fit(node, strategy)
+            if fit is not None and fit > most:
+                best, most = strategy, fit
+        if best is None and node in self.own:
+            raise _mixes(node, self._states(node), reasons)
+        self.chosen[node] = best or self._as_computed(node, offered[0])
+
+    def _as_computed(self, node: fx.Node, whole: Strategy) -> Strategy:
+        """A shared value that no rule is known of: with rows of samples where an operand has them
+        along a dim of the same size. It says what is read first, not what is right: the rules of
+        the readers do."""
+        val = value(node)
+        for operand in operands(node):
+            dim = shard_dim(self._state(operand))
+            if dim is None or not isinstance(val, torch.Tensor) or val.dim() <= dim:
+                continue
+            if val.shape[dim] == value(operand).shape[dim]:
+                return whole._replace(output=S(dim))
+        return whole
+
+    def _fit(self, node: fx.Node, strategy: Strategy) -> int | None:
+        """How many operands are in the states they are made in; None where the strategy would
+        change the state of a value, or communicate."""
+        if strategy.traffic:
+            return None
+        own, fit = node in self.own, 2 * len(operands(node))
+        if not own and P in strategy.output:  # a sum over the batch is shared
+            return None
+        for operand, want in zip(operands(node), strategy.inputs):
+            have = self._state(operand)
+            if have == want or (_whole(have) and _whole(want) and not _gradient(operand)):
+                continue
+            if not own or operand in self.own or not self._can_cut(operand, want):
+                return None
+            fit -= 2  # rows of a shared value, or all of one that has rows
+        return fit + _expands(node, strategy)
+
+    def _can_cut(self, shared: fx.Node, want: State) -> bool:
+        dim = shard_dim(want)
+        if dim is None:
+            return _whole(want)
+        return not is_head_tail(want) and value(shared).shape[dim] % self.n == 0
+
+    def _state(self, node: fx.Node) -> State:
+        maker, index = producer(node)
+        return output_state(self.chosen[maker], index)
+
+    def _states(self, node: fx.Node) -> list[str]:
+        return [f"{operand.name} {self._state(operand)}" for operand in operands(node)]
+
+
+def _expands(node: fx.Node, strategy: Strategy) -> int:
+    """1 where a value without samples (a class token) is expanded to those of the batch."""
+    if node.target is not torch.ops.aten.expand.default or not isinstance(strategy.output, str):
+        return 0
+    return int(shard_dim(strategy.output) == 0 and _whole(strategy.inputs[0]))
+
+
+def _whole(state: State) -> bool:
+    return state in (I, R)
+
+
+def _gradient(node: fx.Node) -> bool:
+    return bool(node.meta.get(DIFF))
+
+
+def _mixes(node: fx.Node, states: list[Any], reasons: list[str]) -> CaptureError:
+    said = f" ({'; '.join(reasons)})" if reasons else ""
+    return CaptureError(
+        message(
+            f"pp runs a batch in micro-batches, and no rule says that {node.target} does the same "
+            f"to each sample alone, given {', '.join(states) or 'nothing'}{said}",
+            where=source_line(node.meta.get("stack_trace")),
+            remedy="Compute what joins samples outside of the compiled model, give the operator a "
+            "rule (autoshard.sharding_rule), or set options={'microbatches': 1}.",
+        )
+    )

@@ -1,0 +1,171 @@
+"""What Dynamo calls for a graph on a mesh with pp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.tensor import DTensor
+
+from autoshard.building.batch_check import batch_checker, batch_shapes
+from autoshard.building.data_ranks import digest_of, node_line
+from autoshard.building.pipeline.microbatch import shared_graph
+from autoshard.building.pipeline.program import PipelineProgram, build_pipeline, refuse_options
+from autoshard.building.pipeline.rank import rank_pipeline
+from autoshard.compiling import compile_local
+from autoshard.config import Config
+from autoshard.errors import ConfigError, message
+from autoshard.parameters import store_at_home
+from autoshard.planning.cost import hardware_of
+from autoshard.runtime import compat
+from autoshard.runtime.agreement import CollectiveRegion, agree
+from autoshard.runtime.collectives import State
+from autoshard.runtime.compat import artifact
+from autoshard.runtime.mesh import Mesh
+from autoshard.runtime.parameters import check_copies, is_planned, unwrap
+from autoshard.runtime.pipeline import GroupChannel, RankPipeline, step_loss, without_loss
+
+
+def pipelined(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    inputs: list[compat.GraphInput],
+    mesh: Mesh,
+    config: Config,
+    device: str,
+) -> Callable[..., Any]:
+    """The function of a graph's inputs that runs the pipeline; collective over the mesh.
+
+    The first graph of a model stores its parameters, and has Dynamo trace again.
+    """
+    refuse_options(config)
+    if not any(isinstance(item.real, nn.Parameter) for item in inputs):
+        return compile_local(gm, list(example_inputs), config.inner)
+    _refuse_symbols(inputs)
+    axis = mesh.axis("pp")
+    program = build_pipeline(gm, example_inputs, inputs, axis.size, config, hardware_of(device))
+    lines = [*config.lines(), *program.lines()]
+    artifact("autoshard_pipeline", lambda: "\n".join([*program.lines(), "", program.picture()]))
+    lines += [node_line(n, program.parameters) for n in program.microbatch.serial.graph.nodes]
+    agree("pipeline", digest_of(lines), lines, axis, note=batch_shapes(inputs))
+    new = _unplanned(program, inputs)
+    if new:
+        raise compat.RestartTrace(keep=store_at_home(new, mesh, config))
+    with compat.explicit_modes(False) if compat.autocast_is_on() else torch.enable_grad():
+        rank = rank_pipeline(program, axis, config.inner)
+    agree("compiled pipeline", "", [], axis)  # nobody runs before everybody can
+    compat.lighten_guards({i.source: i.real for i in inputs if isinstance(i.real, nn.Parameter)})
+    return _runner(program, rank, inputs, mesh, config, device)
+
+
+def _refuse_symbols(inputs: Sequence[compat.GraphInput]) -> None:
+    """Raise where Dynamo made symbols of sizes: a cut is of sizes that are known."""
+    for item in inputs:
+        known = isinstance(item.real, torch.Tensor)
+        if not known or any(isinstance(size, torch.SymInt) for size in item.fake.shape):
+            raise ConfigError(
+                message(
+                    f"{item.name} changes its size or value between calls, and pp cuts a graph of "
+                    "fixed sizes",
+                    remedy="Compile with torch.compile(dynamic=False): one program for each size.",
+                )
+            )
+
+
+def _unplanned(
+    program: PipelineProgram, inputs: Sequence[compat.GraphInput]
+) -> dict[nn.Parameter, State]:
+    nodes = program.microbatch.serial.graph.find_nodes(op="placeholder")
+    stored = program.stored()
+    return {
+        item.real: stored[node]
+        for node, item in zip(nodes, inputs, strict=True)
+        if isinstance(item.real, nn.Parameter) and not is_planned(item.real)
+    }
+
+
+def _runner(
+    program: PipelineProgram,
+    rank: RankPipeline,
+    inputs: Sequence[compat.GraphInput],
+    mesh: Mesh,
+    config: Config,
+    device: str,
+) -> Callable[..., Any]:
+    axis = mesh.axis("pp")
+    check = batch_checker(inputs, (axis,), config)
+    stored = [i for i, item in enumerate(inputs) if isinstance(item.real, nn.Parameter)]
+    results: Sequence[Any] = program.microbatch.serial.graph.output_node().args[0]  # type: ignore[assignment]
+    made = {each.position for each in rank.results}
+    others = _Others(program, results, made)
+    channel = GroupChannel(axis, _device(device))
+    region = CollectiveRegion("the schedule of a pipeline", mesh.axes, mesh.axes)
+
+    def run(*args: Any) -> Any:
+        check_copies()
+        values = list(args)
+        if check is not None:
+            check(values)
+        parameters = list(_locals([values[i] for i in stored]))
+        for i, parameter in zip(stored, parameters):
+            values[i] = parameter.detach()
+        with region:
+            found = _call(rank, channel, parameters, values)
+            found.update(others(values, [args[i] for i in stored]))
+        return tuple(found.get(i, value) for i, value in enumerate(results))
+
+    return compat.not_traced(run)
+
+
+def _device(kind: str) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _locals(parameters: Sequence[Any]) -> Sequence[torch.Tensor]:
+    """The parts that this rank stores, whose gradients become those of the parameters."""
+    split = [p for p in parameters if isinstance(p, DTensor)]
+    parts = iter(unwrap(*split))
+    return [next(parts) if isinstance(p, DTensor) else p for p in parameters]
+
+
+def _call(
+    rank: RankPipeline,
+    channel: GroupChannel,
+    parameters: Sequence[torch.Tensor],
+    values: Sequence[Any],
+) -> dict[int, Any]:
+    train = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+    if not train or rank.loss is None:
+        found: dict[int, Any] = dict(rank.outputs(channel, parameters, values))
+        if train:
+            found = dict(zip(found, without_loss(list(found.values()), parameters)))
+        return found
+    loss = step_loss(lambda: rank.train(channel, parameters, values)[:2], parameters)
+    return {**rank.withheld(), rank.loss: loss}
+
+
+class _Others:
+    """Outputs of a graph that depend on no parameter, or are one as it is read."""
+
+    def __init__(
+        self, program: PipelineProgram, results: Sequence[Any], made: Mapping[int, Any] | set[int]
+    ) -> None:
+        serial = program.microbatch.serial
+        nodes = {i: n for i, n in enumerate(results) if isinstance(n, fx.Node) and i not in made}
+        order = list(program.parameters)
+        self.read = {i: order.index(n) for i, n in nodes.items() if n in program.parameters}
+        self.shared = [i for i in nodes if i not in self.read]
+        self.graph = shared_graph(serial, [nodes[i] for i in self.shared])
+
+    def __call__(self, values: Sequence[Any], stored: Sequence[Any]) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+        if self.shared:
+            with torch.no_grad():
+                found.update(zip(self.shared, self.graph(*values)))
+        for i, at in self.read.items():
+            found[i] = stored[at]
+        return found

@@ -1,0 +1,267 @@
+"""A serial graph in two: what one micro-batch computes of parameters, and what all of them share.
+
+serial graph           whole batch -> outputs, with parameters
+micro-batch's graph    rows of shared values -> outputs of these rows, with parameters
+shared graphs          whole batch -> shared values: labels, positions, masks, counts of tokens
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autoshard.building.pipeline.batch_split import BatchSplit, split_batch
+from autoshard.building.pipeline.losses import sum_over_tokens, without_broadcasts
+from autoshard.errors import CaptureError, message
+from autoshard.passes import Localize, rank_program
+from autoshard.planning import Decisions, Strategy, operands, value
+from autoshard.runtime.collectives import Axis, P, S, State, shard_dim
+from autoshard.runtime.errors import source_line
+from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS
+from autoshard.runtime.operators import Bound, unbound
+from autoshard.runtime.randomness import on_microbatch, on_shard, shared_seed
+
+aten = torch.ops.aten
+SEED = torch.ops.autoshard.random_seed.default
+
+SharedKey = tuple[fx.Node, State]
+"""A shared value, by its node in the serial graph, and whether a micro-batch takes rows of it."""
+
+
+@dataclass(kw_only=True)
+class MicrobatchGraph:
+    """local: the graph of one micro-batch; its placeholders are `parameters`, then `shared`, and
+    its outputs the results at `positions` of the serial graph, in `states`. loss: which of
+    `positions` is differentiated; None: the graph has no scalar loss."""
+
+    serial: fx.GraphModule
+    local: fx.GraphModule
+    parameters: list[fx.Node]
+    shared: list[SharedKey]
+    positions: list[int]
+    states: list[State]
+    loss: int | None
+    microbatches: int
+
+
+def cut_batch(
+    serial: fx.GraphModule,
+    parameters: Mapping[fx.Node, str],
+    batch: Mapping[fx.Node, State],
+    microbatches: int,
+) -> MicrobatchGraph:
+    """The graph of one of `microbatches` parts of the batch; rewrites mean losses of `serial`.
+
+    Raises CaptureError for what cannot be computed a part at a time.
+    """
+    if serial.meta.get(MUTATED):
+        index = serial.meta[MUTATED][0]
+        name = serial.graph.find_nodes(op="placeholder")[index].name
+        raise CaptureError(
+            message(
+                f"the model writes to {name} in forward, and pp runs it in micro-batches, on one "
+                "of the stages",
+                remedy="Put batch norm in eval mode, or leave pp out of the mesh.",
+            )
+        )
+    sum_over_tokens(serial)
+    without_broadcasts(serial)
+    split = split_batch(serial, parameters, batch, microbatches)
+    results: Sequence[Any] = serial.graph.output_node().args[0]  # type: ignore[assignment]
+    own = [i for i, n in enumerate(results) if n in split.own and n not in parameters]
+    core = _Core(serial, split, [n for n in parameters if n in split.own])
+    gm, decisions = core.build([results[i] for i in own])
+    local, _ = rank_program(gm, [Localize(decisions)], Axis("pp", microbatches, 0, "microbatch:"))
+    states = [split.state(results[i]) for i in own]
+    loss = next((i for i, s in zip(own, states) if _is_loss(results[i], s, microbatches)), None)
+    return MicrobatchGraph(
+        serial=serial,
+        local=local,
+        parameters=core.parameters,
+        shared=core.shared,
+        positions=own,
+        states=states,
+        loss=loss,
+        microbatches=microbatches,
+    )
+
+
+def shared_graph(
+    serial: fx.GraphModule, wanted: Sequence[fx.Node], axis: Axis | None = None
+) -> fx.GraphModule:
+    """The graph of shared values, from all inputs of the serial graph.
+
+    axis: of the stages, each of which then draws every seed, and takes that of the first.
+    """
+    graph = fx.Graph()
+    seeds = [] if axis is None else serial.graph.find_nodes(op="call_function", target=SEED)
+    needed, stack = {*wanted, *seeds}, list(wanted)
+    while stack:
+        for node in stack.pop().all_input_nodes:
+            if node not in needed:
+                needed.add(node)
+                stack.append(node)
+    made: dict[fx.Node, fx.Node] = {}
+    for node in serial.graph.nodes:
+        if node.op == "placeholder" or (node in needed and node.op != "output"):
+            made[node] = graph.node_copy(node, made.__getitem__)
+            if node in seeds:
+                made[node].target = shared_seed
+                made[node].kwargs = {**made[node].kwargs, "axis": axis}
+    graph.output(tuple(made[node] for node in wanted))
+    return fx.GraphModule(serial, graph)
+
+
+def _is_loss(node: fx.Node, state: State, microbatches: int) -> bool:
+    val = value(node)
+    scalar = isinstance(val, torch.Tensor) and val.dim() == 0 and bool(node.meta.get(DIFF))
+    if scalar and microbatches > 1 and state != P:
+        raise CaptureError(
+            message(
+                f"the loss {node.name} is no sum or mean over the samples of the batch, and pp "
+                "adds up the losses of micro-batches",
+                where=source_line(node.meta.get("stack_trace")),
+                remedy="Return a loss that is one, or set options={'microbatches': 1}.",
+            )
+        )
+    return scalar
+
+
+class _Core:
+    """The part of a serial graph that depends on parameters, as a graph of its own."""
+
+    def __init__(
+        self, serial: fx.GraphModule, split: BatchSplit, parameters: list[fx.Node]
+    ) -> None:
+        self.serial, self.split, self.parameters = serial, split, parameters
+        self.graph = fx.Graph()
+        self.strategies: dict[fx.Node, Strategy] = {}
+        self.made: dict[fx.Node, fx.Node] = {}
+        self.taken: dict[SharedKey, fx.Node] = {}
+
+    @property
+    def shared(self) -> list[SharedKey]:
+        return list(self.taken)
+
+    def build(self, results: list[fx.Node]) -> tuple[fx.GraphModule, Decisions]:
+        live = self._live(results)
+        self.parameters = [node for node in self.parameters if node in live]
+        for node in self.parameters:
+            self._placeholder(node, self.split.strategies[node].output)
+        last = self.graph.output(())
+        for node in self.serial.graph.nodes:
+            if node in live and node.op == "call_function":
+                with self.graph.inserting_before(last):
+                    self._operator(node)
+        last.args = (tuple(self.made[node] for node in results),)
+        gm = fx.GraphModule(self.serial, self.graph)
+        gm.meta[N_OUTPUTS] = len(results)
+        outputs = [self.split.state(node) for node in results]
+        return gm, _decisions(self.strategies, outputs)
+
+    def _live(self, results: list[fx.Node]) -> set[fx.Node]:
+        live, stack = set(results), list(results)
+        while stack:
+            for node in stack.pop().all_input_nodes:
+                if node in self.split.own and node not in live:
+                    live.add(node)
+                    stack.append(node)
+        return live
+
+    def _placeholder(self, node: fx.Node, state: Any) -> fx.Node:
+        new = self.graph.placeholder(node.name)
+        new.meta = dict(node.meta)
+        self.strategies[new] = Strategy((), state)
+        self.made.setdefault(node, new)
+        return new
+
+    def _operator(self, node: fx.Node) -> None:
+        strategy = self.split.strategies.get(node)
+        states = iter(strategy.inputs if strategy else ())
+        leaves, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
+        tensors = set(operands(node))
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, fx.Node):
+                want = next(states) if leaf in tensors and strategy else None
+                leaves[i] = self._read(node, leaf, want)
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        if strategy is not None and unbound(strategy.impl or operator.mul)[0] is on_shard:
+            strategy, rows = self._drawn(node, strategy)
+            args = (*args, rows)
+        new = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+        new.meta = dict(node.meta)
+        self.made[node] = new
+        if strategy is not None:
+            self.strategies[new] = strategy
+
+    def _drawn(self, node: fx.Node, strategy: Strategy) -> tuple[Strategy, fx.Node]:
+        """What draws random numbers as the rows of the micro-batch do in the whole batch; they
+        start at a row that is one more shared value, different in each."""
+        assert strategy.impl is not None
+        _, given = unbound(strategy.impl)
+        step = given["extent"] // self.split.microbatches
+        with self.serial.graph.inserting_before(node):
+            starts = self.serial.graph.call_function(
+                aten.arange.start_step, (0, given["extent"], step), {"device": _device(node)}
+            )
+        starts.meta["val"] = value(node.all_input_nodes[-1]).new_empty(self.split.microbatches)
+        starts.meta["val"] = starts.meta["val"].to(torch.int64)
+        impl = Bound.of(on_microbatch, **given)
+        states = (*strategy.inputs, S(0))
+        return strategy._replace(inputs=states, impl=impl), self._shared_once(starts, S(0))
+
+    def _shared_once(self, node: fx.Node, state: State) -> fx.Node:
+        self.taken[node, state] = self._shared_placeholder(node, state)
+        return self.taken[node, state]
+
+    def _read(self, user: fx.Node, node: fx.Node, want: State | None) -> fx.Node:
+        if node in self.split.own:
+            return self.made[node]
+        if want is None:
+            raise CaptureError(
+                message(
+                    f"pp: {user.name} reads {node.name}, which is no tensor known before the call",
+                    where=source_line(user.meta.get("stack_trace")),
+                    remedy="Give the model batches of one shape.",
+                )
+            )
+        key = node, want if shard_dim(want) is not None else "I"
+        return self.taken.get(key) or self._shared_once(*key)
+
+    def _shared_placeholder(self, node: fx.Node, state: State) -> fx.Node:
+        first = next(n for n in self.graph.nodes if n.op != "placeholder")
+        with self.graph.inserting_before(first):
+            new = self.graph.placeholder(node.name)
+        new.meta = {**node.meta, DIFF: False}
+        self.strategies[new] = Strategy((), state)
+        return new
+
+
+def _device(node: fx.Node) -> torch.device:
+    val = value(node)
+    first: torch.Tensor = val[0] if isinstance(val, (tuple, list)) else val
+    return first.device
+
+
+def _decisions(strategies: dict[fx.Node, Strategy], outputs: list[State]) -> Decisions:
+    """What `Localize` asks of decisions, where no value changes its state."""
+    return Decisions(
+        strategies=strategies,
+        copies={},
+        stored={},
+        outputs=outputs,
+        offered={},
+        declined={},
+        seconds=0.0,
+        variables=0,
+        width=0,
+        work=0,
+        prices=cast(Any, None),
+        held=[],
+    )

@@ -1,0 +1,164 @@
+"""The cheapest cut of a chain of operators into pipeline stages, exactly.
+
+The operators stand in the order of the graph; a stage is a run of them. A step of m micro-batches
+on p stages takes
+
+    (m - 1) * slowest + the sum over stages
+
+where a stage takes the time of its operators, of the transfers at both of its ends, and its share
+of the time of the update.
+
+A dynamic programme finds the least sum under a bound on the slowest stage; the least sum is a step
+function of that bound, of which the best point is found by bisection over the costs that stages can
+have, leaving out what a lower bound rules out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """The operators of a graph, in order, as the search sees them.
+
+    seconds: of each operator for one micro-batch, forward and backward. sent: seconds of the
+    transfers over the cut before each operator, both ways; one more entry, the first and the last
+    are 0; infinite where no cut may be. kept: bytes each operator keeps of a micro-batch between
+    its forward and its backward. stored: for each parameter its bytes in training, and the
+    operators that read it; update: seconds of the optimizer's step for each of these bytes. homes:
+    the stages on which an operator may be, where that is known.
+    """
+
+    seconds: Sequence[float]
+    sent: Sequence[float]
+    kept: Sequence[float]
+    stored: Sequence[tuple[float, Sequence[int]]] = ()
+    update: float = 0.0
+    homes: Mapping[int, frozenset[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StageCut:
+    """cuts: the first operator of each stage but the first. slowest, seconds: of a micro-batch on
+    the slowest stage, and of a step. memory: bytes of each stage at its peak."""
+
+    cuts: tuple[int, ...]
+    slowest: float
+    seconds: float
+    memory: tuple[float, ...]
+
+
+def cut_stages(
+    chain: Chain, stages: int, microbatches: int, budget: float | None = None
+) -> StageCut | None:
+    """The cut of least step time, the earliest cuts of several; None where no cut fits.
+
+    Stage i of p keeps the activations of min(m, p - i) micro-batches, as in 1F1B. budget: bytes a
+    stage may hold.
+    """
+    return _CutSearch(chain, stages, microbatches, budget).run()
+
+
+class _CutSearch:
+    """The tables of one search: entry (a, b) is the stage of operators a to b - 1."""
+
+    def __init__(self, chain: Chain, stages: int, microbatches: int, budget: float | None) -> None:
+        self.stages, self.microbatches = stages, microbatches
+        n = self.n = len(chain.seconds)
+        sent = np.asarray(chain.sent, float)
+        stored, kept = _stored_bytes(chain, n), _sums(chain.kept)
+        self.cost = _sums(chain.seconds) + sent[:, None] + sent[None, :]
+        self.cost += stored * (chain.update / microbatches)
+        self.cost[np.tril_indices(n + 1)] = np.inf
+        self.memory = [stored + min(microbatches, stages - stage) * kept for stage in range(stages)]
+        self.cost_of: list[Array] = []
+        for stage in range(stages):
+            cost = self.cost.copy()
+            away = [float(stage not in chain.homes.get(i, (stage,))) for i in range(n)]
+            cost[_sums(away) > 0] = np.inf
+            if budget is not None:
+                cost[self.memory[stage] > budget] = np.inf
+            self.cost_of.append(cost)
+
+    def run(self) -> StageCut | None:
+        bounds = np.unique(np.concatenate([c[np.isfinite(c)] for c in self.cost_of]))
+        if not len(bounds):
+            return None
+        low, high = 0, len(bounds) - 1
+        if self._least(bounds[high]) is None:
+            return None
+        while low < high:  # the least bound that has a solution
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._least(bounds[middle]) else (middle + 1, high)
+        return self._best(bounds, low, len(bounds) - 1)
+
+    def _best(self, bounds: Array, low: int, high: int) -> StageCut:
+        ends = {i: self._known(bounds[i]) for i in (low, high)}
+        best = min(ends[low], ends[high], key=lambda cut: cut.seconds)
+        open_ = [(low, high)]
+        while open_:
+            low, high = open_.pop()
+            # between the two: no stage faster than the bound at `low`, no sum less than at `high`
+            total = ends[high].seconds - (self.microbatches - 1) * ends[high].slowest
+            reached = (self.microbatches - 1) * bounds[low] + total
+            if high - low < 2 or reached >= best.seconds or _same(ends[low], ends[high]):
+                continue
+            middle = (low + high) // 2
+            ends[middle] = self._known(bounds[middle])
+            best = min(best, ends[middle], key=lambda cut: cut.seconds)
+            open_ += [(middle, high), (low, middle)]
+        return best
+
+    def _known(self, bound: float) -> StageCut:
+        found = self._least(bound)
+        assert found is not None
+        return found
+
+    def _least(self, bound: float) -> StageCut | None:
+        """The cut of the least sum whose stages take no longer than `bound`."""
+        sums = np.full(self.n + 1, np.inf)
+        sums[0] = 0
+        before: list[NDArray[np.int64]] = []
+        for cost in self.cost_of:
+            whole = sums[:, None] + np.where(cost <= bound, cost, np.inf)
+            before.append(np.argmin(whole, axis=0))
+            sums = np.min(whole, axis=0)
+        if not np.isfinite(sums[self.n]):
+            return None
+        ends = [self.n]
+        for found in reversed(before):
+            ends.append(int(found[ends[-1]]))
+        ends.reverse()
+        spans = list(zip(ends, ends[1:]))
+        costs = [float(self.cost[a, b]) for a, b in spans]
+        memory = tuple(float(m[a, b]) for m, (a, b) in zip(self.memory, spans))
+        seconds = (self.microbatches - 1) * max(costs) + sum(costs)
+        return StageCut(tuple(ends[1:-1]), max(costs), seconds, memory)
+
+
+def _same(one: StageCut, other: StageCut) -> bool:
+    return one.cuts == other.cuts
+
+
+def _sums(values: Sequence[float]) -> Array:
+    """Entry (a, b): the sum of values a to b - 1."""
+    total = np.concatenate([[0.0], np.cumsum(np.asarray(values, float))])
+    return total[None, :] - total[:, None]
+
+
+def _stored_bytes(chain: Chain, n: int) -> Array:
+    """Entry (a, b): bytes of the parameters that operators a to b - 1 read, each counted once."""
+    found = np.zeros((n + 1, n + 1))
+    for nbytes, readers in chain.stored:
+        previous = -1
+        for reader in sorted(set(readers)):  # counted at its first reader in the stage
+            found[previous + 1 : reader + 1, reader + 1 :] += nbytes
+            previous = reader
+    return found

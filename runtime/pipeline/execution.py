@@ -1,0 +1,175 @@
+"""One rank's part in a call of a pipeline: its stage, what it lends, and what all ranks get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autoshard.runtime import compat
+from autoshard.runtime.collectives import Axis, P, State, shard_dim
+from autoshard.runtime.pipeline.channel import Channel, ValueMeta
+from autoshard.runtime.pipeline.outputs import Withheld
+from autoshard.runtime.pipeline.schedules import Action, forwards
+from autoshard.runtime.pipeline.stage import StageProgram, StageRun
+
+
+@dataclass(frozen=True)
+class PipelineResult:
+    """An output of the model that depends on parameters. like: a fake of it, of the whole batch.
+    state: how micro-batches make it up. stage: where it is made."""
+
+    position: int
+    like: torch.Tensor
+    state: State
+    stage: int
+
+
+@dataclass(frozen=True)
+class Loan:
+    """A parameter that another stage reads too, by its place among the parameters of the graph."""
+
+    parameter: int
+    meta: ValueMeta
+    home: int
+    borrower: int
+
+
+@dataclass(kw_only=True)
+class RankPipeline:
+    """The data of one rank for every call of one graph.
+
+    parameters: of the graph's parameters, those that the stage reads. homes: the stage that stores
+    each of them; None: all do. shared: makes the shared values of the graph's inputs; dims: the dim
+    of which a micro-batch takes rows, of each that the stage reads. loss: the position of the
+    output that is differentiated.
+    """
+
+    axis: Axis
+    stage: StageProgram
+    actions: list[Action]
+    microbatches: int
+    parameters: list[int]
+    homes: list[int | None]
+    loans: list[Loan]
+    shared: Callable[..., Sequence[torch.Tensor]]
+    dims: list[int | None]
+    results: list[PipelineResult]
+    loss: int | None
+    graded: torch.Tensor | None = None
+
+    def train(
+        self, channel: Channel, parameters: Sequence[torch.Tensor], inputs: Sequence[Any]
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None], StageRun]:
+        """The loss, and its gradient by what this rank stores of each of the graph's parameters."""
+        run = self._run(channel, parameters, inputs, self.actions, True)
+        gradients = self._gradients(channel, parameters, run)
+        result = next(each for each in self.results if each.position == self.loss)
+        return self._on_all(result, run, channel), gradients, run
+
+    def outputs(
+        self, channel: Channel, parameters: Sequence[torch.Tensor], inputs: Sequence[Any]
+    ) -> dict[int, torch.Tensor]:
+        """The outputs of the whole batch, on every rank, by their position."""
+        run = self._run(channel, parameters, inputs, forwards(self.microbatches), False)
+        return {each.position: self._on_all(each, run, channel) for each in self.results}
+
+    def withheld(self) -> dict[int, torch.Tensor]:
+        """Stand-ins for the outputs besides the loss."""
+        others = [each for each in self.results if each.position != self.loss]
+        return {each.position: Withheld(each.like, each.position) for each in others}
+
+    def _run(
+        self,
+        channel: Channel,
+        parameters: Sequence[torch.Tensor],
+        inputs: Sequence[Any],
+        actions: Sequence[Action],
+        train: bool,
+    ) -> StageRun:
+        with torch.no_grad():
+            whole = self.shared(*inputs)
+            borrowed = self._borrow(channel, parameters)
+        own = [borrowed.get(i, parameters[i]) for i in self.parameters]
+        parts = [_parts(x, dim, self.microbatches) for x, dim in zip(whole, self.dims)]
+        run = StageRun(self.stage, channel, own, lambda k: [part[k] for part in parts], train)
+        for action in actions:
+            run.run(action)
+        channel.finish()
+        return run
+
+    def _borrow(
+        self, channel: Channel, parameters: Sequence[torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        found = {}
+        for loan in self.loans:
+            if loan.home == self.axis.rank:
+                channel.send(loan.borrower, [parameters[loan.parameter].detach()], back=False)
+            elif loan.borrower == self.axis.rank:
+                (x,) = channel.receive(loan.home, [loan.meta], back=False)
+                found[loan.parameter] = x.requires_grad_(loan.meta.graded)
+        return found
+
+    def _gradients(
+        self, channel: Channel, parameters: Sequence[torch.Tensor], run: StageRun
+    ) -> list[torch.Tensor | None]:
+        """Of each parameter, at its home; elsewhere of no rows. None where the graph has none."""
+        own = dict(zip(self.parameters, run.gradients))
+        for loan in self.loans:
+            if not loan.meta.graded:
+                continue
+            if loan.borrower == self.axis.rank:
+                gradient = own.pop(loan.parameter)
+                if gradient is None:
+                    gradient = loan.meta.empty(parameters[loan.parameter].device).zero_()
+                channel.send(loan.home, [gradient], back=True)
+            elif loan.home == self.axis.rank:
+                (x,) = channel.receive(loan.borrower, [loan.meta], back=True)
+                before = own.get(loan.parameter)
+                own[loan.parameter] = x if before is None else before + x
+        channel.finish()
+        group = compat.process_group(self.axis.group)
+        if self.graded is None:  # the same in every call
+            has = [int(own.get(i) is not None) for i in range(len(parameters))]
+            device = channel.device
+            self.graded = torch.tensor(has, dtype=torch.int32, device=device)
+            dist.all_reduce(self.graded, op=dist.ReduceOp.MAX, group=group)
+            self.graded = self.graded.cpu()
+        found: list[torch.Tensor | None] = []
+        for i, (parameter, home) in enumerate(zip(parameters, self.homes)):
+            gradient = own.get(i)
+            if not parameter.requires_grad or not self.graded[i]:
+                found.append(None)
+                continue
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            if home is None:
+                gradient = gradient.clone()
+                dist.all_reduce(gradient, group=group)
+            found.append(gradient)
+        return found
+
+    def _on_all(self, result: PipelineResult, run: StageRun, channel: Channel) -> torch.Tensor:
+        """A result of the whole batch, sent by the stage that has made its parts."""
+        if result.stage == self.axis.rank:
+            parts = [run.results[k][result.position] for k in range(self.microbatches)]
+            dim = shard_dim(result.state)
+            if dim is not None:
+                whole = torch.cat(parts, dim)
+            else:
+                whole = torch.stack(parts).sum(0) if result.state == P else parts[0]
+            whole = whole.contiguous().clone()
+        else:
+            like = result.like
+            whole = torch.empty(tuple(like.shape), dtype=like.dtype, device=channel.device)
+        data = whole.view(-1).view(torch.uint8) if whole.dtype == torch.bool else whole
+        group = compat.process_group(self.axis.group)
+        dist.broadcast(data, group=group, group_src=result.stage)
+        return whole
+
+
+def _parts(x: torch.Tensor, dim: int | None, n: int) -> Sequence[torch.Tensor]:
+    return [x] * n if dim is None else x.chunk(n, dim)

@@ -1,0 +1,82 @@
+"""A call of a pipeline: the whole schedule, and a loss whose backward hands out the gradients.
+
+The gradient of a scalar loss is linear in what arrives at its `backward()`: that of 1 is computed
+in the call, micro-batch by micro-batch, and scaled when it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.runtime import compat
+from autoshard.runtime.errors import AutoshardError, message
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+def step_loss(
+    run: Callable[[], tuple[torch.Tensor, Gradients]], parameters: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """The loss that `run` returns, whose backward gives the parameters the gradients it returns."""
+    loss: torch.Tensor = compat.apply(_Step, run, *parameters)
+    return loss
+
+
+def without_loss(outputs: Sequence[Any], parameters: Sequence[torch.Tensor]) -> list[Any]:
+    """Outputs of a call that has no scalar loss: to differentiate them is an error."""
+    return [
+        compat.apply(_NoLoss, x, *parameters)
+        if isinstance(x, torch.Tensor) and x.is_floating_point()
+        else x
+        for x in outputs
+    ]
+
+
+class _Step(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Any, *parameters: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        loss, ctx.gradients = run()
+        ctx.graded = [p.requires_grad for p in parameters]
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        if ctx.gradients is None:
+            raise AutoshardError(
+                message(
+                    "a second backward through one call of a pipeline",
+                    remedy="Call the model again, or sum the losses and call backward once.",
+                )
+            )
+        found, ctx.gradients = ctx.gradients, None
+        if torch.is_grad_enabled() and grad.requires_grad:
+            raise AutoshardError(
+                message(
+                    "a second derivative (create_graph=True) through a pipeline",
+                    remedy="Leave pp out of the mesh.",
+                )
+            )
+        left, scaled = list(found), []
+        for i, graded in enumerate(ctx.graded):
+            own, left[i] = left[i], None  # freed one by one
+            scaled.append(None if own is None or not graded else own * grad.to(own.device))
+        return None, *scaled
+
+
+class _NoLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        raise AutoshardError(
+            message(
+                "a gradient arrived at an output of a pipeline that is no loss: the model returns "
+                "no scalar, so the call ran its forward only",
+                remedy="Compute the loss in the compiled model, and return it.",
+            )
+        )

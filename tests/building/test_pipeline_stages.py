@@ -1,0 +1,226 @@
+"""A serial graph cut into stages and micro-batches, and run by a schedule in one process: loss,
+gradients, transfers and the order of actions, against the serial model."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard.building.pipeline.microbatch import shared_graph
+from autoshard.building.pipeline.program import PipelineProgram, build_pipeline
+from autoshard.building.pipeline.rank import stage_program
+from autoshard.capture import intercept
+from autoshard.config import Config
+from autoshard.errors import CaptureError, ConfigError, PlanError
+from autoshard.planning.cost.machines import hardware
+from autoshard.runtime.collectives.states import shard_dim
+from autoshard.runtime.pipeline.channel import ValueMeta
+from autoshard.runtime.pipeline.schedules import SCHEDULES, timeline
+from autoshard.runtime.pipeline.stage import StageRun
+from model_case import BATCH, HIDDEN, SEQ
+from models import CASES
+from traced import WithLoss
+
+
+class Mailboxes:
+    """Channels between the stages of one process."""
+
+    def __init__(self) -> None:
+        self.boxes: defaultdict[Any, deque[torch.Tensor]] = defaultdict(deque)
+        self.sent: defaultdict[Any, list[int]] = defaultdict(list)
+
+    def of(self, stage: int) -> Mailbox:
+        return Mailbox(self, stage)
+
+
+class Mailbox:
+    device = torch.device("cpu")
+
+    def __init__(self, boxes: Mailboxes, stage: int) -> None:
+        self.all, self.stage = boxes, stage
+
+    def send(self, to: int, values: Sequence[torch.Tensor], back: bool) -> None:
+        self.all.sent[self.stage, to].append(sum(value.nbytes for value in values))
+        self.all.boxes[self.stage, to, back].extend(values)
+
+    def receive(self, source: int, metas: Sequence[ValueMeta], back: bool) -> list[torch.Tensor]:
+        found = [self.all.boxes[source, self.stage, back].popleft() for _ in metas]
+        assert [(tuple(x.shape), x.dtype) for x in found] == [m[:2] for m in metas]
+        return found
+
+    def finish(self) -> None:
+        pass
+
+
+def with_loss(name: str) -> WithLoss:
+    """transformers breaks the graph of a GPT-2 to warn that its config names no loss."""
+    model = WithLoss(CASES[name])
+    if name == "gpt2":
+        model.model.loss_type = "ForCausalLM"  # type: ignore[assignment]
+    return model
+
+
+def graph_of(model: nn.Module, args: Sequence[Any]) -> tuple[Any, ...]:
+    return intercept(model, args, None, lambda *graph: graph)
+
+
+def cut(graph: tuple[Any, ...], stages: int, **options: Any) -> PipelineProgram:
+    config = Config.from_options({"mesh": {"pp": stages}, **options})
+    return build_pipeline(*graph, stages, config, hardware("cpu"))
+
+
+def run(program: PipelineProgram, inputs: Sequence[Any], inner: str) -> dict[str, Any]:
+    """A step of the pipeline: its loss, gradients by name, and what its stages did and sent."""
+    micro, plan = program.microbatch, program.plan
+    place = {n: i for i, n in enumerate(micro.serial.graph.find_nodes(op="placeholder"))}
+    nodes = list(dict.fromkeys(node for node, _ in micro.shared))
+    whole = dict(zip(nodes, shared_graph(micro.serial, nodes)(*inputs)))
+    boxes, runs = Mailboxes(), []
+    for number, stage in enumerate(plan.stages):
+        dims = [(whole[micro.shared[i][0]], shard_dim(micro.shared[i][1])) for i in stage.shared]
+
+        def rows(k: int, dims: Any = dims) -> list[torch.Tensor]:
+            n = micro.microbatches
+            return [x if d is None else x.chunk(n, d)[k] for x, d in dims]
+
+        own = [inputs[place[micro.parameters[i]]] for i in stage.parameters]
+        compiled = stage_program(program, number, inner)
+        runs.append(StageRun(compiled, boxes.of(number), own, rows, True))
+    orders = [
+        SCHEDULES[program.schedule](s, program.size, micro.microbatches) for s in range(len(runs))
+    ]
+    spans = timeline(program.schedule, micro.microbatches, [1.0] * len(runs), [2.0] * len(runs))
+    steps = [
+        (begin, stage, action)
+        for stage, order in enumerate(orders)
+        for action, (begin, _) in zip(order, spans.spans[stage])
+    ]
+    for _, stage, action in sorted(steps, key=lambda step: step[:2]):
+        runs[stage].run(action)
+    assert [each.done for each in runs] == orders
+    assert not any(boxes.boxes.values())
+    gradients: dict[str, torch.Tensor] = {}
+    for stage, each in zip(plan.stages, runs):
+        for i, gradient in zip(stage.parameters, each.gradients):
+            name = program.parameters[micro.parameters[i]]
+            if gradient is not None:
+                gradients[name] = gradients.get(name, torch.zeros(())) + gradient
+    losses = [r[micro.loss] for each in runs for r in each.results.values() if micro.loss in r]
+    return {"loss": sum(losses), "gradients": gradients, "sent": boxes.sent}
+
+
+def same_as_serial(name: str, stages: int, inner: str = "eager", **options: Any) -> Any:
+    case = CASES[name]
+    model, batch = with_loss(name), case.make_batch(0)
+    if "labels" in batch and batch["labels"].dim() == 2:
+        batch["labels"][0, : SEQ // 2] = -100  # micro-batches of unequal numbers of tokens
+        batch["labels"][BATCH - 1] = -100
+    graph = graph_of(model, (batch,))
+    program = cut(graph, stages, **options)
+    found = run(program, [item.real for item in graph[2]], inner)
+    loss = model(batch)
+    loss.backward()
+    assert float(found["loss"].detach()) == pytest.approx(float(loss.detach()), rel=1e-5)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    gradients = {named[name]: gradient for name, gradient in found["gradients"].items()}
+    wanted = {p: p.grad for p in named.values() if p.grad is not None}
+    floor = 1e-2 * max(float(g.norm()) for g in wanted.values())
+    assert wanted.keys() == gradients.keys()
+    for key, gradient in wanted.items():
+        error = float((gradients[key] - gradient).norm())
+        assert error < 1e-5 * max(float(gradient.norm()), floor), tuple(key.shape)
+    return program, found
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "options"),
+    [
+        ("gpt2", 2, {"inner": "aot_eager"}),
+        ("t5", 3, {}),
+        pytest.param("gpt2", 3, {"schedule": "gpipe", "microbatches": 2}, marks=pytest.mark.slow),
+        pytest.param("llama", 4, {}, marks=pytest.mark.slow),
+        pytest.param("vit", 2, {"microbatches": 4}, marks=pytest.mark.slow),
+        pytest.param("mixtral", 2, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_is_the_serial_one(name: str, stages: int, options: dict[str, Any]) -> None:
+    program, _ = same_as_serial(name, stages, **options)
+    assert program.microbatch.microbatches == options.get("microbatches", BATCH)
+
+
+def test_a_cut_between_layers_sends_the_hidden_states_and_nothing_else() -> None:
+    program, found = same_as_serial("llama", 2)
+    rows = BATCH // program.microbatch.microbatches
+    hidden = rows * SEQ * HIDDEN * 4
+    assert found["sent"] == {
+        (0, 1): [hidden] * program.microbatch.microbatches,
+        (1, 0): [hidden] * program.microbatch.microbatches,
+    }
+
+
+def test_what_each_stage_reads_is_said_and_tied_weights_are_read_by_two() -> None:
+    graph = graph_of(with_loss("gpt2"), (CASES["gpt2"].make_batch(0),))
+    program = cut(graph, 2)
+    first, second = (set(stage.parameters) for stage in program.plan.stages)
+    tied = [program.parameters[program.microbatch.parameters[i]] for i in first & second]
+    assert [name.rsplit(".", 2)[1] for name in tied] == ["wte"]
+    lines = "\n".join(program.lines())
+    assert "schedule 1f1b, 4 micro-batches on 2 stages" in lines and "lm_head" not in lines
+
+
+class Coupled(nn.Module):
+    """Each sample less the mean of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = self.up(x)
+        return self.down(up - up.mean(0)).sum()
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.down(self.drop(self.up(x)))).square().sum()
+
+
+def test_what_mixes_samples_is_named_with_its_line() -> None:
+    graph = graph_of(Coupled(), (torch.randn(4, 8),))
+    with pytest.raises(CaptureError, match=r"aten\.sub.*test_pipeline_stages\.py:\d+"):
+        cut(graph, 2)
+    assert cut(graph_of(Coupled(), (torch.randn(4, 8),)), 2, microbatches=1)
+
+
+def test_microbatches_draw_what_the_batch_draws() -> None:
+    model, x = Noisy(), torch.randn(6, 8)
+    graph = graph_of(model, (x,))
+    losses = []
+    for microbatches in (1, 2, 6):
+        program = cut(graph, 2, microbatches=microbatches)
+        torch.manual_seed(7)
+        losses.append(run(program, [item.real for item in graph[2]], "aot_eager"))
+    first = losses[0]
+    for each in losses[1:]:
+        torch.testing.assert_close(each["loss"], first["loss"])
+        torch.testing.assert_close(each["gradients"], first["gradients"])
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_what_would() -> None:
+    graph = graph_of(Noisy().eval(), (torch.randn(6, 8),))
+    with pytest.raises(ConfigError, match="6 samples.*microbatches=4.*1, 2, 3, 6"):
+        cut(graph, 2, microbatches=4)
+
+
+def test_a_budget_that_no_cut_fits_is_an_error() -> None:
+    with pytest.raises(PlanError, match="memory_budget=100"):
+        cut(graph_of(Noisy().eval(), (torch.randn(6, 8),)), 2, memory_budget=100)

@@ -1,0 +1,74 @@
+"""The search for pipeline stages against every cut of small chains."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from autoshard.planning.solver import Chain, StageCut, cut_stages
+
+
+def every_cut(
+    chain: Chain, stages: int, microbatches: int, budget: float | None
+) -> StageCut | None:
+    """The best of all cuts, each priced from the definition."""
+    n, best = len(chain.seconds), None
+    for cuts in itertools.combinations(range(1, n), stages - 1):
+        ends = [0, *cuts, n]
+        costs, memory = [], []
+        for stage, (a, b) in enumerate(itertools.pairwise(ends)):
+            stored = sum(size for size, at in chain.stored if any(a <= i < b for i in at))
+            update = stored * chain.update / microbatches
+            costs.append(sum(chain.seconds[a:b]) + chain.sent[a] + chain.sent[b] + update)
+            memory.append(stored + min(microbatches, stages - stage) * sum(chain.kept[a:b]))
+            if any(stage not in chain.homes.get(i, (stage,)) for i in range(a, b)):
+                break
+        else:
+            if budget is not None and max(memory) > budget:
+                continue
+            seconds = (microbatches - 1) * max(costs) + sum(costs)
+            if seconds < (float("inf") if best is None else best.seconds - 1e-9):
+                best = StageCut(cuts, max(costs), seconds, tuple(memory))
+    return best
+
+
+def some_chain(draw: random.Random, n: int, stages: int) -> Chain:
+    sent = [0.0, *(draw.choice([1, 1, 2, 5, float("inf")]) for _ in range(n - 1)), 0.0]
+    return Chain(
+        seconds=[draw.randint(0, 9) for _ in range(n)],
+        sent=sent,
+        kept=[draw.randint(0, 4) for _ in range(n)],
+        stored=[
+            (draw.randint(1, 20), draw.sample(range(n), draw.randint(1, 2))) for _ in range(n // 2)
+        ],
+        update=draw.choice([0.0, 0.5]),
+        homes={draw.randrange(n): frozenset({draw.randrange(stages)})}
+        if draw.random() < 0.4
+        else {},
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_search_finds_what_trying_every_cut_finds(seed: int) -> None:
+    draw = random.Random(seed)
+    stages = draw.choice([1, 2, 3, 4])
+    chain = some_chain(draw, draw.randint(stages, 10), stages)
+    microbatches = draw.choice([1, 2, 8])
+    budget = draw.choice([None, 30.0, 60.0])
+    found = cut_stages(chain, stages, microbatches, budget)
+    expected = every_cut(chain, stages, microbatches, budget)
+    if expected is None:
+        assert found is None
+        return
+    assert found is not None
+    assert found.seconds == pytest.approx(expected.seconds)
+    if budget is not None:
+        assert max(found.memory) <= budget
+
+
+def test_a_slower_stage_is_taken_where_it_spares_a_dear_transfer() -> None:
+    chain = Chain(seconds=[4, 1, 4], sent=[0, 1, 9, 0], kept=[0] * 3)
+    found = cut_stages(chain, 2, 1)
+    assert found is not None and found.cuts == (1,)
