@@ -53,14 +53,18 @@ MESHES: dict[str, Sizes] = {
     "dp_shard, ep": {"dp_shard": 2, "ep": 2},
 }
 QUICK = (("gpt_oss", "ep"),)  # biases, which are added to rows that have travelled
+CASES_OF_MESHES = [
+    *((name, "dp_shard, ep") for name in (*FAMILIES, *LOOPS)),
+    *((name, "tp") for name in ("gpt_oss", "deepseek_v3", "Bounded")),
+    *((name, "ep") for name in ("gpt_oss", "PickingLoop")),
+]
 
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
         pytest.param(name, mesh, marks=[] if (name, mesh) in QUICK else pytest.mark.slow)
-        for name in (*FAMILIES, *LOOPS)
-        for mesh in MESHES
+        for name, mesh in CASES_OF_MESHES
     ],
 )
 def test_three_steps(gloo2: Any, gloo4: Any, name: str, mesh: str) -> None:
