@@ -3,6 +3,7 @@ the rank that is missing from a collective."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,10 +13,17 @@ from torch import fx
 from autoshard.planning.cost import COLLECTIVES
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import CollectiveRegion
-from autoshard.runtime.collectives import Axis, forward_value, redistribute, shard_dim, step
+from autoshard.runtime.collectives import (
+    DATA_AXES,
+    Axis,
+    forward_value,
+    redistribute,
+    shard_dim,
+    step,
+)
 from autoshard.runtime.errors import message
 from autoshard.runtime.operators import exchanged_experts, unbound
-from autoshard.runtime.parameters import unshard
+from autoshard.runtime.parameters import ACCUMULATE, unshard
 
 
 def watched(
@@ -26,8 +34,10 @@ def watched(
     The backward of AOTAutograd's graphs is one too, from the first call that records it on. With
     inner="eager" there is none: autograd runs the operators one by one.
     """
-    forward = CollectiveRegion("the forward of a compiled graph", axes, _met(local, axes))
-    backward = CollectiveRegion("the backward of a compiled graph", axes)
+    gathered, reduced = _moved(local)
+    name = "the {} of a compiled graph".format
+    forward = CollectiveRegion(name("forward"), axes, _met(local, axes), gathered)
+    backward = CollectiveRegion(name("backward"), axes, moved=reduced)
     refusal = message(
         "a second derivative through a compiled graph, which AOTAutograd does not compile "
         "(create_graph=True, a penalty on a gradient, a product with the Hessian)",
@@ -45,6 +55,28 @@ def watched(
         return outputs
 
     return run
+
+
+def _moved(local: fx.GraphModule) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """By data-parallel axis, the parameters that are gathered in forward, and those whose gradients
+    are reduced in backward: names that Dynamo gives the graph's inputs, alike on ranks that run the
+    same code, whatever the shapes of their batches."""
+    gathered: dict[str, list[str]] = defaultdict(list)
+    reduced: dict[str, list[str]] = defaultdict(list)
+    for node in local.graph.find_nodes(op="call_function", target=unshard):
+        source = node
+        while source.op != "placeholder" and isinstance(source.args[0], fx.Node):
+            source = source.args[0]
+        over = [node.args[1:3], *([node.kwargs["outer"][:2]] if "outer" in node.kwargs else [])]
+        for state, axis in over:
+            if axis.name not in DATA_AXES:
+                continue
+            if shard_dim(state) is not None:
+                gathered[axis.name].append(source.name)
+            value = source.meta.get("val")
+            if ACCUMULATE not in node.args and getattr(value, "requires_grad", False):
+                reduced[axis.name].append(source.name)
+    return gathered, reduced
 
 
 def _met(local: fx.GraphModule, axes: Sequence[Axis]) -> list[Axis]:

@@ -53,7 +53,9 @@ def agree(
     here = f"{what} ({note})" if note else what
     ranks = members(axis)
     said_here = {"what": what, "here": here, "digest": digest}
-    given = _exchange(said_here, here, axis, error, "" if remedy is REMEDY else remedy)
+    told: list[Any] = _exchange(said_here, here, axis, error, "" if remedy is REMEDY else remedy)
+    # ranks that run different code may be in an exchange of values, which has no such entries
+    given = [one if _is_said(one) else {"what": None, "here": "another exchange"} for one in told]
     if len({each["what"] for each in given}) > 1:
         said = "; ".join(f"rank {rank}: {each['here']}" for rank, each in zip(ranks, given))
         difference = f"are at different things; {said}"
@@ -72,6 +74,10 @@ def agree(
         difference = f"their lines are equal and their digests are not: {said}"
     what = f"the ranks of axis {axis.name} disagree on the {what}; {difference}"
     raise _failed(what, error, remedy)
+
+
+def _is_said(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {"what", "here", "digest"}
 
 
 def _failed(what: str, error: type[AutoshardError], remedy: str) -> AutoshardError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -13,6 +13,7 @@ import torch
 
 from autoshard.runtime import compat
 from autoshard.runtime.agreement.consensus import FAILED, REMEDY, agree, members
+from autoshard.runtime.agreement.history import Call
 from autoshard.runtime.agreement.progress import name_of
 from autoshard.runtime.agreement.store_exchange import StoreExchange
 from autoshard.runtime.agreement.worlds import current_exchange
@@ -25,6 +26,12 @@ _LIBRARY = tuple(
 )
 
 
+_BRANCHES = (
+    "Every rank of a data-parallel axis has to run the same graphs. Code that depends on a rank's "
+    "own batch, such as a branch that skips an expert without tokens, must compute on all ranks."
+)
+
+
 class CollectiveRegion:
     """A context in which this thread of this rank runs collectives over some axes.
 
@@ -32,21 +39,49 @@ class CollectiveRegion:
     becomes a CollectiveError with the world's first failure, the same on all ranks that wait; other
     errors pass, and are told to the ranks that miss this one. what: the code, for error texts.
     Meant to be made once and entered at each call; re-entrant. met: the axes of those on which
-    each call surely waits for the other ranks; such calls are counted (`CountedRegions`).
+    each call surely waits for the other ranks; such calls are counted (`CountedRegions`). moved:
+    the parameters that each call gathers or reduces, by the name of the axis; ranks compare them
+    (`History`), and raise CollectiveError on all of an axis where they differ.
     """
 
-    def __init__(self, what: str, axes: Sequence[Axis], met: Sequence[Axis] = ()) -> None:
+    def __init__(
+        self,
+        what: str,
+        axes: Sequence[Axis],
+        met: Sequence[Axis] = (),
+        moved: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         self._what, self._axes = what, axes
         self._exchange: StoreExchange | None = None
         self._met = tuple(name_of(members(a)) for a in met if a.size > 1 and ":" not in a.group)
+        self._calls = [
+            (name_of(members(axis)), axis, Call(what, names))
+            for axis in axes
+            if axis.size > 1 and ":" not in axis.group and (names := (moved or {}).get(axis.name))
+        ]
 
     def __enter__(self) -> None:
         exchange = current_exchange()
         if exchange is not None:
             exchange.enter(self._what)
+            if self._calls:
+                self._compare(exchange)
             if self._met:
                 exchange.progress.enter(self._met, self._what)
         self._exchange = exchange
+
+    def _compare(self, exchange: StoreExchange) -> None:
+        """Count this call, and compare with the other ranks where it is time to."""
+        for group, axis, call in self._calls:
+            history = exchange.histories[group]
+            if not history.add(call):
+                continue
+            what, lines = "collectives of the graphs so far", history.lines
+            try:
+                agree(what, history.digest, lines, axis, error=CollectiveError, remedy=_BRANCHES)
+            except BaseException:
+                exchange.turn.leave()
+                raise
 
     def __exit__(
         self,

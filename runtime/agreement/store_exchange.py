@@ -12,11 +12,13 @@ import json
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from autoshard.runtime.agreement.history import History
 from autoshard.runtime.agreement.progress import CountedRegions, name_of
 from autoshard.runtime.agreement.store_calls import StoreLost, within
 from autoshard.runtime.agreement.turns import Turn, refusal
@@ -47,7 +49,7 @@ class StoreExchange:
     Every rank of a group must make the same exchanges in the same order. limit: how many seconds
     a rank waits for the others. failure: rank and story of the world's first failure, where this
     rank knows of one. turn: of the threads of this rank. progress: the collectives of graphs that
-    it has entered, by groups of ranks.
+    it has entered, by groups of ranks. histories: what these gathered and reduced, likewise.
     """
 
     def __init__(self, world: Any, generation: int) -> None:
@@ -61,6 +63,7 @@ class StoreExchange:
         self._failing = threading.Lock()
         self._has_raised = False
         self._told_of = ""
+        self.histories: defaultdict[str, History] = defaultdict(History)
         me = weakref.ref(self)
         self.progress = CountedRegions(
             lambda: (exchange := me()) is not None and exchange._stands()

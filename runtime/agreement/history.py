@@ -1,0 +1,53 @@
+"""The collectives of graphs that a rank has run with a group of ranks, to be compared with theirs.
+
+Data-parallel ranks have batches of their own, and may take other branches: two ranks that run other
+graphs gather or reduce other parameters with each other, and where those are of one size nothing
+fails. The ranks cannot compare each call, which would cost a message. They compare all calls so far
+at the first, second, fourth, eighth... and at every 256th: a difference stays one, as the hash of a
+call is mixed with that of all before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Sequence
+
+EVERY = 256  # calls between two comparisons, in the long run
+_KEPT = 64  # lines of the latest calls, of which an error names the first that differs
+_PRIME = (1 << 61) - 1
+_FEW = 3
+
+
+class Call:
+    """The collectives of a call. what: the code; names: of the parameters gathered or reduced."""
+
+    def __init__(self, what: str, names: Sequence[str]) -> None:
+        code = hashlib.sha256(repr((what, sorted(names))).encode()).hexdigest()[:15]
+        few = ", ".join(names[:_FEW]) + (", ..." if len(names) > _FEW else "")
+        self.line = f"{what} with {len(names)} parameters ({few}; {code[:6]})"
+        self.number = int(code, 16)
+
+
+class History:
+    """The calls of one rank with one group. digest: of all of them, in their order."""
+
+    def __init__(self) -> None:
+        self._count = self._mixed = 0
+        self._latest: deque[str] = deque(maxlen=_KEPT)
+
+    def add(self, call: Call) -> bool:
+        """Whether the ranks are to compare their histories now, before this call's collectives."""
+        self._count += 1
+        self._mixed = (self._mixed * 1_000_003 + call.number) % _PRIME
+        self._latest.append(call.line)
+        return not (self._count & (self._count - 1) and self._count % EVERY)
+
+    @property
+    def digest(self) -> str:
+        return f"{self._count}:{self._mixed:x}"
+
+    @property
+    def lines(self) -> list[str]:
+        first = self._count - len(self._latest) + 1
+        return [f"call {first + i}: {line}" for i, line in enumerate(self._latest)]

@@ -1,0 +1,64 @@
+"""Data-parallel ranks that take other branches: an error on all of them, though sizes agree."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard.runtime.agreement.history import EVERY, Call, History
+
+
+def compared(calls: list[Call]) -> tuple[History, list[int]]:
+    """The history of the calls; at which of them, from 1, the ranks compare."""
+    history = History()
+    return history, [i for i, call in enumerate(calls, 1) if history.add(call)]
+
+
+def test_a_difference_stays_one() -> None:
+    first, second = Call("the forward", ["a", "b"]), Call("the forward", ["a", "c"])
+    alike = Call("the forward", ["b", "a"])
+    same, at = compared([first] * 3 + [alike] * (2 * EVERY))
+    assert at == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+    other, _ = compared([first] * 2 + [second] + [alike] * (2 * EVERY))
+    assert other.digest != same.digest and len(same.lines) <= 64
+    swapped = compared([second, first])[0], compared([first, second])[0]
+    assert swapped[0].digest != swapped[1].digest
+    assert swapped[0].lines[0].startswith("call 1: the forward with 2 parameters (a, c; ")
+
+
+class TwoWays(nn.Module):
+    """Two parts of one size, of which a call uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor, way: str) -> torch.Tensor:
+        return (self.left if way == "left" else self.right)(x).square().mean()
+
+
+def steps(mesh: dict[str, int]) -> tuple[int, str]:
+    """The step in which ranks that took the same way at first raise, and what."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    options = {"mesh": mesh, "inner": "aot_eager", "timeout": 30}
+    step: Any = torch.compile(TwoWays(), backend="autoshard", options=options)
+    own = ("left", "right")[int(os.environ["RANK"])]
+    for number, way in enumerate(["left", "right", *[own] * 8]):
+        try:
+            step(torch.ones(2, 8), way).backward()
+        except Exception as error:
+            return number, str(error)
+    return -1, ""
+
+
+@pytest.mark.parametrize("axis", ["dp_shard", "dp_replicate"])
+def test_other_branches_are_an_error_on_all_ranks(gloo2: Any, axis: str) -> None:
+    (number, text), other = gloo2(steps, {axis: 2})
+    assert other == (number, text) and 2 <= number <= 7
+    assert "the first that differs: rank 0: call" in text and "left" in text and "right" in text
+    assert "must compute on all ranks" in text
