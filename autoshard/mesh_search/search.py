@@ -127,7 +127,9 @@ def search_meshes(
             captured, inputs, meshes, machine, settings, training, batches, progress
         )
 
-    steps = len({_planned_for(one) for one in meshes}) + 2
+    # Whether rows can travel to experts is known when the graph is captured.
+    plain = [one for one in meshes if "ep" not in one]
+    steps = len({_planned_for(one) for one in plain or meshes}) + 2
     say = progress or _silent
     say("tracing", 1, steps)
     use = use_by(settings, None)
