@@ -33,15 +33,25 @@ class History:
     """The calls of one rank with one group. digest: of all of them, in their order."""
 
     def __init__(self) -> None:
-        self._count = self._mixed = 0
+        self._count = self._mixed = self._before = self._compared = 0
         self._latest: deque[str] = deque(maxlen=_KEPT)
 
     def add(self, call: Call) -> bool:
         """Whether the ranks are to compare their histories now, before this call's collectives."""
         self._count += 1
-        self._mixed = (self._mixed * 1_000_003 + call.number) % _PRIME
+        self._before, self._mixed = self._mixed, (self._mixed * 1_000_003 + call.number) % _PRIME
         self._latest.append(call.line)
-        return not (self._count & (self._count - 1) and self._count % EVERY)
+        if self._count & (self._count - 1) and self._count % EVERY:
+            return False
+        again = self._count <= self._compared
+        self._compared = max(self._compared, self._count)
+        return not again
+
+    def undo(self) -> None:
+        """Take back the last call, which failed by itself: a rank may catch that, and call again,
+        which the others neither see nor compare a second time."""
+        self._count, self._mixed = self._count - 1, self._before
+        self._latest.pop()
 
     @property
     def digest(self) -> str:

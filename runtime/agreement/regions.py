@@ -53,11 +53,11 @@ class CollectiveRegion:
     ) -> None:
         self._what, self._axes = what, axes
         self._exchange: StoreExchange | None = None
-        self._met = tuple(name_of(members(a)) for a in met if a.size > 1 and ":" not in a.group)
+        self._met = tuple(name_of(members(axis)) for axis in _with_processes(met))
         self._calls = [
             (name_of(members(axis)), axis, Call(what, names))
-            for axis in axes
-            if axis.size > 1 and ":" not in axis.group and (names := (moved or {}).get(axis.name))
+            for axis in _with_processes(axes)
+            if (names := (moved or {}).get(axis.name))
         ]
 
     def __enter__(self) -> None:
@@ -108,6 +108,8 @@ class CollectiveRegion:
         if not compat.is_of_a_collective(error):
             if self._met:
                 exchange.progress.undo(self._met)
+            for group, _, _ in self._calls:
+                exchange.histories[group].undo()
             exchange.raised(text)
             return
         here = f"rank {exchange.rank} was in {self._what}"
@@ -131,7 +133,7 @@ def announced(what: str, axes: Sequence[Axis], remedy: str = REMEDY) -> Iterator
     nothing on axes of one rank, without processes, or while a graph is traced. For eager code, on
     every rank of the axes.
     """
-    axes = [axis for axis in axes if axis.size > 1 and ":" not in axis.group]
+    axes = _with_processes(axes)
     if not axes or compat.compiling():
         yield
         return
@@ -140,6 +142,11 @@ def announced(what: str, axes: Sequence[Axis], remedy: str = REMEDY) -> Iterator
         agree(what, what, [], axis, note=note, error=CollectiveError, remedy=remedy)
     with CollectiveRegion(f"the {what} ({note})", axes):
         yield
+
+
+def _with_processes(axes: Sequence[Axis]) -> list[Axis]:
+    """Those of several ranks that are processes: not offline, nor threads in lockstep."""
+    return [axis for axis in axes if axis.size > 1 and ":" not in axis.group]
 
 
 def _users_line() -> str:

@@ -30,6 +30,17 @@ def test_a_difference_stays_one() -> None:
     assert swapped[0].lines[0].startswith("call 1: the forward with 2 parameters (a, c; ")
 
 
+def test_a_call_that_failed_by_itself_is_made_again() -> None:
+    call = Call("the forward", ["a"])
+    plain, _ = compared([call] * 5)
+    history, _ = compared([call] * 3)
+    assert history.add(call)  # the fourth
+    history.undo()
+    assert not history.add(call)  # which the others have compared
+    assert not history.add(call)
+    assert (history.digest, history.lines) == (plain.digest, plain.lines)
+
+
 class TwoWays(nn.Module):
     """Two parts of one size, of which a call uses one."""
 
