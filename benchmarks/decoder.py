@@ -20,6 +20,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from llama_model import Block, add_rotary_tables
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -78,32 +80,18 @@ class FeedForward(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class Layer(nn.Module):
-    """Attention and feed-forward net, each added to the residual stream."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(shape.width), nn.RMSNorm(shape.width)
-        self.attention, self.mlp = Attention(shape), FeedForward(shape)
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
-        return x + self.mlp(self.mlp_norm(x))
-
-
 class Decoder(nn.Module):
     """Token ids [batch, length] to the mean loss of predicting each from those before it."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocab, shape.width)
-        self.layers = nn.ModuleList([Layer(shape) for _ in range(shape.layers)])
+        self.layers = nn.ModuleList(
+            [Block(shape.width, Attention(shape), FeedForward(shape)) for _ in range(shape.layers)]
+        )
         self.norm = nn.RMSNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocab, bias=False)
-        half = shape.width // shape.heads // 2
-        angle = torch.outer(torch.arange(shape.length), 10_000.0 ** (-torch.arange(half) / half))
-        self.register_buffer("cos", angle.cos().repeat(1, 2), persistent=False)
-        self.register_buffer("sin", angle.sin().repeat(1, 2), persistent=False)
+        add_rotary_tables(self, shape.width // shape.heads, shape.length)
         self.run = _CHECKPOINTING[shape.checkpointing]
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -78,16 +78,24 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer."""
+    """One layer: attention and a feed-forward net, each added to the residual stream."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, width: int, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(shape.width), nn.RMSNorm(shape.width)
-        self.attention, self.mlp = Attention(shape), MLP(shape)
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.attention, self.mlp = attention, mlp
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
         return x + self.mlp(self.mlp_norm(x))
+
+
+def add_rotary_tables(model: nn.Module, head_dim: int, length: int) -> None:
+    """Buffers `cos` and `sin` [length, head_dim] of rotary positions."""
+    half = head_dim // 2
+    angle = torch.outer(torch.arange(length), 10_000.0 ** (-torch.arange(half) / half))
+    model.register_buffer("cos", angle.cos().repeat(1, 2), persistent=False)
+    model.register_buffer("sin", angle.sin().repeat(1, 2), persistent=False)
 
 
 class Llama(nn.Module):
@@ -96,13 +104,12 @@ class Llama(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocab, shape.width)
-        self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.layers)])
+        self.blocks = nn.ModuleList(
+            [Block(shape.width, Attention(shape), MLP(shape)) for _ in range(shape.layers)]
+        )
         self.norm = nn.RMSNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocab, bias=False)
-        half = shape.width // shape.heads // 2
-        angle = torch.outer(torch.arange(shape.length), 10_000.0 ** (-torch.arange(half) / half))
-        self.register_buffer("cos", angle.cos().repeat(1, 2), persistent=False)
-        self.register_buffer("sin", angle.sin().repeat(1, 2), persistent=False)
+        add_rotary_tables(self, shape.width // shape.heads, shape.length)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embedding(ids)

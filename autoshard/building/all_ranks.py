@@ -77,12 +77,19 @@ def plan_lines(program: Program) -> list[str]:
 
 
 def unplanned_parameters(
-    inputs: list[compat.GraphInput], program: Program
+    inputs: Sequence[compat.GraphInput], program: Program
 ) -> dict[nn.Parameter, State]:
     """Parameters of the graph that no graph has planned before, with their planned state."""
-    placeholders = [n for n in program.serial.graph.nodes if n.op == "placeholder"]
+    return unplanned(inputs, program.serial, program.decisions.stored)
+
+
+def unplanned(
+    inputs: Sequence[compat.GraphInput], serial: fx.GraphModule, stored: Mapping[fx.Node, State]
+) -> dict[nn.Parameter, State]:
+    """`unplanned_parameters` of a graph whose placeholders have the states `stored`."""
+    placeholders = serial.graph.find_nodes(op="placeholder")
     return {
-        item.real: program.decisions.stored[node]
+        item.real: stored[node]
         for node, item in zip(placeholders, inputs, strict=True)
         if isinstance(item.real, nn.Parameter) and not is_planned(item.real)
     }

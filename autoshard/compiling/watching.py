@@ -16,6 +16,7 @@ from autoshard.runtime.agreement import CollectiveRegion
 from autoshard.runtime.collectives import (
     DATA_AXES,
     Axis,
+    State,
     forward_value,
     redistribute,
     shard_dim,
@@ -67,8 +68,7 @@ def _moved(local: fx.GraphModule) -> tuple[dict[str, list[str]], dict[str, list[
         source = node
         while source.op != "placeholder" and isinstance(source.args[0], fx.Node):
             source = source.args[0]
-        over = [node.args[1:3], *([node.kwargs["outer"][:2]] if "outer" in node.kwargs else [])]
-        for state, axis in over:
+        for state, axis in _unsharded(node):
             if axis.name not in DATA_AXES:
                 continue
             if shard_dim(state) is not None:
@@ -77,6 +77,12 @@ def _moved(local: fx.GraphModule) -> tuple[dict[str, list[str]], dict[str, list[
             if ACCUMULATE not in node.args and getattr(value, "requires_grad", False):
                 reduced[axis.name].append(source.name)
     return gathered, reduced
+
+
+def _unsharded(node: fx.Node) -> list[tuple[State, Axis]]:
+    """The state changes of an `unshard`: two, where two axes split the parameter."""
+    outer = [node.kwargs["outer"][:2]] if "outer" in node.kwargs else []  # type: ignore[index]
+    return [node.args[1:3], *outer]  # type: ignore[list-item]
 
 
 def _met(local: fx.GraphModule, axes: Sequence[Axis]) -> list[Axis]:
@@ -92,7 +98,7 @@ def _met(local: fx.GraphModule, axes: Sequence[Axis]) -> list[Axis]:
             if step(forward_value(src), forward_value(dst)) in COLLECTIVES:
                 groups.add(axis.group)
         elif node.target is unshard:
-            over = [node.args[1:3], *([node.kwargs["outer"][:2]] if "outer" in node.kwargs else [])]
+            over = _unsharded(node)
             groups |= {axis.group for state, axis in over if shard_dim(state) is not None}
         elif unbound(node.target)[0] is exchanged_experts:
             groups.add(node.kwargs["axis"].group)

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
+from autoshard.building.all_ranks import unplanned
 from autoshard.building.batch_check import batch_checker, batch_shapes
 from autoshard.building.data_ranks import digest_of, node_line
 from autoshard.building.pipeline.microbatch import shared_graph
@@ -21,10 +22,9 @@ from autoshard.parameters import store_at_home
 from autoshard.planning.cost import hardware_of
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import CollectiveRegion, agree
-from autoshard.runtime.collectives import State
 from autoshard.runtime.compat import artifact
 from autoshard.runtime.mesh import Mesh
-from autoshard.runtime.parameters import check_copies, is_planned, unwrap
+from autoshard.runtime.parameters import check_copies, unwrap
 from autoshard.runtime.pipeline import GroupChannel, RankPipeline, step_loss, without_loss
 
 
@@ -50,7 +50,7 @@ def pipelined(
     artifact("autoshard_pipeline", lambda: "\n".join([*program.lines(), "", program.picture()]))
     lines += [node_line(n, program.parameters) for n in program.microbatch.serial.graph.nodes]
     agree("pipeline", digest_of(lines), lines, axis, note=batch_shapes(inputs))
-    new = _unplanned(program, inputs)
+    new = unplanned(inputs, program.microbatch.serial, program.stored())
     if new:
         raise compat.RestartTrace(keep=store_at_home(new, mesh, config))
     with compat.explicit_modes(False) if compat.autocast_is_on() else torch.enable_grad():
@@ -72,18 +72,6 @@ def _refuse_symbols(inputs: Sequence[compat.GraphInput]) -> None:
                     remedy="Compile with torch.compile(dynamic=False): one program for each size.",
                 )
             )
-
-
-def _unplanned(
-    program: PipelineProgram, inputs: Sequence[compat.GraphInput]
-) -> dict[nn.Parameter, State]:
-    nodes = program.microbatch.serial.graph.find_nodes(op="placeholder")
-    stored = program.stored()
-    return {
-        item.real: stored[node]
-        for node, item in zip(nodes, inputs, strict=True)
-        if isinstance(item.real, nn.Parameter) and not is_planned(item.real)
-    }
 
 
 def _runner(
