@@ -27,14 +27,18 @@ from autoshard.building import (
 from autoshard.building.pipeline import pipelined
 from autoshard.capture import device_type
 from autoshard.compiling import (
+    check_inductor,
     check_serving,
     compile_local,
+    options_of,
+    rank_settings,
     refuse_unsharded,
     settings,
+    unsharded_settings,
     use_by,
     watched,
 )
-from autoshard.config import Config
+from autoshard.config import Config, Precision
 from autoshard.errors import ConfigError, message
 from autoshard.mesh_search import choose
 from autoshard.parameters import store, store_unplanned
@@ -79,16 +83,31 @@ graph as it is."""
 
 
 def autoshard(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    mode: str | None = None,
 ) -> Callable[..., Any]:
-    """The backend function that the entry point names. `options`: the fields of `Config`."""
+    """The backend function that the entry point names.
+
+    options: the fields of `Config`. mode: torch.compile's own, which it takes instead of options.
+    """
     inputs = compat.graph_inputs(gm)
     device = device_type(inputs)
     world = start_world(device)
-    if world > 1 or BY_NAME & (options or {}).keys():  # else the inner compiler gets the graph
+    if world > 1 or _is_built_alone(options or {}):  # else the inner compiler gets the graph
         compat.specialize_floats(gm)
     with attempt(), CollectiveRegion("the compilation of a graph", ()):
-        return _compile(gm, example_inputs, inputs, device, options or {})
+        given = options_of(options or {}, mode, device)
+        return _compile(gm, example_inputs, inputs, device, given)
+
+
+def _is_built_alone(options: Mapping[str, Any]) -> bool:
+    """Whether one process builds a program, too: products in float8 are a pass's."""
+    precision = options.get("precision")
+    in_float8 = Precision.accepts(precision) and Precision.of(precision).matmul is not None
+    return in_float8 or bool(BY_NAME & options.keys())
 
 
 def _store_what_is_left(models: list[nn.Module], options: dict[str, Any]) -> None:
@@ -122,18 +141,20 @@ def _compile(
         _cast_inputs(inputs, use_by(config, None))
     choice = choose(gm, example_inputs, inputs, config, device)
     mesh = init_mesh(choice.mesh, device)
+    check_inductor(config, device)
     if config.inner == "tensorrt":
         check_serving({axis.name: axis.size for axis in mesh.axes}, device)
     draw_apart(data_coordinate(mesh))
     TRACKER.place(mesh.planned.rank, data_coordinate(mesh))
+    _cast_inputs(inputs, use_by(config, mesh))
     if mesh.axis("pp").size > 1:
         return pipelined(gm, example_inputs, inputs, mesh, config, device)
-    _cast_inputs(inputs, use_by(config, mesh))
-    if mesh.size == 1 and not BY_NAME & options.keys():
-        return compile_local(gm, list(example_inputs), config.inner)
+    plain = unsharded_settings(config)
+    if mesh.size == 1 and not _is_built_alone(options):
+        return compile_local(gm, list(example_inputs), config.inner, inductor=plain)
     if settings().unsharded:
         refuse_unsharded({axis.name: axis.size for axis in mesh.axes})
-        return compile_local(gm, list(example_inputs), config.inner)
+        return compile_local(gm, list(example_inputs), config.inner, inductor=plain)
     facts = agreed_facts(inputs, mesh.sharing, config)
     program = build_agreed(gm, example_inputs, inputs, mesh, config, device, facts)
     program.chosen = choice.line
@@ -202,7 +223,14 @@ def _runner(
     parameters = {item.source: item.real for item in inputs if isinstance(item.real, nn.Parameter)}
     handle = ProgramHandle(program, parameters.values())
     with modes():
-        compiled = compile_local(local, fakes, config.inner, handle.finish, program.settings())
+        compiled = compile_local(
+            local,
+            fakes,
+            config.inner,
+            handle.finish,
+            program.settings(),
+            rank_settings(program, inputs),
+        )
     if mesh.size > 1:
         compiled = watched(compiled, mesh.axes, local)
     for axis in mesh.sharing:

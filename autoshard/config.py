@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.errors import ConfigError, message
 from autoshard.planning import Plan
 from autoshard.runtime.mesh import AXIS_ORDER
+from autoshard.runtime.operators import FLOAT8_RECIPES
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.bfloat16)}
 _DTYPES["float16"] = torch.float16
@@ -29,6 +30,8 @@ class Precision:
     reduce: gradients travel over the data-parallel axes in this dtype; None: the dtype of compute.
     accumulate: the ranks' gradients are summed in this dtype; None: whatever the collective does.
         Where it differs from `reduce`, they move by an all-to-all and each rank sums its part.
+    matmul: products of activations with parameters run in float8, in training ("float8": a scale a
+        tensor; "float8_rowwise": one a row); None: in the dtype of compute.
 
     Gradients and optimizer state always have the dtype of the stored parameter. The names are
     those of FSDP2's MixedPrecisionPolicy without `_dtype`; dtypes may be given by name.
@@ -37,10 +40,13 @@ class Precision:
     param: torch.dtype | None = None
     reduce: torch.dtype | None = None
     accumulate: torch.dtype | None = None
+    matmul: str | None = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _dtype(getattr(self, field.name)))
+        for name in ("param", "reduce", "accumulate"):
+            object.__setattr__(self, name, _dtype(getattr(self, name)))
+        if self.matmul is not None and self.matmul not in FLOAT8_RECIPES:
+            raise ValueError(f"{self.matmul!r} is not one of {', '.join(FLOAT8_RECIPES)}")
 
     @staticmethod
     def of(value: Precision | Mapping[str, Any] | None) -> Precision:
@@ -159,10 +165,11 @@ class Config:
     precision: Precision | Mapping[str, Any] | None = _option(
         None,
         "a Precision, a dict with any of the keys param, reduce, accumulate to floating dtypes "
-        "or their names, or None",
+        "or their names, and matmul to 'float8' or 'float8_rowwise', or None",
         Precision.accepts,
         "Dtypes in which parameters are gathered and computed with, gradients travel over the "
-        "data-parallel axes, and the ranks' gradients are summed; None: those of the model.",
+        "data-parallel axes, and the ranks' gradients are summed; None: those of the model. "
+        "matmul: products in float8 (float8.md).",
     )
     gradient_reduction: str = _choice(
         "average",
@@ -172,6 +179,10 @@ class Config:
     memory_budget: int | None = _bytes(
         "Bytes a rank may hold at the peak of a step: what does not fit is computed again in "
         "backward, or sharded further (planning.md). None: on a GPU, 92% of its memory."
+    )
+    host_memory: int | None = _bytes(
+        "Bytes of its host's memory in which a rank may keep values from forward to backward where "
+        "a memory budget asks for it (planning.md). None: it keeps none there."
     )
     bucket_bytes: int | None = _bytes(
         "Size of a bucket of collectives; None: 40 million elements, or an eighth of the model."
@@ -192,6 +203,18 @@ class Config:
         ("backend", "symmetric_memory"),
         "How GPUs sum the few kilobytes of a decode step: as all else, or by reading each other's "
         "memory, for axes on one machine (generation.md).",
+    )
+    cuda_graphs: bool = _flag(
+        False,
+        "Capture the kernels and collectives of a program as a CUDA graph, and replay it "
+        "(cuda_graphs.md).",
+    )
+    inductor: Mapping[str, Any] | None = _option(
+        None,
+        "a dict of names in torch._inductor.config to values, or None",
+        lambda v: v is None or (isinstance(v, Mapping) and all(type(k) is str for k in v)),
+        "Settings of Inductor for these programs; without options, torch.compile's `mode` sets "
+        "them.",
     )
     recompute_collectives: str = _choice(
         "gathers",
@@ -237,8 +260,14 @@ class Config:
     )
     schedule: str = _choice(
         "1f1b",
-        ("1f1b", "gpipe"),
+        ("1f1b", "gpipe", "interleaved", "zb1"),
         "The order of forwards and backwards on the stages of a pipeline (pipeline.md).",
+    )
+    virtual_stages: int | None = _option(
+        None,
+        "a positive int, or None",
+        lambda value: value is None or _is_positive_int(value),
+        "Stages of each rank of a pipeline with schedule='interleaved'; None: two.",
     )
     strict: bool = _flag(
         False, "Make it an error that an operator or a parameter could not be sharded."
@@ -252,6 +281,14 @@ class Config:
                     message(
                         f"autoshard option {field.name}={_show(value)} is not allowed",
                         remedy=f"It takes {field.metadata['values']}.",
+                    )
+                )
+        for name in ("cuda_graphs", "inductor"):
+            if getattr(self, name) and self.inner != "inductor":
+                raise ConfigError(
+                    message(
+                        f"options['{name}'] is about Inductor, and inner is {self.inner!r}",
+                        remedy=f"Leave out {name}, or inner.",
                     )
                 )
 

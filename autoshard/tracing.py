@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from autoshard.building import batch_facts, build_program
+from autoshard.building.pipeline import TracedPipeline, build_pipeline, refuse_options
 from autoshard.capture import example_device, intercept
 from autoshard.compiling import use_by
 from autoshard.config import Config
@@ -31,8 +32,9 @@ def trace(
     hardware: str | None = None,
     microbatch: str = SINGLE,
     **options: Any,
-) -> Program:
-    """The program that rank `rank` of `mesh` would run for `model(*args, **kwargs)`.
+) -> Program | TracedPipeline:
+    """The program that rank `rank` of `mesh` would run for `model(*args, **kwargs)`; of a mesh with
+    pp the whole pipeline, with its stages.
 
     model: any unsharded module; on the meta device it costs no memory, whatever its size. It is
         neither changed nor run. args, kwargs: an example batch, on the model's device.
@@ -42,8 +44,10 @@ def trace(
         `no_sync` ("accumulate") or after it ("flush"). options: any other field of
         `autoshard.Config`.
 
-    Needs no process group. Raises what torch.compile(fullgraph=True) raises where the model
-    breaks the graph, and ValueError for a rank outside the mesh or an unknown `microbatch`.
+    Needs no process group. With pp sizes are fixed, and `dynamic` is left out. Raises what
+    torch.compile(fullgraph=True) raises where the model breaks the graph, ConfigError for options
+    that the mesh does not obey, and ValueError for a rank outside the mesh or an unknown
+    `microbatch`.
     """
     if microbatch not in MICROBATCH:
         raise ValueError(f"microbatch={microbatch!r} is not one of {', '.join(MICROBATCH)}")
@@ -52,6 +56,20 @@ def trace(
         known_hardware(hardware) if hardware else hardware_of(example_device(model, (args, kwargs)))
     )
     offline = offline_mesh(dict(mesh), rank)
+    use = use_by(settings, offline)
+    stages = offline.axis("pp").size
+    if stages > 1:
+        refuse_options(settings)
+
+        def cut(
+            gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: list[compat.GraphInput]
+        ) -> TracedPipeline:
+            return TracedPipeline(
+                build_pipeline(gm, example_inputs, inputs, stages, settings, machine, offline.axes)
+            )
+
+        with contextlib.nullcontext() if use.param is None else casting(model, use):
+            return intercept(model, args, kwargs, cut, False)
 
     def plan(
         gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: list[compat.GraphInput]
@@ -61,7 +79,6 @@ def trace(
             gm, example_inputs, inputs, offline, settings, machine, microbatch, facts=facts
         )
 
-    use = use_by(settings, offline)
     with contextlib.nullcontext() if use.param is None else casting(model, use):
         program = intercept(model, args, kwargs, plan, dynamic)
     read = set(program.parameters.values())

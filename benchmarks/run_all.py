@@ -26,6 +26,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "memory": (*TWO, str(HERE / "memory.py")),
     "two_ranks": (*TWO, str(HERE / "two_ranks.py")),
     "data_parallel": (*TWO, str(HERE / "data_parallel.py")),
+    "pipeline": (*TWO, str(HERE / "pipeline.py")),
     "recompute": (str(HERE / "recompute.py"),),
     "export": (str(HERE / "export.py"),),
     "long_context": (*TWO, str(HERE / "long_context.py")),

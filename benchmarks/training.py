@@ -46,7 +46,7 @@ def by_hand(model: Llama, sequence_parallel: bool, compiled: bool) -> Contestant
     own = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parallelize_by_hand(own, mesh, sequence_parallel)
-    run = torch.compile(own) if compiled else own
+    run = torch.compile(own, dynamic=False) if compiled else own
 
     def call(ids: torch.Tensor) -> InLossParallel:
         with loss_parallel():

@@ -17,6 +17,10 @@ MUTATED = "mutated"
 ENABLE_GRAD = "enable_grad"
 """bool: the caller's grad mode is off and the graph turns it on. capture; the backend."""
 
+WITHOUT_GRADIENTS = "without_gradients"
+"""bool: gradients are off around the call, whatever the nodes say. capture; the planner,
+Float8Products."""
+
 OUTPUT_STATES = "output_states"
 """list of State: of each of the user's results, on the planned axis. Localize; the backend."""
 
@@ -31,6 +35,9 @@ ATTENTION_MASKS = "attention_masks"
 
 MIXTURES = "mixtures"
 """Counter of MixtureFound: the mixtures of experts of the graph. MatchExperts; explain."""
+
+FLOAT8 = "float8"
+"""Counter of ProductFound: products in float8, and those left. Float8Products; explain."""
 
 FACTS = "facts"
 """dict of int to str: what must be true of the values of placeholders, by their index, in calls of
@@ -83,6 +90,9 @@ BUCKET = "autoshard_bucket"
 
 VALUE = "autoshard_value"
 """str: the value of the plan that the node makes, by `value_text`. Localize; `set_fate`."""
+
+HOST = "autoshard_host"
+"""bool: a value that the plan keeps in the host's memory for backward. `set_fate`; keep_on_host."""
 
 NO_GRAD = "autoshard.no_grad"
 """bool: the node was made inside a no_grad region; gone when capture returns. capture; capture."""

@@ -24,6 +24,7 @@ AXIS_ORDER = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 PLANNED = ("cp", "tp")
 """The axes whose ranks are given the same batch; the planner decides what each does with it."""
 
+_NOT_BESIDE_PP = ("ep", "cp")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LIMIT = timedelta(minutes=10)  # of collectives, and of what `timeout` says where it is not given
 _HOME = ":"
@@ -67,7 +68,8 @@ class Mesh:
     @property
     def batches(self) -> int:
         """The number of different batches."""
-        return self.size // math.prod(axis.size for axis in self.sharing)
+        same = (self.axis("pp"), *self.sharing)
+        return self.size // math.prod(axis.size for axis in same)
 
     @property
     def size(self) -> int:
@@ -116,6 +118,19 @@ def init_mesh(sizes: Mapping[str, int] | DeviceMesh | None, device_type: str) ->
         mesh = init_device_mesh(device_type, tuple(ordered.values()), mesh_dim_names=tuple(ordered))
         _meshes[key] = Mesh(axes_of(mesh), mesh)
     return _limited(_meshes[key])
+
+
+def groups_of(mesh: Mesh, name: str) -> list[list[int]]:
+    """The ranks of each group of the axis of that name, of a mesh with processes: on all the same.
+
+    What makes groups of its own has to make all of them, on every rank.
+    """
+    device_mesh = mesh.device_mesh
+    assert device_mesh is not None
+    at = (device_mesh.mesh_dim_names or ()).index(name)
+    grid = device_mesh.mesh.movedim(at, -1)
+    found: list[list[int]] = grid.reshape(-1, grid.shape[-1]).tolist()
+    return found
 
 
 def data_coordinate(mesh: Mesh) -> int:
@@ -240,22 +255,13 @@ def _ordered(sizes: Mapping[str, int]) -> dict[str, int]:
                     remedy="A size is a positive number of processes.",
                 )
             )
-    others = [f"{name}={size}" for name, size in sizes.items() if name != "pp" and size > 1]
+    others = [f"{name}={sizes[name]}" for name in _NOT_BESIDE_PP if sizes.get(name, 1) > 1]
     if sizes.get("pp", 1) > 1 and others:
         raise ConfigError(
             message(
                 f"the mesh has pp={sizes['pp']} and {', '.join(others)}: stages are not composed "
-                "with other axes yet",
-                remedy="Give all ranks to pp, or to the other axes.",
-            )
-        )
-    planned = [f"{name}={sizes[name]}" for name in PLANNED if sizes.get(name, 1) > 1]
-    if planned and sizes.get("ep", 1) > 1:
-        raise ConfigError(
-            message(
-                f"the mesh has ep={sizes['ep']} and {planned[0]}: experts are split on one axis",
-                remedy=f"Give all of their ranks to ep, whose ranks have a batch each, or to "
-                f"{planned[0].partition('=')[0]}, on which the planner may split experts too.",
+                f"with {' and '.join(_NOT_BESIDE_PP)} yet",
+                remedy="Give their ranks to pp, or to dp_replicate, dp_shard or tp.",
             )
         )
     return {name: sizes[name] for name in AXIS_ORDER if name in sizes}

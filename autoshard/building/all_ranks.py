@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
 
 from autoshard.building.batch_check import batch_shapes
-from autoshard.building.data_ranks import agree_on_data_axes, digest_of, node_line
+from autoshard.building.data_ranks import (
+    agree_on_data_axes,
+    digest_of,
+    node_line,
+    program_options,
+)
 from autoshard.building.device_room import device_room
 from autoshard.building.one_rank import build_program
 from autoshard.compiling import settings
@@ -22,6 +27,8 @@ from autoshard.runtime.agreement import agree
 from autoshard.runtime.collectives import State
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import is_planned
+
+T = TypeVar("T")
 
 
 def build_agreed(
@@ -49,7 +56,9 @@ def build_agreed(
         lines.append(f"torch.initial_seed() {torch.initial_seed()}")
     for axis in reversed(mesh.sharing):
         agree("plan", digest_of(lines), lines, axis, note=batch_shapes(inputs))
-    agree_on_data_axes(program, inputs, new=bool(unplanned_parameters(inputs, program)))
+    new = bool(unplanned_parameters(inputs, program))
+    options = program_options(program)
+    agree_on_data_axes(mesh, program.serial, program.parameters, options, inputs, new)
     return program
 
 
@@ -68,6 +77,7 @@ def plan_lines(program: Program) -> list[str]:
     chosen = program.decisions.recomputation
     if chosen is not None:
         lines.append(f"computed again: {', '.join(sorted(chosen.again))}")
+        lines.append(f"on the host: {', '.join(sorted(chosen.sent))}")
     lines += [f"copy of {name}: {state}" for name, state in copies.items()]
     if program.outer is not None:
         first = program.outer.decisions.strategies.items()
@@ -84,8 +94,8 @@ def unplanned_parameters(
 
 
 def unplanned(
-    inputs: Sequence[compat.GraphInput], serial: fx.GraphModule, stored: Mapping[fx.Node, State]
-) -> dict[nn.Parameter, State]:
+    inputs: Sequence[compat.GraphInput], serial: fx.GraphModule, stored: Mapping[fx.Node, T]
+) -> dict[nn.Parameter, T]:
     """`unplanned_parameters` of a graph whose placeholders have the states `stored`."""
     placeholders = serial.graph.find_nodes(op="placeholder")
     return {

@@ -23,6 +23,7 @@ from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree, gather
 from autoshard.runtime.collectives import data_axes
+from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import models_of
 
 # Which device of its kind a rank uses, its place on an axis, and where an object lies, are its own
@@ -35,9 +36,17 @@ _trained: Any = WeakTensorKeyDictionary()
 """`requires_grad` of each parameter when a graph that reads it was last built."""
 
 
-def agree_on_data_axes(program: Program, inputs: Sequence[compat.GraphInput], new: bool) -> None:
+def agree_on_data_axes(
+    mesh: Mesh,
+    serial: fx.GraphModule,
+    names: Mapping[fx.Node, str],
+    options: Sequence[str],
+    inputs: Sequence[compat.GraphInput],
+    new: bool,
+) -> None:
     """Raise PlanMismatchError on all ranks where those of a data-parallel axis differ.
 
+    names: of the parameters of the serial graph. options: lines about them, `program_options`.
     new: whether parameters of the graph are about to be stored. Constants are compared whole where
     the ranks' graphs have the same operators and inputs of the same shapes; where not, those that
     modules hold as attributes (`eps`), because others may be made of a batch's sizes.
@@ -49,17 +58,17 @@ def agree_on_data_axes(program: Program, inputs: Sequence[compat.GraphInput], ne
         if isinstance(item.real, nn.Parameter)
         and _trained.get(item.real, item.real.requires_grad) != item.real.requires_grad
     ]
-    axes = data_axes(program.mesh.axes)
+    axes = data_axes(mesh.axes)
     if axes and (new or changed):
         shapes = batch_shapes(inputs)
         note = f"{shapes}; requires_grad of {changed[0]} was set" if changed else shapes
-        lines = [*_lines_of_options(program), *_lines_of_parameters(inputs)]
-        nodes = [node_line(node, program.parameters) for node in program.serial.graph.nodes]
-        operators = [f"{node.op} {target_name(node)}" for node in program.serial.graph.nodes]
+        lines = [*options, *_lines_of_parameters(inputs)]
+        nodes = [node_line(node, names) for node in serial.graph.nodes]
+        operators = [f"{node.op} {target_name(node)}" for node in serial.graph.nodes]
         for axis in axes:
             own = [shapes, digest_of(operators)]
             alike = all(each == own for each in gather(own, f"plan ({note})", axis))
-            compared = lines + (nodes if alike else _lines_of_modules(program, parameters))
+            compared = lines + (nodes if alike else _lines_of_modules(serial, parameters))
             agree("plan", digest_of(compared), compared, axis, note=note)
     for parameter in parameters:
         _trained[parameter] = parameter.requires_grad
@@ -80,13 +89,16 @@ def node_line(node: fx.Node, parameters: Mapping[fx.Node, str]) -> str:
     return f"{node.op} {parameters.get(node, node.name)}{args}{shape}"
 
 
-def _lines_of_options(program: Program) -> list[str]:
+def program_options(program: Program) -> list[str]:
+    """The options of a program, as lines to compare."""
     chosen = program.decisions.recomputation
     again = [] if chosen is None else sorted(chosen.again)
+    sent = [] if chosen is None else sorted(chosen.sent)
     return [
         f"gradients: {program.microbatch}",
         *program.config.lines(),
         f"computed again, in the memory there is: {', '.join(again) or 'nothing'}",
+        f"on the host, in the memory there is: {', '.join(sent) or 'nothing'}",
     ]
 
 
@@ -99,9 +111,9 @@ def _lines_of_parameters(inputs: Sequence[compat.GraphInput]) -> list[str]:
     ]
 
 
-def _lines_of_modules(program: Program, parameters: Sequence[nn.Parameter]) -> list[str]:
+def _lines_of_modules(serial: fx.GraphModule, parameters: Sequence[nn.Parameter]) -> list[str]:
     """The attributes of the model's modules that are constants of the graph."""
-    constants = set(_floats(program.serial.graph))
+    constants = set(_floats(serial.graph))
     lines = {
         f"{type(module).__name__}.{name} = {each!r}"
         for model in models_of(list(parameters))

@@ -1,4 +1,5 @@
-"""A program under a memory budget: the least recomputation with which its peak fits, as counted.
+"""A program under a memory budget: the quickest choice with which its peak fits, as counted, of
+what is kept, on the device or on the host, and what is computed again.
 
 The planner's account of memory is an estimate; here the graphs that would run are made, and their
 memory is counted operator by operator (autoshard/memory/), that of Inductor's code buffer by
@@ -119,7 +120,9 @@ def _fits(free: Program, budget: int) -> bool:
     """Whether a step stays within the budget as it is."""
     kept = held(free.serial, free.decisions, free.parameters, free.axis.size)
     sizes = {one.name: one.size for one in free.mesh.axes}
-    layout = Layout.of(sizes, free.config.zero, free.config.bucket_bytes)
+    layout = Layout.of(
+        sizes, free.config.zero, free.config.bucket_bytes, free.config.defer_reduction
+    )
     if _SAFE * footprint(kept, layout, Training()).total <= budget:
         return True
     return _counted(free) <= int(budget * _part(free))
@@ -165,11 +168,13 @@ class _Search:
     def __init__(self, free: Program, before: int) -> None:
         self.free = free
         cluster = planned_on(free.hardware)
-        self.choices = frontier(free.serial, free.decisions, free.axis.size, cluster)
+        host = free.config.host_memory
+        graph = (free.serial, free.decisions)
+        self.choices = frontier(*graph, free.axis.size, cluster, host_memory=host)
         self.points = self.choices.points
         self.graphs = free.choices()
         self.counted: dict[int, int] = {}
-        self.more = before - self.points[0].peak if self.points else 0
+        self.more = before - self.choices.free[0].peak if self.points else 0
         """Bytes that were counted beside those that the frontier knows, at the last trial."""
 
     def run(self, budget: int) -> int | None:

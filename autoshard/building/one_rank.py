@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.building.first_axis import lay_out, placed
 from autoshard.building.fitting import recompute
+from autoshard.building.mean_warning import warn_of_no_mean
 from autoshard.capture import capture, guard_divisible
 from autoshard.compiling import (
     DebugWatch,
@@ -24,13 +24,14 @@ from autoshard.compiling import (
     traced_microbatch,
     use_by,
 )
-from autoshard.config import Config
+from autoshard.config import Config, Precision
 from autoshard.errors import CaptureError, ConfigError, message
 from autoshard.explain import check_strict, explain_plan
 from autoshard.passes import (
     SILENT,
     DataParallel,
     ExchangeExperts,
+    Float8Products,
     FuseInferenceLayers,
     GlobalTokenMean,
     Localize,
@@ -139,7 +140,7 @@ def build_program(
         if mesh.outer is not None:
             on_rank(local, mesh.outer)
         if any(one.name == GlobalTokenMean.name and not one.hits for one in reports):
-            _warn_of_no_mean(serial)
+            warn_of_no_mean(serial)
         return Program(
             graph_module=local,
             serial=serial,
@@ -157,6 +158,8 @@ def build_program(
 
     budget = config.memory_budget or room
     if budget is not None and any(node.meta.get(DIFF) for node in serial.graph.nodes):
+        if config.host_memory and any(_on_gpu(node) for node in serial.graph.nodes):
+            compat.transfers()  # or raises
         first = offline_mesh({one.name: one.size for one in mesh.axes}, 0)
         recompute(planned, lambda: built(first, SILENT), budget, config.memory_budget is None)
     decisions = planned.decisions
@@ -189,7 +192,9 @@ def plan_captured(
     serial = captured
     masks = facts if config.recover_masks else None
     exchanges = mesh.axis("ep").size > 1
-    prepare(serial, axis, config.rng == "tracker", watch, masks, exchanges)
+    placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
+    float8 = _float8(placeholders, inputs, mesh, config)
+    prepare(serial, axis, config.rng == "tracker", watch, masks, exchanges, float8)
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
     parameters: dict[fx.Node, str] = {}
     stored: dict[fx.Node, State] = {}
@@ -225,14 +230,43 @@ def plan_captured(
         outputs_read=config.outputs != "sharded",
         memory_budget=config.memory_budget or room,
         budget_is_known=config.memory_budget is not None,
+        host_memory=config.host_memory,
         plan=plan,
-        layout=Layout.of(sizes, config.zero, config.bucket_bytes),
+        layout=Layout.of(sizes, config.zero, config.bucket_bytes, config.defer_reduction),
         even=even,
     )
     decisions = plan_graph(serial, axis.size, machine, request)
     full = with_graph(plan, decisions, request, serial, axis.size)
     full.outer = first
     return Planned(serial, parameters, data, decisions, full, plan, request, outer)
+
+
+def _float8(
+    placeholders: Sequence[fx.Node],
+    inputs: Sequence[compat.GraphInput],
+    mesh: Mesh,
+    config: Config,
+) -> Float8Products | None:
+    """The pass that the option `precision` asks for; an axis that it does not know is an error."""
+    recipe = Precision.of(config.precision).matmul
+    if recipe is None:
+        return None
+    if beside := [name for name in ("cp", "ep") if mesh.axis(name).size > 1]:
+        raise ConfigError(
+            message(
+                f"options['precision'] has matmul={recipe!r} beside {beside[0]} in the mesh, which "
+                "is not supported yet",
+                remedy=f"Leave matmul out, or {beside[0]}: float8 runs on tp and the data axes.",
+            )
+        )
+    given = zip(placeholders, inputs, strict=True)
+    names = [node.name for node, item in given if isinstance(item.real, nn.Parameter)]
+    return Float8Products(recipe, frozenset(names))
+
+
+def _on_gpu(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    return isinstance(val, torch.Tensor) and val.device.type == "cuda"
 
 
 def _is_stored(inputs: list[compat.GraphInput]) -> bool:
@@ -283,19 +317,6 @@ def _local_passes(
     if config.loss_tokens == "global" and data_axes(mesh.axes):
         passes.append(GlobalTokenMean(data_axes(mesh.axes)))
     return passes
-
-
-def _warn_of_no_mean(serial: fx.GraphModule) -> None:
-    if any(map(_trains, serial.graph.output_node().all_input_nodes)):
-        warnings.warn(
-            'loss_tokens="global" found no mean loss in the graph: compute it in the '
-            "compiled model, or weigh its tokens there (docs/losses.md)",
-            stacklevel=2,
-        )
-
-
-def _trains(output: fx.Node) -> bool:
-    return bool(output.meta.get(DIFF))
 
 
 def refuse_mutated(serial: fx.GraphModule, parameters: Mapping[fx.Node, str]) -> None:

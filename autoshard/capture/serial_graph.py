@@ -46,7 +46,7 @@ from autoshard.runtime.compat import (
     is_traceable_wrapper_subclass,
 )
 from autoshard.runtime.errors import CaptureError, message, source_line
-from autoshard.runtime.graph_meta import DIFF, ENABLE_GRAD
+from autoshard.runtime.graph_meta import DIFF, ENABLE_GRAD, WITHOUT_GRADIENTS
 from autoshard.runtime.lazy import LazyGather
 
 GLOBAL_TYPES = (DTensor, LazyGather)
@@ -75,7 +75,8 @@ def capture(
     - `meta[MUTATED]`: for each further output, the index of the placeholder whose new value it
       is. The node is the same as that of a user's output where both are the mutated input;
     - `meta[ENABLE_GRAD]`: True where the caller's grad mode is off and the graph turns it on;
-      the result must then be differentiated, that is compiled and run under torch.enable_grad().
+      the result must then be differentiated, that is compiled and run under torch.enable_grad();
+    - `meta[WITHOUT_GRADIENTS]`: True where the caller's grad mode is off and no region turns it on.
 
     Grad mode, autocast, inference mode and random state are as before when it returns or raises.
     Raises CaptureError.
@@ -99,6 +100,7 @@ def capture(
         _refuse_aliases(placeholders, inputs, seen.mutated)
         result = Rebuild(gm, traced, seen, inputs, extra).run()
     outputs = result.graph.output_node().all_input_nodes
+    result.meta[WITHOUT_GRADIENTS] = not ambient_grad and not literal
     result.meta[ENABLE_GRAD] = literal and any(n.meta.get(DIFF) for n in outputs)
     return result
 

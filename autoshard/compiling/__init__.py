@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from autoshard.compiling.built import Built
 from autoshard.compiling.collectives import Collective, collectives_of
+from autoshard.compiling.cuda_graphs import (
+    check_inductor,
+    not_captured,
+    options_of,
+    rank_settings,
+    unsharded_settings,
+)
 from autoshard.compiling.debugging import DebugWatch, refuse_unsharded, settings
 from autoshard.compiling.inner import compile_local
+from autoshard.compiling.meta_graphs import off_meta
 from autoshard.compiling.parameter_use import lowered_dtypes, say_stored, traced_microbatch, use_by
 from autoshard.compiling.rendering import render
 from autoshard.compiling.serving import check_serving
+from autoshard.compiling.split_backward import SplitBackward
 from autoshard.compiling.watching import watched

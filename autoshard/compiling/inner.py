@@ -13,6 +13,7 @@ from torch import fx
 
 import autoshard
 from autoshard import passes, runtime
+from autoshard.compiling.cuda_graphs import InductorSettings
 from autoshard.compiling.inductor_order import hold_order
 from autoshard.runtime import compat
 from autoshard.runtime.compat import Finish, aot_eager, inductor_compile
@@ -28,6 +29,7 @@ def compile_local(
     inner: str,
     finish: Finish | None = None,
     settings: str = "",
+    inductor: InductorSettings = InductorSettings(),  # noqa: B008 (frozen)
 ) -> Callable[..., Any]:
     """Compile a local graph with the chosen inner compiler.
 
@@ -36,7 +38,7 @@ def compile_local(
     "tensorrt" (torch-tensorrt's backend; `serving.check_serving` says when).
     finish: rewrites each of AOTAutograd's graphs; "eager" and "tensorrt" have none. settings: all
     that `finish` depends on besides the graph and our source: torch's caches on disk are keyed by
-    them.
+    them. inductor: how Inductor is set.
     """
     if inner == "eager":
         return gm
@@ -45,7 +47,15 @@ def compile_local(
         return compat.registered_backend("torch_tensorrt")(gm, fakes, options=_TENSORRT)
     if inner == "aot_eager":
         return aot_eager(gm, fakes, finish)
-    return inductor_compile(gm, fakes, finish, settings + _source_digest(), hold_order)
+    return inductor_compile(
+        gm,
+        fakes,
+        finish,
+        settings + _source_digest(),
+        hold_order,
+        settings=inductor.values,
+        fixed=inductor.fixed,
+    )
 
 
 @functools.cache

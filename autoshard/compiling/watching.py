@@ -23,7 +23,7 @@ from autoshard.runtime.collectives import (
     step,
 )
 from autoshard.runtime.errors import message
-from autoshard.runtime.operators import exchanged_experts, unbound
+from autoshard.runtime.operators import rows_travel
 from autoshard.runtime.parameters import ACCUMULATE, unshard
 
 
@@ -100,6 +100,6 @@ def _met(local: fx.GraphModule, axes: Sequence[Axis]) -> list[Axis]:
         elif node.target is unshard:
             over = _unsharded(node)
             groups |= {axis.group for state, axis in over if shard_dim(state) is not None}
-        elif unbound(node.target)[0] is exchanged_experts:
-            groups.add(node.kwargs["axis"].group)
+        elif travel := rows_travel(node):
+            groups |= {axis.group for axis in travel}
     return [axis for axis in axes if axis.group in groups]

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from autoshard.compiling import Built
+from autoshard.compiling import Built, not_captured
 from autoshard.explain import text_costs
 from autoshard.explain.costs import folded, named
 from autoshard.explain.facts import Facts
 from autoshard.explain.tables import human, page_width, table
 from autoshard.memory import KINDS, Memory
-from autoshard.passes import MaskFound, MixtureFound, module_path
+from autoshard.passes import MaskFound, MixtureFound, ProductFound, module_path
 from autoshard.planning import WAYS, contiguous_share, is_mixture, is_view, way_of
 from autoshard.runtime.collectives import I, State, placement_words
-from autoshard.runtime.graph_meta import ATTENTION_MASKS, MIXTURES
-from autoshard.runtime.operators import exchanged_experts, reduce_add_norm, unbound
+from autoshard.runtime.graph_meta import ATTENTION_MASKS, FLOAT8, MIXTURES
+from autoshard.runtime.operators import reduce_add_norm, rows_travel
 
 
 def explain(built: Built, width: int | None = None) -> str:
@@ -36,9 +36,11 @@ def explain(built: Built, width: int | None = None) -> str:
         _masks(built, columns),
         _unbalanced(built),
         _mixtures(built, columns),
+        _float8(built, columns),
         _without_gradient(facts),
         text_costs.collectives(facts, columns),
         _inference_layers(built),
+        _cuda_graph(built),
         text_costs.beside(facts, columns),
         _memory(facts.memory),
     ]
@@ -58,6 +60,7 @@ def explain_plan(built: Built, width: int | None = None) -> str:
         _masks(built, columns),
         _unbalanced(built),
         _mixtures(built, columns),
+        _float8(built, columns),
         text_costs.beside(facts, columns),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
@@ -89,7 +92,8 @@ def _held(built: Built) -> str:
 
 
 def _recomputed(built: Built) -> str:
-    """What the plan computes again to fit, by operator, the bytes that it spares and the time."""
+    """What the plan computes again to fit, by operator, what it keeps on the host, the bytes that
+    this spares and the time."""
     chosen = built.decisions.recomputation
     if chosen is None:
         return ""
@@ -102,12 +106,26 @@ def _recomputed(built: Built) -> str:
     places = sorted(found.items(), key=lambda item: (-item[1], item[0]))
     shown = ", ".join(f"{where} x {count}" for where, count in places[:6])
     more = f" and {len(places) - 6} places more" if len(places) > 6 else ""
+    host = (
+        f", and {len(chosen.sent)} wait on the host, {human(chosen.host)} that are "
+        f"{_milliseconds(chosen.transfers)} on their way there and back"
+        if chosen.sent
+        else ""
+    )
     return (
-        f"computed again in backward: {sum(found.values())} values, so that {human(chosen.spared)} "
-        f"less is kept ({human(chosen.kept)} is), in {_milliseconds(chosen.seconds)} a step; no "
-        f"choice in these segments keeps as little in less than {_milliseconds(chosen.bound)}\n"
+        f"computed again in backward: {sum(found.values())} values{host}, so that "
+        f"{human(chosen.spared)} less is kept ({human(chosen.kept)} is), in "
+        f"{_milliseconds(chosen.seconds)} a step; no choice in these segments keeps as little in "
+        f"less than {_milliseconds(chosen.bound)}\n"
         f"  {shown}{more}"
     )
+
+
+def _cuda_graph(built: Built) -> str:
+    if not built.config.cuda_graphs:
+        return ""
+    reason = not_captured(built)
+    return f"not captured as a CUDA graph: {reason}" if reason else "captured as a CUDA graph"
 
 
 def _milliseconds(seconds: float) -> str:
@@ -176,18 +194,19 @@ _WAITS = "; the host waits for the counts of rows"
 
 def _mixtures(built: Built, width: int) -> str:
     """How each mixture of experts is split; products of experts that are planned one by one."""
-    exchanged = sum(
-        unbound(node.target)[0] is exchanged_experts for node in built.graph_module.graph.nodes
-    )
     ways = Counter(
         way_of(built.decisions.strategies[node]) or "whole on every rank"
         for node in built.serial.graph.nodes
         if is_mixture(node)
     )
     if built.mesh.axis("ep").size > 1:
+        exchanged = sum(
+            any(axis.name == "ep" for axis in rows_travel(node))
+            for node in built.graph_module.graph.nodes
+        )
         here = {f"{WAYS[3]} on ep": exchanged}
         here["weights gathered on ep"] = sum(ways.values()) - exchanged
-        ways = +Counter(here)
+        ways = +Counter(here) + (ways if built.axis.size > 1 else Counter())
     found: Counter[MixtureFound] = built.serial.meta.get(MIXTURES, Counter())
     kinds = dict.fromkeys(one.what for one in found if one.what)
     rows = [
@@ -200,6 +219,17 @@ def _mixtures(built: Built, width: int) -> str:
         if one.reason
     ]
     header = ["mixture of experts", "count", "because", "line"]
+    return table(header, rows, width) if rows else ""
+
+
+def _float8(built: Built, width: int) -> str:
+    """Products of activations and parameters: in float8, or left as they are, and why."""
+    found: Counter[ProductFound] = built.serial.meta.get(FLOAT8, Counter())
+    rows = [
+        ["as it is" if one.reason else "in float8", str(n), one.reason, one.where]
+        for one, n in found.items()
+    ]
+    header = ["product with a parameter", "count", "because", "line"]
     return table(header, rows, width) if rows else ""
 
 

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from autoshard.passes import WAIT, start_of
 from autoshard.planning import tensor_bytes
 from autoshard.runtime import compat
+from autoshard.runtime.operators import OFFLOAD
 
 aten = torch.ops.aten
 
@@ -51,8 +52,9 @@ def storages(graph: fx.Graph, given: Held, kind: str) -> dict[fx.Node, tuple[Sto
             continue
         source = alias_of(node)
         if source is None or source.meta.get("val") is None:  # some wrappers do not say
+            there = node.target is not OFFLOAD  # else in the host's memory
             parts[node] = [
-                (Storage(_nbytes(leaf), kind),) if isinstance(leaf, torch.Tensor) else ()
+                (Storage(_nbytes(leaf) * there, kind),) if isinstance(leaf, torch.Tensor) else ()
                 for leaf in pytree.tree_leaves(node.meta.get("val"))
             ]
             found[node] = tuple(one for part in parts[node] for one in part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -24,6 +24,8 @@ from autoshard.runtime.parameters import (
     unstorable,
 )
 
+T = TypeVar("T")
+
 
 def store(
     planned: dict[nn.Parameter, State], mesh: Mesh, config: Config
@@ -37,7 +39,8 @@ def store(
     the new parameter for each old one. Collective over the mesh.
     """
     axis = mesh.planned
-    planned = _as_first(planned, mesh)
+    if axis.size > 1:
+        planned = _as_first(planned, mesh)
     models = models_of(list(planned))
     _refuse_other_wrappers(models)
     if axis.size > 1:
@@ -55,17 +58,19 @@ def store(
 
 
 def store_at_home(
-    planned: Mapping[nn.Parameter, State], mesh: Mesh, config: Config
+    planned: Mapping[nn.Parameter, Mapping[str, State]], mesh: Mesh, config: Config
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Store parameters at the stages of pp that a pipeline planned, and the rest of their models on
-    the first; scalars on all. Returns the new parameter for each old one. Collective over the mesh.
+    the first; scalars on all. At its home each is stored over the data-parallel axes.
+
+    Returns the new parameter for each old one. Collective over the mesh.
     """
+    planned = _as_first(planned, mesh)
     models = models_of(list(planned))
     _refuse_other_wrappers(models)
-    states = {parameter: {"pp": state} for parameter, state in planned.items()}
-    for p in [p for model in models for p in model.parameters()]:
-        if p not in states and _is_whole(p):
-            states[p] = {"pp": H(0) if p.dim() else I}
+    left = [p for model in models for p in model.parameters() if p not in planned and _is_whole(p)]
+    states = {p: {**state, **data_states(p.dim(), mesh.axes)} for p, state in planned.items()}
+    states |= {p: {"pp": H(0) if p.dim() else I, **data_states(p.dim(), mesh.axes)} for p in left}
     moved = _moved(states, planned, mesh, config)
     for parameter in planned:
         set_planned(parameter, True)  # one that stays where it is stored
@@ -124,15 +129,13 @@ def _resting(
     return states
 
 
-def _as_first(planned: dict[nn.Parameter, State], mesh: Mesh) -> dict[nn.Parameter, State]:
+def _as_first(planned: Mapping[nn.Parameter, T], mesh: Mesh) -> dict[nn.Parameter, T]:
     """The states that the first data-parallel rank planned.
 
-    A plan depends on the shapes of the batch, which only the ranks of one tp group share; a
+    A plan depends on the shapes of the batch, which only the ranks of one tp or pp group share; a
     parameter is stored alike on all ranks. The next trace obeys what is stored. Ranks whose graphs
     read other parameters keep their own plan, and `shard_parameters` refuses.
     """
-    if mesh.planned.size == 1:
-        return planned
     said: list[Any] = [[list(parameter.shape), state] for parameter, state in planned.items()]
     for axis in reversed(data_axes(mesh.axes)):
         first = from_first(said, "storage of parameters", axis)

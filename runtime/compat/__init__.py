@@ -6,11 +6,13 @@ from autoshard.runtime.compat.version import probe  # first: it says by name wha
 
 # isort: split
 from autoshard.runtime.compat.aot import (
+    AFTER_CUT,
     Finish,
     ForwardBackward,
     JointGraph,
     aot_eager,
     forward_backward,
+    memory_of,
 )
 from autoshard.runtime.compat.autograd import (
     AccumulateGrad,
@@ -55,8 +57,19 @@ from autoshard.runtime.compat.groups import (
     process_group,
     set_group_limit,
 )
-from autoshard.runtime.compat.inductor import DECOMPOSITIONS, inductor_compile
-from autoshard.runtime.compat.inductor_memory import InductorGraph, InductorStep, inductor_step
+from autoshard.runtime.compat.inductor import (
+    DECOMPOSITIONS,
+    cuda_graphs_are_set,
+    inductor_compile,
+    inductor_settings,
+    mode_settings,
+)
+from autoshard.runtime.compat.inductor_memory import (
+    ON_HOST,
+    InductorGraph,
+    InductorStep,
+    inductor_step,
+)
 from autoshard.runtime.compat.modes import (
     ENTER_AUTOCAST,
     ENTER_INFERENCE,
@@ -99,6 +112,7 @@ from autoshard.runtime.compat.tensors import (
     detached_locals,
     dtensor_like,
     has_data_mutation,
+    is_static_address,
     local_of,
     marked_parameter,
     nccl_communicator,
@@ -109,6 +123,7 @@ from autoshard.runtime.compat.tensors import (
     shards,
     share_spec,
     spec_of,
+    transfers,
     version_of,
     wrapper_tensor,
     writes_to,

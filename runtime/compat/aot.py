@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,11 @@ def aot_eager(
         partition_fn=_cut,
         keep_inference_input_mutations=True,
     )(gm, fakes)
+
+
+AFTER_CUT: list[Callable[[fx.GraphModule, fx.GraphModule, int], Any]] = []
+"""What rewrites a forward and a backward together, as soon as they are cut: called with both, and
+the number of results in front of what is kept for backward."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,16 @@ def _cut(joint: fx.GraphModule, args: Any, **options: Any) -> Any:
         a, b = node.args[1:3]
         dims[a], dims[b] = dims[b], dims[a]
         node.target, node.args = torch.ops.aten.permute.default, (node.args[0], dims)
-    return min_cut_rematerialization_partition(joint, args, **options)
+    return after_cut(*min_cut_rematerialization_partition(joint, args, **options), options)
+
+
+def after_cut(
+    forward: fx.GraphModule, backward: fx.GraphModule, options: Mapping[str, Any]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Both graphs after `AFTER_CUT`. options: of the partitioner."""
+    for rewrite in AFTER_CUT:
+        rewrite(forward, backward, options["num_fwd_outputs"])
+    return forward, backward
 
 
 _transpose = torch.ops.aten.transpose.int
@@ -151,10 +165,15 @@ to_be_read._boxed_call = True  # type: ignore[attr-defined]  # what AOTAutograd 
 
 
 def _is_input(node: fx.Node) -> bool:
+    return memory_of(node).op == "placeholder"
+
+
+def memory_of(node: fx.Node) -> fx.Node:
+    """The node whose memory a value is in: its own, or what it is a view of."""
     while node.op == "call_function":
         schema = getattr(node.target, "_schema", None)
         first = schema.arguments[0].alias_info if schema and schema.arguments else None
         if first is None or first.is_write or not isinstance(node.args[0], fx.Node):
-            return False
+            break
         node = node.args[0]
-    return node.op == "placeholder"
+    return node

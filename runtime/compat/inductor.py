@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch.utils._ordered_set import OrderedSet
 
-from autoshard.runtime.compat.aot import Finish
-from autoshard.runtime.compat.version import probe_compilers
+from autoshard.runtime.compat.aot import Finish, after_cut
+from autoshard.runtime.compat.version import PARTITIONER, probe, probe_compilers
+from autoshard.runtime.graph_meta import HOST
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 """Operators that Inductor gets in smaller ones, which it fuses."""
@@ -26,26 +28,86 @@ def inductor_compile(
     finish: Finish | None = None,
     digest: str = "",
     order: Order | None = None,
+    settings: Mapping[str, Any] | None = None,
+    fixed: Sequence[int] | None = None,
 ) -> Callable[..., Any]:
-    """AOTAutograd and Inductor. digest: what `finish` depends on besides the graph. order: what
-    Inductor must keep."""
+    """AOTAutograd and Inductor.
+
+    digest: what `finish` depends on besides the graph. order: what Inductor must keep. settings:
+    of `torch._inductor.config`. fixed: positions of the inputs that lie where they lay in the
+    last call, for CUDA graphs; None: what Dynamo has said of the graph.
+    """
     probe_compilers()
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    moving: set[str] = set()
+
     def inner_compile(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        backward = bool(options.get("is_backward"))
+        if fixed is not None and backward:
+            options["static_input_idxs"] = _not_among(graph, options["static_input_idxs"], moving)
+        elif fixed is not None:
+            # AOTAutograd puts constants of the graph before its inputs
+            own = len([*gm.named_parameters(), *gm.named_buffers()])
+            options["static_input_idxs"] = [*range(own), *(own + i for i in fixed)]
+            moving.update(_made_outside(graph))
         if finish is None:
             return compile_fx_inner(graph, inputs, **options)
-        finish(graph, bool(options.get("is_backward")))
+        finish(graph, backward)
         with config.patch(post_grad_custom_post_pass=keep_order(order)):
             return compile_fx_inner(graph, inputs, **options)
 
     add_decompositions()
     # AOTAutograd's cache takes only functions it is told of; the value becomes part of the key.
     known = config.unsafe_marked_cacheable_functions
-    with config.patch(unsafe_marked_cacheable_functions={**known, **_cache_keys(gm, digest)}):
-        compiled: Any = compile_fx(gm, fakes, inner_compile=inner_compile)
+    keys = _cache_keys(gm, digest if fixed is None else f"{digest} {list(fixed)}")
+    cached = {"unsafe_marked_cacheable_functions": {**known, **keys}}
+    with config.patch(**cached, **partitioner(gm)):
+        compiled: Any = compile_fx(
+            gm, fakes, inner_compile=inner_compile, config_patches=dict(settings or {})
+        )
     return compiled  # type: ignore[no-any-return]
+
+
+def cuda_graphs_are_set() -> bool:
+    """Whether Inductor's own configuration asks for CUDA graphs."""
+    from torch._inductor import config
+
+    return bool(config.triton.cudagraphs)
+
+
+def inductor_settings() -> list[str]:
+    """The names in Inductor's configuration."""
+    from torch._inductor import config
+
+    return list(config.get_config_copy())
+
+
+def mode_settings(mode: str) -> dict[str, Any]:
+    """What torch.compile's `mode` sets in Inductor's configuration."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode))
+
+
+def _made_outside(graph: fx.GraphModule) -> set[str]:
+    """The values that a CUDA graph of `graph` has from outside, from operators that cannot be
+    captured: they lie elsewhere in each call, also when backward reads them."""
+    found: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        if node.op != "call_function":
+            continue
+        tags = getattr(node.target, "tags", ())
+        views = getattr(node.target, "is_view", False) and set(node.all_input_nodes) & found
+        if torch.Tag.cudagraph_unsafe in tags or views:
+            found.add(node)
+    return {node.name for node in found}
+
+
+def _not_among(graph: fx.GraphModule, positions: Sequence[int], names: set[str]) -> list[int]:
+    inputs = graph.graph.find_nodes(op="placeholder")
+    return [i for i in positions if inputs[i].name not in names]
 
 
 def add_decompositions() -> None:
@@ -72,10 +134,40 @@ def _cache_keys(gm: fx.GraphModule, digest: str) -> dict[str, str]:
         if node.op == "call_function" and module.startswith("autoshard."):
             functions.add(f"{module}.{node.target.__name__}")
         tag = [node.meta.get(key) for key in ("recompute", "ac_graph_id")]
+        tag.append(node.meta.get("custom", {}).get(HOST))
         if any(t is not None for t in tag):
             tags.append(f"{node.name} {tag}")
     key = hashlib.sha256("\n".join(tags).encode()).hexdigest()
     return {name: key for name in sorted(functions)}
+
+
+def partitioner(gm: fx.GraphModule) -> dict[str, Any]:
+    """Inductor's settings for a graph of which something is kept on the host: the partitioner that
+    it has, and `AFTER_CUT`. Nothing for others."""
+    if not any(node.meta.get("custom", {}).get(HOST) for node in gm.graph.nodes):
+        return {}
+    probe(PARTITIONER)
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+
+    theirs: Any = config.custom_partitioner_fn
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+            for node in gm.graph.nodes:
+                # parts of a derivative carry the tag of the operator that it is of
+                if node.meta.get("partitioner_tag") == "is_backward":
+                    node.meta.pop("recompute", None)
+            cut: Any = theirs or min_cut_rematerialization_partition
+            forward, backward = cut(gm, joint_inputs, **options)
+            return after_cut(forward, backward, options)
+
+        def uuid(self) -> Any:
+            ours = get_hash_for_files((__file__,))
+            return ours if theirs is None else theirs.uuid() and (ours, theirs.uuid())
+
+    return {"custom_partitioner_fn": Partitioner()}
 
 
 def keep_order(order: Order | None) -> Any:

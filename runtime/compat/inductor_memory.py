@@ -19,7 +19,15 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
 
 from autoshard.runtime.compat.aot import Finish, to_be_read
-from autoshard.runtime.compat.inductor import Order, add_decompositions, keep_order
+from autoshard.runtime.compat.inductor import (
+    Order,
+    add_decompositions,
+    keep_order,
+    partitioner,
+)
+
+ON_HOST: set[Any] = set()
+"""Operators whose result is in the host's memory, whatever the graph's device."""
 
 
 class InductorKernel(NamedTuple):
@@ -116,7 +124,7 @@ def _generated(
     try:
         with (
             config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
-            inductor_config.patch(fx_graph_cache=False),
+            inductor_config.patch(fx_graph_cache=False, **partitioner(gm)),
         ):
             compile_fx(gm, list(fakes), inner_compile=inner_compile)
     except Exception as error:
@@ -229,10 +237,13 @@ class _Plan:
         from torch._inductor import ir
 
         layout = buffer.get_output_spec()
-        if not isinstance(layout, ir.Layout) or isinstance(layout, ir.MutationLayoutSHOULDREMOVE):
+        if isinstance(layout, ir.MutationLayoutSHOULDREMOVE):
             return
         operands = list(buffer.get_inputs_that_alias_output())
-        if operands and operands[0] in self.holds:
+        if not isinstance(layout, ir.Layout):  # its results are buffers of their own
+            if operands:
+                self._alias(buffer.get_name(), operands[0])
+        elif operands and operands[0] in self.holds:
             self._alias(buffer.get_name(), operands[0])
         else:
             self._make(buffer)
@@ -244,6 +255,9 @@ class _Plan:
         numel = int(hint(graph.get_allocation_storage_size(buffer), fallback=0))
         self.made[name] = numel * buffer.get_dtype().itemsize
         self.holds[name] = self.alive[name] = name
+        makers = [buffer, *(getattr(buffer, "inputs", None) or ())][:2]
+        if any(getattr(maker, "op_overload", None) in ON_HOST for maker in makers):
+            self.made[name] = 0
         # of a collective the last origin is the wait for it, and others are those of its operand
         operator = getattr(buffer, "op_overload", None)
         own = [node for node in buffer.origins if node.target is operator]

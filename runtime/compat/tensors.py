@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from autoshard.runtime.compat.version import TRANSFERS, probe
 from autoshard.runtime.errors import AutoshardError, message
 
 
@@ -76,6 +78,11 @@ def shards(placement: Placement) -> bool:
 def local_of(tensor: DTensor) -> torch.Tensor:
     """The local tensor itself: `to_local()` costs an autograd function a call."""
     return tensor._local_tensor
+
+
+def is_static_address(tensor: torch.Tensor) -> bool:
+    """Whether somebody has said, by `torch._dynamo.mark_static_address`, that its memory stays."""
+    return getattr(tensor, "_dynamo_static_input_type", None) is not None
 
 
 def version_of(tensor: DTensor) -> tuple[int, int]:
@@ -143,3 +150,13 @@ _specs: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 
 plain_attributes = torch._C.DisableTorchFunctionSubclass
 """Inside, reading `grad`, `requires_grad` or hooks of a DTensor does not first ask its class."""
+
+
+@functools.cache
+def transfers() -> Any:
+    """torch's `offload`, `reload` and `wait_tensor`, which copy between a GPU and the host on a
+    stream of their own. AutoshardError where this torch has none."""
+    probe(TRANSFERS)
+    from torch._functorch._activation_offloading import offload_ops
+
+    return offload_ops

@@ -99,10 +99,21 @@ torch._inductor.fx_passes.control_dependencies.preserve_node_ordering
 torch._inductor.fx_passes.post_grad.view_to_reshape
 torch._inductor.graph.GraphLowering
 torch._inductor.ir
+torch._inductor.list_mode_options
 torch._inductor.virtualized.V
 torch.utils._ordered_set.OrderedSet
 """.split()
 """Private names that are imported with a compiler, at the first graph: it takes seconds."""
+
+PARTITIONER = ["torch._inductor.custom_graph_pass.CustomPartitionerFn"]
+"""Private names that Inductor's graphs need where values are kept on the host."""
+
+TRANSFERS = """
+torch._functorch._activation_offloading.offload_ops.offload
+torch._functorch._activation_offloading.offload_ops.reload
+torch._functorch._activation_offloading.offload_ops.wait_tensor
+""".split()
+"""Private names that GPUs use where values are kept on the host; torch 2.11 lacks them."""
 
 
 def probe(names: list[str] = PRIVATE) -> None:

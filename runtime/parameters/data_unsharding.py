@@ -48,6 +48,10 @@ class ParameterPolicy(NamedTuple):
     deferred: tuple[str, ...] = ()
     gathered: bool = True
 
+    def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter is gathered and computed with."""
+        return self.param if self.param is not None and stored.is_floating_point else stored
+
     def pending_dtype(self, stored: torch.dtype) -> torch.dtype:
         """The dtype in which microbatches are summed: the parameter's, or a wider one they travel
         in."""

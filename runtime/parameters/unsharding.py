@@ -30,7 +30,7 @@ from autoshard.runtime.parameters.data_unsharding import (
     unshard,
 )
 from autoshard.runtime.parameters.gradients import GradientLayouts, accumulate, unalias
-from autoshard.runtime.parameters.layout import extents, part_like, stored_states
+from autoshard.runtime.parameters.layout import extents, local_bounds, part_like, stored_states
 from autoshard.runtime.parameters.record import pending_of, policy_of
 
 
@@ -61,7 +61,9 @@ def unshard_parameter(
     uneven = {a.name: sizes[a.name] for a in axes if sizes.get(a.name, 0) % a.size}
     (x,) = unwrap(parameter)
     policy, pending = policy_of(parameter)._replace(param=None), pending_of(parameter)
-    data = data_axes(axes)
+    home = home_rank(states.get("pp", I))
+    away = any(axis.name == "pp" and home not in (None, axis.rank) for axis in axes)
+    data = () if away else data_axes(axes)  # where there are no rows, there is nothing to gather
     shared = [axis for axis in axes if axis.name not in DATA_AXES]
     if x.requires_grad and not data and all(states.get(a.name, I) == I for a in shared):
         x = _OwnGradient.apply(x)
@@ -88,9 +90,10 @@ def unshard_parameter(
         x = x.to(dtype)
     on_backward_done(root, held, microbatch)
     for axis in shared:
-        home = home_rank(states[axis.name])
-        if home is not None:
-            x = _FromHome.apply(x, home, axis, parameter.shape)
+        if axis.name == "pp" and home is not None:
+            inside = [one for one in shared if one is not axis]
+            shape = [high - low for low, high in local_bounds(parameter.shape, states, inside)]
+            x = _FromHome.apply(x, home, axis, shape)
             continue
         x = redistribute(x, states[axis.name], I, axis, uneven.get(axis.name))
     return x
@@ -101,7 +104,7 @@ class _FromHome(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, home: int, axis: Axis, shape: torch.Size
+        ctx: Any, x: torch.Tensor, home: int, axis: Axis, shape: Sequence[int]
     ) -> torch.Tensor:
         ctx.away = axis.rank != home
         whole = x.new_empty(shape) if ctx.away else x.detach().clone()

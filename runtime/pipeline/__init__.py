@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from autoshard.runtime.pipeline.channel import GroupChannel, ValueMeta
-from autoshard.runtime.pipeline.execution import Loan, PipelineResult, RankPipeline
-from autoshard.runtime.pipeline.schedules import SCHEDULES, picture, timeline
+from autoshard.runtime.pipeline.execution import Loan, PipelineResult, RankPipeline, RankStage
+from autoshard.runtime.pipeline.schedules import (
+    SCHEDULES,
+    Action,
+    ScheduleShape,
+    Timeline,
+    is_possible,
+    most_kept,
+    picture,
+    timeline,
+)
 from autoshard.runtime.pipeline.stage import StageProgram
 from autoshard.runtime.pipeline.step import step_loss, without_loss

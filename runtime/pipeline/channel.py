@@ -32,7 +32,8 @@ class ValueMeta(NamedTuple):
 
 
 class Channel(Protocol):
-    """The transfers of one stage; messages between two stages arrive in the order of sending."""
+    """The transfers of one rank; messages between two ranks in one direction, forward or back,
+    arrive in the order of sending."""
 
     device: torch.device
 
@@ -53,12 +54,22 @@ class GroupChannel:
     """A channel over process groups: one for each direction.
 
     With one for both, a device that waits in a group's queue for what its neighbour sends would
-    keep back what the neighbour waits for.
+    keep back what the neighbour waits for. So what goes around, from the last rank to the first,
+    has groups of its own: of two ranks it meets what goes straight on. all_groups: the ranks of
+    every group of the axis. around: whether anything goes around.
     """
 
-    def __init__(self, axis: Axis, device: torch.device) -> None:
+    def __init__(
+        self,
+        axis: Axis,
+        device: torch.device,
+        all_groups: Sequence[Sequence[int]],
+        around: bool = False,
+    ) -> None:
         self.rank, self.device = axis.rank, device
-        self.groups: list[Any] = [compat.process_group(axis.group), _other_group(axis)]
+        first, *others = [_other_group(axis, all_groups, i) for i in range(3 if around else 1)]
+        self.groups: list[Any] = [compat.process_group(axis.group), first]
+        self.groups += others or self.groups
         self.under_way: list[tuple[Any, torch.Tensor]] = []
         self.sent_bytes = 0
 
@@ -68,40 +79,46 @@ class GroupChannel:
         for value in values:
             value = value.contiguous()
             self.sent_bytes += value.nbytes
-            work = dist.isend(value, group=self.groups[back], group_dst=to)
+            work = dist.isend(value, group=self._group(self.rank, to, back), group_dst=to)
             self.under_way.append((work, value))
 
     def receive(self, source: int, metas: Sequence[ValueMeta], back: bool) -> list[torch.Tensor]:
         """See `Channel`."""
         found = [meta.empty(self.device) for meta in metas]
-        works = [dist.irecv(x, group=self.groups[back], group_src=source) for x in found]
+        group = self._group(source, self.rank, back)
+        works = [dist.irecv(x, group=group, group_src=source) for x in found]
         for work in works:
-            self._wait(work, back)
+            self._wait(work)
         return found
 
     def finish(self) -> None:
         """See `Channel`."""
         for work, _ in self.under_way:
-            self._wait(work, False)
+            self._wait(work)
         self.under_way.clear()
 
-    def _wait(self, work: Any, back: bool) -> None:
+    def _group(self, source: int, to: int, back: bool) -> Any:
+        around = to > source if back else to < source
+        return self.groups[2 * around + back]
+
+    def _wait(self, work: Any) -> None:
         """Wait as long as collectives do: gloo's transfers take no limit from their group."""
-        limit = compat.group_limit(self.groups[back]) if self.device.type == "cpu" else None
+        limit = compat.group_limit(self.groups[0]) if self.device.type == "cpu" else None
         if limit is None:
             work.wait()
         else:
             work.wait(timedelta(seconds=limit))
 
 
-_others: dict[tuple[str, int], Any] = {}
+_others: dict[tuple[str, int, int], Any] = {}
 
 
-def _other_group(axis: Axis) -> Any:
-    """A second group of the ranks of an axis. Collective in the world at first."""
-    key = axis.group, id(dist.group.WORLD)
+def _other_group(axis: Axis, all_groups: Sequence[Sequence[int]], number: int) -> Any:
+    """Another group of the ranks of an axis. Collective in the world at first."""
+    key = axis.group, number, id(dist.group.WORLD)
     if key not in _others:
-        ranks = dist.get_process_group_ranks(compat.process_group(axis.group))
-        _others[key] = dist.new_group(ranks)
+        own = dist.get_process_group_ranks(compat.process_group(axis.group))
+        made = [dist.new_group(list(ranks)) for ranks in all_groups]
+        _others[key] = made[[list(ranks) for ranks in all_groups].index(own)]
     limit_group(_others[key].group_name)
     return _others[key]

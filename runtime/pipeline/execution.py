@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard.runtime import compat
-from autoshard.runtime.collectives import Axis, P, State, shard_dim
+from autoshard.runtime.collectives import Axis, I, P, State, convert, shard_dim
 from autoshard.runtime.pipeline.channel import Channel, ValueMeta
 from autoshard.runtime.pipeline.outputs import Withheld
 from autoshard.runtime.pipeline.schedules import Action, forwards
@@ -20,17 +20,20 @@ from autoshard.runtime.pipeline.stage import StageProgram, StageRun
 @dataclass(frozen=True)
 class PipelineResult:
     """An output of the model that depends on parameters. like: a fake of it, of the whole batch.
-    state: how micro-batches make it up. stage: where it is made."""
+    state: how micro-batches make it up. rank, chunk: of the stage where it is made. shard: its
+    state on tp there."""
 
     position: int
     like: torch.Tensor
     state: State
-    stage: int
+    rank: int
+    chunk: int = 0
+    shard: State = I
 
 
 @dataclass(frozen=True)
 class Loan:
-    """A parameter that another stage reads too, by its place among the parameters of the graph."""
+    """A parameter that another rank reads too, by its place among the parameters of the graph."""
 
     parameter: int
     meta: ValueMeta
@@ -38,44 +41,57 @@ class Loan:
     borrower: int
 
 
+@dataclass(frozen=True)
+class RankStage:
+    """One of a rank's stages. parameters: of the graph's parameters, those that it reads; shared:
+    of the rank's shared values."""
+
+    program: StageProgram
+    parameters: list[int]
+    shared: list[int]
+
+
 @dataclass(kw_only=True)
 class RankPipeline:
     """The data of one rank for every call of one graph.
 
-    parameters: of the graph's parameters, those that the stage reads. homes: the stage that stores
-    each of them; None: all do. shared: makes the shared values of the graph's inputs; dims: the dim
-    of which a micro-batch takes rows, of each that the stage reads. loss: the position of the
-    output that is differentiated.
+    homes: the rank that stores each of the graph's parameters; None: all do. sums: the dtype in
+    which the gradients of micro-batches of each add up, and are sent home. shared: makes the
+    shared values of the graph's inputs; dims: the dim of which a micro-batch takes rows, of each
+    that a stage reads. loss: the position of the output that is differentiated. tp: the axis over
+    which results that are shards are gathered.
     """
 
     axis: Axis
-    stage: StageProgram
+    stages: list[RankStage]
     actions: list[Action]
     microbatches: int
-    parameters: list[int]
     homes: list[int | None]
+    sums: list[torch.dtype]
     loans: list[Loan]
     shared: Callable[..., Sequence[torch.Tensor]]
     dims: list[int | None]
     results: list[PipelineResult]
     loss: int | None
     graded: torch.Tensor | None = None
+    tp: Axis | None = None
 
     def train(
         self, channel: Channel, parameters: Sequence[torch.Tensor], inputs: Sequence[Any]
-    ) -> tuple[torch.Tensor, list[torch.Tensor | None], StageRun]:
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """The loss, and its gradient by what this rank stores of each of the graph's parameters."""
-        run = self._run(channel, parameters, inputs, self.actions, True)
-        gradients = self._gradients(channel, parameters, run)
+        runs = self._run(channel, parameters, inputs, self.actions, True)
+        gradients = self._gradients(channel, parameters, runs)
         result = next(each for each in self.results if each.position == self.loss)
-        return self._on_all(result, run, channel), gradients, run
+        return self._on_all(result, runs, channel), gradients
 
     def outputs(
         self, channel: Channel, parameters: Sequence[torch.Tensor], inputs: Sequence[Any]
     ) -> dict[int, torch.Tensor]:
         """The outputs of the whole batch, on every rank, by their position."""
-        run = self._run(channel, parameters, inputs, forwards(self.microbatches), False)
-        return {each.position: self._on_all(each, run, channel) for each in self.results}
+        actions = forwards(self.microbatches, len(self.stages))
+        runs = self._run(channel, parameters, inputs, actions, False)
+        return {each.position: self._on_all(each, runs, channel) for each in self.results}
 
     def withheld(self) -> dict[int, torch.Tensor]:
         """Stand-ins for the outputs besides the loss."""
@@ -89,17 +105,22 @@ class RankPipeline:
         inputs: Sequence[Any],
         actions: Sequence[Action],
         train: bool,
-    ) -> StageRun:
+    ) -> list[StageRun]:
         with torch.no_grad():
             whole = self.shared(*inputs)
             borrowed = self._borrow(channel, parameters)
-        own = [borrowed.get(i, parameters[i]) for i in self.parameters]
         parts = [_parts(x, dim, self.microbatches) for x, dim in zip(whole, self.dims)]
-        run = StageRun(self.stage, channel, own, lambda k: [part[k] for part in parts], train)
+        runs = []
+        for stage in self.stages:
+            own = [borrowed.get(i, parameters[i]) for i in stage.parameters]
+            given = [parts[i] for i in stage.shared]
+            rows = _rows(given)
+            sums = [self.sums[i] for i in stage.parameters]
+            runs.append(StageRun(stage.program, channel, own, rows, train, sums))
         for action in actions:
-            run.run(action)
+            runs[action.chunk].run(action)
         channel.finish()
-        return run
+        return runs
 
     def _borrow(
         self, channel: Channel, parameters: Sequence[torch.Tensor]
@@ -114,20 +135,25 @@ class RankPipeline:
         return found
 
     def _gradients(
-        self, channel: Channel, parameters: Sequence[torch.Tensor], run: StageRun
+        self, channel: Channel, parameters: Sequence[torch.Tensor], runs: Sequence[StageRun]
     ) -> list[torch.Tensor | None]:
         """Of each parameter, at its home; elsewhere of no rows. None where the graph has none."""
-        own = dict(zip(self.parameters, run.gradients))
+        own: dict[int, torch.Tensor | None] = {}
+        for stage, run in zip(self.stages, runs):
+            for i, x in zip(stage.parameters, run.gradients):
+                before = own.get(i)
+                own[i] = x if before is None else before if x is None else before + x
         for loan in self.loans:
             if not loan.meta.graded:
                 continue
+            meta = loan.meta._replace(dtype=self.sums[loan.parameter])
             if loan.borrower == self.axis.rank:
                 gradient = own.pop(loan.parameter)
                 if gradient is None:
-                    gradient = loan.meta.empty(parameters[loan.parameter].device).zero_()
+                    gradient = meta.empty(parameters[loan.parameter].device).zero_()
                 channel.send(loan.home, [gradient], back=True)
             elif loan.home == self.axis.rank:
-                (x,) = channel.receive(loan.borrower, [loan.meta], back=True)
+                (x,) = channel.receive(loan.borrower, [meta], back=True)
                 before = own.get(loan.parameter)
                 own[loan.parameter] = x if before is None else before + x
         channel.finish()
@@ -145,17 +171,22 @@ class RankPipeline:
                 found.append(None)
                 continue
             if gradient is None:
-                gradient = torch.zeros_like(parameter)
+                gradient = torch.zeros_like(parameter, dtype=self.sums[i])
             if home is None:
                 gradient = gradient.clone()
                 dist.all_reduce(gradient, group=group)
             found.append(gradient)
         return found
 
-    def _on_all(self, result: PipelineResult, run: StageRun, channel: Channel) -> torch.Tensor:
+    def _on_all(
+        self, result: PipelineResult, runs: Sequence[StageRun], channel: Channel
+    ) -> torch.Tensor:
         """A result of the whole batch, sent by the stage that has made its parts."""
-        if result.stage == self.axis.rank:
+        if result.rank == self.axis.rank:
+            run = runs[result.chunk]
             parts = [run.results[k][result.position] for k in range(self.microbatches)]
+            if self.tp is not None and shard_dim(result.shard) is not None:
+                parts = [convert(part, result.shard, I, self.tp) for part in parts]
             dim = shard_dim(result.state)
             if dim is not None:
                 whole = torch.cat(parts, dim)
@@ -167,9 +198,15 @@ class RankPipeline:
             whole = torch.empty(tuple(like.shape), dtype=like.dtype, device=channel.device)
         data = whole.view(-1).view(torch.uint8) if whole.dtype == torch.bool else whole
         group = compat.process_group(self.axis.group)
-        dist.broadcast(data, group=group, group_src=result.stage)
+        dist.broadcast(data, group=group, group_src=result.rank)
         return whole
 
 
 def _parts(x: torch.Tensor, dim: int | None, n: int) -> Sequence[torch.Tensor]:
     return [x] * n if dim is None else x.chunk(n, dim)
+
+
+def _rows(
+    parts: Sequence[Sequence[torch.Tensor]],
+) -> Callable[[int], Sequence[torch.Tensor]]:
+    return lambda k: [part[k] for part in parts]

@@ -1,9 +1,18 @@
-"""Schedules of a pipeline: for each stage the order of its forwards and backwards, as data.
+"""Schedules of a pipeline: for each rank the order of its work, as data.
 
-    gpipe   F0 F1 F2 F3 .  .  B0 B1 B2 B3      all forwards, then all backwards
-    1f1b    F0 F1 B0 F2 B1 F3 B2 .  B3         stage i keeps at most p - i micro-batches
+    gpipe        F0 F1 F2 F3 .  .  B0 B1 B2 B3      all forwards, then all backwards
+    1f1b         F0 F1 B0 F2 B1 F3 B2 .  B3         rank i keeps at most p - i micro-batches
+    interleaved  F0a F1a F0b F1b B0b F2a ...        v stages a rank: the model goes around v times
+    zb1          F0 F1 I0 F2 I1 W0 F3 I2 W1 ...     a backward in two: by inputs, by weights
 
-Both are idle for (p - 1) / (m + p - 1) of a step of m micro-batches on p equal stages.
+Where stages take equally long, and a backward as long as two forwards, a step of m micro-batches on
+p ranks is idle for (p - 1) / (m + p - 1) of it with the first two, (p - 1) / (v m + p - 1) with
+`interleaved`, and (p - 1) / (3 m + p - 1) with `zb1`, m at least p: the gradient by inputs is what
+the stage before waits for, and that by weights fills the gaps.
+
+`interleaved` is the order of Megatron-LM (D. Narayanan et al., "Efficient large-scale language
+model training on GPU clusters", 2021, section 2.2), `zb1` the ZB-H1 of P. Qi et al., "Zero bubble
+pipeline parallelism", 2023, section 3.1.
 """
 
 from __future__ import annotations
@@ -11,51 +20,118 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-Work = Literal["F", "B"]
+Work = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
-    """The forward ("F") or the backward ("B") of one micro-batch on one stage."""
+    """The work of one micro-batch on one stage: its forward ("F"), its backward ("B"), or the parts
+    of that: by inputs ("I"), by weights ("W"). chunk: which of the rank's stages."""
 
     work: Work
     microbatch: int
+    chunk: int = 0
 
     def __str__(self) -> str:
         return f"{self.work}{self.microbatch}"
 
 
-def gpipe(stage: int, stages: int, microbatches: int) -> list[Action]:
+class ScheduleShape(NamedTuple):
+    """What a schedule is made for; chunks: stages a rank. Stage c p + r is chunk c of rank r."""
+
+    ranks: int
+    microbatches: int
+    chunks: int = 1
+
+
+def gpipe(rank: int, shape: ScheduleShape) -> list[Action]:
     """All forwards, then all backwards."""
-    numbers = range(microbatches)
+    numbers = range(shape.microbatches)
     return [*(Action("F", k) for k in numbers), *(Action("B", k) for k in numbers)]
 
 
-def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list[Action]:
+def one_forward_one_backward(rank: int, shape: ScheduleShape) -> list[Action]:
     """Forwards until the first gradient can come, then a backward for each forward."""
-    ahead = min(stages - stage - 1, microbatches)
+    count = shape.microbatches
+    ahead = min(shape.ranks - rank - 1, count)
     actions = [Action("F", k) for k in range(ahead)]
-    for k in range(microbatches):
-        if ahead + k < microbatches:
+    for k in range(count):
+        if ahead + k < count:
             actions.append(Action("F", ahead + k))
         actions.append(Action("B", k))
     return actions
 
 
-SCHEDULES: dict[str, Callable[[int, int, int], list[Action]]] = {
+def interleaved(rank: int, shape: ScheduleShape) -> list[Action]:
+    """The same over groups of micro-batches, as many as there are ranks, that take turns on the
+    rank's stages."""
+    ranks, count, chunks = shape
+    group = count // rounds(shape)
+
+    def numbered(work: Work, i: int) -> Action:
+        chunk = i // group % chunks
+        number = i // (group * chunks) * group + i % group
+        return Action(work, number, chunk if work == "F" else chunks - 1 - chunk)
+
+    ahead = min((chunks - 1) * group + 2 * (ranks - rank - 1), count * chunks)
+    actions = [numbered("F", i) for i in range(ahead)]
+    for i in range(count * chunks):
+        if ahead + i < count * chunks:
+            actions.append(numbered("F", ahead + i))
+        actions.append(numbered("B", i))
+    return actions
+
+
+def zero_bubble(rank: int, shape: ScheduleShape) -> list[Action]:
+    """1f1b, where a gradient by weights is computed `rank` micro-batches after that by inputs."""
+    actions: list[Action] = []
+    for each in one_forward_one_backward(rank, shape):
+        if each.work == "F":
+            actions.append(each)
+            continue
+        actions.append(Action("I", each.microbatch))
+        if each.microbatch >= rank:
+            actions.append(Action("W", each.microbatch - rank))
+    late = range(max(0, shape.microbatches - rank), shape.microbatches)
+    return [*actions, *(Action("W", k) for k in late)]
+
+
+SCHEDULES: dict[str, Callable[[int, ScheduleShape], list[Action]]] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "zb1": zero_bubble,
 }
-"""By the name that the option `schedule` has: of (stage, stages, microbatches)."""
+"""By the name that the option `schedule` has: of a rank."""
 
 
-def forwards(microbatches: int) -> list[Action]:
+def rounds(shape: ScheduleShape) -> int:
+    """Into how many groups `interleaved` divides the micro-batches."""
+    return max(1, shape.microbatches // shape.ranks)
+
+
+def is_possible(schedule: str, shape: ScheduleShape) -> bool:
+    """Whether a schedule exists: the groups of `interleaved` are of one size."""
+    return schedule != "interleaved" or shape.microbatches % rounds(shape) == 0
+
+
+def forwards(microbatches: int, chunks: int = 1) -> list[Action]:
     """The forwards alone, where nothing is differentiated."""
-    return [Action("F", k) for k in range(microbatches)]
+    return [Action("F", k, c) for k in range(microbatches) for c in range(chunks)]
+
+
+def most_kept(schedule: str, shape: ScheduleShape, rank: int) -> list[int]:
+    """The most micro-batches of which each of a rank's stages keeps the activations."""
+    alive, most = [0] * shape.chunks, [0] * shape.chunks
+    for each in SCHEDULES[schedule](rank, shape):
+        if each.work != "I":
+            alive[each.chunk] += 1 if each.work == "F" else -1
+            most[each.chunk] = max(most[each.chunk], alive[each.chunk])
+    return most
 
 
 class Timeline(NamedTuple):
-    """When a schedule's actions run: (start, end) of each, a stage a list. idle: the part of the
-    time between the first start and the last end in which stages wait."""
+    """When a schedule's actions run: (start, end) of each, a rank a list. idle: the part of the
+    time between the first start and the last end in which ranks wait."""
 
     spans: list[list[tuple[float, float]]]
     seconds: float
@@ -63,49 +139,63 @@ class Timeline(NamedTuple):
 
 
 def timeline(
-    schedule: str, microbatches: int, forward: Sequence[float], backward: Sequence[float]
+    schedule: str,
+    microbatches: int,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    chunks: int = 1,
 ) -> Timeline:
-    """The times of a schedule whose transfers cost nothing. forward, backward: of each stage."""
-    stages = len(forward)
-    orders = [SCHEDULES[schedule](s, stages, microbatches) for s in range(stages)]
-    done: dict[tuple[int, Action], float] = {}
-    spans: list[list[tuple[float, float]]] = [[] for _ in range(stages)]
+    """The times of a schedule whose transfers cost nothing. forward, backward: of each stage; each
+    half of a backward takes half of it."""
+    shape = ScheduleShape(len(forward) // chunks, microbatches, chunks)
+    orders = [SCHEDULES[schedule](rank, shape) for rank in range(shape.ranks)]
+    done: dict[tuple[int, Work, int], float] = {}
+    spans: list[list[tuple[float, float]]] = [[] for _ in orders]
     while any(len(span) < len(order) for span, order in zip(spans, orders)):
-        for stage, order in enumerate(orders):
-            while len(spans[stage]) < len(order):
-                action = order[len(spans[stage])]
-                after = _needs(stage, stages, action)
+        for rank, order in enumerate(orders):
+            while len(spans[rank]) < len(order):
+                action = order[len(spans[rank])]
+                stage = action.chunk * shape.ranks + rank
+                after = _needs(stage, len(forward), action)
                 if any(each not in done for each in after):
                     break
                 begin = max([done[each] for each in after], default=0.0)
-                begin = max(begin, spans[stage][-1][1] if spans[stage] else 0.0)
-                cost = forward[stage] if action.work == "F" else backward[stage]
-                spans[stage].append((begin, begin + cost))
-                done[stage, action] = begin + cost
+                begin = max(begin, spans[rank][-1][1] if spans[rank] else 0.0)
+                part = 1 if action.work == "B" else 0.5
+                cost = forward[stage] if action.work == "F" else part * backward[stage]
+                spans[rank].append((begin, begin + cost))
+                given = "B" if action.work == "I" else action.work
+                done[stage, given, action.microbatch] = begin + cost
     seconds = max(span[-1][1] for span in spans)
     busy = sum(end - begin for span in spans for begin, end in span)
-    return Timeline(spans, seconds, 1 - busy / (seconds * stages) if seconds else 0.0)
+    return Timeline(spans, seconds, 1 - busy / (seconds * shape.ranks) if seconds else 0.0)
 
 
-def _needs(stage: int, stages: int, action: Action) -> list[tuple[int, Action]]:
-    """What must be done before an action besides the stage's own actions before it."""
+def _needs(stage: int, stages: int, action: Action) -> list[tuple[int, Work, int]]:
+    """What must be done before an action besides the rank's own actions before it."""
+    k = action.microbatch
     if action.work == "F":
-        return [(stage - 1, action)] if stage else []
-    return (
-        [(stage + 1, action)] if stage + 1 < stages else [(stage, Action("F", action.microbatch))]
-    )
+        return [(stage - 1, "F", k)] if stage else []
+    if action.work == "W":
+        return [(stage, "B", k)]
+    return [(stage + 1, "B", k)] if stage + 1 < stages else [(stage, "F", k)]
 
 
-def picture(schedule: str, stages: int, microbatches: int) -> str:
-    """The schedule as text, a stage a line, where a backward takes as long as two forwards."""
-    times = timeline(schedule, microbatches, [1.0] * stages, [2.0] * stages)
-    width = len(str(microbatches - 1)) + 2
+def picture(schedule: str, ranks: int, microbatches: int, chunks: int = 1) -> str:
+    """The schedule as text, a rank a line, where a backward takes as long as two forwards.
+
+    With several stages a rank they have letters.
+    """
+    stages = ranks * chunks
+    times = timeline(schedule, microbatches, [1.0] * stages, [2.0] * stages, chunks)
+    width = len(str(microbatches - 1)) + 2 + (chunks > 1)
     lines = []
-    for stage, spans in enumerate(times.spans):
+    for rank, spans in enumerate(times.spans):
         line = [" " * width] * round(times.seconds)
-        order = SCHEDULES[schedule](stage, stages, microbatches)
+        order = SCHEDULES[schedule](rank, ScheduleShape(ranks, microbatches, chunks))
         for action, (begin, end) in zip(order, spans):
-            line[round(begin)] = str(action).ljust(width)
+            letter = chr(ord("a") + action.chunk) if chunks > 1 else ""
+            line[round(begin)] = f"{action}{letter}".ljust(width)
             line[round(begin) + 1 : round(end)] = [".".ljust(width)] * (round(end - begin) - 1)
-        lines.append(f"stage {stage}  {''.join(line).rstrip()}")
+        lines.append(f"stage {rank}  {''.join(line).rstrip()}")
     return "\n".join(lines)

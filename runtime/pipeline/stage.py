@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -11,19 +12,39 @@ from autoshard.runtime.pipeline.channel import Channel, ValueMeta
 from autoshard.runtime.pipeline.schedules import Action
 
 
+class TwoBackwards(Protocol):
+    """A differentiated stage whose backward is computed in two parts, without autograd."""
+
+    def forward(self, arguments: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
+        """The outputs, and what is kept for the backward."""
+        ...
+
+    def by_inputs(
+        self, kept: Any, gradients: Mapping[int, torch.Tensor]
+    ) -> tuple[Sequence[torch.Tensor | None], Any]:
+        """The gradients of the received values that are read, and what is kept for the other part.
+        gradients: of outputs, by their position."""
+        ...
+
+    def by_weights(self, kept: Any) -> Sequence[torch.Tensor | None]:
+        """The gradients of the parameters."""
+        ...
+
+
 @dataclass(kw_only=True)
 class StageProgram:
     """The compiled graph of a stage, and what its arguments and outputs are.
 
     run: of the parameters, the rows of the shared values and the values of `received` that `reads`
-    numbers; differentiable. made: for each of `sent` the output that it is, or None; passed: or the
-    place in `received` of what is passed on. results: the position of each result of a micro-batch,
-    and its output. loss: the output that is differentiated, where it is made here.
+    numbers; differentiable. parts: the same in parts, where the schedule cuts backwards. ranks:
+    that stages take turns on. made: for each of `sent` the output that it is, or None; passed: or
+    the place in `received` of what is passed on. results: the position of each result of a
+    micro-batch, and its output. loss: the output that is differentiated, where it is made here.
     """
 
     run: Callable[..., Sequence[torch.Tensor]]
     number: int
-    stages: int
+    ranks: int
     reads: Sequence[int]
     received: Sequence[ValueMeta]
     sent: Sequence[ValueMeta]
@@ -31,14 +52,26 @@ class StageProgram:
     passed: Sequence[int | None]
     results: Sequence[tuple[int, int]]
     loss: int | None
+    parts: TwoBackwards | None = None
+
+    @property
+    def before(self) -> int:
+        """The rank of the stage before."""
+        return (self.number - 1) % self.ranks
+
+    @property
+    def after(self) -> int:
+        """The rank of the next stage."""
+        return (self.number + 1) % self.ranks
 
 
 class StageRun:
     """One call of a stage: all its micro-batches.
 
     rows: the shared values of a micro-batch, by its number. train: whether gradients are wanted.
-    After the actions, `gradients` has one entry a parameter, and `results` one a micro-batch: the
-    results by their position.
+    sums: the dtype in which those of each parameter add up; None: as they are computed. After the
+    actions, `gradients` has one entry a parameter, and `results` one a micro-batch: the results by
+    their position.
     """
 
     def __init__(
@@ -48,19 +81,24 @@ class StageRun:
         parameters: Sequence[torch.Tensor],
         rows: Callable[[int], Sequence[torch.Tensor]],
         train: bool,
+        sums: Sequence[torch.dtype] | None = None,
     ) -> None:
         self.program, self.channel, self.rows, self.train = program, channel, rows, train
         self.parameters = [p.detach().requires_grad_(train and p.requires_grad) for p in parameters]
+        self.sums = [p.dtype for p in parameters] if sums is None else sums
         self.gradients: list[torch.Tensor | None] = [None] * len(parameters)
         self.results: dict[int, dict[int, torch.Tensor]] = {}
         self.done: list[Action] = []
         self._owned: set[int] = set()
-        self._live: dict[int, tuple[list[torch.Tensor], Sequence[torch.Tensor]]] = {}
+        self._live: dict[int, tuple[list[torch.Tensor], Any]] = {}
+        self._late: dict[int, Any] = {}
 
     def run(self, action: Action) -> None:
         """Do one action, with the transfers it needs."""
         if action.work == "F":
             self._forward(action.microbatch)
+        elif action.work == "W":
+            self._by_weights(action.microbatch)
         else:
             self._backward(action.microbatch)
         self.done.append(action)
@@ -69,37 +107,71 @@ class StageRun:
         program = self.program
         received: list[torch.Tensor] = []
         if program.received:
-            received = self.channel.receive(program.number - 1, program.received, back=False)
-        for value, meta in zip(received, program.received):
-            value.requires_grad_(self.train and meta.graded)
+            received = self.channel.receive(program.before, program.received, back=False)
         read = [received[i] for i in program.reads]
-        with torch.set_grad_enabled(self.train):
-            outputs = program.run(*self.parameters, *self.rows(k), *read)
+        kept: Any
+        if self.train and program.parts is not None:
+            arguments = [*self.parameters, *self.rows(k), *read]
+            outputs, kept = program.parts.forward(arguments)
+        else:
+            for value, meta in zip(received, program.received):
+                value.requires_grad_(self.train and meta.graded)
+            with torch.set_grad_enabled(self.train):
+                outputs = kept = program.run(*self.parameters, *self.rows(k), *read)
         sent = [
             (received[of] if at is None else outputs[at]).detach()  # type: ignore[index]
             for at, of in zip(program.made, program.passed)
         ]
         self.results[k] = {position: outputs[at].detach() for position, at in program.results}
         if self.train:
-            self._live[k] = received, outputs
+            self._live[k] = received, kept
         if sent:
-            self.channel.send(program.number + 1, sent, back=False)
+            self.channel.send(program.after, sent, back=False)
 
     def _backward(self, k: int) -> None:
         program = self.program
-        received, outputs = self._live.pop(k)
+        received, kept = self._live.pop(k)
         graded = [i for i, meta in enumerate(program.sent) if meta.graded]
         arrived: dict[int, torch.Tensor] = {}
         if graded:
             metas = [program.sent[i] for i in graded]
-            values = self.channel.receive(program.number + 1, metas, back=True)
+            values = self.channel.receive(program.after, metas, back=True)
             arrived = dict(zip(graded, values))
-        roots, seeds = [], []
-        for i, gradient in arrived.items():
-            at = program.made[i]
-            if at is not None and outputs[at].requires_grad:
-                roots.append(outputs[at])
-                seeds.append(gradient)
+        gradients = {
+            at: arrived[i] for i, at in enumerate(program.made) if at is not None and i in arrived
+        }
+        if program.parts is not None:
+            if program.loss is not None:
+                made = self.results[k]
+                loss = next(made[i] for i, at in program.results if at == program.loss)
+                gradients[program.loss] = torch.ones_like(loss)  # of a loss in bfloat16, too
+            found, self._late[k] = program.parts.by_inputs(kept, gradients)
+            back = dict(zip(program.reads, found))
+        else:
+            back = self._by_autograd(received, kept, gradients)
+        for i, of in enumerate(program.passed):
+            if of is not None and i in arrived:
+                before = back.get(of)
+                back[of] = arrived[i] if before is None else before + arrived[i]
+        if program.received:
+            sent = [
+                torch.zeros_like(received[i]) if back.get(i) is None else back[i]
+                for i, meta in enumerate(program.received)
+                if meta.graded
+            ]
+            if sent:
+                self.channel.send(program.before, sent, back=True)  # type: ignore[arg-type]
+
+    def _by_autograd(
+        self,
+        received: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        gradients: dict[int, torch.Tensor],
+    ) -> dict[int, torch.Tensor | None]:
+        """The gradients of received values, by their number; adds up those of parameters."""
+        program = self.program
+        roots = [outputs[at] for at in gradients if outputs[at].requires_grad]
+        seeds = [gradients[at] for at in gradients if outputs[at].requires_grad]
         if program.loss is not None:
             roots.append(outputs[program.loss])
             seeds.append(torch.ones_like(outputs[program.loss]))
@@ -109,21 +181,14 @@ class StageRun:
         found: Sequence[torch.Tensor | None] = [None] * len(leaves)
         if roots and leaves:
             found = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
-        back = dict(zip(read, found))
-        for i, of in enumerate(program.passed):
-            if of is not None and i in arrived:
-                before = back.get(of)
-                back[of] = arrived[i] if before is None else before + arrived[i]
         for i, own in zip(trained, found[len(read) :]):
             self._add(i, own)
-        if program.received:
-            sent = [
-                torch.zeros_like(received[i]) if back.get(i) is None else back[i]
-                for i, meta in enumerate(program.received)
-                if meta.graded
-            ]
-            if sent:
-                self.channel.send(program.number - 1, sent, back=True)  # type: ignore[arg-type]
+        return dict(zip(read, found))
+
+    def _by_weights(self, k: int) -> None:
+        assert self.program.parts is not None
+        for i, own in enumerate(self.program.parts.by_weights(self._late.pop(k))):
+            self._add(i, own)
 
     def _add(self, i: int, gradient: torch.Tensor | None) -> None:
         """Add to the sum of a parameter's gradients; in place, once that is memory of its own."""
@@ -131,7 +196,9 @@ class StageRun:
             return
         total = self.gradients[i]
         if total is None:
-            self.gradients[i] = gradient
+            self.gradients[i] = gradient.to(self.sums[i])
+            if gradient.dtype != self.sums[i]:
+                self._owned.add(i)
         elif i in self._owned:
             total.add_(gradient)
         else:  # what autograd returns may be one tensor for two parameters

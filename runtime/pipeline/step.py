@@ -51,7 +51,7 @@ class _Step(torch.autograd.Function):
                     remedy="Call the model again, or sum the losses and call backward once.",
                 )
             )
-        found, ctx.gradients = ctx.gradients, None
+        left, ctx.gradients = list(ctx.gradients), None
         if torch.is_grad_enabled() and grad.requires_grad:
             raise AutoshardError(
                 message(
@@ -59,7 +59,7 @@ class _Step(torch.autograd.Function):
                     remedy="Leave pp out of the mesh.",
                 )
             )
-        left, scaled = list(found), []
+        scaled: list[torch.Tensor | None] = []
         for i, graded in enumerate(ctx.graded):
             own, left[i] = left[i], None  # freed one by one
             scaled.append(None if own is None or not graded else own * grad.to(own.device))

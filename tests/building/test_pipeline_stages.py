@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from autoshard.building.pipeline import stages as stages_module
 from autoshard.building.pipeline.microbatch import shared_graph
 from autoshard.building.pipeline.program import PipelineProgram, build_pipeline
 from autoshard.building.pipeline.rank import stage_program
@@ -20,7 +21,7 @@ from autoshard.errors import CaptureError, ConfigError, PlanError
 from autoshard.planning.cost.machines import hardware
 from autoshard.runtime.collectives.states import shard_dim
 from autoshard.runtime.pipeline.channel import ValueMeta
-from autoshard.runtime.pipeline.schedules import SCHEDULES, timeline
+from autoshard.runtime.pipeline.schedules import timeline
 from autoshard.runtime.pipeline.stage import StageRun
 from model_case import BATCH, HIDDEN, SEQ
 from models import CASES
@@ -90,19 +91,21 @@ def run(program: PipelineProgram, inputs: Sequence[Any], inner: str) -> dict[str
 
         own = [inputs[place[micro.parameters[i]]] for i in stage.parameters]
         compiled = stage_program(program, number, inner)
-        runs.append(StageRun(compiled, boxes.of(number), own, rows, True))
-    orders = [
-        SCHEDULES[program.schedule](s, program.size, micro.microbatches) for s in range(len(runs))
-    ]
-    spans = timeline(program.schedule, micro.microbatches, [1.0] * len(runs), [2.0] * len(runs))
+        runs.append(StageRun(compiled, boxes.of(number % program.ranks), own, rows, True))
+    ranks, count, chunks = program.shape
+    orders = [program.actions(rank) for rank in range(ranks)]
+    unit = [1.0] * len(runs)
+    spans = timeline(program.schedule, count, unit, [2.0] * len(runs), chunks)
     steps = [
-        (begin, stage, action)
-        for stage, order in enumerate(orders)
-        for action, (begin, _) in zip(order, spans.spans[stage])
+        (begin, rank, action)
+        for rank, order in enumerate(orders)
+        for action, (begin, _) in zip(order, spans.spans[rank])
     ]
-    for _, stage, action in sorted(steps, key=lambda step: step[:2]):
-        runs[stage].run(action)
-    assert [each.done for each in runs] == orders
+    for _, rank, action in sorted(steps, key=lambda step: step[:2]):
+        runs[action.chunk * ranks + rank].run(action)
+    for number, each in enumerate(runs):
+        own = [action for action in orders[number % ranks] if action.chunk == number // ranks]
+        assert each.done == own
     assert not any(boxes.boxes.values())
     gradients: dict[str, torch.Tensor] = {}
     for stage, each in zip(plan.stages, runs):
@@ -142,7 +145,13 @@ def same_as_serial(name: str, stages: int, inner: str = "eager", **options: Any)
     [
         ("gpt2", 2, {"inner": "aot_eager"}),
         ("t5", 3, {}),
+        ("gpt2", 2, {"schedule": "zb1", "inner": "aot_eager"}),
+        ("gpt2", 2, {"schedule": "interleaved", "virtual_stages": 3}),
         pytest.param("gpt2", 3, {"schedule": "gpipe", "microbatches": 2}, marks=pytest.mark.slow),
+        pytest.param("t5", 3, {"schedule": "zb1"}, marks=pytest.mark.slow),
+        pytest.param("llama", 2, {"schedule": "zb1"}, marks=pytest.mark.slow),
+        pytest.param("llama", 4, {"schedule": "interleaved"}, marks=pytest.mark.slow),
+        pytest.param("vit", 2, {"schedule": "zb1", "inner": "inductor"}, marks=pytest.mark.slow),
         pytest.param("llama", 4, {}, marks=pytest.mark.slow),
         pytest.param("vit", 2, {"microbatches": 4}, marks=pytest.mark.slow),
         pytest.param("mixtral", 2, {}, marks=pytest.mark.slow),
@@ -213,6 +222,17 @@ def test_microbatches_draw_what_the_batch_draws() -> None:
     for each in losses[1:]:
         torch.testing.assert_close(each["loss"], first["loss"])
         torch.testing.assert_close(each["gradients"], first["gradients"])
+
+
+def test_where_cuts_are_left_out_they_are_left_out_all_over_the_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stages_module, "MOST_UNITS", 8)
+    layers = [part for _ in range(16) for part in (nn.Linear(512, 512), nn.Tanh())]
+    graph = graph_of(nn.Sequential(*layers), (torch.randn(1024, 512),))
+    plan = cut(graph, 4, microbatches=4).plan
+    counts = [len(stage.graph.graph.nodes) for stage in plan.stages]
+    assert max(counts) < 2 * min(counts), counts
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_what_would() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from typing import Any
 
@@ -12,25 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from gloo_pool import GlooPool
-from model_case import SEQ, Batch
 from models import CASES
-from side_by_side import TOLERANCE, Pair, difference, whole
-
-
-def made(name: str) -> nn.Module:
-    """transformers breaks the graph of a GPT-2 to warn that its config names no loss."""
-    model = CASES[name].make_model()
-    if name == "gpt2":
-        model.loss_type = "ForCausalLM"  # type: ignore[assignment]
-    return model
-
-
-def batch(name: str, step: int) -> Batch:
-    """Samples of unequal numbers of tokens that count."""
-    found = CASES[name].make_batch(step)
-    if found.get("labels", torch.zeros(1)).dim() == 2:
-        found["labels"][0, : SEQ // 2] = -100
-    return found
+from pipelined import batch, differing, made, moved, read
+from side_by_side import TOLERANCE, Pair, difference
 
 
 def train(name: str, stages: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -81,6 +64,8 @@ def test_three_steps_two_stages(gloo2: Any) -> None:
     ("name", "options"),
     [
         ("gpt2", {"schedule": "gpipe"}),
+        ("gpt2", {"schedule": "zb1"}),
+        ("llama", {"schedule": "interleaved"}),
         ("gpt2", {"microbatches": 2, "inner": "inductor"}),
         ("t5", {}),
         ("vit", {}),
@@ -97,47 +82,6 @@ def test_four_stages(gloo4: Any, name: str) -> None:
     check(gloo4(train, name, 4, {}))
 
 
-def stepped(mesh: dict[str, int], name: str = "llama") -> tuple[nn.Module, Any, Any]:
-    model = made(name)
-    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-3)
-    compiled = torch.compile(model, backend="autoshard", options={"mesh": mesh, "inner": "eager"})
-
-    def step() -> None:
-        CASES[name].loss(compiled, CASES[name].make_batch(0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    return model, optimizer, step
-
-
-def moved(folder: str, first: dict[str, int], second: dict[str, int]) -> float:
-    """Saved from one mesh and loaded into another; the worst difference after another step."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    model, optimizer, step = stepped(first)
-    weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
-    other, other_optimizer, other_step = stepped(second)
-    with torch.no_grad():
-        for p in other.parameters():
-            p.fill_(float("nan"))
-    weights, moments = get_state_dict(other, other_optimizer)
-    loaded = {"model": weights, "optimizer": moments}
-    dcp.load(loaded, checkpoint_id=folder)
-    set_state_dict(
-        other,
-        other_optimizer,
-        model_state_dict=loaded["model"],
-        optim_state_dict=loaded["optimizer"],
-    )
-    step()
-    other_step()
-    pairs = zip(model.parameters(), other.parameters())
-    return max(difference(a, whole(b)) for a, b in pairs)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"), [({"pp": 2}, {"dp_shard": 2}), ({"tp": 2}, {"pp": 2})]
@@ -149,38 +93,8 @@ def test_checkpoints_move_between_meshes(
         assert max(gloo2(moved, folder, first, second)) < TOLERANCE
 
 
-def read(name: str) -> dict[str, Any]:
-    """What a user reads of a pipelined model: errors, whole weights, a state dict."""
-    import autoshard
-
-    model = made(name)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    compiled: Any = torch.compile(
-        model, backend="autoshard", options={"mesh": {"pp": 2}, "inner": "eager"}
-    )
-    output = compiled(**batch(name, 0))
-    found: dict[str, Any] = {"shape": tuple(output.logits.shape)}
-    try:
-        output.logits.sum()
-    except autoshard.AutoshardError as error:
-        found["logits"] = str(error)
-    output.loss.backward()
-    try:
-        output.loss.backward()
-    except (autoshard.AutoshardError, RuntimeError) as error:
-        found["again"] = str(error)
-    state = autoshard.full_state_dict(model, rank0_only=False)
-    found["state"] = max(difference(state[key], value) for key, value in before.items())
-    p = next(model.parameters())
-    found["sum"] = difference(p.sum(), before[next(iter(before))].sum())
-    with torch.no_grad():
-        p[0] = 3.0
-    found["write"] = float(p[0].sum()) - 3.0 * p.shape[1]
-    return found
-
-
 def test_what_eager_code_reads_and_writes(gloo2: Any) -> None:
-    for found in gloo2(read, "llama"):
+    for found in gloo2(read, "llama", {"pp": 2}):
         assert found["shape"][0] == 4 and "in training a pipeline keeps" in found["logits"]
         assert found["again"]
         assert found["state"] == 0.0 and found["sum"] < TOLERANCE and found["write"] == 0.0
@@ -222,22 +136,10 @@ def test_a_stage_that_fails_is_an_error_on_all() -> None:
     assert "planted" in first and "rank 1" in first, first
 
 
-def differing(rank_options: list[dict[str, Any]]) -> str:
-    """The error of ranks that are given different options."""
-    own = rank_options[int(os.environ["RANK"])]
-    options = {"mesh": {"pp": 2}, "inner": "eager", **own}
-    compiled: Any = torch.compile(CASES["mlp"].make_model(), backend="autoshard", options=options)
-    try:
-        CASES["mlp"].loss(compiled, CASES["mlp"].make_batch(0))
-    except Exception as error:  # Dynamo's, around ours
-        return str(error)
-    return ""
-
-
 def test_ranks_that_differ_all_raise(gloo2: Any) -> None:
-    for text in gloo2(differing, [{"microbatches": 2}, {"microbatches": 4}]):
+    for text in gloo2(differing, {"pp": 2}, [{"microbatches": 2}, {"microbatches": 4}]):
         assert "microbatches" in text
-    for text in gloo2(differing, [{"microbatches": 3}, {"microbatches": 3}]):
+    for text in gloo2(differing, {"pp": 2}, [{"microbatches": 3}, {"microbatches": 3}]):
         assert "does not divide into microbatches=3" in text
-    for text in gloo2(differing, [{"precision": {"param": "bfloat16"}}] * 2):
-        assert "precision" in text
+    for text in gloo2(differing, {"pp": 2}, [{"rng": "tracker"}] * 2):
+        assert "rng" in text

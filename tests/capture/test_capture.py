@@ -81,7 +81,8 @@ def test_inputs_and_metadata() -> None:
     linear = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)[0]
     assert list(linear.meta["nn_module_stack"].values())[-1] == ("L['self'].lin", nn.Linear)
     assert "test_capture.py" in linear.meta["stack_trace"]
-    assert graph.meta == {"n_outputs": 1, "mutated": (), "enable_grad": False}
+    told = {"n_outputs": 1, "mutated": (), "enable_grad": False, "without_gradients": False}
+    assert graph.meta == told
 
 
 def test_annotations_survive() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,19 +14,20 @@ from torch.distributed.tensor import DTensor
 from autoshard.building.all_ranks import unplanned
 from autoshard.building.batch_check import batch_checker, batch_shapes
 from autoshard.building.data_ranks import digest_of, node_line
+from autoshard.building.pipeline.data_parallel import agree_on_batches, stage_unsharding
 from autoshard.building.pipeline.microbatch import shared_graph
 from autoshard.building.pipeline.program import PipelineProgram, build_pipeline, refuse_options
 from autoshard.building.pipeline.rank import rank_pipeline
-from autoshard.compiling import compile_local
+from autoshard.compiling import compile_local, traced_microbatch
 from autoshard.config import Config
 from autoshard.errors import ConfigError, message
 from autoshard.parameters import store_at_home
 from autoshard.planning.cost import hardware_of
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import CollectiveRegion, agree
+from autoshard.runtime.agreement import agree
 from autoshard.runtime.compat import artifact
-from autoshard.runtime.mesh import Mesh
-from autoshard.runtime.parameters import check_copies, unwrap
+from autoshard.runtime.mesh import Mesh, groups_of
+from autoshard.runtime.parameters import StageParameters, StageUnsharding, check_copies
 from autoshard.runtime.pipeline import GroupChannel, RankPipeline, step_loss, without_loss
 
 
@@ -45,19 +48,25 @@ def pipelined(
         return compile_local(gm, list(example_inputs), config.inner)
     _refuse_symbols(inputs)
     axis = mesh.axis("pp")
-    program = build_pipeline(gm, example_inputs, inputs, axis.size, config, hardware_of(device))
+    tp, machine = mesh.axis("tp"), hardware_of(device)
+    program = build_pipeline(gm, example_inputs, inputs, axis.size, config, machine, mesh.axes)
     lines = [*config.lines(), *program.lines()]
     artifact("autoshard_pipeline", lambda: "\n".join([*program.lines(), "", program.picture()]))
     lines += [node_line(n, program.parameters) for n in program.microbatch.serial.graph.nodes]
-    agree("pipeline", digest_of(lines), lines, axis, note=batch_shapes(inputs))
-    new = unplanned(inputs, program.microbatch.serial, program.stored())
+    for one in (tp, axis):
+        agree("pipeline", digest_of(lines), lines, one, note=batch_shapes(inputs))
+    new = unplanned(inputs, program.microbatch.serial, program.placed())
+    microbatch = traced_microbatch(gm)
+    agree_on_batches(program, inputs, mesh, config, microbatch, new=bool(new))
     if new:
         raise compat.RestartTrace(keep=store_at_home(new, mesh, config))
-    with compat.explicit_modes(False) if compat.autocast_is_on() else torch.enable_grad():
-        rank = rank_pipeline(program, axis, config.inner)
-    agree("compiled pipeline", "", [], axis)  # nobody runs before everybody can
+    train = torch.is_grad_enabled()  # Dynamo has a program for each mode
+    with compat.explicit_modes(True) if compat.autocast_is_on() else torch.enable_grad():
+        rank = rank_pipeline(program, axis, tp, config.inner, train)
+    for one in (tp, axis):
+        agree("compiled pipeline", "", [], one)  # nobody runs before everybody can
     compat.lighten_guards({i.source: i.real for i in inputs if isinstance(i.real, nn.Parameter)})
-    return _runner(program, rank, inputs, mesh, config, device)
+    return _runner(program, rank, inputs, mesh, config, device, microbatch)
 
 
 def _refuse_symbols(inputs: Sequence[compat.GraphInput]) -> None:
@@ -81,27 +90,35 @@ def _runner(
     mesh: Mesh,
     config: Config,
     device: str,
+    microbatch: str,
 ) -> Callable[..., Any]:
     axis = mesh.axis("pp")
-    check = batch_checker(inputs, (axis,), config)
+    check = batch_checker(inputs, (axis, mesh.axis("tp")), config)
     stored = [i for i, item in enumerate(inputs) if isinstance(item.real, nn.Parameter)]
     results: Sequence[Any] = program.microbatch.serial.graph.output_node().args[0]  # type: ignore[assignment]
     made = {each.position for each in rank.results}
     others = _Others(program, results, made)
-    channel = GroupChannel(axis, _device(device))
-    region = CollectiveRegion("the schedule of a pipeline", mesh.axes, mesh.axes)
+    around = len(rank.stages) > 1
+    channel = GroupChannel(axis, _device(device), groups_of(mesh, "pp"), around)
+    read = [inputs[i].real for i in stored]
+    split = [(at, p) for at, p in enumerate(read) if isinstance(p, DTensor)]
+    unsharding, region = stage_unsharding(program, split, mesh, config, microbatch)
+    # the casts of autocast are in the graphs; Dynamo guards on it
+    autocast = compat.autocast_is_on()
+    modes = functools.partial(compat.explicit_modes, False) if autocast else contextlib.nullcontext
 
     def run(*args: Any) -> Any:
         check_copies()
         values = list(args)
         if check is not None:
             check(values)
-        parameters = list(_locals([values[i] for i in stored]))
-        for i, parameter in zip(stored, parameters):
-            values[i] = parameter.detach()
-        with region:
+        given = [args[i] for i in stored]
+        with region, modes():
+            parameters = _unsharded(given, unsharding)
+            for i, parameter in zip(stored, parameters.values):
+                values[i] = parameter.detach()
             found = _call(rank, channel, parameters, values)
-            found.update(others(values, [args[i] for i in stored]))
+            found.update(others(values, given))
         return tuple(found.get(i, value) for i, value in enumerate(results))
 
     return compat.not_traced(run)
@@ -113,26 +130,36 @@ def _device(kind: str) -> torch.device:
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def _locals(parameters: Sequence[Any]) -> Sequence[torch.Tensor]:
-    """The parts that this rank stores, whose gradients become those of the parameters."""
-    split = [p for p in parameters if isinstance(p, DTensor)]
-    parts = iter(unwrap(*split))
-    return [next(parts) if isinstance(p, DTensor) else p for p in parameters]
+def _unsharded(parameters: Sequence[Any], unsharding: StageUnsharding) -> StageParameters:
+    """What this rank reads of its stage's parameters, and the rowless parts of the others."""
+    parts = unsharding([p for p in parameters if isinstance(p, DTensor)])
+    pairs = zip(*parts)
+    found = [
+        next(pairs)
+        if isinstance(p, DTensor)
+        else (
+            p.detach().to(unsharding.use.compute_dtype(p.dtype)).requires_grad_(p.requires_grad),
+            p,
+        )
+        for p in parameters
+    ]
+    return StageParameters([value for value, _ in found], [handle for _, handle in found])
 
 
 def _call(
     rank: RankPipeline,
     channel: GroupChannel,
-    parameters: Sequence[torch.Tensor],
+    parameters: StageParameters,
     values: Sequence[Any],
 ) -> dict[int, Any]:
-    train = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+    own, handles = parameters
+    train = torch.is_grad_enabled() and any(p.requires_grad for p in handles)
     if not train or rank.loss is None:
-        found: dict[int, Any] = dict(rank.outputs(channel, parameters, values))
+        found: dict[int, Any] = dict(rank.outputs(channel, own, values))
         if train:
-            found = dict(zip(found, without_loss(list(found.values()), parameters)))
+            found = dict(zip(found, without_loss(list(found.values()), handles)))
         return found
-    loss = step_loss(lambda: rank.train(channel, parameters, values)[:2], parameters)
+    loss = step_loss(lambda: rank.train(channel, own, values), handles)
     return {**rank.withheld(), rank.loss: loss}
 
 

@@ -10,6 +10,8 @@ The count is of the whole batch, made of the labels alone: each micro-batch divi
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import fx
 
 from autoshard.passes import emit
 from autoshard.planning import LOSSES, packet, value
+from autoshard.runtime.collectives import Axis
 from autoshard.runtime.operators import own_tokens
 
 aten = torch.ops.aten
@@ -27,15 +30,22 @@ _DEFAULTS: dict[str, Any] = {"weight": None, "reduction": _MEAN, "ignore_index":
 _NAME = "token_means"
 
 
-def sum_over_tokens(gm: fx.GraphModule) -> None:
-    """Rewrite the mean losses over classes in a serial graph, in place."""
+def sum_over_tokens(gm: fx.GraphModule, ranks: Sequence[Axis] = ()) -> int:
+    """Rewrite the mean losses over classes in a serial graph, in place. Returns how many.
+
+    ranks: data-parallel axes. With them the count is of the tokens of all ranks, divided by their
+    number: gradients are averaged over the ranks, and their mean is that over every token.
+    """
+    found = 0
     for node in list(gm.graph.nodes):
         if packet(node) not in LOSSES:
             continue
         given = {**_DEFAULTS, **dict(zip(_NAMES, node.args)), **node.kwargs}
         if given["reduction"] != _MEAN or value(given["target"]).is_floating_point():
             continue
-        _rewrite(gm.graph, node, given)
+        _rewrite(gm.graph, node, given, tuple(ranks))
+        found += 1
+    return found
 
 
 def without_broadcasts(gm: fx.GraphModule) -> None:
@@ -54,8 +64,10 @@ def without_broadcasts(gm: fx.GraphModule) -> None:
         gm.graph.erase_node(node)
 
 
-def _rewrite(graph: fx.Graph, node: fx.Node, given: dict[str, Any]) -> None:
-    arguments = (given["target"], given["weight"], given["ignore_index"], ())
+def _rewrite(
+    graph: fx.Graph, node: fx.Node, given: dict[str, Any], ranks: tuple[Axis, ...]
+) -> None:
+    arguments = (given["target"], given["weight"], given["ignore_index"], ranks)
     summed = {name: given[name] for name in _NAMES[2:] if name in given}
     with graph.inserting_before(node):
         total = emit(
@@ -67,7 +79,11 @@ def _rewrite(graph: fx.Graph, node: fx.Node, given: dict[str, Any]) -> None:
             provenance=_NAME,
             value=node,
         )
-        count = emit(graph, node, own_tokens, arguments, provenance=_NAME)
+        count = emit(graph, node, own_tokens, arguments, provenance=_NAME, value="unknown")
+        count.meta["val"] = value(node).detach().new_empty((), dtype=torch.float32)
+        if ranks:
+            batches = math.prod(axis.size for axis in ranks)
+            count = emit(graph, node, aten.div.Scalar, (count, batches), provenance=_NAME)
         dtype = value(node).dtype
         count = emit(
             graph, node, aten._to_copy.default, (count,), {"dtype": dtype}, provenance=_NAME

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from autoshard.building.mean_warning import warn_of_no_mean
 from autoshard.building.pipeline.batch_split import BatchSplit, split_batch
 from autoshard.building.pipeline.losses import sum_over_tokens, without_broadcasts
 from autoshard.errors import CaptureError, message
@@ -24,7 +25,7 @@ from autoshard.planning import Decisions, Strategy, operands, value
 from autoshard.runtime.collectives import Axis, P, S, State, shard_dim
 from autoshard.runtime.errors import source_line
 from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS
-from autoshard.runtime.operators import Bound, unbound
+from autoshard.runtime.operators import Bound, own_tokens, unbound
 from autoshard.runtime.randomness import on_microbatch, on_shard, shared_seed
 
 aten = torch.ops.aten
@@ -38,7 +39,10 @@ SharedKey = tuple[fx.Node, State]
 class MicrobatchGraph:
     """local: the graph of one micro-batch; its placeholders are `parameters`, then `shared`, and
     its outputs the results at `positions` of the serial graph, in `states`. loss: which of
-    `positions` is differentiated; None: the graph has no scalar loss."""
+    `positions` is differentiated; None: the graph has no scalar loss.
+
+    Where `local` is the graph of a rank of tp: split: the states in which parameters are stored on
+    tp; shards: those of the outputs; plan: lines that tp ranks compare."""
 
     serial: fx.GraphModule
     local: fx.GraphModule
@@ -48,6 +52,9 @@ class MicrobatchGraph:
     states: list[State]
     loss: int | None
     microbatches: int
+    split: Mapping[fx.Node, State] = field(default_factory=dict)
+    shards: Sequence[State] = ()
+    plan: Sequence[str] = ()
 
 
 def cut_batch(
@@ -55,9 +62,11 @@ def cut_batch(
     parameters: Mapping[fx.Node, str],
     batch: Mapping[fx.Node, State],
     microbatches: int,
+    ranks: Sequence[Axis] = (),
 ) -> MicrobatchGraph:
     """The graph of one of `microbatches` parts of the batch; rewrites mean losses of `serial`.
 
+    ranks: data-parallel axes over all of whose tokens losses are means.
     Raises CaptureError for what cannot be computed a part at a time.
     """
     if serial.meta.get(MUTATED):
@@ -70,7 +79,8 @@ def cut_batch(
                 remedy="Put batch norm in eval mode, or leave pp out of the mesh.",
             )
         )
-    sum_over_tokens(serial)
+    if not sum_over_tokens(serial, ranks) and ranks:
+        warn_of_no_mean(serial)
     without_broadcasts(serial)
     split = split_batch(serial, parameters, batch, microbatches)
     results: Sequence[Any] = serial.graph.output_node().args[0]  # type: ignore[assignment]
@@ -93,15 +103,24 @@ def cut_batch(
 
 
 def shared_graph(
-    serial: fx.GraphModule, wanted: Sequence[fx.Node], axis: Axis | None = None
+    serial: fx.GraphModule,
+    wanted: Sequence[fx.Node],
+    axis: Axis | None = None,
+    inner: Axis | None = None,
 ) -> fx.GraphModule:
     """The graph of shared values, from all inputs of the serial graph.
 
-    axis: of the stages, each of which then draws every seed, and takes that of the first.
+    axis: of the stages, each of which then draws every seed, and takes that of the first, and
+    counts the tokens of all data-parallel ranks; inner: one more axis of ranks that do.
     """
     graph = fx.Graph()
-    seeds = [] if axis is None else serial.graph.find_nodes(op="call_function", target=SEED)
-    needed, stack = {*wanted, *seeds}, list(wanted)
+    seeds: list[fx.Node] = []
+    counts: list[fx.Node] = []
+    if axis is not None:
+        seeds = serial.graph.find_nodes(op="call_function", target=SEED)
+        calls = serial.graph.find_nodes(op="call_function", target=own_tokens)
+        counts = [node for node in calls if node.args[3]]
+    needed, stack = {*wanted, *seeds, *counts}, [*wanted, *counts]
     while stack:
         for node in stack.pop().all_input_nodes:
             if node not in needed:
@@ -113,7 +132,7 @@ def shared_graph(
             made[node] = graph.node_copy(node, made.__getitem__)
             if node in seeds:
                 made[node].target = shared_seed
-                made[node].kwargs = {**made[node].kwargs, "axis": axis}
+                made[node].kwargs = {**made[node].kwargs, "axis": axis, "outer": inner}
     graph.output(tuple(made[node] for node in wanted))
     return fx.GraphModule(serial, graph)
 

@@ -12,17 +12,27 @@ from torch.distributed.tensor import DTensor
 from autoshard.building.batch_check import batch_inputs
 from autoshard.building.pipeline.microbatch import MicrobatchGraph, cut_batch
 from autoshard.building.pipeline.stages import StagePlan, plan_stages
+from autoshard.building.pipeline.tensor_parallel import split_operators
 from autoshard.capture import capture
+from autoshard.compiling import lowered_dtypes, say_stored
 from autoshard.config import Config
 from autoshard.errors import CaptureError, ConfigError, message
 from autoshard.passes import prepare
 from autoshard.planning import value
 from autoshard.planning.cost import Hardware
 from autoshard.runtime import compat
-from autoshard.runtime.collectives import Axis, H, I, S, State, home_rank
+from autoshard.runtime.collectives import Axis, H, I, S, State, data_axes, home_rank
 from autoshard.runtime.graph_meta import BUFFER, DIFF
 from autoshard.runtime.parameters import is_planned, stored_states
-from autoshard.runtime.pipeline import picture, timeline
+from autoshard.runtime.pipeline import (
+    SCHEDULES,
+    Action,
+    ScheduleShape,
+    is_possible,
+    most_kept,
+    picture,
+    timeline,
+)
 
 IN_FLIGHT = 4
 """Micro-batches a stage, where the number is not given: the pipeline then waits for a fifth."""
@@ -32,18 +42,30 @@ IN_FLIGHT = 4
 class PipelineProgram:
     """What `pp` made of a graph: the same on all ranks.
 
-    parameters: the name of each by its placeholder in the serial graph. schedule: its name.
+    parameters: the name of each by its placeholder in the serial graph. schedule: its name. ranks:
+    those of pp, which stages take in turn.
     """
 
     microbatch: MicrobatchGraph
     plan: StagePlan
     parameters: Mapping[fx.Node, str]
     schedule: str
+    ranks: int
 
     @property
-    def size(self) -> int:
-        """The number of stages."""
-        return len(self.plan.stages)
+    def shape(self) -> ScheduleShape:
+        """What the schedule is made for."""
+        chunks = len(self.plan.stages) // self.ranks
+        return ScheduleShape(self.ranks, self.microbatch.microbatches, chunks)
+
+    def actions(self, rank: int) -> list[Action]:
+        """The order of a rank's work."""
+        return SCHEDULES[self.schedule](rank, self.shape)
+
+    def readers(self, parameter: int) -> list[int]:
+        """The ranks that read a parameter of the micro-batch's graph."""
+        numbered = enumerate(self.plan.stages)
+        return sorted({n % self.ranks for n, stage in numbered if parameter in stage.parameters})
 
     def stored(self) -> dict[fx.Node, State]:
         """The state on pp in which each parameter is stored: at home on the first stage that reads
@@ -51,19 +73,30 @@ class PipelineProgram:
         homes = dict(zip(self.microbatch.parameters, self.plan.homes))
         return {n: H(homes.get(n, 0)) if value(n).dim() else I for n in self.parameters}
 
-    def idle(self) -> float:
-        """The part of a step that stages wait, as the search prices them."""
-        forward = [seconds / 3 for seconds in self.plan.stage_seconds]
+    def placed(self) -> dict[fx.Node, dict[str, State]]:
+        """The states of `stored`, and those on tp where the mesh has it."""
+        split = self.microbatch.split
+        return {n: {"pp": at, "tp": split.get(n, I)} for n, at in self.stored().items()}
+
+    def idle(self, equal: bool = False) -> float:
+        """The part of a step that ranks wait, as the search prices stages. equal: if they all took
+        as long."""
+        forward = [1.0 if equal else seconds / 3 for seconds in self.plan.stage_seconds]
         backward = [2 * seconds for seconds in forward]
-        return timeline(self.schedule, self.microbatch.microbatches, forward, backward).idle
+        count, chunks = self.shape.microbatches, self.shape.chunks
+        return timeline(self.schedule, count, forward, backward, chunks).idle
 
     def lines(self) -> list[str]:
-        """The pipeline as text, one line a stage; what ranks compare."""
+        """The pipeline as text, one line a stage, and the plan on tp; what ranks compare."""
+        return [*self.stage_lines(), *self.microbatch.plan]
+
+    def stage_lines(self) -> list[str]:
+        """One line for the schedule, and one for each stage."""
         plan, m = self.plan, self.microbatch.microbatches
         found = [
-            f"schedule {self.schedule}, {m} micro-batches on {self.size} stages, "
-            f"idle {self.idle():.0%} of a step, {(self.size - 1) / (m + self.size - 1):.0%} if "
-            "stages took equally long"
+            f"schedule {self.schedule}, {m} micro-batches on {len(plan.stages)} stages, "
+            f"idle {self.idle():.0%} of a step, {self.idle(equal=True):.0%} if stages took equally "
+            "long"
         ]
         for number, stage in enumerate(plan.stages):
             names = [self.parameters[self.microbatch.parameters[i]] for i in stage.parameters]
@@ -73,32 +106,41 @@ class PipelineProgram:
 
     def picture(self) -> str:
         """The schedule as text, where stages take equally long."""
-        return picture(self.schedule, self.size, self.microbatch.microbatches)
+        return picture(self.schedule, *self.shape)
 
 
 def build_pipeline(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     inputs: Sequence[compat.GraphInput],
-    stages: int,
+    ranks: int,
     config: Config,
     hardware: Hardware,
+    beside: Sequence[Axis] = (),
 ) -> PipelineProgram:
     """Capture Dynamo's graph, and cut it. Raises CaptureError, ConfigError and PlanError, on all
-    ranks alike."""
+    ranks alike.
+
+    beside: the other axes of the mesh: on dp_shard a stage's parameters are split between calls, on
+    tp its operators.
+    """
     known = all(is_planned(i.real) for i in inputs if isinstance(i.real, nn.Parameter))
-    serial = capture(gm, example_inputs, {}, inference=known)
+    serial = capture(gm, example_inputs, lowered_dtypes(list(inputs)), inference=known)
+    say_stored(serial, list(inputs), config)
     prepare(
         serial, Axis("tp", 1, 0, ""), facts={} if config.recover_masks else None, exchanges=True
     )
     nodes = serial.graph.find_nodes(op="placeholder")
     parameters: dict[fx.Node, str] = {}
     stored: dict[fx.Node, int] = {}
+    split: dict[fx.Node, State] = {}
     for node, item in zip(nodes, inputs, strict=True):
         if isinstance(item.real, nn.Parameter):
             parameters[node] = item.name
             if isinstance(item.real, DTensor) and is_planned(item.real):
-                home = home_rank(stored_states(item.real).get("pp", I))
+                states = stored_states(item.real)
+                split[node] = states.get("tp", I)
+                home = home_rank(states.get("pp", I))
                 if home is not None:
                     stored[node] = home
         elif node.meta.get(DIFF):
@@ -113,11 +155,21 @@ def build_pipeline(
         elif item.of_model:
             node.meta[BUFFER] = True
     batch, samples = _batch(nodes, inputs)
-    count = _microbatches(config, samples, stages)
-    microbatch = cut_batch(serial, parameters, batch, count)
-    plan = plan_stages(microbatch, stages, hardware, stored, config.memory_budget)
+    shape = ScheduleShape(ranks, _microbatches(config, samples, ranks), _chunks(config))
+    counted = data_axes(beside) if config.loss_tokens == "global" else ()
+    microbatch = cut_batch(serial, parameters, batch, shape.microbatches, counted)
+    axes = {axis.name: axis for axis in beside if axis.size > 1}
+    if "tp" in axes:
+        microbatch = split_operators(microbatch, parameters, split, axes["tp"], hardware, config)
+    live = [most_kept(config.schedule, shape, rank) for rank in range(ranks)]
+    shards = axes["dp_shard"].size if "dp_shard" in axes else 1
+    plan = plan_stages(microbatch, live, hardware, stored, config.memory_budget, shards)
     return PipelineProgram(
-        microbatch=microbatch, plan=plan, parameters=parameters, schedule=config.schedule
+        microbatch=microbatch,
+        plan=plan,
+        parameters=parameters,
+        schedule=config.schedule,
+        ranks=ranks,
     )
 
 
@@ -140,16 +192,20 @@ def _batch(
     return {node: S(0) for node, size in sizes.items() if size == samples > 1}, samples
 
 
-def _microbatches(config: Config, samples: int, stages: int) -> int:
+def _microbatches(config: Config, samples: int, ranks: int) -> int:
     asked = config.microbatches
+    divisors = [
+        n
+        for n in range(1, samples + 1)
+        if samples % n == 0 and is_possible(config.schedule, ScheduleShape(ranks, n))
+    ]
     if asked is None:
-        most = min(samples, IN_FLIGHT * stages)
-        return next(n for n in range(most, 0, -1) if samples % n == 0)
-    if samples % asked:
-        divisors = [n for n in range(1, samples + 1) if samples % n == 0]
+        return max(n for n in divisors if n <= max(1, IN_FLIGHT * ranks))
+    if asked not in divisors:
         raise ConfigError(
             message(
-                f"a batch of {samples} samples does not divide into microbatches={asked}",
+                f"a batch of {samples} samples does not divide into microbatches={asked}"
+                + (f" for schedule={config.schedule!r}" if samples % asked == 0 else ""),
                 remedy=f"Give options={{'microbatches': n}} one of {', '.join(map(str, divisors))},"
                 " or another batch.",
             )
@@ -157,22 +213,36 @@ def _microbatches(config: Config, samples: int, stages: int) -> int:
     return asked
 
 
+def _chunks(config: Config) -> int:
+    return (config.virtual_stages or 2) if config.schedule == "interleaved" else 1
+
+
 def refuse_options(config: Config) -> None:
     """Raise ConfigError for options that a mesh with pp does not obey."""
+    if config.virtual_stages is not None and config.schedule != "interleaved":
+        raise ConfigError(
+            message(
+                f"options['virtual_stages']={config.virtual_stages} and "
+                f"schedule={config.schedule!r}, with which a rank has one stage",
+                remedy="Give schedule='interleaved', or leave virtual_stages out.",
+            )
+        )
     asked = {
-        "precision": config.precision is not None,
         "plan": config.plan is not None,
         "inner": config.inner == "tensorrt",
-        "loss_tokens": config.loss_tokens != "local",
         "rng": config.rng == "tracker",
         "outputs": config.outputs != "lazy",
+        "memory_budget": config.memory_budget is not None and _chunks(config) > 1,
+        "host_memory": config.host_memory is not None,
+        "cuda_graphs": config.cuda_graphs,
+        "inductor": config.inductor is not None,
     }
     for name, is_asked in asked.items():
         if is_asked:
             raise ConfigError(
                 message(
-                    f"options['{name}']={getattr(config, name)!r} beside pp in the mesh is not "
-                    "supported yet",
+                    f"options['{name}']={getattr(config, name)!r} beside pp in the mesh "
+                    f"(schedule={config.schedule!r}) is not supported yet",
                     remedy=f"Leave {name} out, or pp.",
                 )
             )

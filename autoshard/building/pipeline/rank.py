@@ -10,68 +10,103 @@ from torch import fx
 
 from autoshard.building.pipeline.microbatch import shared_graph
 from autoshard.building.pipeline.program import PipelineProgram
-from autoshard.building.pipeline.stages import PipelineStage
-from autoshard.compiling import compile_local
+from autoshard.building.pipeline.stages import loss_of, sum_dtype
+from autoshard.compiling import SplitBackward, compile_local
 from autoshard.planning import value
 from autoshard.runtime import compat
-from autoshard.runtime.collectives import Axis, home_rank, shard_dim
+from autoshard.runtime.collectives import Axis, I, home_rank, shard_dim
 from autoshard.runtime.graph_meta import DIFF
 from autoshard.runtime.pipeline import (
-    SCHEDULES,
     Loan,
     PipelineResult,
     RankPipeline,
+    RankStage,
     StageProgram,
     ValueMeta,
 )
 
 
-def rank_pipeline(program: PipelineProgram, axis: Axis, inner: str) -> RankPipeline:
-    """The part of the rank at its place on `axis`, compiled."""
+def rank_pipeline(
+    program: PipelineProgram, axis: Axis, tp: Axis, inner: str, train: bool
+) -> RankPipeline:
+    """The part of the rank at its place on `axis` and on `tp`, compiled.
+
+    train: whether calls are differentiated, and the loss is the one output that is asked for.
+    """
     microbatch, plan = program.microbatch, program.plan
-    stage = plan.stages[axis.rank]
-    keys = [microbatch.shared[i] for i in stage.shared]
+    numbers = range(axis.rank, len(plan.stages), axis.size)
+    own = [plan.stages[number] for number in numbers]
+    shared = sorted({i for stage in own for i in stage.shared})
+    keys = [microbatch.shared[i] for i in shared]
     order = list(program.parameters)
     place = {node: i for i, node in enumerate(order)}
     stored = program.stored()
     makers = {i: number for number, each in enumerate(plan.stages) for i in each.results}
     outputs: Any = microbatch.serial.graph.output_node().args[0]
+    local = microbatch.local.graph.find_nodes(op="placeholder")  # of parameters first
+    shards = microbatch.shards or [I] * len(microbatch.positions)
     return RankPipeline(
         axis=axis,
-        stage=stage_program(program, axis.rank, inner),
-        actions=SCHEDULES[program.schedule](axis.rank, axis.size, microbatch.microbatches),
-        microbatches=microbatch.microbatches,
-        parameters=[place[microbatch.parameters[i]] for i in stage.parameters],
-        homes=[home_rank(stored[node]) for node in order],
-        loans=[
-            Loan(place[node], meta_of(node, value(node).requires_grad), home, number)
-            for i, node in enumerate(microbatch.parameters)
-            for number, each in enumerate(plan.stages)
-            if i in each.parameters
-            for home in [home_rank(stored[node])]
-            if home is not None and home != number
+        stages=[
+            RankStage(
+                stage_program(program, number, inner, train),
+                [place[microbatch.parameters[i]] for i in stage.parameters],
+                [shared.index(i) for i in stage.shared],
+            )
+            for number, stage in zip(numbers, own)
         ],
-        shared=_shared(microbatch.serial, [node for node, _ in keys], axis),
+        actions=program.actions(axis.rank),
+        microbatches=microbatch.microbatches,
+        homes=[home_rank(stored[node]) for node in order],
+        sums=[sum_dtype(node) for node in order],
+        loans=[
+            Loan(place[node], meta_of(local[i], value(node).requires_grad), home, reader)
+            for i, node in enumerate(microbatch.parameters)
+            for reader in program.readers(i)
+            for home in [home_rank(stored[node])]
+            if home is not None and home != reader
+        ],
+        shared=_shared(microbatch.serial, [node for node, _ in keys], axis, tp),
         dims=[shard_dim(state) for _, state in keys],
         results=[
-            PipelineResult(position, _like(outputs[position]), state, makers[i])
-            for i, (position, state) in enumerate(zip(microbatch.positions, microbatch.states))
+            PipelineResult(
+                position,
+                _like(outputs[position]),
+                state,
+                makers[i] % axis.size,
+                makers[i] // axis.size,
+                shard,
+            )
+            for i, (position, state, shard) in enumerate(
+                zip(microbatch.positions, microbatch.states, shards)
+            )
         ],
+        tp=tp,
         loss=microbatch.loss,
     )
 
 
-def stage_program(program: PipelineProgram, number: int, inner: str) -> StageProgram:
-    """A stage, compiled: each rank compiles its own."""
-    stage = program.plan.stages[number]
+def stage_program(
+    program: PipelineProgram, number: int, inner: str, train: bool = True
+) -> StageProgram:
+    """A stage, compiled: each rank compiles its own. train: as for `rank_pipeline`."""
+    stage, loss = program.plan.stages[number], program.microbatch.loss
     positions = program.microbatch.positions
     first = len(stage.sent) - stage.made.count(None)
     results = [(positions[i], first + at) for at, i in enumerate(stage.results)]
-    loss = next((at for position, at in results if position == program.microbatch.loss), None)
+    graph = stage.graph
+    if train and loss is not None:
+        graph = stage.training(loss_of(program.microbatch))
+        results = [(position, first) for position, _ in results if position == loss]
+    parts = None
+    if train and loss is not None and program.schedule == "zb1":
+        fakes = compat.backend_fakes(list(graph.graph.find_nodes(op="placeholder")))
+        parts = SplitBackward(graph, fakes, len(stage.parameters), len(stage.reads), inner)
     return StageProgram(
-        run=_compiled(stage, inner),
+        run=_compiled(graph, inner) if parts is None else graph,
+        parts=parts,
         number=number,
-        stages=program.size,
+        ranks=program.ranks,
         reads=stage.reads,
         received=[meta_of(node) for node in stage.received],
         sent=[meta_of(node) for node in stage.sent],
@@ -81,7 +116,7 @@ def stage_program(program: PipelineProgram, number: int, inner: str) -> StagePro
             for node, at in zip(stage.sent, stage.made)
         ],
         results=results,
-        loss=loss,
+        loss=next((at for position, at in results if position == loss), None),
     )
 
 
@@ -92,15 +127,17 @@ def meta_of(node: fx.Node, graded: bool | None = None) -> ValueMeta:
     return ValueMeta(tuple(val.shape), val.dtype, has)
 
 
-def _compiled(stage: PipelineStage, inner: str) -> Callable[..., Any]:
-    placeholders = stage.graph.graph.find_nodes(op="placeholder")
-    if not list(stage.graph.graph.output_node().args[0]):  # type: ignore[arg-type]
+def _compiled(graph: fx.GraphModule, inner: str) -> Callable[..., Any]:
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    if not list(graph.graph.output_node().args[0]):  # type: ignore[arg-type]
         return lambda *_: ()
-    return compile_local(stage.graph, compat.backend_fakes(list(placeholders)), inner)
+    return compile_local(graph, compat.backend_fakes(list(placeholders)), inner)
 
 
-def _shared(serial: fx.GraphModule, nodes: list[fx.Node], axis: Axis) -> Callable[..., Any]:
-    graph = shared_graph(serial, nodes, axis)
+def _shared(
+    serial: fx.GraphModule, nodes: list[fx.Node], axis: Axis, tp: Axis
+) -> Callable[..., Any]:
+    graph = shared_graph(serial, nodes, axis, tp)
     return lambda *inputs: graph(*inputs)
 
 

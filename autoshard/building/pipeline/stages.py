@@ -6,9 +6,11 @@ values are computed where they are read, and a parameter that two stages read is
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -18,7 +20,8 @@ from autoshard.errors import ConfigError, PlanError, message
 from autoshard.planning import TRAINED_BYTES, cost, is_view, tensor_bytes, value
 from autoshard.planning.cost import Hardware, Link
 from autoshard.planning.solver import Chain, StageCut, cut_stages
-from autoshard.runtime.graph_meta import DIFF
+from autoshard.runtime.graph_meta import DIFF, REDUCED_DTYPE, STORED_DTYPE
+from autoshard.runtime.parameters import ParameterPolicy
 
 MOST_UNITS = 800
 """Operators beyond which the search leaves out the cuts that send most."""
@@ -47,11 +50,20 @@ class PipelineStage:
     made: list[int | None]
     results: list[int]
 
+    def training(self, loss: int | None) -> fx.GraphModule:
+        """The graph of a call that is differentiated: of the results only the loss, given by its
+        position among the micro-batch's. A gradient of the others would be computed, of zeros."""
+        own = len(self.sent) - self.made.count(None)
+        outputs: Any = self.graph.graph.output_node().args[0]
+        wanted = [outputs[own + at] for at, i in enumerate(self.results) if i == loss]
+        return _returning(self.graph, [*outputs[:own], *wanted])
+
 
 @dataclass(kw_only=True)
 class StagePlan:
-    """stages: in order. homes: the stage that stores each parameter of the micro-batch's graph.
-    cut: the search's answer. link: between neighbours. stage_seconds: of a micro-batch, each."""
+    """stages: in order; ranks take them in turn. homes: the rank that stores each parameter of the
+    micro-batch's graph. cut: the search's answer. link: between neighbours. stage_seconds: of a
+    micro-batch, each."""
 
     stages: list[PipelineStage]
     homes: list[int]
@@ -63,32 +75,39 @@ class StagePlan:
 
 def plan_stages(
     microbatch: MicrobatchGraph,
-    stages: int,
+    kept: Sequence[Sequence[int]],
     hardware: Hardware,
     stored: Mapping[fx.Node, int],
     budget: int | None,
+    shards: int = 1,
 ) -> StagePlan:
     """The cheapest cut, and the graph of each stage.
 
-    stored: the home of parameters that are stored already. Raises ConfigError for a graph of fewer
-    operators than stages, and PlanError where no cut fits the budget.
+    kept: by rank, the most micro-batches of which each of its stages keeps the activations. stored:
+    the home of parameters that are stored already. shards: ranks among which parameters are split
+    between calls. Raises ConfigError for a graph of fewer operators than stages, and PlanError
+    where no cut fits the budget.
     """
     operators = [n for n in microbatch.local.graph.nodes if n.op == "call_function"]
     ends = _units(operators, _live(microbatch.local, operators))
+    ranks, live = len(kept), [each for chunk in zip(*kept) for each in chunk]
+    stages = len(live)
     if len(ends) - 1 < stages:
         raise ConfigError(
             message(
-                f"the mesh has pp={stages}, and the graph can be cut into {len(ends) - 1} stages",
+                f"the mesh has pp={ranks}, of {stages} stages, and the graph can be cut into "
+                f"{len(ends) - 1}",
                 remedy="Give pp fewer ranks.",
             )
         )
     link = hardware.links["dp_replicate"]
     known = [stored.get(node) for node in microbatch.parameters]
-    chain = _chain(microbatch, operators, ends, hardware, link, known)
-    found = cut_stages(chain, stages, microbatch.microbatches, budget)
+    allowed = [h if h is None else frozenset(range(h, stages, ranks)) for h in known]
+    chain = _chain(microbatch, operators, ends, hardware, link, allowed, shards)
+    found = cut_stages(chain, stages, microbatch.microbatches, budget, live)
     if found is None and chain.homes:  # another stage borrows what it reads
-        chain = _chain(microbatch, operators, ends, hardware, link, [None] * len(known))
-        found = cut_stages(chain, stages, microbatch.microbatches, budget)
+        chain = _chain(microbatch, operators, ends, hardware, link, [None] * len(known), shards)
+        found = cut_stages(chain, stages, microbatch.microbatches, budget, live)
     if found is None:
         raise PlanError(
             message(
@@ -101,7 +120,7 @@ def plan_stages(
     runs = [operators[ends[a] : ends[b]] for a, b in zip(starts, starts[1:])]
     made = _Cutting(microbatch, runs).stages()
     homes = [
-        home if home is not None else next(s for s, st in enumerate(made) if i in st.parameters)
+        next(s for s, st in enumerate(made) if i in st.parameters) % ranks if home is None else home
         for i, home in enumerate(known)
     ]
     return StagePlan(
@@ -135,7 +154,9 @@ def _units(operators: Sequence[fx.Node], live: Sequence[Sequence[fx.Node]]) -> l
     ]
     if len(free) > MOST_UNITS:
         size = {i: sum(tensor_bytes(value(node)) for node in live[i]) for i in free}
-        free = sorted(sorted(free, key=lambda i: (size[i], i))[:MOST_UNITS])
+        most = sorted(size.values())[MOST_UNITS // 2]
+        few = [i for i in free if size[i] <= most]
+        free = few[:: math.ceil(len(few) / MOST_UNITS)]  # of equal ones, from all of the graph
     return [0, *free, len(operators)]
 
 
@@ -145,7 +166,8 @@ def _chain(
     ends: Sequence[int],
     hardware: Hardware,
     link: Link,
-    known: Sequence[int | None],
+    known: Sequence[frozenset[int] | None],
+    shards: int,
 ) -> Chain:
     live = _live(microbatch.local, operators)
     unit = {node: u for u, (a, b) in enumerate(zip(ends, ends[1:])) for node in operators[a:b]}
@@ -167,11 +189,9 @@ def _chain(
     homes: dict[int, frozenset[int]] = {}
     for node, home in zip(placeholders, known):
         readers = sorted(unit[user] for user in node.users if user in unit)
-        held = TRAINED_BYTES if value(node).requires_grad else 1.0
-        stored.append((held * tensor_bytes(value(node)), readers))
+        stored.append((_held(node, shards), readers))
         if home is not None and readers:
-            stages = homes.get(readers[0], frozenset({home}))
-            homes[readers[0]] = stages & {home}
+            homes[readers[0]] = homes.get(readers[0], home) & home
     return Chain(
         seconds=seconds,
         sent=[*sent, 0.0],
@@ -180,6 +200,30 @@ def _chain(
         update=2 / hardware.memory_bandwidth,  # read and written
         homes=homes,
     )
+
+
+def _held(parameter: fx.Node, shards: int) -> float:
+    """Bytes of a parameter that its stage holds: what is stored; the whole in the dtype of compute,
+    where that is another tensor; and, where a shard is stored, the whole gradient from the start of
+    a call to its backward."""
+    val = value(parameter)
+    stored, summed = (val.numel() * t(parameter).itemsize for t in (stored_dtype, sum_dtype))
+    held = stored * (TRAINED_BYTES if val.requires_grad else 1.0) / shards
+    if shards > 1 or stored_dtype(parameter) != val.dtype:
+        held += tensor_bytes(val)
+    return held + summed if shards > 1 and val.requires_grad else held
+
+
+def stored_dtype(parameter: fx.Node) -> torch.dtype:
+    """The dtype in which a parameter is stored, whatever it is computed in."""
+    found: torch.dtype = parameter.meta.get(STORED_DTYPE, value(parameter).dtype)
+    return found
+
+
+def sum_dtype(parameter: fx.Node) -> torch.dtype:
+    """The dtype in which the gradients of micro-batches add up."""
+    policy = ParameterPolicy(reduce=parameter.meta.get(REDUCED_DTYPE))
+    return policy.pending_dtype(stored_dtype(parameter))
 
 
 def _ways(node: fx.Node) -> int:
@@ -252,3 +296,24 @@ def _received(node: fx.Node) -> torch.Tensor:
     val = value(node)
     fake: torch.Tensor = val.detach().new_empty(val.shape)
     return fake.requires_grad_(bool(node.meta.get(DIFF)))
+
+
+def _returning(gm: fx.GraphModule, wanted: list[fx.Node]) -> fx.GraphModule:
+    """The same graph with other outputs, each with memory of its own."""
+    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.graph_copy(gm.graph, made)
+    results = []
+    for node in wanted:
+        if is_view(node) or node.op == "placeholder":
+            results.append(graph.call_function(torch.ops.aten.clone.default, (made[node],)))
+            results[-1].meta = dict(node.meta)
+        else:
+            results.append(made[node])
+    graph.output(tuple(results))
+    graph.eliminate_dead_code(lambda node: node.op != "placeholder")
+    return fx.GraphModule(gm, graph)
+
+
+def loss_of(microbatch: MicrobatchGraph) -> int | None:
+    """Which of the micro-batch's results is the loss."""
+    return None if microbatch.loss is None else microbatch.positions.index(microbatch.loss)

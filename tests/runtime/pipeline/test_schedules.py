@@ -1,31 +1,77 @@
-"""Schedules: every action once, in an order that stages can keep, as idle as the formula says."""
+"""Schedules: every action once, in an order that ranks can keep, as idle as the formula says."""
 
 from __future__ import annotations
 
 import pytest
 
-from autoshard.runtime.pipeline.schedules import SCHEDULES, Action, picture, timeline
+from autoshard.runtime.pipeline.schedules import (
+    SCHEDULES,
+    Action,
+    ScheduleShape,
+    is_possible,
+    most_kept,
+    picture,
+    timeline,
+)
+
+SHAPES = [
+    *(
+        ScheduleShape(1, 3),
+        ScheduleShape(2, 1),
+        ScheduleShape(2, 4),
+        ScheduleShape(4, 2),
+        ScheduleShape(4, 9),
+        ScheduleShape(8, 16),
+    ),
+    *(
+        ScheduleShape(2, 4, 2),
+        ScheduleShape(4, 4, 2),
+        ScheduleShape(4, 6, 3),
+        ScheduleShape(4, 2, 2),
+        ScheduleShape(1, 3, 2),
+    ),
+]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 1), (2, 4), (4, 2), (4, 9)])
-def test_a_schedule_is_idle_as_the_formula_says(name: str, stages: int, microbatches: int) -> None:
-    times = timeline(name, microbatches, [1.0] * stages, [2.0] * stages)
-    assert times.idle == pytest.approx((stages - 1) / (microbatches + stages - 1))
-    for stage in range(stages):
-        actions = SCHEDULES[name](stage, stages, microbatches)
-        works = [Action(work, k) for work in ("F", "B") for k in range(microbatches)]
-        assert sorted(actions, reverse=True) == sorted(works, reverse=True)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_schedule_does_all_and_is_idle_as_the_formula_says(
+    name: str, shape: ScheduleShape
+) -> None:
+    if (shape.chunks > 1) != (name == "interleaved") or not is_possible(name, shape):
+        pytest.skip("not of this schedule")
+    ranks, count, chunks = shape
+    stages = ranks * chunks
+    times = timeline(name, count, [1.0] * stages, [2.0] * stages, chunks)
+    turns = {"interleaved": chunks, "zb1": 3}.get(name, 1)
+    if turns == 1 or count >= ranks:
+        assert times.idle == pytest.approx((ranks - 1) / (turns * count + ranks - 1))
+    works = ("F", "I", "W") if name == "zb1" else ("F", "B")
+    for rank in range(ranks):
+        actions = SCHEDULES[name](rank, shape)
+        each = [Action(work, k, c) for work in works for k in range(count) for c in range(chunks)]  # type: ignore[arg-type]
+        assert sorted(actions) == sorted(each)
 
 
-@pytest.mark.parametrize(("name", "kept"), [("gpipe", [8, 8, 8, 8]), ("1f1b", [4, 3, 2, 1])])
-def test_how_many_microbatches_a_stage_keeps(name: str, kept: list[int]) -> None:
-    for stage, most in enumerate(kept):
-        alive = peak = 0
-        for action in SCHEDULES[name](stage, 4, 8):
-            alive += 1 if action.work == "F" else -1
-            peak = max(peak, alive)
-        assert peak == most
+def test_groups_of_an_interleaved_schedule_are_of_one_size() -> None:
+    assert not is_possible("interleaved", ScheduleShape(4, 9, 2)) and is_possible(
+        "1f1b", ScheduleShape(4, 9)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "kept"),
+    [
+        ("gpipe", ScheduleShape(4, 8), [[8], [8], [8], [8]]),
+        ("1f1b", ScheduleShape(4, 8), [[4], [3], [2], [1]]),
+        ("zb1", ScheduleShape(4, 8), [[4], [4], [4], [4]]),
+        ("interleaved", ScheduleShape(2, 4, 2), [[4, 2], [3, 1]]),
+    ],
+)
+def test_how_many_microbatches_a_stage_keeps(
+    name: str, shape: ScheduleShape, kept: list[list[int]]
+) -> None:
+    assert [most_kept(name, shape, rank) for rank in range(shape.ranks)] == kept
 
 
 def test_the_picture() -> None:
@@ -33,3 +79,10 @@ def test_the_picture() -> None:
         "stage 0  F0 F1       B0 .  F2 B1 .     B2 .",
         "stage 1     F0 B0 .  F1 B1 .  F2 B2 .",
     ]
+    assert picture("zb1", 2, 2).splitlines() == [
+        "stage 0  F0 F1    I0 W0 I1 W1",
+        "stage 1     F0 I0 F1 I1 W0 W1",
+    ]
+    assert picture("interleaved", 2, 2, 2).splitlines()[1] == (
+        "stage 1      F0a F1a F0b B0b .   F1b B1b .   B0a .   B1a ."
+    )

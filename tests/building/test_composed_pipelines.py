@@ -1,0 +1,155 @@
+"""Pipelines beside other axes on processes: training, accumulation, checkpoints, errors."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from joined_batch import Sizes, part
+from models import CASES
+from pipelined import batch, differing, made, moved, read
+from side_by_side import TOLERANCE, Pair, difference
+
+
+def train(name: str, sizes: Sizes, micro: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Three steps of `micro` backwards each, all but the last in `no_sync`, with clipping, then an
+    evaluation, beside the serial model on the batches of all data-parallel ranks."""
+    import autoshard
+    from autoshard.runtime.mesh import data_coordinate, init_mesh
+
+    mesh = init_mesh(sizes, "cpu")
+    ranks, own, case = mesh.batches, data_coordinate(mesh), CASES[name]
+    pair = Pair(made(name), mesh=sizes, **{"inner": "eager", **options})
+    models = (pair.model, pair.serial)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-3) for m in models]
+    norm = 0.0
+    for step in range(3):
+        for i in range(micro):
+            parts = [part(batch(name, micro * step + i), ranks, k) for k in range(ranks)]
+            wants = [case.loss(pair.serial, given) for given in parts]
+            weighed = [want * (k + 1) for k, want in enumerate(wants)]  # ranks scale as they like
+            (torch.stack(weighed).sum() / (ranks * micro)).backward()
+            early = i + 1 < micro
+            with autoshard.no_sync(pair.model) if early else contextlib.nullcontext():
+                got = case.loss(pair.compiled, parts[own])
+                (got * (own + 1) / micro).backward()
+            pair.loss = max(pair.loss, difference(got, wants[own]))
+        pair.compare_gradients()
+        ours, theirs = (nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in models)
+        norm = max(norm, difference(ours, theirs))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        given = part(batch(name, 9), ranks, own)
+        if "labels" in given:
+            pair.forward(lambda model: model(**given).logits)
+        pair.forward(lambda model: case.loss(model, given))
+    stored = [p for p in pair.model.parameters() if isinstance(p, DTensor)]
+    return {
+        "loss": pair.loss,
+        "gradient": pair.gradient,
+        "where": pair.where,
+        "norm": norm,
+        "held": sum(p.to_local().numel() for p in stored),
+        "all": sum(p.numel() for p in pair.serial.parameters()),
+    }
+
+
+def check(results: list[dict[str, Any]], copies: int = 1) -> None:
+    """copies: of each parameter in the mesh."""
+    for result in results:
+        assert max(result["loss"], result["gradient"], result["norm"]) < TOLERANCE, result
+    assert sum(result["held"] for result in results) == copies * results[0]["all"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "micro"),
+    [
+        ("gpt2", {"pp": 2, "dp_shard": 2}, 1),
+        pytest.param("llama", {"pp": 2, "dp_replicate": 2}, 1, marks=pytest.mark.slow),
+        pytest.param("gpt2", {"pp": 2, "dp_replicate": 2}, 2, marks=pytest.mark.slow),
+        pytest.param("llama", {"pp": 2, "dp_shard": 2}, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_data_parallel_stages(gloo4: Any, name: str, sizes: Sizes, micro: int) -> None:
+    check(gloo4(train, name, sizes, micro, {}), sizes.get("dp_replicate", 1))
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_tensor_parallel_stages(gloo4: Any, name: str) -> None:
+    results = gloo4(train, name, {"pp": 2, "tp": 2}, 1, {})
+    for result in results:
+        assert max(result["loss"], result["gradient"], result["norm"]) < TOLERANCE, result
+    held = sum(result["held"] for result in results)
+    assert held < 1.1 * results[0]["all"]  # norms, which tp keeps whole, twice
+
+
+def all_tokens(sizes: Sizes) -> dict[str, Any]:
+    """A mean over the tokens of all ranks, of which the first has none that counts."""
+    import torch.distributed as dist
+
+    from autoshard.runtime.mesh import data_coordinate, init_mesh
+
+    mesh, case, given = init_mesh(sizes, "cpu"), CASES["llama"], batch("llama", 0)
+    given["labels"][: len(given["labels"]) // mesh.batches] = -100
+    options = {"mesh": sizes, "inner": "eager", "loss_tokens": "global"}
+    pair = Pair(made("llama"), **options)
+    want = case.loss(pair.serial, given)
+    want.backward()
+    got = case.loss(pair.compiled, part(given, mesh.batches, data_coordinate(mesh)))
+    got.backward()
+    pair.compare_gradients()
+    mean = got.detach().clone()
+    dist.all_reduce(mean)
+    return {"loss": difference(mean / dist.get_world_size(), want), "gradient": pair.gradient}
+
+
+@pytest.mark.slow
+def test_a_mean_over_the_tokens_of_all_ranks(gloo4: Any) -> None:
+    for result in gloo4(all_tokens, {"pp": 2, "dp_shard": 2}):
+        assert max(result.values()) < TOLERANCE, result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [({"pp": 2, "dp_shard": 2}, {"dp_shard": 4}), ({"dp_shard": 4}, {"pp": 2, "dp_shard": 2})],
+)
+def test_checkpoints_of_sharded_stages(gloo4: Any, first: Sizes, second: Sizes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert max(gloo4(moved, folder, first, second)) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"pp": 2, "dp_shard": 2}, {"pp": 2, "tp": 2}])
+def test_what_eager_code_reads_and_writes_of_shards(gloo4: Any, sizes: Sizes) -> None:
+    for found in gloo4(read, "llama", sizes):
+        assert found["state"] == 0.0 and found["sum"] < TOLERANCE and found["write"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axis", "microbatches"),
+    [
+        ({"pp": 2, "dp_shard": 2}, "dp_shard", [2, 1, 2, 1]),
+        ({"pp": 2, "dp_shard": 2}, "pp", [2, 2, 1, 1]),
+        ({"pp": 2, "tp": 2}, "tp", [2, 1, 2, 1]),
+    ],
+)
+def test_ranks_of_each_axis_that_differ_all_raise(
+    gloo4: Any, sizes: Sizes, axis: str, microbatches: list[int]
+) -> None:
+    for text in gloo4(differing, sizes, [{"microbatches": n} for n in microbatches]):
+        assert f"the ranks of axis {axis} disagree" in text and "microbatches" in text
+
+
+def test_one_rank_whose_batch_does_not_divide_is_an_error_on_all(gloo4: Any) -> None:
+    given = [{"microbatches": n} for n in (3, 2, 2, 2)]
+    for text in gloo4(differing, {"pp": 2, "dp_replicate": 2}, given):
+        assert "does not divide into microbatches=3" in text
