@@ -6,8 +6,9 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from autoshard.cli.arguments import (
     batch_size,
@@ -19,10 +20,10 @@ from autoshard.cli.progress import ProgressLine
 from autoshard.errors import AutoshardError, message
 
 if TYPE_CHECKING:
-    from autoshard.mesh_search import MeshPrice, MeshSearch
+    from autoshard.mesh_search import MeshPrice, MeshSearch, PipelinePrice
     from autoshard.planning import Recomputation
 
-_AXES = ("tp", "cp", "ep", "dp_shard", "dp_replicate")
+_AXES = ("tp", "cp", "ep", "dp_shard", "dp_replicate", "pp")
 
 
 def add_command(commands: Any) -> None:
@@ -50,7 +51,8 @@ def add_command(commands: Any) -> None:
         "--microbatches",
         type=batch_size,
         default=1,
-        help="batches of a data-parallel rank whose gradients make one step (default 1)",
+        help="batches of a data-parallel rank whose gradients make one step (default 1); of a "
+        "pipeline, for each of its stages",
     )
     parser.add_argument(
         "--checkpointing",
@@ -118,23 +120,36 @@ def run(arguments: argparse.Namespace) -> None:
             f"GB each), {arguments.batch} x {arguments.sequence} tokens a data-parallel rank, "
             f"{arguments.dtype} {arguments.recipe}, {arguments.optimizer}{named}\n"
         )
-        print(text(found, call.tokens and call.tokens * arguments.microbatches))
+        print(text(found, call.tokens))
+    if arguments.out:
+        _save(found, arguments.out, options, sys.stderr if arguments.json else sys.stdout)
+
+
+def _save(found: MeshSearch, path: Path, options: dict[str, Any], told: TextIO) -> None:
+    """Write the plan of the recommended mesh, or of the best that a plan file holds."""
     best = found.best
     if best is None:
-        if arguments.out:
-            raise AutoshardError(message("no mesh fits, so no plan was written", remedy=_MORE))
-        return
-    if arguments.out:
-        best.plan.save(arguments.out)
-        if best.recomputation is None:
-            options.pop("memory_budget", None)  # it chose the mesh, which the plan holds
-        else:
-            options.setdefault("memory_budget", found.cluster.usable_bytes)
-        used = {"plan": str(arguments.out), **options}
-        print(
-            f"wrote {arguments.out}: options={used}",
-            file=sys.stderr if arguments.json else sys.stdout,
-        )
+        raise AutoshardError(message("no mesh fits, so no plan was written", remedy=_MORE))
+    saved = next((r for r in found.rows if r.fits and not r.refused and not r.pipeline), None)
+    if best.pipeline:
+        run = {"mesh": best.mesh, "microbatches": best.microbatches, **options}
+        why = f"{spell(best.mesh)} runs by options={run}: no plan file holds stages of pp"
+        if saved is None:
+            raise AutoshardError(
+                message(
+                    f"{why}, and nothing else fits",
+                    remedy="Leave --out out.",
+                )
+            )
+        print(f"{why}; next best: {spell(saved.mesh)}", file=told)
+    assert saved is not None
+    saved.plan.save(path)
+    if saved.recomputation is None:
+        options.pop("memory_budget", None)  # it chose the mesh, which the plan holds
+    else:
+        options.setdefault("memory_budget", found.cluster.usable_bytes)
+    used = {"plan": str(path), **options}
+    print(f"wrote {path}: options={used}", file=told)
 
 
 _MORE = "Use more ranks, a smaller batch, or devices with more memory."
@@ -143,17 +158,26 @@ _MORE = "Use more ranks, a smaller batch, or devices with more memory."
 def text(found: MeshSearch, tokens: int | None = None) -> str:
     """The table for a terminal or a pipe: what fits, best first; the others with the reason.
 
-    tokens: in the batch of one data-parallel rank, where it is known.
+    tokens: in one batch of a data-parallel rank, where it is known.
     """
     from autoshard.explain import table
 
     used = [axis for axis in _AXES if any(axis in row.timing.traffic for row in found.rows)]
     kinds = ["params", "grads", "optim", "activ", "buckets", "total"]
     again = any(row.recomputation for row in found.rows)
-    extra = ["recomputed"] if again else []
+    sent = any(row.recomputation and row.recomputation.sent for row in found.rows)
+    stages = any(row.pipeline for row in found.rows)
+    extra = ["recomputed"] * again + ["on host"] * sent + ["batches, idle"] * stages
     header = ["", "mesh", "step", "exposed", "MFU", *kinds, *extra, *used]
-    cells = [_cells(row, row is found.best, used, again) for row in found.rows]
+    shown = [_recomputed] * again + [_on_host] * sent + [_idle] * stages
+    cells = [_cells(row, row is found.best, used, shown) for row in found.rows]
     told = "; recomputed: GB that are not kept, and ms that it takes" if again else ""
+    told += "; on host: GB kept there, and ms of their way there and back" if sent else ""
+    if stages:
+        told += (
+            "; with pp: of the stage that holds most, batches in a step, and how many % of the "
+            "schedule stages wait"
+        )
     lines = [
         "step and exposed communication in ms; MFU in %; a rank's memory in GB; on each axis, GB "
         f"that a rank sends and ms{told}\n",
@@ -163,11 +187,16 @@ def text(found: MeshSearch, tokens: int | None = None) -> str:
     if unfit:
         lines += ["", "x does not fit:"]
         lines += [f"  {spell(row.mesh)}: {row.unfit}" for row in unfit]
+    refused = [row for row in found.rows if row.refused]
+    if refused:
+        meshes = ", ".join(spell(row.mesh) for row in refused)
+        lines += ["", f"- does not run yet: {meshes}. {refused[0].refused}"]
     best = found.best
     if best is None:
         lines += ["", f"nothing fits. {_MORE}"]
     else:
-        batches = found.world // (best.mesh.get("tp", 1) * best.mesh.get("cp", 1))
+        alike = best.mesh.get("tp", 1) * best.mesh.get("cp", 1) * best.mesh.get("pp", 1)
+        batches = best.microbatches * found.world // alike
         rate = f", {tokens * batches / best.timing.step:,.0f} tokens/s" if tokens else ""
         lines += [
             "",
@@ -187,7 +216,19 @@ def _recomputed(row: MeshPrice) -> str:
     return f"{short(one.spared / 1e9)}, {short(1e3 * one.seconds)}" if one else "-"
 
 
-def _cells(row: MeshPrice, best: bool, axes: list[str], again: bool) -> list[str]:
+def _idle(row: MeshPrice) -> str:
+    one = row.pipeline
+    return f"{one.microbatches}, {100 * one.idle:.0f}" if one else "-"
+
+
+def _on_host(row: MeshPrice) -> str:
+    one = row.recomputation
+    return f"{short(one.host / 1e9)}, {short(1e3 * one.transfers)}" if one and one.sent else "-"
+
+
+def _cells(
+    row: MeshPrice, best: bool, axes: list[str], shown: Sequence[Callable[[MeshPrice], str]]
+) -> list[str]:
     held, took = row.memory, row.timing
     kinds = (
         *(held.parameters, held.gradients, held.optimizer, held.activations, held.buckets),
@@ -195,13 +236,13 @@ def _cells(row: MeshPrice, best: bool, axes: list[str], again: bool) -> list[str
     )
     sent = [took.traffic.get(axis) for axis in axes]
     return [
-        "*" if best else "" if row.fits else "x",
+        "*" if best else "x" if not row.fits else "-" if row.refused else "",
         spell(row.mesh),
         short(1e3 * took.step),
         short(1e3 * took.exposed),
         f"{100 * row.mfu:.1f}",
         *(short(kind / 1e9) for kind in kinds),
-        *([_recomputed(row)] if again else []),
+        *(one(row) for one in shown),
         *(f"{short(one.nbytes / 1e9)}, {short(1e3 * one.seconds)}" if one else "-" for one in sent),
     ]
 
@@ -219,6 +260,24 @@ def _as_json(one: Recomputation | None) -> dict[str, Any] | None:
         "kept_bytes": one.kept,
         "seconds": one.seconds,
         "least_seconds": one.bound,
+        "host_bytes": one.host,
+        "transfer_seconds": one.transfers,
+    }
+
+
+def _stages_as_json(one: PipelinePrice) -> dict[str, Any]:
+    stages = zip(one.seconds, one.memory, [*one.sent_bytes, 0])
+    return {
+        "idle": one.idle,
+        "stages": [
+            {
+                "forward_seconds": forward,
+                "backward_seconds": backward,
+                "memory_bytes": held.total,
+                "sent_bytes": sent,
+            }
+            for (forward, backward), held, sent in stages
+        ],
     }
 
 
@@ -238,6 +297,9 @@ def as_json(found: MeshSearch) -> dict[str, Any]:
                 "seconds": took,
                 "mfu": row.mfu,
                 "recomputation": _as_json(row.recomputation),
+                "microbatches": row.microbatches,
+                "pipeline": row.pipeline and _stages_as_json(row.pipeline),
+                "refused": row.refused,
             }
         )
     return {

@@ -22,9 +22,11 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.capture import capture
 from autoshard.compiling import lowered_dtypes
-from autoshard.config import Config
+from autoshard.config import Config, Precision
 from autoshard.errors import PlanError, message
-from autoshard.mesh_search.search import MeshPrice, candidates, search_captured
+from autoshard.mesh_search.factorisations import candidates
+from autoshard.mesh_search.prices import MeshPrice
+from autoshard.mesh_search.search import search_captured
 from autoshard.planning import Plan
 from autoshard.planning.cost import Cluster, cluster_of
 from autoshard.runtime import compat
@@ -118,7 +120,8 @@ def _best(
 ) -> tuple[dict[str, int], str]:
     """Rank 0's answer: the mesh, and the line that explains it."""
     world = len(digests)
-    every = candidates(world, machine, ("tp", "ep"))
+    in_float8 = Precision.of(config.precision).matmul is not None  # which ep does not know
+    every = candidates(world, machine, ("tp",) if in_float8 else ("tp", "ep"))
     meshes = [mesh for mesh in every if _shares(mesh.get("tp", 1), digests)]
     found = search_captured(captured, inputs, meshes, machine, config, batches=len(set(digests)))
     best = found.best

@@ -10,14 +10,16 @@ says which axis stays inside a node. A description in a file (JSON, or YAML with
     tera_flops: {float8: 1979, half: 989, float32: 67, float64: 67}
     inside: {microseconds: 1.5, gigabytes_per_second: 450}
     between: {microseconds: 5, gigabytes_per_second: 50}
+    host: {microseconds: 10, gigabytes_per_second: 64}
     efficiency: {compute: 0.58, memory: 0.8, links: 0.8, fits: 0.92, attention: 0.38}
 
-Bandwidths are one rank's, in one direction. `efficiency` may be left out.
+Bandwidths are one rank's, in one direction. `host` and `efficiency` may be left out.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -124,6 +126,13 @@ class Cluster:
             stride *= size
         return found
 
+    def host_seconds(self, nbytes: int) -> float:
+        """Seconds to send bytes to the host, or to fetch them; infinite where no link is known."""
+        if self.device.host is None:
+            return math.inf
+        link = self.real(self.device.host)
+        return link.latency + nbytes / link.bandwidth
+
     def real(self, link: Link) -> Link:
         """The link at the rate that a program gets of it."""
         share = self.efficiency
@@ -163,13 +172,17 @@ def read_cluster(path: Path) -> Cluster:
         body = read_json(path, what, ConfigError, remedy, MOST_BYTES)
     else:
         body = parsed(path, what, ConfigError, _yaml(path), "YAML", remedy, MOST_BYTES)
-    body.only((*_SIZES, "name", "devices_per_node", "tera_flops", "efficiency"))
+    body.only((*_SIZES, "name", "devices_per_node", "tera_flops", "host", "efficiency"))
     figures = {name: _figures(body.entry(name), sizes) for name, sizes in _SIZES.items()}
     gigabytes, bandwidth = figures["memory"]
     inside, between = (
         Link(microseconds * 1e-6, rate * 1e9, bandwidth * 1e9)
         for microseconds, rate in (figures["inside"], figures["between"])
     )
+    host = None
+    if body.optional("host", {}).entries():
+        microseconds, rate = _figures(body.entry("host"), _SIZES["inside"])
+        host = Link(microseconds * 1e-6, rate * 1e9, bandwidth * 1e9)
     rates = _figures(body.entry("tera_flops"), _RATES)
     device = Hardware(
         body.entry("name").text(),
@@ -177,6 +190,7 @@ def read_cluster(path: Path) -> Cluster:
         bandwidth * 1e9,
         int(gigabytes * 1e9),
         {**dict.fromkeys(PLANNED, inside), **dict.fromkeys(DATA_AXES, between)},
+        host,
     )
     per_node = body.entry("devices_per_node").integer(1, MOST_RANKS)
     given = body.optional("efficiency", {})

@@ -39,6 +39,7 @@ class Hardware:
     memory_bandwidth: bytes a second, read plus written.
     memory_bytes: bytes of device memory.
     links: by mesh axis name ("tp", "cp", "ep", "dp_shard", "dp_replicate").
+    host: the connection to the memory of the rank's host, in one direction; None: not known.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Hardware:
     memory_bandwidth: float
     memory_bytes: int
     links: Mapping[str, Link] = field(hash=False)
+    host: Link | None = None
 
     def peak(self, dtype: torch.dtype) -> float:
         """Operations a second on `dtype`."""
@@ -80,8 +82,9 @@ def _machine(
     memory: tuple[float, float],
     inside: tuple[float, float],
     between: tuple[float, float],
+    host: tuple[float, float],
 ) -> Hardware:
-    """memory: (GB, GB/s); inside a node and between nodes: (microseconds, GB/s a rank)."""
+    """memory: (GB, GB/s); inside a node, between nodes, host: (microseconds, GB/s a rank)."""
     rates = dict(zip(("float8", "half", "float32", "float64"), tera_flops, strict=True))
     size, bandwidth = memory
 
@@ -99,11 +102,13 @@ def _machine(
             **{"tp": link(inside), "cp": link(inside), "ep": link(inside)},
             **{"dp_shard": link(between), "dp_replicate": link(between)},
         },
+        link(host),
     )
 
 
 # float32 is the rate torch uses unless told otherwise (no TF32). Latencies are no data-sheet
-# figures: about what one step of a small collective takes on NVLink and on InfiniBand.
+# figures: about what one step of a small collective takes on NVLink and on InfiniBand. The host is
+# reached over PCIe of 16 lanes: generation 4 (a100), else 5.
 HARDWARE: Mapping[str, Hardware] = {
     machine.name: machine
     for machine in (
@@ -113,6 +118,7 @@ HARDWARE: Mapping[str, Hardware] = {
             memory=(80, 2039),
             inside=(1.5, 300),
             between=(5, 25),
+            host=(10, 32),
         ),
         _machine(
             "h100",
@@ -120,6 +126,7 @@ HARDWARE: Mapping[str, Hardware] = {
             memory=(80, 3350),
             inside=(1.5, 450),
             between=(5, 50),
+            host=(10, 64),
         ),
         _machine(
             "h200",
@@ -127,6 +134,7 @@ HARDWARE: Mapping[str, Hardware] = {
             memory=(141, 4800),
             inside=(1.5, 450),
             between=(5, 50),
+            host=(10, 64),
         ),
         _machine(
             "b200",
@@ -134,6 +142,7 @@ HARDWARE: Mapping[str, Hardware] = {
             memory=(180, 7700),
             inside=(1.5, 900),
             between=(5, 50),
+            host=(10, 64),
         ),
         # A few cores of a server, and gloo between processes of one machine: typical, not sold.
         _machine(
@@ -142,6 +151,7 @@ HARDWARE: Mapping[str, Hardware] = {
             memory=(16, 20),
             inside=(20, 2),
             between=(50, 1),
+            host=(5, 10),
         ),
     )
 }

@@ -56,39 +56,50 @@ class StageCut:
 
 
 def cut_stages(
-    chain: Chain, stages: int, microbatches: int, budget: float | None = None
+    chain: Chain,
+    stages: int,
+    microbatches: int,
+    budget: float | None = None,
+    kept: Sequence[int] | None = None,
 ) -> StageCut | None:
     """The cut of least step time, the earliest cuts of several; None where no cut fits.
 
-    Stage i of p keeps the activations of min(m, p - i) micro-batches, as in 1F1B. budget: bytes a
-    stage may hold.
+    kept: the micro-batches of which each stage keeps the activations; None: min(m, p - i) of stage
+    i of p, as in 1F1B. budget: bytes a stage may hold.
     """
-    return _CutSearch(chain, stages, microbatches, budget).run()
+    if kept is None:
+        kept = [min(microbatches, stages - stage) for stage in range(stages)]
+    return _CutSearch(chain, kept, microbatches, budget).run()
 
 
 class _CutSearch:
     """The tables of one search: entry (a, b) is the stage of operators a to b - 1."""
 
-    def __init__(self, chain: Chain, stages: int, microbatches: int, budget: float | None) -> None:
-        self.stages, self.microbatches = stages, microbatches
+    def __init__(
+        self, chain: Chain, live: Sequence[int], microbatches: int, budget: float | None
+    ) -> None:
+        self.microbatches = microbatches
         n = self.n = len(chain.seconds)
         sent = np.asarray(chain.sent, float)
         stored, kept = _stored_bytes(chain, n), _sums(chain.kept)
         self.cost = _sums(chain.seconds) + sent[:, None] + sent[None, :]
         self.cost += stored * (chain.update / microbatches)
         self.cost[np.tril_indices(n + 1)] = np.inf
-        self.memory = [stored + min(microbatches, stages - stage) * kept for stage in range(stages)]
+        counts = {count: stored + count * kept for count in live}
+        self.memory = [counts[count] for count in live]
         self.cost_of: list[Array] = []
-        for stage in range(stages):
-            cost = self.cost.copy()
+        for stage in range(len(live)):
+            cost = self.cost  # one table for all, where nothing tells stages apart
             away = [float(stage not in chain.homes.get(i, (stage,))) for i in range(n)]
-            cost[_sums(away) > 0] = np.inf
+            if any(away):
+                cost = np.where(_sums(away) > 0, np.inf, cost)
             if budget is not None:
-                cost[self.memory[stage] > budget] = np.inf
+                cost = np.where(self.memory[stage] > budget, np.inf, cost)
             self.cost_of.append(cost)
+        self.tables = list({id(cost): cost for cost in self.cost_of}.values())
 
     def run(self) -> StageCut | None:
-        bounds = np.unique(np.concatenate([c[np.isfinite(c)] for c in self.cost_of]))
+        bounds = np.unique(np.concatenate([c[np.isfinite(c)] for c in self.tables]))
         if not len(bounds):
             return None
         low, high = 0, len(bounds) - 1
@@ -126,10 +137,11 @@ class _CutSearch:
         sums = np.full(self.n + 1, np.inf)
         sums[0] = 0
         before: list[NDArray[np.int64]] = []
+        within = {id(cost): np.where(cost <= bound, cost, np.inf) for cost in self.tables}
         for cost in self.cost_of:
-            whole = sums[:, None] + np.where(cost <= bound, cost, np.inf)
+            whole = sums[:, None] + within[id(cost)]
             before.append(np.argmin(whole, axis=0))
-            sums = np.min(whole, axis=0)
+            sums = whole[before[-1], np.arange(self.n + 1)]
         if not np.isfinite(sums[self.n]):
             return None
         ends = [self.n]

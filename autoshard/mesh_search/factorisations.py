@@ -1,0 +1,105 @@
+"""The meshes of a world: which are tried, and what is asked of one that is named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from autoshard.errors import ConfigError, message
+from autoshard.planning.cost import Cluster
+from autoshard.runtime.mesh import offline_mesh
+
+AxisSizes = dict[str, int]
+
+BESIDE_PP = ("dp_replicate", "dp_shard", "tp")
+"""The axes that a mesh is priced with beside pp; those of one rank do not count."""
+
+
+def candidates(
+    world: int, machine: Cluster, planned: Sequence[str] = ("tp",), stages: bool = False
+) -> list[AxisSizes]:
+    """Every dp_replicate x dp_shard x one of `planned` that multiplies to `world`, with the last
+    inside a node. stages: and beside tp every pp whose stages are whole nodes.
+
+    Across nodes a tp axis would send whole activations, several times a layer, over the slower
+    network, and ep rows; inside a node tp and the data-parallel axes have links that pp needs not.
+    Name such a mesh to see it.
+    """
+    found = []
+    for n in _divisors(world):
+        if n > 1 and machine.per_node % n:
+            continue
+        for name in planned if n > 1 else ("tp",):
+            found += _among(world, {name: n})
+    if stages and world % machine.per_node == 0:
+        for pp in _divisors(world // machine.per_node)[1:]:
+            found += [{"pp": pp, **one} for one in candidates(world // pp, machine)]
+    return found
+
+
+def two_planned(world: int, machine: Cluster) -> list[AxisSizes]:
+    """Every dp_replicate x dp_shard x cp x tp that multiplies to `world`, with cp and tp inside a
+    node; cp across at most as many nodes as those have ranks, where tp has a node whole.
+    """
+    found, per_node = [], machine.per_node
+    for tp in _divisors(per_node)[1:]:
+        for cp in _divisors(per_node)[1:]:
+            if world % (cp * tp) == 0 and (tp == per_node or per_node % (cp * tp) == 0):
+                found += _among(world, {"cp": cp, "tp": tp})
+    return found
+
+
+def checked(mesh: Mapping[str, int], world: int) -> AxisSizes:
+    """The axes of a mesh that is asked for. Raises ConfigError where it does not fit the world, or
+    cannot be priced."""
+    inner = beside_pp(mesh)
+    sizes = {axis.name: axis.size for axis in offline_mesh(inner, 0).axes}
+    if mesh.get("pp", 1) > 1:
+        offline_mesh({"pp": mesh["pp"]}, 0)
+        sizes = {"pp": mesh["pp"], **sizes}
+        others = [name for name, size in inner.items() if size > 1 and name not in BESIDE_PP]
+        if others:
+            raise ConfigError(
+                message(
+                    f"the mesh has pp={mesh['pp']} and {others[0]}={mesh[others[0]]}, which no "
+                    "price is known of",
+                    remedy=f"Beside pp there may be {', '.join(BESIDE_PP)}.",
+                )
+            )
+    if math.prod(sizes.values()) != world:
+        spelled = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ConfigError(
+            message(
+                f"the mesh {spelled} has {math.prod(sizes.values())} ranks, the world {world}",
+                remedy="Give sizes whose product is the world.",
+            )
+        )
+    return sizes
+
+
+def beside_pp(mesh: Mapping[str, int]) -> AxisSizes:
+    """The mesh of one stage."""
+    return {name: size for name, size in mesh.items() if name != "pp"} or {"tp": 1}
+
+
+def refusal(mesh: Mapping[str, int]) -> str:
+    """Why no model can run on a mesh; empty where one can."""
+    try:
+        offline_mesh(mesh, 0)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _among(world: int, axes: AxisSizes) -> list[AxisSizes]:
+    """The meshes with these axes, one for each way to divide the other ranks."""
+    rest = world // math.prod(axes.values())
+    found = []
+    for shard in _divisors(rest):
+        sizes = {"dp_replicate": rest // shard, "dp_shard": shard, **axes}
+        found.append({name: size for name, size in sizes.items() if size > 1} or {"tp": 1})
+    return found

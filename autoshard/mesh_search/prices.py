@@ -1,0 +1,213 @@
+"""The price of one mesh, from the plan of one size of tp, of cp or of ep."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from autoshard.building import Planned
+from autoshard.config import Config
+from autoshard.errors import ConfigError, PlanError, message
+from autoshard.mesh_search.factorisations import AxisSizes, beside_pp, refusal
+from autoshard.mesh_search.stages import GraphStages, PipelinePrice
+from autoshard.planning import Plan, Recomputation
+from autoshard.planning.cost import Cluster
+from autoshard.planning.estimate import (
+    Footprint,
+    Frontier,
+    Layout,
+    Profile,
+    Timing,
+    Training,
+    footprint,
+    frontier,
+    profile,
+    timing,
+    with_recomputation,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshPrice:
+    """One mesh: what a rank holds and how long a step takes.
+
+    mesh: sizes of the axes above 1. memory, timing: of one rank, bytes and seconds. mfu: the
+    model's own operations over what the world's devices could do in a step. unfit: why it does not
+    fit, empty where it does. plan: the tp axis's decisions and the mesh, ready to `save`.
+    recomputation: what is computed again in backward so that it fits; None: nothing is.
+    microbatches: batches of a data-parallel rank that make one step, or of a pipeline, which has as
+    many for each of its stages. pipeline: of a mesh with pp,
+    whose plan, memory and unfit are those of the mesh of its largest stage. refused: why no model
+    runs on the mesh yet, empty where one does.
+    """
+
+    mesh: AxisSizes
+    memory: Footprint
+    timing: Timing
+    mfu: float
+    unfit: str
+    plan: Plan
+    recomputation: Recomputation | None = None
+    microbatches: int = 1
+    pipeline: PipelinePrice | None = None
+    refused: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether a rank's memory holds it."""
+        return not self.unfit
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is the same for all rows. limit: bytes of a rank. meshes: how many are tried."""
+
+    config: Config
+    training: Training
+    limit: int
+    batches: int | None
+    meshes: int
+
+    def layout(self, mesh: AxisSizes) -> Layout:
+        return Layout.of(
+            mesh, self.config.zero, self.config.bucket_bytes, self.config.defer_reduction
+        )
+
+
+class MeshPrices:
+    """The profile of one planned graph, as it is and with what is computed again."""
+
+    def __init__(
+        self,
+        planned: Planned,
+        n: int,
+        machine: Cluster,
+        config: Config,
+        training: Training,
+    ) -> None:
+        self.planned, self.n, self.machine, self.training = planned, n, machine, training
+        self.schedule, self.host_memory = config.schedule, config.host_memory
+        graph = (planned.serial, planned.decisions, planned.parameters)
+        self.free = profile(*graph, n, machine, config.bucket_bytes, training)
+
+    @cached_property
+    def frontier(self) -> Frontier:
+        """Less memory for more time."""
+        graph = (self.planned.serial, self.planned.decisions)
+        return frontier(*graph, self.n, self.machine, self.training, self.host_memory)
+
+    def row(self, mesh: AxisSizes, asked: Asked) -> MeshPrice:
+        """The price of a mesh without pp."""
+        layout, training = asked.layout(mesh), asked.training
+        one, chosen = self.within(asked.limit, layout)
+        held = footprint(one, layout, training)
+        took = timing(one, layout, training, self.machine, self.machine.links(mesh))
+        return MeshPrice(
+            mesh=dict(mesh),
+            memory=held,
+            timing=took,
+            mfu=training.microbatches * _utilisation(one, layout, took.step, asked.batches),
+            unfit=_unfit(held, asked.limit, layout, one),
+            plan=replace(self.planned.plan, mesh=dict(mesh)),
+            recomputation=chosen,
+            microbatches=training.microbatches,
+        )
+
+    def staged(self, mesh: AxisSizes, asked: Asked) -> MeshPrice | None:
+        """The price of a mesh with pp; None where the model has none, and other meshes are tried.
+
+        Raises ConfigError and PlanError where it was asked for alone.
+        """
+        layout, training, pp = asked.layout(beside_pp(mesh)), asked.training, mesh["pp"]
+        alone = asked.meshes == 1
+        count = pp * training.microbatches  # as many samples a rank as without pp
+        if self.schedule == "interleaved":
+            if not alone:
+                return None
+            raise ConfigError(
+                message(
+                    "schedule='interleaved' is not priced yet",
+                    remedy="Price the mesh with schedule='1f1b', which waits longer.",
+                )
+            )
+        if not self.stages.can_run() and not alone:
+            return None
+        found = self.stages.price(mesh, layout, training, count)
+        if found is None and alone:
+            raise PlanError(
+                message(
+                    f"the graph cannot be cut into pp={pp} stages: there are "
+                    f"{len(self.stages.places)} places between its operators where it can",
+                    remedy="Give pp fewer ranks.",
+                )
+            )
+        if found is None:
+            return None
+        one, held, took, pipeline = found
+        used = _utilisation(one, layout, took.step, asked.batches)
+        return MeshPrice(
+            mesh=dict(mesh),
+            memory=held,
+            timing=took,
+            mfu=count * used / pp,
+            unfit=_unfit(held, asked.limit, layout, one),
+            plan=replace(self.planned.plan, mesh=dict(mesh)),
+            microbatches=count,
+            pipeline=pipeline,
+            refused=refusal(mesh),
+        )
+
+    @cached_property
+    def stages(self) -> GraphStages:
+        """The graph cut into stages."""
+        return GraphStages(self.planned, self.free, self.frontier, self.machine, self.schedule)
+
+    def within(self, limit: int, layout: Layout) -> tuple[Profile, Recomputation | None]:
+        """The quickest that holds at most `limit` bytes; the smallest where none does. Regions of
+        activation checkpointing are computed again as the model has it."""
+        held = footprint(self.free, layout, self.training)
+        regions = any("ac_graph_id" in node.meta for node in self.planned.serial.graph.nodes)
+        if held.total <= limit and not regions:
+            return self.free, None
+        beside = held.total - self.free.activations.saved
+        points = self.frontier.points
+        index = self.frontier.cheapest(limit - beside)
+        if not points or (index is None and beside > limit):
+            return self.free, None  # weights alone are too much
+        chosen = self.frontier.recomputation(len(points) - 1 if index is None else index)
+        # regions of the model's own spare bytes too, which the frontier begins without
+        spared = max(0, self.free.activations.saved - chosen.kept)
+        chosen = replace(chosen, spared=spared)
+        return with_recomputation(self.free, chosen), chosen
+
+
+def _utilisation(one: Profile, layout: Layout, step: float, batches: int | None) -> float:
+    """The model's operations over those the devices could do in a step; 0 for an empty step."""
+    copies = layout.batches
+    useful = min(copies, batches or copies)
+    return useful * one.flops / (step * copies * one.n * one.peak) if step else 0.0
+
+
+def _unfit(held: Footprint, limit: int, layout: Layout, one: Profile) -> str:
+    """Why a rank's memory does not hold it, with the numbers and what would help."""
+    if held.total <= limit:
+        return ""
+    states = held.parameters + held.gradients + held.optimizer
+    split = layout.shard * one.n
+    if states > held.activations:
+        why = f"parameters and their states alone are {states / 1e9:.3g}"
+    elif (beside := held.total - held.activations) > limit:
+        why = f"without activations it is {beside / 1e9:.3g}"
+    else:
+        again = ", with all recomputed that can be" if held.activations else ""
+        why = f"activations are {held.activations / 1e9:.3g}{again}"
+    takes = [f"devices that hold {held.total / 1e9:.3g} GB of tensors"]
+    room = limit - (held.total - held.activations)
+    if room > 0:
+        parts = math.ceil(held.activations / room)
+        takes.append(f"a batch {parts} times smaller, in {parts} microbatches")
+    if (room := limit - (held.total - states)) > 0:
+        ranks = math.ceil(split * states / room)
+        takes.append(f"{ranks} ranks that share the parameters, instead of {split}")
+    return f"{held.total / 1e9:.3g} of {limit / 1e9:.3g} GB: {why}; it takes {', or '.join(takes)}"

@@ -1,0 +1,278 @@
+"""Meshes with pp: a planned graph cut into stages, and the price of a step on them.
+
+A stage is a run of operators of the graph that the inner mesh (what is left of pp) has a plan for,
+so one plan for each size of tp serves every number of stages: a stage's profile is a slice of the
+graph's. The cut is the exact one of planning/solver/stage_cut.py, at those places where least is
+sent; layers that repeat are priced once, with the graph.
+
+A step is the schedule's (runtime/pipeline/schedules.py) of m micro-batches, each a batch of one
+data-parallel rank. Parameters that data-parallel ranks share are gathered before it and held, and
+gradients, which add up over the micro-batches, reduced after it; nothing of either is hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from autoshard.building import Planned
+from autoshard.planning import producer, value
+from autoshard.planning.cost import Cluster, Link
+from autoshard.planning.estimate import (
+    Footprint,
+    Frontier,
+    Layout,
+    Profile,
+    SavedForBackward,
+    Saving,
+    Timing,
+    Traffic,
+    Training,
+    buckets,
+    data_collectives,
+    footprint,
+    seconds,
+    sent_by_axis,
+    update_seconds,
+)
+from autoshard.planning.solver import Chain, cut_stages
+from autoshard.runtime.graph_meta import DIFF, MUTATED
+from autoshard.runtime.pipeline import ScheduleShape, Timeline, most_kept, timeline
+
+_MOST_PLACES = 256
+"""Places for a cut that the search considers: those where least is sent, alike in every layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinePrice:
+    """A step of a mesh with pp, of `microbatches`. One entry a stage: seconds, of a forward and of
+    a backward of one micro-batch; memory, of a rank; sent_bytes, to the next stage, of one
+    micro-batch, whose gradient comes back. idle: the part of the schedule that stages wait."""
+
+    microbatches: int
+    idle: float
+    seconds: tuple[tuple[float, float], ...]
+    memory: tuple[Footprint, ...]
+    sent_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scheduled:
+    """Stages at work, but for what data-parallel axes add."""
+
+    parts: list[Profile]
+    sent: tuple[int, ...]
+    seconds: tuple[tuple[float, float], ...]
+    times: Timeline
+
+
+class GraphStages:
+    """One planned graph, on a rank of the inner mesh, and its cuts."""
+
+    def __init__(
+        self, planned: Planned, whole: Profile, frontier: Frontier, machine: Cluster, schedule: str
+    ) -> None:
+        self.planned, self.whole, self.frontier = planned, whole, frontier
+        self.saving = Saving(planned.serial, planned.decisions, whole.n)
+        self.machine, self.schedule = machine, schedule
+        self.nodes: list[fx.Node] = list(planned.serial.graph.nodes)
+        self.ranks = {"tp": whole.n}
+        inner = {name: machine.real(link) for name, link in machine.links(self.ranks).items()}
+        self.waits = [[0.0] * len(self.nodes) for _ in range(2)]
+        for one in whole.sent:
+            self.waits[one.backward][one.at] += seconds(one, {one.axis: whole.n}, inner)
+        self._scheduled: dict[tuple[int, int, Link], _Scheduled | None] = {}
+
+    def can_run(self) -> bool:
+        """Whether a pipeline takes the model: it returns a scalar loss, and writes to nothing."""
+        results = self.planned.serial.graph.output_node().all_input_nodes
+        losses = [node for node in results if node.meta.get(DIFF) and _is_scalar(node)]
+        return bool(losses) and not self.planned.serial.meta.get(MUTATED)
+
+    def price(
+        self,
+        mesh: Mapping[str, int],
+        layout: Layout,
+        training: Training,
+        microbatches: int,
+    ) -> tuple[Profile, Footprint, Timing, PipelinePrice] | None:
+        """The largest stage, the memory of its ranks, and a step. None: no such cut."""
+        links = {name: self.machine.real(x) for name, x in self.machine.links(mesh).items()}
+        key = mesh["pp"], microbatches, links["pp"]
+        if key not in self._scheduled:
+            self._scheduled[key] = self._schedule(*key)
+        one = self._scheduled[key]
+        if one is None:
+            return None
+        layout = replace(layout, zero=1)  # gathered once a step, and held
+        memory = [_held(part, layout, training) for part in one.parts]
+        ranks = {**self.ranks, "dp_shard": layout.shard, "dp_replicate": layout.replicate}
+        rank_sends, data_seconds = [], []
+        for part, before, after in zip(one.parts, [0, *one.sent], [*one.sent, 0]):
+            groups = buckets(part.weights, layout)
+            data = [each for g in groups for each in data_collectives(g, layout, training)]
+            data_seconds.append(sum(seconds(each, ranks, links) for each in data))
+            found = sent_by_axis([*data, *list(part.sent) * microbatches], ranks, links)
+            over = [nbytes for nbytes in (before, after) if nbytes]
+            took = sum(_transfer(links["pp"], nbytes) for nbytes in over)
+            found["pp"] = Traffic(
+                microbatches * sum(over), microbatches * took, microbatches * len(over)
+            )
+            rank_sends.append(found)
+        update = max(update_seconds(part, layout, training, self.machine) for part in one.parts)
+        compute = microbatches * self.whole.compute / mesh["pp"]
+        busy, data_time = one.times.seconds * (1 - one.times.idle), max(data_seconds)
+        axes = dict.fromkeys(axis for each in rank_sends for axis in each)
+        most = {
+            axis: max((r[axis] for r in rank_sends if axis in r), key=lambda t: t.nbytes)
+            for axis in axes
+        }
+        largest = max(range(len(memory)), key=lambda stage: memory[stage].total)
+        step = one.times.seconds + data_time + update
+        return (
+            one.parts[largest],
+            memory[largest],
+            Timing(step, compute, busy - compute + data_time, update, most),
+            PipelinePrice(
+                microbatches=microbatches,
+                idle=one.times.idle,
+                seconds=one.seconds,
+                memory=tuple(memory),
+                sent_bytes=one.sent,
+            ),
+        )
+
+    @cached_property
+    def crossing(self) -> list[int]:
+        """Bytes that a rank sends where the graph is cut before each node; -1: no cut may be."""
+        place = {node: i for i, node in enumerate(self.nodes)}
+        own = set(self.planned.parameters)
+        change, blocked = [0] * (len(self.nodes) + 1), [0] * (len(self.nodes) + 1)
+        for i, node in enumerate(self.nodes):
+            if node.op != "call_function" or own.isdisjoint(node.all_input_nodes):
+                continue
+            own.add(node)
+            last = max((place[user] for user in node.users), default=i)
+            last = min(last, len(self.nodes) - 2)  # outputs stay where they are made
+            if last <= i:
+                continue
+            table = change if isinstance(value(node), torch.Tensor) else blocked
+            nbytes = 1
+            if table is change:
+                nbytes = self.saving.nbytes(node, self.saving.state(node))
+            table[i + 1] += nbytes
+            table[last + 1] -= nbytes
+        found, alive, closed = [], 0, 0
+        for i, node in enumerate(self.nodes):
+            alive, closed = alive + change[i], closed + blocked[i]
+            inside = node.op == "call_function" and producer(node)[0] is node
+            found.append(alive if alive and not closed and inside else -1)
+        return found
+
+    @cached_property
+    def places(self) -> list[int]:
+        """Where a cut may be: the places at which least is sent."""
+        free = [i for i, nbytes in enumerate(self.crossing) if nbytes >= 0]
+        sizes = sorted(self.crossing[i] for i in free)
+        most = sizes[min(len(sizes), _MOST_PLACES // 2) - 1] if sizes else 0
+        few = [i for i in free if self.crossing[i] <= most]
+        return few[:: math.ceil(len(few) / _MOST_PLACES)] if few else []
+
+    @cached_property
+    def kept(self) -> tuple[list[int], list[int], list[dict[int, int]]]:
+        """At each node: bytes kept for the backward, those there beside them while it is
+        differentiated, and those computed again, by region of activation checkpointing."""
+        place = {node: i for i, node in enumerate(self.nodes)}
+        kept, beside = [0] * len(self.nodes), [0] * len(self.nodes)
+        again: list[dict[int, int]] = [{} for _ in self.nodes]
+        for one, saved, repeated in self.frontier.kept_at(0) if self.frontier.points else ():
+            i = place[one.key[0]]
+            kept[i] += saved
+            if one.held:
+                beside[i] = max(beside[i], one.nbytes * (1 if saved else 2))
+            if one.again >= 0:
+                again[i][one.again] = again[i].get(one.again, 0) + repeated
+        return kept, beside, again
+
+    def _schedule(self, stages: int, microbatches: int, link: Link) -> _Scheduled | None:
+        """The stages of the cheapest cut, whatever the data-parallel axes; None: too few places."""
+        ends = [0, *self.places, len(self.nodes)]
+        if len(ends) - 1 < stages:
+            return None
+        each = list(map(sum, zip(self.whole.forward, self.whole.backward, *self.waits)))
+        chain = Chain(
+            seconds=[sum(each[a:b]) for a, b in zip(ends, ends[1:])],
+            sent=[0.0, *(_transfer(link, self.crossing[i]) for i in self.places), 0.0],
+            kept=[0.0] * (len(ends) - 1),
+        )
+        found = cut_stages(chain, stages, microbatches)
+        if found is None:
+            return None
+        cuts = [ends[i] for i in found.cuts]
+        spans = list(zip([0, *cuts], [*cuts, len(self.nodes)]))
+        shape = ScheduleShape(stages, microbatches)
+        parts = [
+            self._part(a, b, most_kept(self.schedule, shape, stage)[0])
+            for stage, (a, b) in enumerate(spans)
+        ]
+        over = [_transfer(link, self.crossing[cut]) for cut in cuts]
+        forward = [
+            sum(part.forward) + sum(self.waits[0][a:b]) + before
+            for part, (a, b), before in zip(parts, spans, [0.0, *over])
+        ]
+        backward = [
+            sum(part.backward) + sum(self.waits[1][a:b]) + after
+            for part, (a, b), after in zip(parts, spans, [*over, 0.0])
+        ]
+        return _Scheduled(
+            parts=parts,
+            sent=tuple(self.crossing[cut] for cut in cuts),
+            seconds=tuple(zip(forward, backward)),
+            times=timeline(self.schedule, microbatches, forward, backward),
+        )
+
+    def _part(self, a: int, b: int, live: int) -> Profile:
+        """The profile of the operators from a to b - 1, with the activations of `live`
+        micro-batches."""
+        kept, beside, again = self.kept
+        regions: dict[int, int] = {}
+        for each in again[a:b]:
+            for region, nbytes in each.items():
+                regions[region] = regions.get(region, 0) + nbytes
+        saved = SavedForBackward(
+            saved=live * sum(kept[a:b]),
+            transient=max(regions.values(), default=0) + max(beside[a:b], default=0),
+        )
+        return replace(
+            self.whole,
+            forward=self.whole.forward[a:b],
+            backward=self.whole.backward[a:b],
+            sent=tuple(s._replace(at=s.at - a) for s in self.whole.sent if a <= s.at < b),
+            weights=tuple(
+                replace(weight, use=weight.use - a)
+                for weight in self.whole.weights
+                if weight.use is not None and a <= weight.use < b
+            ),
+            activations=saved,
+        )
+
+
+def _held(part: Profile, layout: Layout, training: Training) -> Footprint:
+    """The memory of a stage: gradients stay whole until the last micro-batch."""
+    own = footprint(part, layout, training)
+    whole = sum(w.numel * training.gradient(w.kept) for w in part.weights if w.trained)
+    return replace(own, gradients=whole)
+
+
+def _transfer(link: Link, nbytes: int) -> float:
+    return link.latency + nbytes / link.bandwidth
+
+
+def _is_scalar(node: fx.Node) -> bool:
+    made = value(node)
+    return isinstance(made, torch.Tensor) and made.dim() == 0

@@ -1,0 +1,69 @@
+"""What a search costs, in counts: plans by the sizes of tp and cp, frontiers by plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard.mesh_search import prices, search
+from autoshard.planning.estimate import recomputation
+
+
+class Layers(nn.Module):
+    """Equal layers, each wide inside."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(count)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def counts(
+    monkeypatch: pytest.MonkeyPatch, layers: int, world: int, mesh: dict[str, int] | None = None
+) -> tuple[int, int, int, int]:
+    """Rows of a search that keeps little and may use the host, and how often it planned a graph,
+    made a frontier and solved a cut."""
+    made: dict[str, int] = {}
+
+    def counted(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            made[name] = made.get(name, 0) + 1
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, run)
+
+    with monkeypatch.context() as monkeypatch, torch.device("meta"):
+        counted(search, "plan_captured")
+        counted(prices, "frontier")
+        counted(recomputation, "minimum_cut")
+        found = search.search_meshes(
+            Layers(layers),
+            (torch.zeros(64, 64),),
+            world=world,
+            mesh=mesh,
+            hardware="h100",
+            memory_budget=200_000,
+            host_memory=1 << 30,
+        )
+    torch.compiler.reset()
+    return len(found.rows), made["plan_captured"], made["frontier"], made["minimum_cut"]
+
+
+def test_a_search_plans_by_the_size_of_an_axis_and_cuts_by_the_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows, plans, frontiers, _ = counts(monkeypatch, 1, 4)
+    assert (rows, plans, frontiers) == (9, 5, 5), "tp and cp of 2 and 4, and neither"
+    cuts = [counts(monkeypatch, layers, 2, {"tp": 2})[3] for layers in (4, 8, 16)]
+    assert cuts[2] - cuts[1] <= cuts[1] - cuts[0], f"equal layers are cut once: {cuts}"

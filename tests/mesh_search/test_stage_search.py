@@ -1,0 +1,87 @@
+"""Meshes with an axis pp among those that are tried: their stages, memory, waiting and refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard.errors import ConfigError, PlanError
+from autoshard.mesh_search.factorisations import refusal
+from autoshard.mesh_search.search import MeshSearch, search_meshes
+from autoshard.planning.estimate import Training
+
+HIDDEN, ROWS, LAYERS = 256, 512, 6
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor, loss: bool = True) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean() if loss else x
+
+
+def search(world: int, batches: int = 1, loss: bool = True, **options: Any) -> MeshSearch:
+    torch.compiler.reset()
+    with torch.device("meta"):
+        model, x = Layers(), torch.empty(ROWS, HIDDEN)
+    return search_meshes(
+        model,
+        (x, loss),
+        world=world,
+        hardware="h100",
+        training=Training(microbatches=batches),
+        **options,
+    )
+
+
+def test_stages_share_the_model_and_wait_as_the_formula_says() -> None:
+    (row,) = search(3, 4, mesh={"pp": 3}).rows
+    assert row.pipeline is not None and row.fits and not row.refused
+    assert row.microbatches == row.pipeline.microbatches == 12
+    parameters = LAYERS * (HIDDEN + 1) * HIDDEN * 4
+    held = [stage.parameters for stage in row.pipeline.memory]
+    assert held == [parameters // 3] * 3  # equal layers are cut equally
+    assert row.pipeline.sent_bytes == (ROWS * HIDDEN * 4,) * 2
+    assert 2 / 14 < row.pipeline.idle < 0.25  # the middle stage has more transfers
+    # the first keeps three micro-batches, the last one
+    first, _, last = (stage.activations for stage in row.pipeline.memory)
+    assert last < first <= 3 * last
+    assert row.memory == max(row.pipeline.memory, key=lambda stage: stage.total)
+    ends = [sum(times) for times in row.pipeline.seconds]
+    assert row.timing.step >= 11 * max(ends) + sum(ends)
+    both = 2 * 12 * ROWS * HIDDEN * 4  # the middle one sends activations on, and gradients back
+    assert row.timing.traffic["pp"].nbytes == both
+
+
+def test_pp_is_tried_between_nodes_beside_what_runs_with_it() -> None:
+    found = search(32)
+    rows = [row for row in found.rows if "pp" in row.mesh]
+    assert {(row.mesh["pp"], row.mesh.get("tp", 1)) for row in rows} == {
+        (pp, tp) for pp in (2, 4) for tp in (1, 2, 4, 8)
+    }
+    assert len(rows) == 8  # the best way to divide the rest
+    assert found.best is not None and not refusal(found.best.mesh)
+    for row in rows:
+        assert row.refused == refusal(row.mesh)
+        assert row.timing.step > row.timing.compute + row.timing.exposed
+
+
+def test_what_no_pipeline_runs_is_not_tried() -> None:
+    assert all("pp" not in row.mesh for row in search(16, loss=False).rows)
+    assert all("pp" not in row.mesh for row in search(8).rows)  # one node
+
+
+def test_meshes_that_have_no_price_are_refused() -> None:
+    with pytest.raises(ConfigError, match="pp=2 and cp=2.*dp_replicate, dp_shard, tp"):
+        search(4, mesh={"pp": 2, "cp": 2})
+    with pytest.raises(PlanError, match="cannot be cut into pp=64 stages"):
+        search(64, mesh={"pp": 64})
+    with pytest.raises(ConfigError, match="interleaved"):
+        search(2, mesh={"pp": 2}, schedule="interleaved")

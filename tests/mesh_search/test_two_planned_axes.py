@@ -1,0 +1,59 @@
+"""Meshes with cp and tp: tried where nothing else fits, and where the model can have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.mesh_search.factorisations import two_planned
+from autoshard.mesh_search.search import MeshSearch, search_meshes
+from autoshard.planning.cost import cluster
+from models_plain import Mixture
+
+TOKENS = 4096
+BOTH = {"cp", "tp"}
+
+
+class Rows(nn.Module):
+    """Layers of each token, in one sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+def search(model: nn.Module, x: torch.Tensor, **options: Any) -> MeshSearch:
+    torch.compiler.reset()
+    return search_meshes(model, (x,), world=4, hardware="h100", **options)
+
+
+def test_both_are_tried_where_nothing_else_fits() -> None:
+    with torch.device("meta"):
+        model, x = Rows(), torch.empty(1, TOKENS, 64)
+    assert not any(BOTH <= row.mesh.keys() for row in search(model, x).rows)
+    found = search(model, x, memory_budget=1000)
+    (row,) = [row for row in found.rows if BOTH <= row.mesh.keys()]
+    assert row.mesh == {"cp": 2, "tp": 2} and all(one.unfit for one in found.rows)
+    (named,) = search(model, x, memory_budget=1000, mesh=row.mesh).rows
+    assert (row.memory, row.timing) == (named.memory, named.timing)
+
+
+def test_a_mixture_has_one_planned_axis() -> None:
+    with torch.device("meta"):
+        model, x = Mixture("packed", experts=4, hidden=64, inner=64), torch.empty(64, 64)
+    found = search(model, x, memory_budget=1000)
+    assert found.rows and not any(BOTH <= row.mesh.keys() for row in found.rows)
+
+
+def test_cp_goes_across_nodes_where_tp_has_a_node_whole() -> None:
+    meshes = two_planned(64, cluster("h100"))
+    pairs = {(mesh["cp"], mesh["tp"]) for mesh in meshes}
+    assert pairs == {(2, 2), (2, 4), (4, 2), (2, 8), (4, 8), (8, 8)}
+    assert {"dp_shard": 4, "cp": 2, "tp": 8} in meshes
