@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard import backend
 from autoshard.runtime import compat
+from autoshard.runtime.operators import OFFLOAD
 
 _c10d = torch.ops._c10d_functional
 _LET_GO = 0.01  # seconds
@@ -40,9 +41,12 @@ class LiveStorages(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.sizes: dict[int, int] = {}
+        self.on_host = 0
+        """Bytes of storages that were sent to the host; they are none of the device's."""
         self.live = self.peak = 0
         self.counting = False
         self._pending: dict[int, Any] = {}
+        self._away: set[int] = set()
         allocators = torch._C._dynamo.guards  # where Inductor's code allocates, past every mode
         allocate, compile_local = allocators._empty_strided_cpu, backend.compile_local
 
@@ -78,7 +82,7 @@ class LiveStorages(TorchDispatchMode):
             return
         storage = local.untyped_storage()
         key = id(storage)
-        if key not in self.sizes:
+        if key not in self.sizes and key not in self._away:
             self.sizes[key] = storage.nbytes()
             self.live += storage.nbytes()
             self.peak = max(self.peak, self.live)
@@ -94,6 +98,12 @@ class LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func is OFFLOAD:
+            storage = result.untyped_storage()
+            self._away.add(id(storage))
+            self.on_host += storage.nbytes()
+            weakref.finalize(storage, self._away.discard, id(storage))
+            return result
         for tensor in pytree.tree_leaves(result):
             if type(tensor) in (torch.Tensor, DTensor):  # not fakes, by which DTensor plans
                 self.add(tensor)

@@ -44,7 +44,9 @@ class Run:
     """One published run.
 
     batch, length: sequences of a data-parallel rank in one pass, and their tokens. reduced: the
-    dtype in which gradients travel. uncompiled_loss: of a model that is compiled. tokens: a second
+    dtype in which gradients travel. recipe: as in Training. deferred: whether gradients are kept
+    whole until the last microbatch. uncompiled_loss: of a model that is compiled. whole_scores:
+    whether each rank of tp gathers the scores of the vocabulary. tokens: a second
     and device, measured. gibibytes: a device's, where they are published. role: "fitted" or "held
     out".
     """
@@ -65,6 +67,9 @@ class Run:
     microbatches: int = 1
     reduced: str = "float32"
     uncompiled_loss: bool = False
+    recipe: str = "mixed"
+    deferred: bool = False
+    whole_scores: bool = False
 
 
 class Predicted(NamedTuple):
@@ -125,7 +130,7 @@ def priced(run: Run, layers: int, machine: Cluster) -> MeshPrice:
         ids = torch.zeros(run.batch, run.length, dtype=torch.long)
     one_layer = sum(p.numel() for p in model.layers[0].parameters()) * 2
     training = Training(
-        recipe="mixed",
+        recipe=run.recipe,
         microbatches=run.microbatches,
         compiled=run.compiled,
         float8=run.float8,
@@ -142,6 +147,7 @@ def priced(run: Run, layers: int, machine: Cluster) -> MeshPrice:
         training=training,
         bucket_bytes=one_layer // ranks,
         precision={"reduce": run.reduced},
+        defer_reduction=run.deferred,
         plan=plan,
     )
     return found.rows[0]
@@ -162,6 +168,9 @@ def predicted(run: Run, machine: Cluster | None = None) -> Predicted:
     tokens = run.batch * run.length / ranks
     if run.uncompiled_loss:  # the gradients of float32 logits and of their logarithms, at once
         nbytes += 4 * tokens * BODY["models"][run.model]["vocab"]
+    if run.whole_scores:  # what other ranks made of them, in float32, and their gradients
+        others = run.mesh["tp"] - 1
+        nbytes += 8 * tokens * others * BODY["models"][run.model]["vocab"]
     return Predicted(run.microbatches * tokens / seconds, nbytes / 2**30)
 
 

@@ -25,13 +25,16 @@ def value_text(key: ValueKey) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputation:
-    """Which values the backward computes again instead of finding them kept.
+    """Which values the backward computes again, or fetches from the host, instead of finding them
+    kept.
 
-    again: those it computes again, by `value_text`. saved: those that are kept. kept: bytes from
-    the forward for the backward. spared: bytes that less is kept than with nothing computed again
-    that takes time. peak: bytes of what is kept and of what is computed again, at the worst moment.
-    seconds: of a step, that operators and collectives take again. bound: the least seconds that any
-    choice in these segments takes which keeps no more.
+    again: those it computes again, by `value_text`. saved: those that are kept. sent: those that
+    are kept on the host. kept: bytes from the forward for the backward, on the device. spared:
+    bytes that less is kept than with nothing computed again that takes time. peak: bytes of what is
+    kept, of what is computed again and of what is fetched, at the worst moment. seconds: of a step,
+    that operators and collectives take again, and that transfers outlast the compute beside them.
+    bound: the least seconds that any choice in these segments takes which keeps no more. host:
+    bytes on the host. transfers: seconds of their way there and back.
     """
 
     again: frozenset[str]
@@ -41,6 +44,9 @@ class Recomputation:
     peak: int
     seconds: float
     bound: float
+    sent: frozenset[str] = frozenset()
+    host: int = 0
+    transfers: float = 0.0
 
 
 @dataclass(kw_only=True)

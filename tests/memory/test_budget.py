@@ -61,20 +61,23 @@ def batch(name: str) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def step(name: str, inner: str, budget: int | None) -> tuple[dict[str, int], Any]:
-    """The bytes measured in a step, and the gradients beside those without a budget."""
+def step(
+    name: str, inner: str, budget: int | None, host: int | None = None
+) -> tuple[dict[str, int], Any]:
+    """The bytes measured in a step, and its gradients."""
     torch.compiler.reset()
     torch.manual_seed(0)
     live, model, data = LiveStorages(), MODELS[name]().train(), batch(name)
     options: dict[str, Any] = {"mesh": {"tp": 1}, "inner": inner, "rng": "invariant"}
     if budget is not None:
-        options["memory_budget"] = budget
+        options.update(memory_budget=budget, host_memory=host)
     compiled = torch.compile(model, backend="autoshard", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
     try:
         found = measure_step(live, model, lambda: compiled(**data).loss, optimizer)
     finally:
         live.restore()
+    found["host"] = live.on_host
     torch.manual_seed(2)
     compiled(**data).loss.backward()
     return found, [p.grad for p in model.parameters()]
@@ -108,17 +111,23 @@ def check(name: str, inner: str, shares: tuple[float, ...]) -> None:
             torch.testing.assert_close(got, expected, rtol=2e-4, atol=1e-6)
 
 
-def half(name: str, inner: str) -> None:
+def half(name: str, inner: str, host: int | None = None) -> None:
     free, before = step(name, inner, None)
     budget = int(0.5 * free["peak"])
-    found, gradients = step(name, inner, budget)
+    found, gradients = step(name, inner, budget, host)
     assert found["peak"] <= budget
+    assert bool(found["host"]) == bool(host)
     for got, expected in zip(gradients, before, strict=True):
         torch.testing.assert_close(got, expected, rtol=2e-4, atol=1e-6)
 
 
 def test_a_step_stays_within_its_budget() -> None:
     half("gpt2 with dropout", "aot_eager")
+
+
+@pytest.mark.slow
+def test_a_step_that_keeps_values_on_the_host_stays_within_its_budget() -> None:
+    half("gpt2 with dropout", "aot_eager", host=1 << 30)
 
 
 @pytest.mark.slow
@@ -133,6 +142,12 @@ def test_every_model_under_every_budget(name: str) -> None:
 def test_the_code_of_inductor_stays_within_a_budget() -> None:
     """One budget: each try makes the code anew."""
     half("llama", "inductor")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+def test_the_code_of_inductor_keeps_values_on_the_host() -> None:
+    half("llama", "inductor", host=1 << 30)
 
 
 def trained(sizes: dict[str, int], budget: int | None) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from torch import fx, nn
 
 import autoshard
 from autoshard.errors import ConfigError
-from autoshard.mesh_search.search import candidates, search_meshes
+from autoshard.mesh_search.factorisations import candidates
+from autoshard.mesh_search.search import search_meshes
 from autoshard.planning.cost.clusters import Cluster, Efficiency, cluster
 from autoshard.planning.cost.machines import Hardware, Link
 from autoshard.planning.estimate.activations import SavedForBackward, saved_for_backward
@@ -193,6 +194,21 @@ def test_buckets_hold_two_gathers_and_a_gradient_twice() -> None:
     assert footprint(profile, Layout(replicate=8), Training()).buckets == 160_000_000
     kept_whole = footprint(profile, Layout(shard=8, zero=2), Training())
     assert kept_whole.buckets == 14_000_000_000 + 160_000_000
+
+
+def test_gradients_that_wait_for_the_last_microbatch_are_whole_and_reduced_once() -> None:
+    profile, machine = seven_billion(), cluster("h100")
+    training, sizes = Training(microbatches=4), {"dp_shard": 8}
+    now, later = (Layout.of(sizes, 3, None, deferred) for deferred in (False, True))
+    assert Layout.of(sizes, 1, None) == Layout(shard=8, zero=1, deferred=True)
+    held = [footprint(profile, layout, training).gradients for layout in (now, later)]
+    assert held == [14_000_000_000 // 8, 14_000_000_000]
+    assert footprint(profile, later, Training()).gradients == held[0], "one batch waits for none"
+    took = [timing(profile, one, training, machine, machine.links(sizes)) for one in (now, later)]
+    gathers, reduction = 2 * 7 / 8 * 14_000_000_000, 7 / 8 * 14_000_000_000
+    sent = [one.traffic["dp_shard"].nbytes for one in took]
+    assert sent == pytest.approx([4 * (gathers + reduction), 4 * gathers + reduction])
+    assert took[1].step < took[0].step
 
 
 def test_volumes_are_those_of_the_ledger() -> None:

@@ -54,6 +54,32 @@ def test_a_graph_too_entangled_for_the_exact_plan(monkeypatch: pytest.MonkeyPatc
     assert verify_program(held, values).worst[1] < 1e-5
 
 
+class Packed(torch.nn.Module):
+    """Attention whose queries, keys and values are one product, as GPT-2's; and its cache."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.packed = torch.nn.Linear(width, 3 * width, bias=False)
+        self.out = torch.nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        parts = self.packed(x).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in parts)
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).flatten(2)), k, v
+
+
+def test_keys_and_values_are_held_in_part_and_read_by_nobody() -> None:
+    """However short the prompt; and those that a training call returns beside its logits are not
+    charged a gather."""
+    with torch.no_grad():
+        prompt = autoshard.trace(Packed(32), (torch.zeros(2, 6, 32),), mesh={"tp": 4})
+    training = autoshard.trace(Packed(64), (torch.zeros(2, 256, 64),), mesh={"tp": 4})
+    for program in (prompt, training):
+        assert program.decisions.outputs == ["I", "S(1)", "S(1)"]
+        assert not any(one.op == "all_gather" for one in program.collectives())
+
+
 def test_plan_does_not_depend_on_the_process() -> None:
     """Hash seeds decide the order of sets and the addresses decide that of `id`."""
     texts = []

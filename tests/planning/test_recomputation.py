@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+from dataclasses import replace
 
 import pytest
 from torch import fx
@@ -31,13 +33,21 @@ def values(rng: random.Random, count: int, regions: bool = False) -> list[RankVa
                 once=not sources and rng.random() < 0.3,
                 again=rng.choice([-1, -1, 0]) if regions else -1,
                 held=True,
+                transfer=rng.choice([math.inf, rng.randint(1, 50) * 1e-6]),
             )
         )
     return found
 
 
-def cost(given: list[RankValue], choices: Choices, fates: tuple[Fate, ...], price: float) -> float:
-    """Seconds of a choice, and its bytes at the price; infinite where it is none."""
+def cost(
+    given: list[RankValue],
+    choices: Choices,
+    fates: tuple[Fate, ...],
+    price: float,
+    charge: float = math.inf,
+) -> float:
+    """Seconds of a choice, its bytes at the price and its transfers at the charge; infinite where
+    it is none."""
     total = 0.0
     for i, (one, fate) in enumerate(zip(given, fates)):
         stays = one.once or choices.crosses[i]
@@ -52,6 +62,8 @@ def cost(given: list[RankValue], choices: Choices, fates: tuple[Fate, ...], pric
             total += 0.0 if region else one.inner * price
             if fate is Fate.KEPT:
                 total += float("inf") if region else one.nbytes * price
+            if fate is Fate.HOST:
+                total += float("inf") if region else one.transfer * charge
     return total
 
 
@@ -64,10 +76,64 @@ def test_the_choice_for_a_price_is_the_cheapest_of_all(seed: int) -> None:
     choices = Choices(given, segments)
     for price in (1e-16, 1e-10, 1e-9, 1e-8):
         found = tuple(choices.fates(price, price))
+        three = (Fate.UNREAD, Fate.KEPT, Fate.AGAIN)
         best = min(
-            cost(given, choices, every, price) for every in itertools.product(Fate, repeat=7)
+            cost(given, choices, every, price) for every in itertools.product(three, repeat=7)
         )
         assert cost(given, choices, found, price) == pytest.approx(best, rel=1e-6, abs=1e-14)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_with_the_host_the_choice_is_the_cheapest_of_all(seed: int) -> None:
+    rng = random.Random(100 + seed)
+    given = values(rng, 6, regions=seed % 3 == 0)
+    after = replace(given[0], sources=(), needed=False)  # in the last segment nothing is sent
+    choices = Choices([*given, after], [0, 0, 0, 1, 1, 1, 2])
+    for price, charge in ((1e-10, 0.0), (1e-9, 0.04), (1e-9, 0.3), (1e-8, 1.0)):
+        found = tuple(choices.fates(price, price, charge))[:6]
+        best = min(
+            cost(given, choices, every, price, charge)
+            for every in itertools.product(Fate, repeat=6)
+        )
+        assert cost(given, choices, found, price, charge) == pytest.approx(
+            best, rel=1e-6, abs=1e-14
+        )
+
+
+def test_the_host_takes_what_the_compute_hides() -> None:
+    """A fast link to the host leaves nothing to compute again; a slow one takes what it can; the
+    bytes that may lie there are kept to."""
+    given = layers(8)
+    fast = Frontier([replace(one, transfer=1e-8) for one in given], 10**6)
+    alone = Frontier(given)
+    assert fast.points[-1].seconds < 0.05 * alone.points[-1].seconds
+    assert fast.points[-1].kept < alone.points[-1].kept
+    one = fast.recomputation(len(fast.points) - 1)
+    assert not one.again and one.sent and one.host == fast.points[-1].host
+    assert 0 <= one.bound <= one.seconds
+    slow = Frontier([replace(one, transfer=one.nbytes * 8e-9) for one in given], 10**6)
+    for point in alone.points:
+        index = slow.cheapest(point.peak)
+        assert index is not None and slow.points[index].seconds <= point.seconds + 1e-12
+    assert any(one.again and one.sent for one in map(slow.recomputation, range(len(slow.points))))
+    few = Frontier([replace(one, transfer=1e-8) for one in given], 2000)
+    assert 0 < max(point.host for point in few.points) <= 2000
+    assert few.points[-1].seconds > fast.points[-1].seconds
+    for found in (fast, slow, few):
+        for index, point in enumerate(found.points):
+            assert found.recomputation(index).bound <= point.seconds + 1e-12
+
+
+def test_equal_layers_are_cut_once() -> None:
+    """The cuts that are made do not depend on the depth."""
+    made = []
+    for count in (8, 64):
+        given = [replace(one, transfer=one.nbytes * 8e-9) for one in layers(count)]
+        choices = Choices(given, segments_of(given))
+        for price in (1e-10, 1e-9, 1e-8):
+            choices.fates(price, 1e-16, 0.1)
+        made.append(choices.solved)
+    assert made[0] == made[1]
 
 
 def cut_size(edges: list[tuple[int, int, int]], sink_side: list[bool]) -> int:

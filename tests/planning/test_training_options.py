@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autoshard.mesh_search.search import MeshPrice, search_meshes
+from autoshard.mesh_search.prices import MeshPrice
+from autoshard.mesh_search.search import search_meshes
 from autoshard.planning.cost.clusters import Cluster, Efficiency, cluster
 from autoshard.planning.estimate.training import Training
 from decoder import Decoder, Shape

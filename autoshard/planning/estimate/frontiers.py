@@ -1,13 +1,19 @@
-"""The choices of recomputation worth having: less memory for more time, from none to the least.
+"""The choices of what is kept that are worth having: less memory for more time, down to the least.
 
-For each length of segments and each price on a kept byte the choice is exact. Equal layers change
-their choice at the same price, so between two neighbouring prices the first segments take the
-choice of the dearer one: what the first layers keep is there longest. Lengths are doubled from half
-a layer, as the segments have it.
+For each length of segments, each price on a kept byte and each charge for a transfer to the host
+the choice is exact. Equal layers change their choice at the same price, so between two neighbouring
+prices the first segments take the choice of the dearer one: what the first layers keep is there
+longest. Lengths are doubled from half a layer, as the segments have it.
+
+Transfers run beside the compute of their segment, forward and backward. What is longer than that is
+waited for; what is hidden takes only its share of the device's memory bandwidth. So a second on the
+way to the host is worth next to nothing, a second or two, and the charges between those say what
+goes there while there is room beside the compute: what takes most time to compute again.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,46 +26,59 @@ from autoshard.planning.estimate.recomputable import RankValue, values_of
 from autoshard.planning.estimate.recomputation import Choices, Fate
 from autoshard.planning.estimate.segments import merged, segments_of
 from autoshard.planning.estimate.training import Training
+from autoshard.runtime.errors import ConfigError, message
 
 #: Seconds a kept byte. At the lowest only what costs nothing is computed again, at the highest a
 #: gigabyte costs a thousand seconds.
 _PRICES = (1e-16, *(10 ** (exponent / 4) for exponent in range(-56, -23)), 1e-6)
+#: Seconds waited for one of a transfer: 0 where compute hides it, 2 where it is waited for twice.
+_CHARGES = (0.0, 0.03, 0.1, 0.3, 1.0, 2.0)
+#: Seconds that compute takes longer for one of a transfer there and back, which uses its memory.
+_SLOWS = 0.04
 _LONGEST = 16
 
 
 @dataclass(frozen=True)
 class Point:
-    """One choice: bytes at its worst moment, and the seconds it takes again.
+    """One choice: bytes at its worst moment, and the seconds that it takes more.
 
-    which: index of the choices that the segments from `border` on have; those before have those of
-    the next price.
+    kept, host: bytes that are kept, on the device and on the host. which: index of the choices that
+    the segments from `border` on have; those before have those of the next price.
     """
 
     peak: int
     seconds: float
     kept: int
+    host: int
     length: int
     which: int
     border: int
 
 
 class Frontier:
-    """The choices of one planned graph on a rank, by rising time and falling memory."""
+    """The choices of one planned graph on a rank, by rising time and falling memory.
 
-    def __init__(self, values: Sequence[RankValue]) -> None:
-        self.values = values
+    host_memory: bytes that may be kept on the host.
+    """
+
+    def __init__(self, values: Sequence[RankValue], host_memory: int = 0) -> None:
+        self.values, self.host_memory = values, host_memory
         self._lengths: list[_Length] = []
         points: list[Point] = []
         segments = segments_of(values)
         length = 1
         while length <= _LONGEST and values:
-            one = _Length(values, merged(segments, length))
-            if length > 1 and one.count <= 2:
+            choices = Choices(values, merged(segments, length))
+            if length > 1 and choices.count <= 2:
                 break
-            self._lengths.append(one)
-            points += one.points(len(self._lengths) - 1)
+            for charge in (math.inf, *(_CHARGES if host_memory else ())):
+                one = _Length(choices, charge)
+                self._lengths.append(one)
+                points += one.points(len(self._lengths) - 1)
             length *= 2
-        self.points = _undominated(points)
+        self.points = _undominated([one for one in points if one.host <= host_memory])
+        self.free = _undominated([one for one in points if not one.host])[:1]
+        """The quickest without the host; nothing where there is nothing to choose."""
 
     def cheapest(self, peak: int) -> int | None:
         """The index of the quickest choice that holds at most `peak` bytes; None: there is none.
@@ -73,25 +92,42 @@ class Frontier:
                 found += 1
         return found
 
+    def kept_at(self, index: int) -> Iterator[tuple[RankValue, int, int]]:
+        """Each value with its bytes that are kept for the backward at a point, and the bytes that
+        are computed again there."""
+        point = self.points[index]
+        for one, fate in zip(self.values, self._lengths[point.length].fates(point)):
+            if fate is Fate.AGAIN:
+                yield one, 0, one.nbytes * one.held + one.inner
+            else:
+                yield one, one.nbytes * (fate is Fate.KEPT) + one.inner, 0
+
     def recomputation(self, index: int) -> Recomputation:
         """The choice at a point."""
         point = self.points[index]
         length = self._lengths[point.length]
         fates = length.fates(point)
         keys: dict[Fate, list[RankValue]] = {fate: [] for fate in Fate}
-        for one, fate in zip(self.values, fates):
-            keys[fate].append(one)
-        bound = min(one.bound(point.kept) for one in self._lengths)
+        for value, fate in zip(self.values, fates):
+            keys[fate].append(value)
+        most: dict[int, float] = {}
+        for one in self._lengths:
+            of = id(one.choices)
+            most[of] = max(most.get(of, 0.0), one.bound(point.kept, self.host_memory > 0))
+        bound = min(most.values())
         again = [one.key for one in keys[Fate.AGAIN]]
         views = [key for one in keys[Fate.AGAIN] for key in one.views]
         return Recomputation(
             again=frozenset(map(value_text, [*again, *views])),
             saved=frozenset(value_text(one.key) for one in keys[Fate.KEPT]),
+            sent=frozenset(value_text(one.key) for one in keys[Fate.HOST]),
             kept=point.kept,
-            spared=max(0, self.points[0].kept - point.kept),
+            spared=max(0, self.free[0].kept - point.kept),
             peak=point.peak,
             seconds=point.seconds,
             bound=min(bound, point.seconds),
+            host=point.host,
+            transfers=2 * sum(one.transfer for one in keys[Fate.HOST]),
         )
 
 
@@ -101,38 +137,70 @@ def frontier(
     n: int,
     cluster: Cluster,
     training: Training | None = None,
+    host_memory: int | None = None,
 ) -> Frontier:
-    """The choices that a planned graph leaves on a rank of an axis of `n`."""
-    return Frontier(values_of(gm, decisions, n, cluster, training or Training()))
+    """The choices that a planned graph leaves on a rank of an axis of `n`.
+
+    host_memory: bytes of its host that the rank may keep values in; None: it keeps none there.
+    Raises ConfigError where it may and the cluster does not say how fast the host is reached.
+    """
+    if host_memory and cluster.device.host is None:
+        raise ConfigError(
+            message(
+                f"host_memory={host_memory:,} lets values wait on the host, and the description of "
+                f"{cluster.name} does not say how fast that is reached",
+                remedy="Add host: {microseconds: 10, gigabytes_per_second: 64} to its file, with "
+                "the figures of your machine, or leave the option out.",
+            )
+        )
+    values = values_of(gm, decisions, n, cluster, training or Training())
+    return Frontier(values, host_memory or 0)
 
 
 class _Sums:
-    """Bytes kept, bytes computed again and seconds of each segment under one price."""
+    """Bytes and seconds of each segment under one price and one charge.
 
-    def __init__(self, choices: Choices, count: int, price: float) -> None:
-        self.price = price
-        self.fates = choices.fates(price, _PRICES[0])
-        self.kept, self.again, self.seconds = [0] * count, [0] * count, [0.0] * count
+    kept, sent: bytes on the device and to the host. again: there only while backward is in the
+    segment. seconds: of what is computed again, and of transfers that outlast the compute.
+    """
+
+    def __init__(self, choices: Choices, price: float, charge: float) -> None:
+        self.price, count = price, choices.count
+        self.fates = choices.fates(price, _PRICES[0], charge + _SLOWS)
+        self.kept, self.again, self.sent = [0] * count, [0] * count, [0] * count
+        repeated, transfers = [0.0] * count, [0.0] * count
         for one, segment, fate in zip(choices.values, choices.segments, self.fates):
             if fate is Fate.KEPT:
                 self.kept[segment] += one.nbytes
+            elif fate is Fate.HOST:
+                self.sent[segment] += one.nbytes
+                self.again[segment] += one.nbytes
+                transfers[segment] += one.transfer
             if fate is Fate.AGAIN:
                 self.again[segment] += one.nbytes * one.held + one.inner
-                self.seconds[segment] += one.seconds
+                repeated[segment] += one.seconds
             else:
                 self.kept[segment] += one.inner
-        self.total = (sum(self.kept), sum(self.seconds))
+        self.seconds = [
+            again
+            + _SLOWS * moved
+            + max(0.0, moved - compute)
+            + max(0.0, moved - 2 * compute - again)
+            for again, moved, compute in zip(repeated, transfers, choices.compute)
+        ]
+        # a wait is at least the charge's part, up to 1, of what the compute does not hide
+        wait = 0.0 if math.isinf(charge) else charge * (sum(transfers) - sum(choices.compute))
+        self.total = (sum(self.kept), sum(repeated) + _SLOWS * sum(transfers) + wait)
 
 
 class _Length:
-    """Segments of one length, under each price under which something changes."""
+    """Segments of one length and one charge, under each price under which something changes."""
 
-    def __init__(self, values: Sequence[RankValue], segments: Sequence[int]) -> None:
-        self.count = segments[-1] + 1
-        self.choices = Choices(values, segments)
+    def __init__(self, choices: Choices, charge: float) -> None:
+        self.choices, self.charge = choices, charge
         self.sums: list[_Sums] = []
         for price in _PRICES:
-            one = _Sums(self.choices, self.count, price)
+            one = _Sums(choices, price, charge)
             if not self.sums or one.fates != self.sums[-1].fates:
                 self.sums.append(one)
 
@@ -147,36 +215,44 @@ class _Length:
 
     def points(self, length: int) -> Iterator[Point]:
         """A point for each price, and for each border between two."""
+        count = self.choices.count
         for which, one in enumerate(self.sums):
-            cheap = list(accumulate(one.kept))
+            cheap, away = list(accumulate(one.kept)), list(accumulate(one.sent))
             # by segment: the most from there on, above what is kept before it
-            rest = [0] * (self.count + 1)
-            for k in range(self.count - 1, -1, -1):
+            rest = [0] * (count + 1)
+            for k in range(count - 1, -1, -1):
                 rest[k] = max(cheap[k] + one.again[k], rest[k + 1])
             last = which + 1 == len(self.sums)
             dear = one if last else self.sums[which + 1]
-            kept, most, seconds = 0, 0, sum(one.seconds)
-            for border in range(1 if last else self.count):
+            kept, sent, most, seconds = 0, 0, 0, sum(one.seconds)
+            for border in range(1 if last else count):
                 if border:
                     k = border - 1
                     kept += dear.kept[k]
+                    sent += dear.sent[k]
                     most = max(most, kept + dear.again[k])
                     seconds += dear.seconds[k] - one.seconds[k]
                 before = cheap[border - 1] if border else 0
+                host = away[-1] + sent - (away[border - 1] if border else 0)
                 peak = max(most, rest[border] - before + kept)
                 total = kept + cheap[-1] - before
-                yield Point(peak, seconds, total, length, which, border)
+                yield Point(peak, seconds, total, host, length, which, border)
 
-    def bound(self, kept: int) -> float:
+    def bound(self, kept: int, host: bool) -> float:
         """The least seconds of any choice that keeps at most `kept` bytes: the best of the bounds
-        that the prices give."""
+        that the prices give. host: whether something may go there. A charge above 1 bounds
+        nothing."""
+        if host and self.charge > 1:
+            return 0.0
         return max(one.total[1] + one.price * (one.total[0] - kept) for one in self.sums)
 
 
 def _undominated(points: Sequence[Point]) -> list[Point]:
     """Those that no other is quicker and smaller than, by rising seconds."""
     found: list[Point] = []
-    for one in sorted(points, key=lambda one: (one.seconds, one.peak, one.length, one.border)):
+    for one in sorted(
+        points, key=lambda one: (one.seconds, one.peak, one.host, one.length, one.border)
+    ):
         if not found or one.peak < found[-1].peak:
             found.append(one)
     return found

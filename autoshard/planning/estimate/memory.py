@@ -57,7 +57,8 @@ def recomputed(free: SavedForBackward, chosen: Recomputation) -> SavedForBackwar
 class Footprint:
     """Bytes one rank holds at the worst moment of a step, by kind.
 
-    activations: saved for the backward, and the largest gradient that passes. buckets: parameters
+    gradients: whole ones until the last microbatch where its layout says so. activations: saved
+    for the backward, and the largest gradient that passes. buckets: parameters
     gathered and gradients waiting for their reduction. buffers: the model's own.
     """
 
@@ -79,11 +80,15 @@ def footprint(held: RankHolds, layout: Layout, training: Training) -> Footprint:
     """The memory of a rank. Exact for parameters, gradients, optimizer and buffers; activations
     (planning/estimate/activations.py) and buckets, two of them at work at once, are models."""
     parameters = gradients = optimizer = 0
+    whole = layout.deferred and layout.shard > 1 and training.microbatches > 1
     for weight in held.weights:
         part = weight.part(layout.shard)
         parameters += part * training.stored(weight.kept)
-        if weight.trained:
+        if weight.trained and whole:
+            gradients += weight.part(1) * training.sent(weight.itemsize, weight.reduced)
+        elif weight.trained:
             gradients += part * training.gradient(weight.kept)
+        if weight.trained:
             optimizer += part * training.state(weight.kept)
     return Footprint(
         parameters=parameters,

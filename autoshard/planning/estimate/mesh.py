@@ -7,13 +7,19 @@ passes (planning/cost/bucket_size.py), and overlap as overlap.py says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.planning.cost import WAIT_SECONDS, Cluster, Link
 from autoshard.planning.estimate.overlap import Segment, step_seconds
 from autoshard.planning.estimate.step_profile import Profile
-from autoshard.planning.estimate.traffic import Sent, Traffic, data_collectives, seconds, traffic
+from autoshard.planning.estimate.traffic import (
+    Sent,
+    Traffic,
+    data_collectives,
+    seconds,
+    sent_by_axis,
+)
 from autoshard.planning.estimate.training import Training
 from autoshard.planning.estimate.weights import Layout, buckets
 from autoshard.runtime.mesh import PLANNED
@@ -70,19 +76,30 @@ def timing(
         segments.append(Segment(sum(forward[start:end]), sum(backward[start:end]), **took))
     times, compute = training.microbatches, profile.compute
     alone = sum(forward) + sum(backward)
+    slows = 1 - cluster.efficiency.overlap
+    passes = times * _pass_seconds(segments, alone, slows)
+    repeated = data
+    if layout.deferred:  # the first microbatches reduce nothing
+        silent = [one._replace(reduce=0.0) for one in segments]
+        passes = _pass_seconds(segments, alone, slows)
+        passes += (times - 1) * _pass_seconds(silent, alone, slows)
+        repeated = [one for one in data if one.op == "all_gather"]
+    update = update_seconds(profile, layout, training, cluster)
+    sent = sent_by_axis([*data, *waited, *[*repeated, *waited] * (times - 1)], ranks, real)
+    busy = times * compute
+    return Timing(passes + update, busy, passes - busy, update, sent)
+
+
+def _pass_seconds(segments: Sequence[Segment], alone: float, slows: float) -> float:
+    """A forward and a backward with their collectives. alone: without those of parameters. slows:
+    of a hidden collective, the part that the compute takes longer."""
     passes = step_seconds(segments)
     hidden = sum(one.gather + one.regather + one.reduce for one in segments) - (passes - alone)
-    passes += hidden * (1 - cluster.efficiency.overlap)
-    update = _update_seconds(profile, layout, training, cluster)
-    sent = traffic([*data, *waited] * times, ranks, real)
-    busy = times * compute
-    return Timing(times * passes + update, busy, times * passes - busy, update, sent)
+    return passes + slows * hidden
 
 
-def _update_seconds(
-    profile: Profile, layout: Layout, training: Training, cluster: Cluster
-) -> float:
-    """The optimizer's pass over memory: it reads gradients, reads and writes the rest."""
+def update_seconds(profile: Profile, layout: Layout, training: Training, cluster: Cluster) -> float:
+    """Seconds of the optimizer's pass: it reads gradients, reads and writes the rest."""
     moved = 0
     for weight in profile.weights:
         if weight.trained:

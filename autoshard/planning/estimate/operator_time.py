@@ -22,6 +22,7 @@ from autoshard.planning.operators import (
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.values import is_lookup, producer, tensor_bytes
 from autoshard.runtime.collectives import State, shard_dim
+from autoshard.runtime.operators import FLOAT8_LINEAR
 
 
 class OperatorTimes:
@@ -30,7 +31,9 @@ class OperatorTimes:
     def __init__(self, gm: fx.GraphModule, n: int, cluster: Cluster, training: Training) -> None:
         self.n, self.cluster = n, cluster
         self.kernels = Kernels(gm, training.compiled)
-        self.float8 = set(self._products(gm)[:-1]) if training.float8 else set()
+        self.float8 = set(gm.graph.find_nodes(op="call_function", target=FLOAT8_LINEAR))
+        if training.float8 and not self.float8:
+            self.float8 = set(self._products(gm)[:-1])
 
     def seconds(self, node: fx.Node, strategy: Strategy) -> float:
         """Roofline seconds of the forward on a rank's shapes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -34,7 +35,8 @@ class RankValue:
     once: it cannot be computed again (a draw of random numbers). again: the user's region of
     activation checkpointing in which it is computed again; -1 outside. held: whether it is in
     memory while it is there, and not inside of a fused kernel. views: other names of its memory,
-    which share its fate.
+    which share its fate. transfer: seconds to send it to the host, or to fetch it from there;
+    infinite where it stays on the device.
     """
 
     key: ValueKey
@@ -47,6 +49,7 @@ class RankValue:
     again: int
     held: bool
     views: tuple[ValueKey, ...] = ()
+    transfer: float = math.inf
 
 
 def values_of(
@@ -188,6 +191,7 @@ class _Walk:
         held: bool,
     ) -> None:
         again = like.meta.get("ac_graph_id", -1) if like.meta.get("recompute") in _AGAIN else -1
+        single = nbytes and isinstance(value(key[0]), torch.Tensor)
         self.place[key] = len(self.found)
         self.found.append(
             RankValue(
@@ -200,6 +204,7 @@ class _Walk:
                 once=once,
                 again=again,
                 held=held,
+                transfer=self.cluster.host_seconds(nbytes) if single else math.inf,
             )
         )
 

@@ -1,12 +1,14 @@
-"""What to keep and what to compute again, exactly, for one price of a kept byte.
+"""What to keep, send to the host or compute again, exactly, for one price of a kept byte.
 
-A value is kept, computed again, or not needed in backward. What is computed again takes the time of
-its operator (of its collective, where it is a change of state), and what that reads must be there
-too: kept, or computed again itself. The cheapest choice is a minimum cut. Each value is a pair of
-vertices, "computed" and "there"; those on the sink's side are computed, and there, in backward:
+A value is kept, on the device or on the host, computed again, or not needed in backward. What is
+computed again takes the time of its operator (of its collective, where it is a change of state),
+and what that reads must be there too: kept, or computed again itself. To keep a value costs the
+cheaper of its bytes, at the price, and of its way to the host, at the charge for a second of that.
+The cheapest choice is a minimum cut. Each value is a pair of vertices, "computed" and "there";
+those on the sink's side are computed, and there, in backward:
 
     source -> computed      its seconds
-    computed -> there       its bytes, at the price
+    computed -> there       its bytes, at the price, or its transfer, at the charge
     computed -> sink        bytes that the operator keeps of its own, at the price
     there -> computed       of each value that reads it: may not be cut
     there -> sink           of what a derivative reads: may not be cut
@@ -17,6 +19,7 @@ S. Zhang, 2022) with seconds in the place of bans. Equal layers are solved once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -29,11 +32,13 @@ _UNIT = 1e15
 
 
 class Fate(IntEnum):
-    """The fate of a value in backward: nobody reads it, it is kept, or it is computed again."""
+    """The fate of a value in backward: nobody reads it, it is kept, computed again, or kept in the
+    memory of the host."""
 
     UNREAD = 0
     KEPT = 1
     AGAIN = 2
+    HOST = 3
 
 
 @dataclass(frozen=True)
@@ -53,22 +58,33 @@ class Choices:
 
     def __init__(self, values: Sequence[RankValue], segments: Sequence[int]) -> None:
         self.values, self.segments = values, segments
+        self.count = segments[-1] + 1 if segments else 0
+        self.compute = [0.0] * self.count
+        """By segment: seconds of its forward, beside which transfers run."""
+        for one, segment in zip(values, segments):
+            self.compute[segment] += one.seconds
         self.crosses = _crossing(values, segments)
         self.parts = self._parts()
         self._solved: dict[tuple[object, ...], tuple[Fate, ...]] = {}
+        self.solved = 0
+        """Cuts that were made: equal parts share one."""
 
-    def fates(self, price: float, last: float) -> list[Fate]:
-        """The fate of each value, at `price` seconds a kept byte; `last`: in the last segment."""
+    def fates(self, price: float, last: float, charge: float = math.inf) -> list[Fate]:
+        """The fate of each value, at `price` seconds a kept byte; `last`: in the last segment, of
+        which nothing goes to the host. charge: seconds for one of a transfer; infinite: none is."""
         found = [Fate.UNREAD] * len(self.values)
+        end = self.segments[-1] if self.segments else 0
         for i, one in enumerate(self.values):
             if one.needed and self._stays(i):
-                found[i] = Fate.KEPT
-        end = self.segments[-1] if self.segments else 0
+                own = math.inf if self.segments[i] == end else charge
+                found[i] = _kept(one, price, own)
         for part in self.parts:
-            here = last if self.segments[part.values[0]] == end else price
-            key = (here, part.text)
+            ends = self.segments[part.values[0]] == end
+            here, own = (last, math.inf) if ends else (price, charge)
+            key = (here, own, part.text)
             if key not in self._solved:
-                self._solved[key] = self._cut(part.values, here)
+                self.solved += 1
+                self._solved[key] = self._cut(part.values, here, own)
             for i, fate in zip(part.values, self._solved[key]):
                 found[i] = fate
         return found
@@ -106,6 +122,7 @@ class Choices:
                 self.values[i].nbytes,
                 self.values[i].inner,
                 self.values[i].seconds,
+                self.values[i].transfer,
                 self.values[i].needed,
                 self._stays(i),
                 self._leaves(i),
@@ -118,7 +135,7 @@ class Choices:
         """Whether a value may be kept: inside a region of the user's it is computed again."""
         return self.values[i].again < 0 or self._stays(i)
 
-    def _cut(self, members: Sequence[int], price: float) -> tuple[Fate, ...]:
+    def _cut(self, members: Sequence[int], price: float, charge: float) -> tuple[Fate, ...]:
         place = {i: k for k, i in enumerate(members)}
         edges, source, sink = [], 2 * len(members), 2 * len(members) + 1
         for k, i in enumerate(members):
@@ -126,7 +143,9 @@ class Choices:
             computed, there = 2 * k, 2 * k + 1
             own = UNCUT if self._stays(i) else round(one.seconds * _UNIT)
             edges.append((source, computed, 0 if not self._leaves(i) else own))
-            kept = round(one.nbytes * price * _UNIT) if self._leaves(i) else UNCUT
+            kept = UNCUT
+            if self._leaves(i):
+                kept = round(min(one.nbytes * price, _transferred(one, charge)) * _UNIT)
             edges.append((computed, there, kept))
             if one.inner and self._leaves(i) and not self._stays(i):
                 edges.append((computed, sink, round(one.inner * price * _UNIT)))
@@ -136,12 +155,22 @@ class Choices:
                 edges += [(2 * place[s] + 1, computed, UNCUT) for s in one.sources if s in place]
         backward = minimum_cut(2 * len(members) + 2, edges, source, sink)
         fates = []
-        for k in range(len(members)):
+        for k, i in enumerate(members):
             if backward[2 * k]:
                 fates.append(Fate.AGAIN)
             else:
-                fates.append(Fate.KEPT if backward[2 * k + 1] else Fate.UNREAD)
+                there = backward[2 * k + 1]
+                fates.append(_kept(self.values[i], price, charge) if there else Fate.UNREAD)
         return tuple(fates)
+
+
+def _kept(one: RankValue, price: float, charge: float) -> Fate:
+    """Where a value is kept."""
+    return Fate.HOST if _transferred(one, charge) < one.nbytes * price else Fate.KEPT
+
+
+def _transferred(one: RankValue, charge: float) -> float:
+    return math.inf if math.isinf(charge) else one.transfer * charge
 
 
 def _crossing(values: Sequence[RankValue], segments: Sequence[int]) -> list[bool]:

@@ -123,7 +123,7 @@ class _Profiler:
             flops=sum(by_dtype.values()),
             peak=self.cluster.device.peak(main),
             sent=tuple(tp_collectives(self.gm, self.decisions, self.n, bucket_bytes)),
-            exchanges=tuple(expert_rows(self.gm)),
+            exchanges=tuple(expert_rows(self.gm, self.decisions, self.n)),
             weights=kept.weights,
             activations=kept.activations,
             buffers=kept.buffers,

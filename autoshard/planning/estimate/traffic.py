@@ -28,8 +28,8 @@ from autoshard.planning.cost import (
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate.training import Training
 from autoshard.planning.estimate.weights import Layout, Weight
-from autoshard.planning.mixtures import exchangeable, exchanged, is_mixture
-from autoshard.planning.strategy import ImplCollective, operands, value
+from autoshard.planning.mixtures import exchangeable, exchanged_beside, is_mixture
+from autoshard.planning.strategy import operands, value
 from autoshard.planning.values import differentiable, global_bytes, leaves_none_empty
 from autoshard.runtime.collectives import State, forward_value, shard_dim
 
@@ -66,7 +66,7 @@ def seconds(one: Sent, ranks: Mapping[str, int], links: Mapping[str, Link]) -> f
     return on_the_wire + one.copied / link.copy_bandwidth
 
 
-def traffic(
+def sent_by_axis(
     sent: Iterable[Sent], ranks: Mapping[str, int], links: Mapping[str, Link]
 ) -> dict[str, Traffic]:
     """What a rank sends on each axis."""
@@ -134,25 +134,22 @@ class Exchange(NamedTuple):
         return ranks > 1 and leaves_none_empty(self.experts, ranks)
 
 
-def expert_rows(gm: fx.GraphModule) -> list[Exchange]:
-    """The mixtures whose rows an axis ep would exchange, with what that sends."""
+def expert_rows(gm: fx.GraphModule, decisions: Decisions, n: int) -> list[Exchange]:
+    """The mixtures whose rows an axis ep would exchange beside a planned axis of n, with what that
+    sends."""
+    any_ranks = 2  # the sizes are those of any number, but of the counts, which are small
     return [
         Exchange(
             exchangeable(node),
             tuple(
                 Sent("ep", one.op, one.nbytes, one.backward, at)
-                for one in _exchanged(node)
+                for one in exchanged_beside(node, decisions.strategies[node], n, any_ranks)
                 if differentiable(node) or not one.backward
             ),
         )
         for at, node in enumerate(gm.graph.nodes)
         if is_mixture(node) and exchangeable(node)
     ]
-
-
-def _exchanged(node: fx.Node) -> list[ImplCollective]:
-    x, ids, weights, stack, *_ = map(value, operands(node))
-    return exchanged(x, ids, weights, cost.hint(stack.shape[0]), 1)
 
 
 def tp_collectives(

@@ -24,7 +24,8 @@ class Layout:
     """The data-parallel half of a mesh and its options; `zero` and `bucket_bytes` as in Config.
 
     shard: ranks of dp_shard and of ep, and of a cp that stands beside tp. experts: those of ep,
-    over which no expert is gathered. outer: those of that cp, which have one batch.
+    over which no expert is gathered. outer: those of that cp, which have one batch. deferred:
+    whether the gradients of microbatches are kept whole, and reduced with those of the last.
     """
 
     shard: int = 1
@@ -33,6 +34,7 @@ class Layout:
     bucket_bytes: int | None = None
     experts: int = 1
     outer: int = 1
+    deferred: bool = False
 
     @property
     def batches(self) -> int:
@@ -40,12 +42,15 @@ class Layout:
         return self.shard // self.outer * self.replicate
 
     @staticmethod
-    def of(sizes: Mapping[str, int], zero: int, bucket_bytes: int | None) -> Layout:
-        """The layout of a mesh by the sizes of its axes."""
+    def of(
+        sizes: Mapping[str, int], zero: int, bucket_bytes: int | None, deferred: bool = False
+    ) -> Layout:
+        """The layout of a mesh by the sizes of its axes. deferred: `defer_reduction` of Config."""
         replicate, experts = sizes.get("dp_replicate", 1), sizes.get("ep", 1)
         outer = sizes.get("cp", 1) if sizes.get("tp", 1) > 1 else 1
         shard = sizes.get("dp_shard", 1) * experts * outer
-        return Layout(shard, replicate, zero, bucket_bytes, experts, outer)
+        later = deferred or zero == 1
+        return Layout(shard, replicate, zero, bucket_bytes, experts, outer, later)
 
 
 @dataclass(frozen=True, kw_only=True)
