@@ -9,6 +9,7 @@ from torch import fx
 from autoshard.planning import cost
 from autoshard.planning.sizes import count
 from autoshard.planning.strategy import ImplCollective, Strategy, operands, value
+from autoshard.planning.values import leaves_none_empty
 from autoshard.runtime.collectives import P, S, chunk_size, shard_dim
 from autoshard.runtime.operators import EXPERTS, ROWS, STACK, Body, parse
 
@@ -51,6 +52,22 @@ def exchanged(
     return [counts, row, weight, row, *back]
 
 
+def exchanged_beside(node: fx.Node, strategy: Strategy, n: int, ranks: int) -> list[ImplCollective]:
+    """The collectives over an axis ep of `ranks` of a mixture that runs so on a planned axis of n;
+    none where its stacks do not stay on ep.
+
+    The rows of a planned rank travel: those of its tokens, or of its experts; else all.
+    """
+    if ranks == 1 or not is_mixture(node) or not leaves_none_empty(exchangeable(node), ranks):
+        return []
+    x, ids, weights, stack, *_ = map(value, operands(node))
+    parts = n if way_of(strategy) in (WAYS[0], WAYS[2], WAYS[3]) else 1
+    return [
+        one._replace(nbytes=one.nbytes // parts, axis="ep", n=ranks)
+        for one in exchanged(x, ids, weights, cost.hint(stack.shape[0]), ranks)
+    ]
+
+
 # Of rows that are zero, because no expert here has them, these may make no number.
 _NOT_OF_ZERO = ("div", "reciprocal", "log", "log2", "log10", "rsqrt", "sqrt", "pow", "xlogy")
 
@@ -83,16 +100,17 @@ def way_of(strategy: Strategy) -> str:
     return WAYS[1] if strategy.output == P else ""
 
 
-def row_bytes(node: fx.Node, strategy: Strategy, n: int) -> tuple[int, int]:
+def row_bytes(node: fx.Node, strategy: Strategy, n: int, travel: bool = False) -> tuple[int, int]:
     """(bytes of the rows that a rank keeps of a mixture for the backward, of the widest of them).
 
     What grouped products read and what they make is kept, and the order of the rows. A rank that
     holds some of the experts has a row for every choice of every token all the same: the shapes
-    must not depend on who chooses whom.
+    must not depend on who chooses whom; unless they travel, over an axis ep besides.
     """
     x, ids, weights, *stacks = operands(node)
     body: Body = parse(node.args[4])  # type: ignore[arg-type]
-    rows = cost.numel(value(ids)) // (n if shard_dim(strategy.inputs[1]) is not None else 1)
+    fewer = shard_dim(strategy.inputs[1]) is not None or (travel and way_of(strategy) == WAYS[0])
+    rows = cost.numel(value(ids)) // (n if fewer else 1)
     hidden = cost.hint(value(x).shape[-1])
     widths: list[int] = []
     for one in body.instructions:
@@ -110,9 +128,9 @@ def row_bytes(node: fx.Node, strategy: Strategy, n: int) -> tuple[int, int]:
     return kept, rows * max(widths, default=0) * size
 
 
-def inner_bytes(node: fx.Node, strategy: Strategy, n: int) -> int:
+def inner_bytes(node: fx.Node, strategy: Strategy, n: int, travel: bool = False) -> int:
     """Bytes of `row_bytes`; 0 of any other operator, whose bytes are those of its edges."""
-    return row_bytes(node, strategy, n)[0] if is_mixture(node) else 0
+    return row_bytes(node, strategy, n, travel)[0] if is_mixture(node) else 0
 
 
 def _stack(body: Body, name: object) -> int:

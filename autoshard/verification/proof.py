@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.config import Config
+from autoshard.config import Config, Precision
 from autoshard.errors import ConfigError, message
 from autoshard.explain import table
 from autoshard.model_source import callable_named
@@ -24,6 +24,10 @@ SHOWN = 10
 """Comparisons in the printed table."""
 WIDTH = 80
 """Columns of the table, unless names need more."""
+_FLOAT8 = (
+    "the serial model is not in float8: the errors are what it costs, and tolerance= accepts them; "
+    "processes=False compares with the serial program in float8"
+)
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,8 @@ def verify(
             timeout=timeout,
         )
         found, notes = compare_by_processes(job, progress)
+        if Precision.of(options.get("precision")).matmul is not None:
+            notes = [*notes, _FLOAT8]
     else:
         steps = 1
         found, notes = compare_by_threads(subject, sizes, options, tolerance)

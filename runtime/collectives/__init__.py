@@ -26,6 +26,7 @@ from autoshard.runtime.collectives.row_exchange import (
     counts_on_host,
     dispatch_rows,
     exchange_rows,
+    leaving,
 )
 from autoshard.runtime.collectives.states import (
     H,

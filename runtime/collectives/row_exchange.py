@@ -47,6 +47,15 @@ def exchange_rows(
     return found
 
 
+def leaving(order: torch.Tensor, counts: torch.Tensor, ranks: int) -> torch.Tensor:
+    """The first of the rows in `order`, as many as are sent; at least one, which stays if none is.
+
+    ranks: of how many one is expected, in the mean, to send a row.
+    """
+    found: torch.Tensor = torch.ops.autoshard.leaving_rows(order, counts, ranks)
+    return found
+
+
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
@@ -72,15 +81,23 @@ class _Exchange(torch.autograd.Function):
 
 # The operators. What they do depends on numbers that the host reads, so compilers see them whole.
 
-_library.define("counts_on_host(Tensor sent, Tensor received, int n) -> Tensor")
-_library.define("dispatch_rows(Tensor x, Tensor counts, int n, int rank, str group) -> Tensor")
-_library.define(
-    "exchange_rows(Tensor x, Tensor counts, SymInt rows, int n, int rank, str group) -> Tensor"
-)
+# A CUDA graph cannot hold them either, and goes around them.
+_UNCAPTURED = (torch.Tag.cudagraph_unsafe,)
+for _schema in (
+    "counts_on_host(Tensor sent, Tensor received, int n) -> Tensor",
+    "leaving_rows(Tensor order, Tensor counts, int ranks) -> Tensor",
+    "dispatch_rows(Tensor x, Tensor counts, int n, int rank, str group) -> Tensor",
+    "exchange_rows(Tensor x, Tensor counts, SymInt rows, int n, int rank, str group) -> Tensor",
+):
+    _library.define(_schema, tags=_UNCAPTURED)
 
 
 def _counts(sent: torch.Tensor, received: torch.Tensor, n: int) -> torch.Tensor:
     return torch.stack((sent, received)).reshape(2, n, -1).sum(-1).cpu()
+
+
+def _leaving(order: torch.Tensor, counts: torch.Tensor, ranks: int) -> torch.Tensor:
+    return order.narrow(0, 0, max(1, int(counts[0].sum()))).clone()
 
 
 def _dispatch(x: torch.Tensor, counts: torch.Tensor, n: int, rank: int, group: str) -> torch.Tensor:
@@ -101,16 +118,22 @@ def _exchange(
     else:
         leaving = x.contiguous().narrow(0, 0, sum(sent))
         found = _c10d.wait_tensor(_c10d.all_to_all_single(leaving, received, sent, group))
-    return found if found.shape[0] == rows else found.new_zeros((rows, *x.shape[1:]))
+    missing = rows - found.shape[0]  # of those that have not travelled, or that there are none
+    return torch.cat([found, found.new_zeros((missing, *x.shape[1:]))]) if missing else found
 
 
 _library.impl("counts_on_host", _counts, "CompositeExplicitAutograd")
+_library.impl("leaving_rows", _leaving, "CompositeExplicitAutograd")
 _library.impl("dispatch_rows", _dispatch, "CompositeExplicitAutograd")
 _library.impl("exchange_rows", _exchange, "CompositeExplicitAutograd")
 
 
 def _fake_counts(sent: torch.Tensor, received: torch.Tensor, n: int) -> torch.Tensor:
     return sent.new_empty((2, n), device="cpu")
+
+
+def _fake_leaving(order: torch.Tensor, counts: torch.Tensor, ranks: int) -> torch.Tensor:
+    return order.new_empty((compat.unknown_size(order, order.shape[0] // ranks),))
 
 
 def _fake_dispatch(
@@ -127,6 +150,7 @@ def _fake_exchange(
 
 
 torch.library.register_fake("autoshard::counts_on_host", _fake_counts, lib=_library)
+torch.library.register_fake("autoshard::leaving_rows", _fake_leaving, lib=_library)
 torch.library.register_fake("autoshard::dispatch_rows", _fake_dispatch, lib=_library)
 torch.library.register_fake("autoshard::exchange_rows", _fake_exchange, lib=_library)
 

@@ -56,6 +56,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "or": lambda x: (x > 0) | (x < -1),
     "not": lambda x: ~(x > 0),
     "where": lambda x: torch.where(x > 0, x, 0.5),
+    "scatter of values": lambda x: x.scatter(-1, x.topk(x.shape[-1]).indices, x),
     "where of numbers": lambda x: torch.where(x > 0, 1.0, -1.0),
     "masked_fill": lambda x: x.masked_fill(x > 0, -1.0),
     "sum": lambda x: x.sum(-1),

@@ -96,6 +96,14 @@ def test_experts_from_tp_to_ep(gloo4: Any) -> None:
 
 
 @pytest.mark.slow
+def test_experts_on_two_axes_and_back(gloo4: Any) -> None:
+    meshes = {"ep": 2, "tp": 2}, {"dp_shard": 2, "ep": 2}
+    for first, second in (meshes, meshes[::-1]):
+        with tempfile.TemporaryDirectory() as folder:
+            assert max(gloo4(moved, folder, first, second, "mixtral")) < 1e-5
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [{"tp": 4}, {"dp_shard": 4}])
 def test_from_cp_and_tp(gloo4: Any, other: Sizes) -> None:
     for meshes in (({"cp": 2, "tp": 2}, other), (other, {"cp": 2, "tp": 2})):

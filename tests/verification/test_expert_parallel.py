@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from autoshard.planning.mixtures import WAYS, is_mixture, way_of
 from autoshard.planning.plan import GraphPlan, Plan, strategy_text
 from autoshard.planning.planner import fingerprint
 from joined_batch import Sizes, check, train
+from model_case import Batch, Case
+from models import CASES
 from models_plain import Mixture
 from side_by_side import Pair
 from traced import builder
@@ -33,15 +37,15 @@ class Layers(nn.Module):
         return found
 
 
-def exchanging(model: nn.Module, x: Tensor) -> Plan:
-    """The plan for tp=2 that splits tokens and experts of every mixture, and says no more."""
-    program = builder(model, (x,))({"tp": 2})
+def exchanging(model: nn.Module, x: Tensor, ways: Sequence[str], mesh: Sizes) -> Plan:
+    """The plan for tp=2 that splits the mixtures in these ways, and says no more."""
+    program = builder(model, (x,))(mesh)
+    mixtures = [node for node in program.serial.graph.nodes if is_mixture(node)]
     nodes = {
         node.name: strategy_text(one)
-        for node in program.serial.graph.nodes
-        if is_mixture(node)
+        for node, way in zip(mixtures, ways, strict=True)
         for one in program.decisions.offered[node]
-        if way_of(one) == WAYS[3]
+        if way_of(one) == way
     }
     assert len(nodes) == 2
     torch.compiler.reset()
@@ -52,7 +56,7 @@ def train_exchanging(inner: str, lopsided: bool, dtype: torch.dtype) -> dict[str
     torch.manual_seed(0)
     model = Layers(lopsided).to(dtype)
     batches = [torch.randn(24, 8, dtype=dtype) for _ in range(3)]
-    plan = exchanging(model, batches[0])
+    plan = exchanging(model, batches[0], [WAYS[3]] * 2, {"tp": 2})
     pair = Pair(model, mesh={"tp": 2}, plan=plan, inner=inner)
     pair.train([lambda m, x=x: m(x) for x in batches])
     return {"loss": pair.loss, "gradient": pair.gradient, "share": pair.share()}
@@ -72,6 +76,29 @@ def test_rows_travel_to_their_experts(
     """Lopsided: one rank gets all rows of the first mixture, and the other none."""
     for found in gloo2(train_exchanging, inner, lopsided, dtype):
         assert found["loss"] < tolerance and found["gradient"] < tolerance, found
+
+
+def train_on_two_axes(inner: str) -> dict[str, Any]:
+    """Experts split over tp and ep; then rows that travel over tp, and from there over ep."""
+    sizes = {"ep": 2, "tp": 2}
+    torch.manual_seed(0)
+    model = Layers()
+    batch = torch.randn(24, 8)
+    plan = exchanging(model, batch, (WAYS[0], WAYS[3]), sizes)
+    case = Case("Layers", Layers, batch_of, lambda model, batch: model(*batch.values()))
+    with mock.patch.dict(CASES, {"Layers": case}):
+        return train("Layers", sizes, (1, 1, 1), {"plan": plan, "inner": inner})
+
+
+def batch_of(step: int) -> Batch:
+    """Vectors of the tokens of both ranks of ep."""
+    return {"x": torch.randn(48, 8, generator=torch.Generator().manual_seed(step))}
+
+
+@pytest.mark.slow
+def test_rows_travel_on_two_axes_in_inductors_code(gloo4: Any) -> None:
+    for found in gloo4(train_on_two_axes, "inductor"):
+        assert max(found[kind] for kind in ("loss", "gradient", "norm", "parameter")) < 1e-5, found
 
 
 @pytest.mark.parametrize(

@@ -51,12 +51,14 @@ MESHES: dict[str, Sizes] = {
     "tp": {"tp": 2},
     "ep": {"ep": 2},
     "dp_shard, ep": {"dp_shard": 2, "ep": 2},
+    "ep, tp": {"ep": 2, "tp": 2},
 }
 QUICK = (("gpt_oss", "ep"),)  # biases, which are added to rows that have travelled
 CASES_OF_MESHES = [
     *((name, "dp_shard, ep") for name in (*FAMILIES, *LOOPS)),
     *((name, "tp") for name in ("gpt_oss", "deepseek_v3", "Bounded")),
     *((name, "ep") for name in ("gpt_oss", "PickingLoop")),
+    *((name, "ep, tp") for name in ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")),
 ]
 
 

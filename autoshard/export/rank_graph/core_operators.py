@@ -42,6 +42,7 @@ REDUCTIONS = (
 NORMS = (aten.layer_norm.default,)
 LOOKUPS = (
     *(aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default),
+    aten.scatter.src,
 )
 LAYOUT = (
     *(aten.reshape.default, aten.permute.default, aten.transpose.int, aten.expand.default),

@@ -4,7 +4,8 @@
 
 - operators are those of `core_operators.CORE` and of `operators` (attention, update_cache);
 - placeholders are the inputs, then this rank's parts of the weights, then constants;
-- a size is an int, or a `sym_size` of an input, or integer arithmetic on those;
+- a size is an int, a `sym_size` of an input (for rows of experts, of their choices), or integer
+  arithmetic on those;
 - a collective names one process group, that of the axis tp.
 """
 

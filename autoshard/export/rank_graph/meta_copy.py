@@ -2,8 +2,8 @@
 
 Parameters and buffers become tensors of one repeated number on the CPU, whole where the model
 stores shards: a tensor that forward makes without naming a device is on the CPU too. A Hugging Face
-mixture of experts is told to run every expert on every token, which is the only form of it without
-sorting and without sizes that depend on the data.
+mixture of experts is told to run every expert on every token (experts/every_token.py), a form of it
+without sorting and without sizes that depend on the data.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.export.rank_graph.experts import all_experts
 from autoshard.export.serial_graph import unwrapped
 from autoshard.runtime import compat
 
@@ -61,32 +62,3 @@ def _hollow(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
-
-
-def all_experts(
-    self: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """A mixture of experts, every expert run on every token: [tokens, hidden] in and out.
-
-    self: a Hugging Face module of experts. chosen, weights: [tokens, k], the experts of each token
-    and how much each counts. Experts are the first dim of everything in between, so that they can
-    be split over ranks with one all-reduce at the end.
-    """
-    first = self.gate_up_proj if self.has_gate else self.up_proj
-    bias = "gate_up_proj_bias" if self.has_gate else "up_proj_bias"
-    inner = _project(self, hidden.unsqueeze(0), first, bias)
-    inner = compat.apply_gate(self, inner) if self.has_gate else self.act_fn(inner)
-    out = _project(self, inner, self.down_proj, "down_proj_bias")
-    if self.has_post_expert_norm:
-        out = self.post_expert_norm(out)
-    experts = torch.arange(first.shape[0], device=hidden.device)
-    picked = chosen.unsqueeze(0) == experts.view(-1, 1, 1)  # [experts, tokens, k]
-    share = torch.where(picked, weights.unsqueeze(0), 0).sum(-1, keepdim=True)
-    # not a product alone: what an expert says of a token that is not its own may be infinite
-    out = torch.where(picked.any(-1, keepdim=True), out, 0)
-    return (out * share).sum(0).to(hidden.dtype)
-
-
-def _project(self: Any, x: torch.Tensor, weight: torch.Tensor, bias: str) -> torch.Tensor:
-    out = torch.matmul(x, weight if self.is_transposed else weight.transpose(-1, -2))
-    return out + getattr(self, bias).unsqueeze(1) if self.has_bias else out

@@ -33,6 +33,7 @@ from autoshard.export.rank_graph.cache import (
 from autoshard.export.rank_graph.core_operators import reduce_to_core
 from autoshard.export.rank_graph.encoder import ENCODED, TOKENS, split_encoder
 from autoshard.export.rank_graph.example import traced_call
+from autoshard.export.rank_graph.experts import run_cheaper_rows
 from autoshard.export.rank_graph.graph import RankGraph, RankWeight
 from autoshard.export.rank_graph.meta_copy import shadow
 from autoshard.export.rank_graph.placeholders import Placeholders, read_placeholders
@@ -148,6 +149,7 @@ class InferencePlan:
         axis: Axis,
     ) -> RankGraph:
         """ports: the role of each input, in order. What the module does not read goes."""
+        run_cheaper_rows(module, self.placeholders.sizes, self.spec)
         expand_attention(module, constants)
         propagate(module, mode)
         module.graph.eliminate_dead_code()

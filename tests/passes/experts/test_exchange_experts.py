@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoshard.errors import ConfigError
 from autoshard.explain.alternatives import alternatives
 from autoshard.planning.cost.model import ring_bytes
 from autoshard.program import Program
-from autoshard.runtime.mesh import offline_mesh
 from autoshard.runtime.operators.bound import unbound
 from autoshard.runtime.operators.experts import exchanged_experts
 from autoshard.verification.program_check import verify_program
@@ -93,9 +91,3 @@ def test_an_expert_that_gets_everything_and_others_nothing() -> None:
         model.mixture.router.bias[0] += 100.0
     program, difference = made(model, {"ep": 2})
     assert exchanges(program) == 1 and difference < 1e-5
-
-
-def test_experts_are_split_on_one_axis() -> None:
-    with pytest.raises(ConfigError, match="ep=2 and tp=2: experts are split on one axis"):
-        offline_mesh({"ep": 2, "tp": 2}, 0)
-    assert offline_mesh({"ep": 2, "tp": 1}, 0).planned.size == 1

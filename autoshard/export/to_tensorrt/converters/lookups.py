@@ -35,6 +35,18 @@ def gather(low: Lowering, node: fx.Node) -> Tensor:
     return layer.get_output(0)
 
 
+@converts(aten.scatter.src)
+def scatter(low: Lowering, node: fx.Node) -> Tensor:
+    """A tensor with values written at an index of one dim."""
+    index, source = (arg.meta["val"].shape for arg in node.args[2:4])  # type: ignore[union-attr]
+    if str(index) != str(source):
+        raise low.error(f"writes {tuple(source)} at an index of {tuple(index)}: a part of it")
+    x, dim, where, values = (low[arg] for arg in node.args)
+    layer = low.add("add_scatter", x, where, values, low.trt.ScatterMode.ELEMENT)
+    layer.axis = dim % len(x.shape)
+    return layer.get_output(0)
+
+
 @converts(aten.index.Tensor)
 def index(low: Lowering, node: fx.Node) -> Tensor:
     """Entries of one dim by an index of any shape."""

@@ -180,6 +180,13 @@ def _fill(layer: Any, given: Values) -> list[torch.Tensor]:
     return [steps.to(DTYPES[layer.get_output_type(0).name])]
 
 
+def _scatter(layer: Any, given: Values) -> list[torch.Tensor]:
+    if layer.mode.name != "ELEMENT":
+        raise NotImplementedError(f"{layer.name}: scatters by {layer.mode.name}")
+    x, where, values = given
+    return [x.scatter(layer.axis, where.long(), values)]
+
+
 def _cumulative(layer: Any, given: Values) -> list[torch.Tensor]:
     if layer.exclusive or layer.reverse:
         raise NotImplementedError(f"{layer.name}: an exclusive or reverse sum")
@@ -284,6 +291,7 @@ LAYERS: dict[str, Kind] = {
     "CONVOLUTION": Kind("IConvolutionLayer", _convolution),
     "POOLING": Kind("IPoolingLayer", _pooling),
     "GATHER": Kind("IGatherLayer", _gather),
+    "SCATTER": Kind("IScatterLayer", _scatter),
     "MATRIX_MULTIPLY": Kind("IMatrixMultiplyLayer", _matmul),
     "REDUCE": Kind(
         "IReduceLayer",

@@ -1,0 +1,175 @@
+"""run_chosen_rows: a rank's experts run on the rows that chose them, in shapes that nobody's choice
+changes.
+
+    before (E experts of this rank, T tokens of k choices)     after
+    %1: f32[1,T,H] = unsqueeze(%x, 0)                          %1: f32[N,B,H] = %x by expert
+    %2: f32[E,T,I] = matmul(%1, %up)                           %2: f32[N,B,I] = matmul(%1, %up[of])
+    ... relu, matmul, times what it counts, sum over E         ... relu, matmul, back to T x k, sum
+
+The rows of each expert lie behind each other and are filled up to blocks of B, each of one expert,
+whose matrices are looked up. However the tokens choose, no more than N blocks are begun:
+
+    B = ceil(T k / E), at least 1      N = floor((T k + (B - 1) E) / B)
+
+so N B rows are computed, less than 2 T k + E, where every expert on every token is E T: exact, with
+no row dropped. While T k <= E a block is one row, and an expert that nobody chose is not read.
+Choices of other ranks' experts have a place behind the last block, and count zero.
+
+Not done: what computes experts in another way than every_token.py, or with a collective inside.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.export.rank_graph.experts.mixture import Mixture, is_of_experts, keeps_experts
+
+aten = torch.ops.aten
+
+
+_SIZES: dict[str, Any] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "floordiv": operator.floordiv,
+    "max": torch.sym_max,
+}
+
+
+def run_chosen_rows(mixture: Mixture) -> None:
+    """Rewrite one mixture in its graph, in place; new nodes have no value."""
+    writer = _Writer(mixture)
+    graph, result = mixture.result.graph, mixture.result
+    with graph.inserting_before(result):
+        made = writer.write()
+    result.replace_all_uses_with(made)
+    graph.erase_node(result)
+
+
+def blocks_of(tokens: int, chosen: int, experts: int) -> tuple[int, int]:
+    """(the most blocks, rows of a block) of so many tokens."""
+    rows = tokens * chosen
+    block = max(1, -(-rows // experts))
+    return (rows + (block - 1) * experts) // block, block
+
+
+class _Writer:
+    def __init__(self, mixture: Mixture) -> None:
+        self.of, self.graph = mixture, mixture.result.graph
+        self.origin = {k: v for k, v in mixture.result.meta.items() if k != "val"}
+        self.made: dict[fx.Node, fx.Node] = {}
+        self.stacks: dict[fx.Node, fx.Node] = {}
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        new = self.graph.call_function(target, args, kwargs)
+        new.meta = dict(self.origin)
+        return new
+
+    # Sizes: numbers, or nodes where the number of tokens is not known
+
+    def size(self, operation: str, left: Any, right: Any) -> Any:
+        if isinstance(left, int) and isinstance(right, int):
+            return _SIZES[operation](left, right)
+        return self.call(_SIZES[operation], left, right)
+
+    def number(self, size: Any) -> fx.Node:
+        """A size as a tensor [1]."""
+        zero = self.call(aten.full.default, [1], 0, dtype=torch.int64)
+        return self.call(aten.add.Tensor, zero, size)
+
+    def write(self) -> fx.Node:
+        """The nodes, before the result; the one that replaces it."""
+        of = self.of
+        experts, k = of.experts, of.chosen
+        tokens: Any = of.picked.meta["val"].shape[1]
+        if not isinstance(tokens, int):
+            tokens = self.call(aten.sym_size.int, of.picked, 1)
+        rows = self.size("mul", tokens, k)
+        up = self.size("add", rows, experts - 1)
+        block = self.size("max", self.size("floordiv", up, experts), 1)
+        spare = self.size("mul", self.size("sub", block, 1), experts)
+        blocks = self.size("floordiv", self.size("add", rows, spare), block)
+        places = self.size("mul", blocks, block)
+
+        hot = self.call(aten.permute.default, of.picked, [1, 2, 0])
+        hot = self.call(aten.reshape.default, hot, [rows, experts])
+        hot = self.call(aten._to_copy.default, hot, dtype=torch.int64)
+        counts = self.call(aten.sum.dim_IntList, hot, [0])
+        begun = self.call(aten.add.Tensor, counts, self.size("sub", block, 1))
+        begun = self.call(aten.div.Tensor_mode, begun, block, rounding_mode="floor")
+        ends = self.call(aten.cumsum.default, begun, 0)
+        starts = self.call(aten.mul.Tensor, self.call(aten.sub.Tensor, ends, begun), block)
+        # of each choice, its number among those of its expert, then its place
+        number = self.call(aten.sub.Tensor, self.call(aten.cumsum.default, hot, 0), 1)
+        place = self.call(aten.add.Tensor, number, starts)
+        place = self.call(aten.sum.dim_IntList, self.call(aten.mul.Tensor, place, hot), [1])
+        mine = self.call(aten.sum.dim_IntList, hot, [1])
+        mine = self.call(aten.gt.Scalar, mine, 0)
+        place = self.call(aten.where.self, mine, place, self.number(places))
+
+        empty = self.call(aten.full.default, [self.size("add", places, 1)], 0, dtype=torch.int64)
+        choices = self.call(aten.arange.start_step, 0, rows, 1, dtype=torch.int64)
+        choice = self.call(aten.scatter.src, empty, 0, place, choices)
+        choice = self.call(aten.slice.Tensor, choice, 0, 0, places)
+        token = self.call(aten.div.Tensor_mode, choice, k, rounding_mode="floor")
+        hidden = of.x.meta["val"].shape[-1]
+        chosen = self.call(aten.index_select.default, of.x, 0, token)
+        chosen = self.call(aten.reshape.default, chosen, [blocks, block, hidden])
+
+        numbers = self.call(aten.arange.start_step, 0, blocks, 1, dtype=torch.int64)
+        numbers = self.call(aten.unsqueeze.default, numbers, 1)
+        owner = self.call(aten.ge.Tensor, numbers, self.call(aten.unsqueeze.default, ends, 0))
+        owner = self.call(aten._to_copy.default, owner, dtype=torch.int64)
+        owner = self.call(aten.sum.dim_IntList, owner, [1])
+        owner = self.call(aten.clamp.default, owner, 0, experts - 1)  # of blocks that none began
+
+        out = self.inside(chosen, owner)
+        width = of.out.meta["val"].shape[-1]
+        flat = self.call(aten.reshape.default, out, [places, width])
+        last = self.size("sub", places, 1)
+        inner = self.call(aten.minimum.default, place, self.number(last))
+        said = self.call(aten.index_select.default, flat, 0, inner)
+        dtype = of.out.meta["val"].dtype
+        zero = self.call(aten.full.default, [], 0, dtype=dtype)
+        mine = self.call(aten.unsqueeze.default, mine, 1)
+        said = self.call(aten.where.self, mine, said, zero)
+        counted = self.call(aten.sum.dim_IntList, of.counted, [0])
+        counted = self.call(aten.reshape.default, counted, [rows, 1])
+        said = self.call(aten.mul.Tensor, said, counted)
+        said = self.call(aten.reshape.default, said, [tokens, k, width])
+        return self.call(aten.sum.dim_IntList, said, [1])
+
+    def inside(self, chosen: fx.Node, owner: fx.Node) -> fx.Node:
+        """What the experts say of blocks of rows."""
+        for node in self.of.inside:
+            args: list[Any] = []
+            for operand in node.args:
+                if not isinstance(operand, fx.Node):
+                    args.append(operand)
+                elif operand in self.made:
+                    args.append(self.made[operand])
+                elif is_of_experts(operand, self.of.experts):
+                    args.append(self.stack(operand, owner))
+                elif node.target is aten.matmul.default and operand is node.args[0]:
+                    args.append(chosen)
+                else:
+                    args.append(operand)  # a number
+            self.made[node] = self.call(node.target, *args, **node.kwargs)
+        return self.made[self.of.out]
+
+    def stack(self, node: fx.Node, owner: fx.Node) -> fx.Node:
+        """The matrices of each block's expert, looked up where the weight is stored."""
+        if node not in self.stacks:
+            if node.op == "placeholder" or not keeps_experts(node):
+                made = self.call(aten.index_select.default, node, 0, owner)
+            else:
+                source: Any = node.args[0]
+                made = self.call(
+                    node.target, self.stack(source, owner), *node.args[1:], **node.kwargs
+                )
+            self.stacks[node] = made
+        return self.stacks[node]
