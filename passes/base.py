@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from autoshard.planning import Recomputation
 from autoshard.runtime.collectives import Axis, State, chunk_bounds, shard_dim
 from autoshard.runtime.errors import source_line
-from autoshard.runtime.graph_meta import DIFF, PASS, VALUE
+from autoshard.runtime.graph_meta import DIFF, HOST, PASS, VALUE
 
 CARRIED = ("stack_trace", "nn_module_stack", "custom", "recompute", "ac_graph_id")
 """Metadata a new node takes over from the node it is made for."""
@@ -151,12 +151,16 @@ def set_recomputed(node: fx.Node, again: bool, planned: bool = False) -> None:
 
 
 def set_fate(node: fx.Node, chosen: Recomputation) -> None:
-    """Tag a node that makes a value of the plan (`VALUE`) as kept or as computed again, in the
-    local graph or in AOTAutograd's; the user's own regions stay as they are."""
-    name = node.meta.get("custom", {}).get(VALUE)
+    """Tag a node that makes a value of the plan (`VALUE`) as kept, on the device or on the host, or
+    as computed again, in the local graph or in AOTAutograd's; the user's own regions stay as they
+    are."""
+    custom = node.meta.get("custom", {})
+    name = custom.get(VALUE)
     if name is not None and "recompute" not in node.meta:
-        if name in chosen.again or name in chosen.saved:
+        if name in chosen.again or name in chosen.saved or name in chosen.sent:
             set_recomputed(node, name in chosen.again, planned=True)
+        if name in chosen.sent:
+            node.meta["custom"] = {**custom, HOST: True}
 
 
 def set_value(node: fx.Node) -> None:

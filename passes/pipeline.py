@@ -16,15 +16,18 @@ from autoshard.passes.canonicalize import Canonicalize
 from autoshard.passes.data_parallel import DataParallel
 from autoshard.passes.exchange_experts import ExchangeExperts
 from autoshard.passes.expand_grouped_heads import ExpandGroupedHeads
+from autoshard.passes.float8_products import Float8Products
 from autoshard.passes.fuse_inference_layers import FuseInferenceLayers
 from autoshard.passes.global_token_mean import GlobalTokenMean
 from autoshard.passes.invariant_random import InvariantRandom
+from autoshard.passes.keep_on_host import keep_on_host
 from autoshard.passes.localize import Localize
 from autoshard.passes.match_experts import MatchExperts
 from autoshard.passes.recover_masks import RecoverMasks
 from autoshard.passes.reduce_scatter_by_all_to_all import ReduceScatterByAllToAll
 from autoshard.passes.schedule_collectives import ScheduleCollectives
 from autoshard.passes.split_recurrent import SplitRecurrent
+from autoshard.runtime import compat
 from autoshard.runtime.collectives import Axis, gathering_axes
 from autoshard.runtime.mesh import Mesh
 
@@ -42,7 +45,7 @@ PIPELINE = (
         "serial",
         (
             *(Canonicalize, RecoverMasks, ExpandGroupedHeads, SplitRecurrent, MatchExperts),
-            InvariantRandom,
+            *(InvariantRandom, Float8Products),
         ),
     ),
     # the planned serial graph, which the first pass makes one rank's
@@ -52,6 +55,9 @@ PIPELINE = (
     # the same where they are compiled and run: `Program.collectives` lists those before
     Stage("run", (ReduceScatterByAllToAll, AllReduceByAllGather)),
 )
+
+# Of a forward and a backward together, between the stages "local" and "graphs".
+compat.AFTER_CUT.append(keep_on_host)
 
 _EVERY = [one for stage in PIPELINE for one in stage.passes]
 
@@ -98,11 +104,15 @@ def prepare(
     watch: Watch = SILENT,
     facts: Mapping[int, str] | None = None,
     exchanges: bool = False,
+    float8: Float8Products | None = None,
 ) -> list[Report]:
     """Run the passes that precede planning, in place. tracked: see `InvariantRandom`. facts: see
-    `RecoverMasks`, which None leaves out. exchanges: see `MatchExperts`."""
+    `RecoverMasks`, which None leaves out. exchanges: see `MatchExperts`. float8: that pass,
+    where the options ask for it."""
     passes: list[Pass] = [Canonicalize(), ExpandGroupedHeads(), SplitRecurrent()]
     passes += [MatchExperts(exchanges), InvariantRandom(tracked)]
+    if float8 is not None:
+        passes.append(float8)
     if facts is not None:
         passes += [RecoverMasks(tuple(facts.items()))]
     return run_stage("serial", passes, gm, Context(axis), watch)

@@ -19,6 +19,9 @@ Runs on Inductor's graph, after its pattern matching, which does not see through
 Inductor's pass that reduces in place what nobody else reads does not see through the dependencies
 either, and would copy each bucket of all-reduced gradients: `reduce_in_place` does it before.
 
+Transfers to and from the host are held like collectives: the products between a copy's start and
+its wait are those that it runs beside.
+
 Rows that travel to their experts do so in an operator that Inductor does not know for a collective:
 it comes after the collective before it, and the next one after it, so that all ranks run them in
 one order.
@@ -35,6 +38,7 @@ from torch import fx
 from autoshard.passes import ALL_REDUCE, COLLECTIVES, aten, c10d, waits_of
 from autoshard.planning import PRODUCTS, RESHAPES, packet
 from autoshard.runtime.collectives import EXCHANGES
+from autoshard.runtime.operators import OFFLOAD, RELOAD, WAIT_TRANSFER
 
 
 def hold_order(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -80,9 +84,9 @@ def order_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
             if previous is not None and {start.target, previous.target} & {*EXCHANGES}:
                 found.setdefault(start, []).append(previous)
             previous = start
-        if start.target not in (*COLLECTIVES, IN_PLACE):
+        if start.target not in (*COLLECTIVES, IN_PLACE, *TRANSFERS):
             continue
-        waits = sorted(waits_of(start), key=position.__getitem__)
+        waits = sorted(_waits(start), key=position.__getitem__)
         if not waits:
             continue
         wait = waits[0]
@@ -109,6 +113,12 @@ def order_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return dict(sorted(found.items(), key=lambda item: position[item[0]]))
 
 
+def _waits(start: fx.Node) -> list[fx.Node]:
+    if start.target in TRANSFERS:
+        return [user for user in start.users if user.target is WAIT_TRANSFER]
+    return waits_of(start)
+
+
 def _bucket(start: fx.Node) -> fx.Node | None:
     """The concatenation that a collective moves."""
     source: Any = start.args[0]
@@ -127,4 +137,5 @@ def _behind(nodes: Any) -> list[fx.Node]:
     return found
 
 
+TRANSFERS = (OFFLOAD, RELOAD)
 IN_PLACE = c10d.all_reduce_.default

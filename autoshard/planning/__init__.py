@@ -10,6 +10,7 @@ from autoshard.planning.operators import (
     LOSSES,
     PRODUCTS,
     RESHAPES,
+    is_handed_on,
     is_view,
     packet,
     target_name,

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from autoshard.runtime import randomness
+from autoshard.runtime.operators import FLOAT8_LINEAR
 
 aten = torch.ops.aten
 
@@ -29,6 +30,7 @@ PRODUCTS = frozenset(
     {
         *(aten.linear, aten.mm, aten.bmm, aten.matmul, aten.mv),
         *(aten._grouped_mm, aten._scaled_mm, aten._scaled_grouped_mm),
+        FLOAT8_LINEAR.overloadpacket,
         *ADDED_PRODUCTS,
         *CONVOLUTIONS,
     }
@@ -79,3 +81,39 @@ def is_causal(node: fx.Node) -> bool:
 def is_view(node: fx.Node) -> bool:
     """Whether an operator may return another name for its operand's memory, by its schema."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+
+def is_handed_on(result: fx.Node) -> bool:
+    """Whether an output, where there are no gradients, is rather for the next call than to be read:
+    what the graph itself goes on to use, a part or a copy of it. Those are the keys and values of a
+    cache, cropped to a window where attention has one, and a recurrent state."""
+    return _used_further(result) is not None
+
+
+def cached(result: fx.Node) -> fx.Node | None:
+    """The keys or values of attention that an output is, or is a part of; None: it is none. With
+    gradients too nobody but a later call reads them."""
+    made = _used_further(result)
+    return made if made is not None and _is_key_or_value(made) else None
+
+
+def _used_further(result: fx.Node) -> fx.Node | None:
+    """The value that the graph goes on to use of which an output is a view or a copy."""
+    view: fx.Node | None = None
+    while True:
+        if any(user.op != "output" and user is not view for user in result.users):
+            return result
+        same = result.op == "call_function" and (is_view(result) or packet(result) is aten.clone)
+        source = result.args[0] if same else None
+        if not isinstance(source, fx.Node) or source.op == "placeholder":
+            return None
+        view, result = result, source
+
+
+def _is_key_or_value(node: fx.Node) -> bool:
+    for user in node.users:
+        if packet(user) in ATTENTION and node in user.args[1:3]:
+            return True
+        if (is_view(user) or packet(user) is aten.clone) and _is_key_or_value(user):
+            return True  # heads that are repeated
+    return False

@@ -66,6 +66,7 @@ class Request:
     outputs_read: bool = True
     memory_budget: int | None = None
     budget_is_known: bool = True
+    host_memory: int | None = None
     plan: Plan | None = None
     prices: Prices = field(default_factory=Prices)
     layout: Layout = field(default_factory=Layout)
@@ -151,8 +152,9 @@ def _priced(
     gm: fx.GraphModule, n: int, decisions: Decisions, request: Request, budget: int
 ) -> _Priced:
     training, layout, cluster = Training(), request.layout, planned_on(decisions.hardware)
-    shard = layout.shard // layout.outer
+    shard = layout.shard // (layout.outer * layout.experts)
     sizes = {"cp": layout.outer, "dp_shard": shard, "dp_replicate": layout.replicate}
+    sizes["ep"] = layout.experts
     sizes[request.axis] = n
     free = profile(gm, decisions, request.parameters, n, cluster, layout.bucket_bytes)
     held = footprint(free, layout, training)
@@ -160,7 +162,7 @@ def _priced(
     seconds = timing(free, layout, training, cluster, cluster.links(sizes)).step
     if held.total <= budget:
         return _Priced(decisions, seconds, resident, held.total, held.total <= _SURE * budget)
-    choices = frontier(gm, decisions, n, cluster)
+    choices = frontier(gm, decisions, n, cluster, host_memory=request.host_memory)
     beside = held.total - free.activations.saved
     least = min([held.total, *(beside + point.peak for point in choices.points[-1:])])
     index = choices.cheapest(budget - beside)
@@ -200,6 +202,7 @@ def _solve(
         even=request.even,
         contiguous=contiguous,
         beside=request.beside,
+        experts=request.layout.experts,
     )
     problem = builder.build()
     if request.plan:

@@ -87,6 +87,8 @@ class AxisPrices:
         self.parameter_byte = prices.parameter_byte or self._default_parameter_byte()
         self.computed: set[fx.Node] = set()
         """What a graph without gradients computes of its parameters: its activations."""
+        self.parts: dict[fx.Node, int] = {}
+        """Parameters of which a rank uses one of so many parts: stacks of experts on ep."""
         self._changes: dict[tuple[State, State, MovedValue], float] = {}
 
     def link_of(self, axis: str) -> cost.Link:
@@ -111,11 +113,17 @@ class AxisPrices:
             price *= VECTOR_DISCOUNT
         return global_bytes(node) * share * trained * price
 
+    def held_whole(self) -> float:
+        """Seconds that keys or values are charged which every rank keeps whole for the next call:
+        hardly less than the least collective, so that no plan splits what it has to gather again,
+        and one that can attend by heads does, however few tokens its graph has been seen with."""
+        return 0.9 * cost.collective_seconds("all_gather", 0, self.n, self.link)
+
     def moved(self, source: fx.Node) -> MovedValue:
         """The properties of `source`'s value that the price of moving it depends on."""
         shape = value(source).shape
         return MovedValue(
-            global_bytes(source),
+            global_bytes(source) // self.parts.get(source, 1),
             differentiable(source),
             (differentiable(source) and source not in self.parameters) or source in self.computed,
             cost.outer_dim(shape),

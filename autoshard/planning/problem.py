@@ -27,7 +27,13 @@ from autoshard.planning.context_parallel import (
     with_heads_as_one,
 )
 from autoshard.planning.fusion import Kernels
-from autoshard.planning.mixtures import inner_bytes
+from autoshard.planning.mixtures import (
+    exchangeable,
+    exchanged_beside,
+    inner_bytes,
+    is_mixture,
+)
+from autoshard.planning.operators import cached, is_handed_on
 from autoshard.planning.prices import AxisPrices
 from autoshard.planning.solver import FactorGraph, Solution
 from autoshard.planning.strategy import Strategy, operands, value
@@ -35,6 +41,7 @@ from autoshard.planning.values import (
     differentiable,
     global_bytes,
     is_lookup,
+    leaves_none_empty,
     output_state,
     producer,
     shardable,
@@ -42,8 +49,8 @@ from autoshard.planning.values import (
     stored_domain,
     tensor_bytes,
 )
-from autoshard.runtime.collectives import I, R, State
-from autoshard.runtime.graph_meta import DIFF
+from autoshard.runtime.collectives import I, R, State, shard_dim
+from autoshard.runtime.graph_meta import DIFF, N_OUTPUTS, WITHOUT_GRADIENTS
 from autoshard.runtime.operators import attend_to_prefix
 
 # A consumer of a value: its variable, and the input state of each of its strategies.
@@ -85,7 +92,8 @@ class Builder:
     sharded one costs its gather. even: whether only dims are split that the axis divides, and no
     shape depends on values.
     contiguous: whether causal attention by rows is charged the work of contiguous parts. beside:
-    ranks of the axis that is planned after this one.
+    ranks of the axis that is planned after this one. experts: those of the axis ep, on which stacks
+    of experts stay where they are, and rows travel.
     """
 
     def __init__(
@@ -100,11 +108,17 @@ class Builder:
         even: bool = False,
         contiguous: bool = False,
         beside: int = 1,
+        experts: int = 1,
     ) -> None:
         self.gm, self.prices, self.n = gm, prices, prices.n
-        self.beside = beside
+        self.beside, self.experts = beside, experts
+        for node in gm.graph.nodes if experts > 1 else ():
+            if is_mixture(node) and leaves_none_empty(exchangeable(node), experts):
+                prices.parts.update(dict.fromkeys(node.args[3], experts))  # type: ignore[arg-type]
         self.stored, self.arriving = stored, arriving
         self.inference = not any(map(differentiable, gm.graph.nodes))
+        # the first call of a model that generates is planned as if it trained, and has a cache too
+        self.keeps_states = self.inference or bool(gm.meta.get(WITHOUT_GRADIENTS))
         self.output_domains, self.outputs_read, self.even = output_domains, outputs_read, even
         self.problem = Problem()
         self.contiguous = contiguous
@@ -113,6 +127,7 @@ class Builder:
         self._strategies: dict[tuple[Any, ...], tuple[list[Strategy], list[str]]] = {}
         self._weighted: dict[fx.Node, bool] = {}
         self._kernels = Kernels(gm)
+        self._caches = self._cached()
         self._weights = WeightsOnly(stored) if prices.name == "cp" else None
 
     def build(self) -> Problem:
@@ -151,6 +166,9 @@ class Builder:
             if declined:
                 self.problem.declined[node] = declined
             costs = self._node_costs(node, tensors, domain)
+            if node in self._caches:
+                whole = [shard_dim(output_state(s, None)) is None for s in domain]
+                costs = costs + self.prices.held_whole() * np.array(whole)
         self.problem.domains[node] = domain
         self.problem.variables[node] = self.problem.graph.variable(len(domain), costs, node.name)
 
@@ -235,7 +253,8 @@ class Builder:
             states = (*strategy.inputs, *outs)
             sharded = any(s[0] == "S" for s in states)
             kept = sum(b / self._split(s) for b, s in zip(sizes_out, outs))
-            inner = inner_bytes(node, strategy, self.n)
+            on_ep = exchanged_beside(node, strategy, self.n, self.experts)
+            inner = inner_bytes(node, strategy, self.n, bool(on_ep))
             kept += inner
             # what is inside is written and read
             moved = (
@@ -245,10 +264,10 @@ class Builder:
             seconds = cost.node_seconds(own, moved, dtype, self.prices.hardware)
             if diff:
                 seconds = 3 * seconds + kept * self.prices.activation_byte
-            seconds += strategy.waits * cost.WAIT_SECONDS
+            seconds += (strategy.waits + bool(on_ep)) * cost.WAIT_SECONDS
             seconds += sum(
                 cost.collective_seconds(t.op, t.nbytes, t.n or self.n, self.prices.link_of(t.axis))
-                for t in strategy.traffic
+                for t in (*strategy.traffic, *on_ep)
                 if diff or not t.backward
             )
             # where R and I cost the same, I is easier to read; a free view is taken of a shard
@@ -279,7 +298,7 @@ class Builder:
         for result, domain in zip(results, self.output_domains):
             if isinstance(result, fx.Node) and isinstance(value(result), torch.Tensor):
                 costs = np.zeros(len(domain))
-                if self.outputs_read and not self._is_a_state(result):
+                if self.outputs_read and not self._is_for_a_later_call(result):
                     price = self.prices.change_cost(result)
                     costs = np.array([price(state, I) for state in domain])
                 variable = self.problem.graph.variable(len(domain), costs, "output")
@@ -288,10 +307,15 @@ class Builder:
             else:
                 self.problem.outputs.append(None)
 
-    def _is_a_state(self, result: fx.Node) -> bool:
-        """Whether an output is rather handed to the next call than read: without gradients, what
-        the graph itself goes on to use (the keys and values of a cache, a recurrent state)."""
-        return self.inference and any(user.op != "output" for user in result.users)
+    def _is_for_a_later_call(self, result: fx.Node) -> bool:
+        return cached(result) is not None or (self.keeps_states and is_handed_on(result))
+
+    def _cached(self) -> set[fx.Node]:
+        """The keys and values that a model which generates keeps between calls."""
+        (results,) = next(iter(reversed(self.gm.graph.nodes))).args
+        outputs = [one for one in results[: self.gm.meta[N_OUTPUTS]] if isinstance(one, fx.Node)]
+        found = {cached(one) for one in outputs if self.keeps_states}
+        return {one for one in found if one is not None and one.op != "placeholder"}
 
     def _edges(self, source: fx.Node, uses: list[Consumer]) -> None:
         problem = self.problem

@@ -21,10 +21,20 @@ from autoshard.runtime.operators.experts import (
     EXPERTS,
     exchanged_experts,
     owned_experts,
+    rank_rows,
+    rows_travel,
     split_experts,
+)
+from autoshard.runtime.operators.float8 import (
+    FLOAT8_LINEAR,
+    FLOAT8_MULTIPLE,
+    FLOAT8_RECIPES,
+    ROWWISE,
+    split_float8_linear,
 )
 from autoshard.runtime.operators.fused_dims import pieces, split_parts, unfold_parts, with_parts
 from autoshard.runtime.operators.groups import attend_to_shared_head, with_local_groups
+from autoshard.runtime.operators.host_memory import OFFLOAD, RELOAD, WAIT_TRANSFER
 from autoshard.runtime.operators.inference_layer import reduce_add_norm
 from autoshard.runtime.operators.means import share_of_equal_mean, share_of_mean
 from autoshard.runtime.operators.sharded_softmax import log_softmax, logsumexp, softmax

@@ -277,15 +277,16 @@ _FUNCTIONS = {function.__name__: function for function, _ in SCHEMAS}
 
 
 def _define() -> None:
-    seeded = torch.Tag.nondeterministic_seeded
-    _library.define("random_seed(Device device) -> Tensor", tags=(seeded,))
+    # a CUDA graph would draw once, and copy from memory that is gone: it has the seed from outside
+    seeded = (torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe)
+    _library.define("random_seed(Device device) -> Tensor", tags=seeded)
     _library.impl("random_seed", _random_seed, "CompositeExplicitAutograd")
     torch.library.register_fake(
         "autoshard::random_seed",
         lambda device: torch.empty((), dtype=torch.int64, device=device),
         lib=_library,
     )
-    _library.define("tracked_seeds(Device device, str alike, str apart) -> Tensor", tags=(seeded,))
+    _library.define("tracked_seeds(Device device, str alike, str apart) -> Tensor", tags=seeded)
     _library.impl("tracked_seeds", _tracked_seeds, "CompositeExplicitAutograd")
     torch.library.register_fake(
         "autoshard::tracked_seeds",

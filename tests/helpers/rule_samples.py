@@ -34,6 +34,8 @@ def matrices() -> Iterator[Sample]:
     yield Sample("aten.linear", (f(4, 6, 8), f(12, 8), f(12)), n=BOTH)
     yield Sample("aten.linear", (f(3, 7), f(5, 7), None), n=BOTH)
     yield Sample("aten.linear", (f(8), f(12, 8), f(12)))
+    for recipe in ("float8", "float8_rowwise"):
+        yield Sample("autoshard.float8_linear", (f(4, 6, 64), f(64, 64), recipe), n=BOTH)
     yield Sample("aten.mm", (f(4, 7), f(7, 6)), n=BOTH)
     yield Sample("aten.bmm", (f(4, 3, 6), f(4, 6, 5)), n=BOTH)
     yield Sample("aten.mv", (f(4, 6), f(6)))

@@ -13,6 +13,7 @@ from autoshard.planning.rules.random import SEEDS
 from autoshard.planning.rules.table import RULES
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.runtime.collectives import I, R
+from autoshard.runtime.operators import FLOAT8_LINEAR
 
 Operator = str | torch._ops.OpOverload | torch._ops.OpOverloadPacket
 
@@ -87,7 +88,8 @@ def strategies(node: fx.Node, n: int) -> tuple[list[Strategy], list[str]]:
     if draws_random_numbers(call):
         return [replicated], ["it draws random numbers, which must be alike on all ranks"]
     offered = [replicated]
-    if _any_differentiable(node):
+    # the gradient of R is in parts, which rounding does not add up
+    if _any_differentiable(node) and target is not FLOAT8_LINEAR:
         offered.append(call.uniform(R))
     rules = rules_for(target)
     if call.schema.is_mutable:

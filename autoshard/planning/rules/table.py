@@ -12,12 +12,12 @@ from autoshard.planning.rules import (
     indexing,
     layers,
     losses,
+    products,
     random,
     reductions,
     views,
 )
 from autoshard.planning.rules.call import Rule
-from autoshard.planning.rules.einsum import einsum
 from autoshard.planning.rules.elementwise import when_zero
 from autoshard.planning.rules.views import along, dropping, except_dims, except_last, reducing
 from autoshard.runtime import operators
@@ -54,7 +54,7 @@ MATRICES: dict[str, RuleEntry] = {
         "* ... m k, * k -> ... m",
         "* k, * k -> ",
     ),
-    "aten.einsum": einsum,
+    "aten.einsum": products.einsum,
     "aten.bilinear": "* ... i, * ... j, * o i j, + o -> ... o",
     # rows of the first operand belong to experts by their position: they stay whole
     "aten._grouped_mm": "* T k, * E k n, E, + n -> T n",
@@ -240,6 +240,7 @@ INDEXING: dict[str, RuleEntry] = {
 LAYERS: dict[str, RuleEntry] = {
     "aten.scaled_dot_product_attention": layers.attention,
     "autoshard.experts": experts.mixture,
+    "autoshard.float8_linear": products.float8_linear,
     "aten.layer_norm": layers.layer_normalized("... {D}, {D}, {D} -> ... {D}"),
     "aten.native_layer_norm": layers.layer_normalized(
         "... {D}, {D}, {D} -> ... {D}, ... {A}, ... {A}"
