@@ -84,7 +84,9 @@ def losses_and_gradients(names: list[str]) -> dict[str, tuple[float, float]]:
         p.grad = None
     compile_local = backend.compile_local
     # what Inductor makes of our graphs is compared in training/test_backend.py
-    backend.compile_local = lambda gm, fakes, _, *rest: compile_local(gm, fakes, "aot_eager", *rest)
+    backend.compile_local = lambda gm, fakes, _, *rest, **more: compile_local(
+        gm, fakes, "aot_eager", *rest, **more
+    )
     found = {}
     for name in names:
         one = Measured(contestants(model, "")[name]())

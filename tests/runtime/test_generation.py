@@ -58,10 +58,17 @@ HOW: dict[str, dict[str, Any]] = {
 WHOLE_TABLE = Plan("tp", 2, {"model.embed_tokens.weight": "I"})
 
 
-def build(name: str) -> Any:
+#: Sizes that are doubled for four ranks: the smallest for which the plan is that of larger models.
+DOUBLED = {"hidden_size", "intermediate_size", "head_dim", "num_key_value_heads", "n_embd"}
+DOUBLED |= {"d_model", "d_kv", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"}
+
+
+def build(name: str, wide: bool = False) -> Any:
     kind, sizes = MODELS[name]
     made = getattr(transformers, kind)
     torch.manual_seed(0)
+    if wide:
+        sizes = {key: 2 * size if key in DOUBLED else size for key, size in sizes.items()}
     return made(made.config_class(**sizes)).eval()
 
 
@@ -95,9 +102,14 @@ class Generated(NamedTuple):
 
 
 def generated(
-    name: str, hows: Sequence[str], ranks: int, asked_all: bool, **more: Any
+    name: str,
+    hows: Sequence[str],
+    ranks: int,
+    asked_all: bool,
+    wide: bool = False,
+    **more: Any,
 ) -> list[Generated]:
-    model = build(name)
+    model = build(name, wide)
     serial = copy.deepcopy(model)
     made = {"mesh": {"tp": ranks}, "inner": "eager", **more}
     model.compile(backend="autoshard", options=made)
@@ -118,6 +130,7 @@ def _generated(serial: Any, model: Any, name: str, how: str, asked_all: bool) ->
     wanted, got = found
     added = programs(model)[before:]
     cache = getattr(got, "past_key_values", None)
+    cache = getattr(got, "cache_params", None) if cache is None else cache
     return Generated(
         equal=torch.equal(wanted.sequences, got.sequences),
         made=len(added),
@@ -127,7 +140,7 @@ def _generated(serial: Any, model: Any, name: str, how: str, asked_all: bool) ->
         ],
         trained=asked_all
         and bool("backward" in added[-1].explain() or added[-1].memory().gradients),
-        shares=_shares(cache) if hasattr(cache, "layers") and how != "beams" else [],
+        shares=_shares(cache) if cache is not None and how != "beams" else [],
         gathers=read.calls,
         choices=chosen.calls,
         compared=compared.calls,
@@ -154,8 +167,13 @@ class _counted:
 
 
 def _shares(cache: Any) -> list[float]:
-    held = [value for layer in cache.layers for value in vars(layer).values()]
-    tensors = [x for x in pytree.tree_leaves(held) if isinstance(x, torch.Tensor) and x.dim() == 4]
+    """Of the tensors of a cache with heads or channels: keys, values, states of a recurrence."""
+    parts = [
+        getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")
+    ]
+    layers = [layer for part in parts if part is not None for layer in part.layers]
+    held = [value for layer in layers or cache.layers for value in vars(layer).values()]
+    tensors = [x for x in pytree.tree_leaves(held) if isinstance(x, torch.Tensor) and x.dim() > 2]
     return [
         x._local.untyped_storage().nbytes() / (x.numel() * x.element_size())
         if isinstance(x, LazyGather)
@@ -229,3 +247,26 @@ def test_tokens_of_other_kinds_are_those_of_serial(gloo2: Any, name: str) -> Non
 @pytest.mark.slow
 def test_more_ranks_than_heads_of_keys(gloo4: Any) -> None:
     check(gloo4, "llama", ["greedy", "static cache", "beams"], 4, slow=True)
+
+
+#: How each family generates on four ranks, and the collectives of a step: a reduction for each
+#: residual branch of its two layers, and those of the embedding and of the logits. Gemma's table of
+#: tokens is split by words. GPT-2's packed queries, keys and values become heads by an exchange, as
+#: do Mamba's channels and gates; its steps and states are projected by a second reduction a layer.
+ON_FOUR: dict[str, tuple[list[str], Counter[str]]] = {
+    "qwen3": (["greedy", "static cache"], Counter(all_reduce=4, all_gather=2)),
+    "gemma3": (["greedy"], Counter(all_reduce=5, all_gather=2)),
+    "gpt2": (["sampled", "static cache"], Counter(all_reduce=5, all_to_all=2, all_gather=1)),
+    "t5": (["greedy"], Counter(all_reduce=7, all_gather=1)),
+    "mamba": (["greedy"], Counter(all_reduce=5, all_to_all=2, all_gather=1)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_four_ranks_and_a_quarter_of_the_cache_on_each(gloo4: Any, name: str) -> None:
+    hows, step = ON_FOUR[name]
+    for how, one in zip(hows, check(gloo4, name, hows, 4, slow=True, wide=True), strict=True):
+        # a window of seven tokens is a view of the eight that were attended to
+        assert one.shares and all(0.25 <= share < 0.3 for share in one.shares), (how, one.shares)
+        assert one.steps[-1] == step, (how, one.steps)

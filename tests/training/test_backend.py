@@ -208,7 +208,7 @@ def single(inner: str) -> dict[str, Any]:
     from autoshard import backend
 
     original = backend.compile_local
-    backend.compile_local = lambda gm, fakes, inner: recording(gm, fakes)
+    backend.compile_local = lambda gm, fakes, inner, **_: recording(gm, fakes)
     try:
         compiled = torch.compile(model, backend="autoshard", options={"inner": inner})
         loss = compiled(**batch)
