@@ -17,6 +17,7 @@ from autoshard.runtime.agreement import from_first
 from autoshard.runtime.collectives import H, I, S, State, data_axes, data_states
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import (
+    Holders,
     models_of,
     set_planned,
     set_policy,
@@ -41,7 +42,8 @@ def store(
     axis = mesh.planned
     if axis.size > 1:
         planned = _as_first(planned, mesh)
-    models = models_of(list(planned))
+    alive = Holders()
+    models = models_of(list(planned), alive)
     _refuse_other_wrappers(models)
     if axis.size > 1:
         alike = parameters_of_repeats(planned, models).items()
@@ -51,7 +53,7 @@ def store(
         for parameter, state in planned.items()
     }
     states.update(_resting(models, states.keys(), mesh))
-    moved = _moved(states, planned, mesh, config)
+    moved = _moved(states, planned, mesh, config, alive)
     for parameter in planned:
         set_planned(parameter, True)  # one that stays where it is stored
     return moved
@@ -66,12 +68,13 @@ def store_at_home(
     Returns the new parameter for each old one. Collective over the mesh.
     """
     planned = _as_first(planned, mesh)
-    models = models_of(list(planned))
+    alive = Holders()
+    models = models_of(list(planned), alive)
     _refuse_other_wrappers(models)
     left = [p for model in models for p in model.parameters() if p not in planned and _is_whole(p)]
     states = {p: {**state, **data_states(p.dim(), mesh.axes)} for p, state in planned.items()}
     states |= {p: {"pp": H(0) if p.dim() else I, **data_states(p.dim(), mesh.axes)} for p in left}
-    moved = _moved(states, planned, mesh, config)
+    moved = _moved(states, planned, mesh, config, alive)
     for parameter in planned:
         set_planned(parameter, True)  # one that stays where it is stored
     return moved
@@ -110,9 +113,11 @@ def _moved(
     planned: Container[nn.Parameter],
     mesh: Mesh,
     config: Config,
+    alive: Holders | None = None,
 ) -> dict[nn.Parameter, nn.Parameter]:
     set_policy(states, use_by(config, mesh))
-    moved = shard_parameters(states, mesh, broadcast=config.initial_weights == "broadcast")
+    broadcast = config.initial_weights == "broadcast"
+    moved = shard_parameters(states, mesh, broadcast=broadcast, alive=alive)
     for old, new in moved.items():
         set_planned(new, old in planned)
     return moved

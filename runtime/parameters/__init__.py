@@ -23,7 +23,7 @@ from autoshard.runtime.parameters.layout import (
     owned,
     stored_states,
 )
-from autoshard.runtime.parameters.owners import models_of, related_parameters
+from autoshard.runtime.parameters.owners import Holders, models_of, related_parameters
 from autoshard.runtime.parameters.record import (
     has_policy,
     is_planned,

@@ -9,12 +9,35 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain, compress
+from typing import Any, TypeAlias
 
 from torch import nn
 from torch.optim import Optimizer
+
+
+Container: TypeAlias = list[Any] | dict[Any, Any]
+
+
+class Holders:
+    """What is alive in this process and can hold a Parameter: one look at a million objects.
+
+    Kept for the two questions of one moment (`models_of`, `find_owners`), not longer: it holds all
+    it has found.
+    """
+
+    def __init__(self) -> None:
+        objects = _tracked()
+        kinds = list(map(_Kinds().__getitem__, map(type, objects)))  # loops of C: a tenth as long
+        found: dict[type, list[Any]] = {kind: [] for kind in (nn.Module, Optimizer, list, dict)}
+        for item, kind in zip(compress(objects, kinds), filter(None, kinds)):
+            found[kind].append(item)
+        self.modules: list[nn.Module] = found[nn.Module]
+        self.optimizers: list[Optimizer] = found[Optimizer]
+        self.lists: list[list[Any]] = found[list]
+        self.dicts: list[dict[Any, Any]] = found[dict]
 
 
 @dataclass(frozen=True)
@@ -29,44 +52,39 @@ class Owners:
 
     modules: dict[nn.Parameter, list[tuple[nn.Module, str]]]
     optimizers: list[Optimizer]
-    containers: list[list[Any] | dict[Any, Any]]
+    containers: list[Container]
 
 
-def find_owners(parameters: Sequence[nn.Parameter]) -> Owners:
+def find_owners(parameters: Sequence[nn.Parameter], alive: Holders | None = None) -> Owners:
     """The owners of each parameter, by identity, wherever in the process they are.
 
     Not found: tuples, sets, closures, attributes of objects that are no module.
     """
     parameters = tuple(parameters)  # a list would be found as a container of them
+    alive = alive or Holders()
     ids = {id(parameter): index for index, parameter in enumerate(parameters)}
     modules: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {p: [] for p in parameters}
-    optimizers: list[tuple[str, list[int], Optimizer]] = []
-    containers: list[list[Any] | dict[Any, Any]] = []
     registries: set[int] = set()
-    kinds = _Kinds()
-    for item in _tracked():
-        kind = kinds[type(item)]
-        if kind is None:
-            continue
-        if kind is list or kind is dict:
-            if item and _holds(item, ids.keys()):
-                containers.append(item)
-        elif kind is nn.Module:
-            registry = item.__dict__.get("_parameters") or {}
-            registries.add(id(registry))
-            for name, parameter in registry.items():
-                if id(parameter) in ids:
-                    modules[parameter].append((item, name))
-        elif kind is Optimizer:
-            groups = getattr(item, "param_groups", ())
-            held = [ids[id(p)] for group in groups for p in group["params"] if id(p) in ids]
-            if held:
-                optimizers.append((type(item).__qualname__, held, item))
+    for module in alive.modules:
+        registry = module.__dict__.get("_parameters") or {}
+        registries.add(id(registry))
+        for name, parameter in registry.items():
+            if id(parameter) in ids:
+                modules[parameter].append((module, name))  # type: ignore[index]
+    optimizers: list[tuple[str, list[int], Optimizer]] = []
+    for optimizer in alive.optimizers:
+        groups = getattr(optimizer, "param_groups", ())
+        held = [ids[id(p)] for group in groups for p in group["params"] if id(p) in ids]
+        if held:
+            optimizers.append((type(optimizer).__qualname__, held, optimizer))
     optimizers.sort(key=lambda found: found[:2])
+    # The keys of a dict count where a value is an optimizer (`is_keyed`), so its values tell too.
+    values = {*ids, *map(id, alive.optimizers)}
+    containers = [*_near(values, alive.lists), *_near(values, alive.dicts)]
     return Owners(
         modules,
         [optimizer for _, _, optimizer in optimizers],
-        [c for c in containers if id(c) not in registries],
+        [c for c in containers if id(c) not in registries and _holds(c, ids.keys())],
     )
 
 
@@ -84,7 +102,9 @@ def related_parameters(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]
     return list(found.values())
 
 
-def models_of(parameters: Sequence[nn.Parameter]) -> list[nn.Module]:
+def models_of(
+    parameters: Sequence[nn.Parameter], alive: Holders | None = None
+) -> list[nn.Module]:
     """The models the parameters belong to: modules that no other module contains.
 
     In the same order on every rank: by the first of the parameters each holds, then by name.
@@ -93,8 +113,7 @@ def models_of(parameters: Sequence[nn.Parameter]) -> list[nn.Module]:
     ids = {id(parameter) for parameter in parameters}
     parents: dict[int, list[nn.Module]] = {}
     climbing: list[nn.Module] = []
-    kinds = _Kinds()
-    for item in [item for item in _tracked() if kinds[type(item)] is nn.Module]:
+    for item in (alive or Holders()).modules:
         for child in (item.__dict__.get("_modules") or {}).values():
             parents.setdefault(id(child), []).append(item)
         if any(id(p) in ids for p in (item.__dict__.get("_parameters") or {}).values()):
@@ -173,7 +192,7 @@ class _Kinds(dict[type, type | None]):
         return self[cls]
 
 
-def is_keyed(container: list[Any] | dict[Any, Any], ids: Set[int]) -> bool:
+def is_keyed(container: Container, ids: Set[int]) -> bool:
     """Whether a dict has an optimizer for a parameter, its key: one that steps in backward."""
     return (
         isinstance(container, dict)
@@ -182,7 +201,20 @@ def is_keyed(container: list[Any] | dict[Any, Any], ids: Set[int]) -> bool:
     )
 
 
-def _holds(container: list[Any] | dict[Any, Any], ids: Set[int]) -> bool:
+def _near(ids: Set[int], containers: Sequence[Container]) -> Iterator[Container]:
+    """The containers, few of many, among which a value is one of ids: a loop of C finds them."""
+    for start in range(0, len(containers), 200):
+        some = containers[start : start + 200]
+        try:
+            values = chain.from_iterable(c if type(c) is list else c.values() for c in some)  # type: ignore[union-attr]
+            if ids.isdisjoint(map(id, values)):
+                continue
+        except RuntimeError:  # another thread changed a dict
+            pass
+        yield from some
+
+
+def _holds(container: Container, ids: Set[int]) -> bool:
     while True:
         try:
             if type(container) is list:

@@ -31,7 +31,7 @@ from autoshard.runtime.parameters.layout import (
     wrap_local,
 )
 from autoshard.runtime.parameters.optimizers import repoint, state_summary
-from autoshard.runtime.parameters.owners import Owners, find_owners, is_keyed
+from autoshard.runtime.parameters.owners import Holders, Owners, find_owners, is_keyed
 from autoshard.runtime.parameters.unsharding import unshard_parameter
 from autoshard.runtime.parameters.wrappers import replace_functions
 
@@ -79,6 +79,7 @@ def shard_parameters(
     *,
     broadcast: bool,
     allocate_meta: bool = True,
+    alive: Holders | None = None,
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Store each parameter in the given state on each axis (I where an axis is not named).
 
@@ -100,7 +101,7 @@ def shard_parameters(
     if mesh.device_mesh is None or mesh.size == 1:
         return {}
     with compat.real_tensors():
-        owners = find_owners(tuple(placements))
+        owners = find_owners(tuple(placements), alive)
         names = {p: _name(p, owners) for p in placements}
         _check(placements, owners, names, mesh)
         _agree(placements, owners, names, mesh)
