@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check export-matrix bench gpu clean
+.PHONY: help demo test test-slow test-exhaustive check export-matrix bench gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,7 +23,10 @@ test: $(VENV)/dev.stamp ## run the tests (ARGS="-k llama" selects, JOBS=8 proces
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-slow: $(VENV)/dev.stamp ## run the tests that need many processes or many models
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m slow $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "slow and not exhaustive" $(ARGS)
+
+test-exhaustive: $(VENV)/dev.stamp ## run the rows of matrices that CI leaves out, before a release
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m exhaustive $(ARGS)
 
 check: $(VENV)/dev.stamp ## lint, formatting and types
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from exhaustive import is_left_to_others
 from gloo_pool import COLLECTION, GlooPool
 
 # Before anything imports torch: the suite runs several processes on few cores, and never
@@ -21,6 +22,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # A trace makes a million objects that live: fewer looks at all those of torch and transformers.
 gc.set_threshold(*COLLECTION)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the rows of `exhaustive.py`."""
+    for item in items:
+        if is_left_to_others(item.nodeid):
+            item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture(autouse=True)

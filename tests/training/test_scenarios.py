@@ -30,33 +30,48 @@ def compare(pool: Any, name: str, sizes: Sizes, folder: Path, inner: str = "aot_
         pytest.fail(f"{name} on {sizes}:\n" + "\n".join(wrong[:6]) + more, pytrace=False)
 
 
-def listed(names: Iterable[str] = SCENARIOS, quick: Iterable[str] = ()) -> list[Any]:
-    """The scenarios, marked slow where they are none of the quick ones."""
+def listed(
+    names: Iterable[str] = SCENARIOS, quick: Iterable[str] = (), turn: int = 0, turns: int = 1
+) -> list[Any]:
+    """The scenarios, marked slow where they are none of the quick ones. Of those, CI runs one of
+    `turns`, on a mesh another than on the next: what a mesh stores is each scenario's in turn."""
+    left = [name for name in names if name not in quick]
     return [
-        pytest.param(name, marks=[] if name in quick else [pytest.mark.slow], id=name)
-        for name in names
+        *(pytest.param(name, id=name) for name in names if name in quick),
+        *(
+            pytest.param(
+                name,
+                marks=[pytest.mark.slow, *([pytest.mark.exhaustive] if i % turns != turn else [])],
+                id=name,
+            )
+            for i, name in enumerate(left)
+        ),
     ]
 
 
-@pytest.mark.parametrize("name", listed(quick=QUICK))
+@pytest.mark.parametrize("name", listed(quick=QUICK, turn=0, turns=2))
 def test_tensor_parallel(gloo2: Any, tmp_path: Path, name: str) -> None:
     compare(gloo2, name, {"tp": 2}, tmp_path)
 
 
-@pytest.mark.parametrize("name", listed(quick=QUICK))
+@pytest.mark.parametrize("name", listed(quick=QUICK, turn=1, turns=2))
 def test_sharded_data_parallel(gloo2: Any, tmp_path: Path, name: str) -> None:
     compare(gloo2, name, {"dp_shard": 2}, tmp_path)
 
 
-@pytest.mark.parametrize("name", listed(QUICK))
+@pytest.mark.parametrize("name", listed(QUICK, turns=4))
 def test_replicated_data_parallel(gloo2: Any, tmp_path: Path, name: str) -> None:
     compare(gloo2, name, {"dp_replicate": 2}, tmp_path)
 
 
-@pytest.mark.parametrize("mesh", ["tp", "dp_shard"])
-@pytest.mark.parametrize("name", listed(FURTHER))
-def test_inductor(gloo2: Any, tmp_path: Path, name: str, mesh: str) -> None:
-    compare(gloo2, name, {mesh: 2}, tmp_path, "inductor")
+@pytest.mark.parametrize("name", listed(FURTHER, turn=0, turns=2))
+def test_inductor_tensor_parallel(gloo2: Any, tmp_path: Path, name: str) -> None:
+    compare(gloo2, name, {"tp": 2}, tmp_path, "inductor")
+
+
+@pytest.mark.parametrize("name", listed(FURTHER, turn=1, turns=2))
+def test_inductor_sharded_data_parallel(gloo2: Any, tmp_path: Path, name: str) -> None:
+    compare(gloo2, name, {"dp_shard": 2}, tmp_path, "inductor")
 
 
 @pytest.mark.parametrize("name", listed(FURTHER))
