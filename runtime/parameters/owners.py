@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 from torch import nn
 from torch.optim import Optimizer
 
-
 Container: TypeAlias = list[Any] | dict[Any, Any]
 
 
@@ -102,9 +101,7 @@ def related_parameters(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]
     return list(found.values())
 
 
-def models_of(
-    parameters: Sequence[nn.Parameter], alive: Holders | None = None
-) -> list[nn.Module]:
+def models_of(parameters: Sequence[nn.Parameter], alive: Holders | None = None) -> list[nn.Module]:
     """The models the parameters belong to: modules that no other module contains.
 
     In the same order on every rank: by the first of the parameters each holds, then by name.
