@@ -25,9 +25,9 @@ gc.set_threshold(*COLLECTION)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the rows of `exhaustive.py`."""
+    """Mark those of the slow tests that `exhaustive.py` lists."""
     for item in items:
-        if is_left_to_others(item.nodeid):
+        if item.get_closest_marker("slow") and is_left_to_others(item.nodeid):
             item.add_marker(pytest.mark.exhaustive)
 
 
