@@ -60,7 +60,9 @@ class Tiny(nn.Module):
 
 def program(model: nn.Module, **options: Any) -> Program:
     torch.compiler.reset()
-    return autoshard.trace(model, (torch.ones(8, 64),), mesh={"tp": 4}, **options)
+    return autoshard.trace(
+        model, (torch.ones(8, 64),), mesh={"tp": 4}, inner="aot_eager", **options
+    )
 
 
 @pytest.fixture(scope="module")

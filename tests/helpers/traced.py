@@ -22,6 +22,9 @@ from autoshard.runtime.mesh import offline_mesh
 from autoshard.runtime.parameters import SINGLE
 from model_case import Case
 
+#: What a program says of its memory then needs no code of Inductor's, which takes seconds.
+QUICKLY = {"inner": "aot_eager"}
+
 
 class WithLoss(nn.Module):
     """A case's model and its loss as one module, whatever the loss needs."""
@@ -48,7 +51,7 @@ def builder(
         microbatch: str = SINGLE,
         **options: Any,
     ) -> Program:
-        config = Config.from_options({"mesh": dict(mesh), **options})
+        config = Config.from_options({"mesh": dict(mesh), **QUICKLY, **options})
         offline = offline_mesh(dict(mesh), rank)
         machine, facts = hardware(hardware_name), batch_facts(found[2])
         return build_program(*found, offline, config, machine, microbatch, facts=facts)
@@ -73,7 +76,7 @@ def programs(
         for item, size in zip(inputs, example, strict=True):
             values.append(int(size) if item.real is None else item.real)
         for each in options:
-            settings = {**each}
+            settings = {**QUICKLY, **each}
             machine = hardware(settings.pop("hardware", "cpu"))
             config = Config.from_options(settings)
             mesh = offline_mesh(dict(settings["mesh"]), 0)

@@ -30,13 +30,15 @@ WITHOUT = ["frozen_here.weight", "frozen_here.bias", "never.weight", "never.bias
 
 def test_explain_names_them() -> None:
     for mesh in ({"dp_shard": 2}, {"dp_replicate": 2}, {"tp": 2}):
-        program = autoshard.trace(Partly(), (torch.ones(2, 8),), mesh=mesh)
+        program = autoshard.trace(Partly(), (torch.ones(2, 8),), mesh=mesh, inner="aot_eager")
         assert sorted(program.without_gradient()) == sorted(WITHOUT), mesh
         text = program.explain()
         assert "no gradient in this graph" in text and "frozen_here.weight" in text
         reduced = [c for c in program.collectives() if c.phase == "backward" and "dp" in c.axis]
         assert all("used" in c.module for c in reduced)
-    program = autoshard.trace(nn.Linear(8, 8), (torch.ones(2, 8),), mesh={"dp_shard": 2})
+    program = autoshard.trace(
+        nn.Linear(8, 8), (torch.ones(2, 8),), mesh={"dp_shard": 2}, inner="aot_eager"
+    )
     assert program.without_gradient() == [] and "no gradient" not in program.explain()
 
 

@@ -232,7 +232,9 @@ def compare(axis: str, names: list[str]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("axis", ["tp", "dp_shard", "dp_replicate"])
+@pytest.mark.parametrize(
+    "axis", ["tp", pytest.param("dp_shard", marks=pytest.mark.slow), "dp_replicate"]
+)
 def test_eager_code_sees_the_tensor_it_stands_for(gloo2: GlooPool, axis: str) -> None:
     names = [n for n in CASES if n != "Muon" or hasattr(torch.optim, "Muon")]
     if axis == "dp_replicate":  # every rank whole: what the others do not ask

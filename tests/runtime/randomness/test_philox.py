@@ -140,6 +140,7 @@ def compiled_draws() -> None:
         torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_compiled_draws_are_eager_ones() -> None:
     """On sizes with vector bodies and scalar tails; 1 makes a constant of the operand.
 
