@@ -69,13 +69,6 @@ def _refuse(serial: fx.GraphModule, config: Config, axis: Axis) -> None:
                 "the two axes.",
             )
         )
-    if config.loss_tokens == "global":
-        raise ConfigError(
-            message(
-                f"{both}, and loss_tokens='global' weighs tokens of one planned axis",
-                remedy="Compute the mean over all tokens in the model, or use one of the two axes.",
-            )
-        )
     if any(map(is_mixture, serial.graph.nodes)):
         raise ConfigError(
             message(

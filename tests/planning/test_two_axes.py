@@ -193,7 +193,7 @@ def test_dropout_is_that_of_the_serial_model() -> None:
 
 @pytest.mark.parametrize(
     ("options", "told"),
-    [({"rng": "tracker"}, "rng='tracker'"), ({"loss_tokens": "global"}, "loss_tokens='global'")],
+    [({"rng": "tracker"}, "rng='tracker'")],
 )
 def test_options_of_one_planned_axis_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=f"the mesh has cp and tp.*{told}"):
