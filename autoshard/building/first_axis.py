@@ -61,14 +61,6 @@ def lay_out(
 
 def _refuse(serial: fx.GraphModule, config: Config, axis: Axis) -> None:
     both = f"the mesh has {axis.name} and tp, of several ranks each"
-    if config.rng == "tracker":
-        raise ConfigError(
-            message(
-                f"{both}, and rng='tracker' has named random states for one planned axis",
-                remedy="Use rng='invariant', whose numbers do not depend on the mesh, or one of "
-                "the two axes.",
-            )
-        )
     if any(map(is_mixture, serial.graph.nodes)):
         raise ConfigError(
             message(
