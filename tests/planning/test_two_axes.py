@@ -80,7 +80,7 @@ def test_a_model_on_cp_and_tp_is_the_serial_one(name: str, left_padded: bool) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "llama"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "llama", "mixtral"])
 def test_more_models_on_cp_and_tp(name: str) -> None:
     is_serial(name)
 
