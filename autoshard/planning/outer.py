@@ -33,7 +33,8 @@ def on_rank(gm: fx.GraphModule, axis: Axis) -> None:
     def moved(argument: Any) -> Any:
         if isinstance(argument, Axis):
             return axis if argument.name == axis.name else argument
-        return tuple(map(moved, argument)) if type(argument) is tuple else argument  # not a named
+        # a named tuple (a parameter's policy) has no axis, and must stay what it is
+        return tuple(map(moved, argument)) if type(argument) is tuple else argument
 
     for node in gm.graph.nodes:
         node.args = moved(node.args)
