@@ -145,7 +145,8 @@ def _compile(
     if config.inner == "tensorrt":
         check_serving({axis.name: axis.size for axis in mesh.axes}, device)
     draw_apart(data_coordinate(mesh))
-    TRACKER.place(mesh.planned.rank, data_coordinate(mesh))
+    cp_rank = 0 if mesh.outer is None else mesh.outer.rank
+    TRACKER.place(mesh.planned.rank, data_coordinate(mesh), cp_rank)
     _cast_inputs(inputs, use_by(config, mesh))
     if mesh.axis("pp").size > 1:
         return pipelined(gm, example_inputs, inputs, mesh, config, device)

@@ -62,7 +62,8 @@ def set_state(states: dict[str, dict[str, GeneratorState]]) -> None:
 
 
 def _place() -> str:
-    return f"dp{TRACKER.batch}_tp{TRACKER.tp_rank}"
+    cp = f"_cp{TRACKER.cp_rank}" if TRACKER.cp_rank else ""
+    return f"dp{TRACKER.batch}{cp}_tp{TRACKER.tp_rank}"
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -37,6 +37,10 @@ from autoshard.runtime.operators import (
 
 aten = torch.ops.aten
 _BY_CLASSES = (operators.vocab_parallel_cross_entropy, operators.vocab_parallel_nll)
+_OF_ALL_TOKENS: dict[Any, tuple[str, ...]] = {  # the arguments that say which axes split tokens
+    operators.mean_of_all_tokens: ("axis", "outer"),
+    operators.classes_of_all_tokens: ("outer",),
+}
 _NAMES = ("self", "target", "weight", "reduction", "ignore_index")
 _DEFAULTS: dict[str, Any] = {"weight": None, "reduction": operators.MEAN, "ignore_index": -100}
 
@@ -53,7 +57,7 @@ class GlobalTokenMean:
         """Rewrite `gm.graph` in place."""
         report = Report(self.name)
         for node in list(gm.graph.nodes):
-            split = _split(node, ctx.axis)
+            split = _split(node)
             if split is None:
                 continue
             given = {**_DEFAULTS, **dict(zip(_NAMES, node.args)), **node.kwargs}
@@ -94,11 +98,11 @@ class GlobalTokenMean:
         node.kwargs = fx.node.map_arg(node.kwargs, lambda n: instead.get(n, n))
 
 
-def _split(node: fx.Node, axis: Axis) -> tuple[Axis, ...] | None:
+def _split(node: fx.Node) -> tuple[Axis, ...] | None:
     """The axes over which a loss' tokens are split; None where the node is no loss over classes."""
     target = node.target
-    if target is operators.mean_of_all_tokens:
-        return (axis,)
+    if names := _OF_ALL_TOKENS.get(target):
+        return tuple(node.kwargs[name] for name in names if name in node.kwargs)  # type: ignore[misc]
     if target in _BY_CLASSES:
         return ()
     if packet(node) not in LOSSES:

@@ -38,9 +38,9 @@ def lay_out(
 ) -> tuple[fx.GraphModule, Outer, Plan]:
     """The graph of a rank of `axis`, what it was made of, and the plan with this graph's part.
 
-    Raises ConfigError for options and models that a mesh with two planned axes does not have.
+    Raises ConfigError for a mixture of experts where the mesh has ep besides.
     """
-    _refuse(serial, config, axis)
+    _refuse(serial, mesh)
     request = Request(
         axis=axis.name,
         parameters=parameters,
@@ -59,28 +59,15 @@ def lay_out(
     return own, outer, replace(full, parameters={})
 
 
-def _refuse(serial: fx.GraphModule, config: Config, axis: Axis) -> None:
-    both = f"the mesh has {axis.name} and tp, of several ranks each"
-    if config.rng == "tracker":
+def _refuse(serial: fx.GraphModule, mesh: Mesh) -> None:
+    ep = mesh.axis("ep").size
+    if ep > 1 and any(map(is_mixture, serial.graph.nodes)):
         raise ConfigError(
             message(
-                f"{both}, and rng='tracker' has named random states for one planned axis",
-                remedy="Use rng='invariant', whose numbers do not depend on the mesh, or one of "
-                "the two axes.",
-            )
-        )
-    if config.loss_tokens == "global":
-        raise ConfigError(
-            message(
-                f"{both}, and loss_tokens='global' weighs tokens of one planned axis",
-                remedy="Compute the mean over all tokens in the model, or use one of the two axes.",
-            )
-        )
-    if any(map(is_mixture, serial.graph.nodes)):
-        raise ConfigError(
-            message(
-                f"{both}, and the model has a mixture of experts, which is planned on one axis",
-                remedy="Give all of their ranks to one of the two, or to ep.",
+                f"the mesh has ep={ep} beside both cp and tp, and the model has a mixture of "
+                "experts, whose rows travel over ep beside one of the two only",
+                remedy="Leave ep out, and experts are split over cp and tp; or give the ranks of "
+                "cp or of tp to another axis.",
             )
         )
 

@@ -109,7 +109,7 @@ def search_meshes(
             return first
         try:
             return first.joined(search_captured(captured, inputs, both, *given))
-        except ConfigError:  # of options and models for which a mesh has one planned axis at most
+        except ConfigError:  # of options that no mesh with cp has (`precision` with matmul)
             return first
 
     # Whether rows can travel to experts is known when the graph is captured.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -28,12 +29,14 @@ class Outer:
 def on_rank(gm: fx.GraphModule, axis: Axis) -> None:
     """Give the operators of a graph that run over the axis of that name this one's rank and group,
     in place."""
+
+    def moved(argument: Any) -> Any:
+        if isinstance(argument, Axis):
+            return axis if argument.name == axis.name else argument
+        # a named tuple (a parameter's policy) has no axis, and must stay what it is
+        return tuple(map(moved, argument)) if type(argument) is tuple else argument
+
     for node in gm.graph.nodes:
-        if any(_is(one, axis) for one in (*node.args, *node.kwargs.values())):
-            node.args = tuple(axis if _is(one, axis) else one for one in node.args)
-            node.kwargs = {k: axis if _is(one, axis) else one for k, one in node.kwargs.items()}
+        node.args = moved(node.args)
+        node.kwargs = {name: moved(one) for name, one in node.kwargs.items()}
     gm.recompile()
-
-
-def _is(argument: object, axis: Axis) -> bool:
-    return isinstance(argument, Axis) and argument.name == axis.name

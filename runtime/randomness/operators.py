@@ -44,10 +44,13 @@ def draw_apart(stream: int) -> None:
 
 def _random_seed(device: torch.device) -> torch.Tensor:
     drawn = torch.randint(_int64.min, _int64.max, (), device="cpu")
-    if _stream:
-        offset = _stream * states.STREAM % 2**64
-        drawn = drawn ^ (offset - 2**64 if offset > _int64.max else offset)
-    return drawn.to(device, non_blocking=True)
+    return _apart(drawn, _stream).to(device, non_blocking=True)
+
+
+def _apart(seed: torch.Tensor, stream: int) -> torch.Tensor:
+    """The seed of a stream; stream 0 has `seed` itself."""
+    offset = stream * states.STREAM % 2**64
+    return seed ^ (offset - 2**64 if offset > _int64.max else offset) if stream else seed
 
 
 def shared_seed(device: torch.device, *, axis: Axis, outer: Axis | None = None) -> torch.Tensor:
@@ -82,12 +85,15 @@ def _tracked_seeds(device: torch.device, alike: str, apart: str) -> torch.Tensor
     return torch.stack(drawn).to(device, non_blocking=True)
 
 
-def tracked_seeds(device: torch.device, alike: str, apart: str, *, axis: Axis) -> torch.Tensor:
+def tracked_seeds(
+    device: torch.device, alike: str, apart: str, *, axis: Axis, outer: Axis | None = None
+) -> torch.Tensor:
     """int64 [2]: a seed from the state `alike`, which is that of all ranks of the axis, and one
-    from `apart`, the rank's own. Every rank draws both, whichever its values ask for."""
+    from `apart`, the rank's own. Every rank draws both, whichever its values ask for. The ranks of
+    an outer axis draw the same two."""
     if not axis.group.startswith(collectives.PREFIX):
         return torch.ops.autoshard.tracked_seeds(device, alike, apart)
-    tracker = states.tracker_of(axis)
+    tracker = states.tracker_of(axis, outer)
     return torch.stack([tracker.draw(name) for name in (alike, apart)]).to(device)
 
 
@@ -225,10 +231,18 @@ def on_shard(
 
     dim: the sharded dim of the first operand, which is that of the random numbers. extent: its
     global size; None where that is symbolic, and then the axis divides it. inner_dim, outer: where
-    the shard of an outer axis is split again on `axis`, along that dim, in equal parts.
+    the shard of an outer axis is split again on `axis`, along that dim, in equal parts; not split
+    again with None, which tracked seeds alone ask for.
     """
-    if outer is None or inner_dim is None:
+    if outer is None:
         return _FUNCTIONS[op](first, *args, part=_place(first.shape[dim], dim, extent, axis))
+    seed = [one for one in args if isinstance(one, torch.Tensor)][-1]
+    if seed.dim():  # of `tracked_seeds`: shards of an outer axis are as batches of their own
+        own = _apart(seed, outer.rank)
+        args = tuple(own if one is seed else one for one in args)
+        part = None if inner_dim is None else Part(inner_dim, 0, first.shape[inner_dim])
+        return _FUNCTIONS[op](first, *args, part=part)
+    assert inner_dim is not None
     length = first.shape[dim] * (axis.size if inner_dim == dim else 1)
     within = _place(length, dim, extent, outer)
     part = _place(first.shape[inner_dim], inner_dim, None, axis)._replace(within=within)

@@ -55,10 +55,11 @@ class Tracker:
     """The named states of one rank.
 
     tp_rank: the rank on the tp axis. batch: the rank's index among those with other batches.
+    cp_rank: the rank on cp beside tp, which names the place of the states and seeds none.
     """
 
     def __init__(self, tp_rank: int = 0, batch: int = 0) -> None:
-        self.tp_rank, self.batch = tp_rank, batch
+        self.tp_rank, self.batch, self.cp_rank = tp_rank, batch, 0
         self.seeds: dict[str, int] = {}
         self.states: dict[str, GeneratorState] = {}
         self.added: dict[str, int] = {}
@@ -66,8 +67,9 @@ class Tracker:
         self.replaying = False
         self._count = -1
 
-    def place(self, tp_rank: int, batch: int) -> None:
+    def place(self, tp_rank: int, batch: int, cp_rank: int = 0) -> None:
         """Say where in the mesh this process is; another place seeds the states anew."""
+        self.cp_rank = cp_rank
         if (tp_rank, batch) != (self.tp_rank, self.batch):
             self.tp_rank, self.batch, self._count = tp_rank, batch, -1
 
@@ -199,15 +201,17 @@ def _load(state: GeneratorState) -> None:
 
 TRACKER = Tracker()
 """The states of this process."""
-_of_thread: dict[int, Tracker] = {}
+_of_thread: dict[tuple[int, int], Tracker] = {}
 
 
-def tracker_of(axis: Axis) -> Tracker:
-    """The states of a rank of the tp axis: this process', or those of a lockstep thread."""
+def tracker_of(axis: Axis, outer: Axis | None = None) -> Tracker:
+    """The states of a rank of the tp axis, and of cp beside it: this process', or those of a
+    lockstep thread."""
     if not axis.group.startswith(collectives.PREFIX):
         return TRACKER
     with _lock:
-        return _of_thread.setdefault(axis.rank, Tracker(axis.rank))
+        place = axis.rank, 0 if outer is None else outer.rank
+        return _of_thread.setdefault(place, Tracker(axis.rank))
 
 
 @compat.allow_in_graph

@@ -45,11 +45,14 @@ def test_both_are_tried_where_nothing_else_fits() -> None:
     assert (row.memory, row.timing) == (named.memory, named.timing)
 
 
-def test_a_mixture_has_one_planned_axis() -> None:
+def test_a_mixture_of_experts_is_split_over_both() -> None:
     with torch.device("meta"):
         model, x = Mixture("packed", experts=4, hidden=64, inner=64), torch.empty(64, 64)
     found = search(model, x, memory_budget=1000)
-    assert found.rows and not any(BOTH <= row.mesh.keys() for row in found.rows)
+    (row,) = [row for row in found.rows if BOTH <= row.mesh.keys()]
+    (named,) = search(model, x, memory_budget=1000, mesh=row.mesh).rows
+    assert row.mesh == {"cp": 2, "tp": 2} and row.timing == named.timing
+    assert not any({"ep", *BOTH} <= row.mesh.keys() for row in found.rows)
 
 
 def test_cp_goes_across_nodes_where_tp_has_a_node_whole() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,18 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard.passes.base import Context
+from autoshard.passes.data_parallel import DataParallel
 from autoshard.passes.global_token_mean import GlobalTokenMean
+from autoshard.passes.localize import Localize
+from autoshard.passes.pipeline import rank_program
+from autoshard.planning.outer import on_rank
+from autoshard.planning.plan import GraphPlan
 from autoshard.program import Program
 from autoshard.runtime.collectives.axis import Axis
+from autoshard.runtime.collectives.data_parallel_axes import data_axes, gathering_axes
+from autoshard.runtime.collectives.lockstep import run_mesh
+from autoshard.runtime.parameters.layout import local_part
+from traced import builder
 
 T = torch.Tensor
 IGNORED = -100
@@ -113,3 +123,63 @@ def test_uneven_tokens_of_data_parallel_ranks(gloo2: Any, loss_tokens: str) -> N
 def test_a_rank_without_tokens_adds_nothing(gloo2: Any) -> None:
     for found in gloo2(uneven_tokens, "global", "aot_eager", few=0):
         assert max(found.values()) < 1e-6, found
+
+
+class Classes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(16, 16, bias=False), nn.Linear(16, 32, bias=False)
+
+    def forward(self, x: T, target: T) -> T:
+        return F.cross_entropy(self.head(torch.tanh(self.up(x))), target)
+
+
+TOKENS = "S(0), S(0) -> P by mean_of_all_tokens"
+
+
+@pytest.mark.parametrize("on_tp", [TOKENS, "S(1), I -> I by classes_of_all_tokens"])
+@pytest.mark.parametrize("data", ["dp_shard", "dp_replicate"])
+def test_tokens_that_cp_and_tp_split_again(data: str, on_tp: str) -> None:
+    """Uneven batches, of each of which cp splits the tokens, and tp tokens or classes; in threads,
+    against the serial model on both batches at once."""
+    torch.manual_seed(0)
+    model, mesh = Classes(), {data: 2, "cp": 2, "tp": 2}
+    x, target = torch.randn(2, 16, 16), torch.randint(32, (2, 16))
+    target[0, 3:] = IGNORED
+    build = builder(model, (x[0], target[0]))
+    plan = build(mesh, loss_tokens="global").plan
+    assert plan.outer is not None
+    split = GraphPlan({"cross_entropy_loss": TOKENS})
+    plan.outer.graphs = dict.fromkeys(plan.outer.graphs, split)
+    plan = build(mesh, loss_tokens="global", plan=replace(plan, graphs={})).plan
+    plan.graphs = {key: GraphPlan({"cross_entropy_loss": on_tp}) for key in plan.graphs}
+    program = build(mesh, loss_tokens="global", plan=plan)
+    nodes = program.serial.graph.find_nodes(op="placeholder")
+    spread = {i: program.data[node] for i, node in enumerate(nodes) if node in program.data}
+    want = model(x.flatten(0, 1), target.flatten())
+    want.backward()
+
+    def graph(axes: tuple[Axis, ...]) -> Any:
+        gathers = DataParallel(gathering_axes(axes), spread)
+        passes = (Localize(program.decisions), gathers, GlobalTokenMean(data_axes(axes)))
+        found = rank_program(program.serial, passes, axes[-1])[0]
+        on_rank(found, axes[1])
+        return found
+
+    def rank(axes: tuple[Axis, ...], run: Any) -> tuple[float, float]:
+        """The loss, and the worst difference of a gradient from its part of the whole."""
+        values, pairs = [x[axes[0].rank], target[axes[0].rank]], []
+        for node, name in program.parameters.items():
+            states = {**program.data[node], "tp": program.decisions.stored[node]}
+            whole = model.get_parameter(name)
+            assert whole.grad is not None
+            part = local_part(whole.detach(), states, axes).clone().requires_grad_()
+            values.insert(nodes.index(node), part)
+            pairs.append((part, local_part(whole.grad, states, axes)))
+        (loss,) = run(*values)
+        loss.backward()
+        return float(loss.detach()), max(float((p.grad - g).abs().max()) for p, g in pairs)
+
+    found = run_mesh(mesh, rank, prepare=graph)
+    assert max(worst for _, worst in found) < 1e-6
+    assert sum(loss for loss, _ in found) / 8 == pytest.approx(float(want.detach()), rel=1e-6)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,21 +16,28 @@ import torch.nn.functional as F
 from test_context_parallel import Attention, model_of, padded, programs
 from torch import nn
 
-from autoshard.errors import ConfigError, PlanError
+from autoshard.errors import PlanError
 from autoshard.explain import explain_plan
+from autoshard.passes.localize import Localize
+from autoshard.passes.pipeline import rank_program
 from autoshard.planning.context_parallel import attention_form
 from autoshard.planning.cost.model import ring_bytes
 from autoshard.planning.operators import ATTENTION, packet
+from autoshard.planning.outer import on_rank
 from autoshard.planning.plan import GraphPlan, Plan
 from autoshard.program import Program
+from autoshard.runtime.collectives.axis import Axis
+from autoshard.runtime.collectives.lockstep import run_mesh
 from autoshard.runtime.collectives.states import I, S, shard_dim
 from autoshard.runtime.mesh import offline_mesh
 from autoshard.runtime.operators.attention_by_heads import attend_by_heads
 from autoshard.runtime.operators.causal_prefix import attend_to_both_ends, attend_to_prefix
+from autoshard.runtime.randomness.states import STREAM
 from autoshard.verification.program_check import verify_program
 from joined_batch import check, train
 from models import CASES
 from side_by_side import Pair, whole
+from traced import builder
 
 BOTH = {"cp": 2, "tp": 2}
 _OVER_CP = (attend_by_heads, attend_to_both_ends, attend_to_prefix)
@@ -71,7 +80,7 @@ def test_a_model_on_cp_and_tp_is_the_serial_one(name: str, left_padded: bool) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "llama"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "llama", "mixtral"])
 def test_more_models_on_cp_and_tp(name: str) -> None:
     is_serial(name)
 
@@ -191,13 +200,62 @@ def test_dropout_is_that_of_the_serial_model() -> None:
     assert any(one.output != I for one in states)
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [({"rng": "tracker"}, "rng='tracker'"), ({"loss_tokens": "global"}, "loss_tokens='global'")],
-)
-def test_options_of_one_planned_axis_are_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=f"the mesh has cp and tp.*{told}"):
-        programs(nn.Linear(4, 4), [{"input": torch.ones(2, 4, 4)}], [BOTH], "cpu", **options)
+class Masks(nn.Module):
+    """What four dropouts keep."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(F.dropout(torch.ones_like(x) + 0 * x, 0.5) for _ in range(4))
+
+
+def test_named_states_draw_apart_on_the_axes_that_split_a_value() -> None:
+    """Whole on both axes, split on cp, on tp, on both: on an axis alike or apart accordingly."""
+    x, options = (
+        torch.zeros(2, 8, 64, requires_grad=True),
+        {"rng": "tracker", "outputs": "replicate"},
+    )
+    build = builder(Masks(), (x,))
+    plan = build(BOTH, **options).plan
+    assert plan.outer is not None
+    splits = [("", ""), ("S(1)", ""), ("", "S(2)"), ("S(1)", "S(1)")]
+    names = [f"dropout_{i}" for i in range(4, 8)]
+
+    def fixed(states: Sequence[str]) -> GraphPlan:
+        given = zip(names, states)
+        return GraphPlan({name: f"{s}, I -> {s} by on_shard" for name, s in given if s})
+
+    on_cp, on_tp = zip(*splits)
+    plan.outer.graphs = dict.fromkeys(plan.outer.graphs, fixed(on_cp))
+    plan = build(BOTH, plan=replace(plan, graphs={}), **options).plan
+    plan.graphs = dict.fromkeys(plan.graphs, fixed(on_tp))
+    program = build(BOTH, plan=plan, **options)
+
+    def graph(axes: tuple[Axis, ...]) -> Any:
+        found = rank_program(program.serial, [Localize(program.decisions)], axes[-1])[0]
+        on_rank(found, axes[0])
+        return found
+
+    torch.manual_seed(3)
+    ranks = run_mesh(BOTH, lambda axes, run: run(x), prepare=graph)
+    int64 = torch.iinfo(torch.int64)
+    for call, (name, cp_state, tp_state) in enumerate(zip(names, on_cp, on_tp)):
+        (node,) = [n for n in program.serial.graph.nodes if n.name == name]
+        assert program.decisions.state(node) == (tp_state or I)
+        apart = 2 if cp_state else 1, 2 if tp_state else 1
+        own = x.detach()
+        for state, parts in zip((cp_state, tp_state), apart):
+            own = own.chunk(parts, shard_dim(state))[0] if state else own
+        rows = []
+        for cp, tp in itertools.product(*map(range, apart)):
+            source = torch.Generator().manual_seed(3 + (2718 + tp if tp_state else 0))
+            seed = torch.randint(int64.min, int64.max, (), generator=source)
+            seed = seed ^ (STREAM - 2**64) if cp else seed
+            rows.append(torch.ops.autoshard.dropout(torch.ones_like(own), seed, 0.5, call))
+        assert len({str(row.tolist()) for row in rows}) == len(rows)
+        dim = shard_dim(tp_state or S(0))
+        assert dim is not None
+        joined = [torch.cat(rows[i : i + apart[1]], dim) for i in range(0, len(rows), apart[1])]
+        want = torch.cat(joined, 1)
+        assert all(torch.equal(masks[call], want) for masks in ranks), name
 
 
 class Tiny(nn.Module):

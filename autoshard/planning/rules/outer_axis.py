@@ -27,7 +27,7 @@ from autoshard.runtime.operators import (
     classes_of_all_tokens,
     mean_of_all_tokens,
 )
-from autoshard.runtime.randomness import on_shard, shared_seed
+from autoshard.runtime.randomness import on_shard, shared_seed, tracked_seeds
 
 _REDUCTION = 3  # the position of `reduction` among the arguments of a loss
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -46,10 +46,10 @@ def beside(node: fx.Node, n: int) -> list[Strategy]:
     every rank first. Empty for any other operator."""
     if axis_of(node) is None:
         return []
-    if node.target is shared_seed:
-        return [Strategy((), I, shared_seed)]
+    if node.target in (shared_seed, tracked_seeds):
+        return [Strategy((), I, node.target)]  # type: ignore[arg-type]
     count = len(operands(node))
-    found = [_priced(node, Strategy((I,) * count, _each(node, I)), n)]
+    found = [_priced(node, Strategy((I,) * count, _each(node, I), _whole(node)), n)]
     if rule := _RULES.get(node.target):
         found += [_priced(node, one, n) for one in rule(node, n)]
     return list(dict.fromkeys(found))
@@ -58,6 +58,14 @@ def beside(node: fx.Node, n: int) -> list[Strategy]:
 def _each(node: fx.Node, state: State) -> State | tuple[State, ...]:
     made = value(node)
     return (state,) * len(made) if isinstance(made, (tuple, list)) else state
+
+
+def _whole(node: fx.Node) -> Bound | None:
+    """What runs where no dim is split again. Of seeds from named states (`rng="tracker"`) a shard
+    on the outer axis alone takes the one that is alike on this axis."""
+    if node.target is on_shard and value(operands(node)[-1]).dim():
+        return Bound.of(on_shard, **_constants(node))
+    return None
 
 
 def _changed(node: fx.Node, n: int) -> Iterator[Strategy]:

@@ -1,14 +1,16 @@
 """The axis ep beside a planned axis: what each way to split a mixture there sends over ep, and
-equality with the serial model."""
+equality with the serial model; and cp beside tp."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from autoshard.errors import ConfigError
 from autoshard.explain.alternatives import alternatives
 from autoshard.planning.cost.model import ring_bytes
 from autoshard.planning.mixtures import WAYS, is_mixture, way_of
@@ -19,7 +21,7 @@ from autoshard.runtime.operators.bound import unbound
 from autoshard.runtime.operators.experts import rows_travel
 from autoshard.verification.program_check import verify_program
 from models_plain import Mixture
-from traced import programs
+from traced import builder, programs
 
 WHOLE = "whole on every rank"
 
@@ -123,6 +125,34 @@ def test_three_axes() -> None:
 def test_ep_beside_cp(way: str) -> None:
     program, difference = made(Layer(experts=8), {"ep": 2, "cp": 2}, way)
     assert travels(program) and difference < 1e-5
+
+
+@pytest.mark.parametrize("form", ["packed", "interleaved"])
+def test_every_way_of_tp_on_the_graph_of_a_rank_of_cp(form: str) -> None:
+    """cp splits the tokens and gathers the weights. One expert gets every token."""
+    model, mesh = Layer(form=form, biases=form != "packed", experts=6), {"cp": 2, "tp": 2}
+    with torch.no_grad():
+        model.mixture.router.bias[0] += 100.0
+    x = torch.randn(24, 8)
+    build = builder(model, (x,))
+    first = build(mesh)
+    assert first.outer is not None
+    (node,) = [n for n in first.outer.serial.graph.nodes if is_mixture(n)]
+    assert way_of(first.outer.decisions.strategies[node]) == WAYS[2]
+    for way in (*WAYS, WHOLE):
+        plan = replace(first.plan, graphs=fixed(first, way, {}).graphs)
+        program = build(mesh, plan=plan)
+        values = [
+            model.get_parameter(program.parameters[n]) if n in program.parameters else x
+            for n in program.serial.graph.find_nodes(op="placeholder")
+        ]
+        found = verify_program(program, values)
+        assert max(*found.outputs.values(), *found.norms.values()) < 1e-5, way
+
+
+def test_ep_beside_cp_and_tp_is_refused() -> None:
+    with pytest.raises(ConfigError, match="ep=2 beside both cp and tp.*mixture of experts"):
+        builder(Layer(experts=8), (torch.randn(24, 8),))({"ep": 2, "cp": 2, "tp": 2})
 
 
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[3]])
