@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from torch import fx
 
@@ -16,6 +17,7 @@ from autoshard.building.pipeline.stages import (
     sum_dtype,
 )
 from autoshard.compiling import add_at_once, off_meta
+from autoshard.errors import ConfigError, message
 from autoshard.explain import human, table
 from autoshard.memory import StageMemory, memory_of_stage
 from autoshard.planning import tensor_bytes, value
@@ -49,6 +51,17 @@ class TracedPipeline:
     def idle(self) -> float:
         """The part of a step that ranks wait, as the search prices the stages."""
         return self.program.idle()
+
+    @property
+    def plan(self) -> NoReturn:
+        """Not there: no plan file holds stages. Raises ConfigError."""
+        raise ConfigError(
+            message(
+                f"a plan of a mesh with pp={self.program.ranks}: no plan file holds stages",
+                remedy="Give the options of the mesh, from which each run cuts the same stages, or "
+                "trace a mesh without pp.",
+            )
+        )
 
     def picture(self) -> str:
         """The schedule as text, where stages take equally long."""
