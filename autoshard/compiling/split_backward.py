@@ -68,7 +68,9 @@ class SplitBackward:
         needed = {each for node in rest for each in node.all_input_nodes} | set(own)
         crossing = [node for node in backward.graph.nodes if node in first and node in needed]
         self.by_inputs_graph = _Compiled(_part(backward, [*of_inputs, *crossing], ()), inner, read)
-        late = _adding(_part(backward, own, crossing), list(sums.values()))
+        # not `to`: AOTAutograd would take a sum for an alias
+        totals_like = [torch.empty_like(fakes[i].detach(), dtype=d) for i, d in sums.items()]
+        late = _adding(_part(backward, own, crossing), totals_like)
         totals = late.graph.find_nodes(op="placeholder")[-len(sums) :] if sums else []
         self.by_weights_graph = _Compiled(late, inner, [*read, *crossing, *totals])
         read_late = self.by_weights_graph.places
@@ -182,22 +184,22 @@ def _part(
     return fx.GraphModule(gm, graph)
 
 
-def _adding(gm: fx.GraphModule, dtypes: Sequence[torch.dtype]) -> fx.GraphModule:
+def _adding(gm: fx.GraphModule, likes: Sequence[torch.Tensor]) -> fx.GraphModule:
     """The graph that adds its results to as many sums, its last placeholders, and returns none.
 
-    Of `dtypes` each; in place, right after what is added is made.
+    likes: fakes of the sums. In place, right after what is added is made; nothing to a sum whose
+    parameter an operator reads without a gradient (a loss, the weights of its classes).
     """
     graph, results = gm.graph, _results(gm)
     given = graph.find_nodes(op="placeholder")
     sums = []
     with graph.inserting_before(next(n for n in graph.nodes if n not in set(given))):
-        for i, (node, dtype) in enumerate(zip(results, dtypes)):
-            assert node is not None  # it was reached from an output that has a gradient
+        for i, like in enumerate(likes):
             sums.append(graph.placeholder(f"gradient_sum_{i}"))
-            # not `to`: AOTAutograd would take it for an alias of the gradient
-            sums[-1].meta["val"] = torch.empty_like(node.meta["val"], dtype=dtype)
+            sums[-1].meta["val"] = like
     for total, node in zip(sums, results):
-        assert node is not None
+        if node is None:
+            continue
         with graph.inserting_after(behind(node)):
             add = graph.call_function(torch.ops.aten.add_.Tensor, (total, node))
             add.meta["val"] = total.meta["val"]
