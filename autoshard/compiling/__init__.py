@@ -12,6 +12,7 @@ from autoshard.compiling.cuda_graphs import (
     unsharded_settings,
 )
 from autoshard.compiling.debugging import DebugWatch, refuse_unsharded, settings
+from autoshard.compiling.gradient_sums import add_at_once
 from autoshard.compiling.inner import compile_local
 from autoshard.compiling.meta_graphs import off_meta
 from autoshard.compiling.parameter_use import lowered_dtypes, say_stored, traced_microbatch, use_by

@@ -30,6 +30,7 @@ def compile_local(
     finish: Finish | None = None,
     settings: str = "",
     inductor: InductorSettings = InductorSettings(),  # noqa: B008 (frozen)
+    takes_list: bool = False,
 ) -> Callable[..., Any]:
     """Compile a local graph with the chosen inner compiler.
 
@@ -38,15 +39,16 @@ def compile_local(
     "tensorrt" (torch-tensorrt's backend; `serving.check_serving` says when).
     finish: rewrites each of AOTAutograd's graphs; "eager" and "tensorrt" have none. settings: all
     that `finish` depends on besides the graph and our source: torch's caches on disk are keyed by
-    them. inductor: how Inductor is set.
+    them. inductor: how Inductor is set. takes_list: the result takes a list of the inputs, which it
+    clears, so that they are freed after their last use (but by "eager" and "tensorrt").
     """
     if inner == "eager":
-        return gm
+        return (lambda values: gm(*values)) if takes_list else gm
     if inner == "tensorrt":
         importlib.import_module("torch_tensorrt")  # registers its backend
         return compat.registered_backend("torch_tensorrt")(gm, fakes, options=_TENSORRT)
     if inner == "aot_eager":
-        return aot_eager(gm, fakes, finish)
+        return aot_eager(gm, fakes, finish, takes_list)
     return inductor_compile(
         gm,
         fakes,
@@ -55,6 +57,7 @@ def compile_local(
         hold_order,
         settings=inductor.values,
         fixed=inductor.fixed,
+        takes_list=takes_list,
     )
 
 

@@ -2,7 +2,7 @@
 
     forward      parameters, inputs           ->  outputs, saved values
     by inputs    saved, output gradients      ->  gradients of inputs, what the third reads of it
-    by weights   saved, output gradients, it  ->  gradients of parameters
+    by weights   saved, output gradients, it  ->  nothing: adds to sums of parameters' gradients
 
 The graphs are AOTAutograd's; its backward is cut between what the gradients of inputs need and the
 rest, so nothing is computed twice. What only the third reads is kept until then.
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.compiling.gradient_sums import add_at_once, behind
 from autoshard.compiling.inner import compile_local
 from autoshard.errors import CaptureError, message
 from autoshard.runtime.compat import forward_backward
@@ -27,10 +28,16 @@ class SplitBackward:
     """The three graphs, compiled: the `TwoBackwards` of a stage."""
 
     def __init__(
-        self, gm: fx.GraphModule, fakes: list[Any], parameters: int, inputs: int, inner: str
+        self,
+        gm: fx.GraphModule,
+        fakes: list[Any],
+        sums: Mapping[int, torch.dtype],
+        inputs: int,
+        inner: str,
     ) -> None:
-        """parameters, inputs: how many placeholders of the graph, from the first and from the last
-        on, are those. Raises CaptureError for outputs that share memory with something."""
+        """sums: the dtype in which gradients add up, of each placeholder that is a parameter with
+        a gradient, by its position. inputs: how many placeholders, from the last on, are those.
+        Raises CaptureError for outputs that share memory with something."""
         results = _results(gm)
         graphs = forward_backward(gm, fakes)
         outputs = _results(graphs.forward)
@@ -55,13 +62,19 @@ class SplitBackward:
             )
         gradients = _results(backward)
         of_inputs = gradients[len(gradients) - inputs :] if inputs else []
-        own = gradients[:parameters]
+        own = [gradients[i] for i in sums]
         first = _ancestors(of_inputs)
         rest = _ancestors(own) - first
         needed = {each for node in rest for each in node.all_input_nodes} | set(own)
         crossing = [node for node in backward.graph.nodes if node in first and node in needed]
         self.by_inputs_graph = _Compiled(_part(backward, [*of_inputs, *crossing], ()), inner, read)
-        self.by_weights_graph = _Compiled(_part(backward, own, crossing), inner, [*read, *crossing])
+        # not `to`: AOTAutograd would take a sum for an alias
+        totals_like = [torch.empty_like(fakes[i].detach(), dtype=d) for i, d in sums.items()]
+        late = _adding(_part(backward, own, crossing), totals_like)
+        totals = late.graph.find_nodes(op="placeholder")[-len(sums) :] if sums else []
+        self.by_weights_graph = _Compiled(late, inner, [*read, *crossing, *totals])
+        read_late = self.by_weights_graph.places
+        self.late = read_late[: len(read_late) - len(sums)]
         self.inputs = inputs
 
     def forward(self, arguments: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
@@ -79,15 +92,22 @@ class SplitBackward:
         gradients: of outputs, by their position.
         """
         values = [*kept, *(gradients[i] for i in self.graded)]
+        count = len(values)
+        late = {i: values[i] for i in self.late if i < count}
+        reads = self.by_inputs_graph.reads(values)
+        kept.clear()  # freed one by one, as they were read
+        values.clear()
         with torch.no_grad():
-            found = self.by_inputs_graph(values)
-        late = self.by_weights_graph.reads([*values, *found[self.inputs :]])
-        return found[: self.inputs], late
+            found = self.by_inputs_graph.of_read(reads)
+        made = found[self.inputs :]
+        return found[: self.inputs], [late[i] if i in late else made[i - count] for i in self.late]
 
-    def by_weights(self, kept: Any) -> list[torch.Tensor | None]:
-        """The gradients of the parameters."""
+    def by_weights(self, kept: Any, sums: Sequence[torch.Tensor]) -> None:
+        """Add the gradients of the parameters to `sums`."""
         with torch.no_grad():
-            return self.by_weights_graph.of_read(kept)
+            values = [*kept, *sums]
+            kept.clear()
+            self.by_weights_graph.of_read(values)
 
 
 class _Compiled:
@@ -104,18 +124,18 @@ class _Compiled:
         graph.graph.output_node().args = (tuple(distinct),)
         graph.recompile()
         fakes = [node.meta["val"].detach() for node in placeholders]
-        self.run: Callable[..., Any] = graph
-        if distinct and any(node.op != "placeholder" for node in distinct):
+        self.run: Callable[[list[Any]], Any] = lambda values: graph(*values)
+        if any(node.op == "call_function" for node in graph.graph.nodes):
             with torch.no_grad():
-                self.run = compile_local(graph, fakes, inner)
+                self.run = compile_local(graph, fakes, inner, add_at_once, takes_list=True)
 
     def reads(self, values: Sequence[Any]) -> list[Any]:
         """Of all the values, those that it reads."""
         return [values[i] for i in self.places]
 
-    def of_read(self, values: Sequence[Any]) -> list[Any]:
-        """The outputs, of those values."""
-        found = self.run(*values)
+    def of_read(self, values: list[Any]) -> list[Any]:
+        """The outputs, of those values. Clears the list: they are freed after their last use."""
+        found = self.run(values)
         return [None if i is None else found[i] for i in self.numbers]
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
@@ -162,6 +182,30 @@ def _part(
             made[node] = graph.node_copy(node, made.__getitem__)
     graph.output(tuple(None if node is None else made[node] for node in wanted))
     return fx.GraphModule(gm, graph)
+
+
+def _adding(gm: fx.GraphModule, likes: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The graph that adds its results to as many sums, its last placeholders, and returns none.
+
+    likes: fakes of the sums. In place, right after what is added is made; nothing to a sum whose
+    parameter an operator reads without a gradient (a loss, the weights of its classes).
+    """
+    graph, results = gm.graph, _results(gm)
+    given = graph.find_nodes(op="placeholder")
+    sums = []
+    with graph.inserting_before(next(n for n in graph.nodes if n not in set(given))):
+        for i, like in enumerate(likes):
+            sums.append(graph.placeholder(f"gradient_sum_{i}"))
+            sums[-1].meta["val"] = like
+    for total, node in zip(sums, results):
+        if node is None:
+            continue
+        with graph.inserting_after(behind(node)):
+            add = graph.call_function(torch.ops.aten.add_.Tensor, (total, node))
+            add.meta["val"] = total.meta["val"]
+    graph.output_node().args = ((),)
+    gm.recompile()
+    return gm
 
 
 def _without_gradients(parameters: int) -> fx.Graph:

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import ConfigError, message
 from autoshard.program_registry import programs
 from autoshard.runtime.collectives import placement_words
-from autoshard.runtime.mesh import PLANNED, data_coordinate, init_mesh
+from autoshard.runtime.mesh import data_coordinate, init_mesh, offline_mesh
 from autoshard.runtime.parameters import stored_states
 from autoshard.verification import local_world
 from autoshard.verification.comparison import (
@@ -172,7 +172,8 @@ class ProcessJob:
             mine = {k: e for k, e in expected.items() if k[2] in (None, index)}
             found += compare(got, mine, placements(model), step + 1, rank)
         dist.barrier()
-        ran = len(programs(model))
+        # a pipeline is no Program; it is what stores parameters at their homes
+        ran = len(programs(model)) or int(self.sizes.get("pp", 1) > 1 and bool(placements(model)))
         dist.destroy_process_group()
         return RankResult(found, ran, [])
 
@@ -192,7 +193,7 @@ class ProcessJob:
     @property
     def data_ranks(self) -> int:
         """Ranks that hold different batches."""
-        return self.ranks // math.prod(self.sizes.get(name, 1) for name in PLANNED)
+        return offline_mesh(self.sizes, 0).batches
 
 
 def compare_by_processes(

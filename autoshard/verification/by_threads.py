@@ -17,6 +17,7 @@ from torch import fx
 from autoshard.building import batch_facts, build_program
 from autoshard.capture import intercept
 from autoshard.config import Config
+from autoshard.errors import ConfigError, message
 from autoshard.planning.cost import hardware_of
 from autoshard.program import Program
 from autoshard.runtime import compat
@@ -53,6 +54,14 @@ def _comparisons(
     """The comparisons, as `verify` makes them; a difference among ranks that should hold one value
     is one too. Raises what torch.compile(fullgraph=True) raises where the graph breaks, and
     ValueError where data-parallel ranks draw random numbers."""
+    if sizes.get("pp", 1) > 1:
+        raise ConfigError(
+            message(
+                f"processes=False runs the ranks of one graph in lockstep, and those of "
+                f"pp={sizes['pp']} run graphs of their own",
+                remedy="Leave processes=False out, or pp.",
+            )
+        )
     model, args, kwargs = subject.load()
     mesh = offline_mesh(sizes, 0)
     parts = chunks((args, kwargs), mesh.batches)

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from autoshard.errors import ConfigError, message
 from autoshard.model_source import callable_named, model_and_call
 from autoshard.runtime.lazy import LazyGather
+from autoshard.runtime.pipeline import Withheld
 from autoshard.runtime.randomness import draw_apart
 
 Key = tuple[str, str, int | None]
@@ -183,12 +184,25 @@ class Run:
         if loss.requires_grad:
             (loss / len(self.parts)).backward()
         found: dict[Key, torch.Tensor] = {("loss", "loss", index): whole(loss)}
-        for name, tensor in tensors(output):
-            if tensor is not loss:
-                found["output", f"output{name}", index] = whole(tensor)
+        others = [pair for pair in tensors(output) if pair[1] is not loss]
+        if any(isinstance(tensor, Withheld) for _, tensor in others):
+            others = self._evaluated(number, batch, [name for name, _ in others])
+        for name, tensor in others:
+            found["output", f"output{name}", index] = whole(tensor)
         for name, buffer in self.model.named_buffers():
             found["buffer", name, index] = whole(buffer)
         return found
+
+    def _evaluated(
+        self, number: int, batch: Any, names: Sequence[str]
+    ) -> list[tuple[str, torch.Tensor]]:
+        """The outputs of those names, with the step's random numbers: a step of a pipeline has
+        none but its loss."""
+        torch.manual_seed(self.subject.seed + number)
+        args, kwargs = batch
+        with torch.no_grad():
+            output = self.call(*args, **kwargs)
+        return [pair for pair in tensors(output) if pair[0] in names]
 
     def _use_buffers(self, index: int) -> None:
         """Put this data-parallel rank's buffers into the model, and keep those of the last one."""

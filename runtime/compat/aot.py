@@ -17,10 +17,21 @@ Finish = Callable[[fx.GraphModule, bool], Any]
 """Called with each graph AOTAutograd makes, and whether it is the backward, to rewrite it."""
 
 
+def taking_a_list(gm: fx.GraphModule) -> Any:
+    """What to give AOTAutograd in the place of a graph, so that the compiled function takes a list,
+    which it clears: each input is freed after its last use, if nobody else has it."""
+    from torch._dynamo.utils import GmWrapper  # by which torch's compiled autograd does the same
+
+    return GmWrapper(gm, tuple)
+
+
 def aot_eager(
-    gm: fx.GraphModule, fakes: Sequence[Any], finish: Finish | None = None
+    gm: fx.GraphModule, fakes: Sequence[Any], finish: Finish | None = None, takes_list: bool = False
 ) -> Callable[..., Any]:
-    """AOTAutograd's forward and backward graphs, run operator by operator."""
+    """AOTAutograd's forward and backward graphs, run operator by operator.
+
+    takes_list: see `taking_a_list`.
+    """
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
@@ -37,7 +48,7 @@ def aot_eager(
         bw_compiler=compiler(True),
         partition_fn=_cut,
         keep_inference_input_mutations=True,
-    )(gm, fakes)
+    )(taking_a_list(gm) if takes_list else gm, fakes)
 
 
 AFTER_CUT: list[Callable[[fx.GraphModule, fx.GraphModule, int], Any]] = []

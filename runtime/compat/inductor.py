@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils._ordered_set import OrderedSet
 
-from autoshard.runtime.compat.aot import Finish, after_cut
+from autoshard.runtime.compat.aot import Finish, after_cut, taking_a_list
 from autoshard.runtime.compat.version import PARTITIONER, probe, probe_compilers
 from autoshard.runtime.graph_meta import HOST
 
@@ -30,12 +30,14 @@ def inductor_compile(
     order: Order | None = None,
     settings: Mapping[str, Any] | None = None,
     fixed: Sequence[int] | None = None,
+    takes_list: bool = False,
 ) -> Callable[..., Any]:
     """AOTAutograd and Inductor.
 
     digest: what `finish` depends on besides the graph. order: what Inductor must keep. settings:
     of `torch._inductor.config`. fixed: positions of the inputs that lie where they lay in the
-    last call, for CUDA graphs; None: what Dynamo has said of the graph.
+    last call, for CUDA graphs; None: what Dynamo has said of the graph. takes_list: see
+    `taking_a_list`.
     """
     probe_compilers()
     from torch._inductor import config
@@ -64,8 +66,9 @@ def inductor_compile(
     keys = _cache_keys(gm, digest if fixed is None else f"{digest} {list(fixed)}")
     cached = {"unsafe_marked_cacheable_functions": {**known, **keys}}
     with config.patch(**cached, **partitioner(gm)):
+        given = taking_a_list(gm) if takes_list else gm
         compiled: Any = compile_fx(
-            gm, fakes, inner_compile=inner_compile, config_patches=dict(settings or {})
+            given, fakes, inner_compile=inner_compile, config_patches=dict(settings or {})
         )
     return compiled  # type: ignore[no-any-return]
 

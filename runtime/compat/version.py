@@ -79,6 +79,7 @@ for with a default, because some versions lack it, is not here."""
 COMPILERS = """
 torch._dynamo.backends.common.aot_autograd
 torch._dynamo.backends.debugging.boxed_nop
+torch._dynamo.utils.GmWrapper
 torch._functorch.aot_autograd.aot_module_simplified
 torch._functorch.config
 torch._functorch.partitioners.min_cut_rematerialization_partition

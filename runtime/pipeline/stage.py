@@ -26,8 +26,8 @@ class TwoBackwards(Protocol):
         gradients: of outputs, by their position."""
         ...
 
-    def by_weights(self, kept: Any) -> Sequence[torch.Tensor | None]:
-        """The gradients of the parameters."""
+    def by_weights(self, kept: Any, sums: Sequence[torch.Tensor]) -> None:
+        """Add the gradients of the parameters that have one to their sums."""
         ...
 
 
@@ -35,11 +35,12 @@ class TwoBackwards(Protocol):
 class StageProgram:
     """The compiled graph of a stage, and what its arguments and outputs are.
 
-    run: of the parameters, the rows of the shared values and the values of `received` that `reads`
-    numbers; differentiable. parts: the same in parts, where the schedule cuts backwards. ranks:
-    that stages take turns on. made: for each of `sent` the output that it is, or None; passed: or
-    the place in `received` of what is passed on. results: the position of each result of a
-    micro-batch, and its output. loss: the output that is differentiated, where it is made here.
+    run: of the parameters, the rows of the shared values, the values of `received` that `reads`
+    numbers, and in training the sums of the gradients of `graded` parameters, to which its backward
+    adds. parts: the same in parts, where the schedule cuts backwards. ranks: that stages take turns
+    on. made: for each of `sent` the output that it is, or None; passed: or the place in `received`
+    of what is passed on. results: the position of each result of a micro-batch, and its output.
+    loss: the output that is differentiated, where it is made here.
     """
 
     run: Callable[..., Sequence[torch.Tensor]]
@@ -52,6 +53,7 @@ class StageProgram:
     passed: Sequence[int | None]
     results: Sequence[tuple[int, int]]
     loss: int | None
+    graded: Sequence[int] = ()
     parts: TwoBackwards | None = None
 
     @property
@@ -70,8 +72,8 @@ class StageRun:
 
     rows: the shared values of a micro-batch, by its number. train: whether gradients are wanted.
     sums: the dtype in which those of each parameter add up; None: as they are computed. After the
-    actions, `gradients` has one entry a parameter, and `results` one a micro-batch: the results by
-    their position.
+    actions, `gradients` has one entry a parameter, None where there is none, and `results` one a
+    micro-batch: the results by their position.
     """
 
     def __init__(
@@ -85,11 +87,12 @@ class StageRun:
     ) -> None:
         self.program, self.channel, self.rows, self.train = program, channel, rows, train
         self.parameters = [p.detach().requires_grad_(train and p.requires_grad) for p in parameters]
-        self.sums = [p.dtype for p in parameters] if sums is None else sums
         self.gradients: list[torch.Tensor | None] = [None] * len(parameters)
+        for i in program.graded if train else ():
+            dtype = parameters[i].dtype if sums is None else sums[i]
+            self.gradients[i] = torch.zeros_like(parameters[i], dtype=dtype, requires_grad=False)
         self.results: dict[int, dict[int, torch.Tensor]] = {}
         self.done: list[Action] = []
-        self._owned: set[int] = set()
         self._live: dict[int, tuple[list[torch.Tensor], Any]] = {}
         self._late: dict[int, Any] = {}
 
@@ -117,7 +120,7 @@ class StageRun:
             for value, meta in zip(received, program.received):
                 value.requires_grad_(self.train and meta.graded)
             with torch.set_grad_enabled(self.train):
-                outputs = kept = program.run(*self.parameters, *self.rows(k), *read)
+                outputs = kept = program.run(*self.parameters, *self.rows(k), *read, *self._sums())
         sent = [
             (received[of] if at is None else outputs[at]).detach()  # type: ignore[index]
             for at, of in zip(program.made, program.passed)
@@ -168,7 +171,7 @@ class StageRun:
         outputs: Sequence[torch.Tensor],
         gradients: dict[int, torch.Tensor],
     ) -> dict[int, torch.Tensor | None]:
-        """The gradients of received values, by their number; adds up those of parameters."""
+        """The gradients of received values, by their number; those of parameters add up."""
         program = self.program
         roots = [outputs[at] for at in gradients if outputs[at].requires_grad]
         seeds = [gradients[at] for at in gradients if outputs[at].requires_grad]
@@ -176,31 +179,17 @@ class StageRun:
             roots.append(outputs[program.loss])
             seeds.append(torch.ones_like(outputs[program.loss]))
         read = [i for i in program.reads if program.received[i].graded]
-        trained = [i for i, p in enumerate(self.parameters) if p.requires_grad]
-        leaves = [*(received[i] for i in read), *(self.parameters[i] for i in trained)]
+        # parameters get none, but only what leads to a leaf is run
+        leaves = [*(received[i] for i in read), *(self.parameters[i] for i in program.graded)]
         found: Sequence[torch.Tensor | None] = [None] * len(leaves)
         if roots and leaves:
             found = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
-        for i, own in zip(trained, found[len(read) :]):
-            self._add(i, own)
         return dict(zip(read, found))
 
     def _by_weights(self, k: int) -> None:
         assert self.program.parts is not None
-        for i, own in enumerate(self.program.parts.by_weights(self._late.pop(k))):
-            self._add(i, own)
+        self.program.parts.by_weights(self._late.pop(k), self._sums())
 
-    def _add(self, i: int, gradient: torch.Tensor | None) -> None:
-        """Add to the sum of a parameter's gradients; in place, once that is memory of its own."""
-        if gradient is None:
-            return
-        total = self.gradients[i]
-        if total is None:
-            self.gradients[i] = gradient.to(self.sums[i])
-            if gradient.dtype != self.sums[i]:
-                self._owned.add(i)
-        elif i in self._owned:
-            total.add_(gradient)
-        else:  # what autograd returns may be one tensor for two parameters
-            self.gradients[i] = total + gradient
-            self._owned.add(i)
+    def _sums(self) -> list[torch.Tensor]:
+        """Aliases of the sums: two forwards may precede one backward, see `summed`."""
+        return [total.data for total in self.gradients if total is not None]

@@ -23,6 +23,7 @@ from autoshard.runtime.collectives.states import shard_dim
 from autoshard.runtime.pipeline.channel import ValueMeta
 from autoshard.runtime.pipeline.schedules import timeline
 from autoshard.runtime.pipeline.stage import StageRun
+from live_storages import LiveStorages
 from model_case import BATCH, HIDDEN, SEQ
 from models import CASES
 from traced import WithLoss
@@ -112,7 +113,8 @@ def run(program: PipelineProgram, inputs: Sequence[Any], inner: str) -> dict[str
         for i, gradient in zip(stage.parameters, each.gradients):
             name = program.parameters[micro.parameters[i]]
             if gradient is not None:
-                gradients[name] = gradients.get(name, torch.zeros(())) + gradient
+                before = gradients.get(name)
+                gradients[name] = gradient if before is None else before + gradient
     losses = [r[micro.loss] for each in runs for r in each.results.values() if micro.loss in r]
     return {"loss": sum(losses), "gradients": gradients, "sent": boxes.sent}
 
@@ -244,3 +246,28 @@ def test_a_batch_that_does_not_divide_is_refused_with_what_would() -> None:
 def test_a_budget_that_no_cut_fits_is_an_error() -> None:
     with pytest.raises(PlanError, match="memory_budget=100"):
         cut(graph_of(Noisy().eval(), (torch.randn(6, 8),)), 2, memory_budget=100)
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb1"])
+def test_gradients_are_added_one_by_one_to_their_sums(schedule: str) -> None:
+    model, x = Deep(), torch.randn(4, 64)
+    weight = model.layers[0].weight.nbytes
+    graph = graph_of(model, (x,))
+    program = cut(graph, 2, schedule=schedule)
+    live = LiveStorages()
+    with live:
+        run(program, [item.real for item in graph[2]], "aot_eager")
+    live.restore()
+    # a stage's aliases of its parameters, their sums, one gradient, and rows of activations
+    assert 16 * weight < live.peak < 18 * weight, live.peak / weight

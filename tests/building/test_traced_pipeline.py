@@ -69,3 +69,7 @@ def test_every_schedule_is_explained_and_what_is_not_supported_is_refused() -> N
         traced(virtual_stages=2)
     with pytest.raises(ConfigError, match=r"memory_budget.*interleaved"):
         traced(schedule="interleaved", memory_budget=10**9)
+    with pytest.raises(ConfigError, match=r"plan.*beside pp.*Leave plan out"):
+        traced(plan="plan.json")
+    with pytest.raises(ConfigError, match="no plan file holds stages"):
+        _ = four.plan

@@ -82,6 +82,7 @@ def test_a_rank_that_fails_between_calls() -> None:
         ({"dp_replicate": 2}, {"dtype": torch.bfloat16}),
         ({"tp": 2}, {"inner": "inductor"}),
         ({"tp": 1}, {}),
+        ({"pp": 2}, {"schedule": "zb1"}),
     ],
 )
 def test_equal(mesh: dict[str, int], settings: dict[str, Any]) -> None:
@@ -182,6 +183,11 @@ def test_sequence_and_data_parallel(data: str) -> None:
     """The norms' gradients are reduced over both axes."""
     proof = autoshard.verify(sequence_parallel_llama, mesh={data: 2, "tp": 2})
     assert proof.ok, str(proof)
+
+
+def test_threads_run_no_pipeline() -> None:
+    with pytest.raises(ConfigError, match=r"pp=2 .*Leave processes=False out"):
+        autoshard.verify(faults.model, mesh={"pp": 2}, processes=False)
 
 
 def test_a_mesh_is_needed() -> None:

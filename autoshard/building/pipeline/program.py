@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -241,8 +242,8 @@ def refuse_options(config: Config) -> None:
         if is_asked:
             raise ConfigError(
                 message(
-                    f"options['{name}']={getattr(config, name)!r} beside pp in the mesh "
-                    f"(schedule={config.schedule!r}) is not supported yet",
+                    f"options['{name}']={reprlib.repr(getattr(config, name))} beside pp in the "
+                    f"mesh (schedule={config.schedule!r}) is not supported yet",
                     remedy=f"Leave {name} out, or pp.",
                 )
             )

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.building.pipeline.gradient_sums import adding_up, graded_parameters
 from autoshard.building.pipeline.microbatch import shared_graph
 from autoshard.building.pipeline.program import PipelineProgram
 from autoshard.building.pipeline.stages import loss_of, sum_dtype
-from autoshard.compiling import SplitBackward, compile_local
+from autoshard.compiling import SplitBackward, add_at_once, compile_local
 from autoshard.planning import value
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import Axis, I, home_rank, shard_dim
@@ -94,17 +95,22 @@ def stage_program(
     positions = program.microbatch.positions
     first = len(stage.sent) - stage.made.count(None)
     results = [(positions[i], first + at) for at, i in enumerate(stage.results)]
-    graph = stage.graph
+    graph, parts, graded = stage.graph, None, list[int]()
     if train and loss is not None:
         graph = stage.training(loss_of(program.microbatch))
         results = [(position, first) for position, _ in results if position == loss]
-    parts = None
-    if train and loss is not None and program.schedule == "zb1":
-        fakes = compat.backend_fakes(list(graph.graph.find_nodes(op="placeholder")))
-        parts = SplitBackward(graph, fakes, len(stage.parameters), len(stage.reads), inner)
+        graded = graded_parameters(graph, len(stage.parameters))
+        sums = [sum_dtype(program.microbatch.parameters[i]) for i in stage.parameters]
+        if program.schedule == "zb1":
+            fakes = compat.backend_fakes(list(graph.graph.find_nodes(op="placeholder")))
+            kept = {i: sums[i] for i in graded}
+            parts = SplitBackward(graph, fakes, kept, len(stage.reads), inner)
+        else:
+            graph = adding_up(graph, graded, sums)
     return StageProgram(
         run=_compiled(graph, inner) if parts is None else graph,
         parts=parts,
+        graded=graded,
         number=number,
         ranks=program.ranks,
         reads=stage.reads,
@@ -131,7 +137,7 @@ def _compiled(graph: fx.GraphModule, inner: str) -> Callable[..., Any]:
     placeholders = graph.graph.find_nodes(op="placeholder")
     if not list(graph.graph.output_node().args[0]):  # type: ignore[arg-type]
         return lambda *_: ()
-    return compile_local(graph, compat.backend_fakes(list(placeholders)), inner)
+    return compile_local(graph, compat.backend_fakes(list(placeholders)), inner, add_at_once)
 
 
 def _shared(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from torch import fx
 
+from autoshard.building.pipeline.gradient_sums import adding_up, graded_parameters
 from autoshard.building.pipeline.program import PipelineProgram
 from autoshard.building.pipeline.stages import (
     PipelineStage,
@@ -14,7 +16,8 @@ from autoshard.building.pipeline.stages import (
     stored_dtype,
     sum_dtype,
 )
-from autoshard.compiling import off_meta
+from autoshard.compiling import add_at_once, off_meta
+from autoshard.errors import ConfigError, message
 from autoshard.explain import human, table
 from autoshard.memory import StageMemory, memory_of_stage
 from autoshard.planning import tensor_bytes, value
@@ -48,6 +51,17 @@ class TracedPipeline:
     def idle(self) -> float:
         """The part of a step that ranks wait, as the search prices the stages."""
         return self.program.idle()
+
+    @property
+    def plan(self) -> NoReturn:
+        """Not there: no plan file holds stages. Raises ConfigError."""
+        raise ConfigError(
+            message(
+                f"a plan of a mesh with pp={self.program.ranks}: no plan file holds stages",
+                remedy="Give the options of the mesh, from which each run cuts the same stages, or "
+                "trace a mesh without pp.",
+            )
+        )
 
     def picture(self) -> str:
         """The schedule as text, where stages take equally long."""
@@ -101,6 +115,8 @@ class TracedPipeline:
     def _memory(self, stage: PipelineStage, live: int) -> StageMemory:
         micro = self.program.microbatch
         graph = stage.training(loss_of(micro))
+        sums = [sum_dtype(micro.parameters[i]) for i in stage.parameters]
+        graph = adding_up(graph, graded_parameters(graph, len(stage.parameters)), sums)
         placeholders = graph.graph.find_nodes(op="placeholder")
         rows = placeholders[len(stage.parameters) :][: len(stage.shared)]
         parts = [
@@ -108,8 +124,12 @@ class TracedPipeline:
             for i in stage.shared
         ]
         fakes = compat.backend_fakes(list(placeholders))
+        # on meta losses have no derivative
+        graphs = compat.forward_backward(*off_meta(graph, fakes))
+        if graphs.backward is not None:
+            add_at_once(graphs.backward)
         held = memory_of_stage(
-            compat.forward_backward(*off_meta(graph, fakes)),  # on meta losses have no derivative
+            graphs,
             [value(node) for node in placeholders[: len(stage.parameters)]],
             sum(tensor_bytes(value(node)) for node in stage.received),
             live,
