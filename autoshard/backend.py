@@ -60,12 +60,14 @@ from autoshard.runtime.graph_meta import (
 from autoshard.runtime.lazy import Arrivals, LazyGather, give_back, wrap_outputs
 from autoshard.runtime.mesh import Mesh, data_coordinate, init_mesh, start_world
 from autoshard.runtime.parameters import (
+    EagerValues,
     GradientLayouts,
     ParameterPolicy,
     as_dtensors,
     cast_parameters,
     check_copies,
     has_policy,
+    is_eager_value,
     keep_copies,
     on_backward_done,
     pending_of,
@@ -163,14 +165,17 @@ def _compile(
     if planned and mesh.size > 1:
         raise compat.RestartTrace(keep=store(planned, mesh, config))
     special = _runner(program, inputs, mesh, config)
+    check = batch_checker(inputs, mesh.sharing, config)
+    written = program.graph_module.meta.get(MUTATED, ())
+    eager_values = EagerValues([item.real for item in inputs], written)
     facts = program.serial.meta.get(FACTS, {})
     if not facts:
-        return _entry(special, special, facts, batch_checker(inputs, mesh.sharing, config))
+        return _entry(special, special, facts, check, eager_values)
     # every call may have other values: both are made now, while Dynamo takes guards for them
     general = build_agreed(gm, example_inputs, inputs, mesh, config, device, {})
     general.chosen = choice.line
     other = _runner(general, inputs, mesh, config)
-    return _entry(special, other, facts, batch_checker(inputs, mesh.sharing, config))
+    return _entry(special, other, facts, check, eager_values)
 
 
 def _entry(
@@ -178,15 +183,18 @@ def _entry(
     general: Callable[[list[Any]], Any],
     facts: Mapping[int, str],
     check: Callable[[list[Any]], None] | None,
+    eager_values: EagerValues,
 ) -> Callable[..., Any]:
     """What Dynamo calls: the program for calls of which `facts` are true, or the one for any."""
 
     @compat.not_traced
     def run(*args: Any) -> Any:
         values = list(args)
+        sources = eager_values.take(values)
         if check is not None:
             check(values)
-        return special(values) if holds(facts, values) else general(values)
+        outputs = special(values) if holds(facts, values) else general(values)
+        return eager_values.give_back(sources, outputs)
 
     return run
 
@@ -238,7 +246,8 @@ def _runner(
         agree("compiled program", "", [], axis)  # nobody runs before everybody can
     register(handle)
     compat.lighten_guards(parameters)
-    sharded = [i for i, item in enumerate(inputs) if isinstance(item.real, DTensor)]
+    reals = [None if is_eager_value(item.real) else item.real for item in inputs]
+    sharded = [i for i, real in enumerate(reals) if isinstance(real, DTensor)]
     states = local.meta[OUTPUT_STATES]
     extents = local.meta[OUTPUT_EXTENTS]
     present = _presenter(program, states, extents, config)

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from typing import Protocol
 
-from autoshard.errors import PlanError, message
+from autoshard.errors import ConfigError, PlanError, message
 from autoshard.memory import step_of, summary
 from autoshard.planning import Decisions, Recomputation, strategy_text, target_name
 from autoshard.planning.cost import planned_on
@@ -47,8 +47,12 @@ def recompute(planned: Revisable, build: Callable[[], Program], budget: int, ass
 
     build: makes the program of the decisions as they are, for the first rank, whose parts are the
     largest: all ranks decide on the same one. assumed: nobody asked for the budget: where nothing
-    fits it, what needs least is taken, with a warning; otherwise PlanError is raised.
+    fits it, what needs least is taken, with a warning; otherwise PlanError is raised, and
+    ConfigError where the inner compiler computes nothing again.
     """
+    free = build()
+    if free.config.inner == "eager":
+        return _say_that_all_is_kept(free, budget, assumed)
     candidates = [planned.decisions, *planned.decisions.others]
     # an estimate may be above what the graphs need
     default = planned.decisions.unbudgeted or planned.decisions
@@ -116,16 +120,34 @@ def _operators(program: Program) -> str:
     return text.hexdigest()
 
 
-def _fits(free: Program, budget: int) -> bool:
-    """Whether a step stays within the budget as it is."""
+def _say_that_all_is_kept(free: Program, budget: int, assumed: bool) -> None:
+    """Raise or warn, unless a step stays within the budget as it is: autograd records the local
+    graph operator by operator, and nothing cuts it. What that keeps is not counted either."""
+    if _is_sure(free, budget):
+        return
+    told = message(
+        f"memory_budget={budget:,} bytes a rank: inner='eager' computes nothing again in backward "
+        "and keeps what autograd keeps, and the estimate of a step is not below half of the budget",
+        remedy="Use inner='aot_eager' or 'inductor', or leave out memory_budget.",
+    )
+    if not assumed:
+        raise ConfigError(told)
+    warnings.warn(told, stacklevel=2)
+
+
+def _is_sure(free: Program, budget: int) -> bool:
+    """Whether the estimate of a step is so far below the budget that it needs no count."""
     kept = held(free.serial, free.decisions, free.parameters, free.axis.size)
     sizes = {one.name: one.size for one in free.mesh.axes}
     layout = Layout.of(
         sizes, free.config.zero, free.config.bucket_bytes, free.config.defer_reduction
     )
-    if _SAFE * footprint(kept, layout, Training()).total <= budget:
-        return True
-    return _counted(free) <= int(budget * _part(free))
+    return _SAFE * footprint(kept, layout, Training()).total <= budget
+
+
+def _fits(free: Program, budget: int) -> bool:
+    """Whether a step stays within the budget as it is."""
+    return _is_sure(free, budget) or _counted(free) <= int(budget * _part(free))
 
 
 def _counted(free: Program) -> int:

@@ -28,6 +28,7 @@ from autoshard.runtime.compat.autograd import (
     transforming,
 )
 from autoshard.runtime.compat.dynamo import (
+    READ_WHOLE,
     after_first_call,
     lighten_guards,
     specialize_floats,

@@ -16,7 +16,7 @@ from torch._dynamo.eval_frame import _TorchDynamoContext
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.guards import get_verbose_code_parts
 from torch._dynamo.symbolic_convert import TensorifyState
-from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
 from torch._guards import Guard
 from torch.distributed.tensor import DTensor
 
@@ -29,7 +29,7 @@ _OURS = "_autoshard_backend"
 def trace_as_ours(backend: Callable[..., Any]) -> None:
     """Let Dynamo trace more than it would of the frames that are compiled with `backend`.
 
-    It has no option of a single compile for either of these:
+    It has no option of a single compile for any of these:
 
     - nn.LSTM and its kin, which it leaves to eager code because compiling one is slow. In eager
       code each weight of the model around one is gathered by itself; traced, the RNN is one
@@ -38,12 +38,15 @@ def trace_as_ours(backend: Callable[..., Any]) -> None:
       and its kin write it on a tensor of zeros in every checkpointed layer, and the break would
       turn each layer into graphs of its own and its checkpoint into eager code. Nothing in a graph
       needs the gradient of such a value: only `x.grad` would hold it, which stays None.
+    - a stored tensor that eager code gives to a frame as an argument, as the whole (`READ_WHOLE`),
+      as a module's own parameter is: Dynamo's DTensor does not meet plain tensors in an operator.
 
     Frames of other backends are traced by torch's own functions, with the user's settings.
     """
     setattr(backend, _OURS, True)
     for owner, name, extend in (
         (VariableBuilder, "wrap_module", _with_rnn),
+        (VariableBuilder, "wrap_tensor", _with_wholes),
         # since torch 2.13
         (getattr(_builtins, "SetAttrBuiltinVariable", None), "_call_setattr", _with_leaves),
         (_builtins.BuiltinVariable, "call_setattr", _with_leaves),
@@ -83,6 +86,27 @@ def _with_leaves(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, tx, obj, name, value)
 
     return set_attribute
+
+
+READ_WHOLE: dict[type, Callable[[Any], torch.Tensor]] = {}
+"""By class of a tensor, the function by which our graphs read what it stands for."""
+
+
+def _with_wholes(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrap_tensor(self: Any, value: Any) -> Any:
+        found, output = original(self, value), self.tx.output
+        read = READ_WHOLE.get(type(value))
+        held = getattr(getattr(self.source, "base", None), "member", None) == "_parameters"
+        if read is None or held or not _is_ours(output.compiler_fn):
+            return found  # of `_parameters`: `access` reads it itself
+        wholes = output.__dict__.setdefault("_autoshard_wholes", {})
+        if self.source not in wholes:
+            proxy = output.create_proxy("call_function", read, (found.as_proxy(),), {})
+            wholes[self.source] = wrap_fx_proxy(self.tx, proxy)
+        return wholes[self.source]
+
+    return wrap_tensor
 
 
 def _is_ours(backend: Any) -> bool:

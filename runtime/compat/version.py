@@ -47,6 +47,8 @@ torch._dynamo.symbolic_convert.TensorifyState
 torch._dynamo.types.FrameAction
 torch._dynamo.types.FrameExecStrategy
 torch._dynamo.variables.builder.VariableBuilder.wrap_module
+torch._dynamo.variables.builder.VariableBuilder.wrap_tensor
+torch._dynamo.variables.builder.wrap_fx_proxy
 torch._dynamo.variables.builtin.BuiltinVariable
 torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
 torch._functionalize_has_data_mutation

@@ -13,7 +13,12 @@ from autoshard.runtime.parameters.data_unsharding import (
     deferred_at,
     unshard,
 )
-from autoshard.runtime.parameters.eager import check_copies, keep_copies
+from autoshard.runtime.parameters.eager import (
+    EagerValues,
+    check_copies,
+    is_eager_value,
+    keep_copies,
+)
 from autoshard.runtime.parameters.gradients import GradientLayouts, keeps_storage
 from autoshard.runtime.parameters.layout import (
     as_dtensors,

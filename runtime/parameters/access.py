@@ -72,6 +72,7 @@ def _registered(module: nn.Module, name: str, parameter: torch.Tensor | None) ->
 
 
 register_module_parameter_registration_hook(_registered)
+compat.READ_WHOLE[StoredTensor] = unshard_parameter
 
 
 def cast_parameters(parameters: Sequence[nn.Parameter], policy: ParameterPolicy) -> list[nn.Module]:

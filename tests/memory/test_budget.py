@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
+from autoshard.errors import ConfigError
 from live_storages import LiveStorages, measure_step
 from models_hf import llama
 from traced import builder
@@ -192,3 +193,7 @@ def test_two_ranks_compute_again_what_fits() -> None:
     again = [one for one in tight.collectives() if one.phase == "backward"]
     assert len(again) >= len([one for one in free.collectives() if one.phase == "backward"])
     assert "computed again in backward" in tight.explain()
+    with pytest.raises(ConfigError, match="inner='eager' computes nothing again"):
+        build({"tp": 2}, memory_budget=peak, inner="eager")
+    roomy = build({"tp": 2}, memory_budget=100 * peak, inner="eager")
+    assert roomy.decisions.recomputation is None

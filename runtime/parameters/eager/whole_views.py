@@ -19,7 +19,7 @@ from autoshard.runtime.parameters.eager.gathering import unsharded
 from autoshard.runtime.parameters.layout import is_sharded, write_whole
 
 
-class _Source:
+class Source:
     """A stored tensor and its gathered whole, of which views were taken."""
 
     def __init__(self, base: DTensor, whole: torch.Tensor) -> None:
@@ -43,7 +43,7 @@ class _Source:
 class WholeView(torch.Tensor):
     """A view of the gathered whole of a stored tensor; see this file's docstring."""
 
-    _source: _Source
+    _source: Source
 
     @classmethod
     @compat.never_a_frame
@@ -84,7 +84,7 @@ class WholeView(torch.Tensor):
         with compat.plain_attributes():
             out = func(*new_args, **new_kwargs)
         for source in sources.values():
-            out = _marked(out, source)
+            out = marked(out, source)
         return out
 
 
@@ -92,11 +92,12 @@ def keep_views(out: Any, wholes: Iterable[tuple[DTensor, torch.Tensor]]) -> Any:
     """`out`, its tensors that are views of a gathered whole as WholeViews."""
     for base, whole in wholes:
         if is_sharded(base):
-            out = _marked(out, _Source(base, whole))
+            out = marked(out, Source(base, whole))
     return out
 
 
-def _marked(out: Any, source: _Source) -> Any:
+def marked(out: Any, source: Source) -> Any:
+    """`out`, its tensors that are views of the whole of `source` as WholeViews."""
     storage = source.whole.untyped_storage().data_ptr()
 
     def mark(x: torch.Tensor) -> torch.Tensor:
