@@ -28,7 +28,15 @@ from autoshard.runtime.collectives import (
     redistribute,
     shard_dim,
 )
-from autoshard.runtime.lazy.part_operators import COPIES, FILLS, VIEWS, argmax_of_parts, on_part
+from autoshard.runtime.lazy.part_operators import (
+    COPIES,
+    FILLS,
+    JOINS,
+    VIEWS,
+    argmax_of_parts,
+    on_part,
+    split_dim_of_join,
+)
 from autoshard.runtime.lazy.part_or_whole import OuterPart, PartOrWhole, ViewOfPart
 
 aten = torch.ops.aten
@@ -93,6 +101,19 @@ class LazyGather(torch.Tensor):
         read = _read if aliases else _look
         args, kwargs = pytree.tree_map_only(LazyGather, read, (args, kwargs))
         return func(*args, **kwargs)
+
+    @compat.not_traced
+    def __getitem__(self, index: Any) -> Any:
+        """As torch.Tensor.__getitem__; without gradients no view to autograd, whose memory it is.
+
+        Dynamo replays a view of a subclass from its base, with the bounds of a crop as symbols, and
+        refuses the crop from behind, `cache[..., :-n, :]`, whose size is a sum of two of them.
+        """
+        found = super().__getitem__(index)
+        is_real = isinstance(found, LazyGather) and not isinstance(
+            found._value.like(), compat.FakeTensor
+        )
+        return found.detach() if is_real and not found.requires_grad else found
 
     # Attributes and methods that torch implements below its operators.
 
@@ -232,14 +253,16 @@ def _wrap(
     return LazyGather(value, shape, False)
 
 
-ON_PARTS = (*COPIES, *VIEWS, *FILLS, aten.argmax.default)
-"""Operators that may do without the whole: a cache is cropped, reordered, converted, copied and
-cleared as shards."""
+ON_PARTS = (*COPIES, *VIEWS, *JOINS, *FILLS, aten.argmax.default)
+"""Operators that may do without the whole: a cache is cropped, reordered, converted, copied, cut
+into rows, joined of rows and cleared as shards."""
 
 
 def _on_part(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of one of ON_PARTS, made of this rank's part; None where the whole is read."""
     source, *rest = args
+    if func in JOINS:
+        return _joined(func, source, *rest, **kwargs)
     if not isinstance(source, LazyGather) or source.gathered:
         return None
     if any(isinstance(one, LazyGather) for one in pytree.tree_leaves(rest)):
@@ -275,6 +298,26 @@ def _view(
     shown = torch.empty_strided(source.shape, source.stride(), device="meta", dtype=source.dtype)
     shown = func(shown, *args)
     return LazyGather(view, shown.shape, False, shown.stride())
+
+
+def _joined(func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyGather | None:
+    """Tensors that are split alike in one; an empty cache is a tensor of one dim without numbers,
+    which `cat` passes over."""
+    joined = [one for one in tensors if func is aten.stack.default or one.shape != (0,)]
+    values = [one._value for one in joined if isinstance(one, LazyGather) and not one.gathered]
+    if len(values) < len(joined) or len({one.dtype for one in tensors}) > 1:
+        return None
+    first, *others = values
+    split = shard_dim(first.state)
+    if split is None or any(one.outer is not None for one in values):
+        return None
+    alike = (first.state, first.axis, first.extent)
+    if any((one.state, one.axis, one.extent) != alike for one in others):
+        return None
+    after = split_dim_of_join(func, joined[0].dim(), split, dim)
+    if after is None:
+        return None
+    return _wrap(func([one.local for one in values], dim), S(after), first.axis, first.extent)
 
 
 def _argmax(source: LazyGather, dim: int | None = None, keepdim: bool = False) -> Any:

@@ -38,10 +38,14 @@ VIEWS = (
     aten.slice.Tensor,
     aten.select.int,
     aten.unsqueeze.default,
+    aten.squeeze.dim,
     aten.expand.default,
     aten.view.default,
 )
 """Operators whose result is a view."""
+
+JOINS = (aten.cat.default, aten.stack.default)
+"""Operators that copy several tensors into one."""
 
 FILLS = (aten.zero_.default, aten.fill_.Scalar)
 """Operators that write the same number everywhere."""
@@ -65,12 +69,25 @@ def on_part(
         return None if along == dim else OnPart(args, dim - (along < dim))
     if func is aten.unsqueeze.default:
         return OnPart(args, dim + (args[0] % (rank + 1) <= dim))
+    if func is aten.squeeze.dim:  # a split dim of two may be one of a part
+        along = args[0] % rank
+        return None if along == dim else OnPart(args, dim - (along < dim and shape[along] == 1))
     if func is aten.index.Tensor:
         return _indexed(dim, args)
     if func is aten.expand.default:
         return _with_size(args, dim + len(args[0]) - rank, local.shape[dim])
     after = _dim_of_view(shape, dim, args[0])
     return None if after is None else _with_size(args, after, local.shape[dim])
+
+
+def split_dim_of_join(func: Any, rank: int, dim: int, along: int) -> int | None:
+    """The split dim of what one of JOINS makes along another dim; None along the split dim itself.
+
+    rank, dim: the number of dims of each tensor, and that along which it is split.
+    """
+    if func is aten.stack.default:
+        return dim + (along % (rank + 1) <= dim)
+    return None if along % rank == dim else dim
 
 
 def _with_size(args: tuple[Any, ...], dim: int, size: int) -> OnPart:

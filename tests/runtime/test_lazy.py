@@ -90,6 +90,10 @@ KEPT: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "columns by number": ("S(0)", lambda x: x[:, torch.tensor([[5, 0], [1, 2]])]),
     "repeated": ("S(1)", lambda x: x.repeat_interleave(3, dim=0)),
     "reset": ("S(0)", lambda x: x.clone().zero_()),
+    "cut into rows and stacked": ("S(1)", lambda x: torch.stack([x[i][None] for i in (2, 0)])),
+    "cut, stacked, squeezed": ("S(1)", lambda x: torch.stack([x[:1], x[2:3]], 1).squeeze(0)),
+    "joined": ("S(1)", lambda x: torch.cat([x[2:], x])),
+    "joined to an empty cache": ("S(0)", lambda x: torch.cat([torch.tensor([]), x], -1)),
 }
 
 
@@ -176,6 +180,21 @@ def test_a_wider_copy_travels_in_the_narrow_dtype(monkeypatch: pytest.MonkeyPatc
     for got in run_ranks(2, rank):
         torch.testing.assert_close(got, narrow.float(), rtol=0, atol=0)
     assert moved == [torch.bfloat16] * 2
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: torch.cat([x, x]),
+        lambda x: torch.cat([x, x.clone().add(0)], 1),
+        lambda x: torch.stack([x[:, :3], x.t()[:3].t()]),
+        lambda x: x.squeeze(0),
+    ],
+    ids=["along the split dim", "part and whole", "views", "one row a rank"],
+)
+def test_other_joins_read_the_whole(use: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for got in run_ranks(4, lambda axis: use(wrapped("S(0)", axis)[1].detach()).add(0)):
+        torch.testing.assert_close(got, use(WHOLE), rtol=0, atol=0)
 
 
 def test_an_order_of_what_is_split_reads_the_whole() -> None:
@@ -283,6 +302,24 @@ def test_the_part_of_what_was_read_is_one_tensor_and_up_to_date() -> None:
         return first
 
     torch.testing.assert_close(torch.cat(run_ranks(2, rank), 1), WHOLE * 6)
+
+
+def test_a_compiled_graph_takes_crops_of_any_length() -> None:
+    """Crops from behind and from both ends, whose bounds Dynamo must not make symbols of."""
+    axis = Axis("tp", 2, 0, "offline:tp")
+    graphs = []
+
+    def zeros(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        graphs.append(gm)
+        return lambda *args: [torch.zeros(1) for _ in gm.graph.output_node().args[0]]
+
+    compiled = torch.compile(lambda cache, x: torch.cat([cache, x], 1), backend=zeros)
+    with torch.no_grad():
+        for length, cropped, added in [(10, 1, 4), (13, 2, 3), (16, 3, 5), (20, 2, 7), (9, 4, 2)]:
+            cache = lazy(torch.ones(2, length), "S(0)", axis)
+            compiled(cache[:, :-cropped], torch.ones(4, added))
+            compiled(cache[:, cropped:-1], torch.ones(4, added))
+    assert len(graphs) <= 3
 
 
 def test_wrap_outputs_leaves_the_rest_alone() -> None:
