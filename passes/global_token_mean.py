@@ -38,8 +38,8 @@ from autoshard.runtime.operators import (
 aten = torch.ops.aten
 _BY_CLASSES = (operators.vocab_parallel_cross_entropy, operators.vocab_parallel_nll)
 _OF_ALL_TOKENS: dict[Any, tuple[str, ...]] = {  # the arguments that say which axes split tokens
-    operators.mean_of_all_tokens: ("axis", "outer"),
-    operators.classes_of_all_tokens: ("outer",),
+    operators.loss_over_tokens: ("axis", "outer"),
+    operators.loss_over_tokens_and_classes: ("outer",),
 }
 _NAMES = ("self", "target", "weight", "reduction", "ignore_index")
 _DEFAULTS: dict[str, Any] = {"weight": None, "reduction": operators.MEAN, "ignore_index": -100}

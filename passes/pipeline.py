@@ -27,6 +27,7 @@ from autoshard.passes.recover_masks import RecoverMasks
 from autoshard.passes.reduce_scatter_by_all_to_all import ReduceScatterByAllToAll
 from autoshard.passes.schedule_collectives import ScheduleCollectives
 from autoshard.passes.split_recurrent import SplitRecurrent
+from autoshard.passes.unflatten_losses import UnflattenLosses
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import Axis, gathering_axes
 from autoshard.runtime.mesh import Mesh
@@ -45,7 +46,7 @@ PIPELINE = (
         "serial",
         (
             *(Canonicalize, RecoverMasks, ExpandGroupedHeads, SplitRecurrent, MatchExperts),
-            *(InvariantRandom, Float8Products),
+            *(InvariantRandom, Float8Products, UnflattenLosses),
         ),
     ),
     # the planned serial graph, which the first pass makes one rank's
@@ -105,16 +106,19 @@ def prepare(
     facts: Mapping[int, str] | None = None,
     exchanges: bool = False,
     float8: Float8Products | None = None,
+    sequences: bool = False,
 ) -> list[Report]:
     """Run the passes that precede planning, in place. tracked: see `InvariantRandom`. facts: see
     `RecoverMasks`, which None leaves out. exchanges: see `MatchExperts`. float8: that pass,
-    where the options ask for it."""
+    where the options ask for it. sequences: whether an axis splits them (`UnflattenLosses`)."""
     passes: list[Pass] = [Canonicalize(), ExpandGroupedHeads(), SplitRecurrent()]
     passes += [MatchExperts(exchanges), InvariantRandom(tracked)]
     if float8 is not None:
         passes.append(float8)
     if facts is not None:
         passes += [RecoverMasks(tuple(facts.items()))]
+    if sequences:
+        passes.append(UnflattenLosses())
     return run_stage("serial", passes, gm, Context(axis), watch)
 
 

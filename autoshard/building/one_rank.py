@@ -194,7 +194,8 @@ def plan_captured(
     exchanges = mesh.axis("ep").size > 1
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
     float8 = _float8(placeholders, inputs, mesh, config)
-    prepare(serial, axis, config.rng == "tracker", watch, masks, exchanges, float8)
+    sequences = mesh.axis("cp").size > 1
+    prepare(serial, axis, config.rng == "tracker", watch, masks, exchanges, float8, sequences)
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
     parameters: dict[fx.Node, str] = {}
     stored: dict[fx.Node, State] = {}

@@ -23,7 +23,7 @@ from autoshard.runtime.collectives import State, Z, shard_dim
 from autoshard.runtime.operators import (
     attend_to_both_ends,
     attend_to_prefix,
-    mean_of_all_tokens,
+    loss_over_tokens,
     share_of_equal_mean,
     share_of_mean,
 )
@@ -184,7 +184,7 @@ def _row_by_row(node: fx.Node, strategy: Strategy) -> bool:
     return packet(node) in RESHAPES | _RESHAPES
 
 
-_ALIKE_IMPLS = (attend_to_prefix, mean_of_all_tokens, share_of_mean, share_of_equal_mean)
+_ALIKE_IMPLS = (attend_to_prefix, loss_over_tokens, share_of_mean, share_of_equal_mean)
 
 # What looks at other dims than the sharded one only, or sums over it, as the rules of these
 # operators offer them; views whose sharded dim has as many rows before as after.

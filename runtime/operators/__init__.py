@@ -46,8 +46,8 @@ from autoshard.runtime.operators.token_mean import (
 )
 from autoshard.runtime.operators.vocabulary import (
     MEAN,
-    classes_of_all_tokens,
-    mean_of_all_tokens,
+    loss_over_tokens,
+    loss_over_tokens_and_classes,
     vocab_parallel_cross_entropy,
     vocab_parallel_embedding,
     vocab_parallel_nll,

@@ -165,7 +165,18 @@ def _reduced(losses: torch.Tensor, counted: torch.Tensor, reduction: int) -> tor
     return losses.sum() / counted.sum() if reduction == MEAN else losses.sum()
 
 
-def mean_of_all_tokens(
+def rows_of_classes(
+    scores: torch.Tensor, target: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """scores: [N, classes, ...], target: [N, ...], as [tokens, classes] and [tokens].
+
+    A view of logits whose classes were last; the kernels for dims behind the classes copy them."""
+    if scores.dim() < 3:
+        return scores, target
+    return scores.movedim(1, -1).flatten(0, -2), target.flatten()
+
+
+def loss_over_tokens(
     scores: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -177,20 +188,23 @@ def mean_of_all_tokens(
     outer: Axis | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """A mean loss over sharded tokens: this rank's sum over the count of all ranks; partial.
+    """A loss over sharded tokens: this rank's sum, of a mean over the count of all ranks; partial.
 
     op: aten.cross_entropy_loss or aten.nll_loss. Tokens that are ignored do not count, so the
     count is only known across the axis: one all-reduce of a scalar. outer: another axis, over which
     the tokens were split before.
     """
+    scores, target = rows_of_classes(scores, target)
     total = op(scores, target, weight, SUM, ignore_index, *more, **kwargs)
+    if reduction == SUM:
+        return total
     count = token_weight(target, weight, ignore_index, _widened(scores).dtype).sum()
     for one in (axis, outer):
         count = count if one is None else all_reduce(count, "sum", one)
     return (total / count).to(total.dtype)
 
 
-def classes_of_all_tokens(
+def loss_over_tokens_and_classes(
     scores: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -203,12 +217,12 @@ def classes_of_all_tokens(
     outer: Axis,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """`mean_of_all_tokens` over the axis `outer`, where `axis` splits the classes; partial on
+    """`loss_over_tokens` over the axis `outer`, where `axis` splits the classes; partial on
     `outer`, on `axis` as the sum over classes is."""
     by_classes: Callable[..., torch.Tensor] = vocab_parallel_nll
     if op is aten.cross_entropy_loss.default:
         by_classes = vocab_parallel_cross_entropy
-    found: torch.Tensor = mean_of_all_tokens(
+    found: torch.Tensor = loss_over_tokens(
         scores,
         target,
         weight,

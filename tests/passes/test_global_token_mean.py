@@ -134,10 +134,10 @@ class Classes(nn.Module):
         return F.cross_entropy(self.head(torch.tanh(self.up(x))), target)
 
 
-TOKENS = "S(0), S(0) -> P by mean_of_all_tokens"
+TOKENS = "S(0), S(0) -> P by loss_over_tokens"
 
 
-@pytest.mark.parametrize("on_tp", [TOKENS, "S(1), I -> I by classes_of_all_tokens"])
+@pytest.mark.parametrize("on_tp", [TOKENS, "S(1), I -> I by loss_over_tokens_and_classes"])
 @pytest.mark.parametrize("data", ["dp_shard", "dp_replicate"])
 def test_tokens_that_cp_and_tp_split_again(data: str, on_tp: str) -> None:
     """Uneven batches, of each of which cp splits the tokens, and tp tokens or classes; in threads,

@@ -163,14 +163,14 @@ def test_a_loss_whose_tokens_cp_splits_is_split_by_tokens_or_classes_over_tp() -
     assert plan.outer is not None
     (whole,) = plan.outer.graphs
     plan.outer.graphs = {
-        whole: GraphPlan({"cross_entropy_loss": "S(0), S(0) -> P by mean_of_all_tokens"})
+        whole: GraphPlan({"cross_entropy_loss": "S(0), S(0) -> P by loss_over_tokens"})
     }
     (key,) = programs(Classified(), [batch], [BOTH], "cpu", plan=replace(plan, graphs={}))[0][
         0
     ].plan.graphs
     for text in (
-        "S(0), S(0) -> P by mean_of_all_tokens",
-        "S(1), I -> I by classes_of_all_tokens",
+        "S(0), S(0) -> P by loss_over_tokens",
+        "S(1), I -> I by loss_over_tokens_and_classes",
     ):
         plan.graphs = {key: GraphPlan({"cross_entropy_loss": text})}
         made, values = programs(Classified(), [batch], [BOTH], "cpu", plan=plan)

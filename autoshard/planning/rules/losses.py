@@ -50,9 +50,11 @@ def classified(
             if call["reduction"] == NONE:
                 yield call.strategy(states, S(t))
             elif call["reduction"] == SUM:
-                yield call.strategy(states, P)
+                # of more dims, as rows: the kernels for them copy the scores first
+                rows = Bound.of(operators.loss_over_tokens, op=call.target)
+                yield call.strategy(states, P, rows if scores.dim() > 2 else None)
             else:
-                impl = Bound.of(operators.mean_of_all_tokens, op=call.target)
+                impl = Bound.of(operators.loss_over_tokens, op=call.target)
                 yield call.strategy(states, P, impl, [ImplCollective("all_reduce", 8)])
 
     return rule

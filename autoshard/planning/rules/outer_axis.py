@@ -20,12 +20,13 @@ from autoshard.planning.values import tensor_bytes
 from autoshard.runtime.collectives import Axis, I, P, R, S, State, change_steps, redistribute
 from autoshard.runtime.collectives import shard_dim as dim_of
 from autoshard.runtime.operators import (
+    MEAN,
     Bound,
     attend_by_heads,
     attend_to_both_ends,
     attend_to_prefix,
-    classes_of_all_tokens,
-    mean_of_all_tokens,
+    loss_over_tokens,
+    loss_over_tokens_and_classes,
 )
 from autoshard.runtime.randomness import on_shard, shared_seed, tracked_seeds
 
@@ -110,7 +111,7 @@ def _aligned(mask: torch.Tensor, rank: int, dim: int) -> State:
 
 
 def _mean_loss(node: fx.Node, n: int) -> Iterator[Strategy]:
-    """mean_of_all_tokens: tokens split again, or classes."""
+    """loss_over_tokens: tokens split again, or classes."""
     scores, target, *weight = map(value, operands(node))
     if target.is_floating_point():
         return
@@ -121,11 +122,12 @@ def _mean_loss(node: fx.Node, n: int) -> Iterator[Strategy]:
             continue
         op = node.kwargs["op"]
         if dim != classes:
-            impl = Bound.of(mean_of_all_tokens, op=op)
-            count = (ImplCollective("all_reduce", 8),)
+            impl = Bound.of(loss_over_tokens, op=op)
+            mean = len(node.args) <= _REDUCTION or node.args[_REDUCTION] == MEAN
+            count = (ImplCollective("all_reduce", 8),) if mean else ()
             yield Strategy((S(dim), S(dim - (dim > classes)), *whole), P, impl, count)
         elif isinstance(size, int):
-            impl = Bound.of(classes_of_all_tokens, op=op, classes=size)
+            impl = Bound.of(loss_over_tokens_and_classes, op=op, classes=size)
             if op is not torch.ops.aten.cross_entropy_loss.default:
                 yield Strategy((S(dim), I, *whole), P, impl)
                 continue
@@ -165,7 +167,7 @@ _RULES: dict[Any, Callable[[fx.Node, int], Iterator[Strategy]]] = {
     attend_to_prefix: _attention,
     attend_to_both_ends: _attention,
     attend_by_heads: _attention,
-    mean_of_all_tokens: _mean_loss,
+    loss_over_tokens: _mean_loss,
     on_shard: _random,
 }
 

@@ -1,0 +1,67 @@
+"""unflatten_losses: a loss of flattened tokens becomes the loss of their sequences, beside cp.
+
+    before                                        after
+    %x: f32[2,16,64]                              %x: f32[2,16,64]
+    %y: i64[2,16]                                 %y: i64[2,16]
+    %0: f32[32,64] = reshape(%x, [-1, 64])        %0: f32[2,64,16] = transpose(%x, 1, 2)
+    %1: i64[32] = reshape(%y, [-1])               %1: f32[] = cross_entropy_loss(%0, %y)
+    %2: f32[] = cross_entropy_loss(%0, %1)
+
+Context parallelism splits each sequence, and the flattened tokens of several are no parts of
+sequences: the logits, the largest value of most models, would be exchanged or gathered. A rank
+flattens what it has of them (`runtime/operators/vocabulary.py`).
+
+Not done: losses of each token (reduction="none"), whose result has the flattened shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from autoshard.passes.base import Context, Report, emit
+
+aten = torch.ops.aten
+_LOSSES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
+_NONE = 0  # at::Reduction
+
+
+@dataclass(frozen=True)
+class UnflattenLosses:
+    """See the module's text."""
+
+    name: ClassVar[str] = "unflatten_losses"
+    optional: ClassVar[bool] = True
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+        """Rewrite `gm.graph` in place."""
+        graph, report = gm.graph, Report(self.name)
+        for node in [n for n in graph.nodes if n.target in _LOSSES]:
+            scores, target = _unflattened(node.args[0], 3), _unflattened(node.args[1], 2)
+            if scores is None or target is None:
+                continue
+            if scores.meta["val"].shape[:-1] != target.meta["val"].shape:
+                report.skip(node, "its scores and targets are flattened from other shapes")
+                continue
+            if (node.args[3] if len(node.args) > 3 else node.kwargs.get("reduction")) == _NONE:
+                report.skip(node, "it is a loss of each token")
+                continue
+            with graph.inserting_before(node):
+                turned = emit(graph, node, aten.transpose.int, (scores, 1, 2), provenance=self.name)
+            node.args = (turned, target, *node.args[2:])
+            report.hits += 1
+        graph.eliminate_dead_code()
+        return report
+
+
+def _unflattened(node: Any, dims: int) -> fx.Node | None:
+    """The value of so many dims of which `node` has the first two as one, if it is such a value."""
+    if not isinstance(node, fx.Node) or node.target is not aten.reshape.default:
+        return None
+    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    before, after = source.meta["val"].shape, node.meta["val"].shape
+    flat = len(before) == dims and len(after) == dims - 1 and before[2:] == after[1:]
+    return source if flat else None
