@@ -181,6 +181,7 @@ def test_ranks_stay_within_their_budget(gloo2: Any, sizes: dict[str, int]) -> No
             torch.testing.assert_close(got, expected, rtol=2e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_two_ranks_compute_again_what_fits() -> None:
     """Gathers run again in backward, counted in the graphs of one rank."""
     torch.compiler.reset()

@@ -242,6 +242,7 @@ def test_a_step_of_two_reductions_a_layer_and_one_small_gather(gloo2: Any) -> No
     assert one.gathers == 0 and one.choices == 6, "one a token"
 
 
+@pytest.mark.slow
 def test_a_cropped_cache_goes_on(gloo2: Any) -> None:
     """Prompt lookup crops what was not accepted, one to three tokens of a step; the crop is a view
     of the parts."""

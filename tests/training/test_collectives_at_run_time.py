@@ -111,6 +111,7 @@ def check(found: list[dict[str, Any]], overlap: float) -> None:
     assert all(order == starts[0] for order in starts)
 
 
+@pytest.mark.slow
 def test_inductor_keeps_the_order(gloo2: GlooPool) -> None:
     """The order of the graph, and not the one that Inductor's memory pass would choose.
 

@@ -51,6 +51,7 @@ def train() -> dict[str, Any]:
     return {**pair.result(), "masks": masks(pair.model)}
 
 
+@pytest.mark.slow
 def test_padding_on_two_ranks(gloo2: Any) -> None:
     """Rows that hide nothing run causal; padded rows run with their mask, by the same weights."""
     results = gloo2(train)
