@@ -43,6 +43,7 @@ from autoshard.errors import ConfigError, message
 from autoshard.mesh_search import choose
 from autoshard.parameters import store, store_unplanned
 from autoshard.passes import PendingInput
+from autoshard.planning import is_view
 from autoshard.program import Program
 from autoshard.program_registry import ProgramHandle, register
 from autoshard.runtime import compat
@@ -277,15 +278,24 @@ def _runner(
 
 
 def _handed_out(program: Program, stored: Sequence[int]) -> dict[int, tuple[str, int]]:
-    """Outputs of the user's that are a stored parameter as it was read: its name and position."""
+    """Outputs of the user's that are a stored parameter as it was read, or a view of it: its name
+    and position."""
     serial = program.serial
     placeholders = {n: i for i, n in enumerate(serial.graph.find_nodes(op="placeholder"))}
     outputs: Any = serial.graph.output_node().args[0]
+    sources = [_viewed(output) for output in outputs[: serial.meta[N_OUTPUTS]]]
     return {
         i: (program.parameters[node], placeholders[node])
-        for i, node in enumerate(outputs[: serial.meta[N_OUTPUTS]])
+        for i, node in enumerate(sources)
         if node in program.parameters and placeholders[node] in stored
     }
+
+
+def _viewed(node: Any) -> Any:
+    """What a value is a view of; itself where it is none."""
+    while isinstance(node, fx.Node) and node.op == "call_function" and is_view(node):
+        node = node.args[0]
+    return node
 
 
 def _arriving(program: Program, inputs: list[compat.GraphInput]) -> dict[int, State]:

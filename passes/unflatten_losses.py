@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from autoshard.passes.base import Context, Report, emit
+from autoshard.planning import is_one
 
 aten = torch.ops.aten
 _LOSSES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
@@ -41,8 +42,8 @@ class UnflattenLosses:
         graph, report = gm.graph, Report(self.name)
         for node in [n for n in graph.nodes if n.target in _LOSSES]:
             scores, target = _unflattened(node.args[0], 3), _unflattened(node.args[1], 2)
-            if scores is None or target is None:
-                continue
+            if scores is None or target is None or is_one(scores.meta["val"].shape[0]):
+                continue  # the tokens of one sequence are parts of it, flattened or not
             if scores.meta["val"].shape[:-1] != target.meta["val"].shape:
                 report.skip(node, "its scores and targets are flattened from other shapes")
                 continue

@@ -19,7 +19,7 @@ from autoshard.planning.outer import Outer, on_rank
 from autoshard.planning.plan import GraphPlan, Plan, strategy_text
 from autoshard.planning.planner import Request, fingerprint, plan_graph, with_graph
 from autoshard.planning.prices import TRAINED_BYTES, Prices
-from autoshard.planning.sizes import Size, same, same_shape
+from autoshard.planning.sizes import Size, is_one, same, same_shape
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.values import (
     global_bytes,

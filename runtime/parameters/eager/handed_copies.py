@@ -11,21 +11,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from autoshard.runtime import compat
 from autoshard.runtime.errors import AutoshardError, message
 
+_PLAIN = (torch.Tensor, nn.Parameter)
 _kept: list[tuple[torch.Tensor, int, str]] = []
 
 
 def keep_copies(outputs: Sequence[Any], parameters: Mapping[int, tuple[str, Any]]) -> None:
-    """parameters: name and stored tensor of each output that is a parameter as it was read."""
+    """parameters: name and stored tensor of each output that is a parameter as it was read, or a
+    view of it."""
     for position, (name, stored) in parameters.items():
         copy = outputs[position]
         if copy.is_inference():  # counts no writes
             continue
         own = compat.local_of(stored).untyped_storage().data_ptr()
-        if copy.untyped_storage().data_ptr() != own:
+        # a part that is gathered when it is read (a subclass) has no storage of the whole
+        if type(copy) not in _PLAIN or copy.untyped_storage().data_ptr() != own:
             _kept.append((copy, compat.writes_to(copy), name))
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from autoshard.errors import AutoshardError
 from gloo_pool import GlooPool
 from sharded import assert_same
 
@@ -67,3 +69,40 @@ def trained(axis: str) -> None:
 
 def test_what_eager_code_makes_of_a_parameter_enters_a_compiled_frame(gloo2: GlooPool) -> None:
     gloo2(trained, "dp_shard")
+
+
+class Returning(nn.Module):
+    """Returns a view of its weight, beside what is computed of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS * 4, HIDDEN))
+
+    def forward(self, x: Tensor, how: str) -> tuple[Tensor, Tensor]:
+        views = {
+            "itself": lambda: self.weight,
+            "view": lambda: self.weight.view(EXPERTS, 4, HIDDEN),
+            "data": lambda: self.weight.data[1:3],
+        }
+        return (x @ self.weight.t()).sum(), views[how]()
+
+
+def write_to_a_view(axis: str, how: str) -> None:
+    compiled = torch.compile(
+        Returning(), backend="autoshard", options={"mesh": {axis: 2}, "inner": "aot_eager"}
+    )
+    x = torch.ones(4, HIDDEN)
+    compiled(x, how)[1].sum()  # reading is nothing to anybody
+    _, view = compiled(x, how)
+    with torch.no_grad():
+        view[0].mul_(2.0)
+    with pytest.raises(AutoshardError, match="wrote to .*weight"):
+        compiled(x, how)
+
+
+@pytest.mark.parametrize("axis", ["tp", "dp_shard"])
+def test_a_write_to_a_view_that_a_frame_returned_is_no_silent_loss(
+    gloo2: GlooPool, axis: str
+) -> None:
+    for how in ("itself", "view", "data"):
+        gloo2(write_to_a_view, axis, how)
