@@ -63,10 +63,7 @@ def _routed(
     """chosen: the expert of each row. here: how many experts this rank holds, rows of others
     having this number; None where it holds all."""
     k, experts = weights.shape[1], stacks[0].shape[0]
-    ordered, order = torch.sort(chosen)
-    counted = torch.arange(experts, device=chosen.device, dtype=chosen.dtype)
-    # int32, which grouped products want; a histogram counts in floating numbers on some devices
-    offs = torch.searchsorted(ordered, counted, right=True, out_int32=True)
+    ordered, order, offs = _by_expert(chosen, experts)
     rows, weight = x[order // k], weights.reshape(-1)[order]
     foreign = None
     if here is not None:
@@ -74,6 +71,16 @@ def _routed(
         ordered = ordered.clamp(max=here - 1)
     out = parse(body).run(rows, weight, ordered, offs, stacks, foreign)
     return out[_inverse(order)].reshape(weights.shape[0], k, out.shape[-1]).sum(1)
+
+
+def _by_expert(
+    chosen: torch.Tensor, experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The expert of each row in order, the rows in that order, and where each expert's end."""
+    ordered, order = torch.sort(chosen)
+    counted = torch.arange(experts, device=chosen.device, dtype=chosen.dtype)
+    # int32, which grouped products want; a histogram counts in floating numbers on some devices
+    return ordered, order, torch.searchsorted(ordered, counted, right=True, out_int32=True)
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:
@@ -184,9 +191,7 @@ def _exchanged(
     if over is not None:
         out = _exchanged(there, owner, weight.unsqueeze(1), stacks, body, here, over)
     else:
-        owner, by_expert = torch.sort(owner)
-        numbers = torch.arange(here, device=x.device)
-        offs = torch.searchsorted(owner, numbers, right=True, out_int32=True)
+        owner, by_expert, offs = _by_expert(owner, here)
         out = parse(body).run(there[by_expert], weight[by_expert], owner, offs, stacks)
         out = out[_inverse(by_expert)]
     out = exchange_rows(out, counts.flip(0), order.shape[0], axis)
