@@ -42,17 +42,18 @@ class Revisable(Protocol):
         """Follow other decisions on the same graph."""
 
 
-def recompute(planned: Revisable, build: Callable[[], Program], budget: int, assumed: bool) -> None:
+def recompute(
+    planned: Revisable, build: Callable[[], Program], budget: int, assumed: bool, inner: str
+) -> None:
     """Decide what is computed again so that a step stays within `budget` bytes a rank.
 
     build: makes the program of the decisions as they are, for the first rank, whose parts are the
     largest: all ranks decide on the same one. assumed: nobody asked for the budget: where nothing
     fits it, what needs least is taken, with a warning; otherwise PlanError is raised, and
-    ConfigError where the inner compiler computes nothing again.
+    ConfigError where `inner`, the inner compiler, computes nothing again.
     """
-    free = build()
-    if free.config.inner == "eager":
-        return _say_that_all_is_kept(free, budget, assumed)
+    if inner == "eager":
+        return _say_that_all_is_kept(build(), budget, assumed)
     candidates = [planned.decisions, *planned.decisions.others]
     # an estimate may be above what the graphs need
     default = planned.decisions.unbudgeted or planned.decisions

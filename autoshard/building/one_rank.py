@@ -161,7 +161,8 @@ def build_program(
         if config.host_memory and any(_on_gpu(node) for node in serial.graph.nodes):
             compat.transfers()  # or raises
         first = offline_mesh({one.name: one.size for one in mesh.axes}, 0)
-        recompute(planned, lambda: built(first, SILENT), budget, config.memory_budget is None)
+        assumed = config.memory_budget is None
+        recompute(planned, lambda: built(first, SILENT), budget, assumed, config.inner)
     decisions = planned.decisions
     if axis.size > 1:
         guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
