@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from joined_batch import Sizes, part
 from models import CASES
-from pipelined import batch, differing, made, moved, read
+from pipelined import batch, clipped_step, differing, evaluated, made, moved, optimizers_of, read
 from side_by_side import TOLERANCE, Pair, difference
 
 
@@ -26,8 +24,7 @@ def train(name: str, sizes: Sizes, micro: int, options: dict[str, Any]) -> dict[
     mesh = init_mesh(sizes, "cpu")
     ranks, own, case = mesh.batches, data_coordinate(mesh), CASES[name]
     pair = Pair(made(name), mesh=sizes, **{"inner": "eager", **options})
-    models = (pair.model, pair.serial)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-3) for m in models]
+    optimizers = optimizers_of(pair)
     norm = 0.0
     for step in range(3):
         for i in range(micro):
@@ -41,25 +38,8 @@ def train(name: str, sizes: Sizes, micro: int, options: dict[str, Any]) -> dict[
                 (got * (own + 1) / micro).backward()
             pair.loss = max(pair.loss, difference(got, wants[own]))
         pair.compare_gradients()
-        ours, theirs = (nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in models)
-        norm = max(norm, difference(ours, theirs))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    with torch.no_grad():
-        given = part(batch(name, 9), ranks, own)
-        if "labels" in given:
-            pair.forward(lambda model: model(**given).logits)
-        pair.forward(lambda model: case.loss(model, given))
-    stored = [p for p in pair.model.parameters() if isinstance(p, DTensor)]
-    return {
-        "loss": pair.loss,
-        "gradient": pair.gradient,
-        "where": pair.where,
-        "norm": norm,
-        "held": sum(p.to_local().numel() for p in stored),
-        "all": sum(p.numel() for p in pair.serial.parameters()),
-    }
+        norm = max(norm, clipped_step(pair, optimizers))
+    return evaluated(pair, case, part(batch(name, 9), ranks, own), norm)
 
 
 def check(results: list[dict[str, Any]], copies: int = 1) -> None:

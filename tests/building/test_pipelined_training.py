@@ -7,45 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from gloo_pool import GlooPool
 from models import CASES
-from pipelined import batch, differing, made, moved, read
-from side_by_side import TOLERANCE, Pair, difference
+from pipelined import batch, clipped_step, differing, evaluated, made, moved, optimizers_of, read
+from side_by_side import TOLERANCE, Pair
 
 
 def train(name: str, stages: int, options: dict[str, Any]) -> dict[str, Any]:
     """Three steps with clipping, then an evaluation, beside the serial model."""
     case = CASES[name]
     pair = Pair(made(name), mesh={"pp": stages}, **options)
-    models = (pair.model, pair.serial)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-3) for m in models]
+    optimizers = optimizers_of(pair)
     norms = 0.0
     for step in range(3):
         given = batch(name, step)
         pair.backward(lambda model, given=given: case.loss(model, given))  # type: ignore[misc]
         pair.compare_gradients()
-        ours, theirs = (nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in models)
-        norms = max(norms, difference(ours, theirs))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    with torch.no_grad():
-        given = batch(name, 9)
-        if "labels" in given:
-            pair.forward(lambda model: model(**given).logits)
-        pair.forward(lambda model: case.loss(model, given))
-    stored = [p for p in pair.model.parameters() if isinstance(p, DTensor)]
-    return {
-        "loss": pair.loss,
-        "gradient": pair.gradient,
-        "where": pair.where,
-        "norm": norms,
-        "held": sum(p.to_local().numel() for p in stored),
-        "all": sum(p.numel() for p in pair.serial.parameters()),
-    }
+        norms = max(norms, clipped_step(pair, optimizers))
+    return evaluated(pair, case, batch(name, 9), norms)
 
 
 def check(results: list[dict[str, Any]]) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from model_case import SEQ, Batch
+from model_case import SEQ, Batch, Case
 from models import CASES
-from side_by_side import difference, whole
+from side_by_side import Pair, difference, whole
 
 
 def made(name: str) -> nn.Module:
@@ -27,6 +28,39 @@ def batch(name: str, step: int) -> Batch:
     if found.get("labels", torch.zeros(1)).dim() == 2:
         found["labels"][0, : SEQ // 2] = -100
     return found
+
+
+def optimizers_of(pair: Pair) -> list[torch.optim.Optimizer]:
+    """One of the compiled model, one of the serial one."""
+    models = (pair.model, pair.serial)
+    return [torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-3) for m in models]
+
+
+def clipped_step(pair: Pair, optimizers: list[torch.optim.Optimizer]) -> float:
+    """Clip and step both; how far their norms are apart."""
+    models = (pair.model, pair.serial)
+    ours, theirs = (nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in models)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return difference(ours, theirs)
+
+
+def evaluated(pair: Pair, case: Case, given: Batch, norm: float) -> dict[str, Any]:
+    """Compare an evaluation too; all differences, and how much of the model this rank holds."""
+    with torch.no_grad():
+        if "labels" in given:
+            pair.forward(lambda model: model(**given).logits)
+        pair.forward(lambda model: case.loss(model, given))
+    stored = [p for p in pair.model.parameters() if isinstance(p, DTensor)]
+    return {
+        "loss": pair.loss,
+        "gradient": pair.gradient,
+        "where": pair.where,
+        "norm": norm,
+        "held": sum(p.to_local().numel() for p in stored),
+        "all": sum(p.numel() for p in pair.serial.parameters()),
+    }
 
 
 def stepped(mesh: dict[str, int], name: str = "llama") -> tuple[nn.Module, Any, Any]:
