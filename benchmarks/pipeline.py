@@ -1,18 +1,20 @@
 """Pipelines against torch.distributed.pipelining cut by hand, on gloo processes: time, peak, bytes.
 
-    torchrun --nproc-per-node=2 benchmarks/pipeline.py [--steps 10] [--json PATH]
+    torchrun --nproc-per-node=2 benchmarks/pipeline.py [--steps 10] [--inner inductor] [--json PATH]
     torchrun --nproc-per-node=4 benchmarks/pipeline.py
 
 One Llama: this backend cuts it by itself, by each of its schedules; for torch it is cut by hand in
 equal numbers of layers, with the embedding on the first stage and the head on the last, and run by
-the schedule of the same kind. All run operator by operator, in one run, and take turns step by
-step, so that other load on the machine meets all of them. A row is the median over steps, each
-column followed by its ratio to torch's of the same schedule (zb1: to torch's 1F1B). Before the race
-the loss of every contestant is compared with the serial model's.
+the schedule of the same kind. All run operator by operator, or with `--inner inductor` all are
+compiled, torch's parts by `nn.Module.compile`. In one run they take turns step by step, so that
+other load on the machine meets all of them. A row is the median over steps, each column followed by
+its ratio to torch's of the same schedule (zb1: to torch's 1F1B). Before the race the loss of every
+contestant is compared with the serial model's.
 
 - step: forward, backward, SGD, zero_grad, between two barriers; the slowest rank counts.
 - peak: parameters, and above them the allocations of a step of its own under torch.profiler; of the
-  rank that needs most. predicted: what `autoshard.trace(...).memory()` says of that stage.
+  rank that needs most. predicted: what `autoshard.trace(...).memory()` says of that stage, where
+  operators run one by one.
 - sent: what the kernel says the processes sent over their sockets in a step, together.
 """
 
@@ -41,7 +43,6 @@ from data_parallel import SETTLING, Contestant, Measured
 from llama_model import Llama, Shape, WithLoss, loss_of
 
 SHAPE = Shape(vocab=2048, width=256, hidden=704, layers=8, heads=4, length=64)
-INNER = "aot_eager"  # whose graphs the prediction reads; operator by operator, like the rivals
 RIVALS = {
     "gpipe": "torch GPipe",
     "1f1b": "torch 1F1B",
@@ -84,11 +85,11 @@ class Step(Measured):
         self.optimizer.zero_grad()
 
 
-def ours(model: Llama, schedule: str, count: int) -> Contestant:
+def ours(model: Llama, schedule: str, count: int, inner: str) -> Contestant:
     """This backend with one schedule."""
     module = WithLoss(copy.deepcopy(model))
     ranks = dist.get_world_size()
-    options = {"mesh": {"pp": ranks}, "schedule": schedule, "microbatches": count, "inner": INNER}
+    options = {"mesh": {"pp": ranks}, "schedule": schedule, "microbatches": count, "inner": inner}
     compiled = torch.compile(module, backend="autoshard", options=options)
 
     def call(ids: torch.Tensor) -> torch.Tensor:
@@ -99,11 +100,14 @@ def ours(model: Llama, schedule: str, count: int) -> Contestant:
     return Contestant(module, call, RIVALS[schedule])
 
 
-def by_hand(model: Llama, schedule: Any, chunks: int, count: int) -> Contestant:
+def by_hand(model: Llama, schedule: Any, chunks: int, count: int, inner: str) -> Contestant:
     """torch's runtime, the model cut by hand."""
     ranks, rank, own = dist.get_world_size(), dist.get_rank(), copy.deepcopy(model)
     total, device = ranks * chunks, torch.device("cpu")
     parts = [Part(own, number, total) for number in range(rank, total, ranks)]
+    if inner == "inductor":
+        for part in parts:
+            part.compile()
     stages = [
         PipelineStage(part, number, total, device)
         for number, part in zip(range(rank, total, ranks), parts)
@@ -122,18 +126,19 @@ def by_hand(model: Llama, schedule: Any, chunks: int, count: int) -> Contestant:
     return Contestant(nn.ModuleList(parts), call, "")
 
 
-def contestants(model: Llama, count: int) -> dict[str, Contestant]:
+def contestants(model: Llama, count: int, inner: str) -> dict[str, Contestant]:
     """All of them by name, each with a copy of the model."""
-    found = {f"autoshard {name}": ours(model, name, count) for name in RIVALS}
-    found["torch GPipe"] = by_hand(model, ScheduleGPipe, 1, count)
-    found["torch 1F1B"] = by_hand(model, Schedule1F1B, 1, count)
-    found["torch Interleaved1F1B"] = by_hand(model, ScheduleInterleaved1F1B, 2, count)
+    found = {f"autoshard {name}": ours(model, name, count, inner) for name in RIVALS}
+    found["torch GPipe"] = by_hand(model, ScheduleGPipe, 1, count, inner)
+    found["torch 1F1B"] = by_hand(model, Schedule1F1B, 1, count, inner)
+    found["torch Interleaved1F1B"] = by_hand(model, ScheduleInterleaved1F1B, 2, count, inner)
     return found
 
 
-def predicted(model: Llama, schedule: str, count: int, ids: torch.Tensor) -> list[int]:
-    """Bytes of each rank's stage at its peak; of several stages a rank, nothing is predicted."""
-    if schedule == "interleaved":
+def predicted(model: Llama, schedule: str, count: int, inner: str, ids: torch.Tensor) -> list[int]:
+    """Bytes of each rank's stage at its peak, which are read in the graphs that run operator by
+    operator; of several stages a rank, nothing is predicted."""
+    if schedule == "interleaved" or inner == "inductor":
         return []
     mesh = {"pp": dist.get_world_size()}
     options: dict[str, Any] = {"schedule": schedule, "microbatches": count}
@@ -201,6 +206,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--inner", default="aot_eager", choices=["aot_eager", "inductor"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     dist.init_process_group("gloo")
@@ -208,9 +214,10 @@ def main() -> None:
     torch.manual_seed(0)
     model = Llama(SHAPE)
     ids = torch.randint(SHAPE.vocab, (args.batch, SHAPE.length))
-    peaks = {f"autoshard {name}": predicted(model, name, args.microbatches, ids) for name in RIVALS}
+    count, inner = args.microbatches, args.inner
+    peaks = {f"autoshard {name}": predicted(model, name, count, inner, ids) for name in RIVALS}
     torch.compiler.reset()
-    found = contestants(model, args.microbatches)
+    found = contestants(model, count, inner)
     measured = {name: Step(one) for name, one in found.items()}
     for number in range(SETTLING + args.steps):
         for one in measured.values():

@@ -52,6 +52,8 @@ class SplitBackward:
         backward = graphs.backward or fx.GraphModule({}, _without_gradients(len(given)))
         read = backward.graph.find_nodes(op="placeholder")
         self.saved = [places[node.name] for node in read if node.name in places]
+        # A gradient arrives contiguous; the graphs read it in the layout of the output it is of.
+        self.layouts = [node.meta["val"].stride() for node in read if node.name not in places]
         if len(read) != len(self.saved) + len(self.graded) or len(given) != len(fakes):
             raise CaptureError(
                 message(
@@ -91,7 +93,9 @@ class SplitBackward:
 
         gradients: of outputs, by their position.
         """
-        values = [*kept, *(gradients[i] for i in self.graded)]
+        arrived = [_laid_out(gradients[i], of) for i, of in zip(self.graded, self.layouts)]
+        values = [*kept, *arrived]
+        arrived.clear()
         count = len(values)
         late = {i: values[i] for i in self.late if i < count}
         reads = self.by_inputs_graph.reads(values)
@@ -141,6 +145,10 @@ class _Compiled:
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         """The outputs, of all the values."""
         return self.of_read(self.reads(values))
+
+
+def _laid_out(x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    return x if x.stride() == strides else x.new_empty_strided(x.shape, strides).copy_(x)
 
 
 def _results(gm: fx.GraphModule) -> list[fx.Node | None]:

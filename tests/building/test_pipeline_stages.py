@@ -48,7 +48,7 @@ class Mailbox:
 
     def send(self, to: int, values: Sequence[torch.Tensor], back: bool) -> None:
         self.all.sent[self.stage, to].append(sum(value.nbytes for value in values))
-        self.all.boxes[self.stage, to, back].extend(values)
+        self.all.boxes[self.stage, to, back].extend(value.contiguous() for value in values)
 
     def receive(self, source: int, metas: Sequence[ValueMeta], back: bool) -> list[torch.Tensor]:
         found = [self.all.boxes[source, self.stage, back].popleft() for _ in metas]
@@ -153,7 +153,6 @@ def same_as_serial(name: str, stages: int, inner: str = "eager", **options: Any)
         pytest.param("t5", 3, {"schedule": "zb1"}, marks=pytest.mark.slow),
         pytest.param("llama", 2, {"schedule": "zb1"}, marks=pytest.mark.slow),
         pytest.param("llama", 4, {"schedule": "interleaved"}, marks=pytest.mark.slow),
-        pytest.param("vit", 2, {"schedule": "zb1", "inner": "inductor"}, marks=pytest.mark.slow),
         pytest.param("llama", 4, {}, marks=pytest.mark.slow),
         pytest.param("vit", 2, {"microbatches": 4}, marks=pytest.mark.slow),
         pytest.param("mixtral", 2, {}, marks=pytest.mark.slow),
@@ -246,6 +245,32 @@ def test_a_batch_that_does_not_divide_is_refused_with_what_would() -> None:
 def test_a_budget_that_no_cut_fits_is_an_error() -> None:
     with pytest.raises(PlanError, match="memory_budget=100"):
         cut(graph_of(Noisy().eval(), (torch.randn(6, 8),)), 2, memory_budget=100)
+
+
+class Turned(nn.Module):
+    """What crosses the cut is not contiguous: attention leaves [batch, length, heads, width]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 96)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.up(x).unflatten(-1, (4, 8)).transpose(1, 2)
+        y = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return self.down(y.transpose(1, 2).flatten(2)).square().sum()
+
+
+@pytest.mark.slow
+def test_a_gradient_arrives_in_the_layout_that_the_cut_backward_reads() -> None:
+    model, x = Turned(), torch.randn(4, 16, 32)
+    graph = graph_of(model, (x,))
+    program = cut(graph, 2, microbatches=2, schedule="zb1")
+    (sent,) = program.plan.stages[0].sent
+    assert sent.meta["val"].dim() == 4
+    found = run(program, [item.real for item in graph[2]], "inductor")
+    model(x).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found["gradients"][name], p.grad)
 
 
 class Deep(nn.Module):
