@@ -258,10 +258,11 @@ class Config:
         "Parts in which a pipeline (`pp` in the mesh) runs a batch; None: four a stage, or the "
         "largest divisor of the batch below that.",
     )
-    schedule: str = _choice(
-        "1f1b",
-        ("1f1b", "gpipe", "interleaved", "zb1"),
-        "The order of forwards and backwards on the stages of a pipeline (pipeline.md).",
+    schedule: str | None = _choice(
+        None,
+        ("1f1b", "gpipe", "interleaved", "zb1", None),
+        "The order of forwards and backwards on the stages of a pipeline (pipeline.md); None: that "
+        "of `plan`, or '1f1b'.",
     )
     virtual_stages: int | None = _option(
         None,

@@ -17,8 +17,9 @@ from autoshard.runtime.compat import ForwardBackward
 class StageMemory:
     """parameters, gradients: of what the stage reads, gradients as they add up over micro-batches.
     shared: of the whole batch, values that are made of no parameter. kept: of one micro-batch from
-    its forward to its backward; live: the most micro-batches of which it is. working: the most that
-    a forward or a backward has beside, its own micro-batch's kept values among it.
+    its forward to its backward; live: the most micro-batches of which it is. late, waiting: the
+    same from the first part of a backward to the second, where it has two. together: the most that
+    all micro-batches have at once, with what the one at work makes and frees.
     """
 
     parameters: int
@@ -26,13 +27,14 @@ class StageMemory:
     shared: int
     kept: int
     live: int
-    working: int
+    together: int
+    late: int = 0
+    waiting: int = 0
 
     @property
     def peak(self) -> int:
         """The most of all together, in a call; the optimizer's state is beside it."""
-        stored = self.parameters + self.gradients + self.shared
-        return stored + (self.live - 1) * self.kept + self.working
+        return self.parameters + self.gradients + self.shared + self.together
 
 
 def memory_of_stage(
@@ -51,11 +53,12 @@ def memory_of_stage(
     moments = [each for each in step.moments() if each.phase != "optimizer"]
     sent = [each.held[OUTPUTS] for each in moments if each.phase == "forward"][-1]
     most = max(each.bytes + sent * (each.phase == "backward") for each in moments)
+    kept = received + step.activations + sent
     return StageMemory(
         parameters=sum(map(tensor_bytes, parameters)),
         gradients=trained,
         shared=shared,
-        kept=received + step.activations + sent,
+        kept=kept,
         live=live,
-        working=received + most,
+        together=(live - 1) * kept + received + most,
     )

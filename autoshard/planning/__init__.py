@@ -16,6 +16,7 @@ from autoshard.planning.operators import (
     target_name,
 )
 from autoshard.planning.outer import Outer, on_rank
+from autoshard.planning.pipeline_plan import PipelinePlan
 from autoshard.planning.plan import GraphPlan, Plan, strategy_text
 from autoshard.planning.planner import Request, fingerprint, plan_graph, with_graph
 from autoshard.planning.prices import TRAINED_BYTES, Prices

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autoshard.planning.pipeline_plan import PipelinePlan, read_pipeline
 from autoshard.planning.strategy import Strategy
 from autoshard.runtime.collectives import State, is_state
 from autoshard.runtime.errors import PlanError
@@ -52,7 +53,7 @@ class Plan:
 
     mesh: sizes of all axes by name, where the plan was made for one mesh (`autoshard plan`); the
     backend uses it where no mesh is given. outer: of a mesh with two planned axes, the plan of the
-    one that is planned first.
+    one that is planned first. pipeline: of a mesh with pp, its stages.
     """
 
     axis: str
@@ -61,6 +62,7 @@ class Plan:
     graphs: dict[str, GraphPlan] = field(default_factory=dict)
     mesh: dict[str, int] = field(default_factory=dict)
     outer: Plan | None = None
+    pipeline: PipelinePlan | None = None
 
     def digest(self) -> str:
         """Equal on ranks that hold the same plan."""
@@ -81,6 +83,7 @@ class Plan:
                 for key, graph in self.graphs.items()
             },
             **({"outer": self.outer._body()} if self.outer else {}),
+            **({"pipeline": self.pipeline.body()} if self.pipeline else {}),
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -99,11 +102,14 @@ class Plan:
                 f"plan file {path} has version {version!r:.40}; this release reads {PLAN_VERSION}. "
                 "Save it again with this release."
             )
-        body.only(("version", *_ENTRIES, "outer"))
+        body.only(("version", *_ENTRIES, "outer", "pipeline"))
         plan, outer = _plan(body), body.optional("outer", None)
         if outer.value is not None:
             outer.only(_ENTRIES)
             plan.outer = _plan(outer)
+        stages = body.optional("pipeline", None)
+        if stages.value is not None:
+            plan.pipeline = read_pipeline(stages)
         return plan
 
 

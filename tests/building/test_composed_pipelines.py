@@ -30,12 +30,14 @@ def train(name: str, sizes: Sizes, micro: int, options: dict[str, Any]) -> dict[
         for i in range(micro):
             parts = [part(batch(name, micro * step + i), ranks, k) for k in range(ranks)]
             wants = [case.loss(pair.serial, given) for given in parts]
-            weighed = [want * (k + 1) for k, want in enumerate(wants)]  # ranks scale as they like
+            # ranks scale as they like, but those whose rows meet
+            scales = [1 if "ep" in sizes else k + 1 for k in range(ranks)]
+            weighed = [want * scale for want, scale in zip(wants, scales)]
             (torch.stack(weighed).sum() / (ranks * micro)).backward()
             early = i + 1 < micro
             with autoshard.no_sync(pair.model) if early else contextlib.nullcontext():
                 got = case.loss(pair.compiled, parts[own])
-                (got * (own + 1) / micro).backward()
+                (got * scales[own] / micro).backward()
             pair.loss = max(pair.loss, difference(got, wants[own]))
         pair.compare_gradients()
         norm = max(norm, clipped_step(pair, optimizers))
@@ -69,6 +71,22 @@ def test_tensor_parallel_stages(gloo4: Any, name: str) -> None:
         assert max(result["loss"], result["gradient"], result["norm"]) < TOLERANCE, result
     held = sum(result["held"] for result in results)
     assert held < 1.1 * results[0]["all"]  # norms, which tp keeps whole, twice
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("llama", {"pp": 2, "cp": 2}),
+        pytest.param("gpt2", {"pp": 2, "cp": 2}, marks=pytest.mark.slow),
+        ("mixtral", {"pp": 2, "ep": 2}),
+    ],
+)
+def test_stages_beside_cp_and_ep(gloo4: Any, name: str, sizes: Sizes) -> None:
+    results = gloo4(train, name, sizes, 1, {})
+    for result in results:
+        assert max(result["loss"], result["gradient"], result["norm"]) < TOLERANCE, result
+    held = sum(result["held"] for result in results)
+    assert held < 1.1 * results[0]["all"]  # norms, which cp keeps whole, twice
 
 
 def all_tokens(sizes: Sizes) -> dict[str, Any]:
