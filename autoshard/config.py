@@ -293,6 +293,12 @@ class Config:
                     )
                 )
 
+    @property
+    def order(self) -> tuple[str, int]:
+        """The schedule of a pipeline, and the stages of each rank."""
+        schedule = self.schedule or "1f1b"
+        return schedule, (self.virtual_stages or 2) if schedule == "interleaved" else 1
+
     def lines(self) -> list[str]:
         """The options that must be the same on all ranks, one a line.
 

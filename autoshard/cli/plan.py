@@ -266,7 +266,8 @@ def _as_json(one: Recomputation | None) -> dict[str, Any] | None:
 
 
 def _stages_as_json(one: PipelinePrice) -> dict[str, Any]:
-    stages = zip(one.seconds, one.memory, [*one.sent_bytes, 0])
+    chunks = len(one.seconds) // len(one.memory)
+    stages = zip(one.seconds, one.memory * chunks, [*one.sent_bytes, 0])
     return {
         "idle": one.idle,
         "stages": [

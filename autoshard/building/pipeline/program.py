@@ -32,6 +32,7 @@ from autoshard.runtime.pipeline import (
     SCHEDULES,
     Action,
     ScheduleShape,
+    Timeline,
     is_possible,
     most_kept,
     picture,
@@ -67,6 +68,10 @@ class PipelineProgram:
         """The order of a rank's work."""
         return SCHEDULES[self.schedule](rank, self.shape)
 
+    def name_of(self, action: Action) -> str:
+        """What pictures call an action: with a letter, where ranks have several stages."""
+        return f"{action}{chr(ord('a') + action.chunk) if self.shape.chunks > 1 else ''}"
+
     def readers(self, parameter: int) -> list[int]:
         """The ranks that read a parameter of the micro-batch's graph."""
         numbered = enumerate(self.plan.stages)
@@ -83,13 +88,17 @@ class PipelineProgram:
         split = self.microbatch.split
         return {n: {"pp": at, "tp": split.get(n, I)} for n, at in self.stored().items()}
 
-    def idle(self, equal: bool = False) -> float:
-        """The part of a step that ranks wait, as the search prices stages. equal: if they all took
-        as long."""
+    def timeline(self, equal: bool = False) -> Timeline:
+        """When each rank does what, as the search prices stages. equal: if they all took as
+        long."""
         forward = [1.0 if equal else seconds / 3 for seconds in self.plan.stage_seconds]
         backward = [2 * seconds for seconds in forward]
         count, chunks = self.shape.microbatches, self.shape.chunks
-        return timeline(self.schedule, count, forward, backward, chunks).idle
+        return timeline(self.schedule, count, forward, backward, chunks)
+
+    def idle(self, equal: bool = False) -> float:
+        """The part of a step that ranks wait; see `timeline`."""
+        return self.timeline(equal).idle
 
     def exchange_lines(self) -> list[str]:
         """What ranks of ep, whose batches may differ, do together in a call."""
@@ -171,13 +180,13 @@ def build_pipeline(
         elif item.of_model:
             node.meta[BUFFER] = True
     batch, samples = _batch(nodes, inputs)
-    shape = ScheduleShape(ranks, _microbatches(config, samples, ranks, asked), _chunks(config))
+    schedule, chunks = config.order
+    shape = ScheduleShape(ranks, _microbatches(config, samples, ranks, asked), chunks)
     counted = data_axes(beside) if config.loss_tokens == "global" else ()
     microbatch = cut_batch(serial, parameters, batch, shape.microbatches, counted)
     microbatch, made = split_operators(
         microbatch, parameters, split, beside, hardware, config, asked
     )
-    schedule = config.schedule or ""
     live = [most_kept(schedule, shape, rank) for rank in range(ranks)]
     shards = {axis.name: axis.size for axis in gathering_axes(beside)}
     shards.pop("dp_replicate", None)
@@ -214,7 +223,7 @@ def _batch(
 
 
 def _microbatches(config: Config, samples: int, ranks: int, plan: Plan | None) -> int:
-    asked, schedule = config.microbatches, config.schedule or ""
+    asked, (schedule, _) = config.microbatches, config.order
     divisors = [
         n
         for n in range(1, samples + 1)
@@ -234,10 +243,6 @@ def _microbatches(config: Config, samples: int, ranks: int, plan: Plan | None) -
             )
         )
     return asked
-
-
-def _chunks(config: Config) -> int:
-    return (config.virtual_stages or 2) if config.schedule == "interleaved" else 1
 
 
 def refuse_options(config: Config) -> None:

@@ -16,11 +16,9 @@ from autoshard.planning import PipelinePlan, Plan, fingerprint
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.pipeline import ScheduleShape
 
-_DEFAULT = "1f1b"
-
 
 def followed(config: Config, mesh: Mesh, ranks: int) -> tuple[Config, Plan | None]:
-    """The options with their schedule, and the plan to follow, which may say it.
+    """The options with the schedule of the plan to follow, and that plan.
 
     Raises PlanError for a plan of another mesh, and ConfigError for options that contradict it or
     each other.
@@ -39,12 +37,12 @@ def followed(config: Config, mesh: Mesh, ranks: int) -> tuple[Config, Plan | Non
                 )
         stages = asked.virtual_stages if asked.schedule == "interleaved" else None
         config = replace(config, schedule=asked.schedule, virtual_stages=stages)
-    config = replace(config, schedule=config.schedule or _DEFAULT)
-    if config.virtual_stages is not None and config.schedule != "interleaved":
+    schedule, _ = config.order
+    if config.virtual_stages is not None and schedule != "interleaved":
         raise ConfigError(
             message(
                 f"options['virtual_stages']={config.virtual_stages} and "
-                f"schedule={config.schedule!r}, with which a rank has one stage",
+                f"schedule={schedule!r}, with which a rank has one stage",
                 remedy="Give schedule='interleaved', or leave virtual_stages out.",
             )
         )

@@ -20,7 +20,7 @@ from autoshard.building.pipeline.stage_graphs import PipelineStage, stage_graphs
 from autoshard.errors import ConfigError, PlanError, message
 from autoshard.planning import TRAINED_BYTES, cost, is_view, tensor_bytes, value
 from autoshard.planning.cost import Hardware, Link
-from autoshard.planning.solver import Chain, StageCut, cut_stages
+from autoshard.planning.solver import Chain, StageCut, cut_chunks
 from autoshard.runtime.graph_meta import DIFF, OWN_AXIS, REDUCED_DTYPE, STORED_DTYPE
 from autoshard.runtime.parameters import ParameterPolicy
 
@@ -83,10 +83,10 @@ def plan_stages(
     known = [stored.get(node) for node in microbatch.parameters]
     allowed = [h if h is None else frozenset(range(h, stages, ranks)) for h in known]
     chain = _chain(microbatch, operators, ends, hardware, link, allowed, shards)
-    found = cut_stages(chain, stages, microbatch.microbatches, budget, live)
+    found = cut_chunks(chain, ranks, microbatch.microbatches, budget, live)
     if found is None and chain.homes:  # another stage borrows what it reads
         chain = _chain(microbatch, operators, ends, hardware, link, [None] * len(known), shards)
-        found = cut_stages(chain, stages, microbatch.microbatches, budget, live)
+        found = cut_chunks(chain, ranks, microbatch.microbatches, budget, live)
     if found is None:
         raise PlanError(
             message(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import fx
 
 from autoshard.building.pipeline.program import PipelineProgram
 from autoshard.building.pipeline.stage_memory import stage_memory
-from autoshard.explain import human, table
+from autoshard.explain import human, pipeline_page, table
 from autoshard.memory import StageMemory
 from autoshard.planning import Plan
 
@@ -63,39 +65,61 @@ class TracedPipeline:
 
         width: columns that the parameters of a stage may fill.
         """
-        plan, ranks, count = self.program.plan, self.program.ranks, self.microbatches
-        rows = []
-        for number, (stage, held) in enumerate(zip(plan.stages, self.memory())):
-            rows.append(
-                [
-                    f"{number} on rank {number % ranks}",
-                    str(sum(node.op == "call_function" for node in stage.graph.graph.nodes)),
-                    f"{1e3 * plan.stage_seconds[number]:.3g}",
-                    human([*plan.sent_bytes, 0][number]),
-                    human(held.parameters),
-                    human(held.gradients),
-                    _kept(held),
-                    human(held.peak),
-                ]
-            )
-        header = ["stage", "operators", "ms", "sends", "params", "grads", "keeps", "peak"]
-        first, *others = self.program.stage_lines()
+        summary, *stages = self._lines()
         lines = [
-            f"{first}; {human(2 * count * sum(plan.sent_bytes))} sent in a step",
+            summary,
             "",
-            table(header, rows, right=range(1, len(header))),
+            table(_HEADER, self._rows(), right=range(1, len(_HEADER))),
             "",
-            "ms: of a micro-batch, forward and backward; sends: of a micro-batch, and its gradient "
-            "comes",
-            "back; keeps: micro-batches whose activations are there at once, and of zb1 those of "
-            "which the",
-            "gradients of weights wait; peak: without the optimizer.",
+            *textwrap.wrap(_NOTE, 100),
             "",
-            *(textwrap.shorten(line, width) for line in others),
+            *(textwrap.shorten(line, width) for line in stages),
             "",
             self.picture(),
         ]
         return "\n".join(line.rstrip() for line in lines) + "\n"
+
+    def explain_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the same as one page that needs no network, with the schedule as the search prices
+        it."""
+        program, (summary, *stages) = self.program, self._lines()
+        spans = program.timeline().spans
+        ranks = [
+            [(program.name_of(action), *span) for action, span in zip(program.actions(rank), own)]
+            for rank, own in enumerate(spans)
+        ]
+        page = pipeline_page(summary, _HEADER, self._rows(), _NOTE, stages, ranks)
+        Path(path).write_text(page, encoding="utf-8")
+
+    def _lines(self) -> list[str]:
+        first, *stages = self.program.stage_lines()
+        sent = human(2 * self.microbatches * sum(self.sent_bytes))
+        return [f"{first}; {sent} sent in a step", *stages]
+
+    def _rows(self) -> list[list[str]]:
+        plan, ranks = self.program.plan, self.program.ranks
+        return [
+            [
+                f"{number} on rank {number % ranks}",
+                str(sum(node.op == "call_function" for node in stage.graph.graph.nodes)),
+                f"{1e3 * plan.stage_seconds[number]:.3g}",
+                human([*plan.sent_bytes, 0][number]),
+                human(held.parameters),
+                human(held.gradients),
+                _kept(held),
+                human(held.peak),
+            ]
+            for number, (stage, held) in enumerate(zip(plan.stages, self.memory()))
+        ]
+
+
+_HEADER = ["stage", "operators", "ms", "sends", "params", "grads", "keeps", "peak"]
+
+_NOTE = (
+    "ms: of a micro-batch, forward and backward; sends: of a micro-batch, and its gradient comes "
+    "back; keeps: micro-batches whose activations are there at once, and of zb1 those of which the "
+    "gradients of weights wait; peak: without the optimizer."
+)
 
 
 def _kept(held: StageMemory) -> str:
