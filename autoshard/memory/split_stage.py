@@ -90,7 +90,8 @@ def _parts(cut: BackwardCut, received: list[int], passed: int) -> _Parts:
     late = set(_all(known[name] for name in read_late))
     first = saved | set(_all(tangents.values()))
     by_inputs = _bytes(first) + passed
-    by_inputs += _most(cut.by_inputs, held, first, kept=late | set(arrived))
+    there = {*arrived, *_all(tangents.values())}  # until the end, whoever reads them
+    by_inputs += _most(cut.by_inputs, held, first, kept=late | there)
 
     held = _held(cut.by_weights, {name: known[name] for name in read_late})
     by_weights = _bytes(late) + _most(cut.by_weights, held, late, kept=set())

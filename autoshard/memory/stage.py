@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autoshard.memory.phases import OUTPUTS, phases
+from autoshard.memory.phases import phases
 from autoshard.memory.step import Step
 from autoshard.planning import tensor_bytes
 from autoshard.runtime.compat import ForwardBackward
@@ -48,12 +48,10 @@ def memory_of_stage(
     are `parameters`. received: bytes of a micro-batch from the stage before.
     """
     trained = sum(tensor_bytes(each) for each in parameters if each.requires_grad)
-    made = phases(graphs, range(len(parameters)))
+    made = phases(graphs, range(len(parameters)), held=True)  # autograd's caller has them
     step = Step(phases=made, resident={}, gradients=trained, scratch=0)
     moments = [each for each in step.moments() if each.phase != "optimizer"]
-    sent = [each.held[OUTPUTS] for each in moments if each.phase == "forward"][-1]
-    most = max(each.bytes + sent * (each.phase == "backward") for each in moments)
-    kept = received + step.activations + sent
+    most, kept = max(each.bytes for each in moments), received + step.activations
     return StageMemory(
         parameters=sum(map(tensor_bytes, parameters)),
         gradients=trained,
