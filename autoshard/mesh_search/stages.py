@@ -281,8 +281,8 @@ def _joined(parts: Sequence[Profile]) -> Profile:
     numbered = list(zip(starts, parts))
     return replace(
         parts[0],
-        forward=[each for part in parts for each in part.forward],
-        backward=[each for part in parts for each in part.backward],
+        forward=tuple(each for part in parts for each in part.forward),
+        backward=tuple(each for part in parts for each in part.backward),
         sent=tuple(s._replace(at=s.at + start) for start, part in numbered for s in part.sent),
         weights=tuple(
             replace(weight, use=weight.use + start)
