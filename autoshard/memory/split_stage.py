@@ -10,11 +10,9 @@ from torch import fx
 
 from autoshard.compiling import BackwardCut, results_of
 from autoshard.memory.liveness import Storage, storages, walk
-from autoshard.memory.phases import TEMPORARIES
+from autoshard.memory.phases import TEMPORARIES, Storages
 from autoshard.memory.stage import StageMemory
 from autoshard.planning import tensor_bytes
-
-Storages = tuple[Storage, ...]
 
 
 @dataclass(frozen=True)

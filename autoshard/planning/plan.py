@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autoshard.planning.pipeline_plan import PipelinePlan, read_pipeline
 from autoshard.planning.strategy import Strategy
 from autoshard.runtime.collectives import State, is_state
 from autoshard.runtime.errors import PlanError
@@ -45,6 +44,24 @@ class GraphPlan:
 
     nodes: dict[str, str] = field(default_factory=dict)
     copies: dict[str, State] = field(default_factory=dict)
+
+
+@dataclass
+class PipelinePlan:
+    """ranks: of pp. virtual_stages: stages of each rank. homes: the rank that stores each
+    parameter, by its name. graphs: for each graph of a micro-batch, by its fingerprint, the first
+    operator of each stage but the first."""
+
+    ranks: int
+    schedule: str
+    microbatches: int
+    virtual_stages: int = 1
+    homes: dict[str, int] = field(default_factory=dict)
+    graphs: dict[str, list[str]] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """The entry of the file."""
+        return {name: getattr(self, name) for name in _STAGE_ENTRIES}
 
 
 @dataclass
@@ -109,10 +126,11 @@ class Plan:
             plan.outer = _plan(outer)
         stages = body.optional("pipeline", None)
         if stages.value is not None:
-            plan.pipeline = read_pipeline(stages)
+            plan.pipeline = _pipeline(stages)
         return plan
 
 
+_STAGE_ENTRIES = ("ranks", "schedule", "microbatches", "virtual_stages", "homes", "graphs")
 _ENTRIES = ("axis", "size", "mesh", "parameters", "graphs")
 
 
@@ -128,6 +146,21 @@ def _plan(body: FileEntry) -> Plan:
         {name: _stored(state) for name, state in body.entry("parameters").entries().items()},
         {name: _graph(graph) for name, graph in body.optional("graphs", {}).entries().items()},
         sizes,
+    )
+
+
+def _pipeline(entry: FileEntry) -> PipelinePlan:
+    """The stages of a plan file, or PlanError with what is wrong."""
+    entry.only(_STAGE_ENTRIES)
+    ranks = entry.entry("ranks").integer(2, MOST_RANKS)
+    homes, graphs = (entry.optional(name, {}).entries() for name in ("homes", "graphs"))
+    return PipelinePlan(
+        ranks=ranks,
+        schedule=entry.entry("schedule").text("1f1b", "gpipe", "interleaved", "zb1"),
+        microbatches=entry.entry("microbatches").integer(1, MOST_RANKS),
+        virtual_stages=entry.optional("virtual_stages", 1).integer(1, MOST_RANKS),
+        homes={name: home.integer(0, ranks - 1) for name, home in homes.items()},
+        graphs={key: [one.text() for one in cuts.items()] for key, cuts in graphs.items()},
     )
 
 
