@@ -64,29 +64,22 @@ def test_data_parallel_stages(gloo4: Any, name: str, sizes: Sizes, micro: int) -
     check(gloo4(train, name, sizes, micro, {}), sizes.get("dp_replicate", 1))
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_tensor_parallel_stages(gloo4: Any, name: str) -> None:
-    results = gloo4(train, name, {"pp": 2, "tp": 2}, 1, {})
-    for result in results:
-        assert max(result["loss"], result["gradient"], result["norm"]) < TOLERANCE, result
-    held = sum(result["held"] for result in results)
-    assert held < 1.1 * results[0]["all"]  # norms, which tp keeps whole, twice
-
-
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
+        ("llama", {"pp": 2, "tp": 2}),
+        pytest.param("gpt2", {"pp": 2, "tp": 2}, marks=pytest.mark.slow),
         ("llama", {"pp": 2, "cp": 2}),
         pytest.param("gpt2", {"pp": 2, "cp": 2}, marks=pytest.mark.slow),
         ("mixtral", {"pp": 2, "ep": 2}),
     ],
 )
-def test_stages_beside_cp_and_ep(gloo4: Any, name: str, sizes: Sizes) -> None:
+def test_axes_inside_of_stages(gloo4: Any, name: str, sizes: Sizes) -> None:
     results = gloo4(train, name, sizes, 1, {})
     for result in results:
         assert max(result["loss"], result["gradient"], result["norm"]) < TOLERANCE, result
     held = sum(result["held"] for result in results)
-    assert held < 1.1 * results[0]["all"]  # norms, which cp keeps whole, twice
+    assert held < 1.1 * results[0]["all"]  # norms, which tp and cp keep whole, twice
 
 
 def all_tokens(sizes: Sizes) -> dict[str, Any]:
@@ -118,7 +111,11 @@ def test_a_mean_over_the_tokens_of_all_ranks(gloo4: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
-    [({"pp": 2, "dp_shard": 2}, {"dp_shard": 4}), ({"dp_shard": 4}, {"pp": 2, "dp_shard": 2})],
+    [
+        ({"pp": 2, "dp_shard": 2}, {"dp_shard": 4}),
+        ({"dp_shard": 4}, {"pp": 2, "dp_shard": 2}),
+        ({"pp": 2, "cp": 2}, {"pp": 2, "tp": 2}),
+    ],
 )
 def test_checkpoints_of_sharded_stages(gloo4: Any, first: Sizes, second: Sizes) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -126,7 +123,9 @@ def test_checkpoints_of_sharded_stages(gloo4: Any, first: Sizes, second: Sizes) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"pp": 2, "dp_shard": 2}, {"pp": 2, "tp": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"pp": 2, "dp_shard": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "cp": 2}]
+)
 def test_what_eager_code_reads_and_writes_of_shards(gloo4: Any, sizes: Sizes) -> None:
     for found in gloo4(read, "llama", sizes):
         assert found["state"] == 0.0 and found["sum"] < TOLERANCE and found["write"] == 0.0

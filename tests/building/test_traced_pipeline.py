@@ -14,8 +14,10 @@ import autoshard
 from autoshard.building.pipeline.traced import TracedPipeline
 from autoshard.errors import ConfigError, PlanError
 from autoshard.planning import Plan
+from models import CASES
 
 HIDDEN, ROWS, BATCH = 32, 16, 8
+EXPERTS, STACKS = {"pp": 2, "ep": 2}, ("gate_up_proj", "down_proj")
 
 
 class Layers(nn.Module):
@@ -29,11 +31,21 @@ class Layers(nn.Module):
         return x.square().mean(), x
 
 
+class Weighed(Layers):
+    """Each layer reads one more value that is made of no parameter."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        weights = x.sum(-1, keepdim=True).cos()
+        for layer in self.layers:
+            x = torch.relu(layer(x)) * weights
+        return x.square().mean()
+
+
 def traced(dtype: torch.dtype = torch.float32, **options: Any) -> TracedPipeline:
-    mesh = options.pop("mesh", {"pp": 2})
+    mesh, made = options.pop("mesh", {"pp": 2}), options.pop("made", Layers)
     torch.compiler.reset()
     with torch.device("meta"):
-        model, x = Layers(), torch.empty(BATCH, ROWS, HIDDEN, dtype=dtype)
+        model, x = made(), torch.empty(BATCH, ROWS, HIDDEN, dtype=dtype)
     found = autoshard.trace(model, (x,), mesh=mesh, hardware="h100", **options)
     assert isinstance(found, TracedPipeline)
     return found
@@ -54,6 +66,19 @@ def test_a_traced_pipeline_says_what_stages_send_and_hold() -> None:
     text = found.explain()
     assert "schedule 1f1b, 8 micro-batches on 2 stages" in text and found.picture() in text
     assert "2.0 KiB" in text and "layers.0.weight" in text
+
+
+def test_a_stage_sends_its_part_of_each_sequence_and_experts_stay() -> None:
+    whole, parts = traced(), traced(mesh={"pp": 2, "cp": 2}, made=Weighed)
+    assert parts.sent_bytes == [sent // 2 for sent in whole.sent_bytes]
+    assert all(stage.parameters for stage in parts.program.plan.stages)  # no stage cuts inputs
+    case = CASES["mixtral"]
+    found: Any = autoshard.trace(case.make_model(), kwargs=case.make_batch(0), mesh=EXPERTS)
+    names = {found.program.parameters[node] for node in found.program.microbatch.at_rest()}
+    assert names == {f"model.layers.{i}.mlp.experts.{p}" for i in (0, 1) for p in STACKS}
+    assert found.program.exchange_lines() == [
+        "1f1b, 4 micro-batches, mixtures of the stages [1, 1]"
+    ]
 
 
 def test_precision_halves_what_is_sent_and_adds_a_copy_of_what_is_stored() -> None:

@@ -50,6 +50,20 @@ def stage_graphs(
     return _Cutting(microbatch, runs).stages()
 
 
+def of_shared_values(microbatch: MicrobatchGraph) -> dict[fx.Node, None]:
+    """Operators that read shared values alone, such as a cp rank's part of them: in the order of
+    the graph. Each stage that reads one runs it; they are of no stage, and never sent."""
+    nodes = microbatch.local.graph.nodes
+    placeholders = microbatch.local.graph.find_nodes(op="placeholder")
+    given = {*placeholders[len(microbatch.parameters) :]}
+    found: dict[fx.Node, None] = {}
+    for node in nodes:
+        inputs = node.all_input_nodes
+        if node.op == "call_function" and inputs and all(n in given or n in found for n in inputs):
+            found[node] = None
+    return found
+
+
 class _Cutting:
     """The graphs of the stages, of runs of operators of the micro-batch's graph."""
 
@@ -61,6 +75,7 @@ class _Cutting:
         self.shared = {node: i for i, node in enumerate(placeholders[count:])}
         self.results: list[fx.Node] = list(self.local.graph.output_node().args[0])  # type: ignore[arg-type]
         self.stage = {node: s for s, run in enumerate(runs) for node in run}
+        self.repeated = of_shared_values(microbatch)
 
     def stages(self) -> list[PipelineStage]:
         return [self._cut(stage) for stage in range(len(self.runs))]
@@ -74,8 +89,18 @@ class _Cutting:
             if any(self.stage.get(user, -1) >= stage for user in node.users)
         ]
 
+    def _with_repeated(self, run: Sequence[fx.Node]) -> list[fx.Node]:
+        """The operators of a stage, after those of shared values that they read."""
+        needed, stack = set[fx.Node](), list(run)
+        while stack:
+            for node in stack.pop().all_input_nodes:
+                if node in self.repeated and node not in needed:
+                    needed.add(node)
+                    stack.append(node)
+        return [*(node for node in self.repeated if node in needed), *run]
+
     def _cut(self, stage: int) -> PipelineStage:
-        run = self.runs[stage]
+        run = self._with_repeated(self.runs[stage])
         received, sent = self._crossing(stage), self._crossing(stage + 1)
         read = {node for each in run for node in each.all_input_nodes}
         used = [node for node in received if node in read]

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from autoshard.building.pipeline.microbatch import MicrobatchGraph
-from autoshard.building.pipeline.stage_graphs import PipelineStage, stage_graphs
+from autoshard.building.pipeline.stage_graphs import PipelineStage, of_shared_values, stage_graphs
 from autoshard.errors import ConfigError, PlanError, message
 from autoshard.planning import TRAINED_BYTES, cost, is_view, tensor_bytes, value
 from autoshard.planning.cost import Hardware, Link
@@ -63,7 +63,8 @@ def plan_stages(
     so. Raises ConfigError for a graph of fewer operators than stages, and PlanError where no cut
     fits the budget, or that of the plan is none.
     """
-    operators = [n for n in microbatch.local.graph.nodes if n.op == "call_function"]
+    shared, nodes = of_shared_values(microbatch), microbatch.local.graph.nodes
+    operators = [n for n in nodes if n.op == "call_function" and n not in shared]
     crossing = _live(microbatch.local, operators)
     ranks, live = len(kept), [each for chunk in zip(*kept) for each in chunk]
     stages = len(live)
