@@ -76,9 +76,7 @@ def test_a_stage_sends_its_part_of_each_sequence_and_experts_stay() -> None:
     found: Any = autoshard.trace(case.make_model(), kwargs=case.make_batch(0), mesh=EXPERTS)
     names = {found.program.parameters[node] for node in found.program.microbatch.at_rest()}
     assert names == {f"model.layers.{i}.mlp.experts.{p}" for i in (0, 1) for p in STACKS}
-    assert found.program.exchange_lines() == [
-        "1f1b, 4 micro-batches, mixtures of the stages [1, 1]"
-    ]
+    assert found.program.exchanges() == "1f1b, 4 micro-batches, mixtures of the stages [1, 1]"
 
 
 def test_precision_halves_what_is_sent_and_adds_a_copy_of_what_is_stored() -> None:

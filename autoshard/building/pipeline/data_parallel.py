@@ -77,8 +77,8 @@ def stage_unsharding(
                 gathered.setdefault(axis.name, []).append(names[i])
             if parameter.requires_grad and (waits is None or number > waits):
                 reduced.setdefault(axis.name, []).append(names[i])
-    if stays:
-        gathered.setdefault("ep", []).extend(program.exchange_lines())
+    if stays:  # first, where an error says it
+        gathered["ep"] = [program.exchanges(), *gathered.get("ep", ())]
     met = (stage, *[axis for axis in axes if axis.name in gathered])
     region = CollectiveRegion("the schedule of a pipeline", mesh.axes, met, gathered)
     backward = CollectiveRegion("the backward of a pipeline", mesh.axes, moved=reduced)

@@ -100,11 +100,11 @@ class PipelineProgram:
         """The part of a step that ranks wait; see `timeline`."""
         return self.timeline(equal).idle
 
-    def exchange_lines(self) -> list[str]:
+    def exchanges(self) -> str:
         """What ranks of ep, whose batches may differ, do together in a call."""
         travel = [sum(map(bool, map(rows_travel, s.graph.graph.nodes))) for s in self.plan.stages]
         count = self.microbatch.microbatches
-        return [f"{self.schedule}, {count} micro-batches, mixtures of the stages {travel}"]
+        return f"{self.schedule}, {count} micro-batches, mixtures of the stages {travel}"
 
     def lines(self) -> list[str]:
         """The pipeline as text, one line a stage, and the plan on tp; what ranks compare."""
