@@ -258,10 +258,11 @@ class Config:
         "Parts in which a pipeline (`pp` in the mesh) runs a batch; None: four a stage, or the "
         "largest divisor of the batch below that.",
     )
-    schedule: str = _choice(
-        "1f1b",
-        ("1f1b", "gpipe", "interleaved", "zb1"),
-        "The order of forwards and backwards on the stages of a pipeline (pipeline.md).",
+    schedule: str | None = _choice(
+        None,
+        ("1f1b", "gpipe", "interleaved", "zb1", None),
+        "The order of forwards and backwards on the stages of a pipeline (pipeline.md); None: that "
+        "of `plan`, or '1f1b'.",
     )
     virtual_stages: int | None = _option(
         None,
@@ -291,6 +292,12 @@ class Config:
                         remedy=f"Leave out {name}, or inner.",
                     )
                 )
+
+    @property
+    def order(self) -> tuple[str, int]:
+        """The schedule of a pipeline, and the stages of each rank."""
+        schedule = self.schedule or "1f1b"
+        return schedule, (self.virtual_stages or 2) if schedule == "interleaved" else 1
 
     def lines(self) -> list[str]:
         """The options that must be the same on all ranks, one a line.

@@ -13,8 +13,8 @@ from autoshard.building.pipeline import TracedPipeline, build_pipeline, refuse_o
 from autoshard.capture import example_device, intercept
 from autoshard.compiling import use_by
 from autoshard.config import Config
+from autoshard.planning.cost import Hardware, hardware_of
 from autoshard.planning.cost import hardware as known_hardware
-from autoshard.planning.cost import hardware_of
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import offline_mesh
@@ -29,7 +29,7 @@ def trace(
     mesh: Mapping[str, int],
     rank: int = 0,
     dynamic: bool | None = None,
-    hardware: str | None = None,
+    hardware: str | Hardware | None = None,
     microbatch: str = SINGLE,
     **options: Any,
 ) -> Program | TracedPipeline:
@@ -39,7 +39,7 @@ def trace(
     model: any unsharded module; on the meta device it costs no memory, whatever its size. It is
         neither changed nor run. args, kwargs: an example batch, on the model's device.
     mesh: sizes by axis name, such as {"tp": 8}. dynamic: as in torch.compile.
-    hardware: the machine to plan for, a key of `planning.cost.HARDWARE` such as "h100"; None
+    hardware: the machine to plan for, or a key of `planning.cost.HARDWARE` such as "h100"; None
         for that of the model's device. microbatch: "single", or the program that runs in
         `no_sync` ("accumulate") or after it ("flush"). options: any other field of
         `autoshard.Config`.
@@ -52,9 +52,9 @@ def trace(
     if microbatch not in MICROBATCH:
         raise ValueError(f"microbatch={microbatch!r} is not one of {', '.join(MICROBATCH)}")
     settings = Config.from_options({"mesh": dict(mesh), **options})
-    machine = (
-        known_hardware(hardware) if hardware else hardware_of(example_device(model, (args, kwargs)))
-    )
+    machine = hardware or hardware_of(example_device(model, (args, kwargs)))
+    if isinstance(machine, str):
+        machine = known_hardware(machine)
     offline = offline_mesh(dict(mesh), rank)
     use = use_by(settings, offline)
     stages = offline.axis("pp").size

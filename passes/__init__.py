@@ -37,5 +37,13 @@ from autoshard.passes.fuse_inference_layers import FuseInferenceLayers
 from autoshard.passes.global_token_mean import GlobalTokenMean
 from autoshard.passes.localize import Localize
 from autoshard.passes.match_experts import MixtureFound
-from autoshard.passes.pipeline import OPTIONAL, ORDER, finish, prepare, rank_program, specialize
+from autoshard.passes.pipeline import (
+    OPTIONAL,
+    ORDER,
+    exchange,
+    finish,
+    prepare,
+    rank_program,
+    specialize,
+)
 from autoshard.passes.recover_masks import ONES, POSITIONS, MaskFound, unrepeated

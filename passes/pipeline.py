@@ -133,6 +133,12 @@ def rank_program(
     return local, reports
 
 
+def exchange(local: fx.GraphModule, experts: ExchangeExperts, planned: Axis) -> Report:
+    """Have rows travel to experts in the graph of a rank of `planned`, in place."""
+    (report,) = run_stage("local", [experts], local, Context(planned))
+    return report
+
+
 def finish(
     gm: fx.GraphModule, mesh: Mesh, bucket_bytes: int | None, backward: bool, watch: Watch = SILENT
 ) -> list[Report]:

@@ -24,7 +24,6 @@ AXIS_ORDER = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 PLANNED = ("cp", "tp")
 """The axes whose ranks are given the same batch; the planner decides what each does with it."""
 
-_NOT_BESIDE_PP = ("ep", "cp")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LIMIT = timedelta(minutes=10)  # of collectives, and of what `timeout` says where it is not given
 _HOME = ":"
@@ -57,7 +56,7 @@ class Mesh:
 
     @property
     def outer(self) -> Axis | None:
-        """The axis that is planned before `planned`: cp, where both have several ranks."""
+        """The axis that is planned before `planned`: cp, where it stands beside tp or pp."""
         return outer_axis(self.axes)
 
     @property
@@ -255,15 +254,6 @@ def _ordered(sizes: Mapping[str, int]) -> dict[str, int]:
                     remedy="A size is a positive number of processes.",
                 )
             )
-    others = [f"{name}={sizes[name]}" for name in _NOT_BESIDE_PP if sizes.get(name, 1) > 1]
-    if sizes.get("pp", 1) > 1 and others:
-        raise ConfigError(
-            message(
-                f"the mesh has pp={sizes['pp']} and {', '.join(others)}: stages are not composed "
-                f"with {' and '.join(_NOT_BESIDE_PP)} yet",
-                remedy="Give their ranks to pp, or to dp_replicate, dp_shard or tp.",
-            )
-        )
     return {name: sizes[name] for name in AXIS_ORDER if name in sizes}
 
 

@@ -3,9 +3,9 @@
 cp is planned on the whole graph, as if tp had one rank; what a rank of tp does of it is an equal
 part, so that bytes and arithmetic have the same ratio. The graph of a rank of cp then has the
 collectives over cp as operators, whose rules are known (planning/rules/outer_axis.py), and is
-planned on tp like any other. Every cp rank has the same graph, because only dims are split that cp
-divides. Weights are whole in it: they are stored by rows, and gathered with those of the
-data-parallel axes.
+planned on tp like any other, or cut into the stages of pp. Every cp rank has the same graph,
+because only dims are split that cp divides. Weights are whole in it: they are stored by rows, and
+gathered with those of the data-parallel axes.
 """
 
 from __future__ import annotations
@@ -61,13 +61,14 @@ def lay_out(
 
 def _refuse(serial: fx.GraphModule, mesh: Mesh) -> None:
     ep = mesh.axis("ep").size
+    other = "tp" if mesh.planned.size > 1 else "pp"
     if ep > 1 and any(map(is_mixture, serial.graph.nodes)):
         raise ConfigError(
             message(
-                f"the mesh has ep={ep} beside both cp and tp, and the model has a mixture of "
+                f"the mesh has ep={ep} beside both cp and {other}, and the model has a mixture of "
                 "experts, whose rows travel over ep beside one of the two only",
-                remedy="Leave ep out, and experts are split over cp and tp; or give the ranks of "
-                "cp or of tp to another axis.",
+                remedy=f"Leave ep out, and experts are split over cp and tp; or give the ranks of "
+                f"cp or of {other} to another axis.",
             )
         )
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.cli.arguments import options_and_entries, shared_arguments
-from autoshard.errors import AutoshardError, message
 
 
 def add_command(commands: Any) -> None:
@@ -30,7 +29,6 @@ def run(arguments: argparse.Namespace) -> None:
 
     from autoshard.model_source import load_on_meta
     from autoshard.planning.cost import DEFAULT_HARDWARE
-    from autoshard.program import Program
     from autoshard.tracing import trace
 
     options, entries = options_and_entries(arguments.model, arguments.option)
@@ -46,9 +44,5 @@ def run(arguments: argparse.Namespace) -> None:
     )
     print(program.explain(), end="")
     if arguments.html is not None:
-        if not isinstance(program, Program):
-            raise AutoshardError(
-                message("a mesh with pp has no page yet", remedy="Leave --html out.")
-            )
         program.explain_html(arguments.html)
         print(f"\nwrote {arguments.html}")

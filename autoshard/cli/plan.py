@@ -21,7 +21,7 @@ from autoshard.errors import AutoshardError, message
 
 if TYPE_CHECKING:
     from autoshard.mesh_search import MeshPrice, MeshSearch, PipelinePrice
-    from autoshard.planning import Recomputation
+    from autoshard.planning import Plan, Recomputation
 
 _AXES = ("tp", "cp", "ep", "dp_shard", "dp_replicate", "pp")
 
@@ -122,28 +122,46 @@ def run(arguments: argparse.Namespace) -> None:
         )
         print(text(found, call.tokens))
     if arguments.out:
-        _save(found, arguments.out, options, sys.stderr if arguments.json else sys.stdout)
+        told = sys.stderr if arguments.json else sys.stdout
+        _save(found, arguments.out, options, told, lambda row: _staged(row, found, arguments))
 
 
-def _save(found: MeshSearch, path: Path, options: dict[str, Any], told: TextIO) -> None:
-    """Write the plan of the recommended mesh, or of the best that a plan file holds."""
-    best = found.best
-    if best is None:
+def _staged(row: MeshPrice, found: MeshSearch, arguments: argparse.Namespace) -> Plan:
+    """The plan of a mesh with pp, whose stages are those of its batch in micro-batches."""
+    import torch
+
+    from autoshard.cli.checkpointing import checkpoint_layers
+    from autoshard.model_source import load_on_meta
+    from autoshard.tracing import trace
+
+    options, entries = options_and_entries(arguments.model, arguments.option)
+    dtype, samples = getattr(torch, arguments.dtype), arguments.batch * row.microbatches
+    call = load_on_meta(arguments.model, samples, arguments.sequence, dtype, entries)
+    checkpoint_layers(call.model, arguments.checkpointing)
+    traced = trace(
+        call.model,
+        call.args,
+        call.kwargs,
+        mesh=row.mesh,
+        hardware=found.cluster.planned(row.mesh),
+        microbatches=row.microbatches,
+        **options,
+    )
+    return dataclasses.replace(traced.plan, mesh=dict(row.mesh))
+
+
+def _save(
+    found: MeshSearch,
+    path: Path,
+    options: dict[str, Any],
+    told: TextIO,
+    staged: Callable[[MeshPrice], Plan],
+) -> None:
+    """Write the plan of the recommended mesh. staged: makes that of one with pp."""
+    saved = found.best
+    if saved is None:
         raise AutoshardError(message("no mesh fits, so no plan was written", remedy=_MORE))
-    saved = next((r for r in found.rows if r.fits and not r.refused and not r.pipeline), None)
-    if best.pipeline:
-        run = {"mesh": best.mesh, "microbatches": best.microbatches, **options}
-        why = f"{spell(best.mesh)} runs by options={run}: no plan file holds stages of pp"
-        if saved is None:
-            raise AutoshardError(
-                message(
-                    f"{why}, and nothing else fits",
-                    remedy="Leave --out out.",
-                )
-            )
-        print(f"{why}; next best: {spell(saved.mesh)}", file=told)
-    assert saved is not None
-    saved.plan.save(path)
+    (staged(saved) if saved.pipeline else saved.plan).save(path)
     if saved.recomputation is None:
         options.pop("memory_budget", None)  # it chose the mesh, which the plan holds
     else:
@@ -266,7 +284,8 @@ def _as_json(one: Recomputation | None) -> dict[str, Any] | None:
 
 
 def _stages_as_json(one: PipelinePrice) -> dict[str, Any]:
-    stages = zip(one.seconds, one.memory, [*one.sent_bytes, 0])
+    chunks = len(one.seconds) // len(one.memory)
+    stages = zip(one.seconds, one.memory * chunks, [*one.sent_bytes, 0])
     return {
         "idle": one.idle,
         "stages": [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autoshard.compiling.backward_cut import BackwardCut, cut_backward, results_of
 from autoshard.compiling.built import Built
 from autoshard.compiling.collectives import Collective, collectives_of
 from autoshard.compiling.cuda_graphs import (

@@ -56,8 +56,11 @@ class _Lifetimes:
     named: Mapping[str, Storages]
 
 
-def phases(graphs: ForwardBackward | InductorStep, positions: Container[int]) -> Phases:
-    """The phases of a step; `positions`: of the parameters among the inputs."""
+def phases(
+    graphs: ForwardBackward | InductorStep, positions: Container[int], held: bool = False
+) -> Phases:
+    """The phases of a step; `positions`: of the parameters among the inputs. held: whether the
+    gradients of the results are there until the backward ends, and not until their last use."""
     first, second = graphs.forward, graphs.backward
     forward = _lifetimes(first, {})
     graph = first.graph
@@ -82,7 +85,8 @@ def phases(graphs: ForwardBackward | InductorStep, positions: Container[int]) ->
         for node in _placeholders(second.graph)
         if node.name not in known
     }
-    backward = _lifetimes(second, {name: known[name] for name in wanted & known.keys()} | tangents)
+    given = {name: known[name] for name in wanted & known.keys()}
+    backward = _lifetimes(second, given if held else given | tangents)
     _mark(_gathered(second.graph, weights, backward), GATHERED)
     kept, copied = _handed_out(_results(second.graph), backward.results)
     _mark(kept, GRADIENTS)

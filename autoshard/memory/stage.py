@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autoshard.memory.phases import OUTPUTS, phases
+from autoshard.memory.phases import phases
 from autoshard.memory.step import Step
 from autoshard.planning import tensor_bytes
 from autoshard.runtime.compat import ForwardBackward
@@ -17,8 +17,9 @@ from autoshard.runtime.compat import ForwardBackward
 class StageMemory:
     """parameters, gradients: of what the stage reads, gradients as they add up over micro-batches.
     shared: of the whole batch, values that are made of no parameter. kept: of one micro-batch from
-    its forward to its backward; live: the most micro-batches of which it is. working: the most that
-    a forward or a backward has beside, its own micro-batch's kept values among it.
+    its forward to its backward; live: the most micro-batches of which it is. late, waiting: the
+    same from the first part of a backward to the second, where it has two. together: the most that
+    all micro-batches have at once, with what the one at work makes and frees.
     """
 
     parameters: int
@@ -26,13 +27,14 @@ class StageMemory:
     shared: int
     kept: int
     live: int
-    working: int
+    together: int
+    late: int = 0
+    waiting: int = 0
 
     @property
     def peak(self) -> int:
         """The most of all together, in a call; the optimizer's state is beside it."""
-        stored = self.parameters + self.gradients + self.shared
-        return stored + (self.live - 1) * self.kept + self.working
+        return self.parameters + self.gradients + self.shared + self.together
 
 
 def memory_of_stage(
@@ -46,16 +48,15 @@ def memory_of_stage(
     are `parameters`. received: bytes of a micro-batch from the stage before.
     """
     trained = sum(tensor_bytes(each) for each in parameters if each.requires_grad)
-    made = phases(graphs, range(len(parameters)))
+    made = phases(graphs, range(len(parameters)), held=True)  # autograd's caller has them
     step = Step(phases=made, resident={}, gradients=trained, scratch=0)
     moments = [each for each in step.moments() if each.phase != "optimizer"]
-    sent = [each.held[OUTPUTS] for each in moments if each.phase == "forward"][-1]
-    most = max(each.bytes + sent * (each.phase == "backward") for each in moments)
+    most, kept = max(each.bytes for each in moments), received + step.activations
     return StageMemory(
         parameters=sum(map(tensor_bytes, parameters)),
         gradients=trained,
         shared=shared,
-        kept=received + step.activations + sent,
+        kept=kept,
         live=live,
-        working=received + most,
+        together=(live - 1) * kept + received + most,
     )

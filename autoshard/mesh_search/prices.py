@@ -8,7 +8,7 @@ from functools import cached_property
 
 from autoshard.building import Planned
 from autoshard.config import Config
-from autoshard.errors import ConfigError, PlanError, message
+from autoshard.errors import PlanError, message
 from autoshard.mesh_search.factorisations import AxisSizes, beside_pp, refusal
 from autoshard.mesh_search.stages import GraphStages, PipelinePrice
 from autoshard.planning import Plan, Recomputation
@@ -87,7 +87,7 @@ class MeshPrices:
         training: Training,
     ) -> None:
         self.planned, self.n, self.machine, self.training = planned, n, machine, training
-        self.schedule, self.host_memory = config.schedule, config.host_memory
+        self.order, self.host_memory = config.order, config.host_memory
         graph = (planned.serial, planned.decisions, planned.parameters)
         self.free = profile(*graph, n, machine, config.bucket_bytes, training)
 
@@ -117,27 +117,19 @@ class MeshPrices:
     def staged(self, mesh: AxisSizes, asked: Asked) -> MeshPrice | None:
         """The price of a mesh with pp; None where the model has none, and other meshes are tried.
 
-        Raises ConfigError and PlanError where it was asked for alone.
+        Raises PlanError where it was asked for alone.
         """
         layout, training, pp = asked.layout(beside_pp(mesh)), asked.training, mesh["pp"]
         alone = asked.meshes == 1
         count = pp * training.microbatches  # as many samples a rank as without pp
-        if self.schedule == "interleaved":
-            if not alone:
-                return None
-            raise ConfigError(
-                message(
-                    "schedule='interleaved' is not priced yet",
-                    remedy="Price the mesh with schedule='1f1b', which waits longer.",
-                )
-            )
         if not self.stages.can_run() and not alone:
             return None
         found = self.stages.price(mesh, layout, training, count)
         if found is None and alone:
             raise PlanError(
                 message(
-                    f"the graph cannot be cut into pp={pp} stages: there are "
+                    f"the graph cannot be cut into {pp * self.order[1]} stages, for pp={pp}: there "
+                    "are "
                     f"{len(self.stages.places)} places between its operators where it can",
                     remedy="Give pp fewer ranks.",
                 )
@@ -161,7 +153,7 @@ class MeshPrices:
     @cached_property
     def stages(self) -> GraphStages:
         """The graph cut into stages."""
-        return GraphStages(self.planned, self.free, self.frontier, self.machine, self.schedule)
+        return GraphStages(self.planned, self.free, self.frontier, self.machine, self.order)
 
     def within(self, limit: int, layout: Layout) -> tuple[Profile, Recomputation | None]:
         """The quickest that holds at most `limit` bytes; the smallest where none does. Regions of

@@ -13,9 +13,10 @@ gradients, which add up over the micro-batches, reduced after it; nothing of eit
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import fx
@@ -51,8 +52,9 @@ _MOST_PLACES = 256
 @dataclass(frozen=True, kw_only=True)
 class PipelinePrice:
     """A step of a mesh with pp, of `microbatches`. One entry a stage: seconds, of a forward and of
-    a backward of one micro-batch; memory, of a rank; sent_bytes, to the next stage, of one
-    micro-batch, whose gradient comes back. idle: the part of the schedule that stages wait."""
+    a backward of one micro-batch; sent_bytes, to the next stage, of one micro-batch, whose gradient
+    comes back. memory: of each rank, which has the stages of its number, and with `interleaved`
+    those of as many ranks further on. idle: the part of the schedule that ranks wait."""
 
     microbatches: int
     idle: float
@@ -63,7 +65,7 @@ class PipelinePrice:
 
 @dataclass(frozen=True, kw_only=True)
 class _Scheduled:
-    """Stages at work, but for what data-parallel axes add."""
+    """Stages at work, but for what data-parallel axes add. parts: of each rank, all its stages."""
 
     parts: list[Profile]
     sent: tuple[int, ...]
@@ -75,11 +77,17 @@ class GraphStages:
     """One planned graph, on a rank of the inner mesh, and its cuts."""
 
     def __init__(
-        self, planned: Planned, whole: Profile, frontier: Frontier, machine: Cluster, schedule: str
+        self,
+        planned: Planned,
+        whole: Profile,
+        frontier: Frontier,
+        machine: Cluster,
+        order: tuple[str, int],
     ) -> None:
+        """order: the schedule, and how many stages a rank has."""
         self.planned, self.whole, self.frontier = planned, whole, frontier
         self.saving = Saving(planned.serial, planned.decisions, whole.n)
-        self.machine, self.schedule = machine, schedule
+        self.machine, (self.schedule, self.chunks) = machine, order
         self.nodes: list[fx.Node] = list(planned.serial.graph.nodes)
         self.ranks = {"tp": whole.n}
         inner = {name: machine.real(link) for name, link in machine.links(self.ranks).items()}
@@ -113,12 +121,13 @@ class GraphStages:
         memory = [_held(part, layout, training) for part in one.parts]
         ranks = {**self.ranks, "dp_shard": layout.shard, "dp_replicate": layout.replicate}
         rank_sends, data_seconds = [], []
-        for part, before, after in zip(one.parts, [0, *one.sent], [*one.sent, 0]):
+        pairs = list(zip([0, *one.sent], [*one.sent, 0]))
+        for rank, part in enumerate(one.parts):
             groups = buckets(part.weights, layout)
             data = [each for g in groups for each in data_collectives(g, layout, training)]
             data_seconds.append(sum(seconds(each, ranks, links) for each in data))
             found = sent_by_axis([*data, *list(part.sent) * microbatches], ranks, links)
-            over = [nbytes for nbytes in (before, after) if nbytes]
+            over = [nbytes for pair in pairs[rank :: mesh["pp"]] for nbytes in pair if nbytes]
             took = sum(_transfer(links["pp"], nbytes) for nbytes in over)
             found["pp"] = Traffic(
                 microbatches * sum(over), microbatches * took, microbatches * len(over)
@@ -199,9 +208,10 @@ class GraphStages:
                 again[i][one.again] = again[i].get(one.again, 0) + repeated
         return kept, beside, again
 
-    def _schedule(self, stages: int, microbatches: int, link: Link) -> _Scheduled | None:
+    def _schedule(self, ranks: int, microbatches: int, link: Link) -> _Scheduled | None:
         """The stages of the cheapest cut, whatever the data-parallel axes; None: too few places."""
         ends = [0, *self.places, len(self.nodes)]
+        stages = ranks * self.chunks
         if len(ends) - 1 < stages:
             return None
         each = list(map(sum, zip(self.whole.forward, self.whole.backward, *self.waits)))
@@ -215,9 +225,10 @@ class GraphStages:
             return None
         cuts = [ends[i] for i in found.cuts]
         spans = list(zip([0, *cuts], [*cuts, len(self.nodes)]))
-        shape = ScheduleShape(stages, microbatches)
+        shape = ScheduleShape(ranks, microbatches, self.chunks)
+        live = [most_kept(self.schedule, shape, rank) for rank in range(ranks)]
         parts = [
-            self._part(a, b, most_kept(self.schedule, shape, stage)[0])
+            self._part(a, b, live[stage % ranks][stage // ranks])
             for stage, (a, b) in enumerate(spans)
         ]
         over = [_transfer(link, self.crossing[cut]) for cut in cuts]
@@ -230,10 +241,10 @@ class GraphStages:
             for part, (a, b), after in zip(parts, spans, [*over, 0.0])
         ]
         return _Scheduled(
-            parts=parts,
+            parts=[_joined(parts[rank::ranks]) for rank in range(ranks)],
             sent=tuple(self.crossing[cut] for cut in cuts),
             seconds=tuple(zip(forward, backward)),
-            times=timeline(self.schedule, microbatches, forward, backward),
+            times=timeline(self.schedule, microbatches, forward, backward, self.chunks),
         )
 
     def _part(self, a: int, b: int, live: int) -> Profile:
@@ -260,6 +271,30 @@ class GraphStages:
             ),
             activations=saved,
         )
+
+
+def _joined(parts: Sequence[Profile]) -> Profile:
+    """The profile of all stages of a rank, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    starts = list(accumulate((len(part.forward) for part in parts), initial=0))
+    numbered = list(zip(starts, parts))
+    return replace(
+        parts[0],
+        forward=tuple(each for part in parts for each in part.forward),
+        backward=tuple(each for part in parts for each in part.backward),
+        sent=tuple(s._replace(at=s.at + start) for start, part in numbered for s in part.sent),
+        weights=tuple(
+            replace(weight, use=weight.use + start)
+            for start, part in numbered
+            for weight in part.weights
+            if weight.use is not None
+        ),
+        activations=SavedForBackward(
+            saved=sum(part.activations.saved for part in parts),
+            transient=max(part.activations.transient for part in parts),
+        ),
+    )
 
 
 def _held(part: Profile, layout: Layout, training: Training) -> Footprint:

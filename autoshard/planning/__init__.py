@@ -16,7 +16,7 @@ from autoshard.planning.operators import (
     target_name,
 )
 from autoshard.planning.outer import Outer, on_rank
-from autoshard.planning.plan import GraphPlan, Plan, strategy_text
+from autoshard.planning.plan import GraphPlan, PipelinePlan, Plan, strategy_text
 from autoshard.planning.planner import Request, fingerprint, plan_graph, with_graph
 from autoshard.planning.prices import TRAINED_BYTES, Prices
 from autoshard.planning.sizes import Size, is_one, same, same_shape

@@ -47,12 +47,30 @@ class GraphPlan:
 
 
 @dataclass
+class PipelinePlan:
+    """ranks: of pp. virtual_stages: stages of each rank. homes: the rank that stores each
+    parameter, by its name. graphs: for each graph of a micro-batch, by its fingerprint, the first
+    operator of each stage but the first."""
+
+    ranks: int
+    schedule: str
+    microbatches: int
+    virtual_stages: int = 1
+    homes: dict[str, int] = field(default_factory=dict)
+    graphs: dict[str, list[str]] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """The entry of the file."""
+        return {name: getattr(self, name) for name in _STAGE_ENTRIES}
+
+
+@dataclass
 class Plan:
     """The plan of a model on one mesh axis. `save` and `load` round-trip.
 
     mesh: sizes of all axes by name, where the plan was made for one mesh (`autoshard plan`); the
     backend uses it where no mesh is given. outer: of a mesh with two planned axes, the plan of the
-    one that is planned first.
+    one that is planned first. pipeline: of a mesh with pp, its stages.
     """
 
     axis: str
@@ -61,6 +79,7 @@ class Plan:
     graphs: dict[str, GraphPlan] = field(default_factory=dict)
     mesh: dict[str, int] = field(default_factory=dict)
     outer: Plan | None = None
+    pipeline: PipelinePlan | None = None
 
     def digest(self) -> str:
         """Equal on ranks that hold the same plan."""
@@ -81,6 +100,7 @@ class Plan:
                 for key, graph in self.graphs.items()
             },
             **({"outer": self.outer._body()} if self.outer else {}),
+            **({"pipeline": self.pipeline.body()} if self.pipeline else {}),
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -99,14 +119,18 @@ class Plan:
                 f"plan file {path} has version {version!r:.40}; this release reads {PLAN_VERSION}. "
                 "Save it again with this release."
             )
-        body.only(("version", *_ENTRIES, "outer"))
+        body.only(("version", *_ENTRIES, "outer", "pipeline"))
         plan, outer = _plan(body), body.optional("outer", None)
         if outer.value is not None:
             outer.only(_ENTRIES)
             plan.outer = _plan(outer)
+        stages = body.optional("pipeline", None)
+        if stages.value is not None:
+            plan.pipeline = _pipeline(stages)
         return plan
 
 
+_STAGE_ENTRIES = ("ranks", "schedule", "microbatches", "virtual_stages", "homes", "graphs")
 _ENTRIES = ("axis", "size", "mesh", "parameters", "graphs")
 
 
@@ -122,6 +146,21 @@ def _plan(body: FileEntry) -> Plan:
         {name: _stored(state) for name, state in body.entry("parameters").entries().items()},
         {name: _graph(graph) for name, graph in body.optional("graphs", {}).entries().items()},
         sizes,
+    )
+
+
+def _pipeline(entry: FileEntry) -> PipelinePlan:
+    """The stages of a plan file, or PlanError with what is wrong."""
+    entry.only(_STAGE_ENTRIES)
+    ranks = entry.entry("ranks").integer(2, MOST_RANKS)
+    homes, graphs = (entry.optional(name, {}).entries() for name in ("homes", "graphs"))
+    return PipelinePlan(
+        ranks=ranks,
+        schedule=entry.entry("schedule").text("1f1b", "gpipe", "interleaved", "zb1"),
+        microbatches=entry.entry("microbatches").integer(1, MOST_RANKS),
+        virtual_stages=entry.optional("virtual_stages", 1).integer(1, MOST_RANKS),
+        homes={name: home.integer(0, ranks - 1) for name, home in homes.items()},
+        graphs={key: [one.text() for one in cuts.items()] for key, cuts in graphs.items()},
     )
 
 

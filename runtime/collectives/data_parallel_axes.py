@@ -22,10 +22,10 @@ def data_axes(axes: Sequence[Axis]) -> tuple[Axis, ...]:
 
 
 def outer_axis(axes: Sequence[Axis]) -> Axis | None:
-    """cp where tp has several ranks too: it is planned first, and stores weights as dp_shard does;
-    None on other meshes."""
+    """cp where tp or pp has several ranks too: it is planned first, and stores weights as dp_shard
+    does; None on other meshes."""
     sizes = {axis.name: axis.size for axis in axes}
-    both = sizes.get("cp", 1) > 1 and sizes.get("tp", 1) > 1
+    both = sizes.get("cp", 1) > 1 and max(sizes.get("tp", 1), sizes.get("pp", 1)) > 1
     return next(axis for axis in axes if axis.name == "cp") if both else None
 
 
@@ -39,8 +39,8 @@ def data_states(ndim: int, axes: Sequence[Axis]) -> dict[str, State]:
     """The stored state of a parameter of `ndim` dims on each axis of `gathering_axes`.
 
     Whole on `dp_replicate`; rows split over `ep`, then over `dp_shard`, as FSDP2 stores them, and
-    before both over a cp that stands beside tp, where a vector is whole. A scalar has no rows, and
-    is whole on all. An axis that is not named is I.
+    before both over a cp that stands beside tp or pp, where a vector is whole. A scalar has no
+    rows, and is whole on all. An axis that is not named is I.
     """
     found = {axis.name: S(0) for axis in data_axes(axes) if axis.name in _SHARDS and ndim}
     outer = outer_axis(axes)

@@ -12,16 +12,24 @@ so they arrive at a handle of the wider dtype, a tensor without memory, and not 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from autoshard.runtime.collectives import Axis, I, S, all_gather, chunk_bounds, chunk_size
+from autoshard.runtime.collectives import (
+    DATA_AXES,
+    Axis,
+    I,
+    S,
+    all_gather,
+    chunk_bounds,
+    chunk_size,
+)
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters.accumulation import on_backward_done
 from autoshard.runtime.parameters.data_unsharding import (
@@ -50,9 +58,12 @@ class StageParameters(NamedTuple):
 
 @dataclass(frozen=True)
 class StageUnsharding:
-    """axes: those of data parallelism, outermost first. buckets: parameters by their position in
+    """axes: those of data parallelism, outermost first, and a cp, whose ranks compute with parts of
+    one batch: gradients are summed over it. buckets: parameters by their position in
     what it is given, each bucket of one dtype and one placement, all trained or all frozen; those
-    in none stay as they are. region: what the backward's collectives run in.
+    in none stay as they are. region: what the backward's collectives run in. stays: the axis on
+    which a parameter is used as it is stored (experts on ep), by its position: its gradient is of
+    the batches of all ranks already.
     """
 
     axes: tuple[Axis, ...]
@@ -60,6 +71,7 @@ class StageUnsharding:
     use: ParameterPolicy
     microbatch: str
     region: AbstractContextManager[None]
+    stays: Mapping[int, str] = field(default_factory=dict)
 
     def __call__(self, parameters: Sequence[DTensor]) -> StageParameters:
         """What this rank stores of each, cast and gathered. Collective over `axes`."""
@@ -72,6 +84,8 @@ class StageUnsharding:
             extents(p.shape, stored_states(p), axes_of(p.device_mesh)) if p.dim() else {}
             for p in parameters
         ]
+        for i, axis_name in self.stays.items():
+            del sizes[i][axis_name]
         waits = deferred_at(self.axes, self.use)
         held: dict[int, Any] = {}
         if self.microbatch != SINGLE and waits is not None and torch.is_grad_enabled():
@@ -115,7 +129,11 @@ class StageUnsharding:
             if present:
                 given: list[Any] = [grads[i] for i in present]
                 rows = [sizes[i].get(axis.name) for i in present]
-                for i, own in zip(present, _reduced(given, rows, axis, self.use)):
+                use = self.use._replace(
+                    average=self.use.average and axis.name in DATA_AXES,
+                    gathered=self.stays.get(bucket[0]) != axis.name,
+                )
+                for i, own in zip(present, _reduced(given, rows, axis, use)):
                     grads[i] = own
 
 

@@ -75,7 +75,7 @@ class GroupChannel:
 
     def send(self, to: int, values: Sequence[torch.Tensor], back: bool) -> None:
         """See `Channel`."""
-        self.under_way = [each for each in self.under_way if not each[0].is_completed()]
+        self._free_sent()
         for value in values:
             value = value.contiguous()
             self.sent_bytes += value.nbytes
@@ -89,6 +89,7 @@ class GroupChannel:
         works = [dist.irecv(x, group=group, group_src=source) for x in found]
         for work in works:
             self._wait(work)
+        self._free_sent()
         return found
 
     def finish(self) -> None:
@@ -96,6 +97,9 @@ class GroupChannel:
         for work, _ in self.under_way:
             self._wait(work)
         self.under_way.clear()
+
+    def _free_sent(self) -> None:
+        self.under_way = [each for each in self.under_way if not each[0].is_completed()]
 
     def _group(self, source: int, to: int, back: bool) -> Any:
         around = to > source if back else to < source

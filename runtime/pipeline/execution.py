@@ -20,15 +20,15 @@ from autoshard.runtime.pipeline.stage import StageProgram, StageRun
 @dataclass(frozen=True)
 class PipelineResult:
     """An output of the model that depends on parameters. like: a fake of it, of the whole batch.
-    state: how micro-batches make it up. rank, chunk: of the stage where it is made. shard: its
-    state on tp there."""
+    state: how micro-batches make it up. rank, chunk: of the stage where it is made. shards: its
+    states there on the axes of a stage, the inner one first."""
 
     position: int
     like: torch.Tensor
     state: State
     rank: int
     chunk: int = 0
-    shard: State = I
+    shards: Sequence[tuple[Axis, State]] = ()
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,7 @@ class RankPipeline:
     homes: the rank that stores each of the graph's parameters; None: all do. sums: the dtype in
     which the gradients of micro-batches of each add up, and are sent home. shared: makes the
     shared values of the graph's inputs; dims: the dim of which a micro-batch takes rows, of each
-    that a stage reads. loss: the position of the output that is differentiated. tp: the axis over
-    which results that are shards are gathered.
+    that a stage reads. loss: the position of the output that is differentiated.
     """
 
     axis: Axis
@@ -74,7 +73,6 @@ class RankPipeline:
     results: list[PipelineResult]
     loss: int | None
     graded: torch.Tensor | None = None
-    tp: Axis | None = None
 
     def train(
         self, channel: Channel, parameters: Sequence[torch.Tensor], inputs: Sequence[Any]
@@ -185,8 +183,9 @@ class RankPipeline:
         if result.rank == self.axis.rank:
             run = runs[result.chunk]
             parts = [run.results[k][result.position] for k in range(self.microbatches)]
-            if self.tp is not None and shard_dim(result.shard) is not None:
-                parts = [convert(part, result.shard, I, self.tp) for part in parts]
+            for axis, shard in result.shards:
+                if shard_dim(shard) is not None:
+                    parts = [convert(part, shard, I, axis) for part in parts]
             dim = shard_dim(result.state)
             if dim is not None:
                 whole = torch.cat(parts, dim)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autoshard.runtime.pipeline.channel import Channel, ValueMeta
 from autoshard.runtime.pipeline.schedules import Action
@@ -120,7 +121,9 @@ class StageRun:
             for value, meta in zip(received, program.received):
                 value.requires_grad_(self.train and meta.graded)
             with torch.set_grad_enabled(self.train):
-                outputs = kept = program.run(*self.parameters, *self.rows(k), *read, *self._sums())
+                outputs = program.run(*self.parameters, *self.rows(k), *read, *self._sums())
+            # not the outputs: what no backward reads is free once it is sent
+            kept = [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
         sent = [
             (received[of] if at is None else outputs[at]).detach()  # type: ignore[index]
             for at, of in zip(program.made, program.passed)
@@ -143,11 +146,11 @@ class StageRun:
         gradients = {
             at: arrived[i] for i, at in enumerate(program.made) if at is not None and i in arrived
         }
+        if program.loss is not None:
+            made = self.results[k]
+            loss = next(made[i] for i, at in program.results if at == program.loss)
+            gradients[program.loss] = torch.ones_like(loss)  # of a loss in bfloat16, too
         if program.parts is not None:
-            if program.loss is not None:
-                made = self.results[k]
-                loss = next(made[i] for i, at in program.results if at == program.loss)
-                gradients[program.loss] = torch.ones_like(loss)  # of a loss in bfloat16, too
             found, self._late[k] = program.parts.by_inputs(kept, gradients)
             back = dict(zip(program.reads, found))
         else:
@@ -168,16 +171,13 @@ class StageRun:
     def _by_autograd(
         self,
         received: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
+        outputs: Sequence[GradientEdge | None],
         gradients: dict[int, torch.Tensor],
     ) -> dict[int, torch.Tensor | None]:
         """The gradients of received values, by their number; those of parameters add up."""
         program = self.program
-        roots = [outputs[at] for at in gradients if outputs[at].requires_grad]
-        seeds = [gradients[at] for at in gradients if outputs[at].requires_grad]
-        if program.loss is not None:
-            roots.append(outputs[program.loss])
-            seeds.append(torch.ones_like(outputs[program.loss]))
+        roots = [edge for at in gradients if (edge := outputs[at]) is not None]
+        seeds = [gradients[at] for at in gradients if outputs[at] is not None]
         read = [i for i in program.reads if program.received[i].graded]
         # parameters get none, but only what leads to a leaf is run
         leaves = [*(received[i] for i in read), *(self.parameters[i] for i in program.graded)]

@@ -12,16 +12,22 @@ from typing import Any
 import torch
 
 from autoshard.runtime import compat
+from autoshard.runtime.collectives import Axis, all_gather
 from autoshard.runtime.errors import AutoshardError, message
 
 Gradients = Sequence[torch.Tensor | None]
 
 
 def step_loss(
-    run: Callable[[], tuple[torch.Tensor, Gradients]], parameters: Sequence[torch.Tensor]
+    run: Callable[[], tuple[torch.Tensor, Gradients]],
+    parameters: Sequence[torch.Tensor],
+    together: Axis | None = None,
 ) -> torch.Tensor:
-    """The loss that `run` returns, whose backward gives the parameters the gradients it returns."""
-    loss: torch.Tensor = compat.apply(_Step, run, *parameters)
+    """The loss that `run` returns, whose backward gives the parameters the gradients it returns.
+
+    together: the axis whose ranks have made gradients of each other's losses.
+    """
+    loss: torch.Tensor = compat.apply(_Step, run, together, *parameters)
     return loss
 
 
@@ -37,8 +43,11 @@ def without_loss(outputs: Sequence[Any], parameters: Sequence[torch.Tensor]) -> 
 
 class _Step(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Any, *parameters: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, run: Any, together: Axis | None, *parameters: torch.Tensor
+    ) -> torch.Tensor:
         loss, ctx.gradients = run()
+        ctx.together = together
         ctx.graded = [p.requires_grad for p in parameters]
         return loss
 
@@ -59,11 +68,29 @@ class _Step(torch.autograd.Function):
                     remedy="Leave pp out of the mesh.",
                 )
             )
+        if ctx.together is not None:
+            _same_on(ctx.together, grad)
         scaled: list[torch.Tensor | None] = []
         for i, graded in enumerate(ctx.graded):
             own, left[i] = left[i], None  # freed one by one
             scaled.append(None if own is None or not graded else own * grad.to(own.device))
-        return None, *scaled
+        return None, None, *scaled
+
+
+def _same_on(axis: Axis, grad: torch.Tensor) -> None:
+    """Raise on all ranks of the axis where another gradient arrives at the loss of one of them."""
+    arrived = all_gather(grad.reshape(1), axis)
+    if not bool(((arrived == arrived[0]) | arrived.isnan()).all()):
+        said = ", ".join(f"{each:g}" for each in arrived.tolist())
+        raise AutoshardError(
+            message(
+                f"the ranks of {axis.name} weigh their losses differently ({said}) on a mesh with "
+                "pp, which computes the gradient of an expert, of the rows of all of them, before "
+                "it is known",
+                remedy="Scale the loss inside of the compiled model, or alike on all ranks of "
+                f"{axis.name}.",
+            )
+        )
 
 
 class _NoLoss(torch.autograd.Function):

@@ -53,13 +53,15 @@ def _apart(seed: torch.Tensor, stream: int) -> torch.Tensor:
     return seed ^ (offset - 2**64 if offset > _int64.max else offset) if stream else seed
 
 
-def shared_seed(device: torch.device, *, axis: Axis, outer: Axis | None = None) -> torch.Tensor:
-    """`random_seed` of the first rank of the axis, and of that of the outer one, on all of them.
+def shared_seed(
+    device: torch.device, *, axis: Axis, outer: Axis | None = None, others: Sequence[Axis] = ()
+) -> torch.Tensor:
+    """`random_seed` of the first rank of the axis, and of that of the others, on all of them.
 
     Every rank draws, so that generators that started alike stay so; those that do not agree, or
     were used apart, do no harm.
     """
-    axes = [one for one in (axis, outer) if one is not None]
+    axes = [one for one in (axis, outer, *others) if one is not None]
     if axis.group.startswith(collectives.PREFIX):
         # threads share one generator: the first draws alone, as one process would
         first = all(one.rank == 0 for one in axes)

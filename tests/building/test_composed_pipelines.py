@@ -30,12 +30,14 @@ def train(name: str, sizes: Sizes, micro: int, options: dict[str, Any]) -> dict[
         for i in range(micro):
             parts = [part(batch(name, micro * step + i), ranks, k) for k in range(ranks)]
             wants = [case.loss(pair.serial, given) for given in parts]
-            weighed = [want * (k + 1) for k, want in enumerate(wants)]  # ranks scale as they like
+            # ranks scale as they like, but those whose rows meet
+            scales = [1 if "ep" in sizes else k + 1 for k in range(ranks)]
+            weighed = [want * scale for want, scale in zip(wants, scales)]
             (torch.stack(weighed).sum() / (ranks * micro)).backward()
             early = i + 1 < micro
             with autoshard.no_sync(pair.model) if early else contextlib.nullcontext():
                 got = case.loss(pair.compiled, parts[own])
-                (got * (own + 1) / micro).backward()
+                (got * scales[own] / micro).backward()
             pair.loss = max(pair.loss, difference(got, wants[own]))
         pair.compare_gradients()
         norm = max(norm, clipped_step(pair, optimizers))
@@ -62,13 +64,22 @@ def test_data_parallel_stages(gloo4: Any, name: str, sizes: Sizes, micro: int) -
     check(gloo4(train, name, sizes, micro, {}), sizes.get("dp_replicate", 1))
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_tensor_parallel_stages(gloo4: Any, name: str) -> None:
-    results = gloo4(train, name, {"pp": 2, "tp": 2}, 1, {})
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("llama", {"pp": 2, "tp": 2}),
+        pytest.param("gpt2", {"pp": 2, "tp": 2}, marks=pytest.mark.slow),
+        ("llama", {"pp": 2, "cp": 2}),
+        pytest.param("gpt2", {"pp": 2, "cp": 2}, marks=pytest.mark.slow),
+        ("mixtral", {"pp": 2, "ep": 2}),
+    ],
+)
+def test_axes_inside_of_stages(gloo4: Any, name: str, sizes: Sizes) -> None:
+    results = gloo4(train, name, sizes, 1, {})
     for result in results:
         assert max(result["loss"], result["gradient"], result["norm"]) < TOLERANCE, result
     held = sum(result["held"] for result in results)
-    assert held < 1.1 * results[0]["all"]  # norms, which tp keeps whole, twice
+    assert held < 1.1 * results[0]["all"]  # norms, which tp and cp keep whole, twice
 
 
 def all_tokens(sizes: Sizes) -> dict[str, Any]:
@@ -100,7 +111,11 @@ def test_a_mean_over_the_tokens_of_all_ranks(gloo4: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
-    [({"pp": 2, "dp_shard": 2}, {"dp_shard": 4}), ({"dp_shard": 4}, {"pp": 2, "dp_shard": 2})],
+    [
+        ({"pp": 2, "dp_shard": 2}, {"dp_shard": 4}),
+        ({"dp_shard": 4}, {"pp": 2, "dp_shard": 2}),
+        ({"pp": 2, "cp": 2}, {"pp": 2, "tp": 2}),
+    ],
 )
 def test_checkpoints_of_sharded_stages(gloo4: Any, first: Sizes, second: Sizes) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -108,7 +123,9 @@ def test_checkpoints_of_sharded_stages(gloo4: Any, first: Sizes, second: Sizes) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"pp": 2, "dp_shard": 2}, {"pp": 2, "tp": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"pp": 2, "dp_shard": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "cp": 2}]
+)
 def test_what_eager_code_reads_and_writes_of_shards(gloo4: Any, sizes: Sizes) -> None:
     for found in gloo4(read, "llama", sizes):
         assert found["state"] == 0.0 and found["sum"] < TOLERANCE and found["write"] == 0.0

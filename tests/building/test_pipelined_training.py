@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import autoshard
 from gloo_pool import GlooPool
 from models import CASES
 from pipelined import batch, clipped_step, differing, evaluated, made, moved, optimizers_of, read
@@ -35,8 +38,23 @@ def check(results: list[dict[str, Any]]) -> None:
     assert max(result["held"] for result in results) < results[0]["all"]
 
 
-def test_three_steps_two_stages(gloo2: Any) -> None:
-    check(gloo2(train, "llama", 2, {}))
+def test_three_steps_of_a_saved_plan(gloo2: Any, tmp_path: Path) -> None:
+    """Cut in the second layer, where the search would not."""
+    model, options = made("llama"), {"mesh": {"pp": 2}, "microbatches": 2}
+    traced: Any = autoshard.trace(model, kwargs=batch("llama", 0), **options)
+    body, file = json.loads(traced.plan.text()), tmp_path / "plan.json"
+    homes, ((key, _),) = body["pipeline"]["homes"], body["pipeline"]["graphs"].items()
+    norm = next(n for n in traced.stages[1].graph.nodes if n.name == "pow_4")
+    assert "post_attention_layernorm" in norm.meta["stack_trace"]
+    body["pipeline"]["graphs"][key] = [norm.name]
+    for part in ("input_layernorm", "self_attn"):
+        homes.update({name: 0 for name in homes if name.startswith(f"model.layers.1.{part}")})
+    file.write_text(json.dumps(body))
+    results = gloo2(train, "llama", 2, {"plan": str(file)})
+    check(results)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    for home, result in enumerate(results):
+        assert result["held"] == sum(sizes[name] for name, at in homes.items() if at == home)
 
 
 @pytest.mark.slow

@@ -172,3 +172,22 @@ def test_progress_is_one_line_on_a_terminal_and_a_few_in_a_pipe(
     assert said.endswith("[101/101] weight\n")
     assert said.count("\n") == (1 if terminal else 21)
     assert said.count("\r\x1b[K") == (101 if terminal else 0)
+
+
+def test_the_plan_of_a_mesh_with_pp_holds_its_stages(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["plan", "LlamaConfig", "--world", "4", "--mesh", "pp=2,tp=2", "--out", "plan.json"]
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 16}
+    for name, size in sizes.items():
+        asked += ["--option", f"{name}={size}"]
+    assert main([*asked, "--batch", "2", "--sequence", "16", "--option", "schedule=zb1"]) == 0
+    assert "wrote plan.json: options={'plan': 'plan.json', 'schedule': 'zb1'}" in (
+        capsys.readouterr().out
+    )
+    saved = autoshard.Plan.load("plan.json")
+    assert saved.mesh == {"pp": 2, "tp": 2} and "S(0)" in saved.parameters.values()
+    stages = saved.pipeline
+    assert stages is not None and (stages.ranks, stages.schedule) == (2, "zb1")
+    assert stages.microbatches == 2 and set(stages.homes.values()) == {0, 1}

@@ -39,7 +39,6 @@ def test_one_process_needs_no_process_group() -> None:
             {"xp": 1},
             r"unknown mesh axis 'xp'\. The axes are pp, dp_replicate, dp_shard, ep, cp, tp\.",
         ),
-        ({"pp": 2, "cp": 2}, r"pp=2 and cp=2: stages are not composed with ep and cp yet"),
         ({"tp": 0}, r"mesh axis tp has size 0\. A size is a positive number"),
         ({"tp": True}, r"mesh axis tp has size True"),
     ],

@@ -14,7 +14,7 @@ from autoshard.config import Config
 from autoshard.planning.cost import default_bucket_bytes, fill_buckets, reference_bytes
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import CollectiveRegion
-from autoshard.runtime.collectives import Axis, I, data_axes, home_rank, shard_dim
+from autoshard.runtime.collectives import Axis, I, gathering_axes, home_rank, shard_dim
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import (
     ACCUMULATE,
@@ -51,7 +51,7 @@ def stage_unsharding(
 
     parameters: the stored ones, each by its place among the parameters of the graph.
     """
-    stage, axes, use = mesh.axis("pp"), data_axes(mesh.axes), use_by(config, mesh)
+    stage, axes, use = mesh.axis("pp"), gathering_axes(mesh.axes), use_by(config, mesh)
     names = list(program.parameters.values())
     read = set(program.microbatch.parameters)
     computed = {i for i, node in enumerate(program.parameters) if node in read}
@@ -61,32 +61,45 @@ def stage_unsharding(
         if i in computed and home_rank(states["pp"]) in (None, stage.rank):
             if parameter.requires_grad or any(states.get(axis.name, I) != I for axis in axes):
                 own.append(at)
-    buckets = _buckets([parameters[at][1] for at in own], axes, use, config)
+    nodes, at_rest = list(program.parameters), program.microbatch.at_rest()
+    stays = {at: at_rest[node] for at in own if (node := nodes[parameters[at][0]]) in at_rest}
+    given = [(parameters[at][1], stays.get(at)) for at in own]
+    buckets = _buckets(given, axes, use, config)
     gathered: dict[str, list[str]] = {}
     reduced: dict[str, list[str]] = {}
     waits = deferred_at(axes, use) if microbatch == ACCUMULATE else None
     for number, axis in enumerate(axes):
         for at in own:
             i, parameter = parameters[at]
+            if stays.get(at) == axis.name:
+                continue
             if shard_dim(stored_states(parameter).get(axis.name, I)) is not None:
                 gathered.setdefault(axis.name, []).append(names[i])
             if parameter.requires_grad and (waits is None or number > waits):
                 reduced.setdefault(axis.name, []).append(names[i])
+    if stays:  # first, where an error says it
+        gathered["ep"] = [program.exchanges(), *gathered.get("ep", ())]
     met = (stage, *[axis for axis in axes if axis.name in gathered])
     region = CollectiveRegion("the schedule of a pipeline", mesh.axes, met, gathered)
     backward = CollectiveRegion("the backward of a pipeline", mesh.axes, moved=reduced)
     found = [[own[i] for i in bucket] for bucket in buckets]
-    return StageUnsharding(axes, found, use, microbatch, backward), region
+    return StageUnsharding(axes, found, use, microbatch, backward, stays), region
 
 
 def _buckets(
-    parameters: Sequence[DTensor], axes: Sequence[Axis], use: ParameterPolicy, config: Config
+    parameters: Sequence[tuple[DTensor, str | None]],
+    axes: Sequence[Axis],
+    use: ParameterPolicy,
+    config: Config,
 ) -> list[list[int]]:
     if not parameters or not axes:
         return []
-    widths = [use.compute_dtype(p.dtype).itemsize for p in parameters]
-    sizes = [p.numel() * width for p, width in zip(parameters, widths)]
-    keys = [(p.dtype, p.requires_grad, tuple(stored_states(p).items())) for p in parameters]
+    widths = [use.compute_dtype(p.dtype).itemsize for p, _ in parameters]
+    sizes = [p.numel() * width for (p, _), width in zip(parameters, widths)]
+    keys = [
+        (p.dtype, p.requires_grad, tuple(stored_states(p).items()), stays)
+        for p, stays in parameters
+    ]
     ranks = math.prod(axis.size for axis in axes)
     reference = max(reference_bytes(width, ranks) for width in widths)
     limit = config.bucket_bytes or default_bucket_bytes(sum(sizes), reference)

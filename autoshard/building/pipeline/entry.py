@@ -25,6 +25,7 @@ from autoshard.parameters import store_at_home
 from autoshard.planning.cost import hardware_of
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree
+from autoshard.runtime.collectives import Axis
 from autoshard.runtime.compat import artifact
 from autoshard.runtime.mesh import Mesh, groups_of
 from autoshard.runtime.parameters import StageParameters, StageUnsharding, check_copies
@@ -48,12 +49,12 @@ def pipelined(
         return compile_local(gm, list(example_inputs), config.inner)
     _refuse_symbols(inputs)
     axis = mesh.axis("pp")
-    tp, machine = mesh.axis("tp"), hardware_of(device)
+    sharing, machine = mesh.sharing[::-1], hardware_of(device)
     program = build_pipeline(gm, example_inputs, inputs, axis.size, config, machine, mesh.axes)
     lines = [*config.lines(), *program.lines()]
     artifact("autoshard_pipeline", lambda: "\n".join([*program.lines(), "", program.picture()]))
     lines += [node_line(n, program.parameters) for n in program.microbatch.serial.graph.nodes]
-    for one in (tp, axis):
+    for one in (*sharing, axis):
         agree("pipeline", digest_of(lines), lines, one, note=batch_shapes(inputs))
     new = unplanned(inputs, program.microbatch.serial, program.placed())
     microbatch = traced_microbatch(gm)
@@ -62,8 +63,8 @@ def pipelined(
         raise compat.RestartTrace(keep=store_at_home(new, mesh, config))
     train = torch.is_grad_enabled()  # Dynamo has a program for each mode
     with compat.explicit_modes(True) if compat.autocast_is_on() else torch.enable_grad():
-        rank = rank_pipeline(program, axis, tp, config.inner, train)
-    for one in (tp, axis):
+        rank = rank_pipeline(program, axis, sharing, config.inner, train)
+    for one in (*sharing, axis):
         agree("compiled pipeline", "", [], one)  # nobody runs before everybody can
     compat.lighten_guards({i.source: i.real for i in inputs if isinstance(i.real, nn.Parameter)})
     return _runner(program, rank, inputs, mesh, config, device, microbatch)
@@ -93,7 +94,7 @@ def _runner(
     microbatch: str,
 ) -> Callable[..., Any]:
     axis = mesh.axis("pp")
-    check = batch_checker(inputs, (axis, mesh.axis("tp")), config)
+    check = batch_checker(inputs, (axis, *mesh.sharing), config)
     stored = [i for i, item in enumerate(inputs) if isinstance(item.real, nn.Parameter)]
     results: Sequence[Any] = program.microbatch.serial.graph.output_node().args[0]  # type: ignore[assignment]
     made = {each.position for each in rank.results}
@@ -103,6 +104,7 @@ def _runner(
     read = [inputs[i].real for i in stored]
     split = [(at, p) for at, p in enumerate(read) if isinstance(p, DTensor)]
     unsharding, region = stage_unsharding(program, split, mesh, config, microbatch)
+    together = mesh.axis("ep") if program.microbatch.at_rest() else None
     # the casts of autocast are in the graphs; Dynamo guards on it
     autocast = compat.autocast_is_on()
     modes = functools.partial(compat.explicit_modes, False) if autocast else contextlib.nullcontext
@@ -117,7 +119,7 @@ def _runner(
             parameters = _unsharded(given, unsharding)
             for i, parameter in zip(stored, parameters.values):
                 values[i] = parameter.detach()
-            found = _call(rank, channel, parameters, values)
+            found = _call(rank, channel, parameters, values, together)
             found.update(others(values, given))
         return tuple(found.get(i, value) for i, value in enumerate(results))
 
@@ -151,6 +153,7 @@ def _call(
     channel: GroupChannel,
     parameters: StageParameters,
     values: Sequence[Any],
+    together: Axis | None,
 ) -> dict[int, Any]:
     own, handles = parameters
     train = torch.is_grad_enabled() and any(p.requires_grad for p in handles)
@@ -159,7 +162,7 @@ def _call(
         if train:
             found = dict(zip(found, without_loss(list(found.values()), handles)))
         return found
-    loss = step_loss(lambda: rank.train(channel, own, values), handles)
+    loss = step_loss(lambda: rank.train(channel, own, values), handles, together)
     return {**rank.withheld(), rank.loss: loss}
 
 

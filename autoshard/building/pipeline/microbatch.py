@@ -24,7 +24,7 @@ from autoshard.passes import Localize, rank_program
 from autoshard.planning import Decisions, Strategy, operands, value
 from autoshard.runtime.collectives import Axis, P, S, State, shard_dim
 from autoshard.runtime.errors import source_line
-from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS
+from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS, OWN_AXIS
 from autoshard.runtime.operators import Bound, own_tokens, unbound
 from autoshard.runtime.randomness import on_microbatch, on_shard, shared_seed
 
@@ -41,8 +41,9 @@ class MicrobatchGraph:
     its outputs the results at `positions` of the serial graph, in `states`. loss: which of
     `positions` is differentiated; None: the graph has no scalar loss.
 
-    Where `local` is the graph of a rank of tp: split: the states in which parameters are stored on
-    tp; shards: those of the outputs; plan: lines that tp ranks compare."""
+    Where `local` is the graph of a rank of cp or tp: split: the states in which parameters are
+    stored on tp; shards: those of the outputs on each axis, the inner one first; plan: lines that
+    the ranks compare."""
 
     serial: fx.GraphModule
     local: fx.GraphModule
@@ -53,8 +54,13 @@ class MicrobatchGraph:
     loss: int | None
     microbatches: int
     split: Mapping[fx.Node, State] = field(default_factory=dict)
-    shards: Sequence[State] = ()
+    shards: Sequence[tuple[Axis, Sequence[State]]] = ()
     plan: Sequence[str] = ()
+
+    def at_rest(self) -> dict[fx.Node, str]:
+        """The parameters that a rank uses as it stores them, with the axis on which it does."""
+        own = zip(self.parameters, self.local.graph.find_nodes(op="placeholder"))
+        return {node: given.meta[OWN_AXIS] for node, given in own if OWN_AXIS in given.meta}
 
 
 def cut_batch(
@@ -106,12 +112,12 @@ def shared_graph(
     serial: fx.GraphModule,
     wanted: Sequence[fx.Node],
     axis: Axis | None = None,
-    inner: Axis | None = None,
+    sharing: Sequence[Axis] = (),
 ) -> fx.GraphModule:
     """The graph of shared values, from all inputs of the serial graph.
 
     axis: of the stages, each of which then draws every seed, and takes that of the first, and
-    counts the tokens of all data-parallel ranks; inner: one more axis of ranks that do.
+    counts the tokens of all data-parallel ranks; sharing: more axes of ranks that do.
     """
     graph = fx.Graph()
     seeds: list[fx.Node] = []
@@ -132,7 +138,7 @@ def shared_graph(
             made[node] = graph.node_copy(node, made.__getitem__)
             if node in seeds:
                 made[node].target = shared_seed
-                made[node].kwargs = {**made[node].kwargs, "axis": axis, "outer": inner}
+                made[node].kwargs = {**made[node].kwargs, "axis": axis, "others": tuple(sharing)}
     graph.output(tuple(made[node] for node in wanted))
     return fx.GraphModule(serial, graph)
 

@@ -11,24 +11,28 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.building.batch_check import batch_inputs
+from autoshard.building.pipeline.inner_axes import split_operators
 from autoshard.building.pipeline.microbatch import MicrobatchGraph, cut_batch
+from autoshard.building.pipeline.saved_plan import cuts_of, followed, homes_of, with_stages
 from autoshard.building.pipeline.stages import StagePlan, plan_stages
-from autoshard.building.pipeline.tensor_parallel import split_operators
 from autoshard.capture import capture
 from autoshard.compiling import lowered_dtypes, say_stored
 from autoshard.config import Config
 from autoshard.errors import CaptureError, ConfigError, message
 from autoshard.passes import prepare
-from autoshard.planning import value
+from autoshard.planning import Plan, value
 from autoshard.planning.cost import Hardware
 from autoshard.runtime import compat
-from autoshard.runtime.collectives import Axis, H, I, S, State, data_axes, home_rank
+from autoshard.runtime.collectives import Axis, H, I, S, State, data_axes, gathering_axes, home_rank
 from autoshard.runtime.graph_meta import BUFFER, DIFF
+from autoshard.runtime.mesh import Mesh
+from autoshard.runtime.operators import rows_travel
 from autoshard.runtime.parameters import is_planned, stored_states
 from autoshard.runtime.pipeline import (
     SCHEDULES,
     Action,
     ScheduleShape,
+    Timeline,
     is_possible,
     most_kept,
     picture,
@@ -52,6 +56,7 @@ class PipelineProgram:
     parameters: Mapping[fx.Node, str]
     schedule: str
     ranks: int
+    saved: Plan
 
     @property
     def shape(self) -> ScheduleShape:
@@ -62,6 +67,10 @@ class PipelineProgram:
     def actions(self, rank: int) -> list[Action]:
         """The order of a rank's work."""
         return SCHEDULES[self.schedule](rank, self.shape)
+
+    def name_of(self, action: Action) -> str:
+        """What pictures call an action: with a letter, where ranks have several stages."""
+        return f"{action}{chr(ord('a') + action.chunk) if self.shape.chunks > 1 else ''}"
 
     def readers(self, parameter: int) -> list[int]:
         """The ranks that read a parameter of the micro-batch's graph."""
@@ -79,13 +88,23 @@ class PipelineProgram:
         split = self.microbatch.split
         return {n: {"pp": at, "tp": split.get(n, I)} for n, at in self.stored().items()}
 
-    def idle(self, equal: bool = False) -> float:
-        """The part of a step that ranks wait, as the search prices stages. equal: if they all took
-        as long."""
+    def timeline(self, equal: bool = False) -> Timeline:
+        """When each rank does what, as the search prices stages. equal: if they all took as
+        long."""
         forward = [1.0 if equal else seconds / 3 for seconds in self.plan.stage_seconds]
         backward = [2 * seconds for seconds in forward]
         count, chunks = self.shape.microbatches, self.shape.chunks
-        return timeline(self.schedule, count, forward, backward, chunks).idle
+        return timeline(self.schedule, count, forward, backward, chunks)
+
+    def idle(self, equal: bool = False) -> float:
+        """The part of a step that ranks wait; see `timeline`."""
+        return self.timeline(equal).idle
+
+    def exchanges(self) -> str:
+        """What ranks of ep, whose batches may differ, do together in a call."""
+        travel = [sum(map(bool, map(rows_travel, s.graph.graph.nodes))) for s in self.plan.stages]
+        count = self.microbatch.microbatches
+        return f"{self.schedule}, {count} micro-batches, mixtures of the stages {travel}"
 
     def lines(self) -> list[str]:
         """The pipeline as text, one line a stage, and the plan on tp; what ranks compare."""
@@ -122,14 +141,19 @@ def build_pipeline(
     """Capture Dynamo's graph, and cut it. Raises CaptureError, ConfigError and PlanError, on all
     ranks alike.
 
-    beside: the other axes of the mesh: on dp_shard a stage's parameters are split between calls, on
-    tp its operators.
+    beside: the other axes of the mesh: on cp, dp_shard and ep a stage's parameters are split
+    between calls, on cp and tp its operators.
     """
+    config, asked = followed(config, Mesh(tuple(beside), None), ranks)
     known = all(is_planned(i.real) for i in inputs if isinstance(i.real, nn.Parameter))
     serial = capture(gm, example_inputs, lowered_dtypes(list(inputs)), inference=known)
     say_stored(serial, list(inputs), config)
     prepare(
-        serial, Axis("tp", 1, 0, ""), facts={} if config.recover_masks else None, exchanges=True
+        serial,
+        Axis("tp", 1, 0, ""),
+        facts={} if config.recover_masks else None,
+        exchanges=True,
+        sequences=any(axis.name == "cp" and axis.size > 1 for axis in beside),
     )
     nodes = serial.graph.find_nodes(op="placeholder")
     parameters: dict[fx.Node, str] = {}
@@ -156,21 +180,26 @@ def build_pipeline(
         elif item.of_model:
             node.meta[BUFFER] = True
     batch, samples = _batch(nodes, inputs)
-    shape = ScheduleShape(ranks, _microbatches(config, samples, ranks), _chunks(config))
+    schedule, chunks = config.order
+    shape = ScheduleShape(ranks, _microbatches(config, samples, ranks, asked), chunks)
     counted = data_axes(beside) if config.loss_tokens == "global" else ()
     microbatch = cut_batch(serial, parameters, batch, shape.microbatches, counted)
-    axes = {axis.name: axis for axis in beside if axis.size > 1}
-    if "tp" in axes:
-        microbatch = split_operators(microbatch, parameters, split, axes["tp"], hardware, config)
-    live = [most_kept(config.schedule, shape, rank) for rank in range(ranks)]
-    shards = axes["dp_shard"].size if "dp_shard" in axes else 1
-    plan = plan_stages(microbatch, live, hardware, stored, config.memory_budget, shards)
+    microbatch, made = split_operators(
+        microbatch, parameters, split, beside, hardware, config, asked
+    )
+    live = [most_kept(schedule, shape, rank) for rank in range(ranks)]
+    shards = {axis.name: axis.size for axis in gathering_axes(beside)}
+    shards.pop("dp_replicate", None)
+    homes, cuts = {**homes_of(asked, parameters), **stored}, cuts_of(asked, microbatch)
+    budget = config.memory_budget
+    plan = plan_stages(microbatch, live, hardware, homes, budget, shards, cuts)
     return PipelineProgram(
         microbatch=microbatch,
         plan=plan,
         parameters=parameters,
-        schedule=config.schedule,
+        schedule=schedule,
         ranks=ranks,
+        saved=with_stages(made, plan, microbatch, parameters, schedule, shape),
     )
 
 
@@ -193,20 +222,22 @@ def _batch(
     return {node: S(0) for node, size in sizes.items() if size == samples > 1}, samples
 
 
-def _microbatches(config: Config, samples: int, ranks: int) -> int:
-    asked = config.microbatches
+def _microbatches(config: Config, samples: int, ranks: int, plan: Plan | None) -> int:
+    asked, (schedule, _) = config.microbatches, config.order
     divisors = [
         n
         for n in range(1, samples + 1)
-        if samples % n == 0 and is_possible(config.schedule, ScheduleShape(ranks, n))
+        if samples % n == 0 and is_possible(schedule, ScheduleShape(ranks, n))
     ]
+    if plan is not None and plan.pipeline is not None and plan.pipeline.microbatches in divisors:
+        return plan.pipeline.microbatches
     if asked is None:
         return max(n for n in divisors if n <= max(1, IN_FLIGHT * ranks))
     if asked not in divisors:
         raise ConfigError(
             message(
                 f"a batch of {samples} samples does not divide into microbatches={asked}"
-                + (f" for schedule={config.schedule!r}" if samples % asked == 0 else ""),
+                + (f" for schedule={schedule!r}" if samples % asked == 0 else ""),
                 remedy=f"Give options={{'microbatches': n}} one of {', '.join(map(str, divisors))},"
                 " or another batch.",
             )
@@ -214,26 +245,12 @@ def _microbatches(config: Config, samples: int, ranks: int) -> int:
     return asked
 
 
-def _chunks(config: Config) -> int:
-    return (config.virtual_stages or 2) if config.schedule == "interleaved" else 1
-
-
 def refuse_options(config: Config) -> None:
     """Raise ConfigError for options that a mesh with pp does not obey."""
-    if config.virtual_stages is not None and config.schedule != "interleaved":
-        raise ConfigError(
-            message(
-                f"options['virtual_stages']={config.virtual_stages} and "
-                f"schedule={config.schedule!r}, with which a rank has one stage",
-                remedy="Give schedule='interleaved', or leave virtual_stages out.",
-            )
-        )
     asked = {
-        "plan": config.plan is not None,
         "inner": config.inner == "tensorrt",
         "rng": config.rng == "tracker",
         "outputs": config.outputs != "lazy",
-        "memory_budget": config.memory_budget is not None and _chunks(config) > 1,
         "host_memory": config.host_memory is not None,
         "cuda_graphs": config.cuda_graphs,
         "inductor": config.inductor is not None,
@@ -243,7 +260,7 @@ def refuse_options(config: Config) -> None:
             raise ConfigError(
                 message(
                     f"options['{name}']={reprlib.repr(getattr(config, name))} beside pp in the "
-                    f"mesh (schedule={config.schedule!r}) is not supported yet",
+                    "mesh is not supported yet",
                     remedy=f"Leave {name} out, or pp.",
                 )
             )

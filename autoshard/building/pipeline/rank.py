@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,12 @@ from torch import fx
 from autoshard.building.pipeline.gradient_sums import adding_up, graded_parameters
 from autoshard.building.pipeline.microbatch import shared_graph
 from autoshard.building.pipeline.program import PipelineProgram
-from autoshard.building.pipeline.stages import loss_of, sum_dtype
+from autoshard.building.pipeline.stage_graphs import loss_of
+from autoshard.building.pipeline.stages import sum_dtype
 from autoshard.compiling import SplitBackward, add_at_once, compile_local
 from autoshard.planning import value
 from autoshard.runtime import compat
-from autoshard.runtime.collectives import Axis, I, home_rank, shard_dim
+from autoshard.runtime.collectives import Axis, home_rank, shard_dim
 from autoshard.runtime.graph_meta import DIFF
 from autoshard.runtime.pipeline import (
     Loan,
@@ -28,9 +29,9 @@ from autoshard.runtime.pipeline import (
 
 
 def rank_pipeline(
-    program: PipelineProgram, axis: Axis, tp: Axis, inner: str, train: bool
+    program: PipelineProgram, axis: Axis, sharing: Sequence[Axis], inner: str, train: bool
 ) -> RankPipeline:
-    """The part of the rank at its place on `axis` and on `tp`, compiled.
+    """The part of the rank at its place on `axis` and on `sharing`, the axes of a stage, compiled.
 
     train: whether calls are differentiated, and the loss is the one output that is asked for.
     """
@@ -45,7 +46,6 @@ def rank_pipeline(
     makers = {i: number for number, each in enumerate(plan.stages) for i in each.results}
     outputs: Any = microbatch.serial.graph.output_node().args[0]
     local = microbatch.local.graph.find_nodes(op="placeholder")  # of parameters first
-    shards = microbatch.shards or [I] * len(microbatch.positions)
     return RankPipeline(
         axis=axis,
         stages=[
@@ -67,7 +67,7 @@ def rank_pipeline(
             for home in [home_rank(stored[node])]
             if home is not None and home != reader
         ],
-        shared=_shared(microbatch.serial, [node for node, _ in keys], axis, tp),
+        shared=_shared(microbatch.serial, [node for node, _ in keys], axis, sharing),
         dims=[shard_dim(state) for _, state in keys],
         results=[
             PipelineResult(
@@ -76,13 +76,10 @@ def rank_pipeline(
                 state,
                 makers[i] % axis.size,
                 makers[i] // axis.size,
-                shard,
+                [(inside, states[i]) for inside, states in microbatch.shards],
             )
-            for i, (position, state, shard) in enumerate(
-                zip(microbatch.positions, microbatch.states, shards)
-            )
+            for i, (position, state) in enumerate(zip(microbatch.positions, microbatch.states))
         ],
-        tp=tp,
         loss=microbatch.loss,
     )
 
@@ -141,9 +138,9 @@ def _compiled(graph: fx.GraphModule, inner: str) -> Callable[..., Any]:
 
 
 def _shared(
-    serial: fx.GraphModule, nodes: list[fx.Node], axis: Axis, tp: Axis
+    serial: fx.GraphModule, nodes: list[fx.Node], axis: Axis, sharing: Sequence[Axis]
 ) -> Callable[..., Any]:
-    graph = shared_graph(serial, nodes, axis, tp)
+    graph = shared_graph(serial, nodes, axis, sharing)
     return lambda *inputs: graph(*inputs)
 
 

@@ -10,17 +10,18 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
 
 import torch
 from torch import fx
 
 from autoshard.building.pipeline.microbatch import MicrobatchGraph
+from autoshard.building.pipeline.stage_graphs import PipelineStage, of_shared_values, stage_graphs
 from autoshard.errors import ConfigError, PlanError, message
 from autoshard.planning import TRAINED_BYTES, cost, is_view, tensor_bytes, value
 from autoshard.planning.cost import Hardware, Link
-from autoshard.planning.solver import Chain, StageCut, cut_stages
-from autoshard.runtime.graph_meta import DIFF, REDUCED_DTYPE, STORED_DTYPE
+from autoshard.planning.solver import Chain, StageCut, cut_chunks
+from autoshard.runtime.graph_meta import DIFF, OWN_AXIS, REDUCED_DTYPE, STORED_DTYPE
 from autoshard.runtime.parameters import ParameterPolicy
 
 MOST_UNITS = 800
@@ -31,39 +32,10 @@ BACKWARD = 2.0
 
 
 @dataclass(kw_only=True)
-class PipelineStage:
-    """graph: its placeholders are the parameters, the shared values and the received values it
-    reads, given by their numbers in the micro-batch's graph and in `received`; its outputs are what
-    it makes of `sent`, then `results`.
-
-    received, sent: the values that cross the cuts before and behind it, in one order. made: for
-    each of `sent`, the output that it is; None: one of `received`, passed on. results: the outputs
-    of the micro-batch's graph that are made here, by their position in it.
-    """
-
-    graph: fx.GraphModule
-    parameters: list[int]
-    shared: list[int]
-    reads: list[int]
-    received: list[fx.Node]
-    sent: list[fx.Node]
-    made: list[int | None]
-    results: list[int]
-
-    def training(self, loss: int | None) -> fx.GraphModule:
-        """The graph of a call that is differentiated: of the results only the loss, given by its
-        position among the micro-batch's. A gradient of the others would be computed, of zeros."""
-        own = len(self.sent) - self.made.count(None)
-        outputs: Any = self.graph.graph.output_node().args[0]
-        wanted = [outputs[own + at] for at, i in enumerate(self.results) if i == loss]
-        return _returning(self.graph, [*outputs[:own], *wanted])
-
-
-@dataclass(kw_only=True)
 class StagePlan:
     """stages: in order; ranks take them in turn. homes: the rank that stores each parameter of the
     micro-batch's graph. cut: the search's answer. link: between neighbours. stage_seconds: of a
-    micro-batch, each."""
+    micro-batch, each. firsts: the first operator of each stage but the first."""
 
     stages: list[PipelineStage]
     homes: list[int]
@@ -71,6 +43,7 @@ class StagePlan:
     link: Link
     stage_seconds: list[float]
     sent_bytes: list[int]
+    firsts: list[str]
 
 
 def plan_stages(
@@ -79,19 +52,26 @@ def plan_stages(
     hardware: Hardware,
     stored: Mapping[fx.Node, int],
     budget: int | None,
-    shards: int = 1,
+    shards: Mapping[str, int] = MappingProxyType({}),
+    cuts: Sequence[str] | None = None,
 ) -> StagePlan:
     """The cheapest cut, and the graph of each stage.
 
     kept: by rank, the most micro-batches of which each of its stages keeps the activations. stored:
-    the home of parameters that are stored already. shards: ranks among which parameters are split
-    between calls. Raises ConfigError for a graph of fewer operators than stages, and PlanError
-    where no cut fits the budget.
+    the home of parameters that are stored already. shards: by axis, ranks among which parameters
+    are split between calls. cuts: the first operator of each stage but the first, where a plan says
+    so. Raises ConfigError for a graph of fewer operators than stages, and PlanError where no cut
+    fits the budget, or that of the plan is none.
     """
-    operators = [n for n in microbatch.local.graph.nodes if n.op == "call_function"]
-    ends = _units(operators, _live(microbatch.local, operators))
+    shared, nodes = of_shared_values(microbatch), microbatch.local.graph.nodes
+    operators = [n for n in nodes if n.op == "call_function" and n not in shared]
+    crossing = _live(microbatch.local, operators)
     ranks, live = len(kept), [each for chunk in zip(*kept) for each in chunk]
     stages = len(live)
+    free = _free(operators, crossing)
+    ends = (
+        _units(operators, crossing, free) if cuts is None else _asked(operators, free, cuts, stages)
+    )
     if len(ends) - 1 < stages:
         raise ConfigError(
             message(
@@ -104,10 +84,10 @@ def plan_stages(
     known = [stored.get(node) for node in microbatch.parameters]
     allowed = [h if h is None else frozenset(range(h, stages, ranks)) for h in known]
     chain = _chain(microbatch, operators, ends, hardware, link, allowed, shards)
-    found = cut_stages(chain, stages, microbatch.microbatches, budget, live)
+    found = cut_chunks(chain, ranks, microbatch.microbatches, budget, live)
     if found is None and chain.homes:  # another stage borrows what it reads
         chain = _chain(microbatch, operators, ends, hardware, link, [None] * len(known), shards)
-        found = cut_stages(chain, stages, microbatch.microbatches, budget, live)
+        found = cut_chunks(chain, ranks, microbatch.microbatches, budget, live)
     if found is None:
         raise PlanError(
             message(
@@ -118,7 +98,7 @@ def plan_stages(
         )
     starts = [0, *found.cuts, len(ends) - 1]
     runs = [operators[ends[a] : ends[b]] for a, b in zip(starts, starts[1:])]
-    made = _Cutting(microbatch, runs).stages()
+    made = stage_graphs(microbatch, runs)
     homes = [
         next(s for s, st in enumerate(made) if i in st.parameters) % ranks if home is None else home
         for i, home in enumerate(known)
@@ -130,6 +110,7 @@ def plan_stages(
         link=link,
         stage_seconds=[sum(chain.seconds[a:b]) for a, b in zip(starts, starts[1:])],
         sent_bytes=[sum(tensor_bytes(value(n)) for n in stage.sent) for stage in made[:-1]],
+        firsts=[run[0].name for run in runs[1:]],
     )
 
 
@@ -144,14 +125,40 @@ def _live(local: fx.GraphModule, operators: Sequence[fx.Node]) -> list[list[fx.N
     return live
 
 
-def _units(operators: Sequence[fx.Node], live: Sequence[Sequence[fx.Node]]) -> list[int]:
-    """The positions where a cut may be, with both ends: what crosses it are tensors."""
-    free = [
+def _free(operators: Sequence[fx.Node], live: Sequence[Sequence[fx.Node]]) -> list[int]:
+    """The positions where a cut may be: what crosses it are tensors."""
+    return [
         i
         for i in range(1, len(operators))
         if all(isinstance(value(node), torch.Tensor) for node in live[i])
         and operators[i].target is not operator.getitem
     ]
+
+
+def _asked(
+    operators: Sequence[fx.Node], free: Sequence[int], cuts: Sequence[str], stages: int
+) -> list[int]:
+    """The positions of the cuts of a plan, with both ends."""
+    place = {operators[i].name: i for i in free}
+    for name in cuts:
+        if name not in place:
+            raise PlanError(
+                f"the plan begins a stage at {name!r}, before which the graph cannot be cut, or "
+                "which it does not have. Correct the name, or delete the entry of the graph."
+            )
+    found = [place[name] for name in cuts]
+    if len(found) != stages - 1 or found != sorted(set(found)):
+        raise PlanError(
+            f"the plan begins stages at {', '.join(cuts)}: not {stages - 1} operators in the order "
+            "of the graph. Correct the list, or delete the entry of the graph."
+        )
+    return [0, *found, len(operators)]
+
+
+def _units(
+    operators: Sequence[fx.Node], live: Sequence[Sequence[fx.Node]], free: Sequence[int]
+) -> list[int]:
+    """The positions at which a cut is tried, with both ends."""
     if len(free) > MOST_UNITS:
         size = {i: sum(tensor_bytes(value(node)) for node in live[i]) for i in free}
         most = sorted(size.values())[MOST_UNITS // 2]
@@ -167,7 +174,7 @@ def _chain(
     hardware: Hardware,
     link: Link,
     known: Sequence[frozenset[int] | None],
-    shards: int,
+    shards: Mapping[str, int],
 ) -> Chain:
     live = _live(microbatch.local, operators)
     unit = {node: u for u, (a, b) in enumerate(zip(ends, ends[1:])) for node in operators[a:b]}
@@ -202,11 +209,12 @@ def _chain(
     )
 
 
-def _held(parameter: fx.Node, shards: int) -> float:
+def _held(parameter: fx.Node, ranks: Mapping[str, int]) -> float:
     """Bytes of a parameter that its stage holds: what is stored; the whole in the dtype of compute,
     where that is another tensor; and, where a shard is stored, the whole gradient from the start of
     a call to its backward."""
-    val = value(parameter)
+    val = value(parameter)  # of what a rank has on an axis of its own
+    shards = math.prod(n for name, n in ranks.items() if name != parameter.meta.get(OWN_AXIS))
     stored, summed = (val.numel() * t(parameter).itemsize for t in (stored_dtype, sum_dtype))
     held = stored * (TRAINED_BYTES if val.requires_grad else 1.0) / shards
     if shards > 1 or stored_dtype(parameter) != val.dtype:
@@ -235,85 +243,3 @@ def _dtype(node: fx.Node) -> torch.dtype:
     val = value(node)
     first = val[0] if isinstance(val, (tuple, list)) and val else val
     return first.dtype if isinstance(first, torch.Tensor) else torch.float32
-
-
-class _Cutting:
-    """The graphs of the stages, of runs of operators of the micro-batch's graph."""
-
-    def __init__(self, microbatch: MicrobatchGraph, runs: Sequence[Sequence[fx.Node]]) -> None:
-        self.runs, self.local = runs, microbatch.local
-        placeholders = list(self.local.graph.find_nodes(op="placeholder"))
-        count = len(microbatch.parameters)
-        self.parameters = {node: i for i, node in enumerate(placeholders[:count])}
-        self.shared = {node: i for i, node in enumerate(placeholders[count:])}
-        self.results: list[fx.Node] = list(self.local.graph.output_node().args[0])  # type: ignore[arg-type]
-        self.stage = {node: s for s, run in enumerate(runs) for node in run}
-
-    def stages(self) -> list[PipelineStage]:
-        return [self._cut(stage) for stage in range(len(self.runs))]
-
-    def _crossing(self, stage: int) -> list[fx.Node]:
-        """The values made before `stage` that it or a later one reads."""
-        return [
-            node
-            for run in self.runs[:stage]
-            for node in run
-            if any(self.stage.get(user, -1) >= stage for user in node.users)
-        ]
-
-    def _cut(self, stage: int) -> PipelineStage:
-        run = self.runs[stage]
-        received, sent = self._crossing(stage), self._crossing(stage + 1)
-        read = {node for each in run for node in each.all_input_nodes}
-        used = [node for node in received if node in read]
-        inputs = [n for group in (self.parameters, self.shared) for n in group if n in read]
-        graph, made = fx.Graph(), {}
-        for node in [*inputs, *used]:
-            made[node] = graph.placeholder(node.name)
-            made[node].meta = {**node.meta, "val": _received(node) if node in used else value(node)}
-        for node in self.local.graph.nodes:
-            if node.op == "get_attr" and node in read:
-                made[node] = graph.node_copy(node)
-        for node in run:
-            made[node] = graph.node_copy(node, made.__getitem__)
-        own = [node for node in sent if node in self.stage and self.stage[node] == stage]
-        results = [i for i, node in enumerate(self.results) if self.stage.get(node) == stage]
-        graph.output(tuple(made[n] for n in [*own, *(self.results[i] for i in results)]))
-        return PipelineStage(
-            graph=fx.GraphModule(self.local, graph),
-            parameters=[self.parameters[n] for n in inputs if n in self.parameters],
-            shared=[self.shared[n] for n in inputs if n in self.shared],
-            reads=[received.index(node) for node in used],
-            received=received,
-            sent=sent,
-            made=[own.index(node) if node in own else None for node in sent],
-            results=results,
-        )
-
-
-def _received(node: fx.Node) -> torch.Tensor:
-    """A fake of a value as it arrives: contiguous, a leaf of the stage's graph."""
-    val = value(node)
-    fake: torch.Tensor = val.detach().new_empty(val.shape)
-    return fake.requires_grad_(bool(node.meta.get(DIFF)))
-
-
-def _returning(gm: fx.GraphModule, wanted: list[fx.Node]) -> fx.GraphModule:
-    """The same graph with other outputs, each with memory of its own."""
-    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.graph_copy(gm.graph, made)
-    results = []
-    for node in wanted:
-        if is_view(node) or node.op == "placeholder":
-            results.append(graph.call_function(torch.ops.aten.clone.default, (made[node],)))
-            results[-1].meta = dict(node.meta)
-        else:
-            results.append(made[node])
-    graph.output(tuple(results))
-    graph.eliminate_dead_code(lambda node: node.op != "placeholder")
-    return fx.GraphModule(gm, graph)
-
-
-def loss_of(microbatch: MicrobatchGraph) -> int | None:
-    """Which of the micro-batch's results is the loss."""
-    return None if microbatch.loss is None else microbatch.positions.index(microbatch.loss)

@@ -23,6 +23,9 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
+_PARTS = 16
+"""Bounds on one stage of several of a rank that are tried."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
@@ -70,6 +73,33 @@ def cut_stages(
     if kept is None:
         kept = [min(microbatches, stages - stage) for stage in range(stages)]
     return _CutSearch(chain, kept, microbatches, budget).run()
+
+
+def cut_chunks(
+    chain: Chain,
+    ranks: int,
+    microbatches: int,
+    budget: float | None,
+    kept: Sequence[int],
+) -> StageCut | None:
+    """`cut_stages` where rank r has the stages r, r + ranks, ..., and the budget is for all of its.
+
+    A dynamic programme has one stage before it, not a rank's. So where the cheapest cut does not
+    fit, no stage may hold more than a part of the budget, the largest with which all ranks fit;
+    the least part tried is what a rank's stages have if they are equal.
+    """
+    chunks = len(kept) // ranks
+    if budget is None or chunks == 1:
+        return cut_stages(chain, len(kept), microbatches, budget, kept)
+    parts = [None, *(1 - i / _PARTS * (1 - 1 / chunks) for i in range(_PARTS + 1))]
+    for part in parts:
+        most = None if part is None else part * budget
+        found = cut_stages(chain, len(kept), microbatches, most, kept)
+        if found is None:
+            return None
+        if max(sum(found.memory[rank::ranks]) for rank in range(ranks)) <= budget:
+            return found
+    return None
 
 
 class _CutSearch:

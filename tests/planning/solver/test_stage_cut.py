@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
-from autoshard.planning.solver import Chain, StageCut, cut_stages
+from autoshard.planning.solver import Chain, StageCut, cut_chunks, cut_stages
+
+INF = float("inf")
 
 
 def every_cut(
@@ -66,6 +69,32 @@ def test_the_search_finds_what_trying_every_cut_finds(seed: int) -> None:
     assert found.seconds == pytest.approx(expected.seconds)
     if budget is not None:
         assert max(found.memory) <= budget
+
+
+def test_the_stages_of_a_rank_share_its_budget() -> None:
+    """Where each of them alone may fit. Not all that is possible is found, and nothing else."""
+    possible = found = 0
+    for seed in range(40):
+        draw = random.Random(seed)
+        chain, kept, budget = some_chain(draw, 9, 4), [3, 2, 2, 1], draw.choice([40.0, 50.0])
+        alone = cut_stages(chain, 4, 4, None, kept)
+        fits = False
+        for cuts in itertools.combinations(range(1, 9), 3):
+            fixed = replace(chain, sent=[0.0 if i in (0, *cuts, 9) else INF for i in range(10)])
+            one = cut_stages(fixed, 4, 4, None, kept)
+            fits |= one is not None and max(rank_bytes(one)) <= budget and alone is not None
+        cut = cut_chunks(chain, 2, 4, budget, kept)
+        possible, found = possible + fits, found + (cut is not None)
+        if cut is not None:
+            assert alone is not None and fits and max(rank_bytes(cut)) <= budget
+            assert cut.seconds >= alone.seconds
+            assert cut == alone or max(rank_bytes(alone)) > budget
+    assert found >= 10 and possible == 15
+
+
+def rank_bytes(cut: StageCut) -> tuple[float, float]:
+    a, b, c, d = cut.memory
+    return a + c, b + d
 
 
 def test_a_slower_stage_is_taken_where_it_spares_a_dear_transfer() -> None:

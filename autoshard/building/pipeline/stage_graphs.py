@@ -1,0 +1,157 @@
+"""The graphs of the stages, of runs of operators of the micro-batch's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.building.pipeline.microbatch import MicrobatchGraph
+from autoshard.planning import is_view, value
+from autoshard.runtime.graph_meta import DIFF
+
+
+@dataclass(kw_only=True)
+class PipelineStage:
+    """graph: its placeholders are the parameters, the shared values and the received values it
+    reads, given by their numbers in the micro-batch's graph and in `received`; its outputs are what
+    it makes of `sent`, then `results`.
+
+    received, sent: the values that cross the cuts before and behind it, in one order. made: for
+    each of `sent`, the output that it is; None: one of `received`, passed on. results: the outputs
+    of the micro-batch's graph that are made here, by their position in it.
+    """
+
+    graph: fx.GraphModule
+    parameters: list[int]
+    shared: list[int]
+    reads: list[int]
+    received: list[fx.Node]
+    sent: list[fx.Node]
+    made: list[int | None]
+    results: list[int]
+
+    def training(self, loss: int | None) -> fx.GraphModule:
+        """The graph of a call that is differentiated: of the results only the loss, given by its
+        position among the micro-batch's. A gradient of the others would be computed, of zeros."""
+        own = len(self.sent) - self.made.count(None)
+        outputs: Any = self.graph.graph.output_node().args[0]
+        wanted = [outputs[own + at] for at, i in enumerate(self.results) if i == loss]
+        return _returning(self.graph, [*outputs[:own], *wanted])
+
+
+def stage_graphs(
+    microbatch: MicrobatchGraph, runs: Sequence[Sequence[fx.Node]]
+) -> list[PipelineStage]:
+    """A stage of each run."""
+    return _Cutting(microbatch, runs).stages()
+
+
+def of_shared_values(microbatch: MicrobatchGraph) -> dict[fx.Node, None]:
+    """Operators that read shared values alone, such as a cp rank's part of them: in the order of
+    the graph. Each stage that reads one runs it; they are of no stage, and never sent."""
+    nodes = microbatch.local.graph.nodes
+    placeholders = microbatch.local.graph.find_nodes(op="placeholder")
+    given = {*placeholders[len(microbatch.parameters) :]}
+    found: dict[fx.Node, None] = {}
+    for node in nodes:
+        inputs = node.all_input_nodes
+        if node.op == "call_function" and inputs and all(n in given or n in found for n in inputs):
+            found[node] = None
+    return found
+
+
+class _Cutting:
+    """The graphs of the stages, of runs of operators of the micro-batch's graph."""
+
+    def __init__(self, microbatch: MicrobatchGraph, runs: Sequence[Sequence[fx.Node]]) -> None:
+        self.runs, self.local = runs, microbatch.local
+        placeholders = list(self.local.graph.find_nodes(op="placeholder"))
+        count = len(microbatch.parameters)
+        self.parameters = {node: i for i, node in enumerate(placeholders[:count])}
+        self.shared = {node: i for i, node in enumerate(placeholders[count:])}
+        self.results: list[fx.Node] = list(self.local.graph.output_node().args[0])  # type: ignore[arg-type]
+        self.stage = {node: s for s, run in enumerate(runs) for node in run}
+        self.repeated = of_shared_values(microbatch)
+
+    def stages(self) -> list[PipelineStage]:
+        return [self._cut(stage) for stage in range(len(self.runs))]
+
+    def _crossing(self, stage: int) -> list[fx.Node]:
+        """The values made before `stage` that it or a later one reads."""
+        return [
+            node
+            for run in self.runs[:stage]
+            for node in run
+            if any(self.stage.get(user, -1) >= stage for user in node.users)
+        ]
+
+    def _with_repeated(self, run: Sequence[fx.Node]) -> list[fx.Node]:
+        """The operators of a stage, after those of shared values that they read."""
+        needed, stack = set[fx.Node](), list(run)
+        while stack:
+            for node in stack.pop().all_input_nodes:
+                if node in self.repeated and node not in needed:
+                    needed.add(node)
+                    stack.append(node)
+        return [*(node for node in self.repeated if node in needed), *run]
+
+    def _cut(self, stage: int) -> PipelineStage:
+        run = self._with_repeated(self.runs[stage])
+        received, sent = self._crossing(stage), self._crossing(stage + 1)
+        read = {node for each in run for node in each.all_input_nodes}
+        used = [node for node in received if node in read]
+        inputs = [n for group in (self.parameters, self.shared) for n in group if n in read]
+        graph, made = fx.Graph(), {}
+        for node in [*inputs, *used]:
+            made[node] = graph.placeholder(node.name)
+            made[node].meta = {**node.meta, "val": _received(node) if node in used else value(node)}
+        for node in self.local.graph.nodes:
+            if node.op == "get_attr" and node in read:
+                made[node] = graph.node_copy(node)
+        for node in run:
+            made[node] = graph.node_copy(node, made.__getitem__)
+        own = [node for node in sent if node in self.stage and self.stage[node] == stage]
+        results = [i for i, node in enumerate(self.results) if self.stage.get(node) == stage]
+        graph.output(tuple(made[n] for n in [*own, *(self.results[i] for i in results)]))
+        return PipelineStage(
+            graph=fx.GraphModule(self.local, graph),
+            parameters=[self.parameters[n] for n in inputs if n in self.parameters],
+            shared=[self.shared[n] for n in inputs if n in self.shared],
+            reads=[received.index(node) for node in used],
+            received=received,
+            sent=sent,
+            made=[own.index(node) if node in own else None for node in sent],
+            results=results,
+        )
+
+
+def _received(node: fx.Node) -> torch.Tensor:
+    """A fake of a value as it arrives: contiguous, a leaf of the stage's graph."""
+    val = value(node)
+    fake: torch.Tensor = val.detach().new_empty(val.shape)
+    return fake.requires_grad_(bool(node.meta.get(DIFF)))
+
+
+def _returning(gm: fx.GraphModule, wanted: list[fx.Node]) -> fx.GraphModule:
+    """The same graph with other outputs, each with memory of its own."""
+    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.graph_copy(gm.graph, made)
+    results = []
+    for node in wanted:
+        if is_view(node) or node.op == "placeholder":
+            results.append(graph.call_function(torch.ops.aten.clone.default, (made[node],)))
+            results[-1].meta = dict(node.meta)
+        else:
+            results.append(made[node])
+    graph.output(tuple(results))
+    graph.eliminate_dead_code(lambda node: node.op != "placeholder")
+    return fx.GraphModule(gm, graph)
+
+
+def loss_of(microbatch: MicrobatchGraph) -> int | None:
+    """Which of the micro-batch's results is the loss."""
+    return None if microbatch.loss is None else microbatch.positions.index(microbatch.loss)
