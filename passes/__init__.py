@@ -38,4 +38,5 @@ from autoshard.passes.global_token_mean import GlobalTokenMean
 from autoshard.passes.localize import Localize
 from autoshard.passes.match_experts import MixtureFound
 from autoshard.passes.pipeline import OPTIONAL, ORDER, finish, prepare, rank_program, specialize
+from autoshard.passes.rank_parts import RankParts
 from autoshard.passes.recover_masks import ONES, POSITIONS, MaskFound, unrepeated
