@@ -1,8 +1,8 @@
 """Single operators and changes of state of a rank's graph, made without the graph.
 
 Where two axes are planned together, the choices on the second depend on the shapes that the first
-leaves: those of an operator, in each of its strategies, are asked for one at a time. What `Localize`
-would emit is made, from operands that stand alone.
+leaves: those of an operator, in each of its strategies, are asked for one at a time. What
+`Localize` would emit is made, from operands that stand alone.
 """
 
 from __future__ import annotations

@@ -36,9 +36,6 @@ from autoshard.runtime.mesh import Mesh
 
 T = TypeVar("T")
 
-_ROUNDING = 1e-6
-"""The part of a sum of costs by which two ways to add it up may differ."""
-
 
 @dataclass(frozen=True)
 class LaidOut:
@@ -66,8 +63,8 @@ def lay_out(
     machine: Hardware,
     plan: Plan | None,
 ) -> LaidOut:
-    """Plan both axes of a graph. inner: what is asked of the inner one, by the graph's placeholders.
-    plan: of `axis`, to follow.
+    """Plan both axes of a graph. inner: what is asked of the inner one, by the placeholders of
+    `serial`. plan: of `axis`, to follow.
 
     Raises ConfigError for a mixture of experts where the mesh has ep besides.
     """
@@ -101,7 +98,9 @@ def lay_out(
             arriving=placed(serial, own, inner.arriving),
             outer=outer,
         )
-        return LaidOut(own, outer, full, of_rank, plan_graph(own, mesh.planned.size, machine, of_rank))
+        return LaidOut(
+            own, outer, full, of_rank, plan_graph(own, mesh.planned.size, machine, of_rank)
+        )
 
     parts, ranks = RankParts(serial, axis), (axis.size, mesh.planned.size)
     asked = TwoAxes(outer=request, inner=inner, ranks=ranks, parts=parts)
@@ -109,7 +108,7 @@ def lay_out(
     if both is None:
         return laid_out(plan_graph(serial, axis.size, machine, request), None)
     found = laid_out(both, both.seconds)
-    if found.seconds <= both.seconds * (1 + _ROUNDING):
+    if not found.outer.gap(found.decisions):
         return found
     # a value in three states over cp at once, which the bound counts in part
     apart = laid_out(plan_graph(serial, axis.size, machine, request), both.seconds)

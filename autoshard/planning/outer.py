@@ -1,5 +1,5 @@
-"""Of a mesh with two planned axes: the plan of the first of them, and what the plan of a rank's graph
-takes from it, so that both axes are priced alike.
+"""Of a mesh with two planned axes: the plan of the first of them, and what the plan of a rank's
+graph takes from it, so that both axes are priced alike.
 
 A change of state over the outer axis costs a rank of the inner one what the outer prices say of its
 part of the value. What fuses, and which values are shared by several readers, is that of the serial
@@ -24,6 +24,9 @@ from autoshard.planning.strategy import operands
 from autoshard.planning.values import producer
 from autoshard.runtime.collectives import Axis, I, R, State, redistribute, shard_dim
 
+_ROUNDING = 1 + 1e-6
+"""Two ways to add up the same costs may differ by so much."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outer:
@@ -39,6 +42,14 @@ class Outer:
     axis: Axis
     parameters: Mapping[fx.Node, str]
     bound: float | None = None
+
+    def gap(self, decisions: Decisions) -> float | None:
+        """The part of the cost of both plans, with `decisions` on the inner axis, by which two
+        others may be cheaper; None where that is not known."""
+        if self.bound is None:
+            return None
+        seconds = (decisions.unbudgeted or decisions).seconds
+        return max(0.0, 1 - self.bound / seconds) if seconds > self.bound * _ROUNDING else 0.0
 
     def made(self, local: fx.GraphModule) -> Made:
         """What the graph of a rank, `local`, is made of."""

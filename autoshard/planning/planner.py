@@ -224,8 +224,7 @@ def builder_of(
     contiguous: bool = False,
     made: Made | None = None,
 ) -> Builder:
-    """The builder of the problem that a request asks for. made: instead of that of `request.outer`.
-    """
+    """The builder of the problem that a request asks for. made: in place of `request.outer`'s."""
     stored: dict[fx.Node, State | None] = {}
     wanted = request.plan.parameters if request.plan else {}
     for node, name in request.parameters.items():

@@ -64,6 +64,8 @@ def is_serial(name: str, left_padded: bool = False, mesh: dict[str, int] = BOTH)
     first, *others = [CASES[name].make_batch(i) for i in range(offline_mesh(mesh, 0).batches)]
     first = padded(first) if left_padded else first
     made, values = programs(model_of(name), [first, *others], [mesh], "cpu")
+    outer = made[0].outer
+    assert outer is not None and outer.gap(made[0].decisions) == 0
     assert verify_program(made[0], values[0], others=values[1:]).worst[1] < 1e-5
     return made[0]
 
@@ -129,7 +131,9 @@ def test_a_plan_file_has_both_axes(tmp_path: Path) -> None:
     free.plan.save(tmp_path / "plan.json")
     again = programs(model, [batch], [BOTH], "cpu", plan=tmp_path / "plan.json")[0][0]
     assert again.plan.text() == free.plan.text()
-    assert "cp was planned before it" in " ".join(explain_plan(free).split())
+    told = [" ".join(explain_plan(one).split()) for one in (free, again)]
+    assert "cp was planned together with it: of all plans of the two there are none" in told[0]
+    assert "cp was planned before it" in told[1]
 
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.outer is not None and (plan.outer.axis, plan.outer.parameters) == ("cp", {})

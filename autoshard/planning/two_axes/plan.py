@@ -11,7 +11,7 @@ from autoshard.planning.cost import Hardware
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.head_tail import HeadTail
 from autoshard.planning.outer import Made
-from autoshard.planning.planner import Request, builder_of, may_be_sharded
+from autoshard.planning.planner import Request, builder_of, fingerprint, may_be_sharded
 from autoshard.planning.prices import Prices
 from autoshard.planning.solver import TooWide
 from autoshard.planning.strategy import value
@@ -36,10 +36,12 @@ def plan_both(gm: fx.GraphModule, hardware: Hardware, asked: TwoAxes) -> Decisio
     """The outer plan of the cheapest two; its `seconds` are the least that any two plans cost, by
     what the planner of the inner axis charges on a rank's graph.
 
-    None where that is not asked here: a graph without gradients, or that writes to its inputs, or
-    with symbolic sizes, or that is too entangled, or whose plan is given.
+    None where one axis is planned after the other: a graph without gradients, or that writes to its
+    inputs, or with symbolic sizes, or that is too entangled, or whose plan is given.
     """
-    return _solve(gm, hardware, asked, False) if _is_plain(gm) and not asked.outer.plan else None
+    plan = asked.outer.plan
+    given = plan is not None and fingerprint(gm) in plan.graphs
+    return None if given or not _is_plain(gm) else _solve(gm, hardware, asked, False)
 
 
 def _solve(

@@ -94,7 +94,9 @@ class JointBuilder:
             self._variable(node)
         for node, variable in problem.variables.items():
             for position, source in enumerate(operands(node)):
-                wanted = [(a.inputs[position], b.inputs[position]) for a, b in problem.domains[node]]
+                wanted = [
+                    (a.inputs[position], b.inputs[position]) for a, b in problem.domains[node]
+                ]
                 uses.setdefault(source, []).append((variable, wanted))
         self._outputs(uses)
         for source in self.outer.gm.graph.nodes:
@@ -227,4 +229,3 @@ class JointBuilder:
         if whole not in self._tables:
             self._tables[whole] = Tables(self._tables[key].held, planned, readers)
         return self._tables[whole]
-

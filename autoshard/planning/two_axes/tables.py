@@ -99,7 +99,7 @@ class Tables:
         copies: Sequence[State],
         outer: Sequence[OuterCopy],
     ) -> np.ndarray:
-        """[made, wanted, inner copy, outer copy]; without inner copies, [made, wanted, outer copy]."""
+        """[made, wanted, inner copy, outer copy]; without inner copies, that place is left out."""
         held, share = self.held, self.share
 
         def own(have: Pair, want: Pair) -> float:
@@ -122,7 +122,11 @@ class Tables:
             return held.same(also, want) or nearer
 
         def routes(have: list[Pair], want: list[Pair]) -> np.ndarray:
-            given = ([c is not None and by_copy(h, w, c[0]) for c in outer] for h, _ in have for w, _ in want)
+            given = (
+                [c is not None and by_copy(h, w, c[0]) for c in outer]
+                for h, _ in have
+                for w, _ in want
+            )
             return np.array(list(given)).reshape(len(have), len(want), len(outer))
 
         def table(have: list[Pair], want: list[Pair]) -> np.ndarray:

@@ -1,8 +1,8 @@
 """One value in pairs of states: what it costs to move it on each of two axes.
 
 A rank holds a value in its own state on the outer axis, and in each other one that a reader wants.
-What makes those is one operator each, a change of state over the outer axis, which passes the states
-of the inner axis that its rule offers (rules/outer_axis.py).
+What makes those is one operator each, a change of state over the outer axis, which passes the
+states of the inner axis that its rule offers (rules/outer_axis.py).
 """
 
 from __future__ import annotations
