@@ -236,7 +236,8 @@ def plan_captured(
     if mesh.outer is not None:
         of = plan.outer if plan else None
         laid = lay_out(serial, request, mesh, mesh.outer, config, machine, of)
-        parameters, data = (placed(serial, laid.graph, one) for one in (parameters, data))
+        parameters = placed(serial, laid.graph, parameters)
+        data = placed(serial, laid.graph, data)
         serial, outer, first = laid.graph, laid.outer, laid.plan
         request, decisions = laid.request, laid.decisions
     else:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from test_context_parallel import Attention, model_of, padded, programs
 from torch import nn
 
+from autoshard.building import first_axis
 from autoshard.errors import PlanError
 from autoshard.explain import explain_plan
 from autoshard.passes.localize import Localize
@@ -91,6 +92,17 @@ def test_more_models_on_cp_and_tp(name: str) -> None:
 @pytest.mark.parametrize("axis", ["dp_shard", "dp_replicate"])
 def test_with_a_data_parallel_axis(axis: str) -> None:
     is_serial("llama", mesh={axis: 2, **BOTH})
+
+
+@pytest.mark.slow
+def test_a_plan_that_only_both_axes_together_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latencies over cp, which tp does not divide, decide otherwise than bytes."""
+    mesh = {"cp": 4, "tp": 2}
+    together = is_serial("gpt2", mesh=mesh).decisions.seconds
+    monkeypatch.setattr(first_axis, "plan_both", lambda *_: None)
+    batch = CASES["gpt2"].make_batch(0)
+    (apart,), _ = programs(model_of("gpt2"), [batch], [mesh], "cpu")
+    assert apart.decisions.seconds > 1.005 * together
 
 
 def sent(program: Program, of: str) -> collections.Counter[str]:
