@@ -51,33 +51,33 @@ class Outer:
         seconds = (decisions.unbudgeted or decisions).seconds
         return max(0.0, 1 - self.bound / seconds) if seconds > self.bound * _ROUNDING else 0.0
 
-    def made(self, local: fx.GraphModule) -> Made:
+    def origin(self, local: fx.GraphModule) -> Origin:
         """What the graph of a rank, `local`, is made of."""
         by_name = {node.name: node for node in self.serial.graph.nodes}
         results: Any = self.serial.graph.output_node().args[0]
-        made = Made(self.serial, self.decisions.prices)
+        origin = Origin(self.serial, self.decisions.prices)
         for result, state in zip(results, self.decisions.outputs):
             known = isinstance(result, fx.Node) and state != I
-            made.read_out.append(made.prices.change_cost(result)(state, I) if known else 0.0)
+            origin.read_out.append(origin.prices.change_cost(result)(state, I) if known else 0.0)
         for node in local.graph.nodes:
-            of = made.origins.get(node.args[0]) if node.target is redistribute else None
+            of = origin.nodes.get(node.args[0]) if node.target is redistribute else None
             of = of or by_name.get(serial_name(node) or node.name)
             if of is not None:
-                made.origins[node] = of
-        return made
+                origin.nodes[node] = of
+        return origin
 
 
 @dataclass
-class Made:
+class Origin:
     """The serial graph that a rank's graph was made of, and the prices of the outer axis.
 
-    origins: the serial node of each node of the rank's graph; of a change of state, that of what is
+    nodes: the serial node of each node of the rank's graph; of a change of state, that of what is
     changed. read_out: seconds to make each output whole over the outer axis.
     """
 
     serial: fx.GraphModule
     prices: AxisPrices
-    origins: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    nodes: dict[fx.Node, fx.Node] = field(default_factory=dict)
     read_out: list[float] = field(default_factory=list)
 
     @cached_property
@@ -100,12 +100,12 @@ class Made:
     def is_shared(self, node: fx.Node) -> bool:
         """Whether a value of the rank's graph has several readers in the serial one. What a change
         of state makes is a copy itself, and has none."""
-        return node.target is not redistribute and self.origins.get(node) in self.shared
+        return node.target is not redistribute and self.nodes.get(node) in self.shared
 
     def change(self, node: fx.Node, state: State, n: int) -> float:
         """Seconds of a change of state over the outer axis, where the value is in `state` on the
         inner one of `n` ranks. Without a gradient, what needs no collective is free."""
-        source, (src, dst) = self.origins[node], node.args[1:3]
+        source, (src, dst) = self.nodes[node], node.args[1:3]
         parts = 1 if shard_dim(state) is None else n
         moved = self.prices.moved(source)
         seconds = 0.0

@@ -22,7 +22,7 @@ from autoshard.planning.estimate import (
 )
 from autoshard.planning.head_tail import HeadTail, in_plain_order
 from autoshard.planning.operators import target_name
-from autoshard.planning.outer import Made, Outer
+from autoshard.planning.outer import Origin, Outer
 from autoshard.planning.plan import Plan, strategy_text
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Builder, Problem
@@ -222,9 +222,9 @@ def builder_of(
     request: Request,
     prices: Prices,
     contiguous: bool = False,
-    made: Made | None = None,
+    origin: Origin | None = None,
 ) -> Builder:
-    """The builder of the problem that a request asks for. made: in place of `request.outer`'s."""
+    """The builder of the problem that a request asks for. origin: in place of `request.outer`'s."""
     stored: dict[fx.Node, State | None] = {}
     wanted = request.plan.parameters if request.plan else {}
     for node, name in request.parameters.items():
@@ -244,7 +244,7 @@ def builder_of(
         contiguous=contiguous,
         beside=request.beside,
         experts=request.layout.experts,
-        made=made or (request.outer.made(gm) if request.outer else None),
+        origin=origin or (request.outer.origin(gm) if request.outer else None),
     )
 
 

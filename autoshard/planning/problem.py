@@ -35,7 +35,7 @@ from autoshard.planning.mixtures import (
     is_mixture,
 )
 from autoshard.planning.operators import cached, is_handed_on
-from autoshard.planning.outer import Made
+from autoshard.planning.outer import Origin
 from autoshard.planning.prices import AxisPrices
 from autoshard.planning.solver import FactorGraph, Solution
 from autoshard.planning.strategy import Strategy, operands, value
@@ -95,8 +95,8 @@ class Builder:
     shape depends on values.
     contiguous: whether causal attention by rows is charged the work of contiguous parts. beside:
     ranks of the axis that is planned after this one. experts: those of the axis ep, on which stacks
-    of experts stay where they are, and rows travel. made: of the graph of a rank of another axis,
-    what it was made of.
+    of experts stay where they are, and rows travel. origin: of the graph of a rank of another
+    axis, what it was made of.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Builder:
         contiguous: bool = False,
         beside: int = 1,
         experts: int = 1,
-        made: Made | None = None,
+        origin: Origin | None = None,
     ) -> None:
         self.gm, self.prices, self.n = gm, prices, prices.n
         self.beside, self.experts = beside, experts
@@ -130,7 +130,7 @@ class Builder:
         self._units: dict[tuple[Any, ...], np.ndarray] = {}
         self._strategies: dict[tuple[Any, ...], tuple[list[Strategy], list[str]]] = {}
         self._weighted: dict[fx.Node, bool] = {}
-        self.made, self._kernels = made, made.kernels if made else Kernels(gm)
+        self.origin, self._kernels = origin, origin.kernels if origin else Kernels(gm)
         self._caches = self._cached()
         self._weights = WeightsOnly(stored) if prices.name == "cp" else None
 
@@ -249,10 +249,10 @@ class Builder:
         """
         if not self._weighted[node]:
             return np.zeros(len(domain))
-        if self.made and node.target is redistribute:
+        if self.origin and node.target is redistribute:
             made = [s.output for s in domain]
-            return np.array([self.made.change(node, state, self.n) for state in made])  # type: ignore[arg-type]
-        reads, written = self._memory(self.made.origins.get(node) if self.made else node, tensors)
+            return np.array([self.origin.change(node, state, self.n) for state in made])  # type: ignore[arg-type]
+        reads, written = self._memory(self.origin.nodes.get(node) if self.origin else node, tensors)
         key = (self.signature(node), tuple(reads), written)
         if key in self._units:
             return self._units[key]
@@ -326,7 +326,7 @@ class Builder:
                 if self.outputs_read and not self.is_for_a_later_call(result):
                     price = self.prices.change_cost(result)
                     costs = np.array([price(state, I) for state in domain])
-                    costs += self.made.read_out[i] if self.made else 0.0
+                    costs += self.origin.read_out[i] if self.origin else 0.0
                 variable = self.problem.graph.variable(len(domain), costs, "output")
                 self.problem.outputs.append((variable, domain))
                 uses.setdefault(result, []).append((variable, domain))
@@ -361,7 +361,7 @@ class Builder:
 
         wanted = sorted({state for _, states in uses for state in states})
         moves = diff or source in self.prices.computed
-        several = self.made.is_shared(source) if self.made else len(uses) > 1
+        several = self.origin.is_shared(source) if self.origin else len(uses) > 1
         share = several and moves and not (have == [I] and wanted == [I])
         if not share:
             for variable, states in uses:
@@ -369,7 +369,7 @@ class Builder:
                     problem.graph.add((x, variable), matrix(have, states))
             return
         # an unused copy costs nothing: it may stay in any state of its producer
-        split = [s for s in shardable(value(source), self.n) if self.made or s in wanted]
+        split = [s for s in shardable(value(source), self.n) if self.origin or s in wanted]
         domain = sorted({I, R, *have, *split})
         c = problem.graph.variable(len(domain), None, f"copy of {source.name}")
         problem.copies[source], problem.copy_domains[source] = c, domain

@@ -10,7 +10,7 @@ from torch import fx
 from autoshard.planning.cost import Hardware
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.head_tail import HeadTail
-from autoshard.planning.outer import Made
+from autoshard.planning.outer import Origin
 from autoshard.planning.planner import Request, builder_of, fingerprint, may_be_sharded
 from autoshard.planning.prices import Prices
 from autoshard.planning.solver import TooWide
@@ -50,8 +50,8 @@ def _solve(
     (n, m), default = asked.ranks, Prices()
     outer = builder_of(gm, n, hardware, asked.outer, default, contiguous)
     alone = outer.build()
-    made = Made(gm, outer.prices)
-    inner = builder_of(gm, m, hardware, asked.inner, default, made=made)
+    origin = Origin(gm, outer.prices)
+    inner = builder_of(gm, m, hardware, asked.inner, default, origin=origin)
     results = gm.graph.output_node().args[0]
     sharded = [may_be_sharded(gm, i, one, asked.inner) for i, one in enumerate(results)]  # type: ignore[arg-type, union-attr]
     problem = JointBuilder(outer, alone, inner, asked.parts, sharded).build()

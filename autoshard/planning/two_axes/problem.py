@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import fx
 
-from autoshard.planning.outer import Made
+from autoshard.planning.outer import Origin
 from autoshard.planning.problem import Builder, Problem
 from autoshard.planning.solver import FactorGraph, Solution, fill_order
 from autoshard.planning.strategy import Strategy, operands, value
-from autoshard.planning.two_axes.tables import OuterCopy, Result, Tables
-from autoshard.planning.two_axes.values import HeldValue, Pair, Parts
+from autoshard.planning.two_axes.tables import OuterCopy, Produced, ValueTables
+from autoshard.planning.two_axes.values import HeldValue, Parts, StatePair
 from autoshard.planning.values import output_state, producer, shardable
 from autoshard.runtime.collectives import I, State
 from autoshard.runtime.operators import attend_to_both_ends, attend_to_prefix
@@ -30,7 +30,7 @@ MOST_WORK = 2**36
 """Table entries in one, and in all; equal tables, those of equal layers, are computed once."""
 
 # A reader: its variable, and the pair that each of its strategies wants.
-_Reader = tuple[int, list[Pair]]
+_PairReader = tuple[int, list[StatePair]]
 
 
 def _graph() -> FactorGraph:
@@ -46,7 +46,7 @@ class JointProblem:
     variables: dict[fx.Node, int] = field(default_factory=dict)
     copy_domains: dict[fx.Node, list[OuterCopy]] = field(default_factory=dict)
     copies: dict[fx.Node, int] = field(default_factory=dict)
-    outputs: list[tuple[int, list[Pair]] | None] = field(default_factory=list)
+    outputs: list[tuple[int, list[StatePair]] | None] = field(default_factory=list)
 
     def read(
         self, solution: Solution, outer: Problem
@@ -67,8 +67,8 @@ class JointBuilder:
     """Builds the JointProblem of a graph.
 
     outer, inner: the builders of each axis's own problem on the serial graph, the first one built;
-    `inner` knows the prices of the outer axis (`Made`). sharded: whether each output may leave as a
-    shard of the inner axis.
+    `inner` knows the prices of the outer axis (`Origin`). sharded: whether each output may leave as
+    a shard of the inner axis.
     """
 
     def __init__(
@@ -79,17 +79,17 @@ class JointBuilder:
         parts: Parts,
         sharded: Sequence[bool],
     ) -> None:
-        assert inner.made is not None
+        assert inner.origin is not None
         self.outer, self.inner, self.parts, self.sharded = outer, inner, parts, sharded
-        self.made: Made = inner.made
+        self.origin: Origin = inner.origin
         self.alone, self.problem = outer_problem, JointProblem()
         self._local: dict[tuple[Any, ...], fx.Node] = {}
-        self._tables: dict[tuple[Any, ...], Tables] = {}
+        self._tables: dict[tuple[Any, ...], ValueTables] = {}
         self._results: dict[fx.Node, list[tuple[Strategy, Strategy, list[Strategy]]]] = {}
 
     def build(self) -> JointProblem:
         """All variables first, then the factors along every edge."""
-        problem, uses = self.problem, dict[fx.Node, list[_Reader]]()
+        problem, uses = self.problem, dict[fx.Node, list[_PairReader]]()
         for node in self.alone.variables:
             self._variable(node)
         for node, variable in problem.variables.items():
@@ -131,13 +131,13 @@ class JointBuilder:
 
     def _offers(self, local: fx.Node, node: fx.Node) -> tuple[list[Strategy], Sequence[float]]:
         """What the inner axis offers a node of a rank's graph that stands for `node`."""
-        self.made.origins[local] = node
+        self.origin.nodes[local] = node
         of = self.parts.operand_of
         known = {one: self.outer.is_weighted(of[one]) for one in local.all_input_nodes if one in of}
         domain, costs = self.inner.offers(local, known)
         return domain, costs  # type: ignore[return-value]
 
-    def _outputs(self, uses: dict[fx.Node, list[_Reader]]) -> None:
+    def _outputs(self, uses: dict[fx.Node, list[_PairReader]]) -> None:
         results: Any = self.outer.gm.graph.output_node().args[0]
         first = self.alone.outputs
         for i, (result, entry) in enumerate(zip(results, first, strict=True)):
@@ -160,7 +160,7 @@ class JointBuilder:
 
     # Edges
 
-    def _edges(self, source: fx.Node, uses: list[_Reader]) -> None:
+    def _edges(self, source: fx.Node, uses: list[_PairReader]) -> None:
         graph, diff = self.problem.graph, self.outer.prices.moved(source).diff
         owner, index = producer(source)
         x, tables = self.problem.variables[owner], self._tables_of(source, len(uses))
@@ -187,7 +187,7 @@ class JointBuilder:
 
     def _made(
         self, source: fx.Node, owner: fx.Node, index: int | None, shared: bool
-    ) -> list[Result]:
+    ) -> list[Produced]:
         held, found = self._held(source), []
         shares: dict[int, tuple[State, ...]] = {}
         for first, second, domain in self._results[owner]:
@@ -196,17 +196,17 @@ class JointBuilder:
                 states = {*held.shares(own), *(output_state(one, index) for one in domain)}
                 shares[id(domain)] = tuple(sorted(states))
             copies = shares[id(domain)] if shared else ()
-            found.append(Result(own, output_state(second, index), copies))
+            found.append(Produced(own, output_state(second, index), copies))
         return found
 
     def _outer_copies(
-        self, source: fx.Node, made: list[Result], uses: list[_Reader], held: HeldValue
+        self, source: fx.Node, made: list[Produced], uses: list[_PairReader], held: HeldValue
     ) -> list[OuterCopy]:
         """The other outer states in which the value may be held for several readers."""
         own = {one.outer for one in made}
         states = {a for _, wanted in uses for a, _ in wanted}
         states |= set(self.alone.copy_domains.get(source, ()))
-        found: dict[Pair, None] = {}
+        found: dict[StatePair, None] = {}
         for state in sorted(states):
             for start in sorted(own):
                 if not held.same(start, state):
@@ -216,7 +216,7 @@ class JointBuilder:
     def _held(self, source: fx.Node) -> HeldValue:
         return self._tables_of(source, 2).held
 
-    def _tables_of(self, source: fx.Node, readers: int) -> Tables:
+    def _tables_of(self, source: fx.Node, readers: int) -> ValueTables:
         val, prices = value(source), self.outer.prices
         assert isinstance(val, torch.Tensor)
         own = (prices.moved(source), self.inner.prices.moved(source))
@@ -224,8 +224,8 @@ class JointBuilder:
         planned = source in self.alone.copies
         if key not in self._tables:
             held = HeldValue(source, self.outer, self.inner, self.parts, self._offers)
-            self._tables[key] = Tables(held, False, 2)
+            self._tables[key] = ValueTables(held, False, 2)
         whole = (*key, planned, readers)
         if whole not in self._tables:
-            self._tables[whole] = Tables(self._tables[key].held, planned, readers)
+            self._tables[whole] = ValueTables(self._tables[key].held, planned, readers)
         return self._tables[whole]

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autoshard.planning.two_axes.values import HeldValue, Pair
+from autoshard.planning.two_axes.values import HeldValue, StatePair
 from autoshard.runtime.collectives import State
 
 
-class Result(NamedTuple):
+class Produced(NamedTuple):
     """What a strategy of the producer makes. shares: the inner states its copy may have."""
 
     outer: State
@@ -26,11 +26,11 @@ class Result(NamedTuple):
     shares: tuple[State, ...]
 
 
-OuterCopy = Pair | None
+OuterCopy = StatePair | None
 """The pair of states of the outer copy; None where there is none."""
 
 
-class Tables:
+class ValueTables:
     """The tables of one kind of value, made once.
 
     planned: whether the outer plan knows of copies, and routes readers through them where that is
@@ -41,23 +41,23 @@ class Tables:
         self.held, self.planned, self.share = held, planned, max(1, readers - 1)
         self._all: dict[tuple[Any, ...], np.ndarray] = {}
 
-    def direct(self, made: Sequence[Result], wanted: Sequence[Pair]) -> np.ndarray:
+    def direct(self, made: Sequence[Produced], wanted: Sequence[StatePair]) -> np.ndarray:
         """Of a value with one reader: [made, wanted]."""
 
-        def cell(have: Pair, want: Pair) -> float:
+        def cell(have: StatePair, want: StatePair) -> float:
             if self.held.same(have[0], want[0]):
                 return self.held.inside(have[0], have[1], want[1])
             return self.held.least(have[0], want, (have[1],))
 
-        def table(have: list[Pair], want: list[Pair]) -> np.ndarray:
+        def table(have: list[StatePair], want: list[StatePair]) -> np.ndarray:
             return _array(cell, have, want)
 
         return self._spread(("direct",), _pairs(made), tuple(wanted), table)
 
-    def inner_copy(self, made: Sequence[Result], copies: Sequence[State]) -> np.ndarray:
+    def inner_copy(self, made: Sequence[Produced], copies: Sequence[State]) -> np.ndarray:
         """[made, inner copy]."""
 
-        def cell(one: Result, copy: State) -> float:
+        def cell(one: Produced, copy: State) -> float:
             possible = copy in one.shares
             return self.held.inside(one.outer, one.inner, copy) if possible else np.inf
 
@@ -67,12 +67,12 @@ class Tables:
         return self._all[key]
 
     def outer_copy(
-        self, made: Sequence[Result], copies: Sequence[State], outer: Sequence[OuterCopy]
+        self, made: Sequence[Produced], copies: Sequence[State], outer: Sequence[OuterCopy]
     ) -> np.ndarray:
         """[made, inner copy, outer copy]; without inner copies, [made, outer copy]."""
         held = self.held
 
-        def cell(have: Pair, also: OuterCopy) -> float:
+        def cell(have: StatePair, also: OuterCopy) -> float:
             if also is None:
                 return 0.0
             if held.same(have[0], also[0]):
@@ -94,20 +94,20 @@ class Tables:
 
     def reader(
         self,
-        made: Sequence[Result],
-        wanted: Sequence[Pair],
+        made: Sequence[Produced],
+        wanted: Sequence[StatePair],
         copies: Sequence[State],
         outer: Sequence[OuterCopy],
     ) -> np.ndarray:
         """[made, wanted, inner copy, outer copy]; without inner copies, that place is left out."""
         held, share = self.held, self.share
 
-        def own(have: Pair, want: Pair) -> float:
+        def own(have: StatePair, want: StatePair) -> float:
             if held.same(have[0], want[0]):
                 return held.inside(have[0], have[1], want[1])
             return held.least(have[0], want, (have[1],), True, share)
 
-        def copied(also: OuterCopy, want: Pair) -> float:
+        def copied(also: OuterCopy, want: StatePair) -> float:
             if also is None:
                 return np.inf
             if held.same(also[0], want[0]):
@@ -121,7 +121,7 @@ class Tables:
             nearer = self.planned and held.price(also, want) < held.price(have, want)
             return held.same(also, want) or nearer
 
-        def routes(have: list[Pair], want: list[Pair]) -> np.ndarray:
+        def routes(have: list[StatePair], want: list[StatePair]) -> np.ndarray:
             given = (
                 [c is not None and by_copy(h, w, c[0]) for c in outer]
                 for h, _ in have
@@ -129,7 +129,7 @@ class Tables:
             )
             return np.array(list(given)).reshape(len(have), len(want), len(outer))
 
-        def table(have: list[Pair], want: list[Pair]) -> np.ndarray:
+        def table(have: list[StatePair], want: list[StatePair]) -> np.ndarray:
             from_own = _array(own, have, want)
             through = _array(copied, outer, want).T[None]
             route = routes(have, want)
@@ -145,9 +145,9 @@ class Tables:
     def _spread(
         self,
         key: tuple[Any, ...],
-        made: tuple[Pair, ...],
-        wanted: tuple[Pair, ...],
-        table: Callable[[list[Pair], list[Pair]], np.ndarray],
+        made: tuple[StatePair, ...],
+        wanted: tuple[StatePair, ...],
+        table: Callable[[list[StatePair], list[StatePair]], np.ndarray],
     ) -> np.ndarray:
         """A table of distinct pairs, by those of every strategy."""
         whole = (*key, made, wanted)
@@ -158,7 +158,7 @@ class Tables:
         return self._all[whole]
 
 
-def _pairs(made: Sequence[Result]) -> tuple[Pair, ...]:
+def _pairs(made: Sequence[Produced]) -> tuple[StatePair, ...]:
     return tuple((one.outer, one.inner) for one in made)
 
 

@@ -20,7 +20,7 @@ from autoshard.planning.strategy import Strategy, value
 from autoshard.planning.values import shardable, tensor_bytes
 from autoshard.runtime.collectives import I, R, State, forward_value
 
-Pair = tuple[State, State]
+StatePair = tuple[State, State]
 """The states of a value on the outer and on the inner axis."""
 
 
@@ -60,7 +60,7 @@ class HeldValue:
         self.price = outer.prices.change_cost(source)
         self._whole, self._diff = inner.prices.moved(source), outer.prices.moved(source).diff
         self._moved: dict[tuple[State, bool], MovedValue] = {}
-        self._passed: dict[Pair, list[Passed]] = {}
+        self._passed: dict[StatePair, list[Passed]] = {}
 
     def same(self, a: State, b: State) -> bool:
         """Whether a rank holds one value in both outer states."""
@@ -96,7 +96,12 @@ class HeldValue:
         return self._passed[src, dst]
 
     def least(
-        self, held: State, want: Pair, inner: Sequence[State], own: bool = True, readers: int = 1
+        self,
+        held: State,
+        want: StatePair,
+        inner: Sequence[State],
+        own: bool = True,
+        readers: int = 1,
     ) -> float:
         """Least seconds to read in `want` what is held in the outer state `held`, and inside in any
         of `inner`, through a change over the outer axis of which this reader pays one of `readers`

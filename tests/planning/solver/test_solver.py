@@ -16,7 +16,7 @@ from networkx.algorithms.approximation import treewidth_min_degree
 
 from autoshard.planning.solver.elimination import elimination_order
 from autoshard.planning.solver.factor_graph import FactorGraph, Infeasible, TooWide
-from autoshard.planning.solver.fill_order import fill_order
+from autoshard.planning.solver.min_fill import fill_order
 
 Factor = tuple[tuple[int, ...], np.ndarray]
 
