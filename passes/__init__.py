@@ -46,4 +46,5 @@ from autoshard.passes.pipeline import (
     rank_program,
     specialize,
 )
+from autoshard.passes.rank_parts import RankParts
 from autoshard.passes.recover_masks import ONES, POSITIONS, MaskFound, unrepeated

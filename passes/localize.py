@@ -97,7 +97,7 @@ class Localize:
 
         `gm.meta[OUTPUT_STATES]` has the state of each of the user's outputs.
         """
-        rewriting = _Rewriting(gm, self.decisions, ctx.axis, self.recompute, self.functional)
+        rewriting = Rewriting(gm, self.decisions, ctx.axis, self.recompute, self.functional)
         for node in gm.graph.nodes:
             getattr(rewriting, f"_{node.op}")(node)
         gm.graph = rewriting.graph
@@ -107,7 +107,7 @@ class Localize:
         return Report(self.name, sum(node.target is redistribute for node in gm.graph.nodes))
 
 
-class _Rewriting:
+class Rewriting:
     """The state of one run: the new graph, and the nodes made so far."""
 
     def __init__(

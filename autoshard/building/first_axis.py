@@ -1,25 +1,35 @@
 """A mesh with two planned axes: the first, cp, is planned and laid out; tp is planned on its rank.
 
-cp is planned on the whole graph, as if tp had one rank; what a rank of tp does of it is an equal
-part, so that bytes and arithmetic have the same ratio. The graph of a rank of cp then has the
-collectives over cp as operators, whose rules are known (planning/rules/outer_axis.py), and is
-planned on tp like any other, or cut into the stages of pp. Every cp rank has the same graph,
-because only dims are split that cp divides. Weights are whole in it: they are stored by rows, and
-gathered with those of the data-parallel axes.
+Both are planned together, exactly, where the graph trains (planning/two_axes); else cp is planned
+on the whole graph as if tp had one rank, which is also what a plan file is followed by.
+The graph of a rank of cp then has the collectives over cp as operators, whose rules are known
+(planning/rules/outer_axis.py), and is planned on tp like any other, or cut into the stages of pp.
+Every cp rank has the same graph, because only dims are split that cp divides. Weights are whole in
+it: they are stored by rows, and gathered with those of the data-parallel axes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from torch import fx
 
 from autoshard.config import Config
 from autoshard.errors import ConfigError, message
-from autoshard.passes import Localize, rank_program
-from autoshard.planning import Outer, Plan, Request, is_mixture, plan_graph, with_graph
+from autoshard.passes import Localize, RankParts, rank_program
+from autoshard.planning import (
+    Decisions,
+    Outer,
+    Plan,
+    Request,
+    TwoAxes,
+    is_mixture,
+    plan_both,
+    plan_graph,
+    with_graph,
+)
 from autoshard.planning.cost import Hardware
 from autoshard.runtime.collectives import Axis, R
 from autoshard.runtime.mesh import Mesh
@@ -27,36 +37,82 @@ from autoshard.runtime.mesh import Mesh
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class LaidOut:
+    """The graph of a rank of the outer axis with its plan on the inner one. plan: of the outer one,
+    of this graph too. request: what was asked of the inner one."""
+
+    graph: fx.GraphModule
+    outer: Outer
+    plan: Plan
+    request: Request
+    decisions: Decisions
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, as the planner charges it, whatever the budget."""
+        return (self.decisions.unbudgeted or self.decisions).seconds
+
+
 def lay_out(
     serial: fx.GraphModule,
-    parameters: Mapping[fx.Node, str],
+    inner: Request,
     mesh: Mesh,
     axis: Axis,
     config: Config,
     machine: Hardware,
     plan: Plan | None,
-) -> tuple[fx.GraphModule, Outer, Plan]:
-    """The graph of a rank of `axis`, what it was made of, and the plan with this graph's part.
+) -> LaidOut:
+    """Plan both axes of a graph. inner: what is asked of the inner one, by the placeholders of
+    `serial`. plan: of `axis`, to follow.
 
     Raises ConfigError for a mixture of experts where the mesh has ep besides.
     """
     _refuse(serial, mesh)
     request = Request(
         axis=axis.name,
-        parameters=parameters,
-        stored=dict.fromkeys(parameters, R),
+        parameters=inner.parameters,
+        stored=dict.fromkeys(inner.parameters, R),
         lazy_outputs=config.outputs in ("lazy", "sharded"),
         outputs_read=config.outputs != "sharded",
         plan=plan,
         even=True,
         beside=mesh.planned.size,
     )
-    decisions = plan_graph(serial, axis.size, machine, request)
-    full = with_graph(plan, decisions, request, serial, axis.size)
-    passes = [Localize(decisions, config.recompute_collectives, functional=True)]
-    own, _ = rank_program(serial, passes, axis)
-    outer = Outer(serial=serial, decisions=decisions, axis=axis, parameters=parameters)
-    return own, outer, replace(full, parameters={})
+
+    def laid_out(decisions: Decisions, bound: float | None) -> LaidOut:
+        full = replace(with_graph(plan, decisions, request, serial, axis.size), parameters={})
+        passes = [Localize(decisions, config.recompute_collectives, functional=True)]
+        own, _ = rank_program(serial, passes, axis)
+        outer = Outer(
+            serial=serial,
+            decisions=decisions,
+            axis=axis,
+            parameters=inner.parameters,
+            bound=bound,
+        )
+        of_rank = replace(
+            inner,
+            parameters=placed(serial, own, inner.parameters),
+            stored=placed(serial, own, inner.stored),
+            arriving=placed(serial, own, inner.arriving),
+            outer=outer,
+        )
+        return LaidOut(
+            own, outer, full, of_rank, plan_graph(own, mesh.planned.size, machine, of_rank)
+        )
+
+    parts, ranks = RankParts(serial, axis), (axis.size, mesh.planned.size)
+    asked = TwoAxes(outer=request, inner=inner, ranks=ranks, parts=parts)
+    both = plan_both(serial, machine, asked)
+    if both is None:
+        return laid_out(plan_graph(serial, axis.size, machine, request), None)
+    found = laid_out(both, both.seconds)
+    if not found.outer.gap(found.decisions):
+        return found
+    # a value in three states over cp at once, which the bound counts in part
+    apart = laid_out(plan_graph(serial, axis.size, machine, request), both.seconds)
+    return min(found, apart, key=lambda one: one.seconds)
 
 
 def _refuse(serial: fx.GraphModule, mesh: Mesh) -> None:

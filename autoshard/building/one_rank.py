@@ -214,12 +214,7 @@ def plan_captured(
             arriving[node] = _arrival(node, item.real, axis)
         elif isinstance(item.real, torch.Tensor) and item.of_model:
             node.meta[BUFFER] = True
-    plan, outer, first = load_plan(config.plan, axis, mesh.outer), None, None
-    if mesh.outer is not None:
-        whole, of = serial, plan.outer if plan else None
-        serial, outer, first = lay_out(whole, parameters, mesh, mesh.outer, config, machine, of)
-        parameters, data = placed(whole, serial, parameters), placed(whole, serial, data)
-        stored, arriving = placed(whole, serial, stored), placed(whole, serial, arriving)
+    plan = load_plan(config.plan, axis, mesh.outer)
     sizes = {one.name: one.size for one in mesh.axes}
     request = Request(
         axis=axis.name,
@@ -237,7 +232,16 @@ def plan_captured(
         layout=Layout.of(sizes, config.zero, config.bucket_bytes, config.defer_reduction),
         even=even,
     )
-    decisions = plan_graph(serial, axis.size, machine, request)
+    outer, first = None, None
+    if mesh.outer is not None:
+        of = plan.outer if plan else None
+        laid = lay_out(serial, request, mesh, mesh.outer, config, machine, of)
+        parameters = placed(serial, laid.graph, parameters)
+        data = placed(serial, laid.graph, data)
+        serial, outer, first = laid.graph, laid.outer, laid.plan
+        request, decisions = laid.request, laid.decisions
+    else:
+        decisions = plan_graph(serial, axis.size, machine, request)
     full = with_graph(plan, decisions, request, serial, axis.size)
     full.outer = first
     return Planned(serial, parameters, data, decisions, full, plan, request, outer)

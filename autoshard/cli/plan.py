@@ -205,6 +205,9 @@ def text(found: MeshSearch, tokens: int | None = None) -> str:
     if unfit:
         lines += ["", "x does not fit:"]
         lines += [f"  {spell(row.mesh)}: {row.unfit}" for row in unfit]
+    if loose := [row for row in found.rows if row.gap]:
+        lines += ["", "of all plans of cp and tp, by the planner's cost there may be cheaper ones:"]
+        lines += [f"  {spell(row.mesh)}: by at most {row.gap:.1%}" for row in loose]
     refused = [row for row in found.rows if row.refused]
     if refused:
         meshes = ", ".join(spell(row.mesh) for row in refused)
@@ -319,6 +322,7 @@ def as_json(found: MeshSearch) -> dict[str, Any]:
                 "microbatches": row.microbatches,
                 "pipeline": row.pipeline and _stages_as_json(row.pipeline),
                 "refused": row.refused,
+                "gap": row.gap,
             }
         )
     return {

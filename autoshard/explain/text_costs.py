@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter, defaultdict
 
+from autoshard.compiling import Built
 from autoshard.explain.alternatives import Alternative
 from autoshard.explain.costs import Cost, folded, named, short
 from autoshard.explain.facts import Facts
@@ -57,11 +58,21 @@ def by_module(facts: Facts, width: int) -> str:
         told = ", ".join(f"{form} in {count} places" for form, count in forms.items())
         on, first = facts.built.axis.name, outer.axis.name
         lines += textwrap.wrap(
-            f"States are those on {on}. {first} was planned before it, for itself, and its changes "
-            f"of state are operators here. Attention over {first}: {told or 'none'}.",
+            f"States are those on {on}. {_together(facts.built, on, first)}, and its changes of "
+            f"state are operators here. Attention over {first}: {told or 'none'}.",
             width,
         )
     return "\n".join(lines)
+
+
+def _together(built: Built, on: str, first: str) -> str:
+    """How two axes were planned, and what is known of cheaper plans of both."""
+    assert built.outer is not None
+    gap = built.outer.gap(built.decisions)
+    if gap is None:
+        return f"{first} was planned before it, for itself"
+    less = f"none that are more than {gap:.1%} cheaper" if gap else "none that are cheaper"
+    return f"{first} was planned together with it: of all plans of the two there are {less}"
 
 
 def collectives(facts: Facts, width: int) -> str:

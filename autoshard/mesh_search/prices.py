@@ -39,7 +39,9 @@ class MeshPrice:
     microbatches: batches of a data-parallel rank that make one step, or of a pipeline, which has as
     many for each of its stages. pipeline: of a mesh with pp,
     whose plan, memory and unfit are those of the mesh of its largest stage. refused: why no model
-    runs on the mesh yet, empty where one does.
+    runs on the mesh yet, empty where one does. gap: of a mesh with cp and tp, the part of the
+    planner's cost by which other plans of the two may be cheaper (`Outer.gap`); None: not known, or
+    one axis.
     """
 
     mesh: AxisSizes
@@ -52,6 +54,7 @@ class MeshPrice:
     microbatches: int = 1
     pipeline: PipelinePrice | None = None
     refused: str = ""
+    gap: float | None = None
 
     @property
     def fits(self) -> bool:
@@ -88,6 +91,9 @@ class MeshPrices:
     ) -> None:
         self.planned, self.n, self.machine, self.training = planned, n, machine, training
         self.order, self.host_memory = config.order, config.host_memory
+        self.cuts = config.inner != "eager"
+        outer = planned.outer
+        self.gap = None if outer is None else outer.gap(planned.decisions)
         graph = (planned.serial, planned.decisions, planned.parameters)
         self.free = profile(*graph, n, machine, config.bucket_bytes, training)
 
@@ -108,10 +114,11 @@ class MeshPrices:
             memory=held,
             timing=took,
             mfu=training.microbatches * _utilisation(one, layout, took.step, asked.batches),
-            unfit=_unfit(held, asked.limit, layout, one),
+            unfit=_unfit(held, asked.limit, layout, one, self.cuts),
             plan=replace(self.planned.plan, mesh=dict(mesh)),
             recomputation=chosen,
             microbatches=training.microbatches,
+            gap=self.gap,
         )
 
     def staged(self, mesh: AxisSizes, asked: Asked) -> MeshPrice | None:
@@ -143,7 +150,7 @@ class MeshPrices:
             memory=held,
             timing=took,
             mfu=count * used / pp,
-            unfit=_unfit(held, asked.limit, layout, one),
+            unfit=_unfit(held, asked.limit, layout, one, self.cuts),
             plan=replace(self.planned.plan, mesh=dict(mesh)),
             microbatches=count,
             pipeline=pipeline,
@@ -157,7 +164,10 @@ class MeshPrices:
 
     def within(self, limit: int, layout: Layout) -> tuple[Profile, Recomputation | None]:
         """The quickest that holds at most `limit` bytes; the smallest where none does. Regions of
-        activation checkpointing are computed again as the model has it."""
+        activation checkpointing are computed again as the model has it. With `inner="eager"` no
+        graph is cut, and nothing is computed again."""
+        if not self.cuts:
+            return self.free, None
         held = footprint(self.free, layout, self.training)
         regions = any("ac_graph_id" in node.meta for node in self.planned.serial.graph.nodes)
         if held.total <= limit and not regions:
@@ -181,8 +191,9 @@ def _utilisation(one: Profile, layout: Layout, step: float, batches: int | None)
     return useful * one.flops / (step * copies * one.n * one.peak) if step else 0.0
 
 
-def _unfit(held: Footprint, limit: int, layout: Layout, one: Profile) -> str:
-    """Why a rank's memory does not hold it, with the numbers and what would help."""
+def _unfit(held: Footprint, limit: int, layout: Layout, one: Profile, cuts: bool) -> str:
+    """Why a rank's memory does not hold it, with the numbers and what would help. cuts: whether
+    anything can be computed again."""
     if held.total <= limit:
         return ""
     states = held.parameters + held.gradients + held.optimizer
@@ -192,8 +203,10 @@ def _unfit(held: Footprint, limit: int, layout: Layout, one: Profile) -> str:
     elif (beside := held.total - held.activations) > limit:
         why = f"without activations it is {beside / 1e9:.3g}"
     else:
-        again = ", with all recomputed that can be" if held.activations else ""
+        again = ", with all recomputed that can be" if held.activations and cuts else ""
         why = f"activations are {held.activations / 1e9:.3g}{again}"
+    if not cuts and held.total - held.activations <= limit:
+        why += '; inner="eager" recomputes nothing'
     takes = [f"devices that hold {held.total / 1e9:.3g} GB of tensors"]
     room = limit - (held.total - held.activations)
     if room > 0:

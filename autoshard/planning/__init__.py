@@ -21,6 +21,7 @@ from autoshard.planning.planner import Request, fingerprint, plan_graph, with_gr
 from autoshard.planning.prices import TRAINED_BYTES, Prices
 from autoshard.planning.sizes import Size, is_one, same, same_shape
 from autoshard.planning.strategy import Strategy, operands, value
+from autoshard.planning.two_axes import TwoAxes, plan_both
 from autoshard.planning.values import (
     global_bytes,
     output_state,

@@ -12,6 +12,7 @@ from autoshard.planning.prices import AxisPrices
 from autoshard.planning.strategy import Strategy
 from autoshard.planning.values import output_state, producer
 from autoshard.runtime.collectives import State
+from autoshard.runtime.graph_meta import VALUE
 
 ValueKey = tuple[fx.Node, State]
 """A value on a rank: the node that makes it, and its placement there."""
@@ -21,6 +22,12 @@ def value_text(key: ValueKey) -> str:
     """`mm_3 S(1)`: a value by the name of its node and its placement."""
     node, state = key
     return f"{node.name} {state}"
+
+
+def serial_name(node: fx.Node) -> str:
+    """The name of the planned node that a node of the graph made of it stands for, by the text that
+    it was given; "" where it was given none."""
+    return str(node.meta.get("custom", {}).get(VALUE, "")).partition(" ")[0]
 
 
 @dataclass(frozen=True, kw_only=True)

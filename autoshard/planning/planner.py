@@ -22,6 +22,7 @@ from autoshard.planning.estimate import (
 )
 from autoshard.planning.head_tail import HeadTail, in_plain_order
 from autoshard.planning.operators import target_name
+from autoshard.planning.outer import Origin, Outer
 from autoshard.planning.plan import Plan, strategy_text
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Builder, Problem
@@ -53,7 +54,8 @@ class Request:
     prices: what a stored byte costs where there is no memory_budget. layout: the data-parallel
     axes, among which a rank's bytes are split further. even: whether only dims are split that the
     axis divides, and no shape depends on values (of a graph that is exported, or is planned on
-    another axis afterwards). beside: ranks of that axis.
+    another axis afterwards). beside: ranks of that axis. outer: of the graph of a rank of another
+    axis, the plan of that.
     """
 
     parameters: Mapping[fx.Node, str]
@@ -72,6 +74,7 @@ class Request:
     layout: Layout = field(default_factory=Layout)
     even: bool = False
     beside: int = 1
+    outer: Outer | None = None
 
 
 def fingerprint(gm: fx.GraphModule) -> str:
@@ -184,26 +187,7 @@ def _solve(
     prices: Prices,
     contiguous: bool = False,
 ) -> Decisions:
-    stored: dict[fx.Node, State | None] = {}
-    wanted = request.plan.parameters if request.plan else {}
-    for node, name in request.parameters.items():
-        stored[node] = request.stored.get(node) or _checked(node, name, wanted.get(name))
-    results = list(_output(gm).args[0])  # type: ignore[arg-type]
-    domains = _output_domains(gm, results, n, request)
-    axis = AxisPrices(n, hardware, stored.keys(), request.sequence_parallel, prices, request.axis)
-    builder = Builder(
-        gm,
-        axis,
-        stored=stored,
-        arriving=request.arriving,
-        output_domains=domains,
-        outputs_read=request.outputs_read
-        and not any(_is_loss(r) for r in results[: gm.meta[N_OUTPUTS]]),
-        even=request.even,
-        contiguous=contiguous,
-        beside=request.beside,
-        experts=request.layout.experts,
-    )
+    builder = builder_of(gm, n, hardware, request, prices, contiguous)
     problem = builder.build()
     if request.plan:
         _constrain(gm, problem, request.plan)
@@ -223,12 +207,45 @@ def _solve(
         variables=len(problem.variables) + len(problem.copies),
         width=solution.width,
         work=solution.work,
-        prices=axis,
+        prices=builder.prices,
         held=held,
         unbalanced=ordered.unbalanced,
     )
     decisions.stored = {node: decisions.state(node) for node in request.parameters}
     return decisions
+
+
+def builder_of(
+    gm: fx.GraphModule,
+    n: int,
+    hardware: Hardware,
+    request: Request,
+    prices: Prices,
+    contiguous: bool = False,
+    origin: Origin | None = None,
+) -> Builder:
+    """The builder of the problem that a request asks for. origin: in place of `request.outer`'s."""
+    stored: dict[fx.Node, State | None] = {}
+    wanted = request.plan.parameters if request.plan else {}
+    for node, name in request.parameters.items():
+        stored[node] = request.stored.get(node) or _checked(node, name, wanted.get(name))
+    results = list(_output(gm).args[0])  # type: ignore[arg-type]
+    domains = _output_domains(gm, results, n, request)
+    axis = AxisPrices(n, hardware, stored.keys(), request.sequence_parallel, prices, request.axis)
+    return Builder(
+        gm,
+        axis,
+        stored=stored,
+        arriving=request.arriving,
+        output_domains=domains,
+        outputs_read=request.outputs_read
+        and not any(_is_loss(r) for r in results[: gm.meta[N_OUTPUTS]]),
+        even=request.even,
+        contiguous=contiguous,
+        beside=request.beside,
+        experts=request.layout.experts,
+        origin=origin or (request.outer.origin(gm) if request.outer else None),
+    )
 
 
 def _solved(problem: Problem) -> tuple[Solution, list[fx.Node]]:
@@ -280,6 +297,12 @@ def _is_loss(result: object) -> bool:
     )
 
 
+def may_be_sharded(gm: fx.GraphModule, i: int, result: object, request: Request) -> bool:
+    """Whether output i may leave the graph as a shard."""
+    free = request.lazy_outputs and i < gm.meta[N_OUTPUTS] and isinstance(result, fx.Node)
+    return free and _is_tensor(result) and value(result).is_floating_point()  # type: ignore[arg-type]
+
+
 def _output_domains(
     gm: fx.GraphModule, results: list[object], n: int, request: Request
 ) -> list[list[State]]:
@@ -289,9 +312,8 @@ def _output_domains(
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     written = [request.arriving.get(placeholders[i], I) for i in gm.meta.get(MUTATED, ())]
     for i, result in enumerate(results):
-        free = request.lazy_outputs and i < gm.meta[N_OUTPUTS] and _is_tensor(result)
-        assert not free or isinstance(result, fx.Node)
-        if free and isinstance(result, fx.Node) and value(result).is_floating_point():
+        if may_be_sharded(gm, i, result, request):
+            assert isinstance(result, fx.Node)
             domains.append([I, *shardable(value(result), n)])
         else:
             domains.append([I if i < gm.meta[N_OUTPUTS] else written[i - gm.meta[N_OUTPUTS]]])

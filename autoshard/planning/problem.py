@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from autoshard.planning.mixtures import (
     is_mixture,
 )
 from autoshard.planning.operators import cached, is_handed_on
+from autoshard.planning.outer import Origin
 from autoshard.planning.prices import AxisPrices
 from autoshard.planning.solver import FactorGraph, Solution
 from autoshard.planning.strategy import Strategy, operands, value
@@ -49,7 +51,7 @@ from autoshard.planning.values import (
     stored_domain,
     tensor_bytes,
 )
-from autoshard.runtime.collectives import I, R, State, shard_dim
+from autoshard.runtime.collectives import I, R, State, redistribute, shard_dim
 from autoshard.runtime.graph_meta import DIFF, N_OUTPUTS, WITHOUT_GRADIENTS
 from autoshard.runtime.operators import attend_to_prefix
 
@@ -93,7 +95,8 @@ class Builder:
     shape depends on values.
     contiguous: whether causal attention by rows is charged the work of contiguous parts. beside:
     ranks of the axis that is planned after this one. experts: those of the axis ep, on which stacks
-    of experts stay where they are, and rows travel.
+    of experts stay where they are, and rows travel. origin: of the graph of a rank of another
+    axis, what it was made of.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class Builder:
         contiguous: bool = False,
         beside: int = 1,
         experts: int = 1,
+        origin: Origin | None = None,
     ) -> None:
         self.gm, self.prices, self.n = gm, prices, prices.n
         self.beside, self.experts = beside, experts
@@ -126,7 +130,7 @@ class Builder:
         self._units: dict[tuple[Any, ...], np.ndarray] = {}
         self._strategies: dict[tuple[Any, ...], tuple[list[Strategy], list[str]]] = {}
         self._weighted: dict[fx.Node, bool] = {}
-        self._kernels = Kernels(gm)
+        self.origin, self._kernels = origin, origin.kernels if origin else Kernels(gm)
         self._caches = self._cached()
         self._weights = WeightsOnly(stored) if prices.name == "cp" else None
 
@@ -150,6 +154,16 @@ class Builder:
         is_value = isinstance(value(node), (torch.Tensor, tuple, list))
         if not tensors and not is_value:
             return
+        domain, costs = self.offers(node)
+        self.problem.domains[node] = domain
+        self.problem.variables[node] = self.problem.graph.variable(len(domain), costs, node.name)
+
+    def offers(
+        self, node: fx.Node, weighted: Mapping[fx.Node, bool] = MappingProxyType({})
+    ) -> tuple[list[Strategy], np.ndarray]:
+        """The strategies that a node may use, and the seconds of each. weighted: into which of its
+        operands a parameter flows, where they are no nodes of the graph."""
+        self._weighted.update(weighted)
         self._weighted[node] = self._from_weights(node)
         self._note_activation(node)
         if node.op == "placeholder":
@@ -158,24 +172,26 @@ class Builder:
             if self._weights is not None and fixed is None:
                 states = stored_by_rows(node, states)
             domain = [Strategy((), state) for state in states]
-            costs = np.array([self.prices.storage(node, state) for state in states])
-        elif node.op == "get_attr":
-            domain, costs = [Strategy((), I)], np.zeros(1)
-        else:
-            domain, declined = self._enumerate(node)
-            if declined:
-                self.problem.declined[node] = declined
-            costs = self._node_costs(node, tensors, domain)
-            if node in self._caches:
-                whole = [shard_dim(output_state(s, None)) is None for s in domain]
-                costs = costs + self.prices.held_whole() * np.array(whole)
-        self.problem.domains[node] = domain
-        self.problem.variables[node] = self.problem.graph.variable(len(domain), costs, node.name)
+            return domain, np.array([self.prices.storage(node, state) for state in states])
+        if node.op == "get_attr":
+            return [Strategy((), I)], np.zeros(1)
+        domain, declined = self._enumerate(node)
+        if declined:
+            self.problem.declined[node] = declined
+        costs = self._node_costs(node, operands(node), domain)
+        if node in self._caches:
+            whole = [shard_dim(output_state(s, None)) is None for s in domain]
+            costs = costs + self.prices.held_whole() * np.array(whole)
+        return domain, costs
 
     def _note_activation(self, node: fx.Node) -> None:
         """Without gradients, what is computed of parameters is what is moved and shared."""
         if self.inference and self._weighted[node] and node not in self.stored:
             self.prices.computed.add(node)
+
+    def is_weighted(self, node: fx.Node) -> bool:
+        """Whether a parameter flows into a node of the built graph."""
+        return self._weighted[node]
 
     def _from_weights(self, node: fx.Node) -> bool:
         """Whether a parameter flows into the node: masks and positions are not worth sharding."""
@@ -183,7 +199,7 @@ class Builder:
             return node in self.stored or node in self.arriving or differentiable(node)
         return any(self._weighted.get(source, False) for source in node.all_input_nodes)
 
-    def _signature(self, node: fx.Node) -> tuple[Any, ...]:
+    def signature(self, node: fx.Node) -> tuple[Any, ...]:
         """Equal for nodes that have the same strategies and costs: repeated layers share both."""
         leaves, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
         described = tuple(
@@ -201,7 +217,7 @@ class Builder:
         return (type(val).__name__, str(val))
 
     def _enumerate(self, node: fx.Node) -> tuple[list[Strategy], list[str]]:
-        key = self._signature(node)
+        key = self.signature(node)
         if key not in self._strategies:
             found, declined = rules.strategies(node, self.n)
             if self.even:
@@ -233,10 +249,11 @@ class Builder:
         """
         if not self._weighted[node]:
             return np.zeros(len(domain))
-        bases = self._kernels.reads(node)
-        reads = [self._kernels.base[tensor] in bases for tensor in tensors]
-        written = self._kernels.writes(node)
-        key = (self._signature(node), tuple(reads), written)
+        if self.origin and node.target is redistribute:
+            made = [s.output for s in domain]
+            return np.array([self.origin.change(node, state, self.n) for state in made])  # type: ignore[arg-type]
+        reads, written = self._memory(self.origin.nodes.get(node) if self.origin else node, tensors)
+        key = (self.signature(node), tuple(reads), written)
         if key in self._units:
             return self._units[key]
         flops = float(cost.node_flops(node))
@@ -275,6 +292,14 @@ class Builder:
         self._units[key] = np.array(costs)
         return self._units[key]
 
+    def _memory(self, node: fx.Node | None, tensors: list[fx.Node]) -> tuple[list[bool], bool]:
+        """Which operands the kernel of a node reads from memory, and whether it writes there."""
+        if node is None:  # of no node of the serial graph
+            return [True] * len(tensors), True
+        bases = self._kernels.reads(node)
+        read = [self._kernels.base[tensor] in bases for tensor in operands(node)]
+        return read, self._kernels.writes(node)
+
     def _split(self, state: State) -> int:
         return self.n if state[0] == "S" else 1
 
@@ -295,19 +320,21 @@ class Builder:
 
     def _output_uses(self, uses: dict[fx.Node, list[Consumer]]) -> None:
         (results,) = next(iter(reversed(self.gm.graph.nodes))).args
-        for result, domain in zip(results, self.output_domains):
+        for i, (result, domain) in enumerate(zip(results, self.output_domains)):
             if isinstance(result, fx.Node) and isinstance(value(result), torch.Tensor):
                 costs = np.zeros(len(domain))
-                if self.outputs_read and not self._is_for_a_later_call(result):
+                if self.outputs_read and not self.is_for_a_later_call(result):
                     price = self.prices.change_cost(result)
                     costs = np.array([price(state, I) for state in domain])
+                    costs += self.origin.read_out[i] if self.origin else 0.0
                 variable = self.problem.graph.variable(len(domain), costs, "output")
                 self.problem.outputs.append((variable, domain))
                 uses.setdefault(result, []).append((variable, domain))
             else:
                 self.problem.outputs.append(None)
 
-    def _is_for_a_later_call(self, result: fx.Node) -> bool:
+    def is_for_a_later_call(self, result: fx.Node) -> bool:
+        """Whether an output is not read between two calls."""
         return cached(result) is not None or (self.keeps_states and is_handed_on(result))
 
     def _cached(self) -> set[fx.Node]:
@@ -334,14 +361,15 @@ class Builder:
 
         wanted = sorted({state for _, states in uses for state in states})
         moves = diff or source in self.prices.computed
-        share = len(uses) > 1 and moves and not (have == [I] and wanted == [I])
+        several = self.origin.is_shared(source) if self.origin else len(uses) > 1
+        share = several and moves and not (have == [I] and wanted == [I])
         if not share:
             for variable, states in uses:
                 if len(have) > 1 or len(states) > 1 or have != states:
                     problem.graph.add((x, variable), matrix(have, states))
             return
         # an unused copy costs nothing: it may stay in any state of its producer
-        split = [s for s in shardable(value(source), self.n) if s in wanted]
+        split = [s for s in shardable(value(source), self.n) if self.origin or s in wanted]
         domain = sorted({I, R, *have, *split})
         c = problem.graph.variable(len(domain), None, f"copy of {source.name}")
         problem.copies[source], problem.copy_domains[source] = c, domain

@@ -262,15 +262,18 @@ def test_what_does_not_fit_is_computed_again() -> None:
     (free,) = search_meshes(model, (), batch, world=2, hardware="h100", mesh={"tp": 2}).rows
     torch.compiler.reset()
     budget = free.memory.total - free.memory.activations // 4
-    (row,) = search_meshes(
-        model, (), batch, world=2, hardware="h100", mesh={"tp": 2}, memory_budget=budget
-    ).rows
+    asked: Any = {"world": 2, "hardware": "h100", "mesh": {"tp": 2}, "memory_budget": budget}
+    (row,) = search_meshes(model, (), batch, **asked).rows
     assert free.recomputation is None and row.recomputation is not None
     assert row.fits and row.memory.total <= budget < free.memory.total
     assert row.memory.parameters == free.memory.parameters
     more = row.timing.step - free.timing.step
     assert more == pytest.approx(row.recomputation.seconds, rel=0.01)
     assert row.recomputation.bound <= row.recomputation.seconds
+    torch.compiler.reset()
+    (eager,) = search_meshes(model, (), batch, **asked, inner="eager").rows
+    assert eager.recomputation is None and eager.memory == free.memory
+    assert 'inner="eager" recomputes nothing' in eager.unfit
 
 
 def test_nothing_fits_and_says_why() -> None:

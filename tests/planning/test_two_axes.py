@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from test_context_parallel import Attention, model_of, padded, programs
 from torch import nn
 
+from autoshard.building import first_axis
 from autoshard.errors import PlanError
 from autoshard.explain import explain_plan
 from autoshard.passes.localize import Localize
@@ -64,6 +65,8 @@ def is_serial(name: str, left_padded: bool = False, mesh: dict[str, int] = BOTH)
     first, *others = [CASES[name].make_batch(i) for i in range(offline_mesh(mesh, 0).batches)]
     first = padded(first) if left_padded else first
     made, values = programs(model_of(name), [first, *others], [mesh], "cpu")
+    outer = made[0].outer
+    assert outer is not None and outer.gap(made[0].decisions) == 0
     assert verify_program(made[0], values[0], others=values[1:]).worst[1] < 1e-5
     return made[0]
 
@@ -89,6 +92,17 @@ def test_more_models_on_cp_and_tp(name: str) -> None:
 @pytest.mark.parametrize("axis", ["dp_shard", "dp_replicate"])
 def test_with_a_data_parallel_axis(axis: str) -> None:
     is_serial("llama", mesh={axis: 2, **BOTH})
+
+
+@pytest.mark.slow
+def test_a_plan_that_only_both_axes_together_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latencies over cp, which tp does not divide, decide otherwise than bytes."""
+    mesh = {"cp": 4, "tp": 2}
+    together = is_serial("gpt2", mesh=mesh).decisions.seconds
+    monkeypatch.setattr(first_axis, "plan_both", lambda *_: None)
+    batch = CASES["gpt2"].make_batch(0)
+    (apart,), _ = programs(model_of("gpt2"), [batch], [mesh], "cpu")
+    assert apart.decisions.seconds > 1.005 * together
 
 
 def sent(program: Program, of: str) -> collections.Counter[str]:
@@ -129,7 +143,9 @@ def test_a_plan_file_has_both_axes(tmp_path: Path) -> None:
     free.plan.save(tmp_path / "plan.json")
     again = programs(model, [batch], [BOTH], "cpu", plan=tmp_path / "plan.json")[0][0]
     assert again.plan.text() == free.plan.text()
-    assert "cp was planned before it" in " ".join(explain_plan(free).split())
+    told = [" ".join(explain_plan(one).split()) for one in (free, again)]
+    assert "cp was planned together with it: of all plans of the two there are none" in told[0]
+    assert "cp was planned before it" in told[1]
 
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.outer is not None and (plan.outer.axis, plan.outer.parameters) == ("cp", {})

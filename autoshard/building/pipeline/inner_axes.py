@@ -52,58 +52,34 @@ def split_operators(
     be, and ConfigError for a mixture of experts on a mesh with cp and ep.
     """
     mesh = Mesh(tuple(axes), None)
-    made = plan or Plan(mesh.planned.name, mesh.planned.size)
-    first = plan.outer if plan is not None else None
-    if mesh.outer is not None:
-        microbatch, first = _on_cp(microbatch, names, mesh, mesh.outer, machine, config, first)
-    if mesh.planned.size > 1:
-        microbatch, made = _on_tp(microbatch, names, stored, mesh, machine, config, plan)
-    if mesh.axis("ep").size > 1:
-        own = enumerate(microbatch.parameters)
-        states = {i: data_states(value(node).dim(), mesh.axes) for i, node in own}
-        exchange(microbatch.local, ExchangeExperts(mesh.axis("ep"), states), mesh.planned)
-    return microbatch, replace(made, outer=first)
-
-
-def _on_cp(
-    microbatch: MicrobatchGraph,
-    names: Mapping[fx.Node, str],
-    mesh: Mesh,
-    axis: Axis,
-    machine: Hardware,
-    config: Config,
-    plan: Plan | None,
-) -> tuple[MicrobatchGraph, Plan]:
-    own = {node: names[parameter] for node, parameter in _parameters(microbatch).items()}
-    local, outer, made = lay_out(microbatch.local, own, mesh, axis, config, machine, plan)
-    return _planned(microbatch, local, outer.decisions, axis), made
-
-
-def _on_tp(
-    microbatch: MicrobatchGraph,
-    names: Mapping[fx.Node, str],
-    stored: Mapping[fx.Node, State],
-    mesh: Mesh,
-    machine: Hardware,
-    config: Config,
-    plan: Plan | None,
-) -> tuple[MicrobatchGraph, Plan]:
-    whole, axis, own = microbatch.local, mesh.planned, _parameters(microbatch)
-    sizes = {one.name: one.size for one in mesh.axes}
+    axis, first = mesh.planned, plan.outer if plan is not None else None
+    made, own = plan or Plan(axis.name, axis.size), _parameters(microbatch)
     request = Request(
         axis=axis.name,
         parameters={node: names[parameter] for node, parameter in own.items()},
         stored={node: stored[p] for node, p in own.items() if p in stored},
         sequence_parallel=config.sequence_parallel,
-        plan=plan,
-        layout=Layout.of(sizes, config.zero, config.bucket_bytes),
+        plan=plan if axis.size > 1 else None,
+        layout=Layout.of({one.name: one.size for one in axes}, config.zero, config.bucket_bytes),
         even=True,
     )
-    decisions = plan_graph(whole, axis.size, machine, request)
-    local, _ = rank_program(whole, [Localize(decisions, config.recompute_collectives)], axis)
-    made = with_graph(plan, decisions, request, whole, axis.size)
-    split = {parameter: decisions.stored[node] for node, parameter in own.items()}
-    return replace(_planned(microbatch, local, decisions, axis), split=split), made
+    decisions: Decisions | None = None
+    if mesh.outer is not None:
+        laid = lay_out(microbatch.local, request, mesh, mesh.outer, config, machine, first)
+        microbatch = _planned(microbatch, laid.graph, laid.outer.decisions, mesh.outer)
+        request, decisions, first = laid.request, laid.decisions, laid.plan
+    if axis.size > 1:
+        whole, own = microbatch.local, _parameters(microbatch)
+        decisions = decisions or plan_graph(whole, axis.size, machine, request)
+        made = with_graph(plan, decisions, request, whole, axis.size)
+        local, _ = rank_program(whole, [Localize(decisions, config.recompute_collectives)], axis)
+        split = {parameter: decisions.stored[node] for node, parameter in own.items()}
+        microbatch = replace(_planned(microbatch, local, decisions, axis), split=split)
+    if mesh.axis("ep").size > 1:
+        numbered = enumerate(microbatch.parameters)
+        states = {i: data_states(value(node).dim(), mesh.axes) for i, node in numbered}
+        exchange(microbatch.local, ExchangeExperts(mesh.axis("ep"), states), axis)
+    return microbatch, replace(made, outer=first)
 
 
 def _parameters(microbatch: MicrobatchGraph) -> dict[fx.Node, fx.Node]:

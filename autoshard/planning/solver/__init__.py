@@ -4,4 +4,5 @@ from __future__ import annotations
 
 from autoshard.planning.solver.cuts import UNCUT, minimum_cut
 from autoshard.planning.solver.factor_graph import FactorGraph, Solution, TooWide
+from autoshard.planning.solver.min_fill import fill_order
 from autoshard.planning.solver.stage_cut import Chain, StageCut, cut_chunks, cut_stages

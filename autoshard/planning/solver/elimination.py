@@ -10,8 +10,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 Table = NDArray[np.float64]
 
 # Sizes as logarithms in fixed point: sums of integers do not depend on the order of additions.
-_LOG_UNIT = 1 << 20
+LOG_UNIT = 1 << 20
 # Largest piece of a table held at once; a bigger one is minimised in slices of its variable.
 _BLOCK = 1 << 18
 
@@ -42,7 +43,7 @@ def elimination_order(
     those in `without` take no part. The weights are kept up to date edge by edge, so that a
     variable with thousands of neighbours costs no more than another.
     """
-    bits = [round(math.log2(size) * _LOG_UNIT) for size in sizes]
+    bits = [round(math.log2(size) * LOG_UNIT) for size in sizes]
     dropped = set(without)
     neighbours: list[dict[int, None]] = [{} for _ in sizes]
     active = [v for v, size in enumerate(sizes) if size > 1 and v not in dropped]
@@ -79,10 +80,42 @@ def elimination_order(
     return order, tables
 
 
-class Elimination:
-    """A pass of bucket elimination; `assignment` walks the buckets backwards."""
+class Repeated:
+    """Messages of buckets that were eliminated before: repeated layers share their tables, and so
+    each is eliminated once.
 
-    def __init__(self, factors: list[Factor], order: list[int]) -> None:
+    Two buckets are equal where the same arrays stand in the same places, so the tables of equal
+    factors must be one array (`FactorGraph.add` keeps it).
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], tuple[list[Table], Table]] = {}
+        self._small: dict[tuple[Any, ...], Table] = {}
+
+    def table(self, table: Table) -> Table:
+        """The one array for a table of these entries; for few of them, as they are compared."""
+        return self._small.setdefault((table.shape, table.tobytes()), table)
+
+    def message(
+        self, tables: list[Table], places: Sequence[tuple[int, ...]], make: Callable[[], Table]
+    ) -> Table:
+        """The message of a bucket with these tables, whose variables stand in these places."""
+        key = (tuple(map(id, tables)), tuple(places))
+        if key not in self._known:
+            self._known[key] = tables, make()  # the tables are kept, or another got their id
+        return self._known[key][1]
+
+
+class Elimination:
+    """A pass of bucket elimination; `assignment` walks the buckets backwards.
+
+    repeated: what is known from buckets before.
+    """
+
+    def __init__(
+        self, factors: list[Factor], order: list[int], repeated: Repeated | None = None
+    ) -> None:
+        repeated = repeated or Repeated()
         self.width = self.work = 0
         self.cost = 0.0
         self.conflict: tuple[int, ...] = ()
@@ -101,7 +134,7 @@ class Elimination:
         for variable, bucket in zip(order, waiting, strict=True):
             if not bucket:
                 continue
-            message, entries = _minimise(variable, bucket)
+            message, entries = _minimise(variable, bucket, repeated)
             self._buckets.append((variable, bucket))
             self.width = max(self.width, len(message.scope) + 1)
             self.work += entries
@@ -123,15 +156,27 @@ class Elimination:
         return chosen
 
 
-def _minimise(variable: int, bucket: list[Factor]) -> tuple[Factor, int]:
+def _minimise(variable: int, bucket: list[Factor], repeated: Repeated) -> tuple[Factor, int]:
     """The sum of the bucket's tables minimised over `variable`, and the entries of that sum."""
     scope = tuple(sorted({v for f in bucket for v in f.scope} - {variable}))
     axes = (variable, *scope)
+    place = {v: i for i, v in enumerate(axes)}
     # Small tables first: broadcasting then works on full-size arrays as few times as possible.
-    tables = [_aligned(f, axes) for f in sorted(bucket, key=lambda f: (f.table.size, f.scope))]
+    bucket = sorted(bucket, key=lambda f: (f.table.size, f.scope))
+    sizes = {v: size for f in bucket for v, size in zip(f.scope, f.table.shape)}
+
+    def least() -> Table:
+        return _least([_aligned(f, axes) for f in bucket])
+
+    places = [tuple(place[v] for v in f.scope) for f in bucket]
+    table = repeated.message([f.table for f in bucket], places, least)
+    return Factor(scope, table), math.prod(sizes.values())
+
+
+def _least(tables: list[Table]) -> Table:
+    """The sum of tables, least over their first axis."""
     sizes = np.broadcast_shapes(*(t.shape for t in tables))
-    entries = math.prod(sizes)
-    step = max(1, _BLOCK * sizes[0] // entries)
+    step = max(1, _BLOCK * sizes[0] // math.prod(sizes))
     least: Table | None = None
     for start in range(0, sizes[0], step):
         total = tables[0][start : start + step]
@@ -140,7 +185,7 @@ def _minimise(variable: int, bucket: list[Factor]) -> tuple[Factor, int]:
         part = np.minimum.reduce(total, axis=0)
         least = part if least is None else np.minimum(least, part, out=least)
     assert least is not None
-    return Factor(scope, least), entries
+    return least
 
 
 def _aligned(factor: Factor, axes: tuple[int, ...]) -> Table:

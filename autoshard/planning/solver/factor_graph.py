@@ -17,7 +17,7 @@ import itertools
 import math
 import string
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from autoshard.planning.solver.elimination import (
     Elimination,
     Factor,
+    Repeated,
     Table,
     condition,
     elimination_order,
@@ -79,10 +80,17 @@ class FactorGraph:
     """Variables and factors; `solve` finds the exact minimum.
 
     table_limit: the most entries of one table; above it the solver branches over variables.
-    work_limit: the most entries in all, above which it raises TooWide.
+    work_limit: the most entries in all, above which it raises TooWide. order: how the order of
+    elimination is found, `elimination_order` or `fill_order`.
     """
 
-    def __init__(self, table_limit: int = 2**26, work_limit: int = 2**33) -> None:
+    def __init__(
+        self,
+        table_limit: int = 2**26,
+        work_limit: int = 2**33,
+        order: Callable[..., tuple[list[int], list[tuple[int, ...]]]] = elimination_order,
+    ) -> None:
+        self._order = order
         self._table_limit = table_limit
         self._work_limit = work_limit
         self._sizes: list[int] = []
@@ -91,6 +99,8 @@ class FactorGraph:
         self._tables: dict[tuple[int, ...], Table] = {}
         self._labels: dict[tuple[int, ...], str] = {}
         self._prepared: _Prepared | None = None
+        self._added: dict[tuple[int, str], tuple[object, Table]] = {}
+        self._repeated = Repeated()
 
     def variable(
         self, size: int, cost: NDArray[np.floating] | None = None, name: str | None = None
@@ -120,12 +130,15 @@ class FactorGraph:
         if not variables:
             raise ValueError("a factor needs at least one variable")
         label = name or "factor over " + ", ".join(self._names[v] for v in variables)
-        checked = _checked(table, tuple(self._sizes[v] for v in variables), label)
         scope = tuple(sorted(set(variables)))
         # einsum does both: axes in ascending order, and the diagonal of a repeated variable.
         letters = {v: string.ascii_letters[i] for i, v in enumerate(scope)}
         equation = "".join(letters[v] for v in variables) + "->" + "".join(letters.values())
-        checked = np.ascontiguousarray(np.einsum(equation, checked))
+        key = (id(table), equation)
+        if key not in self._added or table.shape != tuple(self._sizes[v] for v in variables):
+            checked = _checked(table, tuple(self._sizes[v] for v in variables), label)
+            self._added[key] = table, np.ascontiguousarray(np.einsum(equation, checked))
+        checked = self._added[key][1]
         self._labels.setdefault(scope, label)
         self._tables[scope] = self._tables[scope] + checked if scope in self._tables else checked
         self._prepared = None
@@ -150,13 +163,14 @@ class FactorGraph:
         factors = list(prepared.factors)
         for variable, values in enumerate(prepared.domains):
             if len(values) > 1:
-                factors.append(Factor((variable,), costs[variable][values]))
+                own = self._repeated.table(costs[variable][values])
+                factors.append(Factor((variable,), own))
 
         best: dict[int, int] = {}
         least = math.inf
         width = work = 0
         for fixed in _assignments(prepared.cutset, prepared.domains):
-            run = Elimination(condition(factors, fixed), prepared.order)
+            run = Elimination(condition(factors, fixed), prepared.order, self._repeated)
             width, work = max(width, run.width + len(fixed)), work + run.work
             if run.cost < least:
                 least, best = run.cost, run.assignment() | fixed
@@ -174,16 +188,22 @@ class FactorGraph:
     def _prepare(self, unary: list[Table], finite: tuple[bytes, ...]) -> _Prepared:
         domains = self._consistent_domains(unary)
         factors = []
+        cut: dict[tuple[int, bytes], Table] = {}  # equal tables cut alike are one array again
         for scope, table in self._tables.items():
             kept = tuple(v for v in scope if len(domains[v]) > 1)
-            if kept:
-                reduced = table[np.ix_(*(domains[v] for v in scope))]
-                factors.append(Factor(kept, reduced.reshape([len(domains[v]) for v in kept])))
+            if not kept:
+                continue
+            key = (id(table), b"|".join(domains[v].tobytes() for v in scope))
+            if key not in cut:
+                whole = all(len(domains[v]) == self._sizes[v] for v in scope)
+                reduced = table if whole else table[np.ix_(*(domains[v] for v in scope))]
+                cut[key] = reduced.reshape([len(domains[v]) for v in kept])
+            factors.append(Factor(kept, cut[key]))
         sizes = [len(values) for values in domains]
         scopes = [factor.scope for factor in factors]
         cutset: tuple[int, ...] = ()
         while True:
-            order, buckets = elimination_order(sizes, scopes, without=cutset)
+            order, buckets = self._order(sizes, scopes, without=cutset)
             branches = math.prod(sizes[v] for v in cutset)
             entries = [math.prod(sizes[v] for v in bucket) for bucket in buckets]
             fits = not entries or max(entries) <= self._table_limit
@@ -212,7 +232,12 @@ class FactorGraph:
         for variable, mask in enumerate(alive):
             if not mask.any():
                 raise Infeasible(f"{self._names[variable]}: every value costs infinity")
-        restrictive = {s: np.isfinite(t) for s, t in self._tables.items() if np.isinf(t).any()}
+        finite: dict[int, NDArray[np.bool_]] = {}
+        for table in self._tables.values():
+            if id(table) not in finite:
+                finite[id(table)] = np.isfinite(table)
+        some = {key for key, mask in finite.items() if not mask.all()}
+        restrictive = {s: finite[id(t)] for s, t in self._tables.items() if id(t) in some}
         touching: dict[int, list[tuple[int, ...]]] = {}
         for scope in restrictive:
             for variable in scope:

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from typing import Any
 
 import networkx as nx
 import numpy as np
@@ -15,6 +16,7 @@ from networkx.algorithms.approximation import treewidth_min_degree
 
 from autoshard.planning.solver.elimination import elimination_order
 from autoshard.planning.solver.factor_graph import FactorGraph, Infeasible, TooWide
+from autoshard.planning.solver.min_fill import fill_order
 
 Factor = tuple[tuple[int, ...], np.ndarray]
 
@@ -40,7 +42,7 @@ def table(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def build(
-    sizes: list[int], unary: list[np.ndarray], factors: list[Factor], **limits: int
+    sizes: list[int], unary: list[np.ndarray], factors: list[Factor], **limits: Any
 ) -> FactorGraph:
     graph = FactorGraph(**limits)
     for size, cost in zip(sizes, unary, strict=True):
@@ -59,8 +61,12 @@ def brute_force(sizes: list[int], unary: list[np.ndarray], factors: list[Factor]
     return min(total(a, unary, factors) for a in itertools.product(*map(range, sizes)))
 
 
-@pytest.mark.parametrize("limits", [{}, {"table_limit": 6}], ids=["elimination", "branching"])
-def test_optimal_on_random_graphs(limits: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"table_limit": 6}, {"order": fill_order}],
+    ids=["elimination", "branching", "min-fill"],
+)
+def test_optimal_on_random_graphs(limits: dict[str, Any]) -> None:
     feasible = branched = 0
     for seed in range(400):
         sizes, unary, factors = random_problem(seed)
@@ -76,7 +82,7 @@ def test_optimal_on_random_graphs(limits: dict[str, int]) -> None:
         feasible += 1
         branched += bool(graph._prepared and graph._prepared.cutset)
     assert 100 < feasible < 400
-    assert (branched > 20) == bool(limits)
+    assert (branched > 20) == ("table_limit" in limits)
 
 
 def test_other_unary_costs_without_building_again() -> None:
@@ -141,6 +147,27 @@ def layers(count: int, seed: int = 0) -> FactorGraph:
         projected = op(op(attention), variable())
         stream = op(projected, stream)
     return graph
+
+
+def test_what_layers_have_in_common_is_eliminated_once() -> None:
+    """Tables that are one array: what hangs on a chain costs nothing more with depth."""
+    rng = np.random.default_rng(0)
+    edge, inside = rng.random((5, 5)), rng.random((5, 3))
+
+    def chain(count: int, shared: bool) -> tuple[float, int]:
+        graph = FactorGraph()
+        last = graph.variable(5)
+        for _ in range(count):
+            here, within = graph.variable(5), graph.variable(3)
+            graph.add((last, here), edge if shared else edge.copy())
+            graph.add((here, within), inside if shared else inside.copy())
+            last = here
+        return graph.solve().cost, len(graph._repeated._known)
+
+    apart, once = ([chain(n, shared) for n in (16, 32)] for shared in (False, True))
+    assert [cost for cost, _ in once] == [cost for cost, _ in apart]
+    assert apart[1][1] - apart[0][1] == 2 * 16
+    assert once[1][1] - once[0][1] == 16
 
 
 def test_work_grows_linearly_with_depth() -> None:

@@ -1,0 +1,94 @@
+"""The plan of the outer of two axes that are planned together, and the least that both can cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autoshard.planning.cost import Hardware
+from autoshard.planning.decisions import Decisions
+from autoshard.planning.head_tail import HeadTail
+from autoshard.planning.outer import Origin
+from autoshard.planning.planner import Request, builder_of, fingerprint, may_be_sharded
+from autoshard.planning.prices import Prices
+from autoshard.planning.solver import TooWide
+from autoshard.planning.strategy import value
+from autoshard.planning.two_axes.problem import JointBuilder
+from autoshard.planning.two_axes.values import Parts
+from autoshard.planning.values import differentiable
+from autoshard.runtime.graph_meta import MUTATED, WITHOUT_GRADIENTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoAxes:
+    """What is asked of two axes of one graph: the requests of both, by its placeholders, and the
+    ranks of each. parts: makes the nodes of a rank of the outer axis."""
+
+    outer: Request
+    inner: Request
+    ranks: tuple[int, int]
+    parts: Parts
+
+
+def plan_both(gm: fx.GraphModule, hardware: Hardware, asked: TwoAxes) -> Decisions | None:
+    """The outer plan of the cheapest two; its `seconds` are the least that any two plans cost, by
+    what the planner of the inner axis charges on a rank's graph.
+
+    None where one axis is planned after the other: a graph without gradients, or that writes to its
+    inputs, or with symbolic sizes, or that is too entangled, or whose plan is given.
+    """
+    plan = asked.outer.plan
+    given = plan is not None and fingerprint(gm) in plan.graphs
+    return None if given or not _is_plain(gm) else _solve(gm, hardware, asked, False)
+
+
+def _solve(
+    gm: fx.GraphModule, hardware: Hardware, asked: TwoAxes, contiguous: bool
+) -> Decisions | None:
+    (n, m), default = asked.ranks, Prices()
+    outer = builder_of(gm, n, hardware, asked.outer, default, contiguous)
+    alone = outer.build()
+    origin = Origin(gm, outer.prices)
+    inner = builder_of(gm, m, hardware, asked.inner, default, origin=origin)
+    results = gm.graph.output_node().args[0]
+    sharded = [may_be_sharded(gm, i, one, asked.inner) for i, one in enumerate(results)]  # type: ignore[arg-type, union-attr]
+    problem = JointBuilder(outer, alone, inner, asked.parts, sharded).build()
+    try:
+        solution = problem.graph.solve()
+    except TooWide:
+        return None
+    read = problem.read(solution, alone)
+    ordered = HeadTail(gm.graph, n, *read, asked.outer.contiguous_outputs)
+    if ordered.unbalanced and not contiguous:  # which costs more than was thought
+        return _solve(gm, hardware, asked, contiguous=True)
+    decisions = Decisions(
+        strategies=ordered.strategies,
+        copies=ordered.copies,
+        stored={},
+        outputs=ordered.outputs,
+        offered=alone.domains,
+        declined=alone.declined,
+        seconds=solution.cost,
+        variables=len(problem.variables) + len(problem.copies),
+        width=solution.width,
+        work=solution.work,
+        prices=outer.prices,
+        held=[],
+        unbalanced=ordered.unbalanced,
+    )
+    decisions.stored = {node: decisions.state(node) for node in asked.outer.parameters}
+    return decisions
+
+
+def _is_plain(gm: fx.GraphModule) -> bool:
+    nodes = list(gm.graph.nodes)
+    if gm.meta.get(MUTATED) or gm.meta.get(WITHOUT_GRADIENTS):
+        return False
+    if not any(map(differentiable, nodes)):
+        return False
+    values = [value(node) for node in nodes]
+    tensors = [one for one in values if isinstance(one, torch.Tensor)]
+    symbols = any(isinstance(one, (torch.SymInt, torch.SymFloat, torch.SymBool)) for one in values)
+    return not symbols and all(isinstance(e, int) for one in tensors for e in one.shape)

@@ -1,0 +1,166 @@
+"""The factors of one value: its producer, the states it is held in besides, its readers.
+
+A value with several readers may be held in three ways: as it is made; in another inner state (the
+inner copy); in one other outer state (the outer copy), made by one change of state for all readers
+that want it. What a reader wants in a third outer state is charged to it as one of as many parts as
+could share that, so that the sum is never more than what the plan costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from autoshard.planning.two_axes.values import HeldValue, StatePair
+from autoshard.runtime.collectives import State
+
+
+class Produced(NamedTuple):
+    """What a strategy of the producer makes. shares: the inner states its copy may have."""
+
+    outer: State
+    inner: State
+    shares: tuple[State, ...]
+
+
+OuterCopy = StatePair | None
+"""The pair of states of the outer copy; None where there is none."""
+
+
+class ValueTables:
+    """The tables of one kind of value, made once.
+
+    planned: whether the outer plan knows of copies, and routes readers through them where that is
+    cheaper. readers: how many there are.
+    """
+
+    def __init__(self, held: HeldValue, planned: bool, readers: int) -> None:
+        self.held, self.planned, self.share = held, planned, max(1, readers - 1)
+        self._all: dict[tuple[Any, ...], np.ndarray] = {}
+
+    def direct(self, made: Sequence[Produced], wanted: Sequence[StatePair]) -> np.ndarray:
+        """Of a value with one reader: [made, wanted]."""
+
+        def cell(have: StatePair, want: StatePair) -> float:
+            if self.held.same(have[0], want[0]):
+                return self.held.inside(have[0], have[1], want[1])
+            return self.held.least(have[0], want, (have[1],))
+
+        def table(have: list[StatePair], want: list[StatePair]) -> np.ndarray:
+            return _array(cell, have, want)
+
+        return self._spread(("direct",), _pairs(made), tuple(wanted), table)
+
+    def inner_copy(self, made: Sequence[Produced], copies: Sequence[State]) -> np.ndarray:
+        """[made, inner copy]."""
+
+        def cell(one: Produced, copy: State) -> float:
+            possible = copy in one.shares
+            return self.held.inside(one.outer, one.inner, copy) if possible else np.inf
+
+        key = ("inner", tuple(made), tuple(copies))
+        if key not in self._all:
+            self._all[key] = _array(cell, made, copies)
+        return self._all[key]
+
+    def outer_copy(
+        self, made: Sequence[Produced], copies: Sequence[State], outer: Sequence[OuterCopy]
+    ) -> np.ndarray:
+        """[made, inner copy, outer copy]; without inner copies, [made, outer copy]."""
+        held = self.held
+
+        def cell(have: StatePair, also: OuterCopy) -> float:
+            if also is None:
+                return 0.0
+            if held.same(have[0], also[0]):
+                return np.inf
+            passed = dict(held.passed(have[0], also[0]))
+            if also[1] not in passed:
+                return np.inf
+            return passed[also[1]] + held.inside(have[0], have[1], also[1])
+
+        key = ("outer", _pairs(made), tuple(copies), tuple(outer))
+        if key not in self._all:
+            have = list(dict.fromkeys(key[1]))
+            table = _array(cell, have, outer)
+            if copies:
+                inner = [_array(cell, [(h, k) for h, _ in have], outer) for k in copies]
+                table = np.minimum(table[:, None], np.stack(inner, 1))
+            self._all[key] = np.ascontiguousarray(table[[have.index(one) for one in key[1]]])
+        return self._all[key]
+
+    def reader(
+        self,
+        made: Sequence[Produced],
+        wanted: Sequence[StatePair],
+        copies: Sequence[State],
+        outer: Sequence[OuterCopy],
+    ) -> np.ndarray:
+        """[made, wanted, inner copy, outer copy]; without inner copies, that place is left out."""
+        held, share = self.held, self.share
+
+        def own(have: StatePair, want: StatePair) -> float:
+            if held.same(have[0], want[0]):
+                return held.inside(have[0], have[1], want[1])
+            return held.least(have[0], want, (have[1],), True, share)
+
+        def copied(also: OuterCopy, want: StatePair) -> float:
+            if also is None:
+                return np.inf
+            if held.same(also[0], want[0]):
+                return held.inside(also[0], also[1], want[1], own=False)
+            return held.least(also[0], want, (also[1],), False, share)
+
+        @cache
+        def by_copy(have: State, want: State, also: State) -> bool:
+            if held.same(have, want):
+                return False
+            nearer = self.planned and held.price(also, want) < held.price(have, want)
+            return held.same(also, want) or nearer
+
+        def routes(have: list[StatePair], want: list[StatePair]) -> np.ndarray:
+            given = (
+                [c is not None and by_copy(h, w, c[0]) for c in outer]
+                for h, _ in have
+                for w, _ in want
+            )
+            return np.array(list(given)).reshape(len(have), len(want), len(outer))
+
+        def table(have: list[StatePair], want: list[StatePair]) -> np.ndarray:
+            from_own = _array(own, have, want)
+            through = _array(copied, outer, want).T[None]
+            route = routes(have, want)
+            if not copies:
+                return np.where(route, through, from_own[:, :, None])
+            from_inner = [_array(own, [(h, k) for h, _ in have], want) for k in copies]
+            least = np.minimum(from_own[:, :, None], np.stack(from_inner, 2))
+            return np.where(route[:, :, None, :], through[:, :, None, :], least[..., None])
+
+        key = ("reader", tuple(copies), tuple(outer))
+        return self._spread(key, _pairs(made), tuple(wanted), table)
+
+    def _spread(
+        self,
+        key: tuple[Any, ...],
+        made: tuple[StatePair, ...],
+        wanted: tuple[StatePair, ...],
+        table: Callable[[list[StatePair], list[StatePair]], np.ndarray],
+    ) -> np.ndarray:
+        """A table of distinct pairs, by those of every strategy."""
+        whole = (*key, made, wanted)
+        if whole not in self._all:
+            have, want = list(dict.fromkeys(made)), list(dict.fromkeys(wanted))
+            rows, columns = [have.index(one) for one in made], [want.index(one) for one in wanted]
+            self._all[whole] = np.ascontiguousarray(table(have, want)[rows][:, columns])
+        return self._all[whole]
+
+
+def _pairs(made: Sequence[Produced]) -> tuple[StatePair, ...]:
+    return tuple((one.outer, one.inner) for one in made)
+
+
+def _array(cell: Callable[[Any, Any], float], rows: Sequence[Any], columns: Sequence[Any]) -> Any:
+    return np.array([[cell(a, b) for b in columns] for a in rows], dtype=float)
