@@ -107,16 +107,18 @@ def prepare(
     exchanges: bool = False,
     float8: Float8Products | None = None,
     sequences: bool = False,
+    ranges: bool = True,
 ) -> list[Report]:
     """Run the passes that precede planning, in place. tracked: see `InvariantRandom`. facts: see
-    `RecoverMasks`, which None leaves out. exchanges: see `MatchExperts`. float8: that pass,
-    where the options ask for it. sequences: whether an axis splits them (`UnflattenLosses`)."""
+    `RecoverMasks`, which None leaves out; ranges: see there too. exchanges: see `MatchExperts`.
+    float8: that pass, where the options ask for it. sequences: whether an axis splits them
+    (`UnflattenLosses`)."""
     passes: list[Pass] = [Canonicalize(), ExpandGroupedHeads(), SplitRecurrent()]
     passes += [MatchExperts(exchanges), InvariantRandom(tracked)]
     if float8 is not None:
         passes.append(float8)
     if facts is not None:
-        passes += [RecoverMasks(tuple(facts.items()))]
+        passes += [RecoverMasks(tuple(facts.items()), ranges)]
     if sequences:
         passes.append(UnflattenLosses())
     return run_stage("serial", passes, gm, Context(axis), watch)

@@ -196,7 +196,8 @@ def plan_captured(
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
     float8 = _float8(placeholders, inputs, mesh, config)
     sequences = mesh.axis("cp").size > 1
-    prepare(serial, axis, config.rng == "tracker", watch, masks, exchanges, float8, sequences)
+    tracked = config.rng == "tracker"
+    prepare(serial, axis, tracked, watch, masks, exchanges, float8, sequences, ranges=not even)
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
     parameters: dict[fx.Node, str] = {}
     stored: dict[fx.Node, State] = {}
