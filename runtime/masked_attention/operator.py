@@ -18,11 +18,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autoshard.runtime.masked_attention import by_blocks, varlen
 from autoshard.runtime.masked_attention.ranges import document_bounds, first_keys
-
-Tensor = torch.Tensor
 
 _library = torch.library.Library("autoshard", "FRAGMENT")
 # As in runtime/randomness/operators.py: count up when an operator gives other numbers.
