@@ -17,9 +17,8 @@ from typing import TypeVar
 from torch import fx
 
 from autoshard.config import Config
-from autoshard.errors import ConfigError, message
 from autoshard.passes import Localize, rank_program
-from autoshard.planning import Outer, Plan, Request, is_mixture, plan_graph, with_graph
+from autoshard.planning import Outer, Plan, Request, plan_graph, with_graph
 from autoshard.planning.cost import Hardware
 from autoshard.runtime.collectives import Axis, R
 from autoshard.runtime.mesh import Mesh
@@ -36,11 +35,7 @@ def lay_out(
     machine: Hardware,
     plan: Plan | None,
 ) -> tuple[fx.GraphModule, Outer, Plan]:
-    """The graph of a rank of `axis`, what it was made of, and the plan with this graph's part.
-
-    Raises ConfigError for a mixture of experts where the mesh has ep besides.
-    """
-    _refuse(serial, mesh)
+    """The graph of a rank of `axis`, what it was made of, and the plan with this graph's part."""
     request = Request(
         axis=axis.name,
         parameters=parameters,
@@ -57,19 +52,6 @@ def lay_out(
     own, _ = rank_program(serial, passes, axis)
     outer = Outer(serial=serial, decisions=decisions, axis=axis, parameters=parameters)
     return own, outer, replace(full, parameters={})
-
-
-def _refuse(serial: fx.GraphModule, mesh: Mesh) -> None:
-    ep = mesh.axis("ep").size
-    if ep > 1 and any(map(is_mixture, serial.graph.nodes)):
-        raise ConfigError(
-            message(
-                f"the mesh has ep={ep} beside both cp and tp, and the model has a mixture of "
-                "experts, whose rows travel over ep beside one of the two only",
-                remedy="Leave ep out, and experts are split over cp and tp; or give the ranks of "
-                "cp or of tp to another axis.",
-            )
-        )
 
 
 def placed(

@@ -306,7 +306,7 @@ def _local_passes(
         placeholders[i].meta[STORED_DTYPE] = dtype
     states = {i: planned.data[n] for i, n in enumerate(placeholders) if n in planned.data}
     if mesh.axis("ep").size > 1:
-        passes.append(ExchangeExperts(mesh.axis("ep"), states))
+        passes.append(ExchangeExperts(mesh.axis("ep"), states, mesh.outer))
     passes.append(
         DataParallel(
             axes,
