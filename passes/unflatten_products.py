@@ -44,7 +44,8 @@ class UnflattenProducts:
         for node in list(gm.graph.nodes):
             if node.target not in (aten.mm.default, aten.addmm.default):
                 continue
-            *bias, flat, weight = node.args
+            args: list[Any] = list(node.args)
+            *bias, flat, weight = args
             if node.kwargs or flat.target is not aten.reshape.default:
                 continue
             users = list(node.users)
@@ -90,7 +91,7 @@ def _sequences(users: list[fx.Node], features: Any) -> list[Any] | None:
     """The sizes [sequences, tokens] that all users give the tokens, as numbers or as nodes."""
     found: list[Any] | None = None
     for user in users:
-        shape = user.meta["val"].shape if user.target is aten.reshape.default else ()
+        shape: Any = user.meta["val"].shape if user.target is aten.reshape.default else ()
         if len(shape) != 3 or not same(shape[-1], features) or is_one(shape[0]):
             return None
         sizes: Any = user.args[1]

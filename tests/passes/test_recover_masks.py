@@ -229,6 +229,22 @@ def _is_square(node: fx.Node, n: int) -> bool:
     return isinstance(val, T) and val.dim() > 1 and tuple(val.shape[-2:]) == (n, n)
 
 
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [("position_ids", "documents"), ("attention_mask", "padding")],
+)
+def test_a_packed_and_a_left_padded_batch_have_no_square_tensor(what: str, found: str) -> None:
+    n = SEQ - 1
+    at = torch.arange(n).expand(2, n)
+    given = torch.where(at < 7, at, at - 7) if what == "position_ids" else (at > 4).long()
+    model = Scores(MODELS["gemma3"]())
+    build = builder(model, (ids(0)[:2, :n],), {what: given})
+    program = build({"tp": 2})
+    assert not any(_is_square(node, n) for node in program.serial.graph.nodes)
+    masks = [one.meaning for one in program.serial.meta[ATTENTION_MASKS]]
+    assert masks == [f"window, {found}", found]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_hugging_face_have_no_square_tensor(name: str) -> None:
     torch.manual_seed(0)
