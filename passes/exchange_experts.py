@@ -15,9 +15,10 @@ of all ranks, and is reduced over the other axes only.
 Beside a planned axis (tp or cp) the mixture keeps the algorithm that the plan chose there, and what
 a rank of that axis has left to compute travels over ep: all rows where each expert is split inside,
 those of its tokens where tokens are split, those of its experts where experts are, which then are
-split over both axes. What is gathered of a stack on the planned axis is not gathered on ep. Stacks
-of one mixture whose experts are stored in two orders, by planned ranks first or not at all, cannot
-all stay: those of fewer bytes are gathered.
+split over both axes. A cp that stands beside tp is gathered over, as dp_shard is, but splits rows
+before ep does: a rank of ep then has rows of as many parts. What is gathered of a stack on the
+planned axis is not gathered on ep. Stacks of one mixture whose experts are stored in two orders, by
+planned ranks first or not at all, cannot all stay: those of fewer bytes are gathered.
 
 Not done: mixtures that `match_experts` did not find; stacks that something else reads too, or that
 are computed; fewer experts than ranks; experts whose numbers may not be finite for a row of zeros;
@@ -68,12 +69,15 @@ class _Stack(NamedTuple):
 
 @dataclass(frozen=True)
 class ExchangeExperts:
-    """axis: ep. states: of the stored parameters on the data-parallel axes, as in DataParallel."""
+    """axis: ep. states: of the stored parameters on the data-parallel axes, as in DataParallel.
+    outer: cp beside tp, which splits rows before ep does, and over which every stack is gathered.
+    """
 
     name: ClassVar[str] = "exchange_experts"
     optional: ClassVar[bool] = False
     axis: Axis
     states: Mapping[int, Mapping[str, State]] = field(default_factory=dict)
+    outer: Axis | None = None
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
         """Rewrite the mixtures; placeholders of their stacks get `meta[OWN_AXIS]`."""
@@ -105,22 +109,24 @@ class ExchangeExperts:
         for one in found:
             sizes[one.strided] += math.prod(one.nodes[-1].meta["val"].shape)
         strided, n = sizes[True] > sizes[False], self.axis.size
+        before = 1 if self.outer is None else self.outer.size
         own = stacks[0].meta["val"]
-        experts = constants.get("experts", own.shape[0])
-        both = planned.size * n if by_experts or sizes[True] else n
-        if both > n and experts % both:
-            raise _Declined(f"{experts} experts on {planned.size} x {n} ranks")
+        experts = node.kwargs.get("experts", own.shape[0])
+        ranks = before * (planned.size if by_experts or sizes[True] else 1)
+        if ranks > 1 and experts % (ranks * n):  # type: ignore[operator]
+            raise _Declined(f"{experts} experts on {ranks} x {n} ranks")
         if S(0) not in shardable(own, n):
             raise _Declined(f"{own.shape[0]} experts on {n} ranks")
-        parts = {"parts": planned.size} if strided else {}
+        count = before * (planned.size if strided else 1)
+        parts = {"parts": count} if count > 1 else {}
         node.update_arg(3, [self._own(one, node, one.strided == strided, parts) for one in found])
         if function is EXPERTS:
             node.target = Bound.of(exchanged_experts, experts=experts, **parts)
             node.kwargs = {"axis": self.axis}
         else:
             if function is split_experts:
-                constants = {**constants, "experts": experts, **parts}
-            node.target = Bound.of(function, **constants)
+                constants = {**constants, "experts": experts}
+            node.target = Bound.of(function, **constants, **parts)
             node.kwargs = {**node.kwargs, "over": self.axis}
         change = f"{node.name}: rows to their experts and back"
         node.meta["custom"] = {**node.meta.get("custom", {}), CHANGE: change}

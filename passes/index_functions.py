@@ -15,7 +15,17 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.passes.index_rules import RULES
-from autoshard.passes.index_values import Affine, Indexed, Number, Piecewise, Value, broadcast
+from autoshard.passes.index_values import (
+    Affine,
+    Elements,
+    Indexed,
+    Number,
+    Piecewise,
+    Value,
+    broadcast,
+    chosen,
+    elements_of,
+)
 from autoshard.planning import packet
 
 aten = torch.ops.aten
@@ -34,11 +44,13 @@ class NotIndexed(Exception):
 class IndexFunctions:
     """The index functions of the nodes of one graph, found when asked for.
 
-    assumed: those of placeholders, whose values only a call knows.
+    assumed: those of placeholders, whose values only a call knows. Integers and booleans of a dim
+    or two that are no function of their indices are `Elements` of themselves; `unknown` says why.
     """
 
     def __init__(self, assumed: Mapping[fx.Node, Value] | None = None) -> None:
         self._known: dict[fx.Node, Value | NotIndexed] = dict(assumed or {})
+        self.unknown: dict[fx.Node, NotIndexed] = {}
 
     def of(self, node: fx.Node) -> Value:
         """The index function of a node's value. Raises NotIndexed."""
@@ -55,11 +67,21 @@ class IndexFunctions:
                 try:
                     self._known[last] = self._found(last)
                 except NotIndexed as unknown:
-                    self._known[last] = unknown
+                    self._known[last] = self._elements(last, unknown)
         found = self._known[node]
         if isinstance(found, NotIndexed):
             raise found
         return found
+
+    def _elements(self, node: fx.Node, unknown: NotIndexed) -> Value | NotIndexed:
+        val = node.meta.get("val")
+        if not isinstance(val, torch.Tensor) or not 1 <= val.dim() <= 2:
+            return unknown
+        if val.dtype.is_floating_point or val.dtype.is_complex:
+            return unknown
+        before = [self.unknown[n] for n in node.all_input_nodes if n in self.unknown]
+        self.unknown[node] = before[0] if before else unknown
+        return elements_of(node)
 
     def _found(self, node: fx.Node) -> Value:
         val = node.meta.get("val")
@@ -118,10 +140,11 @@ def _by_number(node: fx.Node, args: Any, kwargs: Any) -> Value | None:
     leaves = pytree.arg_tree_leaves(*args, **kwargs)
     if any(isinstance(leaf, torch.SymInt) for leaf in leaves):
         return None
-    operands = [(leaf, broadcast(leaf, val)) for leaf in leaves if isinstance(leaf, Indexed)]
-    if any(isinstance(v, Affine) and not v.constant for _, v in operands):
+    given = [leaf for leaf in leaves if isinstance(leaf, Indexed)]
+    values = [chosen(broadcast(leaf, val), leaf.fake) for leaf in given]
+    if any(isinstance(v, Elements) or (isinstance(v, Affine) and not v.constant) for v in values):
         return None
-    choices = [v for _, v in operands if isinstance(v, Piecewise)]
+    choices = [v for v in values if isinstance(v, Piecewise)]
     if any(v.conditions != choices[0].conditions for v in choices):
         return None
 
@@ -131,7 +154,7 @@ def _by_number(node: fx.Node, args: Any, kwargs: Any) -> Value | None:
                 return torch.device("cpu")
             if not isinstance(leaf, Indexed):
                 return leaf
-            value = leaf.value
+            value = chosen(leaf.value, leaf.fake)
             if isinstance(value, Piecewise):
                 found = value.yes if holds else value.no
             else:

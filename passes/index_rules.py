@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,12 +11,15 @@ import torch
 from autoshard.passes.index_values import (
     Affine,
     Condition,
+    Difference,
+    Elements,
     Indexed,
     Number,
     Piecewise,
     Value,
     affine,
     broadcast,
+    chosen,
     constant,
     flipped,
     mapped,
@@ -107,22 +111,25 @@ def _slice(
 
 def _index(val: torch.Tensor, x: Indexed, indices: list[Any]) -> Value | None:
     """x[i, j, ...] with an affine index for each of the first dims."""
-    if not isinstance(x.value, Affine) or not all(isinstance(i, Indexed) for i in indices):
+    if not all(isinstance(i, Indexed) for i in indices):
         return None
-    rest = x.fake.dim() - len(indices)
-    joined = val.dim() - rest  # the dims that the indices have together
-    offset = x.value.offset
-    slopes = [0] * joined + list(x.value.slopes[len(indices) :])
     for dim, index in enumerate(indices):
-        found = index.value
-        if not isinstance(found, Affine) or index.fake.dtype == torch.bool:
+        if not isinstance(index.value, Affine) or index.fake.dtype == torch.bool:
             return None
-        if not _inside(found, index.fake, x.fake.shape[dim]):
+        if not _inside(index.value, index.fake, x.fake.shape[dim]):
             return None
-        offset = offset + x.value.slopes[dim] * found.offset
-        for d, slope in enumerate(found.slopes):
-            slopes[joined - index.fake.dim() + d] += x.value.slopes[dim] * slope
-    return affine(offset, slopes, val.shape)
+    joined = val.dim() - x.fake.dim() + len(indices)  # the dims that the indices have together
+
+    def at(one: Affine) -> Affine:
+        offset = one.offset
+        slopes = [0] * joined + list(one.slopes[len(indices) :])
+        for own, index in zip(one.slopes, indices):
+            offset = offset + own * index.value.offset
+            for d, slope in enumerate(index.value.slopes):
+                slopes[joined - index.fake.dim() + d] += own * slope
+        return affine(offset, slopes, val.shape)
+
+    return mapped(x.value, at)
 
 
 def _inside(index: Affine, fake: torch.Tensor, size: Size) -> bool:
@@ -200,6 +207,9 @@ def _arithmetic(left: int, right: int) -> Callable[..., Value | None]:
 
     def rule(val: torch.Tensor, a: Any, b: Any, *, alpha: int = 1) -> Value | None:
         x, y = _as_affine(a, val), _as_affine(b, val)
+        if y is not None and y.constant and left == 1 and isinstance(alpha, int):
+            if (elements := _as_elements(a, val)) is not None:
+                return replace(elements, offset=elements.offset + right * alpha * int(y.offset))
         if x is None or y is None or (x.constant and y.constant) or not isinstance(alpha, int):
             return None
         return _sum(x, left, y, right * alpha, val.shape)
@@ -222,6 +232,14 @@ def _as_affine(operand: Any, val: torch.Tensor) -> Affine | None:
     return found if isinstance(found, Affine) else None
 
 
+def _as_elements(operand: Any, val: torch.Tensor) -> Elements | None:
+    """Unknown integers over the dims of the result `val`."""
+    if not isinstance(operand, Indexed) or operand.fake.dtype == torch.bool:
+        return None
+    found = broadcast(operand, val)
+    return found if isinstance(found, Elements) else None
+
+
 # kind -> (sign of a - b, what is added), or None for (in)equality
 _COMPARED = {"ge": (1, 0), "gt": (1, -1), "le": (-1, 0), "lt": (-1, -1), "eq": None, "ne": None}
 
@@ -229,9 +247,12 @@ _COMPARED = {"ge": (1, 0), "gt": (1, -1), "le": (-1, 0), "lt": (-1, -1), "eq": N
 def _compared(kind: str) -> Callable[..., Value | None]:
     def rule(val: torch.Tensor, a: Any, b: Any) -> Value | None:
         x, y = _as_affine(a, val), _as_affine(b, val)
-        if x is None or y is None or (x.constant and y.constant):
-            return None
         how = _COMPARED[kind]
+        if x is None or y is None:
+            one, other = _as_elements(a, val), _as_elements(b, val)
+            return None if one is None or other is None else _difference(one, other, kind)
+        if x.constant and y.constant:
+            return None
         if how is None:
             # equal steps leave one number, which is compared at once
             return _choice(Condition(_sum(x, 1, y, -1, val.shape), True), kind == "eq")
@@ -240,6 +261,17 @@ def _compared(kind: str) -> Callable[..., Value | None]:
         return _choice(Condition(Affine(left.offset + extra, left.slopes)), True)
 
     return rule
+
+
+def _difference(one: Elements, other: Elements, kind: str) -> Value | None:
+    if one.source is not other.source:
+        return None
+    how = _COMPARED[kind]
+    if how is None:
+        return Piecewise((Difference(one, other, True),), kind == "eq", kind != "eq")
+    sign, extra = how
+    more, less = (one, other) if sign > 0 else (other, one)
+    return Piecewise((Difference(replace(more, offset=more.offset + extra), less),), True, False)
 
 
 def _choice(condition: Condition, yes: bool) -> Value:
@@ -254,7 +286,7 @@ def _both(val: torch.Tensor, a: Any, b: Any) -> Value | None:
     """The and of two masks."""
     if val.dtype != torch.bool or not isinstance(a, Indexed) or not isinstance(b, Indexed):
         return None
-    x, y = _positive(broadcast(a, val)), _positive(broadcast(b, val))
+    x, y = (_positive(chosen(broadcast(one, val), val)) for one in (a, b))
     for one, other in ((x, y), (y, x)):
         if isinstance(one, Affine):
             return other if one.offset else one
@@ -279,6 +311,8 @@ def _copied(val: torch.Tensor, x: Indexed, *args: Any, **kwargs: Any) -> Value |
     if isinstance(x.value, Piecewise):
         yes, no = converted(x.value.yes), converted(x.value.no)
         return Piecewise(x.value.conditions, yes, no) if yes != no else constant(yes, val)
+    if isinstance(x.value, Elements):
+        return x.value if val.dtype == x.fake.dtype else None
     if x.value.constant:
         return constant(converted(x.value.offset), val)
     return x.value

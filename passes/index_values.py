@@ -1,12 +1,14 @@
 """Functions of a tensor's indices: `Affine`, an integer that grows by a fixed step along each dim
-(positions; one number), and `Piecewise`, two numbers by comparisons of such (a mask)."""
+(positions; one number), `Elements` of a tensor that only a call knows, and `Piecewise`, two numbers
+by comparisons of such (a mask)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import fx
 
 from autoshard.planning import Size
 
@@ -27,23 +29,61 @@ class Affine:
 
 
 @dataclass(frozen=True)
+class Elements:
+    """source[index] + offset, where `index` has an Affine for each dim of the source: its elements
+    are integers or booleans, and not known."""
+
+    source: fx.Node
+    index: tuple[Affine, ...]
+    offset: int = 0
+
+
+@dataclass(frozen=True)
 class Condition:
     """`left` at an index is at least 0, or is 0 where `equal`."""
 
     left: Affine
     equal: bool = False
 
+    def changed(self, change: Callable[[Affine], Affine]) -> Condition:
+        return Condition(change(self.left), self.equal)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """`more` less `less`, of one source, is at least 0, or is 0 where `equal`."""
+
+    more: Elements
+    less: Elements
+    equal: bool = False
+
+    def changed(self, change: Callable[[Affine], Affine]) -> Difference:
+        return Difference(_of(self.more, change), _of(self.less, change), self.equal)
+
+
+@dataclass(frozen=True)
+class Holds:
+    """The elements, of booleans, are True."""
+
+    elements: Elements
+
+    def changed(self, change: Callable[[Affine], Affine]) -> Holds:
+        return Holds(_of(self.elements, change))
+
+
+Test = Condition | Difference | Holds
+
 
 @dataclass(frozen=True)
 class Piecewise:
     """`yes` where all conditions hold, which are over the dims of the tensor, `no` elsewhere."""
 
-    conditions: tuple[Condition, ...]
+    conditions: tuple[Test, ...]
     yes: Number
     no: Number
 
 
-Value = Affine | Piecewise
+Value = Affine | Elements | Piecewise
 
 
 @dataclass(frozen=True)
@@ -66,6 +106,13 @@ def constant(number: Number, val: torch.Tensor) -> Affine:
     return Affine(torch.tensor(number, dtype=val.dtype).item(), (0,) * val.dim())
 
 
+def elements_of(node: fx.Node) -> Elements:
+    """A node's tensor as elements of itself."""
+    shape = node.meta["val"].shape
+    own = (affine(0, [int(i == d) for i in range(len(shape))], shape) for d in range(len(shape)))
+    return Elements(node, tuple(own))
+
+
 def moved(value: Value, source: torch.Tensor, dims: list[int | None], val: torch.Tensor) -> Value:
     """`value` where dim i of the result `val` is dim dims[i] of the source, or a new one."""
 
@@ -81,8 +128,13 @@ def moved(value: Value, source: torch.Tensor, dims: list[int | None], val: torch
 def mapped(value: Value, change: Callable[[Affine], Affine]) -> Value:
     if isinstance(value, Affine):
         return change(value)
-    conditions = tuple(Condition(change(c.left), c.equal) for c in value.conditions)
-    return Piecewise(conditions, value.yes, value.no)
+    if isinstance(value, Elements):
+        return _of(value, change)
+    return replace(value, conditions=tuple(c.changed(change) for c in value.conditions))
+
+
+def _of(elements: Elements, change: Callable[[Affine], Affine]) -> Elements:
+    return replace(elements, index=tuple(map(change, elements.index)))
 
 
 def broadcast(operand: Indexed, val: torch.Tensor) -> Value:
@@ -90,10 +142,20 @@ def broadcast(operand: Indexed, val: torch.Tensor) -> Value:
     return moved(operand.value, operand.fake, [None] * new + list(range(operand.fake.dim())), val)
 
 
+def chosen(value: Value, fake: torch.Tensor) -> Value:
+    """The same tensor as a choice by conditions, where it is of unknown booleans."""
+    if isinstance(value, Elements) and fake.dtype == torch.bool:
+        return Piecewise((Holds(value),), True, False)
+    return value
+
+
 def flipped(value: Piecewise) -> Piecewise:
     """The same tensor by the opposite condition, where there is one that is so written."""
-    if len(value.conditions) != 1 or value.conditions[0].equal:
+    if len(value.conditions) != 1:
         return value
-    left = value.conditions[0].left
+    (condition,) = value.conditions
+    if not isinstance(condition, Condition) or condition.equal:
+        return value
+    left = condition.left
     opposite = Affine(-left.offset - 1, tuple(-slope for slope in left.slopes))
     return Piecewise((Condition(opposite),), value.no, value.yes)

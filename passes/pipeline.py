@@ -28,6 +28,7 @@ from autoshard.passes.reduce_scatter_by_all_to_all import ReduceScatterByAllToAl
 from autoshard.passes.schedule_collectives import ScheduleCollectives
 from autoshard.passes.split_recurrent import SplitRecurrent
 from autoshard.passes.unflatten_losses import UnflattenLosses
+from autoshard.passes.unflatten_products import UnflattenProducts
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import Axis, gathering_axes
 from autoshard.runtime.mesh import Mesh
@@ -46,7 +47,7 @@ PIPELINE = (
         "serial",
         (
             *(Canonicalize, RecoverMasks, ExpandGroupedHeads, SplitRecurrent, MatchExperts),
-            *(InvariantRandom, Float8Products, UnflattenLosses),
+            *(InvariantRandom, UnflattenProducts, Float8Products, UnflattenLosses),
         ),
     ),
     # the planned serial graph, which the first pass makes one rank's
@@ -107,18 +108,20 @@ def prepare(
     exchanges: bool = False,
     float8: Float8Products | None = None,
     sequences: bool = False,
+    ranges: bool = True,
 ) -> list[Report]:
     """Run the passes that precede planning, in place. tracked: see `InvariantRandom`. facts: see
-    `RecoverMasks`, which None leaves out. exchanges: see `MatchExperts`. float8: that pass,
-    where the options ask for it. sequences: whether an axis splits them (`UnflattenLosses`)."""
+    `RecoverMasks`, which None leaves out; ranges: see there too. exchanges: see `MatchExperts`.
+    float8: that pass, where the options ask for it. sequences: whether an axis splits them
+    (`UnflattenProducts`, `UnflattenLosses`)."""
     passes: list[Pass] = [Canonicalize(), ExpandGroupedHeads(), SplitRecurrent()]
     passes += [MatchExperts(exchanges), InvariantRandom(tracked)]
     if float8 is not None:
         passes.append(float8)
     if facts is not None:
-        passes += [RecoverMasks(tuple(facts.items()))]
+        passes += [RecoverMasks(tuple(facts.items()), ranges)]
     if sequences:
-        passes.append(UnflattenLosses())
+        passes += [UnflattenProducts(), UnflattenLosses()]
     return run_stage("serial", passes, gm, Context(axis), watch)
 
 

@@ -17,16 +17,20 @@
 - A mask that sizes alone decide is followed to the indices that it compares (index_functions.py).
   Where it is proven to let through the keys up to each query's own, it becomes `is_causal`; where
   it lets through all, it goes. So fused kernels that take no mask run, and no S x S tensor exists.
+- Where it is proven to let through, of those keys, the ones in a window, in the query's document,
+  or that are no padding, attention becomes `autoshard::masked_attention`, which is given the window
+  and a number or a boolean of each key.
 - Then repeated key and value heads become the heads they repeat, as eager models have it: kernels
   that take no mask take grouped heads, except the one of 32-bit floats on a GPU.
 
-The proof is of every entry, for every value of symbolic sizes. A window counts as causal where no
-query has more keys before it.
+The proof is of every entry, for every value of symbolic sizes (mask_meaning.py). A window counts as
+causal where no query has more keys before it.
 
 What is known of the values of inputs (`facts`) counts too; `meta[FACTS]` says which of it the
 graph then depends on.
 
-Not done: any other mask stays as it is; why is in `meta[ATTENTION_MASKS]`, for `explain`.
+Not done: any other mask stays as it is, and so does one of ranges with dropout, or with what torch
+has no kernel of many lengths for on a GPU; why is in `meta[ATTENTION_MASKS]`, for `explain`.
 """
 
 from __future__ import annotations
@@ -38,17 +42,17 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import fx
 
-from autoshard.passes.base import Context, Report, user_line
+from autoshard.passes.base import Context, Report, emit, user_line
 from autoshard.passes.index_functions import IndexFunctions, NotIndexed, input_name
-from autoshard.passes.index_values import Affine, Condition, Value, affine, flipped
+from autoshard.passes.index_values import Affine, Value, affine
+from autoshard.passes.mask_meaning import CAUSAL, DENSE, EVERYTHING, Ranges, proven
 from autoshard.planning import Size, same
 from autoshard.runtime.graph_meta import ATTENTION_MASKS, DIFF, FACTS
+from autoshard.runtime.masked_attention import MASKED_ATTENTION, WIDEST_HEAD
 
 aten = torch.ops.aten
 _ATTENTION = aten.scaled_dot_product_attention.default
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-
-CAUSAL, EVERYTHING = "causal", "none"
 
 ONES, POSITIONS = "ones", "positions"
 """What may be known of an input: each element is 1; along the last dim it is 0, 1, 2, ..."""
@@ -57,7 +61,8 @@ _SAID = {ONES: "all ones", POSITIONS: "positions that count up"}
 
 
 class MaskFound(NamedTuple):
-    """What an attention's mask was found to be: CAUSAL, EVERYTHING, or "dense" as it came.
+    """What an attention's mask was found to be: CAUSAL, EVERYTHING, the name of `Ranges`, or DENSE
+    as it came.
 
     where: the user's line that made the mask or, of a dense one, what is not proven of it.
     """
@@ -71,10 +76,12 @@ class MaskFound(NamedTuple):
 class RecoverMasks:
     """See the module's text.
 
-    facts: (index of a placeholder, ONES or POSITIONS), of the calls that the graph is for.
+    facts: (index of a placeholder, ONES or POSITIONS), of the calls that the graph is for. ranges:
+    whether masks may become `MASKED_ATTENTION`, which no engine has.
     """
 
     facts: tuple[tuple[int, str], ...] = ()
+    ranges: bool = True
 
     name: ClassVar[str] = "recover_masks"
     optional: ClassVar[bool] = True
@@ -88,21 +95,61 @@ class RecoverMasks:
             mask = given.get("attn_mask")
             if not isinstance(mask, fx.Node):
                 continue
-            what = masks.meaning(mask)
+            what, ranges = masks.meaning(mask)
+            if ranges is not None and (reason := self._no_ranges(given, ranges)):
+                what, ranges = what._replace(meaning=DENSE, reason=f"{what.reason}; {reason}"), None
             found[what] += 1
-            if what.meaning not in (CAUSAL, EVERYTHING):
+            if what.meaning == DENSE:
                 report.skip(node, what.reason)
                 continue
             del given["attn_mask"]
-            if what.meaning == CAUSAL:
-                given["is_causal"] = True
-            _ungroup(given)
-            node.args = tuple(given.pop(name) for name in _NAMES[:3])
-            node.kwargs = {name: value for name, value in given.items() if value}
+            if ranges is not None:
+                _to_ranges(node, given, ranges)
+            else:
+                if what.meaning == CAUSAL:
+                    given["is_causal"] = True
+                _ungroup(given)
+                node.args = tuple(given.pop(name) for name in _NAMES[:3])
+                node.kwargs = {name: value for name, value in given.items() if value}
             report.hits += 1
         gm.graph.eliminate_dead_code()
         gm.meta[ATTENTION_MASKS], gm.meta[FACTS] = found, masks.used
         return report
+
+    def _no_ranges(self, given: dict[str, Any], ranges: Ranges) -> str:
+        """Why the attention keeps a mask of ranges."""
+        query = given["query"].meta["val"]
+        if not self.ranges:
+            return "engines have no kernel of them"
+        if given.get("dropout_p"):
+            return "no kernel of them has dropout"
+        if query.dim() != 4:
+            return f"queries have {query.dim()} dims, not 4"
+        if query.device.type == "cuda":
+            if query.dtype not in (torch.float16, torch.bfloat16):
+                return f"no kernel of them takes {query.dtype}"
+            widest = WIDEST_HEAD - (ranges.visible is not None)
+            widths = [given[name].meta["val"].shape[3] for name in _NAMES[:3]]
+            if not all(isinstance(width, int) and width <= widest for width in widths):
+                return f"no kernel of them takes heads of {max(widths)}"
+        return ""
+
+
+def _to_ranges(node: fx.Node, given: dict[str, Any], ranges: Ranges) -> None:
+    """Rewrite attention in place; `given`: its arguments but the mask."""
+    _ungroup(given)
+    graph = node.graph
+    of_keys: list[fx.Node | None] = []
+    with graph.inserting_before(node):
+        for one in (ranges.documents, ranges.visible):
+            while one is not None and (dims := one.meta["val"].dim()) < 4:
+                # [keys] or [batch, keys] as [batch, 1, 1, keys]
+                args = (one, 0 if dims == 1 else 1)
+                one = emit(graph, node, aten.unsqueeze.default, args, provenance=RecoverMasks.name)
+            of_keys.append(one)
+    node.target = MASKED_ATTENTION
+    node.args = (*(given[name] for name in _NAMES[:3]), *of_keys, ranges.window)
+    node.kwargs = {name: given[name] for name in ("scale", "enable_gqa") if given.get(name)}
 
 
 class _Masks:
@@ -116,27 +163,27 @@ class _Masks:
         known = {node: _function(node, fact) for node, (_, fact) in self.facts.items()}
         self.now = IndexFunctions(known)
 
-    def meaning(self, mask: fx.Node) -> MaskFound:
-        found = self._found(mask, self.always)
-        if found.meaning in (CAUSAL, EVERYTHING) or not self.facts:
-            return found
-        now = self._found(mask, self.now)
-        if now.meaning not in (CAUSAL, EVERYTHING):
-            return now
+    def meaning(self, mask: fx.Node) -> tuple[MaskFound, Ranges | None]:
+        always = self._found(mask, self.always)
+        if always[0].meaning in (CAUSAL, EVERYTHING) or not self.facts:
+            return always
+        now, ranges = self._found(mask, self.now)
+        if now.meaning in (DENSE, always[0].meaning):
+            return always
         needed = [(node, *self.facts[node]) for node in _inputs(mask) if node in self.facts]
         self.used.update({index: fact for _, index, fact in needed})
         said = " and ".join(f"{input_name(node)} is {_SAID[fact]}" for node, _, fact in needed)
-        return now._replace(reason=f"{now.reason}, where {said}: checked at each call")
+        return now._replace(reason=f"{now.reason}, where {said}: checked at each call"), ranges
 
-    def _found(self, mask: fx.Node, functions: IndexFunctions) -> MaskFound:
+    def _found(self, mask: fx.Node, functions: IndexFunctions) -> tuple[MaskFound, Ranges | None]:
         line = user_line(mask)
         if mask.meta.get(DIFF):
-            return MaskFound("dense", "a gradient flows to it", line)
+            return MaskFound(DENSE, "a gradient flows to it", line), None
         try:
-            meaning, reason = proven(functions.of(mask), mask.meta["val"])
+            found = proven(functions.of(mask), mask.meta["val"], functions)
         except NotIndexed as unknown:
-            return MaskFound("dense", str(unknown), user_line(unknown.node) or line)
-        return MaskFound(meaning, reason, line)
+            return MaskFound(DENSE, str(unknown), user_line(unknown.node) or line), None
+        return MaskFound(found.meaning, found.reason, line), found.ranges
 
 
 def _function(node: fx.Node, fact: str) -> Value:
@@ -154,83 +201,6 @@ def _inputs(mask: fx.Node) -> list[fx.Node]:
         seen.update(new)
         todo += new
     return [n for n in mask.graph.find_nodes(op="placeholder") if n in seen]
-
-
-def proven(value: Value, mask: torch.Tensor) -> tuple[str, str]:
-    """(CAUSAL, EVERYTHING or "dense", why) of a mask with these values; of `mask`, the shape and
-    the dtype count."""
-    shuts = [False] if mask.dtype == torch.bool else [torch.finfo(mask.dtype).min, -torch.inf]
-    opens = mask.dtype == torch.bool  # True, or 0.0
-    if isinstance(value, Affine):
-        if value.constant and value.offset == opens:
-            return EVERYTHING, "it hides nothing"
-        return "dense", f"every entry is {value.offset}"
-    if value.no == opens:
-        value = flipped(value)
-    if value.yes != opens or value.no not in shuts:
-        return "dense", f"its entries are {value.yes} and {value.no}"
-    if mask.dim() < 2 or not same(mask.shape[-1], mask.shape[-2]):
-        return "dense", f"its last dims are {' x '.join(map(str, mask.shape[-2:]))}, not equal"
-    size = mask.shape[-1]
-    for condition in value.conditions:
-        if any(condition.left.slopes[:-2]):
-            return "dense", "it differs by head or by sequence"
-        if not _on_past(condition, size):
-            return "dense", _limit(condition, size)
-    if any(_never_on_future(condition, size) for condition in value.conditions):
-        return CAUSAL, "it lets through the keys up to each query's own"
-    if all(_everywhere(condition, size) for condition in value.conditions):
-        return EVERYTHING, "it hides nothing"
-    return "dense", "it hides some of the keys after each query's own"
-
-
-# A condition is affine in (query, key), so its extremes over a triangle are at the corners.
-
-
-def _on_past(condition: Condition, size: Size) -> bool:
-    """Whether it holds at every 0 <= key <= query < size."""
-    at, query, key = _parts(condition)
-    if condition.equal:
-        return at == query == key == 0
-    if isinstance(size, int):
-        last = size - 1
-        return min(at, at + query * last, at + (query + key) * last) >= 0
-    return min(at, query, query + key) >= 0
-
-
-def _never_on_future(condition: Condition, size: Size) -> bool:
-    """Whether it fails at every 0 <= query < key < size."""
-    if condition.equal:
-        return False
-    at, query, key = _parts(condition)
-    if isinstance(size, int):
-        last = size - 1
-        corners = [at + key, at + key * last, at + query * (last - 1) + key * last]
-        return last == 0 or max(corners) < 0
-    return at + key < 0 and key <= 0 and query + key <= 0
-
-
-def _everywhere(condition: Condition, size: Size) -> bool:
-    at, query, key = _parts(condition)
-    if condition.equal or not isinstance(size, int):
-        return at == query == key == 0 or (not condition.equal and min(at, query, key) >= 0)
-    last = size - 1
-    return at + min(0, query * last) + min(0, key * last) >= 0
-
-
-def _parts(condition: Condition) -> tuple[Any, int, int]:
-    return condition.left.offset, *condition.left.slopes[-2:]  # type: ignore[return-value]
-
-
-def _limit(condition: Condition, size: Size) -> str:
-    """Why a condition hides keys before a query's own."""
-    at, query, key = _parts(condition)
-    if not condition.equal and key > 0 and query == -key:
-        window = at // key + 1
-        if isinstance(size, int):
-            return f"a window of {window} tokens is shorter than the sequence of {size}"
-        return f"a window of {window} tokens, and the length of the sequence is symbolic"
-    return "it hides keys before a query's own"
 
 
 def _ungroup(given: dict[str, Any]) -> None:

@@ -17,7 +17,6 @@ from typing import TypeVar
 from torch import fx
 
 from autoshard.config import Config
-from autoshard.errors import ConfigError, message
 from autoshard.passes import Localize, RankParts, rank_program
 from autoshard.planning import (
     Decisions,
@@ -25,7 +24,6 @@ from autoshard.planning import (
     Plan,
     Request,
     TwoAxes,
-    is_mixture,
     plan_both,
     plan_graph,
     with_graph,
@@ -64,11 +62,7 @@ def lay_out(
     plan: Plan | None,
 ) -> LaidOut:
     """Plan both axes of a graph. inner: what is asked of the inner one, by the placeholders of
-    `serial`. plan: of `axis`, to follow.
-
-    Raises ConfigError for a mixture of experts where the mesh has ep besides.
-    """
-    _refuse(serial, mesh)
+    `serial`. plan: of `axis`, to follow."""
     request = Request(
         axis=axis.name,
         parameters=inner.parameters,
@@ -113,20 +107,6 @@ def lay_out(
     # a value in three states over cp at once, which the bound counts in part
     apart = laid_out(plan_graph(serial, axis.size, machine, request), both.seconds)
     return min(found, apart, key=lambda one: one.seconds)
-
-
-def _refuse(serial: fx.GraphModule, mesh: Mesh) -> None:
-    ep = mesh.axis("ep").size
-    other = "tp" if mesh.planned.size > 1 else "pp"
-    if ep > 1 and any(map(is_mixture, serial.graph.nodes)):
-        raise ConfigError(
-            message(
-                f"the mesh has ep={ep} beside both cp and {other}, and the model has a mixture of "
-                "experts, whose rows travel over ep beside one of the two only",
-                remedy=f"Leave ep out, and experts are split over cp and tp; or give the ranks of "
-                f"cp or of {other} to another axis.",
-            )
-        )
 
 
 def placed(

@@ -196,7 +196,8 @@ def plan_captured(
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
     float8 = _float8(placeholders, inputs, mesh, config)
     sequences = mesh.axis("cp").size > 1
-    prepare(serial, axis, config.rng == "tracker", watch, masks, exchanges, float8, sequences)
+    tracked = config.rng == "tracker"
+    prepare(serial, axis, tracked, watch, masks, exchanges, float8, sequences, ranges=not even)
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
     parameters: dict[fx.Node, str] = {}
     stored: dict[fx.Node, State] = {}
@@ -309,7 +310,7 @@ def _local_passes(
         placeholders[i].meta[STORED_DTYPE] = dtype
     states = {i: planned.data[n] for i, n in enumerate(placeholders) if n in planned.data}
     if mesh.axis("ep").size > 1:
-        passes.append(ExchangeExperts(mesh.axis("ep"), states))
+        passes.append(ExchangeExperts(mesh.axis("ep"), states, mesh.outer))
     passes.append(
         DataParallel(
             axes,

@@ -10,6 +10,7 @@ all-to-alls of heads or on gathered keys and values, whichever is cheaper.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -20,7 +21,19 @@ from autoshard.planning.sizes import is_one
 from autoshard.planning.strategy import ImplCollective, Strategy, operands, value
 from autoshard.planning.values import tensor_bytes
 from autoshard.runtime.collectives import I, R, S, State, shard_dim
-from autoshard.runtime.operators import Bound, attend_by_heads, attend_to_prefix, unbound
+from autoshard.runtime.masked_attention import MASKED_ATTENTION, masked_both_ends, masked_prefix
+from autoshard.runtime.operators import (
+    Bound,
+    attend_by_heads,
+    attend_to_both_ends,
+    attend_to_prefix,
+    unbound,
+)
+
+aten = torch.ops.aten
+
+BALANCED: dict[Any, Any] = {attend_to_prefix: attend_to_both_ends, masked_prefix: masked_both_ends}
+"""Causal attention by rows in contiguous parts, and the same where they are in head-tail order."""
 
 
 def attention_form(node: fx.Node, strategy: Strategy) -> str:
@@ -95,7 +108,7 @@ def with_heads_as_one(
     sizes = [(t.shape[heads], parts) for t in (query, key)]
     sizes += [(t.shape[rows], n) for t in (query, key)]
     even = all(isinstance(size, int) and size % ranks == 0 for size, ranks in sizes)
-    plain = node.target is torch.ops.aten.scaled_dot_product_attention.default
+    plain = node.target in (aten.scaled_dot_product_attention.default, MASKED_ATTENTION)
     alike = all(m.dim() < rank - heads or is_one(m.shape[m.dim() - 3]) for m in masks)
     if not (even and plain and alike) or len(left) == len(found):
         return left or list(found)
@@ -112,10 +125,16 @@ def contiguous_share(n: int) -> float:
     return (2 * n - 1) / n
 
 
-def contiguously(strategy: Strategy, n: int) -> Strategy:
+def contiguously(node: fx.Node, strategy: Strategy, n: int) -> Strategy:
     """The strategy, charged the work of contiguous parts where it is causal attention by rows."""
-    by_rows = strategy.impl is attend_to_prefix
-    return strategy._replace(share=contiguous_share(n)) if by_rows else strategy
+    return strategy._replace(share=contiguous_share(n)) if unequal(node, strategy) else strategy
+
+
+def unequal(node: fx.Node, strategy: Strategy) -> bool:
+    """Whether contiguous parts of the rows have unequal work: of a window they are as good as
+    alike."""
+    window = node.args[5:6] if node.target is MASKED_ATTENTION else ()
+    return strategy.impl in BALANCED and window in ((), (None,))
 
 
 def _splits_attention(node: fx.Node, strategy: Strategy) -> bool:

@@ -15,14 +15,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.planning.context_parallel import contiguous_share
-from autoshard.planning.operators import RESHAPES, packet
+from autoshard.planning.context_parallel import BALANCED, contiguous_share, unequal
+from autoshard.planning.operators import ATTENTION, RESHAPES, packet
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.values import output_state, producer
 from autoshard.runtime.collectives import State, Z, shard_dim
 from autoshard.runtime.operators import (
-    attend_to_both_ends,
-    attend_to_prefix,
     loss_over_tokens,
     share_of_equal_mean,
     share_of_mean,
@@ -56,7 +54,7 @@ class HeadTail:
         self._parent: dict[_Held, _Held] = {}
         self._wanted: list[tuple[_Held, fx.Node]] = []
         self._against: dict[_Held, str] = {}
-        if not any(one.impl is attend_to_prefix for one in strategies.values()):
+        if not any(unequal(*one) for one in strategies.items()):
             return
         for node, strategy in strategies.items():
             self._look_at(node, strategy)
@@ -88,7 +86,7 @@ class HeadTail:
             self._refuse(every, f"{2 * self.n} does not divide the rows of {node.target}")
         elif not _row_by_row(node, strategy):
             self._refuse(every, f"{node.target} depends on where a row stands")
-        if strategy.impl is attend_to_prefix:
+        if unequal(node, strategy):
             self._wanted.append((every[0], node))
         for one in every[1:]:
             self._parent[self._find(one)] = self._find(every[0])
@@ -146,12 +144,10 @@ class HeadTail:
                 by_index = {producer(user)[1]: named(user, state) for user, state in made.items()}
                 output = tuple(by_index.get(i, s) for i, s in enumerate(strategy.output))
             new = strategy._replace(inputs=inputs, output=output)
-            if strategy.impl is attend_to_prefix:
-                balanced = output != strategy.output
-                new = new._replace(
-                    impl=attend_to_both_ends if balanced else attend_to_prefix,
-                    share=1.0 if balanced else contiguous_share(self.n),
-                )
+            if strategy.impl in BALANCED and output != strategy.output:
+                new = new._replace(impl=BALANCED[strategy.impl], share=1.0)
+            elif unequal(node, strategy):
+                new = new._replace(share=contiguous_share(self.n))
             self.strategies[node] = new
         self.copies = {node: named(node, state) for node, state in self.copies.items()}
         self.outputs = [
@@ -168,7 +164,9 @@ def _fixed(size: Any) -> Any:
 def in_plain_order(text: str) -> str:
     """A strategy's text or a state as the planner chose it, before the order."""
     plain = text.replace("Z(", "S(")
-    return plain.replace(attend_to_both_ends.__name__, attend_to_prefix.__name__)
+    for contiguous, balanced in BALANCED.items():
+        plain = plain.replace(balanced.__name__, contiguous.__name__)
+    return plain
 
 
 def _row_by_row(node: fx.Node, strategy: Strategy) -> bool:
@@ -179,12 +177,12 @@ def _row_by_row(node: fx.Node, strategy: Strategy) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    if torch.Tag.pointwise in target.tags or packet(node) in _ALIKE:
+    if torch.Tag.pointwise in target.tags or packet(node) in _ALIKE | ATTENTION:
         return True
     return packet(node) in RESHAPES | _RESHAPES
 
 
-_ALIKE_IMPLS = (attend_to_prefix, loss_over_tokens, share_of_mean, share_of_equal_mean)
+_ALIKE_IMPLS = (*BALANCED, loss_over_tokens, share_of_mean, share_of_equal_mean)
 
 # What looks at other dims than the sharded one only, or sums over it, as the rules of these
 # operators offer them; views whose sharded dim has as many rows before as after.
@@ -193,7 +191,7 @@ _ALIKE = frozenset(
     for name in (
         *("linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "embedding"),
         *("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm", "softmax"),
-        *("_softmax", "log_softmax", "_log_softmax", "scaled_dot_product_attention"),
+        *("_softmax", "log_softmax", "_log_softmax"),
         *("transpose", "permute", "t", "unsqueeze", "squeeze", "expand", "slice", "select"),
         *("split", "split_with_sizes", "chunk", "unbind", "cat", "stack", "sum", "mean"),
         *("cross_entropy_loss", "nll_loss", "nll_loss_nd", "_to_copy", "to", "clone"),

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from autoshard.runtime import randomness
+from autoshard.runtime.masked_attention import MASKED_ATTENTION
 from autoshard.runtime.operators import FLOAT8_LINEAR
 
 aten = torch.ops.aten
@@ -37,7 +38,13 @@ PRODUCTS = frozenset(
 )
 """Matrix products and convolutions: a kernel each, whose time is arithmetic."""
 
-ATTENTION = frozenset({aten.scaled_dot_product_attention, randomness.ATTENTION})
+ATTENTION = frozenset(
+    {
+        aten.scaled_dot_product_attention,
+        randomness.ATTENTION,
+        MASKED_ATTENTION.overloadpacket,
+    }
+)
 """Attention as one operator: the scores are never in memory."""
 
 LOOKUPS = frozenset({aten.embedding, aten.index, aten.index_select, aten.gather, aten.take})
@@ -75,7 +82,7 @@ def is_causal(node: fx.Node) -> bool:
         return False
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     given = {**dict(zip(names, node.args)), **node.kwargs}
-    return bool(given.get("is_causal"))
+    return node.target is MASKED_ATTENTION or bool(given.get("is_causal"))
 
 
 def is_view(node: fx.Node) -> bool:

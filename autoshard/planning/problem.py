@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.planning import cost, rules
 from autoshard.planning.context_parallel import (
+    BALANCED,
     WeightsOnly,
     along_the_sequence,
     contiguously,
@@ -53,7 +54,6 @@ from autoshard.planning.values import (
 )
 from autoshard.runtime.collectives import I, R, State, redistribute, shard_dim
 from autoshard.runtime.graph_meta import DIFF, N_OUTPUTS, WITHOUT_GRADIENTS
-from autoshard.runtime.operators import attend_to_prefix
 
 # A consumer of a value: its variable, and the input state of each of its strategies.
 Consumer = tuple[int, list[State]]
@@ -225,13 +225,13 @@ class Builder:
             if self.even or not self.prices.sequence_parallel:  # tokens stay whole
                 found = [s for s in found if not s.waits]
             if self._weights is None:
-                found = [one for one in found if one.impl is not attend_to_prefix]
+                found = [one for one in found if one.impl not in BALANCED]
             else:
                 if self.beside > 1:
                     found = with_heads_as_one(node, found, self.n, self.beside)
                 found = along_the_sequence(node, found, self._weights)
                 if self.contiguous:
-                    found = [contiguously(one, self.n) for one in found]
+                    found = [contiguously(node, one, self.n) for one in found]
             if not self._weighted[node] and not differentiable(node):
                 found = found[:1]  # masks and positions: never worth a collective
             self._strategies[key] = (found, declined)

@@ -59,6 +59,13 @@ def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dim() == b.dim() and all(map(same, a.shape, b.shape))
 
 
+def seen_keys(rows: int, window: int) -> int:
+    """How many pairs there are of a query and a key up to it among `rows` places, of which a query
+    sees `window` at most."""
+    near = min(rows, window)
+    return near * (near + 1) // 2 + (rows - near) * window
+
+
 def count(sizes: Iterable[Size]) -> int:
     """Elements of a tensor of these sizes, a symbol counted with its hint, at least 1 each."""
     return math.prod(hint(size) or 1 for size in sizes)

@@ -169,7 +169,8 @@ def _rank_graph(
     spread = {i: program.data[n] for i, n in enumerate(placeholders) if n in program.data}
     if any(axis.size > 1 for axis in axes[:-1]):
         passes.append(DataParallel(gathering_axes(axes), spread))
-        passes += [ExchangeExperts(axis, spread) for axis in axes if axis.name == "ep"]
+        outer = outer_axis(axes)
+        passes += [ExchangeExperts(axis, spread, outer) for axis in axes if axis.name == "ep"]
     graph = rank_program(program.serial, passes, axes[-1])[0]
     if (outer := outer_axis(axes)) is not None:
         on_rank(graph, outer)

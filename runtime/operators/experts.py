@@ -98,10 +98,12 @@ def owned_experts(
     experts: int,
     axis: Axis,
     over: Axis | None = None,
+    parts: int = 1,
 ) -> torch.Tensor:
     """The part of the sum that this rank's experts make of every token; a partial sum.
 
-    experts: of the whole mixture; `stacks` hold this rank's. Rows of other ranks' experts sort
+    experts: of the whole mixture; `stacks` hold this rank's; parts: as in `exchanged_experts`, over
+    an axis ep. Rows of other ranks' experts sort
     behind its own, where grouped products do not compute, and count zero; over an axis ep they do
     not travel. An expert that nobody chose has a gradient, of zeros.
     """
@@ -110,6 +112,8 @@ def owned_experts(
     mine = (local >= 0) & (local < here)
     chosen = torch.where(mine, local, here)
     if over is not None:
+        if parts > 1:
+            chosen = torch.where(mine, _by_rank(local, here, parts, over.size), here)
         return _exchanged(x, chosen, weights, stacks, body, here, over, among=axis.size)
     return _routed(x, chosen, weights, stacks, body, here)
 
@@ -130,13 +134,13 @@ def exchanged_experts(
 
     x, ids, weights: of this rank's tokens. experts: of the whole mixture; `stacks` hold this
     rank's, by rows of each of `parts` equal parts of them: more than one where stacks that are
-    stored by experts on a planned axis too are gathered there, and not on ep. An expert that nobody
-    chose has a gradient, of zeros.
+    stored by experts on a planned axis too, or on one before ep, are gathered there, and not on ep;
+    with `over`, of what that axis splits. An expert that nobody chose has a gradient, of zeros.
     """
     chosen = ids.reshape(-1)
-    if parts > 1:
+    if parts > 1 and over is None:
         chosen = _by_rank(chosen, experts, parts, axis.size)
-    return _exchanged(x, chosen, weights, stacks, body, experts, axis, over)
+    return _exchanged(x, chosen, weights, stacks, body, experts, axis, over, parts=parts)
 
 
 def rows_travel(node: fx.Node) -> list[Axis]:
@@ -172,9 +176,11 @@ def _exchanged(
     axis: Axis,
     over: Axis | None = None,
     among: int = 1,
+    parts: int = 1,
 ) -> torch.Tensor:
-    """chosen: the expert of each row. among: the ranks that have the same tokens and `experts`
-    each; rows of the others' have the number `experts`, stay where they are, and count zero."""
+    """parts: as in `exchanged_experts`, of `over`. chosen: the expert of each row. among: the ranks
+    that have the same tokens and `experts` each; rows of the others' have the number `experts`,
+    stay where they are, and count zero."""
     k, here = weights.shape[1], chunk_bounds(experts, axis)[1]
     ordered, order = torch.sort(chosen)
     received, counts = _counted(ordered, experts, axis)
@@ -189,6 +195,8 @@ def _exchanged(
         experts, axis.size
     )
     if over is not None:
+        if parts > 1:
+            owner = _by_rank(owner, here, parts, over.size)
         out = _exchanged(there, owner, weight.unsqueeze(1), stacks, body, here, over)
     else:
         owner, by_expert, offs = _by_expert(owner, here)

@@ -67,7 +67,9 @@ def test_a_step_has_fused_attention_and_waits_for_nothing() -> None:
 @pytest.mark.slow
 def test_other_steps_wait_for_what_they_must_only() -> None:
     """Weights that are stored wider, dropout, and experts on their ranks or split among them."""
-    found = facts("llama_fsdp", "gpt2_dropout", "mixtral", "mixtral_ep", "prompt")
+    found = facts(
+        *("llama_fsdp", "gpt2_dropout", "mixtral", "mixtral_ep", "gemma3_packed", "prompt")
+    )
     for name in ("llama_fsdp", "gpt2_dropout", "mixtral"):
         assert [graph["waits"] for graph in found[name]["graphs"]] == [[], []], name
         assert all(graph["asked"] for graph in found[name]["captured"])
@@ -84,6 +86,13 @@ def test_other_steps_wait_for_what_they_must_only() -> None:
     assert "autoshard.counts_on_host.default" not in backward["operators"]
     around = found["mixtral_ep"]["captured"][0]["around"]
     assert {"autoshard.counts_on_host.default", "autoshard.dispatch_rows.default"} <= set(around)
+    forward, backward = found["gemma3_packed"]["graphs"]
+    # where documents begin is read once for all layers; of windows and documents no mask exists
+    assert forward["operators"]["autoshard.document_bounds.v1"] == 1
+    assert "autoshard.document_bounds.v1" not in backward["operators"]
+    assert forward["operators"]["autoshard.attend.v1"] == LAYERS
+    assert backward["operators"]["autoshard.attend_backward.v1"] == LAYERS
+    assert forward["masks"] == backward["masks"] == 0
     # what it hands out is read by all later steps, and its memory must not be written again
     assert found["prompt"]["reason"] == "it makes 4 tensors that later calls take (a cache)"
     assert not found["prompt"]["captured"][0]["asked"]

@@ -340,6 +340,12 @@ def layers() -> Iterator[Sample]:
     grouped = (f(2, 8, 6, 8), f(2, 2, 6, 8), f(2, 2, 6, 8), f(2, 8, 6, 6))
     yield Sample(sdpa, grouped, {"enable_gqa": True}, n=BOTH)
     yield Sample(sdpa, (q, k, f(2, 4, 6, 8), None, 0.5), random=True)
+    masked = "autoshard.masked_attention"
+    documents = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]])[:, None, None]
+    yield Sample(masked, (q, k, f(2, 4, 6, 8), documents, mask(2, 1, 1, 6), 3), n=BOTH)
+    alike = (q, f(2, 2, 6, 8), f(2, 2, 6, 8), documents[:1], None, None)
+    yield Sample(masked, alike, {"enable_gqa": True}, n=BOTH)
+    yield Sample(masked, (q, f(2, 1, 6, 8), f(2, 1, 6, 8)), {"enable_gqa": True}, n=BOTH)
     x = f(4, 6, 8)
     yield Sample("aten.layer_norm", (x, [8], f(8), f(8)), n=BOTH)
     yield Sample("aten.layer_norm", (x, [6, 8]))

@@ -17,6 +17,7 @@ from autoshard.passes.recover_masks import RecoverMasks
 from autoshard.program import Program
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.graph_meta import ATTENTION_MASKS
+from autoshard.runtime.masked_attention import MASKED_ATTENTION
 from capturing import check
 from model_case import HEADS, SEQ, ids
 from models_hf import DECODER, hf
@@ -54,7 +55,7 @@ def found_of(
     torch.manual_seed(0)
     inputs = [torch.randn(2, heads, n, 8, requires_grad=True) for heads in (4, kv, kv)]
     check(Model(), inputs, rewrite=rewrite, dynamic=dynamic)
-    (node,) = graphs[0].graph.find_nodes(op="call_function", target=ATTENTION)
+    (node,) = [n for n in graphs[0].graph.nodes if n.target in (ATTENTION, MASKED_ATTENTION)]
     return [(m.meaning, m.reason) for m in graphs[0].meta[ATTENTION_MASKS]], node
 
 
@@ -96,13 +97,15 @@ def window(size: int) -> Callable[[int], T]:
 def test_a_window_is_causal_where_no_sequence_is_longer() -> None:
     assert found_of(window(12))[0][0][0] == "causal"
     shorter = "a window of 11 tokens is shorter than the sequence of 12"
-    assert found_of(window(11))[0] == [("dense", shorter)]
+    found, node = found_of(window(11), kv=2)
+    assert found == [("window", shorter)] and node.args[3:] == (None, None, 11)
+    assert [arg.meta["val"].shape[1] for arg in node.args[:3]] == [4, 2, 2]
     symbolic = "a window of 12 tokens, and the length of the sequence is symbolic"
 
     def twelve(n: int) -> T:
         return (index(n)[:, None] >= index(n)) & (index(n)[:, None] - 12 < index(n))
 
-    assert found_of(twelve, dynamic=True)[0] == [("dense", symbolic)]
+    assert found_of(twelve, dynamic=True)[0] == [("window", symbolic)]
 
 
 def nothing_hidden(n: int) -> T:
@@ -191,18 +194,15 @@ def test_a_mask_with_a_gradient_stays() -> None:
 SMALL = {**DECODER, "num_hidden_layers": 1, "num_key_value_heads": HEADS // 2}
 GPT2 = {"n_embd": 64, "n_layer": 1, "n_head": HEADS, "vocab_size": DECODER["vocab_size"]}
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": SEQ // 2}
-MODELS: dict[str, tuple[Callable[..., nn.Module], int]] = {
-    "llama": (hf("LlamaForCausalLM", "LlamaConfig", **SMALL), 0),
-    "qwen3": (hf("Qwen3ForCausalLM", "Qwen3Config", head_dim=16, **SMALL), 0),
-    "gpt2": (hf("GPT2LMHeadModel", "GPT2Config", n_positions=4 * SEQ, **GPT2), 0),
-    "gemma3": (
-        hf(
-            "Gemma3ForCausalLM",
-            "Gemma3TextConfig",
-            head_dim=16,
-            **{**SMALL, "num_hidden_layers": 2, **WINDOWS},
-        ),
-        1,  # the layer of the window keeps its mask
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "llama": hf("LlamaForCausalLM", "LlamaConfig", **SMALL),
+    "qwen3": hf("Qwen3ForCausalLM", "Qwen3Config", head_dim=16, **SMALL),
+    "gpt2": hf("GPT2LMHeadModel", "GPT2Config", n_positions=4 * SEQ, **GPT2),
+    "gemma3": hf(
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        head_dim=16,
+        **{**SMALL, "num_hidden_layers": 2, **WINDOWS},
     ),
 }
 
@@ -229,20 +229,33 @@ def _is_square(node: fx.Node, n: int) -> bool:
     return isinstance(val, T) and val.dim() > 1 and tuple(val.shape[-2:]) == (n, n)
 
 
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [("position_ids", "documents"), ("attention_mask", "padding")],
+)
+def test_a_packed_and_a_left_padded_batch_have_no_square_tensor(what: str, found: str) -> None:
+    n = SEQ - 1
+    at = torch.arange(n).expand(2, n)
+    given = torch.where(at < 7, at, at - 7) if what == "position_ids" else (at > 4).long()
+    model = Scores(MODELS["gemma3"]())
+    build = builder(model, (ids(0)[:2, :n],), {what: given})
+    program = build({"tp": 2})
+    assert not any(_is_square(node, n) for node in program.serial.graph.nodes)
+    masks = [one.meaning for one in program.serial.meta[ATTENTION_MASKS]]
+    assert masks == [f"window, {found}", found]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_hugging_face_have_no_square_tensor(name: str) -> None:
-    make, windows = MODELS[name]
     torch.manual_seed(0)
-    model = Scores(make())
+    model = Scores(MODELS[name]())
     if name == "llama":
         model.model.activation_checkpointing_enable()
         model.train()
     n = SEQ - 1  # no other dim is as long
     build = builder(model, (ids(0)[:, :n],))
     program = build({"tp": 2})
-    assert squares(program, n) == windows
-    nodes = program.serial.graph.nodes
-    assert windows or not any(_is_square(node, n) for node in nodes)
+    assert not any(_is_square(node, n) for node in program.serial.graph.nodes)
     dense = build({"tp": 2}, recover_masks=False)
     assert squares(dense, n) == len(
         dense.serial.graph.find_nodes(op="call_function", target=ATTENTION)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -78,13 +78,23 @@ def padded(batch: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def packed(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with rows of two documents, of which the first has 5 tokens more than the number of
+    the row."""
+    rows, length = batch["input_ids"].shape
+    at, start = torch.arange(length), torch.arange(rows)[:, None] + 5
+    return {**batch, "position_ids": torch.where(at < start, at, at - start)}
+
+
 @pytest.mark.parametrize(
-    ("name", "left_padded"),
-    [("llama", False), ("llama", True), ("gpt2", False), ("qwen3", False)],
+    ("name", "change"),
+    [
+        *(("llama", dict), ("llama", padded), ("gpt2", dict), ("gemma3", packed)),
+        pytest.param("qwen3", dict, marks=pytest.mark.slow),
+    ],
 )
-def test_a_model_on_cp_is_the_serial_one(name: str, left_padded: bool) -> None:
-    batch = CASES[name].make_batch(0)
-    batch = padded(batch) if left_padded else batch
+def test_a_model_on_cp_is_the_serial_one(name: str, change: Callable[..., Any]) -> None:
+    batch = change(CASES[name].make_batch(0))
     for program in (found := programs(model_of(name), [batch], [{"cp": 2}, {"cp": 4}], "cpu"))[0]:
         assert verify_program(program, found[1][0]).worst[1] < 1e-5
         strategies = program.decisions.strategies

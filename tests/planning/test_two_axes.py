@@ -21,7 +21,7 @@ from autoshard.errors import PlanError
 from autoshard.explain import explain_plan
 from autoshard.passes.localize import Localize
 from autoshard.passes.pipeline import rank_program
-from autoshard.planning.context_parallel import attention_form
+from autoshard.planning.context_parallel import BALANCED, attention_form
 from autoshard.planning.cost.model import ring_bytes
 from autoshard.planning.operators import ATTENTION, packet
 from autoshard.planning.outer import on_rank
@@ -32,7 +32,6 @@ from autoshard.runtime.collectives.lockstep import run_mesh
 from autoshard.runtime.collectives.states import I, S, shard_dim
 from autoshard.runtime.mesh import offline_mesh
 from autoshard.runtime.operators.attention_by_heads import attend_by_heads
-from autoshard.runtime.operators.causal_prefix import attend_to_both_ends, attend_to_prefix
 from autoshard.runtime.randomness.states import STREAM
 from autoshard.verification.program_check import verify_program
 from joined_batch import check, train
@@ -41,7 +40,7 @@ from side_by_side import Pair, whole
 from traced import builder
 
 BOTH = {"cp": 2, "tp": 2}
-_OVER_CP = (attend_by_heads, attend_to_both_ends, attend_to_prefix)
+_OVER_CP = (attend_by_heads, *BALANCED, *BALANCED.values())
 
 
 def forms_of(program: Program) -> set[str]:

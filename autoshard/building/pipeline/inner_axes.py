@@ -78,7 +78,7 @@ def split_operators(
     if mesh.axis("ep").size > 1:
         numbered = enumerate(microbatch.parameters)
         states = {i: data_states(value(node).dim(), mesh.axes) for i, node in numbered}
-        exchange(microbatch.local, ExchangeExperts(mesh.axis("ep"), states), axis)
+        exchange(microbatch.local, ExchangeExperts(mesh.axis("ep"), states, mesh.outer), axis)
     return microbatch, replace(made, outer=first)
 
 

@@ -43,6 +43,11 @@ from autoshard.planning.operators import (
     packet,
 )
 from autoshard.runtime.collectives import Axis, State, change_steps, conversions, shard_dim, step
+from autoshard.runtime.masked_attention import (
+    MASKED_ATTENTION,
+    masked_both_ends,
+    masked_prefix,
+)
 from autoshard.runtime.operators import attend_by_heads, attend_to_both_ends, attend_to_prefix
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -191,12 +196,20 @@ def node_flops(node: fx.Node) -> int:
 
 def causal_share(node: fx.Node) -> float:
     """The part of the square of scores that causal attention computes: a query's own key and
-    those before it."""
+    those before it, of a window those in it; of documents, whose lengths a call knows, all."""
     query, key = (node.args[i].meta["val"] for i in (0, 1))  # type: ignore[union-attr]
     rows, columns = hint(query.shape[-2]), hint(key.shape[-2])
+    if node.target is MASKED_ATTENTION:
+        return _seen(node.args, rows) / (rows * columns)
     whole = min(rows, columns)
     seen = whole * (whole + 1) // 2 + (rows - whole) * columns
     return seen / (rows * columns)
+
+
+def _seen(args: Sequence[Any], rows: int) -> int:
+    """Pairs of a query and a key of masked attention; what documents leave out is not known."""
+    reach = args[5] if len(args) > 5 else None
+    return extents.seen_keys(rows, rows if reach is None else reach)
 
 
 def _values(node: fx.Node) -> tuple[list[Any], Any]:
@@ -235,7 +248,8 @@ def _attention(args: Sequence[Any], out: Any) -> int:
     return 2 * scores * (hint(query.shape[-1]) + hint(value.shape[-1]))
 
 
-_OVER_CP = (attend_by_heads, attend_to_both_ends, attend_to_prefix)
+_MASKED_OVER_CP = (masked_both_ends, masked_prefix)
+_OVER_CP = (attend_by_heads, attend_to_both_ends, attend_to_prefix, *_MASKED_OVER_CP)
 
 
 def _attention_over_cp(node: fx.Node) -> int:
@@ -244,7 +258,12 @@ def _attention_over_cp(node: fx.Node) -> int:
     axis = node.kwargs["axis"]
     assert isinstance(axis, Axis)
     flops, n = _attention(args, result), axis.size
-    if node.target is attend_by_heads:  # its keys are those of a rank until they are exchanged
+    by_heads = node.target is attend_by_heads  # its keys are those of a rank until exchanged
+    if node.target in _MASKED_OVER_CP or node.kwargs.get("op") is MASKED_ATTENTION:
+        length = hint(args[1].shape[-2]) * (n if by_heads else 1)
+        share = _seen(args, length) / length**2
+        return int(flops * share * (n if by_heads else 1))
+    if by_heads:
         causal = node.kwargs.get("is_causal", len(args) > 5 and args[5] is True)
         return flops * n // (2 if causal else 1)
     return flops // 2 if node.target is attend_to_both_ends else flops * (2 * n - 1) // (2 * n)

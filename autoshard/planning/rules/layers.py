@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
+
 from autoshard.planning.rules.call import OpCall
 from autoshard.planning.rules.language import TextRule
-from autoshard.planning.sizes import hint, is_one, same
+from autoshard.planning.sizes import Size, hint, is_one, same, seen_keys
 from autoshard.planning.strategy import Strategy
 from autoshard.runtime.collectives import I, R, S
+from autoshard.runtime.masked_attention import masked_prefix
 from autoshard.runtime.operators import (
     Bound,
     attend_to_prefix,
@@ -109,14 +112,44 @@ def attention(call: OpCall) -> Iterator[Strategy]:
         yield from _by_prefix(call)
     else:
         yield from _ATTENTION_BY_QUERY(call)
-    query, key, mask = call.tensor("query"), call.tensor("key"), call.tensor("attn_mask")
+    yield from _shared_heads(call, call.tensor("attn_mask"))
+
+
+_MASKED = TextRule("b h Q E, b h K E, * b h K F, b L M K, b L M K -> b h Q F")
+
+
+def masked_attention(call: OpCall) -> Iterator[Strategy]:
+    """autoshard::masked_attention: batch and heads; query rows too, as of causal attention.
+
+    With a window most rows see as many keys, and contiguous parts are nearly alike.
+    """
+    yield from _MASKED(call)
+    yield from _shared_heads(call, None)
+    query, key, window = call.tensor("query"), call.tensor("key"), call["window"]
+    assert query is not None and key is not None
+    if not same(query.shape[2], key.shape[2]):
+        return
+    if call.fits(query.shape[2], f"{call.op}: query rows"):
+        one = call.strategy({"query": S(2)}, S(2), masked_prefix)
+        length, n = hint(query.shape[2]) or 1, call.n
+        if window is not None:
+            before = seen_keys(length - length // n, window)
+            share = n * (1 - before / seen_keys(length, window))
+            yield one._replace(share=share)
+        else:
+            yield _where_alike(one, query.shape[2], n)
+
+
+def _shared_heads(call: OpCall, mask: torch.Tensor | None) -> Iterator[Strategy]:
+    """Where more ranks than key heads share those: each attends to the head of its queries."""
+    query, key = call.tensor("query"), call.tensor("key")
     assert query is not None and key is not None
     if not call["enable_gqa"] or query.dim() != 4:
         return
     heads, shared = hint(query.shape[1]) or 0, hint(key.shape[1]) or 0
     if shared > 1 and shared < call.n and call.n % shared == 0 and heads % call.n == 0:
         by_head = mask is not None and mask.dim() == 4 and not is_one(mask.shape[1])
-        states = {"query": S(1), "key": R, "value": R, "attn_mask": S(1) if by_head else R}
+        states = {"query": S(1), "attn_mask": S(1) if by_head else R}
         impl = Bound.of(attend_to_shared_head, op=call.target, dim=1)
         yield call.strategy(states, S(1), impl)
 
@@ -129,10 +162,13 @@ def _by_prefix(call: OpCall) -> Iterator[Strategy]:
         return
     if call.fits(query.shape[rows], f"{call.op}: query rows"):
         one = call.strategy({"query": S(rows)}, S(rows), attend_to_prefix)
-        # the last rank's rows see all keys, those of the others fewer; in head-tail order (Z) alike
-        count = query.shape[rows]
-        alike = isinstance(count, int) and count % (2 * call.n) == 0
-        yield one if alike else one._replace(share=(2 * call.n - 1) / call.n)
+        yield _where_alike(one, query.shape[rows], call.n)
+
+
+def _where_alike(one: Strategy, rows: Size, n: int) -> Strategy:
+    """The last rank's rows see all keys, others' fewer; in head-tail order (Z) all see as many."""
+    alike = isinstance(rows, int) and rows % (2 * n) == 0
+    return one if alike else one._replace(share=(2 * n - 1) / n)
 
 
 def recurrent(call: OpCall) -> Iterator[Strategy]:

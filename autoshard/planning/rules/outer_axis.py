@@ -19,6 +19,7 @@ from autoshard.planning.strategy import ImplCollective, Strategy, operands, valu
 from autoshard.planning.values import tensor_bytes
 from autoshard.runtime.collectives import Axis, I, P, R, S, State, change_steps, redistribute
 from autoshard.runtime.collectives import shard_dim as dim_of
+from autoshard.runtime.masked_attention import masked_both_ends, masked_prefix
 from autoshard.runtime.operators import (
     MEAN,
     Bound,
@@ -165,6 +166,8 @@ _DRAWN_ALONE = ("dropout", "native_dropout", "bernoulli", "bernoulli_p", "unifor
 _RULES: dict[Any, Callable[[fx.Node, int], Iterator[Strategy]]] = {
     redistribute: _changed,
     attend_to_prefix: _attention,
+    masked_prefix: _attention,
+    masked_both_ends: _attention,
     attend_to_both_ends: _attention,
     attend_by_heads: _attention,
     loss_over_tokens: _mean_loss,

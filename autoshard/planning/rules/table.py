@@ -239,6 +239,7 @@ INDEXING: dict[str, RuleEntry] = {
 
 LAYERS: dict[str, RuleEntry] = {
     "aten.scaled_dot_product_attention": layers.attention,
+    "autoshard.masked_attention": layers.masked_attention,
     "autoshard.experts": experts.mixture,
     "autoshard.float8_linear": products.float8_linear,
     "aten.layer_norm": layers.layer_normalized("... {D}, {D}, {D} -> ... {D}"),

@@ -44,6 +44,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
 GPT2: dict[str, Any] = {"vocab_size": 256, "n_embd": 128, "n_layer": 2, "n_head": 4}
 EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
@@ -95,6 +96,13 @@ def step(model: nn.Module, mesh: dict[str, int], **options: Any) -> Program:
     return autoshard.trace(model, (), batch, mesh=mesh, cuda_graphs=True, **options)
 
 
+def packed(model: nn.Module, mesh: dict[str, int]) -> Program:
+    """The program of a training step with documents one behind the other."""
+    ids = on_gpu((BATCH, SEQUENCE), torch.long)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": ids, "use_cache": False}
+    return autoshard.trace(model, (), batch, mesh=mesh, cuda_graphs=True)
+
+
 def decode_step(model: nn.Module, n: int) -> Program:
     """The program of one token with a static cache that is split by heads already."""
     from transformers import StaticCache
@@ -132,6 +140,9 @@ CASES: dict[str, Callable[[], Program]] = {
     "mixtral": lambda: step(model_of("MixtralForCausalLM", **SIZES, **EXPERTS).train(), {"tp": 2}),
     "mixtral_ep": lambda: step(
         model_of("MixtralForCausalLM", **SIZES, **EXPERTS).train(), {"ep": 2}
+    ),
+    "gemma3_packed": lambda: packed(
+        model_of("Gemma3ForCausalLM", **{**SIZES, **WINDOWS}).train(), {"tp": 2}
     ),
     "prompt": lambda: prompt(model_of("LlamaForCausalLM", **SIZES).eval().requires_grad_(False)),
     "decode": lambda: decode_step(
@@ -183,6 +194,11 @@ def facts(program: Program) -> list[dict[str, Any]]:
                 "operators": Counter(str(node.target) for node in calls),
                 "cloned_inputs": sum(
                     node.target is aten.clone.default and node.args[0] in inputs for node in calls
+                ),
+                "masks": sum(
+                    one.dtype == torch.bool and one.shape[-2:] == (SEQUENCE, SEQUENCE)
+                    for node in calls
+                    for one in tensors_of(node)
                 ),
                 "product_dtypes": sorted({str(tensors_of(node)[0].dtype) for node in products}),
             }

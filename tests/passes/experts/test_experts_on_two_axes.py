@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoshard.errors import ConfigError
 from autoshard.explain.alternatives import alternatives
 from autoshard.planning.cost.model import ring_bytes
 from autoshard.planning.mixtures import WAYS, is_mixture, way_of
@@ -127,10 +126,19 @@ def test_ep_beside_cp(way: str) -> None:
     assert travels(program) and difference < 1e-5
 
 
-@pytest.mark.parametrize("form", ["packed", "interleaved"])
-def test_every_way_of_tp_on_the_graph_of_a_rank_of_cp(form: str) -> None:
-    """cp splits the tokens and gathers the weights. One expert gets every token."""
-    model, mesh = Layer(form=form, biases=form != "packed", experts=6), {"cp": 2, "tp": 2}
+@pytest.mark.parametrize(
+    ("form", "mesh"),
+    [
+        ("packed", {"cp": 2, "tp": 2}),
+        ("interleaved", {"cp": 2, "tp": 2}),
+        ("packed", {"ep": 2, "cp": 2, "tp": 2}),
+    ],
+)
+def test_every_way_of_tp_on_the_graph_of_a_rank_of_cp(form: str, mesh: dict[str, int]) -> None:
+    """cp splits the tokens and gathers the weights, of which with ep a rank has its experts of each
+    part. One expert gets every token."""
+    experts = 8 if "ep" in mesh else 6
+    model = Layer(form=form, biases=form != "packed", experts=experts)
     with torch.no_grad():
         model.mixture.router.bias[0] += 100.0
     x = torch.randn(24, 8)
@@ -146,13 +154,10 @@ def test_every_way_of_tp_on_the_graph_of_a_rank_of_cp(form: str) -> None:
             model.get_parameter(program.parameters[n]) if n in program.parameters else x
             for n in program.serial.graph.find_nodes(op="placeholder")
         ]
-        found = verify_program(program, values)
+        others = [[torch.randn_like(v) if v is x else v for v in values]] * ("ep" in mesh)
+        found = verify_program(program, values, others=others)
         assert max(*found.outputs.values(), *found.norms.values()) < 1e-5, way
-
-
-def test_ep_beside_cp_and_tp_is_refused() -> None:
-    with pytest.raises(ConfigError, match="ep=2 beside both cp and tp.*mixture of experts"):
-        builder(Layer(experts=8), (torch.randn(24, 8),))({"ep": 2, "cp": 2, "tp": 2})
+        assert travels(program) is ("ep" in mesh)
 
 
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[3]])

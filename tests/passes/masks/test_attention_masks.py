@@ -56,7 +56,7 @@ def test_padding_on_two_ranks(gloo2: Any) -> None:
     """Rows that hide nothing run causal; padded rows run with their mask, by the same weights."""
     results = gloo2(train)
     check(results, share=0.5)
-    assert [result["masks"] for result in results] == [[["causal"], ["dense"]]] * 2
+    assert [result["masks"] for result in results] == [[["causal"], ["padding"]]] * 2
 
 
 def apart(inner: str) -> list[float]:
@@ -91,9 +91,9 @@ def test_data_parallel_ranks_may_run_different_programs(gloo2: Any) -> None:
 @pytest.mark.parametrize(
     "batches,found",
     [
-        ([batch(0, [0, 0]), batch(1, [0, 6])], [["causal"], ["dense"]]),
-        ([batch(0, [3, 0]), batch(1, [0, 0])], [["dense"]]),
-        ([packed(0, []), packed(1, [7, 20])], [["causal"], ["dense"]]),
+        ([batch(0, [0, 0]), batch(1, [0, 6])], [["causal"], ["padding"]]),
+        ([batch(0, [3, 0]), batch(1, [0, 0])], [["padding"]]),
+        ([packed(0, []), packed(1, [7, 20])], [["causal"], ["documents"]]),
     ],
 )
 def test_one_process_recovers_masks_by_name(

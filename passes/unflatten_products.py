@@ -1,0 +1,106 @@
+"""unflatten_products: a product of flattened tokens becomes one of their sequences, beside cp.
+
+    before                                        after
+    %x: f32[2,16,8]                               %x: f32[2,16,8]
+    %b: f32[24]                                   %b: f32[24]
+    %w: f32[8,24]                                 %w: f32[8,24]
+    %0: f32[32,8] = reshape(%x, [32, 8])          %0: f32[2,16,24] = matmul(%x, %w)
+    %1: f32[32,24] = addmm(%b, %0, %w)            %1: f32[2,16,24] = add(%0, %b)
+    %2: f32[2,16,24] = reshape(%1, [2, 16, 24])
+
+Context parallelism splits each sequence, and the flattened tokens of several are no parts of
+sequences: layers whose projections are such products (GPT-2's) would be split by the batch, and
+their attention exchanged with them. AOTAutograd flattens what a rank has of them.
+
+Not done: products that something else reads than reshapes to the tokens of sequences; those of one
+sequence, whose tokens are its parts, flattened or not; an addend that is no vector of the features,
+or is multiplied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from autoshard.passes.base import Context, Report, emit
+from autoshard.planning import is_one, same
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class UnflattenProducts:
+    """See the module's text."""
+
+    name: ClassVar[str] = "unflatten_products"
+    optional: ClassVar[bool] = True
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+        """Rewrite `gm.graph` in place."""
+        report = Report(self.name)
+        for node in list(gm.graph.nodes):
+            if node.target not in (aten.mm.default, aten.addmm.default):
+                continue
+            args: list[Any] = list(node.args)
+            *bias, flat, weight = args
+            if node.kwargs or flat.target is not aten.reshape.default:
+                continue
+            users = list(node.users)
+            sizes = _sequences(users, node.meta["val"].shape[-1])
+            if sizes is None:
+                report.skip(node, "it is read otherwise than as tokens of sequences")
+                continue
+            if bias and bias[0].meta["val"].shape != node.meta["val"].shape[-1:]:
+                report.skip(node, "what it adds is no vector of the features")
+                continue
+            self._unflatten(node, users, sizes, flat, weight, bias)
+            report.hits += 1
+        gm.graph.eliminate_dead_code()
+        return report
+
+    def _unflatten(
+        self,
+        node: fx.Node,
+        users: list[fx.Node],
+        sizes: list[Any],
+        flat: fx.Node,
+        weight: fx.Node,
+        bias: list[fx.Node],
+    ) -> None:
+        graph = node.graph
+
+        def made(target: Any, *args: Any) -> fx.Node:
+            return emit(graph, node, target, args, provenance=self.name)
+
+        source: fx.Node = flat.args[0]  # type: ignore[assignment]
+        features = flat.meta["val"].shape[-1]
+        with graph.inserting_before(users[0]):
+            if not _is_of(source.meta["val"].shape, users[0].meta["val"].shape, features):
+                source = made(aten.reshape.default, source, [*sizes, features])
+            new = made(aten.matmul.default, source, weight)
+            if bias:
+                new = made(aten.add.Tensor, new, *bias)
+        for user in users:
+            user.replace_all_uses_with(new)
+
+
+def _sequences(users: list[fx.Node], features: Any) -> list[Any] | None:
+    """The sizes [sequences, tokens] that all users give the tokens, as numbers or as nodes."""
+    found: list[Any] | None = None
+    for user in users:
+        shape: Any = user.meta["val"].shape if user.target is aten.reshape.default else ()
+        if len(shape) != 3 or not same(shape[-1], features) or is_one(shape[0]):
+            return None
+        sizes: Any = user.args[1]
+        if found is not None and (list(sizes[:2]) != found):
+            return None
+        found = list(sizes[:2])
+    return found
+
+
+def _is_of(shape: Any, tokens: Any, features: Any) -> bool:
+    """Whether a value has the same sequences and tokens, of so many features."""
+    return len(shape) == 3 and all(map(same, shape, (*tokens[:2], features)))

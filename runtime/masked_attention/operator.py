@@ -1,0 +1,200 @@
+"""Causal attention to a window, to a document, to keys that are no padding, as one operator.
+
+    autoshard::masked_attention(query, key, value, documents, visible, window, scale, enable_gqa)
+
+A query sees the keys up to its own place of which all of these hold: they are of its document, no
+further back than the window reaches, and visible. `query` [batch, heads, rows, width] are the last
+rows of `key` and `value` [batch, shared heads, keys, width]; `documents`, a number that changes
+where another begins, and `visible`, booleans, are [batch, 1, 1, keys]. A row that sees no key is
+zero, as in torch's attention with such a mask. No tensor of rows x keys exists, and what lies
+outside of windows and documents costs nothing: on a GPU by kernels of sequences of many lengths
+(varlen.py), elsewhere and for what those do not take by blocks of rows (by_blocks.py).
+
+It is composite: of documents on a GPU the bounds are an operator of their own, which layers share.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoshard.runtime.masked_attention import by_blocks, varlen
+from autoshard.runtime.masked_attention.ranges import document_bounds, first_keys
+
+_library = torch.library.Library("autoshard", "FRAGMENT")
+# As in runtime/randomness/operators.py: count up when an operator gives other numbers.
+_VERSION = "v1"
+
+
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor | None = None,
+    visible: Tensor | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    bounds: tuple[Tensor | None, ...] = (None, None, None)
+    if documents is not None and query.device.type == "cuda":
+        bounds = _op("document_bounds")(documents, query.shape[0], query.shape[2])
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    made: Tensor = _op("attend")(query, key, value, documents, visible, *bounds, window, scale)[0]
+    return made
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor | None,
+    visible: Tensor | None,
+    queries: Tensor | None,
+    keys: Tensor | None,
+    sizes: Tensor | None,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """(the result, logarithms of the rows' sums). queries, keys, sizes: of `document_bounds`."""
+    rows, length = query.shape[2], key.shape[2]
+    first = first_keys(documents, window, rows, length, query.device)
+    if varlen.available(query):
+        spans = _spans(query, key, queries, keys, sizes)
+        made = varlen.forward(query, key, value, first, visible, window, scale, spans)
+    else:
+        made = by_blocks.forward(query, key, value, first, visible, scale)
+    return _laid_out(made[0]), made[1].contiguous()
+
+
+def _attend_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    documents: Tensor | None,
+    visible: Tensor | None,
+    queries: Tensor | None,
+    keys: Tensor | None,
+    sizes: Tensor | None,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, length = query.shape[2], key.shape[2]
+    first = first_keys(documents, window, rows, length, query.device)
+    known = (gradient, query, key, value, out, sums, first, visible)
+    if varlen.available(query):
+        spans = _spans(query, key, queries, keys, sizes)
+        found = varlen.backward(*known, window, scale, spans)
+    else:
+        found = by_blocks.backward(*known, scale)
+    return _laid_out(found[0]), _laid_out(found[1]), _laid_out(found[2])
+
+
+def _spans(
+    query: Tensor,
+    key: Tensor,
+    queries: Tensor | None,
+    keys: Tensor | None,
+    sizes: Tensor | None,
+) -> varlen.Spans:
+    if queries is None or keys is None or sizes is None:
+        batch, _, rows, _ = query.shape
+        return varlen.whole_sequences(batch, rows, key.shape[2], query.device)
+    count, most_queries, most_keys = sizes.tolist()  # on the host already
+    return varlen.Spans(queries[: count + 1], keys[: count + 1], most_queries, most_keys)
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    """[batch, heads, rows, width] in memory as models read and write it: by rows, then heads."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _empty(like: Tensor, width: int | torch.SymInt) -> Tensor:
+    batch, heads, rows, _ = like.shape
+    return like.new_empty((batch, rows, heads, width)).transpose(1, 2)
+
+
+def _attend_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    sums = query.new_empty(query.shape[:3], dtype=by_blocks.widened(query.dtype))
+    return _empty(query, value.shape[-1]), sums
+
+
+def _attend_backward_fake(gradient: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (_empty(x, x.shape[-1]) for x in rest[:3])
+    return query, key, value
+
+
+def _document_bounds_fake(
+    documents: Tensor, batch: int, rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    bounds = [
+        documents.new_empty((batch * documents.shape[-1] + 1,), dtype=torch.int32) for _ in "qk"
+    ]
+    return bounds[0], bounds[1], torch.empty((3,), dtype=torch.int64, device="cpu")
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.window, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, value, *known, out, sums = ctx.saved_tensors
+    found = _op("attend_backward")(
+        gradient, query, key, value, out, sums, *known, ctx.window, ctx.scale
+    )
+    return (*found, *[None] * (len(known) + 2))
+
+
+_KNOWN = (
+    "Tensor? documents, Tensor? visible, Tensor? queries, Tensor? keys, Tensor? sizes, "
+    "int? window, float scale"
+)
+_QKV = "Tensor query, Tensor key, Tensor value"
+
+
+def _op(name: str) -> Any:
+    return getattr(getattr(torch.ops.autoshard, name), _VERSION)
+
+
+def _define() -> None:
+    schema = (
+        f"({_QKV}, Tensor? documents=None, Tensor? visible=None, int? window=None, "
+        "float? scale=None, bool enable_gqa=False) -> Tensor"
+    )
+    _library.define(f"masked_attention.{_VERSION}{schema}")
+    _library.impl(f"masked_attention.{_VERSION}", masked_attention, "CompositeImplicitAutograd")
+    # the host reads the number of documents: a CUDA graph would keep the first call's
+    unsafe = (torch.Tag.cudagraph_unsafe,)
+    opaque = (
+        ("attend", f"({_QKV}, {_KNOWN}) -> (Tensor, Tensor)", _attend, _attend_fake),
+        (
+            "attend_backward",
+            f"(Tensor gradient, {_QKV}, Tensor out, Tensor sums, {_KNOWN})"
+            " -> (Tensor, Tensor, Tensor)",
+            _attend_backward,
+            _attend_backward_fake,
+        ),
+        (
+            "document_bounds",
+            "(Tensor documents, SymInt batch, SymInt rows) -> (Tensor, Tensor, Tensor)",
+            document_bounds,
+            _document_bounds_fake,
+        ),
+    )
+    for name, signature, function, fake in opaque:
+        _library.define(f"{name}.{_VERSION}{signature}", tags=unsafe)
+        _library.impl(f"{name}.{_VERSION}", function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"autoshard::{name}.{_VERSION}", fake, lib=_library)
+    torch.library.register_autograd(
+        f"autoshard::attend.{_VERSION}", _differentiate, setup_context=_keep, lib=_library
+    )
+
+
+_define()
+MASKED_ATTENTION = _op("masked_attention")
