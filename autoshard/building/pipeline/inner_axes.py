@@ -19,11 +19,13 @@ from torch import fx
 from autoshard.building.first_axis import lay_out
 from autoshard.building.pipeline.microbatch import MicrobatchGraph
 from autoshard.config import Config
+from autoshard.errors import ConfigError, message
 from autoshard.passes import ExchangeExperts, Localize, exchange, rank_program
 from autoshard.planning import (
     Decisions,
     Plan,
     Request,
+    is_mixture,
     plan_graph,
     strategy_text,
     value,
@@ -52,6 +54,7 @@ def split_operators(
     be, and ConfigError for a mixture of experts on a mesh with cp and ep.
     """
     mesh = Mesh(tuple(axes), None)
+    _refuse(microbatch.local, mesh)
     axis, first = mesh.planned, plan.outer if plan is not None else None
     made, own = plan or Plan(axis.name, axis.size), _parameters(microbatch)
     request = Request(
@@ -78,8 +81,20 @@ def split_operators(
     if mesh.axis("ep").size > 1:
         numbered = enumerate(microbatch.parameters)
         states = {i: data_states(value(node).dim(), mesh.axes) for i, node in numbered}
-        exchange(microbatch.local, ExchangeExperts(mesh.axis("ep"), states, mesh.outer), axis)
+        exchange(microbatch.local, ExchangeExperts(mesh.axis("ep"), states), axis)
     return microbatch, replace(made, outer=first)
+
+
+def _refuse(gm: fx.GraphModule, mesh: Mesh) -> None:
+    ep, cp = mesh.axis("ep").size, mesh.axis("cp").size
+    if ep > 1 and cp > 1 and any(map(is_mixture, gm.graph.nodes)):
+        raise ConfigError(
+            message(
+                f"the mesh has pp beside ep={ep} and cp={cp}, and the model has a mixture of "
+                "experts, whose rows travel over ep in a pipeline without cp only",
+                remedy="Leave cp, ep or pp out: give its ranks to another axis.",
+            )
+        )
 
 
 def _parameters(microbatch: MicrobatchGraph) -> dict[fx.Node, fx.Node]:
