@@ -16,10 +16,11 @@ import torch
 from torch import fx
 
 from autoshard.planning.context_parallel import BALANCED, contiguous_share, unequal
-from autoshard.planning.operators import ATTENTION, RESHAPES, packet
+from autoshard.planning.operators import RESHAPES, packet
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.values import output_state, producer
 from autoshard.runtime.collectives import State, Z, shard_dim
+from autoshard.runtime.masked_attention import MASKED_ATTENTION
 from autoshard.runtime.operators import (
     loss_over_tokens,
     share_of_equal_mean,
@@ -177,7 +178,7 @@ def _row_by_row(node: fx.Node, strategy: Strategy) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    if torch.Tag.pointwise in target.tags or packet(node) in _ALIKE | ATTENTION:
+    if torch.Tag.pointwise in target.tags or packet(node) in _ALIKE:
         return True
     return packet(node) in RESHAPES | _RESHAPES
 
@@ -191,12 +192,12 @@ _ALIKE = frozenset(
     for name in (
         *("linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "embedding"),
         *("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm", "softmax"),
-        *("_softmax", "log_softmax", "_log_softmax"),
+        *("_softmax", "log_softmax", "_log_softmax", "scaled_dot_product_attention"),
         *("transpose", "permute", "t", "unsqueeze", "squeeze", "expand", "slice", "select"),
         *("split", "split_with_sizes", "chunk", "unbind", "cat", "stack", "sum", "mean"),
         *("cross_entropy_loss", "nll_loss", "nll_loss_nd", "_to_copy", "to", "clone"),
         *("contiguous", "alias", "detach", "index_select", "repeat_interleave"),
     )
     if hasattr(aten, name)
-)
+) | {MASKED_ATTENTION.overloadpacket}
 _RESHAPES = frozenset({aten._unsafe_view, aten.flatten, aten.unflatten})
