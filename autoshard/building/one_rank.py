@@ -51,7 +51,7 @@ from autoshard.planning import (
     value,
     with_graph,
 )
-from autoshard.planning.cost import Hardware
+from autoshard.planning.cost import Hardware, fusing_for, planned_on
 from autoshard.planning.estimate import Layout
 from autoshard.program import Program
 from autoshard.runtime import compat
@@ -236,6 +236,9 @@ def plan_captured(
         plan=plan,
         layout=Layout.of(sizes, config.zero, config.bucket_bytes, config.defer_reduction),
         even=even,
+        fusing=fusing_for(
+            config.fuse_collectives, any(map(_on_gpu, placeholders)), axis.size, planned_on(machine)
+        ),
     )
     decisions = plan_graph(serial, axis.size, machine, request)
     full = with_graph(plan, decisions, request, serial, axis.size)

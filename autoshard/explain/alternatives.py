@@ -133,6 +133,7 @@ def _request(built: Built, sequence: bool, prices: Prices) -> Request:
         sequence_parallel=sequence,
         lazy_outputs=built.config.outputs != "replicate",
         prices=prices,
+        fusing=built.decisions.prices.fusing,
     )
 
 

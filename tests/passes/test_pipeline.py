@@ -77,6 +77,24 @@ class Two(nn.Module):
         return y
 
 
+class Gated(nn.Module):
+    """Two products that read one value, and their sum, before and after a norm."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        sizes = ((width, 2 * width), (width, 2 * width), (2 * width, width))
+        self.first = nn.ModuleList(nn.Linear(*size, bias=False) for size in sizes)
+        self.norm = nn.RMSNorm(width)
+        self.second = nn.ModuleList(nn.Linear(*size, bias=False) for size in sizes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up, down = self.first
+        x = self.norm(x + down(gate(x).relu() * up(x)))
+        gate, up, down = self.second
+        y: torch.Tensor = down(gate(x).relu() * up(x))
+        return y
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -152,6 +170,8 @@ SAMPLES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, int
     "global_token_mean": (Classifier, (4, 8), {"dp_replicate": 2}, ""),
     "fuse_inference_layers": (Served, (2, 8), {"tp": 2}, ""),
     "bucket_parameters": (Two, (4, 8), {"dp_shard": 2}, "forward"),
+    "fuse_collectives": (lambda: Gated(64), (512, 64), {"tp": 2}, "forward"),
+    "delay_weight_products": (Gated, (4, 8), {"tp": 2}, "backward"),
     "bucket_gradients": (Two, (4, 8), {"dp_shard": 2}, "backward"),
     "schedule_collectives": (Two, (4, 8), {"dp_shard": 2}, "backward"),
     "reduce_scatter_by_all_to_all": (Two, (4, 8), {"dp_shard": 2}, "backward"),
@@ -162,6 +182,7 @@ SAMPLES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, int
 OPTIONS: dict[str, dict[str, Any]] = {
     "float8_products": {"precision": {"matmul": "float8"}},
     "global_token_mean": {"loss_tokens": "global"},
+    "fuse_collectives": {"fuse_collectives": True, "outputs": "sharded"},
 }
 
 
@@ -211,7 +232,7 @@ def test_every_pass_keeps_the_contract(one: Any) -> None:
     for call in (".call_function(", ".recompile(", ".lint(", "os.environ", "print("):
         assert call not in source, f"{call} is not a pass's"
     imported = set(re.findall(r"autoshard\.passes\.(\w+) import", source))
-    shared = {"base", "bucketing", "index_functions", "index_values"}
+    shared = {"base", "bucketing", "index_functions", "index_values", "layouts"}
     assert imported <= shared | {"expert_routes", "expert_rows"}, "a pass imports no pass"
 
 
