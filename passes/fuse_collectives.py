@@ -41,7 +41,7 @@ from autoshard.passes.bucketing import (
     member,
 )
 from autoshard.passes.layouts import (
-    Layout,
+    Arrangement,
     above,
     below,
     gathered_layout,
@@ -161,7 +161,7 @@ class FuseCollectives:
         one: Member,
         parts: list[fx.Node],
         others: list[fx.Node],
-        views: dict[fx.Node, Layout],
+        views: dict[fx.Node, Arrangement],
         split: tuple[tuple[int, ...], int],
         first: fx.Node,
     ) -> None:
@@ -261,7 +261,7 @@ class FuseCollectives:
         )
 
 
-def _views(wait: fx.Node, layout: Layout) -> dict[fx.Node, Layout]:
+def _views(wait: fx.Node, layout: Arrangement) -> dict[fx.Node, Arrangement]:
     """A gathered value and its views, with their layouts, in the order of the graph."""
     found, pending = {wait: layout}, [wait]
     while pending:
@@ -273,7 +273,7 @@ def _views(wait: fx.Node, layout: Layout) -> dict[fx.Node, Layout]:
     return {node: found[node] for node in sorted(found)}
 
 
-def _readers(view: fx.Node, views: dict[fx.Node, Layout]) -> list[fx.Node]:
+def _readers(view: fx.Node, views: dict[fx.Node, Arrangement]) -> list[fx.Node]:
     return [user for user in view.users if user not in views]
 
 
@@ -307,7 +307,7 @@ def _above(node: fx.Node, place: fx.Node) -> set[fx.Node]:
 
 
 def _ordered_above(
-    view: fx.Node, views: dict[fx.Node, Layout], shard: tuple[int, ...], dim: int
+    view: fx.Node, views: dict[fx.Node, Arrangement], shard: tuple[int, ...], dim: int
 ) -> fx.Node | None:
     """The view, or what it is a view of, with the elements in the order of the whole value."""
     while view in views:
@@ -317,7 +317,7 @@ def _ordered_above(
     return None
 
 
-def _terms(node: fx.Node, layout: Layout, shard: tuple[int, ...], n: int) -> list[_Term] | str:
+def _terms(node: fx.Node, layout: Arrangement, shard: tuple[int, ...], n: int) -> list[_Term] | str:
     """The products of which a value, with that layout, is the sum; why it is none."""
     if len(node.users) != 1:
         return f"{len(node.users)} operators read what is summed"

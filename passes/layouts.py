@@ -22,7 +22,7 @@ class Atom(NamedTuple):
     size: int
 
 
-Layout = tuple[tuple[Atom, ...], ...]
+Arrangement = tuple[tuple[Atom, ...], ...]
 """Of each dim its atoms; those of size 1 are left out."""
 
 RANKS = -1
@@ -35,14 +35,14 @@ _PERMUTES = frozenset({aten.permute, aten.transpose, aten.t})
 _SAME = frozenset({aten.clone, aten.alias, aten.detach, aten.contiguous})
 
 
-def gathered_layout(shard: Sequence[int], n: int) -> Layout:
+def gathered_layout(shard: Sequence[int], n: int) -> Arrangement:
     """Of what `n` ranks' shards are gathered to by an all-gather, or of what is reduce-scattered to
     them: blocks of whole shards along the first dim."""
     atoms = [Atom(i, size) for i, size in enumerate(shard)]
     return _without_ones(((Atom(RANKS, n), atoms[0]), *((atom,) for atom in atoms[1:])))
 
 
-def below(node: fx.Node, layout: Layout) -> Layout | None:
+def below(node: fx.Node, layout: Arrangement) -> Arrangement | None:
     """The layout of a view of a value; None: it is none, or cuts an atom."""
     kind = getattr(node.target, "overloadpacket", None)
     if kind in _SAME:
@@ -53,7 +53,7 @@ def below(node: fx.Node, layout: Layout) -> Layout | None:
     return None if order is None else tuple(layout[dim] for dim in order)
 
 
-def above(node: fx.Node, layout: Layout) -> Layout | None:
+def above(node: fx.Node, layout: Arrangement) -> Arrangement | None:
     """The layout of what `node` is a view of, from its own."""
     kind = getattr(node.target, "overloadpacket", None)
     if kind in _SAME:
@@ -64,7 +64,7 @@ def above(node: fx.Node, layout: Layout) -> Layout | None:
     return None if order is None else tuple(layout[order.index(dim)] for dim in range(len(order)))
 
 
-def split_dim(layout: Layout, shard: Sequence[int]) -> int | None:
+def split_dim(layout: Arrangement, shard: Sequence[int]) -> int | None:
     """The dim along which shards are laid side by side in a matrix of all rows; None: it is none.
 
     A matrix of rows has the last dim of the value as its columns, and every other, in order, as its
@@ -85,7 +85,7 @@ def split_dim(layout: Layout, shard: Sequence[int]) -> int | None:
     return last - 1 if last and shard[last - 1] == 1 else None
 
 
-def in_order(layout: Layout, shard: Sequence[int], dim: int) -> bool:
+def in_order(layout: Arrangement, shard: Sequence[int], dim: int) -> bool:
     """Whether a value has its elements in the order of the one gathered along `dim`."""
     wanted = [i for i in range(len(shard)) if shard[i] != 1 or i == dim]
     place = wanted.index(dim)
@@ -99,7 +99,7 @@ def is_rearranged(node: fx.Node) -> bool:
     return kind in _SAME | _REGROUPS | _PERMUTES
 
 
-def _regrouped(layout: Layout, shape: Sequence[int]) -> Layout | None:
+def _regrouped(layout: Arrangement, shape: Sequence[int]) -> Arrangement | None:
     if not all(isinstance(size, int) for size in shape):
         return None
     atoms = [atom for dims in layout for atom in dims]
@@ -130,5 +130,5 @@ def _order(node: fx.Node, dims: int) -> list[int] | None:
     return None
 
 
-def _without_ones(layout: Layout) -> Layout:
+def _without_ones(layout: Arrangement) -> Arrangement:
     return tuple(tuple(atom for atom in dims if atom.size != 1) for dims in layout)

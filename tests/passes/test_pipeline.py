@@ -26,7 +26,7 @@ from autoshard.passes.expand_grouped_heads import ExpandGroupedHeads
 from autoshard.program import Program
 from autoshard.runtime.collectives.axis import Axis
 from golden_text import golden
-from models_plain import MLP, Mixture
+from models_plain import MLP, Gated, Mixture
 
 
 class Reshaped(nn.Module):
@@ -74,24 +74,6 @@ class Two(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.b(self.a(x).relu())
-        return y
-
-
-class Gated(nn.Module):
-    """Two products that read one value, and their sum, before and after a norm."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        sizes = ((width, 2 * width), (width, 2 * width), (2 * width, width))
-        self.first = nn.ModuleList(nn.Linear(*size, bias=False) for size in sizes)
-        self.norm = nn.RMSNorm(width)
-        self.second = nn.ModuleList(nn.Linear(*size, bias=False) for size in sizes)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up, down = self.first
-        x = self.norm(x + down(gate(x).relu() * up(x)))
-        gate, up, down = self.second
-        y: torch.Tensor = down(gate(x).relu() * up(x))
         return y
 
 
