@@ -204,6 +204,13 @@ class Config:
         "How GPUs sum the few kilobytes of a decode step: as all else, or by reading each other's "
         "memory, for axes on one machine (generation.md).",
     )
+    fuse_collectives: bool | str = _choice(
+        "auto",
+        ("auto", True, False),
+        "Whether gathers and reduce-scatters of activations are one operator with the products "
+        "beside them: 'auto' where that is predicted, and measured, to be quicker, on GPUs of one "
+        "machine (overlap.md).",
+    )
     cuda_graphs: bool = _flag(
         False,
         "Capture the kernels and collectives of a program as a CUDA graph, and replay it "
@@ -292,6 +299,15 @@ class Config:
                         remedy=f"Leave out {name}, or inner.",
                     )
                 )
+
+        if self.fuse_collectives is True and self.inner in ("eager", "tensorrt"):
+            raise ConfigError(
+                message(
+                    f"options['fuse_collectives'] is True, and inner={self.inner!r} has no graph "
+                    "in which collectives are fused",
+                    remedy="Leave out fuse_collectives, or inner.",
+                )
+            )
 
     @property
     def order(self) -> tuple[str, int]:

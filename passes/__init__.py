@@ -33,6 +33,7 @@ from autoshard.passes.canonicalize import Canonicalize
 from autoshard.passes.data_parallel import DataParallel, PendingInput
 from autoshard.passes.exchange_experts import ExchangeExperts
 from autoshard.passes.float8_products import Float8Products, ProductFound
+from autoshard.passes.fuse_collectives import FuseCollectives
 from autoshard.passes.fuse_inference_layers import FuseInferenceLayers
 from autoshard.passes.global_token_mean import GlobalTokenMean
 from autoshard.passes.localize import Localize

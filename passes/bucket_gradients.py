@@ -29,17 +29,16 @@ from autoshard.passes.base import Context, Report
 from autoshard.passes.bucketing import (
     ALL_REDUCE,
     BUCKETED_GRADIENT,
-    COLLECTIVES,
     REDUCE_SCATTER,
     WAIT,
     Maker,
     Member,
     aten,
     fill,
+    last_collectives,
     member,
     numel,
     replace,
-    single_chains,
     sort_stable,
 )
 from autoshard.planning import RESHAPES, packet
@@ -60,7 +59,7 @@ class BucketGradients:
         """Merge in place. One axis after another: merging on one changes the order of the next."""
         report = Report(self.name)
         for group in self.groups:
-            last = _last_collectives(gm.graph, group)
+            last = last_collectives(gm.graph, group)
             members = []
             for node in gm.graph.nodes:
                 if node.target in (ALL_REDUCE, REDUCE_SCATTER) and node in last:
@@ -78,24 +77,6 @@ class BucketGradients:
                 report.hits += len(bucket)
             sort_stable(gm.graph)
         return report
-
-
-def _last_collectives(graph: fx.Graph, group: str) -> set[fx.Node]:
-    """The collectives of `group` that only a gradient waits for, and no later one of the group.
-
-    What is left of backward may be a single chain too: where the embedding is all that comes before
-    it, the reduction of an activation's gradient leads to that of the embedding's, and to no other.
-    """
-    finishing = single_chains(graph)
-    found: set[fx.Node] = set()
-    awaited: set[fx.Node] = set()  # what a collective of the group is made from
-    for node in reversed(graph.nodes):
-        ours = node.target in COLLECTIVES and node.args[-1] == group
-        if ours and node in finishing and node not in awaited:
-            found.add(node)
-        if ours or node in awaited:
-            awaited.update(node.all_input_nodes)
-    return found
 
 
 def _stages(members: list[Member]) -> dict[fx.Node, list[Member]]:

@@ -200,6 +200,24 @@ def single_chains(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
+def last_collectives(graph: fx.Graph, group: str) -> set[fx.Node]:
+    """The collectives of `group` that only a gradient waits for, and no later one of the group.
+
+    What is left of backward may be a single chain too: where the embedding is all that comes before
+    it, the reduction of an activation's gradient leads to that of the embedding's, and to no other.
+    """
+    finishing = single_chains(graph)
+    found: set[fx.Node] = set()
+    awaited: set[fx.Node] = set()  # what a collective of the group is made from
+    for node in reversed(graph.nodes):
+        ours = node.target in COLLECTIVES and node.args[-1] == group
+        if ours and node in finishing and node not in awaited:
+            found.add(node)
+        if ours or node in awaited:
+            awaited.update(node.all_input_nodes)
+    return found
+
+
 def numel(shape: Sequence[int]) -> int:
     """Elements of a tensor of static shape."""
     product = 1

@@ -14,9 +14,11 @@ from autoshard.passes.bucket_gradients import BucketGradients
 from autoshard.passes.bucket_parameters import BucketParameters
 from autoshard.passes.canonicalize import Canonicalize
 from autoshard.passes.data_parallel import DataParallel
+from autoshard.passes.delay_weight_products import DelayWeightProducts
 from autoshard.passes.exchange_experts import ExchangeExperts
 from autoshard.passes.expand_grouped_heads import ExpandGroupedHeads
 from autoshard.passes.float8_products import Float8Products
+from autoshard.passes.fuse_collectives import FuseCollectives
 from autoshard.passes.fuse_inference_layers import FuseInferenceLayers
 from autoshard.passes.global_token_mean import GlobalTokenMean
 from autoshard.passes.invariant_random import InvariantRandom
@@ -53,7 +55,13 @@ PIPELINE = (
     # the planned serial graph, which the first pass makes one rank's
     Stage("local", (Localize, ExchangeExperts, DataParallel, GlobalTokenMean, FuseInferenceLayers)),
     # the forward graph and the backward graph that AOTAutograd makes of it
-    Stage("graphs", (BucketParameters, BucketGradients, ScheduleCollectives)),
+    Stage(
+        "graphs",
+        (
+            *(BucketParameters, FuseCollectives, DelayWeightProducts),
+            *(BucketGradients, ScheduleCollectives),
+        ),
+    ),
     # the same where they are compiled and run: `Program.collectives` lists those before
     Stage("run", (ReduceScatterByAllToAll, AllReduceByAllGather)),
 )
@@ -143,12 +151,18 @@ def exchange(local: fx.GraphModule, experts: ExchangeExperts, planned: Axis) -> 
 
 
 def finish(
-    gm: fx.GraphModule, mesh: Mesh, bucket_bytes: int | None, backward: bool, watch: Watch = SILENT
+    gm: fx.GraphModule,
+    mesh: Mesh,
+    bucket_bytes: int | None,
+    backward: bool,
+    watch: Watch = SILENT,
+    fuse: FuseCollectives | None = None,
 ) -> list[Report]:
-    """Bucket and schedule the collectives of one of AOTAutograd's graphs, in place.
+    """Fuse, bucket and schedule the collectives of one of AOTAutograd's graphs, in place.
 
-    A gradient is reduced on the planned axis first, where its weight was used as R, then over those
-    that its weight was gathered on, the inner one before the outer one.
+    fuse: the pass that joins those of activations to products, where any are to be. A gradient is
+    reduced on the planned axis first, where its weight was used as R, then over those that its
+    weight was gathered on, the inner one before the outer one.
     """
     axis = mesh.planned
     axes = (axis, *reversed(gathering_axes(mesh.axes)))
@@ -157,8 +171,12 @@ def finish(
         BucketParameters(bucket_bytes, axis.group if backward and axis.name == "tp" else ""),
         ScheduleCollectives(bucket_bytes=bucket_bytes),
     ]
+    if fuse is not None:
+        passes.append(fuse)
     if backward:
         passes.append(BucketGradients(groups, bucket_bytes))
+        if axis.size > 1:
+            passes.append(DelayWeightProducts())
     phase = "backward" if backward else "forward"
     return run_stage("graphs", passes, gm, Context(axis), watch, phase)
 

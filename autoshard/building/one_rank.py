@@ -51,7 +51,7 @@ from autoshard.planning import (
     value,
     with_graph,
 )
-from autoshard.planning.cost import Hardware
+from autoshard.planning.cost import Hardware, fusing_for, planned_on
 from autoshard.planning.estimate import Layout
 from autoshard.program import Program
 from autoshard.runtime import compat
@@ -232,6 +232,9 @@ def plan_captured(
         plan=plan,
         layout=Layout.of(sizes, config.zero, config.bucket_bytes, config.defer_reduction),
         even=even,
+        fusing=fusing_for(
+            config.fuse_collectives, any(map(_on_gpu, placeholders)), axis.size, planned_on(machine)
+        ),
     )
     outer, first = None, None
     if mesh.outer is not None:

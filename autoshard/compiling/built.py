@@ -14,9 +14,18 @@ from torch import fx
 from autoshard.compiling.inductor_order import hold_order
 from autoshard.compiling.meta_graphs import off_meta
 from autoshard.config import Config
-from autoshard.passes import SILENT, Watch, finish, local_value, set_fate, specialize
+from autoshard.passes import (
+    SILENT,
+    FuseCollectives,
+    Report,
+    Watch,
+    finish,
+    local_value,
+    set_fate,
+    specialize,
+)
 from autoshard.planning import Decisions, Outer, Plan, Recomputation
-from autoshard.planning.cost import Hardware
+from autoshard.planning.cost import Hardware, planned_on
 from autoshard.runtime.collectives import Axis, I, State, gathering_axes
 from autoshard.runtime.compat import (
     ForwardBackward,
@@ -42,7 +51,7 @@ class Built:
     microbatch: what backward does with gradients, one of `runtime.parameters.MICROBATCH`.
     chosen: where the mesh comes from, in a line; "" where the caller gave it.
     absent: trained parameters of the model that the graph does not read, where the model is known.
-    watch: follows the passes that are still to come.
+    watch: follows the passes that are still to come. reports: of those over the graphs of `joint`.
     """
 
     graph_module: fx.GraphModule
@@ -59,6 +68,7 @@ class Built:
     absent: tuple[str, ...] = ()
     outer: Outer | None = None
     watch: Watch = field(default=SILENT, repr=False)
+    reports: list[Report] = field(default_factory=list, repr=False)
 
     @property
     def whole(self) -> fx.GraphModule:
@@ -95,10 +105,23 @@ class Built:
         return split
 
     def _bucketed(self, made: ForwardBackward) -> ForwardBackward:
-        finish(made.forward, self.mesh, self.config.bucket_bytes, False, self.watch)
+        reports = self._finish(made.forward, False)
         if made.backward is not None:
-            finish(made.backward, self.mesh, self.config.bucket_bytes, True, self.watch)
+            reports += self._finish(made.backward, True)
+        self.reports[:] = reports
         return made
+
+    def _finish(self, graph: fx.GraphModule, backward: bool) -> list[Report]:
+        fuse = self.fusing(backward)
+        return finish(graph, self.mesh, self.config.bucket_bytes, backward, self.watch, fuse)
+
+    def fusing(self, backward: bool) -> FuseCollectives | None:
+        """The pass that joins collectives to products, where the plan was priced with it."""
+        fusing, machine = self.decisions.prices.fusing, planned_on(self.hardware)
+        if fusing is None or self.axis.size == 1:
+            return None
+        links = machine.links({axis.name: axis.size for axis in self.mesh.axes})
+        return FuseCollectives(fusing, machine, machine.real(links[self.axis.name]), backward)
 
     def _specialized(self, made: ForwardBackward) -> ForwardBackward:
         specialize(made.forward, self.axis, False, self.watch)
@@ -113,13 +136,13 @@ class Built:
 
     def finish(self, graph: fx.GraphModule, backward: bool) -> None:
         """Bucket and schedule the collectives of a graph that is compiled and run, in place."""
-        finish(graph, self.mesh, self.config.bucket_bytes, backward, self.watch)
+        self._finish(graph, backward)
         specialize(graph, self.axis, backward, self.watch)
 
     def settings(self) -> str:
         """Text of all that `finish` depends on besides the graph: equal texts make equal graphs."""
         options = replace(self.config, mesh={}, plan=None)
-        return f"{self.mesh.axes} {options} {self.watch.key()}"
+        return f"{self.mesh.axes} {options} {self.fusing(False)} {self.watch.key()}"
 
     def stored(self) -> dict[str, State]:
         """The stored state of each parameter on the axis."""

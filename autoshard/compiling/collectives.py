@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.compiling.built import Built
 from autoshard.planning import tensor_bytes
-from autoshard.runtime.collectives import EXCHANGES
+from autoshard.runtime.collectives import EXCHANGES, FUSED_PRODUCTS, GATHER_MATMUL
 from autoshard.runtime.graph_meta import CHANGE, LINE, MODULE, READER, READER_LINE
 
 _c10d = torch.ops._c10d_functional
@@ -31,7 +31,8 @@ class Collective:
     """A collective of a rank's step.
 
     bytes is the logical size: the tensor of an all-reduce or all-to-all, the output of an
-    all-gather, the input of a reduce-scatter. phase is "forward" or "backward". module is the
+    all-gather, the input of a reduce-scatter. fused: whether it is one operator with the products
+    beside it. phase is "forward" or "backward". module is the
     path of the module it serves, change the state change that causes it, stack the user's line.
     reader, reader_line: the module and the line that need the new state, where they are known.
     """
@@ -46,6 +47,7 @@ class Collective:
     node: fx.Node = field(repr=False, compare=False)
     reader: str = ""
     reader_line: str = ""
+    fused: bool = False
 
 
 def collectives_of(built: Built) -> list[Collective]:
@@ -54,21 +56,32 @@ def collectives_of(built: Built) -> list[Collective]:
     found = []
     for phase, gm in (("forward", built.joint.forward), ("backward", built.joint.backward)):
         for node in gm.graph.nodes if gm is not None else ():
-            if node.target in _LOGICAL_SIZE:
+            if node.target in (*_LOGICAL_SIZE, *FUSED_PRODUCTS):
                 # the last argument of a collective names its process group
                 found.append(_collective(node, axes[str(node.args[-1])], phase))
     return found
 
 
-def _collective(node: fx.Node, axis: str, phase: str) -> Collective:
+def _logical_size(node: fx.Node) -> tuple[str, int]:
+    """The collective that a node is, with its bytes."""
+    if node.target in FUSED_PRODUCTS:
+        part: Any = node.args[0] if node.target is GATHER_MATMUL else node
+        ranks: Any = node.args[-3]
+        op = "all_gather" if node.target is GATHER_MATMUL else "reduce_scatter"
+        return op, ranks * tensor_bytes(part.meta["val"])
     op, side = _LOGICAL_SIZE[node.target]  # type: ignore[index]
     source = node.args[0] if side == "input" else node
     assert isinstance(source, fx.Node)
+    return op, sum(map(tensor_bytes, pytree.tree_leaves(source.meta["val"])))
+
+
+def _collective(node: fx.Node, axis: str, phase: str) -> Collective:
+    op, nbytes = _logical_size(node)
     custom: dict[str, Any] = node.meta.get("custom") or {}
     return Collective(
         op=op,
         axis=axis,
-        bytes=sum(map(tensor_bytes, pytree.tree_leaves(source.meta["val"]))),
+        bytes=nbytes,
         phase=phase,
         module=custom.get(MODULE, ""),
         change=custom.get(CHANGE, ""),
@@ -76,4 +89,5 @@ def _collective(node: fx.Node, axis: str, phase: str) -> Collective:
         node=node,
         reader=custom.get(READER, ""),
         reader_line=custom.get(READER_LINE, ""),
+        fused=node.target in FUSED_PRODUCTS,
     )

@@ -22,9 +22,9 @@ either, and would copy each bucket of all-reduced gradients: `reduce_in_place` d
 Transfers to and from the host are held like collectives: the products between a copy's start and
 its wait are those that it runs beside.
 
-Rows that travel to their experts do so in an operator that Inductor does not know for a collective:
-it comes after the collective before it, and the next one after it, so that all ranks run them in
-one order.
+Rows that travel to their experts do so in an operator that Inductor does not know for a collective,
+and so do activations in one with their products: each comes after the collective before it, and the
+next one after it, so that all ranks run them in one order.
 
 Not done: products that Inductor lowers to loops (very small ones) are not held.
 """
@@ -37,7 +37,7 @@ from torch import fx
 
 from autoshard.passes import ALL_REDUCE, COLLECTIVES, aten, c10d, waits_of
 from autoshard.planning import PRODUCTS, RESHAPES, packet
-from autoshard.runtime.collectives import EXCHANGES
+from autoshard.runtime.collectives import EXCHANGES, FUSED_PRODUCTS
 from autoshard.runtime.operators import OFFLOAD, RELOAD, WAIT_TRANSFER
 
 
@@ -71,17 +71,17 @@ def order_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     last: fx.Node | None = None
     for node in nodes:
         before.append(last)
-        last = node if packet(node) in PRODUCTS else last
+        last = node if _is_product(node) else last
     after: list[fx.Node | None] = [None] * len(nodes)  # the first product after each node
     following: fx.Node | None = None
     for i in range(len(nodes) - 1, -1, -1):
         after[i] = following
-        following = nodes[i] if packet(nodes[i]) in PRODUCTS else following
+        following = nodes[i] if _is_product(nodes[i]) else following
     previous: fx.Node | None = None
     for start in nodes:
         # Inductor keeps the order of collectives that it knows, and does not know these
-        if start.target in (*COLLECTIVES, IN_PLACE, *EXCHANGES):
-            if previous is not None and {start.target, previous.target} & {*EXCHANGES}:
+        if start.target in (*COLLECTIVES, IN_PLACE, *_UNKNOWN):
+            if previous is not None and {start.target, previous.target} & {*_UNKNOWN}:
                 found.setdefault(start, []).append(previous)
             previous = start
         if start.target not in (*COLLECTIVES, IN_PLACE, *TRANSFERS):
@@ -113,6 +113,10 @@ def order_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return dict(sorted(found.items(), key=lambda item: position[item[0]]))
 
 
+def _is_product(node: fx.Node) -> bool:
+    return packet(node) in PRODUCTS or node.target in FUSED_PRODUCTS
+
+
 def _waits(start: fx.Node) -> list[fx.Node]:
     if start.target in TRANSFERS:
         return [user for user in start.users if user.target is WAIT_TRANSFER]
@@ -137,5 +141,6 @@ def _behind(nodes: Any) -> list[fx.Node]:
     return found
 
 
+_UNKNOWN = (*EXCHANGES, *FUSED_PRODUCTS)
 TRANSFERS = (OFFLOAD, RELOAD)
 IN_PLACE = c10d.all_reduce_.default

@@ -134,6 +134,7 @@ def _request(built: Built, sequence: bool, prices: Prices) -> Request:
         lazy_outputs=built.config.outputs != "replicate",
         prices=prices,
         outer=built.outer,
+        fusing=built.decisions.prices.fusing,
     )
 
 

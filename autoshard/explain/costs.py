@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from autoshard.compiling import Built, Collective
 from autoshard.passes import WAIT, start_of
 from autoshard.planning import cost
-from autoshard.planning.cost import planned_on
-from autoshard.runtime.collectives import EXCHANGES, P
+from autoshard.planning.cost import START_SECONDS, planned_on
+from autoshard.runtime.collectives import EXCHANGES, FUSED_PRODUCTS, P
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ def costs(
                 bytes=members[0].bytes,
                 seconds=sum(seconds(built, one) for one in members),
                 sent=sum(sent(built, one) for one in members),
-                hidden=sum(min(seconds(built, one), windows[one.node]) for one in members),
+                hidden=sum(hidden(built, one, windows) for one in members),
                 modules=tuple(cause(one)[0] for one in members),
                 line=line,
                 code=code(line),
@@ -96,6 +97,7 @@ def hidden_windows(built: Built) -> dict[fx.Node, float]:
     """By collective: seconds of the matrix products between its start and its wait.
 
     Two collectives in flight at once count the same products, so it is what can be hidden at most.
+    Of one that is one operator with its products, these.
     """
     machine = planned_on(built.hardware)
     share = machine.efficiency
@@ -110,11 +112,21 @@ def hidden_windows(built: Built) -> dict[fx.Node, float]:
             if node.target is WAIT and (start := start_of(node)) in before:
                 found.setdefault(start, elapsed - before[start])
             elif flops := cost.node_flops(node):
-                val = node.meta["val"]
-                dtype = val.dtype if isinstance(val, torch.Tensor) else torch.float32
+                made = pytree.tree_leaves(node.meta["val"])[0]
+                dtype = made.dtype if isinstance(made, torch.Tensor) else torch.float32
                 moved = cost.node_bytes(node) / share.memory
-                elapsed += cost.node_seconds(flops / share.compute, moved, dtype, machine.device)
+                took = cost.node_seconds(flops / share.compute, moved, dtype, machine.device)
+                elapsed += took
+                if node.target in FUSED_PRODUCTS:
+                    found[node] = took
     return found
+
+
+def hidden(built: Built, one: Collective, windows: Mapping[fx.Node, float]) -> float:
+    """Seconds of one collective that products cover, at most; as one operator with them, less what
+    starting that takes."""
+    covered = min(seconds(built, one), windows[one.node])
+    return max(0.0, covered - START_SECONDS) if one.fused else covered
 
 
 def seconds(built: Built, one: Collective) -> float:

@@ -6,16 +6,17 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from torch import fx
 
 from autoshard.compiling import Built, Collective, collectives_of
 from autoshard.explain.alternatives import Alternative, alternatives
-from autoshard.explain.costs import Cost, costs, folded, hidden_windows, seconds
+from autoshard.explain.costs import Cost, costs, folded, hidden, hidden_windows, seconds
 from autoshard.explain.operators import planned_operators
 from autoshard.explain.reasons import Whole, reason, whole
 from autoshard.memory import Memory, Moment, Step, step_of, summary
-from autoshard.passes import user_line
+from autoshard.passes import FuseCollectives, user_line
 from autoshard.planning import global_bytes, value
 from autoshard.runtime.collectives import State
 from autoshard.runtime.graph_meta import DIFF
@@ -37,6 +38,13 @@ class ParameterGroup:
     bytes: int
 
 
+class Apart(NamedTuple):
+    """A collective that is no operator with products, and why."""
+
+    collective: Collective
+    reason: str
+
+
 @dataclass(frozen=True)
 class Facts:
     """What there is to say of one program."""
@@ -53,6 +61,19 @@ class Facts:
     def collectives(self) -> list[Collective]:
         """Every collective of a step, in the order of issue."""
         return collectives_of(self.built)
+
+    @cached_property
+    def apart(self) -> list[Apart]:
+        """Gathers and reduce-scatters that are not one operator with products, where such were
+        asked for."""
+        found = {one.node.name: one for one in self.collectives if not one.fused}
+        skips = [
+            skip
+            for report in self.built.reports
+            if report.name == FuseCollectives.name
+            for skip in report.skips
+        ]
+        return [Apart(found[skip.node], skip.reason) for skip in skips if skip.node in found]
 
     @cached_property
     def windows(self) -> dict[fx.Node, float]:
@@ -96,7 +117,7 @@ class Facts:
         found = defaultdict(list)
         for one in self.collectives:
             took = seconds(self.built, one)
-            found[one.change].append((one, took, min(took, self.windows[one.node])))
+            found[one.change].append((one, took, hidden(self.built, one, self.windows)))
         return found
 
     def states(self, node: fx.Node) -> dict[str, State]:

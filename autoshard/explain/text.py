@@ -39,6 +39,7 @@ def explain(built: Built, width: int | None = None) -> str:
         _float8(built, columns),
         _without_gradient(facts),
         text_costs.collectives(facts, columns),
+        text_costs.fused(facts, columns),
         _inference_layers(built),
         _cuda_graph(built),
         text_costs.beside(facts, columns),

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 
 from autoshard.compiling import Built
 from autoshard.explain.alternatives import Alternative
-from autoshard.explain.costs import Cost, folded, named, short
+from autoshard.explain.costs import Cost, cause, folded, named, short
 from autoshard.explain.facts import Facts
 from autoshard.explain.reasons import operator_name
 from autoshard.explain.tables import clipped, human, milliseconds, table
@@ -89,6 +89,28 @@ def collectives(facts: Facts, width: int) -> str:
     for one, line in zip(found, lines[2:], strict=True):
         text += [clipped(line, width), *_where(one, width)]
     return "\n".join([*text, *_totals(facts, found, width)])
+
+
+def fused(facts: Facts, width: int) -> str:
+    """Which collectives are one operator with products, and why the others of their kind are not;
+    nothing where none were to be."""
+    fusing = facts.built.decisions.prices.fusing
+    if fusing is None or facts.built.axis.size == 1:
+        return ""
+    found = Counter((one.phase, one.op) for one in facts.collectives if one.fused)
+    told = ", ".join(f"{count} {op} {phase}" for (phase, op), count in sorted(found.items()))
+    how = "" if fusing.always else ", each where a measurement at its first call says so"
+    lines = [f"one operator with the products beside them: {told or 'none'}{how if told else ''}"]
+    apart: Counter[tuple[str, ...]] = Counter()
+    for one in facts.apart:
+        module, line = cause(one.collective)
+        apart[one.collective.op, one.collective.phase, one.reason, folded(module), line] += 1
+    rows = [
+        [f"{op} {phase}", str(count), reason, module, short(line)]
+        for (op, phase, reason, module, line), count in apart.items()
+    ]
+    header = ["apart from products", "count", "because", "module", "line"]
+    return "\n".join([*lines, table(header, rows, width, right=(1,))] if rows else lines)
 
 
 def _row(one: Cost) -> list[str]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from autoshard.planning.cost import Hardware, planned_on
+from autoshard.planning.cost import Fusing, Hardware, planned_on
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate import (
     Layout,
@@ -54,8 +54,9 @@ class Request:
     prices: what a stored byte costs where there is no memory_budget. layout: the data-parallel
     axes, among which a rank's bytes are split further. even: whether only dims are split that the
     axis divides, and no shape depends on values (of a graph that is exported, or is planned on
-    another axis afterwards). beside: ranks of that axis. outer: of the graph of a rank of another
-    axis, the plan of that.
+    another axis afterwards). beside: ranks of that axis. fusing: which collectives are one operator
+    with the products beside them; None: none. outer: of the graph of a rank of another axis, the
+    plan of that.
     """
 
     parameters: Mapping[fx.Node, str]
@@ -75,6 +76,7 @@ class Request:
     even: bool = False
     beside: int = 1
     outer: Outer | None = None
+    fusing: Fusing | None = None
 
 
 def fingerprint(gm: fx.GraphModule) -> str:
@@ -231,7 +233,15 @@ def builder_of(
         stored[node] = request.stored.get(node) or _checked(node, name, wanted.get(name))
     results = list(_output(gm).args[0])  # type: ignore[arg-type]
     domains = _output_domains(gm, results, n, request)
-    axis = AxisPrices(n, hardware, stored.keys(), request.sequence_parallel, prices, request.axis)
+    axis = AxisPrices(
+        n,
+        hardware,
+        stored.keys(),
+        request.sequence_parallel,
+        prices,
+        request.axis,
+        fusing=request.fusing,
+    )
     return Builder(
         gm,
         axis,

@@ -43,13 +43,21 @@ class Prices:
 
 
 class MovedValue(NamedTuple):
-    """The properties of a value that the price of moving it depends on; `last` is its last dim."""
+    """The properties of a value that the price of moving it depends on.
+
+    last: its last dim. read, made: seconds, on a rank, of the products that read its rows, and of
+    the one that makes it, where collectives may be one operator with those; else 0. even: the dims
+    along which they may.
+    """
 
     nbytes: int
     diff: bool
     activation: bool
     outer: int
     last: int
+    read: float = 0.0
+    made: float = 0.0
+    even: tuple[int, ...] = ()
 
     def spreads(self, src: State, dst: State) -> bool:
         """Whether the change starts to split an activation along the sequence or the batch.
@@ -68,6 +76,7 @@ class AxisPrices:
 
     parameters: the placeholders of parameters. sequence_parallel: whether an activation may be
     split along the sequence or the batch. prices: those of a stored byte. name: of the axis.
+    fusing: which collectives are one operator with the products beside them; None: none.
     """
 
     def __init__(
@@ -78,9 +87,11 @@ class AxisPrices:
         sequence_parallel: bool,
         prices: Prices,
         name: str = "tp",
+        fusing: cost.Fusing | None = None,
     ) -> None:
         self.n, self.hardware, self.parameters, self.name = n, hardware, parameters, name
         self.link = hardware.links[name]
+        self.fusing = fusing
         self.sequence_parallel = sequence_parallel
         self.activation_byte = prices.activation_byte or 2.0 / hardware.memory_bandwidth
         self.gathers_weights = prices.gathers_weights
@@ -128,7 +139,21 @@ class AxisPrices:
             (differentiable(source) and source not in self.parameters) or source in self.computed,
             cost.outer_dim(shape),
             len(shape) - 1,
+            self._products(source, *source.users),
+            self._products(source, source),
+            () if self.fusing is None else cost.fused_dims(shape, self.n),
         )
+
+    def _products(self, source: fx.Node, *nodes: fx.Node) -> float:
+        """Seconds on a rank of those nodes that multiply the rows of `source`, or make them."""
+        if self.fusing is None:
+            return 0.0
+        flops = sum(
+            cost.product_flops(one)
+            for one in nodes
+            if one is source or cost.multiplies(one, source)
+        )
+        return cost.node_seconds(flops / self.n, 0, value(source).dtype, self.hardware)
 
     def change_cost(self, source: fx.Node) -> Callable[[State, State], float]:
         """Seconds to move `source`'s value between two states, as the factors charge it."""
@@ -147,10 +172,27 @@ class AxisPrices:
                 seconds = cost.change_seconds(
                     src, dst, moved.nbytes, self.n, self.link, moved.diff, moved.outer
                 )
+                seconds -= self._spared(src, dst, moved)
                 if _is_gather(src, dst, moved):
                     seconds += min(self._kept(moved), self._repeated(src, dst, moved))
             self._changes[key] = seconds
         return self._changes[key]
+
+    def _spared(self, src: State, dst: State, moved: MovedValue) -> float:
+        """Seconds that a change gains by being one operator with the products beside it."""
+        dim = shard_dim(dst if src == P else src)
+        if self.fusing is None or dim not in moved.even:
+            return 0.0
+        if src == P:
+            product, times = moved.made, 1 + moved.diff
+        elif shard_dim(dst) is None and dst != P:
+            product, times = moved.read, 1 + (moved.diff and dst == R)
+        else:
+            return 0.0
+        if not product:
+            return 0.0
+        whole = cost.collective_seconds("all_gather", moved.nbytes, self.n, self.link)
+        return times * self.fusing.gain(whole, product)
 
     def gathers_again(self, source: fx.Node, src: State, dst: State) -> bool:
         """Whether a weight that is gathered in forward is gathered again in backward, which costs

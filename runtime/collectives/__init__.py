@@ -12,6 +12,11 @@ from autoshard.runtime.collectives.data_parallel_axes import (
     gathering_axes,
     outer_axis,
 )
+from autoshard.runtime.collectives.fused_products import (
+    FUSED_PRODUCTS,
+    GATHER_MATMUL,
+    MATMUL_SCATTER,
+)
 from autoshard.runtime.collectives.lockstep import PREFIX, exchange, run_mesh, run_ranks
 from autoshard.runtime.collectives.redistribution import (
     all_gather,

@@ -104,8 +104,12 @@ from autoshard.runtime.compat.symbolic import (
     unknown_size,
 )
 from autoshard.runtime.compat.symmetric import (
+    gather_matmul,
+    gpu_milliseconds,
     has_symmetric_memory,
+    is_capturing,
     is_running,
+    matmul_scatter,
     symmetric_buffer,
     symmetric_sum,
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,3 +69,43 @@ def symmetric_sum(kernel: str, buffer: torch.Tensor, x: torch.Tensor, group: str
     if kernel == "two_shot":
         return operators.two_shot_all_reduce_out(buffer, "sum", group, torch.empty_like(x))  # type: ignore[no-any-return]
     return operators.multimem_all_reduce_(buffer, "sum", group).clone()  # type: ignore[no-any-return]
+
+
+def gather_matmul(
+    shard: torch.Tensor, weights: list[torch.Tensor], dim: int, whole: bool, group: str
+) -> list[torch.Tensor]:
+    """The gathered value, where `whole`, and its product with each weight, in pieces that are
+    multiplied as they arrive. Torch allocates symmetric memory for the group itself; results may
+    be strided."""
+    import torch.distributed._symmetric_memory  # registers the operators
+
+    operator = torch.ops.symm_mem.fused_all_gather_matmul
+    gathered, products = operator(shard, weights, dim, group, return_A=whole)
+    return [gathered, *products] if whole else list(products)
+
+
+def matmul_scatter(x: torch.Tensor, weight: torch.Tensor, dim: int, group: str) -> torch.Tensor:
+    """This rank's part of the ranks' sum of products, in pieces that leave as they are made."""
+    import torch.distributed._symmetric_memory  # registers the operators
+
+    operator = torch.ops.symm_mem.fused_matmul_reduce_scatter
+    return operator(x, weight, "sum", dim, group)  # type: ignore[no-any-return]
+
+
+def is_capturing() -> bool:
+    """Whether kernels are being captured as a CUDA graph, which cannot be timed."""
+    return torch.cuda.is_current_stream_capturing()
+
+
+def gpu_milliseconds(run: Callable[[], Any], times: int = 3) -> float:
+    """Time of the quickest of some runs, after one that allocates what it needs."""
+    run()
+    found = []
+    for _ in range(times):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end))
+    return min(found)

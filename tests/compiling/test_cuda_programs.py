@@ -65,6 +65,19 @@ def test_a_step_has_fused_attention_and_waits_for_nothing() -> None:
 
 
 @pytest.mark.slow
+def test_collectives_of_a_large_layer_are_fused_with_its_products() -> None:
+    """By the default of the option: gathers and reduce-scatters, forward and backward."""
+    forward, backward = facts("llama_wide")["llama_wide"]["graphs"]
+    for graph, gathers, scatters in ((forward, 3, 2), (backward, 2, 3)):
+        count = graph["operators"].get
+        assert count("autoshard.all_gather_matmul.default") == gathers
+        assert count("autoshard.matmul_reduce_scatter.default") == scatters
+        assert not [name for name in graph["operators"] if "all_gather_into" in name]
+        assert "_c10d_functional.reduce_scatter_tensor.default" not in graph["operators"]
+        assert graph["waits"] == []
+
+
+@pytest.mark.slow
 def test_other_steps_wait_for_what_they_must_only() -> None:
     """Weights that are stored wider, dropout, and experts on their ranks or split among them."""
     found = facts(

@@ -37,6 +37,24 @@ class MLP(nn.Module):
         return y
 
 
+class Gated(nn.Module):
+    """Two products that read one value, and their sum, before and after a norm."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        sizes = ((width, 2 * width), (width, 2 * width), (2 * width, width))
+        self.first = nn.ModuleList(nn.Linear(*size, bias=False) for size in sizes)
+        self.norm = nn.RMSNorm(width)
+        self.second = nn.ModuleList(nn.Linear(*size, bias=False) for size in sizes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up, down = self.first
+        x = self.norm(x + down(gate(x).relu() * up(x)))
+        gate, up, down = self.second
+        y: torch.Tensor = down(gate(x).relu() * up(x))
+        return y
+
+
 class Regression(nn.Module):
     """A body and the squared error of its output."""
 

@@ -26,7 +26,7 @@ from autoshard.passes.expand_grouped_heads import ExpandGroupedHeads
 from autoshard.program import Program
 from autoshard.runtime.collectives.axis import Axis
 from golden_text import golden
-from models_plain import MLP, Mixture
+from models_plain import MLP, Gated, Mixture
 
 
 class Reshaped(nn.Module):
@@ -162,6 +162,8 @@ SAMPLES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, int
     "global_token_mean": (Classifier, (4, 8), {"dp_replicate": 2}, ""),
     "fuse_inference_layers": (Served, (2, 8), {"tp": 2}, ""),
     "bucket_parameters": (Two, (4, 8), {"dp_shard": 2}, "forward"),
+    "fuse_collectives": (lambda: Gated(64), (512, 64), {"tp": 2}, "forward"),
+    "delay_weight_products": (Gated, (4, 8), {"tp": 2}, "backward"),
     "bucket_gradients": (Two, (4, 8), {"dp_shard": 2}, "backward"),
     "schedule_collectives": (Two, (4, 8), {"dp_shard": 2}, "backward"),
     "reduce_scatter_by_all_to_all": (Two, (4, 8), {"dp_shard": 2}, "backward"),
@@ -172,6 +174,7 @@ SAMPLES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, int
 OPTIONS: dict[str, dict[str, Any]] = {
     "float8_products": {"precision": {"matmul": "float8"}},
     "global_token_mean": {"loss_tokens": "global"},
+    "fuse_collectives": {"fuse_collectives": True, "outputs": "sharded"},
 }
 
 
@@ -221,7 +224,7 @@ def test_every_pass_keeps_the_contract(one: Any) -> None:
     for call in (".call_function(", ".recompile(", ".lint(", "os.environ", "print("):
         assert call not in source, f"{call} is not a pass's"
     imported = set(re.findall(r"autoshard\.passes\.(\w+) import", source))
-    shared = {"base", "bucketing", "index_functions", "index_values", "mask_meaning"}
+    shared = {"base", "bucketing", "index_functions", "index_values", "layouts", "mask_meaning"}
     assert imported <= shared | {"expert_routes", "expert_rows"}, "a pass imports no pass"
 
 

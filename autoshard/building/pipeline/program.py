@@ -254,6 +254,7 @@ def refuse_options(config: Config) -> None:
         "host_memory": config.host_memory is not None,
         "cuda_graphs": config.cuda_graphs,
         "inductor": config.inductor is not None,
+        "fuse_collectives": config.fuse_collectives is True,
     }
     for name, is_asked in asked.items():
         if is_asked:

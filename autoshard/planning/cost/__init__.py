@@ -9,6 +9,14 @@ from autoshard.planning.cost.bucket_size import (
     reference_bytes,
 )
 from autoshard.planning.cost.clusters import Cluster, cluster, planned_on
+from autoshard.planning.cost.fused import (
+    START_SECONDS,
+    Fusing,
+    fused_dims,
+    fusing_for,
+    multiplies,
+    product_flops,
+)
 from autoshard.planning.cost.machines import DEFAULT_HARDWARE, Hardware, Link, hardware
 from autoshard.planning.cost.model import (
     COLLECTIVES,

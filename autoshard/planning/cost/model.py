@@ -299,6 +299,15 @@ def _experts(args: Sequence[Any], out: Any) -> int:
     return 2 * numel(ids) * sum(numel(each) // hint(each.shape[0]) for each in matrices)
 
 
+def _gathered_products(args: Sequence[Any], out: Any) -> int:
+    shard, weights = args[:2]
+    return sum(2 * numel(made) * hint(shard.shape[-1]) for made in out[len(out) - len(weights) :])
+
+
+def _scattered_product(args: Sequence[Any], out: Any) -> int:
+    return 2 * numel(args[0]) * hint(args[1].shape[1])
+
+
 _aten = torch.ops.aten
 _FLOPS: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     **dict.fromkeys(PRODUCTS - ADDED_PRODUCTS - CONVOLUTIONS, _product(0)),
@@ -317,4 +326,6 @@ _FLOPS: dict[Any, Callable[[Sequence[Any], Any], int]] = {
 _CUSTOM_FLOPS: dict[str, Callable[[Sequence[Any], Any], int]] = {
     "transformers::grouped_mm_fallback": _product(0),
     "autoshard::experts": _experts,
+    "autoshard::all_gather_matmul": _gathered_products,
+    "autoshard::matmul_reduce_scatter": _scattered_product,
 }

@@ -45,8 +45,8 @@ def timing(
 ) -> Timing:
     """The time of a step on a rank; `links` at the data sheet's rates, by axis.
 
-    A collective on tp or cp, or of experts' rows, is waited for where it stands; those of a bucket
-    of parameters overlap.
+    A collective on tp or cp, or of experts' rows, is waited for where it stands, but for what a
+    product hides that it is one operator with; those of a bucket of parameters overlap.
     """
     real = {name: cluster.real(link) for name, link in links.items()}
     planned = dict.fromkeys(PLANNED, profile.n)  # which of the two, each collective says
@@ -59,7 +59,7 @@ def timing(
     travel = [one for one in profile.exchanges if one.on(layout.experts)]
     waited = [*profile.sent, *(sent for one in travel for sent in one.sent)]
     for one in waited:
-        (backward if one.backward else forward)[one.at] += seconds(one, ranks, real)
+        (backward if one.backward else forward)[one.at] += _waited(one, profile, ranks, real)
     for mixture in travel:
         forward[mixture.sent[0].at] += WAIT_SECONDS  # the host reads how many rows arrive
     groups = buckets(profile.weights, layout) or [[]]
@@ -88,6 +88,19 @@ def timing(
     sent = sent_by_axis([*data, *waited, *[*repeated, *waited] * (times - 1)], ranks, real)
     busy = times * compute
     return Timing(passes + update, busy, passes - busy, update, sent)
+
+
+def _waited(
+    one: Sent, profile: Profile, ranks: Mapping[str, int], links: Mapping[str, Link]
+) -> float:
+    """Seconds of a collective on the planned axis, less what products in one operator with it hide.
+    In backward such a product, of the gradient with the weight, takes as long as in forward."""
+    took = seconds(one, ranks, links)
+    products = sum(profile.forward[i] for i in one.beside)
+    if profile.fusing is None or not products:
+        return took
+    on_the_wire = took - one.copied / links[one.axis].copy_bandwidth
+    return took - profile.fusing.gain(on_the_wire, products)
 
 
 def _pass_seconds(segments: Sequence[Segment], alone: float, slows: float) -> float:

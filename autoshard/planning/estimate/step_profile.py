@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from autoshard.planning import cost
-from autoshard.planning.cost import Cluster
+from autoshard.planning.cost import Cluster, Fusing
 from autoshard.planning.decisions import Decisions, Recomputation
 from autoshard.planning.estimate.memory import RankHolds, held, recomputed
 from autoshard.planning.estimate.operator_time import OperatorTimes, dtype_of
@@ -38,7 +38,8 @@ class Profile(RankHolds):
     forward, backward: seconds of compute at each operator. sent: the collectives on tp.
     exchanges: mixtures whose rows travel where the mesh has an axis ep. flops: operations of the
     serial model, forward and backward, by which utilisation is counted (PaLM's MFU: no
-    recomputation). peak: operations a second of the device, in the dtype of most of them.
+    recomputation). peak: operations a second of the device, in the dtype of most of them. fusing:
+    which collectives are one operator with the products beside them.
     """
 
     n: int
@@ -48,6 +49,7 @@ class Profile(RankHolds):
     peak: float
     sent: tuple[Sent, ...]
     exchanges: tuple[Exchange, ...] = ()
+    fusing: Fusing | None = None
 
     @property
     def compute(self) -> float:
@@ -124,6 +126,7 @@ class _Profiler:
             peak=self.cluster.device.peak(main),
             sent=tuple(tp_collectives(self.gm, self.decisions, self.n, bucket_bytes)),
             exchanges=tuple(expert_rows(self.gm, self.decisions, self.n)),
+            fusing=self.decisions.prices.fusing,
             weights=kept.weights,
             activations=kept.activations,
             buffers=kept.buffers,

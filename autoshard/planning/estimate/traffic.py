@@ -31,7 +31,7 @@ from autoshard.planning.estimate.weights import Layout, Weight
 from autoshard.planning.mixtures import exchangeable, exchanged_beside, is_mixture
 from autoshard.planning.strategy import operands, value
 from autoshard.planning.values import differentiable, global_bytes, leaves_none_empty
-from autoshard.runtime.collectives import State, forward_value, shard_dim
+from autoshard.runtime.collectives import P, State, forward_value, shard_dim
 
 
 class Sent(NamedTuple):
@@ -39,7 +39,8 @@ class Sent(NamedTuple):
 
     at: the position in the graph where it is waited for: of the operator that causes it, of the
     first use of a bucket of parameters. copied: bytes that are read and written to rearrange
-    what is not split along its outermost dim.
+    what is not split along its outermost dim. beside: positions of the products that it is one
+    operator with, or, in backward, of those whose operand's gradient it is one with.
     """
 
     axis: str
@@ -48,6 +49,7 @@ class Sent(NamedTuple):
     backward: bool
     at: int
     copied: int = 0
+    beside: tuple[int, ...] = ()
 
 
 class Traffic(NamedTuple):
@@ -177,7 +179,8 @@ def tp_collectives(
                 sent = _change(source, have, state, n, at, axis)
                 if decisions.gathers_again(source, have, state):
                     found.extend(one._replace(backward=True, at=place[user]) for one in sent[:1])
-                for one in sent:
+                beside = _beside(source, have, state, decisions, place)
+                for one in (each._replace(beside=beside) for each in sent):
                     if one.backward and _only_a_weight(source, decisions):
                         gradients.append((place[user], one.op, source))
                     else:
@@ -198,6 +201,28 @@ def tp_collectives(
     gradients.sort(key=lambda one: -one[0])
     members = [(op, source) for _, op, source in gradients]
     return [*found, *gradient_buckets(members, n, bucket_bytes, axis)]
+
+
+def _beside(
+    source: fx.Node, have: State, want: State, decisions: Decisions, place: Mapping[fx.Node, int]
+) -> tuple[int, ...]:
+    """The products that a change of state is one operator with, where the plan was priced so."""
+    dim = shard_dim(want if have == P else have)
+    prices = decisions.prices
+    if prices.fusing is None or dim not in cost.fused_dims(value(source).shape, prices.n):
+        return ()
+    if have == P:
+        return (place[source],) if cost.product_flops(source) else ()
+    if shard_dim(want) is not None or want == P:
+        return ()
+    strategies = decisions.strategies
+    return tuple(
+        place[user]
+        for user in source.users
+        if user in strategies
+        and cost.multiplies(user, source)
+        and want in strategies[user].inputs[:2]
+    )
 
 
 def _only_a_weight(source: fx.Node, decisions: Decisions) -> bool:

@@ -48,6 +48,12 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 GPT2: dict[str, Any] = {"vocab_size": 256, "n_embd": 128, "n_layer": 2, "n_head": 4}
 EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
+#: One layer that is large enough for collectives to be fused with products.
+WIDE = {
+    **{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008},
+    **{"num_hidden_layers": 1, "num_attention_heads": 32},
+}
+
 #: Operators whose result the host reads, or whose shape it has to know: it waits for the device.
 READ_BY_HOST = {
     aten._local_scalar_dense.default,
@@ -89,9 +95,11 @@ def on_gpu(shape: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device="cuda:0")
 
 
-def step(model: nn.Module, mesh: dict[str, int], **options: Any) -> Program:
+def step(
+    model: nn.Module, mesh: dict[str, int], shape: Any = (BATCH, SEQUENCE), **options: Any
+) -> Program:
     """The program of a training step."""
-    ids = on_gpu((BATCH, SEQUENCE), torch.long)
+    ids = on_gpu(shape, torch.long)
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
     return autoshard.trace(model, (), batch, mesh=mesh, cuda_graphs=True, **options)
 
@@ -131,6 +139,9 @@ def prompt(model: nn.Module) -> Program:
 
 CASES: dict[str, Callable[[], Program]] = {
     "llama": lambda: step(model_of("LlamaForCausalLM", **SIZES).train(), {"tp": 2}),
+    "llama_wide": lambda: step(
+        model_of("LlamaForCausalLM", **WIDE).train(), {"tp": 8}, shape=(1, 4096)
+    ),
     "llama_fsdp": lambda: step(
         model_of("LlamaForCausalLM", torch.float32, **SIZES).train(),
         {"dp_shard": 2, "tp": 2},

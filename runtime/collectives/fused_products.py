@@ -1,0 +1,167 @@
+"""A collective of an activation and the matrix products beside it, as one operator of a graph.
+
+    autoshard::all_gather_matmul(shard, weights, dim, whole, measure, ...) -> Tensor[]
+        shard [.., s, .., k], weights of [k, m] each -> the products of the gathered value
+        [.., n * s, .., k] with each; before them, where `whole`, that value itself
+    autoshard::matmul_reduce_scatter(x, weight, dim, measure, ...) -> Tensor
+        x [.., n * s, .., k], weight [k, m] -> this rank's part [.., s, .., m] of the ranks' sum
+
+`dim` is the one that ranks split, not the last; results are contiguous. On GPUs that reach each
+other's memory a product is computed piece by piece, as the pieces arrive or while those before
+leave. Elsewhere the product follows the gather, or the reduce-scatter the product: the same
+numbers, and the same bytes between ranks.
+
+measure: at the first call with some shapes each of both ways is timed, on all ranks together, and
+the quicker one stays. The operators stand in the graphs that autograd has made, so they have no
+derivative of their own: where one is the forward of a layer, the other is part of its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autoshard.runtime import compat
+from autoshard.runtime.collectives.axis import Axis
+from autoshard.runtime.collectives.redistribution import all_reduce, convert
+from autoshard.runtime.collectives.states import I, P, S
+from autoshard.runtime.errors import ConfigError, message
+
+_Key = tuple[Any, ...]
+_measured: dict[_Key, bool] = {}
+
+_library = torch.library.Library("autoshard", "FRAGMENT")
+_library.define(
+    "all_gather_matmul(Tensor shard, Tensor[] weights, int dim, bool whole, bool measure, int n, "
+    "int rank, str group) -> Tensor[]"
+)
+_library.define(
+    "matmul_reduce_scatter(Tensor x, Tensor weight, int dim, bool measure, int n, int rank, "
+    "str group) -> Tensor"
+)
+
+GATHER_MATMUL = torch.ops.autoshard.all_gather_matmul.default
+MATMUL_SCATTER = torch.ops.autoshard.matmul_reduce_scatter.default
+FUSED_PRODUCTS = (GATHER_MATMUL, MATMUL_SCATTER)
+"""The operators in a graph. The last argument names the process group, as of torch's own."""
+
+
+def _gather_then_multiply(
+    shard: torch.Tensor,
+    weights: list[torch.Tensor],
+    dim: int,
+    whole: bool,
+    measure: bool,
+    n: int,
+    rank: int,
+    group: str,
+) -> list[torch.Tensor]:
+    gathered = convert(shard, S(dim), I, Axis("", n, rank, group))
+    return [*([gathered] if whole else []), *(gathered @ weight for weight in weights)]
+
+
+def _multiply_then_scatter(
+    x: torch.Tensor, weight: torch.Tensor, dim: int, measure: bool, n: int, rank: int, group: str
+) -> torch.Tensor:
+    return convert(x @ weight, P, S(dim), Axis("", n, rank, group))
+
+
+_library.impl("all_gather_matmul", _gather_then_multiply, "CompositeExplicitAutograd")
+_library.impl("matmul_reduce_scatter", _multiply_then_scatter, "CompositeExplicitAutograd")
+
+
+def _gather_and_multiply(
+    shard: torch.Tensor,
+    weights: list[torch.Tensor],
+    dim: int,
+    whole: bool,
+    measure: bool,
+    n: int,
+    rank: int,
+    group: str,
+) -> list[torch.Tensor]:
+    def fused() -> list[torch.Tensor]:
+        return [one.contiguous() for one in compat.gather_matmul(shard, weights, dim, whole, group)]
+
+    def plain() -> list[torch.Tensor]:
+        return _gather_then_multiply(shard, weights, dim, whole, measure, n, rank, group)
+
+    sizes = (tuple(shard.shape), *(tuple(weight.shape) for weight in weights), shard.dtype, dim)
+    key = (group, shard.device, sizes, whole)
+    return _chosen(fused, plain, measure, Axis("", n, rank, group), key)
+
+
+def _multiply_and_scatter(
+    x: torch.Tensor, weight: torch.Tensor, dim: int, measure: bool, n: int, rank: int, group: str
+) -> torch.Tensor:
+    def fused() -> torch.Tensor:
+        return compat.matmul_scatter(x, weight, dim, group).contiguous()
+
+    def plain() -> torch.Tensor:
+        return _multiply_then_scatter(x, weight, dim, measure, n, rank, group)
+
+    key = (group, x.device, tuple(x.shape), tuple(weight.shape), x.dtype, dim)
+    return _chosen(fused, plain, measure, Axis("", n, rank, group), key)
+
+
+_library.impl("all_gather_matmul", _gather_and_multiply, "CUDA")
+_library.impl("matmul_reduce_scatter", _multiply_and_scatter, "CUDA")
+
+
+def _chosen(
+    fused: Callable[[], Any], plain: Callable[[], Any], measure: bool, axis: Axis, key: _Key
+) -> Any:
+    """The result of one of two ways on GPUs. key: what a measurement holds for."""
+    if not compat.has_symmetric_memory(axis.group):
+        if measure:
+            return plain()
+        raise ConfigError(
+            message(
+                f"options['fuse_collectives'] is True, and the {axis.size} GPUs of an axis do not "
+                "reach each other's memory",
+                remedy="Put the axis on GPUs of one machine with NVLink, or leave the option out.",
+            )
+        )
+    return fused() if not measure or _is_quicker(fused, plain, axis, key) else plain()
+
+
+def _is_quicker(fused: Callable[[], Any], plain: Callable[[], Any], axis: Axis, key: _Key) -> bool:
+    """Whether `fused` took less time than `plain`, on the slowest rank of each; measured once for
+    a key. Collective at its first call with it."""
+    if key not in _measured:
+        if compat.is_capturing():  # a CUDA graph, of a program that has not run before
+            return False
+        took = torch.tensor([compat.gpu_milliseconds(run) for run in (fused, plain)])
+        first, second = all_reduce(took.to(key[1]), "max", axis).tolist()
+        _measured[key] = first < second
+    return _measured[key]
+
+
+def _fake_gather_matmul(
+    shard: torch.Tensor,
+    weights: list[torch.Tensor],
+    dim: int,
+    whole: bool,
+    measure: bool,
+    n: int,
+    rank: int,
+    group: str,
+) -> list[torch.Tensor]:
+    rows = [*shard.shape[:-1]]
+    rows[dim] = rows[dim] * n
+    columns = [*([shard.shape[-1]] if whole else []), *(weight.shape[1] for weight in weights)]
+    return [shard.new_empty((*rows, each)) for each in columns]
+
+
+def _fake_matmul_scatter(
+    x: torch.Tensor, weight: torch.Tensor, dim: int, measure: bool, n: int, rank: int, group: str
+) -> torch.Tensor:
+    rows = [*x.shape[:-1]]
+    rows[dim] = rows[dim] // n
+    return x.new_empty((*rows, weight.shape[1]))
+
+
+torch.library.register_fake("autoshard::all_gather_matmul", _fake_gather_matmul, lib=_library)
+torch.library.register_fake("autoshard::matmul_reduce_scatter", _fake_matmul_scatter, lib=_library)
