@@ -205,11 +205,11 @@ class Config:
         "memory, for axes on one machine (generation.md).",
     )
     fuse_collectives: bool | str = _choice(
-        "auto",
-        ("auto", True, False),
+        False,
+        (False, "auto", True),
         "Whether gathers and reduce-scatters of activations are one operator with the products "
         "beside them: 'auto' where that is predicted, and measured, to be quicker, on GPUs of one "
-        "machine (overlap.md).",
+        "machine (overlap.md). No GPU has run it yet.",
     )
     cuda_graphs: bool = _flag(
         False,
@@ -299,7 +299,6 @@ class Config:
                         remedy=f"Leave out {name}, or inner.",
                     )
                 )
-
         if self.fuse_collectives is True and self.inner in ("eager", "tensorrt"):
             raise ConfigError(
                 message(

@@ -66,7 +66,7 @@ def test_a_step_has_fused_attention_and_waits_for_nothing() -> None:
 
 @pytest.mark.slow
 def test_collectives_of_a_large_layer_are_fused_with_its_products() -> None:
-    """By the default of the option: gathers and reduce-scatters, forward and backward."""
+    """Where they gain by it: gathers and reduce-scatters, forward and backward."""
     forward, backward = facts("llama_wide")["llama_wide"]["graphs"]
     for graph, gathers, scatters in ((forward, 3, 2), (backward, 2, 3)):
         count = graph["operators"].get

@@ -140,7 +140,10 @@ def prompt(model: nn.Module) -> Program:
 CASES: dict[str, Callable[[], Program]] = {
     "llama": lambda: step(model_of("LlamaForCausalLM", **SIZES).train(), {"tp": 2}),
     "llama_wide": lambda: step(
-        model_of("LlamaForCausalLM", **WIDE).train(), {"tp": 8}, shape=(1, 4096)
+        model_of("LlamaForCausalLM", **WIDE).train(),
+        {"tp": 8},
+        shape=(1, 4096),
+        fuse_collectives="auto",
     ),
     "llama_fsdp": lambda: step(
         model_of("LlamaForCausalLM", torch.float32, **SIZES).train(),
