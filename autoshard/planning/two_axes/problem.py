@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from autoshard.planning.context_parallel import BALANCED, unequal
 from autoshard.planning.outer import Origin
 from autoshard.planning.problem import Builder, Problem
 from autoshard.planning.solver import FactorGraph, Solution, fill_order
@@ -23,7 +24,6 @@ from autoshard.planning.two_axes.tables import OuterCopy, Produced, ValueTables
 from autoshard.planning.two_axes.values import HeldValue, Parts, StatePair
 from autoshard.planning.values import output_state, producer, shardable
 from autoshard.runtime.collectives import I, State
-from autoshard.runtime.operators import attend_to_both_ends, attend_to_prefix
 
 MOST_ENTRIES = 2**27
 MOST_WORK = 2**36
@@ -122,8 +122,8 @@ class JointBuilder:
         """What a rank of the outer axis runs for `node`, or takes as an input."""
         if node.op != "call_function":
             return node
-        if strategy.impl is attend_to_prefix and not self.outer.contiguous:
-            strategy = strategy._replace(impl=attend_to_both_ends)
+        if not self.outer.contiguous and unequal(node, strategy):
+            strategy = strategy._replace(impl=BALANCED[strategy.impl])
         key = (self.outer.signature(node), strategy)
         if key not in self._local:
             self._local[key] = self.parts.operator(node, strategy)
