@@ -54,7 +54,7 @@ def check(results: list[dict[str, Any]], copies: int = 1) -> None:
 @pytest.mark.parametrize(
     ("name", "sizes", "micro"),
     [
-        ("gpt2", {"pp": 2, "dp_shard": 2}, 1),
+        pytest.param("gpt2", {"pp": 2, "dp_shard": 2}, 1, marks=pytest.mark.slow),
         pytest.param("llama", {"pp": 2, "dp_replicate": 2}, 1, marks=pytest.mark.slow),
         pytest.param("gpt2", {"pp": 2, "dp_replicate": 2}, 2, marks=pytest.mark.slow),
         pytest.param("llama", {"pp": 2, "dp_shard": 2}, 2, marks=pytest.mark.slow),
@@ -69,9 +69,9 @@ def test_data_parallel_stages(gloo4: Any, name: str, sizes: Sizes, micro: int) -
     [
         ("llama", {"pp": 2, "tp": 2}),
         pytest.param("gpt2", {"pp": 2, "tp": 2}, marks=pytest.mark.slow),
-        ("llama", {"pp": 2, "cp": 2}),
+        pytest.param("llama", {"pp": 2, "cp": 2}, marks=pytest.mark.slow),
         pytest.param("gpt2", {"pp": 2, "cp": 2}, marks=pytest.mark.slow),
-        ("mixtral", {"pp": 2, "ep": 2}),
+        pytest.param("mixtral", {"pp": 2, "ep": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_axes_inside_of_stages(gloo4: Any, name: str, sizes: Sizes) -> None:

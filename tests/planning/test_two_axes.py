@@ -306,6 +306,7 @@ def train_tiny() -> dict[str, Any]:
     return {**pair.result(), "norms": norms, "stored": stored}
 
 
+@pytest.mark.slow
 def test_training_on_cp_and_tp_is_serial_training(gloo4: Any) -> None:
     for found in gloo4(train_tiny):
         assert found["loss"] < 1e-5 and found["gradient"] < 1e-5, found
