@@ -28,6 +28,7 @@ from autoshard.passes.match_experts import MatchExperts
 from autoshard.passes.recover_masks import RecoverMasks
 from autoshard.passes.reduce_scatter_by_all_to_all import ReduceScatterByAllToAll
 from autoshard.passes.schedule_collectives import ScheduleCollectives
+from autoshard.passes.shift_labels import ShiftLabels
 from autoshard.passes.split_recurrent import SplitRecurrent
 from autoshard.passes.unflatten_losses import UnflattenLosses
 from autoshard.passes.unflatten_products import UnflattenProducts
@@ -49,7 +50,7 @@ PIPELINE = (
         "serial",
         (
             *(Canonicalize, RecoverMasks, ExpandGroupedHeads, SplitRecurrent, MatchExperts),
-            *(InvariantRandom, UnflattenProducts, Float8Products, UnflattenLosses),
+            *(InvariantRandom, UnflattenProducts, Float8Products, ShiftLabels, UnflattenLosses),
         ),
     ),
     # the planned serial graph, which the first pass makes one rank's
@@ -121,7 +122,7 @@ def prepare(
     """Run the passes that precede planning, in place. tracked: see `InvariantRandom`. facts: see
     `RecoverMasks`, which None leaves out; ranges: see there too. exchanges: see `MatchExperts`.
     float8: that pass, where the options ask for it. sequences: whether an axis splits them
-    (`UnflattenProducts`, `UnflattenLosses`)."""
+    (`UnflattenProducts`, `ShiftLabels`, `UnflattenLosses`)."""
     passes: list[Pass] = [Canonicalize(), ExpandGroupedHeads(), SplitRecurrent()]
     passes += [MatchExperts(exchanges), InvariantRandom(tracked)]
     if float8 is not None:
@@ -129,7 +130,7 @@ def prepare(
     if facts is not None:
         passes += [RecoverMasks(tuple(facts.items()), ranges)]
     if sequences:
-        passes += [UnflattenProducts(), UnflattenLosses()]
+        passes += [UnflattenProducts(), ShiftLabels(), UnflattenLosses()]
     return run_stage("serial", passes, gm, Context(axis), watch)
 
 

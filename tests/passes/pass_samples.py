@@ -114,6 +114,18 @@ class Served(nn.Module):
         return y
 
 
+class Next(nn.Module):
+    """A loss of the next tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits, labels = self.head(x)[:, :-1], (x[:, 1:, 0] > 0).long()
+        return F.cross_entropy(logits.reshape(-1, 4), labels.reshape(-1))
+
+
 class Scored(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -133,6 +145,7 @@ SAMPLES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, int
     "invariant_random": (Random, (4, 8), {"tp": 2}, ""),
     "unflatten_products": (Flattened, (2, 4, 8), {"cp": 2}, ""),
     "float8_products": (Projected, (4, 32), {"tp": 2}, ""),
+    "shift_labels": (Next, (2, 6, 8), {"cp": 2}, ""),
     "unflatten_losses": (Scored, (2, 6, 8), {"cp": 2}, ""),
     "localize": (Two, (4, 8), {"tp": 2}, ""),
     "exchange_experts": (lambda: Mixture("one"), (6, 8), {"ep": 2}, ""),

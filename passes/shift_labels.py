@@ -1,0 +1,126 @@
+"""shift_labels: labels are shifted instead of logits, beside cp.
+
+    before                                        after
+    %x: f32[2,16,64]                              %x: f32[2,16,64]
+    %y: i64[2,15]                                 %y: i64[2,15]
+    %0: f32[2,15,64] = slice(%x, 1, 0, -1)        %0: f32[32,64] = reshape(%x, [32, 64])
+    %1: f32[30,64] = reshape(%0, [-1, 64])        %1: i64[2,16] = constant_pad_nd(%y, [0, 1], -100)
+    %2: i64[30] = reshape(%y, [-1])               %2: i64[32] = reshape(%1, [32])
+    %3: f32[] = cross_entropy_loss(%1, %2)        %3: f32[] = cross_entropy_loss(%0, %2)
+
+A model that predicts the next token and cuts the last row off its logits leaves one row fewer than
+the axis divides: the logits, the largest value of most models, would be gathered. Rows whose label
+is ignored add nothing to a sum, to a mean or to its count, nor to a gradient: so the labels get as
+many ignored ones behind as the logits have rows more.
+
+Not done: rows that are cut off in front; losses of each token (reduction="none"), whose result has
+a shape; sizes that are known at run time only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from autoshard.passes.base import Context, Report, emit
+
+aten = torch.ops.aten
+_LOSSES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
+_NONE = 0  # at::Reduction
+_ALIKE = (aten._to_copy.default, aten.clone.default)  # row by row, of any number of rows
+_IGNORED = -100  # what losses leave out if they are not told otherwise
+
+
+@dataclass(frozen=True)
+class ShiftLabels:
+    """See the module's text."""
+
+    name: ClassVar[str] = "shift_labels"
+    optional: ClassVar[bool] = True
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+        """Rewrite `gm.graph` in place."""
+        graph, report = gm.graph, Report(self.name)
+        for node in [n for n in graph.nodes if n.target in _LOSSES]:
+            path, target = _to_the_cut(node.args[0]), _sequences(node.args[1])
+            if path is None or target is None:
+                continue
+            *above, cut = path
+            whole: fx.Node = cut.args[0]  # type: ignore[assignment]
+            rows, tokens = cut.meta["val"].shape[:2], target.meta["val"].shape
+            if (node.args[3] if len(node.args) > 3 else node.kwargs.get("reduction")) == _NONE:
+                report.skip(node, "it is a loss of each token")
+                continue
+            if tokens != rows:
+                report.skip(node, "its scores and targets are of other tokens")
+                continue
+            ignored = node.args[4] if len(node.args) > 4 else node.kwargs.get("ignore_index")
+            more = whole.meta["val"].shape[1] - rows[1]
+            padding = (target, [0, more], _IGNORED if ignored is None else ignored)
+            with graph.inserting_before(node):
+                scores = whole
+                for one in reversed(above):
+                    scores = self._again(graph, one, scores)
+                labels = emit(
+                    graph, node, aten.constant_pad_nd.default, padding, provenance=self.name
+                )
+                labels = self._again(graph, node.args[1], labels)  # type: ignore[arg-type]
+            node.args = (scores, labels, *node.args[2:])
+            report.hits += 1
+        graph.eliminate_dead_code()
+        return report
+
+    def _again(self, graph: fx.Graph, old: fx.Node, source: fx.Node) -> fx.Node:
+        """What `old` does, of a value with more rows."""
+        args: tuple[Any, ...] = (source, *old.args[1:])
+        if old.target is aten.reshape.default:
+            shape = source.meta["val"].shape
+            args = (source, [shape[0] * shape[1], *shape[2:]])
+        return emit(graph, old, old.target, args, old.kwargs, provenance=self.name)
+
+
+def _to_the_cut(scores: Any) -> list[fx.Node] | None:
+    """The operators between a loss' scores and the rows that are cut off them, and that cut."""
+    path: list[fx.Node] = []
+    flat = False
+    node = scores
+    while isinstance(node, fx.Node) and node.op == "call_function":
+        path.append(node)
+        if node.target is aten.slice.Tensor:
+            return path if flat and _cuts_the_end(node) else None
+        if node.target is aten.reshape.default and not flat and _is_flat(node, 3):
+            flat = True
+        elif node.target not in _ALIKE:
+            return None
+        node = node.args[0]
+    return None
+
+
+def _cuts_the_end(node: fx.Node) -> bool:
+    """Whether a slice leaves out the last rows, and no others, of each sequence."""
+    dim, start, step = (
+        node.args[i] if len(node.args) > i else default for i, default in ((1, 0), (2, 0), (4, 1))
+    )
+    before: Any = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    after = node.meta["val"].shape
+    if not all(isinstance(size, int) for size in (*before, *after)):
+        return False
+    return dim == 1 and start in (0, None) and step == 1 and after[1] < before[1]
+
+
+def _sequences(target: Any) -> fx.Node | None:
+    """The labels [sequences, tokens] that a loss is given flattened."""
+    if not isinstance(target, fx.Node) or target.target is not aten.reshape.default:
+        return None
+    source: fx.Node = target.args[0]  # type: ignore[assignment]
+    return source if _is_flat(target, 2) else None
+
+
+def _is_flat(node: fx.Node, dims: int) -> bool:
+    """Whether a reshape makes the first two of so many dims one."""
+    before: Any = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    after = node.meta["val"].shape
+    return len(before) == dims and len(after) == dims - 1 and before[2:] == after[1:]
