@@ -196,8 +196,8 @@ def plan_captured(
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
     float8 = _float8(placeholders, inputs, mesh, config)
     sequences = mesh.axis("cp").size > 1
-    tracked = config.rng == "tracker"
-    prepare(serial, axis, tracked, watch, masks, exchanges, float8, sequences, ranges=not even)
+    tracked, ranges = config.rng == "tracker", not even and config.inner != "tensorrt"
+    prepare(serial, axis, tracked, watch, masks, exchanges, float8, sequences, ranges)
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
     parameters: dict[fx.Node, str] = {}
     stored: dict[fx.Node, State] = {}
