@@ -79,7 +79,8 @@ class ShiftLabels:
         if old.target is aten.reshape.default:
             shape = source.meta["val"].shape
             args = (source, [shape[0] * shape[1], *shape[2:]])
-        return emit(graph, old, old.target, args, old.kwargs, provenance=self.name)
+        target: Any = old.target
+        return emit(graph, old, target, args, old.kwargs, provenance=self.name)
 
 
 def _to_the_cut(scores: Any) -> list[fx.Node] | None:
@@ -108,7 +109,7 @@ def _cuts_the_end(node: fx.Node) -> bool:
     after = node.meta["val"].shape
     if not all(isinstance(size, int) for size in (*before, *after)):
         return False
-    return dim == 1 and start in (0, None) and step == 1 and after[1] < before[1]
+    return bool(dim == 1 and start in (0, None) and step == 1 and after[1] < before[1])
 
 
 def _sequences(target: Any) -> fx.Node | None:
