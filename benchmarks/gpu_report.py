@@ -73,6 +73,15 @@ def sections(devices: int) -> dict[str, Section]:
             command=(str(HERE / "dropout.py"), "--device", "{device}", "--json", "{json}"),
             share=0.1,
         ),
+        "attention": Section(
+            about="attention to windows, documents and padding beside the dense mask, and whether "
+            "it is as exact",
+            command=(
+                *(str(HERE / "masked_attention.py"), "--device", "{device}"),
+                *("--json", "{json}"),
+            ),
+            share=0.1,
+        ),
         "measure": Section(
             about="rates of products, memory and links, as a cluster file",
             command=(

@@ -1,0 +1,144 @@
+"""Attention to ranges of keys beside torch's attention with the dense mask: numbers, time, peak.
+
+    python benchmarks/masked_attention.py [--device cuda] [--length 4096] [--json PATH]
+
+Windows, packed documents, both, left padding: result and gradients of autoshard::masked_attention
+in bfloat16, and of dense attention in bfloat16, as errors against dense attention in float32. The
+first may be twice the second; more is a failure, and the exit status says so. On a GPU this runs
+torch's kernels of sequences of many lengths, elsewhere blocks of query rows. time and peak: of
+forward and backward, as ratios to the dense mask in bfloat16 (peak on GPUs only).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from autoshard.runtime.masked_attention import MASKED_ATTENTION
+
+T = torch.Tensor
+BATCH, HEADS, SHARED, WIDTH = 2, 8, 2, 64
+FACTOR = 2.0  # of the error of dense attention in the same dtype
+TURNS = 5
+
+
+def cases(length: int, device: str) -> dict[str, tuple[T | None, T | None, int | None]]:
+    """(documents, visible, window) by name."""
+    place = torch.arange(length, device=device)
+    documents = (place // (length // 7)).expand(BATCH, 1, 1, length)
+    starts = torch.tensor([0, length // 3], device=device)[:, None, None, None]
+    visible = (place >= starts).expand(BATCH, 1, 1, length)
+    window = length // 16
+    return {
+        "window": (None, None, window),
+        "documents": (documents, None, None),
+        "documents and window": (documents, None, window),
+        "left padding": (None, visible, None),
+    }
+
+
+def dense_mask(
+    documents: T | None, visible: T | None, window: int | None, length: int, device: str
+) -> T:
+    """The mask that the ranges mean: bool [batch or 1, 1, rows, keys]."""
+    place = torch.arange(length, device=device)
+    mask = (place <= place[:, None])[None, None]
+    if window is not None:
+        mask = mask & (place[:, None] - place < window)
+    if documents is not None:
+        mask = mask & (documents.mT == documents)
+    return mask if visible is None else mask & visible
+
+
+def with_gradients(attend: Callable[..., T], inputs: list[T], weight: T) -> list[T]:
+    """The result and the gradients of queries, keys and values."""
+    own = [x.detach().requires_grad_() for x in inputs]
+    made = attend(*own)
+    return [made.detach(), *torch.autograd.grad((made * weight.to(made.dtype)).sum(), own)]
+
+
+def error(found: list[T], wanted: list[T]) -> float:
+    """The largest relative error of a result or a gradient, by its norm."""
+    return max(float((a.float() - b).norm() / b.norm()) for a, b in zip(found, wanted))
+
+
+def cost(run: Callable[[], Any], device: str) -> tuple[float, float]:
+    """Seconds, the least of some turns, and the bytes at the peak above what was there."""
+    seconds = []
+    peak = 0.0
+    for _ in range(TURNS):
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated() if device == "cuda" else 0
+        start = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - before
+        seconds.append(time.perf_counter() - start)
+    return min(seconds), peak
+
+
+def compared(masks: tuple[Any, ...], length: int, device: str) -> dict[str, float]:
+    """Errors and ratios of one case."""
+    generator = torch.Generator(device).manual_seed(0)
+    heads = (HEADS, SHARED, SHARED)
+    inputs = [
+        torch.randn(BATCH, n, length, WIDTH, generator=generator, device=device) for n in heads
+    ]
+    weight = torch.randn(inputs[0].shape, generator=generator, device=device)
+    mask, small = dense_mask(*masks, length, device), [x.bfloat16() for x in inputs]
+
+    def dense(q: T, k: T, v: T) -> T:
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+    def ranges(q: T, k: T, v: T) -> T:
+        made: T = MASKED_ATTENTION(q, k, v, *masks, enable_gqa=True)
+        return made
+
+    exact = with_gradients(dense, [x.float() for x in small], weight)
+    times, peaks = zip(
+        *(cost(lambda f=f: with_gradients(f, small, weight), device) for f in (ranges, dense))
+    )
+    return {
+        "error": error(with_gradients(ranges, small, weight), exact),
+        "of_dense": error(with_gradients(dense, small, weight), exact),
+        "time": times[0] / times[1],
+        "peak": peaks[0] / peaks[1] if peaks[1] else float("nan"),
+    }
+
+
+def main() -> int:
+    """Compare all cases; 1 where one is less exact than it may be."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--length", type=int, help="default: 4096, and 512 on a CPU")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    length = args.length or (4096 if args.device == "cuda" else 512)
+    print(f"{'':22}{'error':>9}{'of dense':>10}{'time':>7}{'peak':>7}")
+    rows, failed = {}, 0
+    for name, masks in cases(length, args.device).items():
+        row = rows[name] = compared(masks, length, args.device)
+        wrong = not row["error"] <= FACTOR * row["of_dense"]
+        failed += wrong
+        print(
+            f"{name:22}{row['error']:9.1e}{row['of_dense']:10.1e}{row['time']:7.2f}"
+            f"{row['peak']:7.2f}{'  WRONG' if wrong else ''}"
+        )
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
