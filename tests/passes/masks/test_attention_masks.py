@@ -62,7 +62,9 @@ def test_padding_on_two_ranks(gloo2: Any) -> None:
 def apart(inner: str) -> list[float]:
     """Training on two data-parallel ranks of which, in turn, one has a padded batch: the worst
     difference of a gradient from the mean of the serial ones."""
-    rank = torch.distributed.get_rank()
+    from autoshard.runtime.mesh import init_mesh
+
+    rank = init_mesh({"dp_shard": 2}, "cpu").axis("dp_shard").rank
     torch.manual_seed(0)
     model = llama(**KV)()
     pair = Pair(model, mesh={"dp_shard": 2}, inner=inner)
