@@ -40,6 +40,7 @@ import torch
 
 import autoshard
 from autoshard import tracing
+from autoshard.building import first_axis
 from autoshard.building import one_rank as build
 from autoshard.passes.localize import Localize
 
@@ -87,7 +88,7 @@ class Stopwatch:
         return timed
 
 
-def measure(layers: int, tp: int = 8, tokens: int = 4096) -> dict[str, float]:
+def measure(layers: int, tp: int = 8, tokens: int = 4096, cp: int = 1) -> dict[str, float]:
     """One row of the table."""
     torch.compiler.reset()
     gc.collect()
@@ -99,11 +100,14 @@ def measure(layers: int, tp: int = 8, tokens: int = 4096) -> dict[str, float]:
         mock.patch.object(build, "capture", watch.around("capture", build.capture)),
         mock.patch.object(build, "prepare", watch.around("capture", build.prepare)),
         mock.patch.object(build, "plan_graph", watch.around("plan", build.plan_graph)),
+        mock.patch.object(first_axis, "plan_graph", watch.around("plan", first_axis.plan_graph)),
+        mock.patch.object(first_axis, "plan_both", watch.around("plan", first_axis.plan_both)),
         mock.patch.object(Localize, "run", watch.around("rewrite", Localize.run)),
     ):
         start = time.process_time()
         batch = {"input_ids": ids, "labels": ids}
-        program = autoshard.trace(model, kwargs=batch, mesh={"tp": tp}, hardware="h100")
+        mesh = {"cp": cp, "tp": tp} if cp > 1 else {"tp": tp}
+        program = autoshard.trace(model, kwargs=batch, mesh=mesh, hardware="h100")
         total = time.process_time() - start
     seconds, decisions = watch.seconds, program.decisions
     return {
@@ -175,6 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
     parser.add_argument("--tp", type=int, default=8)
+    parser.add_argument("--cp", type=int, default=1, help="beside tp, planned together with it")
     parser.add_argument("--world", type=int, nargs="*", default=(8, 64))
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
@@ -184,7 +189,7 @@ def main() -> None:
     print(table(COLUMNS))
     rows = []
     for layers in options.layers:
-        row = measure(layers, options.tp)
+        row = measure(layers, options.tp, cp=options.cp)
         rows.append(row)
         print("| " + " | ".join(text(row[column]) for column in COLUMNS) + " |", flush=True)
     searches: list[dict[str, float]] = []
@@ -197,7 +202,7 @@ def main() -> None:
             row = searches[-1]
             print("| " + " | ".join(text(row[c]) for c in SEARCH_COLUMNS) + " |", flush=True)
     if options.json:
-        body = {"tp": options.tp, "rows": rows, "search": searches}
+        body = {"tp": options.tp, "cp": options.cp, "rows": rows, "search": searches}
         options.json.write_text(json.dumps(body, indent=1) + "\n")
 
 

@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from autoshard.passes.base import Context, Report, emit
+from autoshard.planning import unflattened
 
 aten = torch.ops.aten
 _LOSSES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
@@ -45,7 +46,7 @@ class ShiftLabels:
         """Rewrite `gm.graph` in place."""
         graph, report = gm.graph, Report(self.name)
         for node in [n for n in graph.nodes if n.target in _LOSSES]:
-            path, target = _to_the_cut(node.args[0]), _sequences(node.args[1])
+            path, target = _to_the_cut(node.args[0]), unflattened(node.args[1], 2)
             if path is None or target is None:
                 continue
             *above, cut = path
@@ -92,7 +93,7 @@ def _to_the_cut(scores: Any) -> list[fx.Node] | None:
         path.append(node)
         if node.target is aten.slice.Tensor:
             return path if flat and _cuts_the_end(node) else None
-        if node.target is aten.reshape.default and not flat and _is_flat(node, 3):
+        if not flat and unflattened(node, 3) is not None:
             flat = True
         elif node.target not in _ALIKE:
             return None
@@ -110,18 +111,3 @@ def _cuts_the_end(node: fx.Node) -> bool:
     if not all(isinstance(size, int) for size in (*before, *after)):
         return False
     return bool(dim == 1 and start in (0, None) and step == 1 and after[1] < before[1])
-
-
-def _sequences(target: Any) -> fx.Node | None:
-    """The labels [sequences, tokens] that a loss is given flattened."""
-    if not isinstance(target, fx.Node) or target.target is not aten.reshape.default:
-        return None
-    source: fx.Node = target.args[0]  # type: ignore[assignment]
-    return source if _is_flat(target, 2) else None
-
-
-def _is_flat(node: fx.Node, dims: int) -> bool:
-    """Whether a reshape makes the first two of so many dims one."""
-    before: Any = node.args[0].meta["val"].shape  # type: ignore[union-attr]
-    after = node.meta["val"].shape
-    return len(before) == dims and len(after) == dims - 1 and before[2:] == after[1:]

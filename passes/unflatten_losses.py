@@ -17,13 +17,13 @@ Not done: losses of each token (reduction="none"), whose result has the flattene
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
 
 from autoshard.passes.base import Context, Report, emit
-from autoshard.planning import is_one
+from autoshard.planning import is_one, unflattened
 
 aten = torch.ops.aten
 _LOSSES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
@@ -41,7 +41,7 @@ class UnflattenLosses:
         """Rewrite `gm.graph` in place."""
         graph, report = gm.graph, Report(self.name)
         for node in [n for n in graph.nodes if n.target in _LOSSES]:
-            scores, target = _unflattened(node.args[0], 3), _unflattened(node.args[1], 2)
+            scores, target = unflattened(node.args[0], 3), unflattened(node.args[1], 2)
             if scores is None or target is None or is_one(scores.meta["val"].shape[0]):
                 continue  # the tokens of one sequence are parts of it, flattened or not
             if scores.meta["val"].shape[:-1] != target.meta["val"].shape:
@@ -56,13 +56,3 @@ class UnflattenLosses:
             report.hits += 1
         graph.eliminate_dead_code()
         return report
-
-
-def _unflattened(node: Any, dims: int) -> fx.Node | None:
-    """The value of so many dims of which `node` has the first two as one, if it is such a value."""
-    if not isinstance(node, fx.Node) or node.target is not aten.reshape.default:
-        return None
-    source: fx.Node = node.args[0]  # type: ignore[assignment]
-    before, after = source.meta["val"].shape, node.meta["val"].shape
-    flat = len(before) == dims and len(after) == dims - 1 and before[2:] == after[1:]
-    return source if flat else None

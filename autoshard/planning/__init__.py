@@ -14,6 +14,7 @@ from autoshard.planning.operators import (
     is_view,
     packet,
     target_name,
+    unflattened,
 )
 from autoshard.planning.outer import Outer, on_rank
 from autoshard.planning.plan import GraphPlan, PipelinePlan, Plan, strategy_text

@@ -90,6 +90,16 @@ def is_view(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
+def unflattened(node: Any, dims: int) -> fx.Node | None:
+    """The value of so many dims of which `node` has the first two as one; None if it is none."""
+    if not isinstance(node, fx.Node) or node.target is not aten.reshape.default:
+        return None
+    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    before, after = source.meta["val"].shape, node.meta["val"].shape
+    flat = len(before) == dims and len(after) == dims - 1 and before[2:] == after[1:]
+    return source if flat else None
+
+
 def is_handed_on(result: fx.Node) -> bool:
     """Whether an output, where there are no gradients, is rather for the next call than to be read:
     what the graph itself goes on to use, a part or a copy of it. Those are the keys and values of a

@@ -198,6 +198,21 @@ def _solve(
     ordered = HeadTail(gm.graph, n, *read, request.contiguous_outputs)
     if ordered.unbalanced and not contiguous:  # which costs more than was thought
         return _solve(gm, n, hardware, request, prices, contiguous=True)
+    variables = len(problem.variables) + len(problem.copies)
+    return decided(ordered, problem, solution, variables, builder.prices, request, held)
+
+
+def decided(
+    ordered: HeadTail,
+    problem: Problem,
+    solution: Solution,
+    variables: int,
+    prices: AxisPrices,
+    request: Request,
+    held: list[fx.Node],
+) -> Decisions:
+    """The plan of an axis. problem: what the axis offers; solution: of it, or of one around it with
+    so many `variables`. held: nodes that were not chosen by cost."""
     decisions = Decisions(
         strategies=ordered.strategies,
         copies=ordered.copies,
@@ -206,10 +221,10 @@ def _solve(
         offered=problem.domains,
         declined=problem.declined,
         seconds=solution.cost,
-        variables=len(problem.variables) + len(problem.copies),
+        variables=variables,
         width=solution.width,
         work=solution.work,
-        prices=builder.prices,
+        prices=prices,
         held=held,
         unbalanced=ordered.unbalanced,
     )

@@ -59,9 +59,9 @@ def _attend(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """(the result, logarithms of the rows' sums). queries, keys, sizes: of `document_bounds`."""
-    rows, length = query.shape[2], key.shape[2]
-    first = first_keys(documents, window, rows, length, query.device)
-    if varlen.available(query):
+    by_kernel = varlen.available(query)
+    first = _first(query, key, documents, visible, window, by_kernel)
+    if by_kernel:
         spans = _spans(query, key, queries, keys, sizes)
         made = varlen.forward(query, key, value, first, visible, window, scale, spans)
     else:
@@ -84,15 +84,29 @@ def _attend_backward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, length = query.shape[2], key.shape[2]
-    first = first_keys(documents, window, rows, length, query.device)
+    by_kernel = varlen.available(query)
+    first = _first(query, key, documents, visible, window, by_kernel)
     known = (gradient, query, key, value, out, sums, first, visible)
-    if varlen.available(query):
+    if by_kernel:
         spans = _spans(query, key, queries, keys, sizes)
         found = varlen.backward(*known, window, scale, spans)
     else:
         found = by_blocks.backward(*known, scale)
     return _laid_out(found[0]), _laid_out(found[1]), _laid_out(found[2])
+
+
+def _first(
+    query: Tensor,
+    key: Tensor,
+    documents: Tensor | None,
+    visible: Tensor | None,
+    window: int | None,
+    by_kernel: bool,
+) -> Any:
+    """Of `first_keys`; None where the kernel is told the same, and nothing else reads it."""
+    if by_kernel and visible is None:
+        return None
+    return first_keys(documents, window, query.shape[2], key.shape[2], query.device)
 
 
 def _spans(

@@ -52,19 +52,21 @@ def forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    first: torch.Tensor,
+    first: torch.Tensor | None,
     visible: torch.Tensor | None,
     window: int | None,
     scale: float,
     spans: Spans,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `by_blocks.forward`; the kernel aligns the last query of a document with its last key."""
+    """As `by_blocks.forward`; the kernel aligns the last query of a document with its last key.
+    first: read where some keys are hidden only."""
     batch, _, rows, _ = query.shape
     operands = _operands(query, key, value, visible)
     options = {"scale": scale, "window_size_left": _left(window), "window_size_right": 0}
     out, sums, *_ = _forward(*operands, *spans, 0.0, window is None, False, **options)
     out = out.unflatten(0, (batch, rows)).transpose(1, 2)[..., : value.shape[-1]]
     if visible is not None:
+        assert first is not None
         out = out * sees_any(visible, first)[:, None, :, None]
     return out, sums.unflatten(1, (batch, rows)).transpose(0, 1)
 
@@ -76,7 +78,7 @@ def backward(
     value: torch.Tensor,
     out: torch.Tensor,
     sums: torch.Tensor,
-    first: torch.Tensor,
+    first: torch.Tensor | None,
     visible: torch.Tensor | None,
     window: int | None,
     scale: float,
@@ -87,6 +89,7 @@ def backward(
     operands = _operands(query, key, value, visible)
     width = operands[0].shape[-1]
     if visible is not None:
+        assert first is not None
         gradient = gradient * sees_any(visible, first)[:, None, :, None]
     given, made = (_tokens(F.pad(x, (0, width - x.shape[-1]))) for x in (gradient, out))
     drawn = torch.zeros(2, dtype=torch.uint64, device=query.device)  # nothing is dropped

@@ -11,7 +11,13 @@ from autoshard.planning.cost import Hardware
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.head_tail import HeadTail
 from autoshard.planning.outer import Origin
-from autoshard.planning.planner import Request, builder_of, fingerprint, may_be_sharded
+from autoshard.planning.planner import (
+    Request,
+    builder_of,
+    decided,
+    fingerprint,
+    may_be_sharded,
+)
 from autoshard.planning.prices import Prices
 from autoshard.planning.solver import TooWide
 from autoshard.planning.strategy import value
@@ -63,23 +69,8 @@ def _solve(
     ordered = HeadTail(gm.graph, n, *read, asked.outer.contiguous_outputs)
     if ordered.unbalanced and not contiguous:  # which costs more than was thought
         return _solve(gm, hardware, asked, contiguous=True)
-    decisions = Decisions(
-        strategies=ordered.strategies,
-        copies=ordered.copies,
-        stored={},
-        outputs=ordered.outputs,
-        offered=alone.domains,
-        declined=alone.declined,
-        seconds=solution.cost,
-        variables=len(problem.variables) + len(problem.copies),
-        width=solution.width,
-        work=solution.work,
-        prices=outer.prices,
-        held=[],
-        unbalanced=ordered.unbalanced,
-    )
-    decisions.stored = {node: decisions.state(node) for node in asked.outer.parameters}
-    return decisions
+    variables = len(problem.variables) + len(problem.copies)
+    return decided(ordered, alone, solution, variables, outer.prices, asked.outer, [])
 
 
 def _is_plain(gm: fx.GraphModule) -> bool:
