@@ -34,6 +34,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "experts": (*TWO, str(HERE / "experts.py")),
     "training": (*TWO, str(HERE / "training.py")),
     "generate": (*TWO, str(HERE / "generate.py")),
+    "warm_start": (str(HERE / "warm_start.py"),),
     "small_sums": (*TWO, str(HERE / "small_sums.py")),
 }
 

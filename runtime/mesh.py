@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree, limit_group
 from autoshard.runtime.collectives import DATA_AXES, Axis, outer_axis
 from autoshard.runtime.errors import ConfigError, message
@@ -157,19 +158,29 @@ def offline_mesh(sizes: Mapping[str, int], rank: int) -> Mesh:
     return Mesh(tuple(reversed(axes)), None)
 
 
-@functools.lru_cache(maxsize=64)
 def axes_of(device_mesh: DeviceMesh) -> tuple[Axis, ...]:
     """The axes of a torch mesh as this rank sees them, in the mesh's order."""
-    names = device_mesh.mesh_dim_names or ()
-    return tuple(
-        Axis(
-            name.partition(_HOME)[0],
-            size,
-            device_mesh.get_local_rank(name),
-            device_mesh.get_group(name).group_name,
-        )
-        for name, size in zip(names, device_mesh.shape, strict=True)
-    )
+    return _axes_of(device_mesh, id(dist.group.WORLD))
+
+
+@functools.lru_cache(maxsize=64)
+def _axes_of(device_mesh: DeviceMesh, world: int) -> tuple[Axis, ...]:
+    """Of a world, by its identity: the groups of one that has ended have lost their names.
+
+    torch numbers the groups of a world, so that the groups of an axis differ in name, and with them
+    the graphs that name them: they get one name, of the axis, by which compiled graphs are shared.
+    """
+    own = device_mesh.mesh_dim_names or ()
+    names, sizes = [name.partition(_HOME)[0] for name in own], device_mesh.shape
+    spelled = " x ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
+    axes = []
+    for name, known, size in zip(names, own, sizes, strict=True):
+        group = device_mesh.get_group(known)
+        called = str(group.group_name)
+        if size < device_mesh.size():
+            called = compat.name_group(group, f"{name} of {spelled}")
+        axes.append(Axis(name, size, device_mesh.get_local_rank(known), called))
+    return tuple(axes)
 
 
 def home_mesh(device_mesh: DeviceMesh, rank: int) -> DeviceMesh:

@@ -142,7 +142,10 @@ class Built:
     def settings(self) -> str:
         """Text of all that `finish` depends on besides the graph: equal texts make equal graphs."""
         options = replace(self.config, mesh={}, plan=None)
-        return f"{self.mesh.axes} {options} {self.fusing(False)} {self.watch.key()}"
+        fusing = self.fusing(False)  # the only pass there that reads this rank's number
+        many = [axis for axis in self.mesh.axes if axis.size > 1]
+        axes = many if fusing else [axis._replace(rank=0) for axis in many]
+        return f"{axes} {options} {fusing} {self.watch.key()}"
 
     def stored(self) -> dict[str, State]:
         """The stored state of each parameter on the axis."""

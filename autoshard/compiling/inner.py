@@ -13,6 +13,7 @@ from torch import fx
 
 import autoshard
 from autoshard import passes, runtime
+from autoshard.compiling.any_rank import for_any_rank
 from autoshard.compiling.cuda_graphs import InductorSettings
 from autoshard.compiling.inductor_order import hold_order
 from autoshard.runtime import compat
@@ -50,7 +51,7 @@ def compile_local(
     if inner == "aot_eager":
         return aot_eager(gm, fakes, finish, takes_list)
     return inductor_compile(
-        gm,
+        for_any_rank(gm),
         fakes,
         finish,
         settings + _source_digest(),

@@ -102,6 +102,9 @@ def _pad_to(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 def _slice(x: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
     extent = x.shape[dim]
+    if isinstance(axis.rank, torch.Tensor):  # in a graph of all ranks, which have as many rows
+        rows = torch.arange(extent // axis.size, device=x.device)
+        return x.index_select(dim, rows + axis.rank * rows.shape[0])
     if isinstance(extent, int):
         start, length = chunk_bounds(extent, axis)
     else:  # a sharded symbolic size is guarded to be divisible

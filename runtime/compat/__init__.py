@@ -55,6 +55,7 @@ from autoshard.runtime.compat.groups import (
     group_limit,
     is_of_a_collective,
     misses_a_rank,
+    name_group,
     process_group,
     set_group_limit,
 )

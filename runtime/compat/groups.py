@@ -17,6 +17,19 @@ def process_group(name: str) -> Any:
     return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
+def name_group(group: Any, name: str) -> str:
+    """Let torch's operators find a group by another name, too. Returns the name by which they do:
+    its own where another group has that name already."""
+    from torch._C._distributed_c10d import _register_process_group
+
+    try:
+        found = process_group(name)
+    except (RuntimeError, ValueError):  # nobody has it
+        _register_process_group(name, group)  # type: ignore[arg-type]
+        return name
+    return name if found is group else str(group.group_name)
+
+
 def group_limit(group: Any) -> float | None:
     """The seconds that a collective of the group may wait, the least of its devices; None where its
     backend does not say."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch import fx
 from torch.utils._ordered_set import OrderedSet
 
@@ -57,7 +60,7 @@ def inductor_compile(
         if finish is None:
             return compile_fx_inner(graph, inputs, **options)
         finish(graph, backward)
-        with config.patch(post_grad_custom_post_pass=keep_order(order)):
+        with config.patch(post_grad_custom_post_pass=keep_order(order)), first_compiles(graph):
             return compile_fx_inner(graph, inputs, **options)
 
     add_decompositions()
@@ -71,6 +74,31 @@ def inductor_compile(
             given, fakes, inner_compile=inner_compile, config_patches=dict(settings or {})
         )
     return compiled  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def first_compiles(graph: fx.GraphModule) -> Iterator[None]:
+    """Of the processes that compile equal graphs at a time, the others wait for the first, and find
+    what it compiled in Inductor's cache: n ranks of a machine do the work of one.
+
+    By a lock on a file in the folder of that cache, which a process that dies gives up. Who does
+    not get it in the time that Inductor gives its own locks compiles too.
+    """
+    from torch._inductor import config
+    from torch._inductor.codecache import LOCK_TIMEOUT, get_lock_dir
+
+    if not config.fx_graph_cache or config.force_disable_caches:
+        yield
+        return
+    inputs = [str(node.meta.get("val")) for node in graph.graph.find_nodes(op="placeholder")]
+    key = hashlib.sha256("\n".join([graph.code, *inputs]).encode()).hexdigest()
+    lock = FileLock(Path(get_lock_dir()) / f"autoshard-{key}.lock")
+    with contextlib.suppress(Timeout, OSError, NotImplementedError):  # it saves work, nothing else
+        lock.acquire(timeout=LOCK_TIMEOUT)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def cuda_graphs_are_set() -> bool:

@@ -26,6 +26,7 @@ torch._C._autograd._saved_tensors_hooks_disable
 torch._C._autograd._saved_tensors_hooks_enable
 torch._C._current_graph_task_id
 torch._C._dispatch_has_kernel_for_dispatch_key
+torch._C._distributed_c10d._register_process_group
 torch._C._distributed_c10d._resolve_process_group
 torch.distributed._symmetric_memory.get_symm_mem_workspace
 torch._C._dynamo.eval_frame.set_code_exec_strategy
@@ -88,6 +89,8 @@ torch._functorch.partitioners.min_cut_rematerialization_partition
 torch._guards.TracingContext
 torch._guards.detect_fake_mode
 torch._guards.tracing
+torch._inductor.codecache.LOCK_TIMEOUT
+torch._inductor.codecache.get_lock_dir
 torch._inductor.compile_fx._recursive_post_grad_passes
 torch._inductor.compile_fx.compile_fx
 torch._inductor.compile_fx.compile_fx_inner

@@ -1,8 +1,12 @@
-"""A second compilation finds what the first left in the caches of AOTAutograd and Inductor."""
+"""What was compiled before is found in the caches of AOTAutograd and Inductor: what an earlier
+start left there, and what another rank compiles."""
 
 from __future__ import annotations
 
 import copy
+import os
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -46,3 +50,26 @@ def test_warm_start(gloo2: GlooPool) -> None:
         for one in (second, other):
             for got, want in zip(one[1], first[1], strict=True):
                 torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+
+
+def compile_together(folder: str) -> dict[str, int]:
+    """From one empty cache for both ranks, at the same time: the counters of Inductor's."""
+    from torch._dynamo.utils import counters
+    from torch._inductor.utils import clear_caches
+
+    torch._dynamo.reset()
+    counters.clear()
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16))
+    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder):
+        clear_caches()
+        call = torch.compile(model, backend="autoshard", options={"mesh": {"tp": 2}})
+        call(torch.arange(12)).square().sum().backward()
+    clear_caches()
+    return dict(counters["inductor"])
+
+
+@pytest.mark.slow
+def test_one_rank_compiles_and_the_other_loads(gloo2: GlooPool, tmp_path: Path) -> None:
+    counted = gloo2(compile_together, str(tmp_path))
+    for name in ("fxgraph_cache_miss", "fxgraph_cache_hit"):  # of forward and of backward
+        assert sum(one.get(name, 0) for one in counted) == 2, counted

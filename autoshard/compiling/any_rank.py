@@ -1,0 +1,161 @@
+"""One graph for every rank of an axis: the rank's number is a value in it, not a part of its text.
+
+    before (rank 1 of 2)                          after (any rank)
+    %0 = redistribute(%x, I, S(0), Axis(tp, 2, 1))   %n = get_attr(rank_of_tp)
+                                                     %0 = redistribute(%x, I, S(0), Axis(tp, 2, %n))
+    %1 = redistribute(%w, I, R, Axis(tp, 2, 1))      %1 = redistribute(%w, I, R, Axis(tp, 2, 0))
+
+Inductor's caches are keyed by graphs, so what one rank compiled is then loaded by the others, and
+by a rank that has another number after a restart. Where the number is read, it is a tensor, a
+buffer of the graph: the start of a slice, the first class of a vocabulary. Else it is 0.
+
+A rank keeps its own graph where the number decides a shape or what runs: rows that the axis does
+not divide, head-tail order, causal prefixes, random numbers, a padding index, padding with zeros.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.runtime.collectives import (
+    Axis,
+    change_steps,
+    is_head_tail,
+    redistribute,
+    shard_dim,
+)
+from autoshard.runtime.operators import (
+    share_of_equal_mean,
+    share_of_mean,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_embedding,
+    vocab_parallel_nll,
+)
+from autoshard.runtime.parameters import unshard
+
+_UNREAD, _VALUE, _TEXT = "unread", "value", "text"
+"""How a node needs the number: not at all; as a value; as text, to choose shapes or operators."""
+
+
+def for_any_rank(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a local graph, as above; `gm` itself where no node of it holds an axis."""
+    if not any(_axes(node.args) or _axes(node.kwargs) for node in gm.graph.nodes):
+        return gm
+    found = fx.GraphModule(gm, fx.Graph())
+    numbers: dict[str, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        need = _need(node)
+        if need is _VALUE:
+            (axis,) = _axes(node.args) + _axes(node.kwargs)
+            if axis.name not in numbers:
+                numbers[axis.name] = _number(found, axis, node)
+        copies[node] = new = found.graph.node_copy(node, copies.__getitem__)
+        if need is not _TEXT:
+            rank: Any = numbers[axis.name] if need is _VALUE else 0
+            new.args, new.kwargs = _with_rank(new.args, rank), _with_rank(new.kwargs, rank)
+    found.meta = dict(gm.meta)
+    found.recompile()
+    return found
+
+
+def _axes(arguments: Any) -> list[Axis]:
+    """Every axis in a node's arguments."""
+    if isinstance(arguments, Axis):
+        return [arguments]
+    values = arguments.values() if isinstance(arguments, dict) else arguments
+    inside = isinstance(arguments, tuple | list | dict)
+    return [axis for one in values for axis in _axes(one)] if inside else []
+
+
+def _with_rank(arguments: Any, rank: Any) -> Any:
+    """The arguments, each axis of them as the rank of that number has it."""
+    if isinstance(arguments, Axis):
+        return arguments._replace(rank=rank)
+    if isinstance(arguments, dict):
+        return {name: _with_rank(one, rank) for name, one in arguments.items()}
+    if type(arguments) in (tuple, list):
+        return type(arguments)(_with_rank(one, rank) for one in arguments)
+    return arguments
+
+
+def _number(gm: fx.GraphModule, axis: Axis, node: fx.Node) -> fx.Node:
+    """The rank's number as a buffer, on the device of the node's value."""
+    name = f"rank_of_{axis.name}"
+    number = torch.tensor(axis.rank, device=node.meta["val"].device)
+    gm.register_buffer(name, number, persistent=False)
+    return gm.graph.get_attr(name)
+
+
+def _need(node: fx.Node) -> str:
+    need = _NEEDS.get(node.target)  # type: ignore[arg-type]
+    return _TEXT if need is None else need(node)
+
+
+def _of_change(node: fx.Node) -> str:
+    src, dst = _given(node, "src"), _given(node, "dst")
+    steps = change_steps(src, dst)
+    uneven = _given(node, "extent") is not None
+    if uneven or is_head_tail(src) or is_head_tail(dst) or "pad" in steps:
+        return _TEXT
+    if "slice" not in steps:
+        return _UNREAD
+    split, whole = (dst, _given(node, "x")) if steps[0] == "slice" else (src, node)
+    dim = shard_dim(split)
+    return _TEXT if dim is None else _value_where(whole.meta["val"].shape[dim], node)
+
+
+def _of_parameter(node: fx.Node) -> str:
+    """What gathers a stored parameter knows itself who has which part."""
+    outer = _given(node, "outer")
+    uneven = _given(node, "extent") is not None or (outer is not None and outer[2] is not None)
+    return _TEXT if uneven else _UNREAD
+
+
+def _of_lookup(node: fx.Node) -> str:
+    return _TEXT if _given(node, "padding_idx") >= 0 else _value_where(_given(node, "rows"), node)
+
+
+def _of_loss(node: fx.Node) -> str:
+    smoothed = node.target is vocab_parallel_cross_entropy and _given(node, "label_smoothing")
+    return _TEXT if smoothed else _value_where(_given(node, "classes"), node)
+
+
+def _value_where(extent: Any, node: fx.Node) -> str:
+    """Ranks have as many rows as each other only where the axis divides them."""
+    (axis,) = _axes(node.args) + _axes(node.kwargs)
+    return _VALUE if isinstance(extent, int) and extent % axis.size == 0 else _TEXT
+
+
+def _given(node: fx.Node, name: str) -> Any:
+    """An argument of the function that a node calls, by its name."""
+    bound = _signature(node.target).bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    return bound.arguments[name]
+
+
+@functools.cache
+def _signature(function: Any) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def _unread(node: fx.Node) -> str:
+    return _UNREAD
+
+
+_NEEDS: dict[Callable[..., Any], Callable[[fx.Node], str]] = {
+    redistribute: _of_change,
+    unshard: _of_parameter,
+    vocab_parallel_embedding: _of_lookup,
+    vocab_parallel_cross_entropy: _of_loss,
+    vocab_parallel_nll: _of_loss,
+    share_of_mean: _unread,
+    share_of_equal_mean: _unread,
+}
+"""By function; one that is not here keeps the number in its graph's text."""
