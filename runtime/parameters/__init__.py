@@ -23,9 +23,11 @@ from autoshard.runtime.parameters.gradients import GradientLayouts, keeps_storag
 from autoshard.runtime.parameters.layout import (
     as_dtensors,
     extents,
+    like,
     local_bounds,
     local_part,
     owned,
+    part_like,
     stored_states,
 )
 from autoshard.runtime.parameters.owners import Holders, models_of, related_parameters

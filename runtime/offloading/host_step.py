@@ -1,0 +1,113 @@
+"""The step of one parameter on the host: torch's own, of a copy of this rank's part.
+
+An optimizer's state has the parameter's placement wherever it lies, so state dicts are those of an
+optimizer on the device.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from autoshard.runtime import compat
+from autoshard.runtime.offloading.staging import Staged
+from autoshard.runtime.parameters import like, part_like
+
+MASTER = "master"
+"""The entry of a parameter's state that holds its copy in a wider dtype."""
+
+_FUSED = (Adam, AdamW, SGD, Adagrad)
+
+
+def local_part(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a value of the parameter's shape: stored alike, or whole; of a value of
+    another shape itself."""
+    if isinstance(parameter, DTensor) and value.shape == parameter.shape:
+        if not isinstance(value, DTensor):
+            value = part_like(value, parameter)
+        elif (value.device_mesh, value.placements) != (parameter.device_mesh, parameter.placements):
+            value = part_like(value.full_tensor(), parameter)
+    return compat.local_of(value) if isinstance(value, DTensor) else value
+
+
+def on_host(
+    parameter: torch.Tensor, state: dict[str, Any], dtype: torch.dtype | None
+) -> dict[str, Any]:
+    """A parameter's state with its tensors on the host, placed like the parameter.
+
+    dtype: what the tensors of the parameter's shape are kept in; None: as they are.
+    """
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        if name == "step" or not isinstance(value, torch.Tensor):
+            found[name] = value.cpu() if isinstance(value, torch.Tensor) else value
+            continue
+        part, whole = local_part(parameter, value), value.shape == parameter.shape
+        kept = dtype if whole and value.is_floating_point() else None
+        part = part.to("cpu", kept or part.dtype)
+        found[name] = like(parameter, part) if isinstance(parameter, DTensor) and whole else part
+    return found
+
+
+def step_on_host(
+    optimizer: Optimizer,
+    cls: type[Optimizer],
+    group: dict[str, Any],
+    parameter: torch.Tensor,
+    host: Staged,
+    master: torch.dtype | None,
+) -> None:
+    """Step one parameter of a group as `cls` does; the new values are in `host` then.
+
+    host: the parameter's part and its gradient's. master: the dtype of the copy that is stepped in
+    the parameter's place. Elements of the parameter that are not the rounded copy's were written
+    since the last step, and are taken.
+    """
+    held = optimizer.state[parameter]
+    state = {n: compat.local_of(v) if isinstance(v, DTensor) else v for n, v in held.items()}
+    if master is None:
+        stepped, gradient = host.parameter, host.gradient
+    else:
+        stepped, gradient = host.parameter.to(master), host.gradient.to(master)
+        if (kept := state.pop(MASTER, None)) is not None:
+            stepped = torch.where(kept.to(host.parameter.dtype) == host.parameter, kept, stepped)
+    stepped.grad = gradient
+    proxy = cls.__new__(cls)
+    proxy.__dict__.update(optimizer.__dict__)
+    device = parameter.device
+    proxy.param_groups = [{**group, **_settings(cls, group, device), "params": [stepped]}]
+    proxy.state = defaultdict(dict, {stepped: state})
+    _unhooked_step(cls)(proxy)
+    stepped.grad = None
+    if master is not None:
+        host.parameter.copy_(stepped)
+        state[MASTER] = stepped
+    shape = host.parameter.shape
+    for name, value in state.items():
+        if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor):
+            whole = value.shape == shape and name != "step"
+            state[name] = like(parameter, value) if whole else value
+    optimizer.state[parameter] = state
+
+
+def _settings(cls: type[Optimizer], group: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """What a group's settings are on the host. Beside a GPU the fused step runs, unless another
+    was asked for: it passes over memory once."""
+    found: dict[str, Any] = {"lr": group["lr"]} if "lr" in group else {}
+    if isinstance(found.get("lr"), torch.Tensor):
+        found["lr"] = found["lr"].cpu()
+    if "capturable" in group:
+        found["capturable"] = False
+    if cls in _FUSED and device.type != "cpu":
+        found["fused"] = True if group["fused"] is group["foreach"] is None else group["fused"]
+    return found
+
+
+def _unhooked_step(cls: type[Optimizer]) -> Any:
+    """The step of a class without the hooks, which ran for the whole optimizer."""
+    step = cls.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]

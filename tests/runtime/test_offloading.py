@@ -1,0 +1,314 @@
+"""`autoshard.offload_optimizer`: the numbers of the optimizer it is given, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import autoshard
+from autoshard.errors import AutoshardError
+from autoshard.runtime.offloading import host_step, staging
+from autoshard.runtime.offloading.staging import Copies, Staged, Staging
+
+CASES: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
+    "AdamW": (optim.AdamW, {}),
+    "AdamW fused": (optim.AdamW, {"fused": True}),
+    "AdamW foreach": (optim.AdamW, {"foreach": True, "maximize": True}),
+    "Adam amsgrad": (optim.Adam, {"amsgrad": True}),
+    "SGD momentum": (optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "SGD fused": (optim.SGD, {"momentum": 0.9, "fused": True}),
+    "NAdam": (optim.NAdam, {}),
+    "ASGD": (optim.ASGD, {}),
+    "Rprop": (optim.Rprop, {}),
+    "RMSprop": (optim.RMSprop, {"centered": True, "momentum": 0.5}),
+    "Adagrad": (optim.Adagrad, {}),
+    "Adadelta": (optim.Adadelta, {}),
+    "Adamax": (optim.Adamax, {}),
+    "RAdam": (optim.RAdam, {}),
+}
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Five parameters, more than there are buffers, one of them a scalar, and one never used."""
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.LayerNorm(13), nn.Linear(13, 3)).to(dtype)
+    made.scale = nn.Parameter(torch.tensor(0.5, dtype=dtype))
+    made.unused = nn.Parameter(torch.ones(3, dtype=dtype))
+    return made
+
+
+def backward(model: Any, step: int) -> None:
+    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(step))
+    (model(x.to(model.scale.dtype)) * model.scale.exp()).square().sum().backward()
+
+
+def train(model: nn.Module, optimizer: optim.Optimizer, steps: range = range(4)) -> None:
+    for step in steps:
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(map(torch.equal, one.parameters(), other.parameters()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_and_states_are_those_of_the_optimizer(name: str) -> None:
+    cls, settings = CASES[name]
+    plain, model = net(), net()
+    reference = cls(plain.parameters(), lr=1e-2, **settings)  # type: ignore[call-arg]
+    optimizer = cls(model.parameters(), lr=1e-2, **settings)  # type: ignore[call-arg]
+    assert autoshard.offload_optimizer(optimizer) is optimizer and isinstance(optimizer, cls)
+    train(plain, reference)
+    train(model, optimizer)
+    assert same(model, plain)
+    want = reference.state_dict()["state"]
+    for number, state in optimizer.state_dict()["state"].items():
+        assert [*state] == [*want[number]]
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(want[number][key])), key
+
+
+@pytest.mark.parametrize("late", ["reads", "writes"])
+def test_copies_that_are_made_as_late_as_their_marks_allow(
+    monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    class Late(Copies):
+        """Each copy is made when somebody waits for it, or at the end."""
+
+        def __init__(self) -> None:
+            self.waiting: list[Any] = []
+
+        def later(self, copies: Any, put_off: bool) -> Any:
+            done: list[None] = []
+            run = lambda: done or (copies(), done.append(None))  # noqa: E731
+            (self.waiting.append if put_off else lambda one: one())(run)
+            return run
+
+        def read(self, host: Staged, device: Staged, after: Any) -> Any:
+            def copies() -> None:
+                if after is not None:
+                    after()
+                Copies.read(self, host, device, None)
+
+            return self.later(copies, late == "reads")
+
+        def write(self, host: Staged, device: Staged) -> Any:
+            return self.later(lambda: Copies.write(self, host, device), late == "writes")
+
+        def wait(self, mark: Any) -> None:
+            mark()
+
+        def end(self) -> None:
+            for run in self.waiting:
+                run()
+            self.waiting = []
+
+    monkeypatch.setattr(staging, "Copies", Late)
+    plain, model = net(), net()
+    train(plain, optim.AdamW(plain.parameters()))
+    train(model, autoshard.offload_optimizer(optim.AdamW(model.parameters())))
+    assert same(model, plain)
+
+
+def test_the_streams_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Event:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def synchronize(self) -> None:
+            said.append(f"host waits for {self.name}")
+
+    class Stream:
+        names = iter(["there", "back"])
+
+        def __init__(self, device: Any = None, name: str = "") -> None:
+            self.name, self.count = name or next(self.names), 0
+
+        def wait_stream(self, other: Any) -> None:
+            said.append(f"{self.name} waits for {other.name}")
+
+        def wait_event(self, event: Any) -> None:
+            said.append(f"{self.name} waits for {event.name}")
+
+        def record_event(self) -> Event:
+            self.count += 1
+            return Event(f"{self.name} {self.count}")
+
+    @contextlib.contextmanager
+    def on(stream: Any) -> Any:
+        said.append(f"copy on {stream.name}")
+        yield
+
+    empty = torch.empty
+    pinned = []
+
+    def unpinned(*sizes: int, pin_memory: bool, **settings: Any) -> torch.Tensor:
+        pinned.append(pin_memory)
+        return empty(*sizes, **settings)
+
+    monkeypatch.setattr(torch, "Stream", Stream)
+    now = Stream(name="now")
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: now)
+    monkeypatch.setattr(staging, "_on", on)
+    monkeypatch.setattr(torch, "empty", unpinned)
+    items = [Staged(torch.ones(i), torch.full((i,), 2.0)) for i in range(1, 5)]
+    Staging(torch.device("cuda")).run(items, lambda _, host: host.parameter.add_(host.gradient))
+    assert [item.parameter.tolist() for item in items] == [[3.0] * i for i in range(1, 5)]
+    assert pinned == [True] * 3
+    assert said == [
+        *("there waits for now", "back waits for now", "copy on there"),
+        *("copy on there", "host waits for there 1", "copy on back"),
+        *("copy on there", "host waits for there 2", "copy on back"),
+        *("copy on there", "there waits for back 1", "host waits for there 3", "copy on back"),
+        *("host waits for there 4", "copy on back"),
+        *("now waits for there", "now waits for back"),
+    ]
+
+
+def test_the_fused_step_runs_beside_a_gpu_unless_another_is_asked_for() -> None:
+    def settings(device: str, **asked: Any) -> Any:
+        group = optim.AdamW(net().parameters(), **asked).param_groups[0]
+        return host_step._settings(optim.AdamW, group, torch.device(device)).get("fused")
+
+    assert settings("cuda") is True and settings("cpu") is None
+    assert settings("cuda", foreach=True) is None and settings("cuda", fused=False) is False
+
+
+def stepped_in_float32(model: nn.Module, steps: range) -> dict[str, torch.Tensor]:
+    """What the parameters of a bfloat16 model are after steps of float32 copies."""
+    copies = {name: nn.Parameter(p.detach().float()) for name, p in model.named_parameters()}
+    optimizer = optim.AdamW(copies.values(), lr=1e-2)
+    for step in steps:
+        backward(model, step)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                copies[name].grad = None if p.grad is None else p.grad.float()
+            optimizer.step()
+            for name, p in model.named_parameters():
+                p.copy_(copies[name])
+                p.grad = None
+    return {name: copy.detach() for name, copy in copies.items()}
+
+
+def test_copies_in_float32() -> None:
+    plain, model = net(torch.bfloat16), net(torch.bfloat16)
+    given = optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = autoshard.offload_optimizer(given, master_dtype=torch.float32)
+    want = stepped_in_float32(plain, range(6))
+    train(model, optimizer, range(3))
+
+    other = net(torch.bfloat16)
+    other.load_state_dict(model.state_dict())
+    again = optim.AdamW(other.parameters(), lr=1e-2)
+    again = autoshard.offload_optimizer(again, master_dtype=torch.float32)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, its in ((model, optimizer), (other, again)):
+        train(one, its, range(3, 6))
+        for name, p in one.named_parameters():
+            state = its.state[p]
+            assert torch.equal(p, want[name].bfloat16())
+            if name != "unused":
+                assert torch.equal(state["master"], want[name])
+                assert state["exp_avg"].dtype == torch.float32
+
+
+def test_of_a_parameter_that_was_written_the_copy_keeps_the_other_elements() -> None:
+    model = net(torch.bfloat16)
+    optimizer = optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    optimizer = autoshard.offload_optimizer(optimizer, master_dtype=torch.float32)
+    train(model, optimizer, range(1))
+    weight: Any = model[0].weight  # type: ignore[index]
+    fine = weight.detach().float() + 1e-6
+    optimizer.state[weight]["master"] = fine.clone()
+    weight.data[2] = 7.0
+    train(model, optimizer, range(1))
+    fine[2] = 7.0
+    assert torch.equal(optimizer.state[weight]["master"], fine)
+    assert torch.equal(weight, fine.bfloat16())
+
+
+def test_what_is_written_between_steps_is_stepped() -> None:
+    plain, model = net(), net()
+    pairs = [(plain, optim.AdamW(plain.parameters()))]
+    pairs += [(model, autoshard.offload_optimizer(optim.AdamW(model.parameters())))]
+    for one, optimizer in pairs:
+        train(one, optimizer)
+        for p in one.parameters():
+            p.data.mul_(0.5)  # no version counter knows of it
+        train(one, optimizer)
+    assert same(model, plain)
+
+
+def test_a_graph_that_was_recorded_before_the_step_is_refused() -> None:
+    model = net()
+    optimizer = autoshard.offload_optimizer(optim.SGD(model.parameters(), lr=0.1))
+    backward(model, 0)
+    loss = (model.scale * model.scale.exp()).sum()  # type: ignore[operator, union-attr]
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_copied_and_pickled() -> None:
+    plain, model = net(), net()
+    reference = optim.AdamW(plain.parameters())
+    both = {"model": model, "optimizer": optim.AdamW(model.parameters())}
+    autoshard.offload_optimizer(both["optimizer"])  # type: ignore[type-var]
+    train(plain, reference)
+    train(model, both["optimizer"])  # type: ignore[arg-type]
+    file = io.BytesIO()
+    torch.save(both, file)
+    file.seek(0)
+    train(plain, reference)
+    for again in (copy.deepcopy(both), torch.load(file, weights_only=False)):
+        train(again["model"], again["optimizer"])
+        assert same(again["model"], plain)
+
+
+def test_a_closure_and_an_optimizer_for_each_parameter() -> None:
+    plain, model = net(), net()
+    train(plain, optim.AdamW(plain.parameters()), range(1))
+    each = {p: autoshard.offload_optimizer(optim.AdamW([p])) for p in model.parameters()}
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: each[p].step())  # type: ignore[index]
+    backward(model, 0)
+    assert same(model, plain)
+    optimizer = autoshard.offload_optimizer(optim.SGD(plain.parameters(), lr=0.0))
+    assert optimizer.step(lambda: torch.is_grad_enabled()) is True  # type: ignore[arg-type]
+
+
+def test_refusals() -> None:
+    def refused(optimizer: optim.Optimizer, match: str) -> None:
+        with pytest.raises(AutoshardError, match=match):
+            autoshard.offload_optimizer(optimizer)
+
+    model = net()
+    refused(optim.LBFGS(model.parameters()), "LBFGS is not known to treat each element")
+    refused(optim.Adafactor(model.parameters()), "Adafactor is not known to treat each element")
+    refused(optim.AdamW(model.parameters(), differentiable=True), "differentiable=True")
+    scheduled = optim.AdamW(model.parameters())
+    optim.lr_scheduler.ConstantLR(scheduled)
+    refused(scheduled, "has wrapped step")
+    twice = autoshard.offload_optimizer(optim.SGD(model.parameters(), lr=0.1))
+    refused(twice, "on the host already")
+
+    class Own(optim.SGD):
+        pass
+
+    refused(Own(model.parameters()), "elementwise=True")
+    autoshard.offload_optimizer(Own(model.parameters()), elementwise=True)
+    table = nn.Embedding(4, 2, sparse=True)
+    sparse = autoshard.offload_optimizer(optim.SGD(table.parameters(), lr=0.1))
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(AutoshardError, match="is torch.sparse_coo"):
+        sparse.step()
