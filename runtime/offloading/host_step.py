@@ -72,9 +72,8 @@ def step_on_host(
     if master is None:
         stepped, gradient = host.parameter, host.gradient
     else:
-        stepped, gradient = host.parameter.to(master), host.gradient.to(master)
-        if (kept := state.pop(MASTER, None)) is not None:
-            stepped = torch.where(kept.to(host.parameter.dtype) == host.parameter, kept, stepped)
+        stepped = _merged(state.pop(MASTER, None), host.parameter, master)
+        gradient = host.gradient.to(master)
     stepped.grad = gradient
     proxy = cls.__new__(cls)
     proxy.__dict__.update(optimizer.__dict__)
@@ -92,6 +91,16 @@ def step_on_host(
             whole = value.shape == shape and name != "step"
             state[name] = like(parameter, value) if whole else value
     optimizer.state[parameter] = state
+
+
+def _merged(kept: torch.Tensor | None, written: torch.Tensor, master: torch.dtype) -> torch.Tensor:
+    """The copy of a parameter, with the elements of it that were written since it was rounded."""
+    if kept is None:
+        return written.to(master)
+    rounded = kept.to(written.dtype)
+    if torch.equal(rounded, written):
+        return kept
+    return torch.where(rounded == written, kept, written.to(master))
 
 
 def _settings(cls: type[Optimizer], group: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -83,8 +83,6 @@ def offload_optimizer(
     optimizer.__class__ = _offloaded_class(cls)
     given: Any = optimizer
     given.master_dtype = master_dtype
-    # a GradScaler then unscales the gradients on the device, and leaves out a step by itself
-    given._step_supports_amp_scaling = False
     for parameter, state in list(optimizer.state.items()):
         optimizer.state[parameter] = on_host(parameter, state, given._dtype_of(parameter))
     return optimizer
@@ -158,6 +156,9 @@ def _step(self: Any, closure: Any = None) -> Any:
 
 
 def _step_all(optimizer: Any) -> None:
+    for name in ("grad_scale", "found_inf"):  # a GradScaler's, for a fused step
+        if isinstance(value := getattr(optimizer, name, None), torch.Tensor):
+            setattr(optimizer, name, value.cpu())
     devices: dict[torch.device, list[tuple[dict[str, Any], torch.Tensor]]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -287,6 +287,23 @@ def test_a_closure_and_an_optimizer_for_each_parameter() -> None:
     assert optimizer.step(lambda: torch.is_grad_enabled()) is True  # type: ignore[arg-type]
 
 
+def test_a_scaler_leaves_out_the_fused_step() -> None:
+    plain, model = net(), net()
+    pairs = [(plain, optim.AdamW(plain.parameters(), fused=True))]
+    given = optim.AdamW(model.parameters(), fused=True)
+    pairs += [(model, autoshard.offload_optimizer(given))]
+    for one, optimizer in pairs:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for factor in (1.0, float("inf"), 2.0):
+            loss = sum((factor * p).square().sum() for p in one.parameters())
+            scaler.scale(loss).backward()  # type: ignore[arg-type]
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scaler.get_scale() == 2.0
+    assert same(model, plain)
+
+
 def test_refusals() -> None:
     def refused(optimizer: optim.Optimizer, match: str) -> None:
         with pytest.raises(AutoshardError, match=match):

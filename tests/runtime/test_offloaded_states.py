@@ -113,6 +113,7 @@ def copies_in_float32(sizes: Sizes, folder: str) -> None:
     [
         ({"dp_shard": 2}, {"dp_shard": 2}),
         ({"tp": 2}, {"dp_shard": 2}),
+        ({"pp": 2}, {"dp_shard": 2}),
     ],
 )
 def test_files_move_between_host_and_device(gloo2: Any, first: Sizes, second: Sizes) -> None:
