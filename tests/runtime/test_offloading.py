@@ -9,12 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoshard
 from autoshard.errors import AutoshardError
 from autoshard.runtime.offloading import host_step, staging
 from autoshard.runtime.offloading.staging import Copies, Staged, Staging
+from autoshard.runtime.parameters.eager import gathering
+from autoshard.runtime.parameters.eager.stored_tensor import (
+    StoredTensor,
+    as_parameter,
+    as_stored,
+)
+from autoshard.runtime.parameters.layout import like, wrap_local
 
 CASES: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (optim.AdamW, {}),
@@ -175,6 +185,50 @@ def test_the_streams_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_states_of_a_parameter_on_another_device_stay_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a mesh of meta devices: parts on the host, which are gathered on the mesh's device."""
+
+    class Nothing(Copies):
+        def read(self, *_: Any) -> None: ...
+        def write(self, *_: Any) -> None: ...
+
+    empty, gathered = torch.empty, []
+    monkeypatch.setattr(staging, "StreamCopies", lambda device: Nothing())
+    monkeypatch.setattr(
+        torch, "empty", lambda *sizes, pin_memory=False, **more: empty(*sizes, **more)
+    )
+    whole = gathering.unshard_parameter
+
+    def spied(x: Any, *more: Any) -> torch.Tensor:
+        gathered.append(x.to_local().device.type)
+        return whole(x, *more)
+
+    monkeypatch.setattr(gathering, "unshard_parameter", spied)
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        mesh = DeviceMesh("meta", torch.arange(2), mesh_dim_names=("dp_shard",))
+        states: Any = {"dp_shard": "S(0)"}
+        part = wrap_local(torch.empty(4, 3, device="meta"), torch.Size((8, 3)), states, mesh)
+        p: Any = as_parameter(as_stored(part), True)
+        p.grad = like(p, torch.empty(4, 3, device="meta"))
+        optimizer = autoshard.offload_optimizer(optim.AdamW([p]), master_dtype=torch.float64)
+        for _ in range(2):
+            optimizer.step()
+            state = optimizer.state[p]
+            kinds = {key: type(value) for key, value in state.items()}
+            assert kinds.pop("step") is torch.Tensor and set(kinds.values()) == {StoredTensor}
+            assert {value.to_local().device.type for value in state.values() if value.dim()} == {
+                "cpu"
+            }
+            assert set(kinds) == {"exp_avg", "exp_avg_sq", "master"}
+            optimizer.load_state_dict(optimizer.state_dict())
+        assert autoshard.full_state_dict(optimizer) == {} and gathered == ["meta"] * 3
+    finally:
+        dist.destroy_process_group()
+
+
 def test_the_fused_step_runs_beside_a_gpu_unless_another_is_asked_for() -> None:
     def settings(device: str, **asked: Any) -> Any:
         group = optim.AdamW(net().parameters(), **asked).param_groups[0]
@@ -284,7 +338,12 @@ def test_a_closure_and_an_optimizer_for_each_parameter() -> None:
     backward(model, 0)
     assert same(model, plain)
     optimizer = autoshard.offload_optimizer(optim.SGD(plain.parameters(), lr=0.0))
+    called: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    backward(plain, 0)
     assert optimizer.step(lambda: torch.is_grad_enabled()) is True  # type: ignore[arg-type]
+    assert called == ["before", "after"]
 
 
 def test_a_scaler_leaves_out_the_fused_step() -> None:
