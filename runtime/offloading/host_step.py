@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from autoshard.runtime import compat
+from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.offloading.staging import Staged
-from autoshard.runtime.parameters import like, part_like
+from autoshard.runtime.parameters import like, local_part, owned, stored_states
 
 MASTER = "master"
 """The entry of a parameter's state that holds its copy in a wider dtype."""
@@ -23,14 +24,16 @@ MASTER = "master"
 _FUSED = (Adam, AdamW, SGD, Adagrad)
 
 
-def local_part(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def part_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """This rank's part of a value of the parameter's shape: stored alike, or whole; of a value of
     another shape itself."""
     if isinstance(parameter, DTensor) and value.shape == parameter.shape:
+        placed = parameter.device_mesh, parameter.placements
+        if isinstance(value, DTensor) and (value.device_mesh, value.placements) != placed:
+            value = value.full_tensor()
         if not isinstance(value, DTensor):
-            value = part_like(value, parameter)
-        elif (value.device_mesh, value.placements) != (parameter.device_mesh, parameter.placements):
-            value = part_like(value.full_tensor(), parameter)
+            axes = axes_of(parameter.device_mesh)
+            return owned(local_part(value.detach(), stored_states(parameter), axes))
     return compat.local_of(value) if isinstance(value, DTensor) else value
 
 
@@ -46,7 +49,7 @@ def on_host(
         if name == "step" or not isinstance(value, torch.Tensor):
             found[name] = value.cpu() if isinstance(value, torch.Tensor) else value
             continue
-        part, whole = local_part(parameter, value), value.shape == parameter.shape
+        part, whole = part_of(parameter, value), value.shape == parameter.shape
         kept = dtype if whole and value.is_floating_point() else None
         part = part.to("cpu", kept or part.dtype)
         found[name] = like(parameter, part) if isinstance(parameter, DTensor) and whole else part
@@ -69,16 +72,16 @@ def step_on_host(
     """
     held = optimizer.state[parameter]
     state = {n: compat.local_of(v) if isinstance(v, DTensor) else v for n, v in held.items()}
+    kept = state.pop(MASTER, None)
     if master is None:
         stepped, gradient = host.parameter, host.gradient
     else:
-        stepped = _merged(state.pop(MASTER, None), host.parameter, master)
+        stepped = _merged(kept, host.parameter, master)
         gradient = host.gradient.to(master)
     stepped.grad = gradient
     proxy = cls.__new__(cls)
     proxy.__dict__.update(optimizer.__dict__)
-    device = parameter.device
-    proxy.param_groups = [{**group, **_settings(cls, group, device), "params": [stepped]}]
+    proxy.param_groups = [{**group, **_settings(cls, group, parameter), "params": [stepped]}]
     proxy.state = defaultdict(dict, {stepped: state})
     _unhooked_step(cls)(proxy)
     stepped.grad = None
@@ -103,7 +106,9 @@ def _merged(kept: torch.Tensor | None, written: torch.Tensor, master: torch.dtyp
     return torch.where(rounded == written, kept, written.to(master))
 
 
-def _settings(cls: type[Optimizer], group: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def _settings(
+    cls: type[Optimizer], group: dict[str, Any], parameter: torch.Tensor
+) -> dict[str, Any]:
     """What a group's settings are on the host. Beside a GPU the fused step runs, unless another
     was asked for: it passes over memory once."""
     found: dict[str, Any] = {"lr": group["lr"]} if "lr" in group else {}
@@ -111,7 +116,7 @@ def _settings(cls: type[Optimizer], group: dict[str, Any], device: torch.device)
         found["lr"] = found["lr"].cpu()
     if "capturable" in group:
         found["capturable"] = False
-    if cls in _FUSED and device.type != "cpu":
+    if cls in _FUSED and not parameter.is_cpu and parameter.is_floating_point():
         found["fused"] = True if group["fused"] is group["foreach"] is None else group["fused"]
     return found
 

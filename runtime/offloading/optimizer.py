@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from autoshard.runtime import compat
 from autoshard.runtime.errors import AutoshardError, message
-from autoshard.runtime.offloading.host_step import local_part, on_host, step_on_host
+from autoshard.runtime.offloading.host_step import on_host, part_of, step_on_host
 from autoshard.runtime.offloading.staging import Staged, Staging
 
 _ELEMENTWISE = (
@@ -187,7 +187,7 @@ def _step_all(optimizer: Any) -> None:
 def _staged(parameter: torch.Tensor) -> Staged:
     assert parameter.grad is not None
     local = compat.local_of(parameter) if isinstance(parameter, DTensor) else parameter.detach()
-    return Staged(local, local_part(parameter, parameter.grad))
+    return Staged(local, part_of(parameter, parameter.grad))
 
 
 def _check_dense(optimizer: Any, parameter: torch.Tensor) -> None:

@@ -27,7 +27,6 @@ from autoshard.runtime.parameters.layout import (
     local_bounds,
     local_part,
     owned,
-    part_like,
     stored_states,
 )
 from autoshard.runtime.parameters.owners import Holders, models_of, related_parameters
