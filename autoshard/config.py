@@ -184,6 +184,12 @@ class Config:
         "Bytes of its host's memory in which a rank may keep values from forward to backward where "
         "a memory budget asks for it (planning.md). None: it keeps none there."
     )
+    optimizer_states: str = _choice(
+        "device",
+        ("device", "host"),
+        "Where `memory_budget` and the choice of a mesh count an optimizer's states; host: with "
+        "`autoshard.offload_optimizer`, which keeps them there (data_parallel.md).",
+    )
     bucket_bytes: int | None = _bytes(
         "Size of a bucket of collectives; None: 40 million elements, or an eighth of the model."
     )

@@ -21,17 +21,20 @@ class Program(Built):
         """One entry a collective, forward then backward, in the order of issue."""
         return collectives_of(self)
 
-    def memory(self, optimizer: str = "adamw", inner: str | None = None) -> Memory:
+    def memory(self, optimizer: str | None = None, inner: str | None = None) -> Memory:
         """Bytes a rank holds in a training step; see `autoshard.memory.Memory`.
 
         optimizer: a key of `autoshard.memory.OPTIMIZERS`: "adamw" (one parameter at a time),
-        "adamw_foreach", "adamw_fused", "momentum" (SGD with it) or "sgd". inner: what runs the
+        "adamw_foreach", "adamw_fused", "momentum" (SGD with it), "sgd", or "host": any whose states
+        are there; None: "adamw", or what the option `optimizer_states` says. inner: what runs the
         graphs, None: the program's own; "inductor" allocates what Inductor's code allocates, others
         run operator by operator. Exact for what is stored between steps.
         """
         return summary(step_of(self, optimizer, inner))
 
-    def memory_timeline(self, optimizer: str = "adamw", inner: str | None = None) -> list[Moment]:
+    def memory_timeline(
+        self, optimizer: str | None = None, inner: str | None = None
+    ) -> list[Moment]:
         """What is alive while each operator of a step runs: forward, backward, then the update.
         Arguments as for `memory`; with Inductor an entry is a kernel of its code."""
         return list(step_of(self, optimizer, inner).moments())

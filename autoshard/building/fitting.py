@@ -143,7 +143,8 @@ def _is_sure(free: Program, budget: int) -> bool:
     layout = Layout.of(
         sizes, free.config.zero, free.config.bucket_bytes, free.config.defer_reduction
     )
-    return _SAFE * footprint(kept, layout, Training()).total <= budget
+    training = Training(states=free.config.optimizer_states)
+    return _SAFE * footprint(kept, layout, training).total <= budget
 
 
 def _fits(free: Program, budget: int) -> bool:

@@ -229,6 +229,7 @@ def plan_captured(
         memory_budget=config.memory_budget or room,
         budget_is_known=config.memory_budget is not None,
         host_memory=config.host_memory,
+        optimizer_states=config.optimizer_states,
         plan=plan,
         layout=Layout.of(sizes, config.zero, config.bucket_bytes, config.defer_reduction),
         even=even,

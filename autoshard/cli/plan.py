@@ -22,6 +22,7 @@ from autoshard.errors import AutoshardError, message
 if TYPE_CHECKING:
     from autoshard.mesh_search import MeshPrice, MeshSearch, PipelinePrice
     from autoshard.planning import Plan, Recomputation
+    from autoshard.planning.estimate import HostUpdate
 
 _AXES = ("tp", "cp", "ep", "dp_shard", "dp_replicate", "pp")
 
@@ -47,6 +48,12 @@ def add_command(commands: Any) -> None:
         "and master copy",
     )
     parser.add_argument("--optimizer", default="adamw", help="adamw (default), momentum or sgd")
+    parser.add_argument(
+        "--optimizer-states",
+        choices=("device", "host"),
+        help="where its states are, and the master copies of --recipe master; host: as "
+        "autoshard.offload_optimizer keeps them (default: device)",
+    )
     parser.add_argument(
         "--microbatches",
         type=batch_size,
@@ -87,6 +94,8 @@ def run(arguments: argparse.Namespace) -> None:
     from autoshard.planning.estimate import Training
 
     options, entries = options_and_entries(arguments.model, arguments.option)
+    if arguments.optimizer_states:
+        options["optimizer_states"] = arguments.optimizer_states
     training = Training(
         arguments.optimizer,
         arguments.recipe,
@@ -184,13 +193,16 @@ def text(found: MeshSearch, tokens: int | None = None) -> str:
     kinds = ["params", "grads", "optim", "activ", "buckets", "total"]
     again = any(row.recomputation for row in found.rows)
     sent = any(row.recomputation and row.recomputation.sent for row in found.rows)
+    there = any(row.host_update for row in found.rows)
     stages = any(row.pipeline for row in found.rows)
-    extra = ["recomputed"] * again + ["on host"] * sent + ["batches, idle"] * stages
+    extra = ["recomputed"] * again + ["on host"] * sent + ["states on host"] * there
+    extra += ["batches, idle"] * stages
     header = ["", "mesh", "step", "exposed", "MFU", *kinds, *extra, *used]
-    shown = [_recomputed] * again + [_on_host] * sent + [_idle] * stages
+    shown = [_recomputed] * again + [_on_host] * sent + [_states] * there + [_idle] * stages
     cells = [_cells(row, row is found.best, used, shown) for row in found.rows]
     told = "; recomputed: GB that are not kept, and ms that it takes" if again else ""
     told += "; on host: GB kept there, and ms of their way there and back" if sent else ""
+    told += "; states on host: GB there, and ms of the optimizer's step" if there else ""
     if stages:
         told += (
             "; with pp: of the stage that holds most, batches in a step, and how many % of the "
@@ -247,6 +259,11 @@ def _on_host(row: MeshPrice) -> str:
     return f"{short(one.host / 1e9)}, {short(1e3 * one.transfers)}" if one and one.sent else "-"
 
 
+def _states(row: MeshPrice) -> str:
+    one = row.host_update
+    return f"{short(one.nbytes / 1e9)}, {short(1e3 * one.seconds)}" if one else "-"
+
+
 def _cells(
     row: MeshPrice, best: bool, axes: list[str], shown: Sequence[Callable[[MeshPrice], str]]
 ) -> list[str]:
@@ -286,6 +303,16 @@ def _as_json(one: Recomputation | None) -> dict[str, Any] | None:
     }
 
 
+def _host_as_json(one: HostUpdate) -> dict[str, Any]:
+    return {
+        "host_bytes": one.nbytes,
+        "seconds": one.seconds,
+        "read_seconds": one.reads,
+        "step_seconds": one.work,
+        "write_seconds": one.writes,
+    }
+
+
 def _stages_as_json(one: PipelinePrice) -> dict[str, Any]:
     chunks = len(one.seconds) // len(one.memory)
     stages = zip(one.seconds, one.memory * chunks, [*one.sent_bytes, 0])
@@ -319,6 +346,7 @@ def as_json(found: MeshSearch) -> dict[str, Any]:
                 "seconds": took,
                 "mfu": row.mfu,
                 "recomputation": _as_json(row.recomputation),
+                "host_update": row.host_update and _host_as_json(row.host_update),
                 "microbatches": row.microbatches,
                 "pipeline": row.pipeline and _stages_as_json(row.pipeline),
                 "refused": row.refused,

@@ -141,7 +141,8 @@ def _request(built: Built, sequence: bool, prices: Prices) -> Request:
 def _priced(
     name: str, built: Built, decisions: Decisions, sizes: Mapping[str, int], batches: int
 ) -> Alternative:
-    machine, training = planned_on(built.hardware), Training()
+    machine = planned_on(built.hardware)
+    training = Training(states=built.config.optimizer_states)
     links, n = machine.links(sizes), decisions.prices.n
     bucket_bytes = built.config.bucket_bytes
     one = profile(built.serial, decisions, built.parameters, n, machine, bucket_bytes)

@@ -64,6 +64,7 @@ OPTIMIZERS = {
     "adamw_fused": Optimizer(2, 4, _nothing),
     "momentum": Optimizer(1, 0, _nothing),
     "sgd": Optimizer(0, 0, _nothing),
+    "host": Optimizer(0, 0, _nothing),  # of any that `offload_optimizer` was given
 }
 
 
@@ -179,15 +180,18 @@ def _run(phase: str, changes: Iterable[Change], alive: dict[str, int]) -> Iterat
 
 def step_of(
     built: Built,
-    optimizer: str = "adamw",
+    optimizer: str | None = None,
     inner: str | None = None,
     graphs: ForwardBackward | InductorStep | None = None,
 ) -> Step:
-    """The step of a program under one of OPTIMIZERS.
+    """The step of a program under one of OPTIMIZERS; None: "adamw", or "host" where the option
+    `optimizer_states` says so.
 
     inner: what runs the graphs; None: the program's own inner compiler. graphs: what runs in the
     place of its own.
     """
+    if optimizer is None:
+        optimizer = "host" if built.config.optimizer_states == "host" else "adamw"
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer {optimizer!r} is none of {', '.join(OPTIMIZERS)}")
     kind = OPTIMIZERS[optimizer]

@@ -16,12 +16,14 @@ from autoshard.planning.cost import Cluster
 from autoshard.planning.estimate import (
     Footprint,
     Frontier,
+    HostUpdate,
     Layout,
     Profile,
     Timing,
     Training,
     footprint,
     frontier,
+    host_update,
     profile,
     timing,
     with_recomputation,
@@ -41,7 +43,7 @@ class MeshPrice:
     whose plan, memory and unfit are those of the mesh of its largest stage. refused: why no model
     runs on the mesh yet, empty where one does. gap: of a mesh with cp and tp, the part of the
     planner's cost by which other plans of the two may be cheaper (`Outer.gap`); None: not known, or
-    one axis.
+    one axis. host_update: of states on the host, what they hold there and the step takes.
     """
 
     mesh: AxisSizes
@@ -55,6 +57,7 @@ class MeshPrice:
     pipeline: PipelinePrice | None = None
     refused: str = ""
     gap: float | None = None
+    host_update: HostUpdate | None = None
 
     @property
     def fits(self) -> bool:
@@ -114,8 +117,9 @@ class MeshPrices:
             memory=held,
             timing=took,
             mfu=training.microbatches * _utilisation(one, layout, took.step, asked.batches),
-            unfit=_unfit(held, asked.limit, layout, one, self.cuts),
+            unfit=self._unfit(held, asked.limit, layout, one),
             plan=replace(self.planned.plan, mesh=dict(mesh)),
+            host_update=self._host_update(one, layout),
             recomputation=chosen,
             microbatches=training.microbatches,
             gap=self.gap,
@@ -150,8 +154,9 @@ class MeshPrices:
             memory=held,
             timing=took,
             mfu=count * used / pp,
-            unfit=_unfit(held, asked.limit, layout, one, self.cuts),
+            unfit=self._unfit(held, asked.limit, layout, one),
             plan=replace(self.planned.plan, mesh=dict(mesh)),
+            host_update=self._host_update(one, layout),
             microbatches=count,
             pipeline=pipeline,
             refused=refusal(mesh),
@@ -161,6 +166,15 @@ class MeshPrices:
     def stages(self) -> GraphStages:
         """The graph cut into stages."""
         return GraphStages(self.planned, self.free, self.frontier, self.machine, self.order)
+
+    def _host_update(self, one: Profile, layout: Layout) -> HostUpdate | None:
+        if self.training.states == "device":
+            return None
+        return host_update(one.weights, layout, self.training, self.machine)
+
+    def _unfit(self, held: Footprint, limit: int, layout: Layout, one: Profile) -> str:
+        known = self.machine.device.host is not None
+        return _unfit(held, limit, layout, one, self.cuts, known)
 
     def within(self, limit: int, layout: Layout) -> tuple[Profile, Recomputation | None]:
         """The quickest that holds at most `limit` bytes; the smallest where none does. Regions of
@@ -191,9 +205,11 @@ def _utilisation(one: Profile, layout: Layout, step: float, batches: int | None)
     return useful * one.flops / (step * copies * one.n * one.peak) if step else 0.0
 
 
-def _unfit(held: Footprint, limit: int, layout: Layout, one: Profile, cuts: bool) -> str:
+def _unfit(
+    held: Footprint, limit: int, layout: Layout, one: Profile, cuts: bool, host: bool
+) -> str:
     """Why a rank's memory does not hold it, with the numbers and what would help. cuts: whether
-    anything can be computed again."""
+    anything can be computed again. host: whether the way to the host is known."""
     if held.total <= limit:
         return ""
     states = held.parameters + held.gradients + held.optimizer
@@ -208,6 +224,8 @@ def _unfit(held: Footprint, limit: int, layout: Layout, one: Profile, cuts: bool
     if not cuts and held.total - held.activations <= limit:
         why += '; inner="eager" recomputes nothing'
     takes = [f"devices that hold {held.total / 1e9:.3g} GB of tensors"]
+    if host and held.total - held.optimizer <= limit:
+        takes.append("the optimizer's states on the host (optimizer_states=host)")
     room = limit - (held.total - held.activations)
     if room > 0:
         parts = math.ceil(held.activations / room)

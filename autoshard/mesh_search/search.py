@@ -150,6 +150,8 @@ def search_captured(
     inputs: whose parameters may be read in another dtype than they are stored in (`lowered`).
     """
     training = training or Training()
+    if config.optimizer_states == "host":
+        training = replace(training, states="host")
     # the budget is one of the whole rank: rows are held to it, not the plan of the tp axis alone
     limit, config = config.memory_budget, replace(config, memory_budget=None)
     limit = limit or machine.usable_bytes

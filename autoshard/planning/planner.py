@@ -70,6 +70,7 @@ class Request:
     memory_budget: int | None = None
     budget_is_known: bool = True
     host_memory: int | None = None
+    optimizer_states: str = "device"
     plan: Plan | None = None
     prices: Prices = field(default_factory=Prices)
     layout: Layout = field(default_factory=Layout)
@@ -156,7 +157,8 @@ class _Priced:
 def _priced(
     gm: fx.GraphModule, n: int, decisions: Decisions, request: Request, budget: int
 ) -> _Priced:
-    training, layout, cluster = Training(), request.layout, planned_on(decisions.hardware)
+    training, layout = Training(states=request.optimizer_states), request.layout
+    cluster = planned_on(decisions.hardware)
     shard = layout.shard // (layout.outer * layout.experts)
     sizes = {"cp": layout.outer, "dp_shard": shard, "dp_replicate": layout.replicate}
     sizes["ep"] = layout.experts

@@ -23,6 +23,7 @@ from autoshard.runtime.parameters.gradients import GradientLayouts, keeps_storag
 from autoshard.runtime.parameters.layout import (
     as_dtensors,
     extents,
+    like,
     local_bounds,
     local_part,
     owned,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +41,17 @@ def test_layers_are_checkpointed_by_transformers_own_switch(
     assert 0 < full["recomputation"]["kept_bytes"] < selective["kept_bytes"]
     assert full["seconds"]["compute"] > 2 * free["seconds"]["compute"]
     assert full["seconds"]["optimizer"] == free["seconds"]["optimizer"]
+
+
+def test_states_on_the_host(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    here, there = row(capsys), row(capsys, "--optimizer-states", "host", "--recipe", "master")
+    assert here["host_update"] is None and there["memory_bytes"]["optimizer"] == 0
+    assert there["host_update"]["host_bytes"] == 3 * here["memory_bytes"]["optimizer"]
+    assert there["seconds"]["optimizer"] == there["host_update"]["seconds"]
+    flags = ["--optimizer-states", "host", "--out", str(tmp_path / "plan.json")]
+    assert main([*ASKED, *(f"--option={name}={size}" for name, size in SMALL.items()), *flags]) == 0
+    printed = capsys.readouterr().out
+    assert "states on host" in printed and "'optimizer_states': 'host'" in printed
 
 
 def test_a_model_without_the_switch_is_told() -> None:

@@ -10,10 +10,10 @@ says which axis stays inside a node. A description in a file (JSON, or YAML with
     tera_flops: {float8: 1979, half: 989, float32: 67, float64: 67}
     inside: {microseconds: 1.5, gigabytes_per_second: 450}
     between: {microseconds: 5, gigabytes_per_second: 50}
-    host: {microseconds: 10, gigabytes_per_second: 64}
+    host: {microseconds: 10, gigabytes_per_second: 64, memory_gigabytes_per_second: 76.8}
     efficiency: {compute: 0.58, memory: 0.8, links: 0.8, fits: 0.92, attention: 0.38}
 
-Bandwidths are one rank's, in one direction. `host` and `efficiency` may be left out.
+Bandwidths are one rank's, in one direction. `host`, its memory and `efficiency` may be left out.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ MOST_BYTES = 2**16
 LEAST, MOST = 1e-6, 1e9
 """The bounds of a figure in a cluster file: what is divided by is not 0, and sums stay finite."""
 
+_HOST_MEMORY = "memory_gigabytes_per_second"
 _RATES = ("float8", "half", "float32", "float64")
 _SIZES = {
     "memory": ("gigabytes", "gigabytes_per_second"),
@@ -179,10 +180,13 @@ def read_cluster(path: Path) -> Cluster:
         Link(microseconds * 1e-6, rate * 1e9, bandwidth * 1e9)
         for microseconds, rate in (figures["inside"], figures["between"])
     )
-    host = None
-    if body.optional("host", {}).entries():
-        microseconds, rate = _figures(body.entry("host"), _SIZES["inside"])
+    host, host_memory = None, Hardware.host_memory_bandwidth
+    if (given := body.optional("host", {})).entries():
+        names = _SIZES["inside"]
+        told = [name for name in (*names, _HOST_MEMORY) if name in (*names, *given.entries())]
+        microseconds, rate, *more = _figures(given, told)
         host = Link(microseconds * 1e-6, rate * 1e9, bandwidth * 1e9)
+        host_memory = more[0] * 1e9 if more else host_memory
     rates = _figures(body.entry("tera_flops"), _RATES)
     device = Hardware(
         body.entry("name").text(),
@@ -191,6 +195,7 @@ def read_cluster(path: Path) -> Cluster:
         int(gigabytes * 1e9),
         {**dict.fromkeys(PLANNED, inside), **dict.fromkeys(DATA_AXES, between)},
         host,
+        host_memory,
     )
     per_node = body.entry("devices_per_node").integer(1, MOST_RANKS)
     given = body.optional("efficiency", {})

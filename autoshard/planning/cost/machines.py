@@ -40,6 +40,8 @@ class Hardware:
     memory_bytes: bytes of device memory.
     links: by mesh axis name ("tp", "cp", "ep", "dp_shard", "dp_replicate").
     host: the connection to the memory of the rank's host, in one direction; None: not known.
+    host_memory_bandwidth: bytes a second, read plus written, that each rank of a node has of the
+        host's memory while all use it.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Hardware:
     memory_bytes: int
     links: Mapping[str, Link] = field(hash=False)
     host: Link | None = None
+    host_memory_bandwidth: float = 50e9
 
     def peak(self, dtype: torch.dtype) -> float:
         """Operations a second on `dtype`."""
@@ -83,8 +86,10 @@ def _machine(
     inside: tuple[float, float],
     between: tuple[float, float],
     host: tuple[float, float],
+    host_memory: float,
 ) -> Hardware:
-    """memory: (GB, GB/s); inside a node, between nodes, host: (microseconds, GB/s a rank)."""
+    """memory: (GB, GB/s); inside a node, between nodes, host: (microseconds, GB/s a rank);
+    host_memory: GB/s a rank."""
     rates = dict(zip(("float8", "half", "float32", "float64"), tera_flops, strict=True))
     size, bandwidth = memory
 
@@ -103,12 +108,16 @@ def _machine(
             **{"dp_shard": link(between), "dp_replicate": link(between)},
         },
         link(host),
+        host_memory * 1e9,
     )
 
 
 # float32 is the rate torch uses unless told otherwise (no TF32). Latencies are no data-sheet
 # figures: about what one step of a small collective takes on NVLink and on InfiniBand. The host is
-# reached over PCIe of 16 lanes: generation 4 (a100), else 5.
+# reached over PCIe of 16 lanes: generation 4 (a100), else 5. Of its memory a rank has an eighth of
+# the bandwidth: a DGX has two processors of eight channels, of 8 bytes, by their data sheets
+# DDR4-3200 (EPYC 7742, DGX A100), DDR5-4800 (Xeon 8480C, DGX H100 and H200) and DDR5-5600 (Xeon
+# 8570, DGX B200).
 HARDWARE: Mapping[str, Hardware] = {
     machine.name: machine
     for machine in (
@@ -119,6 +128,7 @@ HARDWARE: Mapping[str, Hardware] = {
             inside=(1.5, 300),
             between=(5, 25),
             host=(10, 32),
+            host_memory=51.2,
         ),
         _machine(
             "h100",
@@ -127,6 +137,7 @@ HARDWARE: Mapping[str, Hardware] = {
             inside=(1.5, 450),
             between=(5, 50),
             host=(10, 64),
+            host_memory=76.8,
         ),
         _machine(
             "h200",
@@ -135,6 +146,7 @@ HARDWARE: Mapping[str, Hardware] = {
             inside=(1.5, 450),
             between=(5, 50),
             host=(10, 64),
+            host_memory=76.8,
         ),
         _machine(
             "b200",
@@ -143,6 +155,7 @@ HARDWARE: Mapping[str, Hardware] = {
             inside=(1.5, 900),
             between=(5, 50),
             host=(10, 64),
+            host_memory=89.6,
         ),
         # A few cores of a server, and gloo between processes of one machine: typical, not sold.
         _machine(
@@ -152,6 +165,7 @@ HARDWARE: Mapping[str, Hardware] = {
             inside=(20, 2),
             between=(50, 1),
             host=(5, 10),
+            host_memory=20,
         ),
     )
 }

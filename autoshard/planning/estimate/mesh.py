@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.planning.cost import WAIT_SECONDS, Cluster, Link
+from autoshard.planning.estimate.on_host import host_update
 from autoshard.planning.estimate.overlap import Segment, step_seconds
 from autoshard.planning.estimate.step_profile import Profile
 from autoshard.planning.estimate.traffic import (
@@ -113,6 +114,8 @@ def _pass_seconds(segments: Sequence[Segment], alone: float, slows: float) -> fl
 
 def update_seconds(profile: Profile, layout: Layout, training: Training, cluster: Cluster) -> float:
     """Seconds of the optimizer's pass: it reads gradients, reads and writes the rest."""
+    if training.states == "host":
+        return host_update(profile.weights, layout, training, cluster).seconds
     moved = 0
     for weight in profile.weights:
         if weight.trained:

@@ -12,6 +12,8 @@ MOMENTS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 
 RECIPES = ("pure", "mixed", "master")
 
+STATES = ("device", "host")
+
 
 @dataclass(frozen=True)
 class Training:
@@ -27,6 +29,8 @@ class Training:
         float32, computed with, and gathered, in the model's dtype (FSDP2's mixed precision: 16
         bytes). "master": parameters in the model's dtype beside gradients, moments and a copy of
         the parameters in float32 (Megatron-Core's distributed optimizer: 18 bytes).
+    states: where the optimizer's states and those copies are, and where it steps. On the host,
+        "master" has its gradients in the model's dtype, as `autoshard.offload_optimizer` has.
     """
 
     optimizer: str = "adamw"
@@ -34,11 +38,13 @@ class Training:
     microbatches: int = 1
     compiled: bool = True
     float8: bool = False
+    states: str = "device"
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[Any, ...]] = {
             "optimizer": tuple(MOMENTS),
             "recipe": RECIPES,
+            "states": STATES,
         }
         for name, values in allowed.items():
             if getattr(self, name) not in values:
@@ -55,10 +61,15 @@ class Training:
 
     def gradient(self, itemsize: int) -> int:
         """Bytes of one element of its gradient, stored and reduced."""
-        return itemsize if self.recipe == "pure" else 4
+        narrow = self.recipe == "pure" or (self.recipe == "master" and self.states == "host")
+        return itemsize if narrow else 4
 
     def state(self, itemsize: int) -> int:
-        """Bytes of optimizer state of one element."""
+        """Bytes of optimizer state of one element on the device."""
+        return self.all_state(itemsize) if self.states == "device" else 0
+
+    def all_state(self, itemsize: int) -> int:
+        """Bytes of optimizer state of one element, wherever it is."""
         each = itemsize if self.recipe == "pure" else 4
         return MOMENTS[self.optimizer] * each + (4 if self.recipe == "master" else 0)
 

@@ -11,6 +11,7 @@ from autoshard.runtime.collectives import Axis
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters.accumulation import microbatch_of
 from autoshard.runtime.parameters.eager.partial_reductions import resolved
+from autoshard.runtime.parameters.layout import like
 from autoshard.runtime.parameters.unsharding import unshard_parameter
 
 READ_EVERYWHERE = (
@@ -27,6 +28,9 @@ def gathered_axes(x: DTensor) -> tuple[Axis, ...]:
 
 def unsharded(x: DTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The whole of a stored tensor, plain and differentiable, in `dtype` if it is floating."""
+    local, device = compat.local_of(x), x.device_mesh.device_type
+    if local.is_cpu and device != "cpu":  # an optimizer's state that lies on the host
+        x = like(x, local.to(device))
     what = f"read of a stored tensor of shape {tuple(x.shape)}"
     with compat.plain_attributes():
         # a gradient that comes back through the read is reduced over all data-parallel axes

@@ -284,3 +284,44 @@ def lookahead(job: Job) -> None:
                 p.data.copy_(s.data)
     job.record_model(net)
     job.record("slow", slow)
+
+
+def offloaded(job: Job) -> None:
+    """States on the host: two groups, a schedule, clipping, an inf that GradScaler finds, a weight
+    written between steps, a group added late; the state dict loaded into an optimizer with its
+    states on the host, and into one without."""
+    import autoshard
+
+    def adamw(groups: Any, host: bool = True) -> torch.optim.Optimizer:
+        made = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
+        return autoshard.offload_optimizer(made) if host and job.sharded else made
+
+    def step(model: Any, optimizer: Any, scale: Any, number: int, times: float = 1.0) -> None:
+        scale.scale(job.loss(model, number) * times).backward()
+        scale.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scale.step(optimizer)
+        scale.update()
+        model.zero_grad()
+
+    for when, net, compiled in job.around_the_first_call():
+        net.zero_grad()
+        scale = torch.amp.GradScaler("cpu", init_scale=64.0)
+        rest = {"params": [net.norm.weight, net.norm.bias], "lr": 1e-3, "weight_decay": 0.0}
+        optimizer = adamw([{"params": [net.up.weight, net.down.weight]}, rest])
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        for number in range(3):
+            step(compiled, optimizer, scale, number, float("inf") if number == 1 else 1.0)
+            schedule.step()
+            if number == 0:
+                net.up.weight.data.mul_(0.5)
+                optimizer.add_param_group({"params": [net.up.bias, net.logit_scale]})
+        job.is_stored(net, "up.weight")
+        job.record_model(net, when)
+        state = optimizer.state_dict()
+        job.record(f"{when} state", state["state"])
+        for host in (True, False):
+            again = adamw([{"params": group["params"]} for group in optimizer.param_groups], host)
+            again.load_state_dict(state)
+            step(compiled, again, scale, 3)
+            job.record_model(net, f"{when}, loaded, host {host}")

@@ -84,6 +84,7 @@ TRAINING: dict[str, Scenario] = {
     "GradScaler": optimizers.scaler,
     "schedulers and late parameter groups": optimizers.schedules,
     "Lookahead": optimizers.lookahead,
+    "states on the host": optimizers.offloaded,
     "Embedding(sparse=True)": optimizers.sparse_embedding,
     "Embedding(max_norm=1)": optimizers.bounded_embedding,
 }
@@ -223,6 +224,7 @@ QUICK = (
     "SGD momentum",
     "Adafactor",
     "LBFGS whose closure makes the first call",
+    "states on the host",
     "SAM",
     "L2 and L1 over parameters() beside the loss",
     "parameters_to_vector, vector_to_parameters",

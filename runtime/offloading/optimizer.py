@@ -1,0 +1,209 @@
+"""`offload_optimizer`: an optimizer whose states lie in the host's memory, and which steps there.
+
+As in ZeRO-Offload (arXiv 2101.06840), forward and backward run on the device, and the host updates
+the parameters: it reads gradients and parameters, and sends the parameters back. All of that
+happens in `step`, one parameter behind the other (staging.py): so the gradient is final, clipped
+and unscaled, and what was written to a parameter since the last step is seen.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, TypeVar
+
+import torch
+from torch import optim
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from autoshard.runtime import compat
+from autoshard.runtime.errors import AutoshardError, message
+from autoshard.runtime.offloading.host_step import on_host, part_of, step_on_host
+from autoshard.runtime.offloading.staging import Staged, Staging
+
+_ELEMENTWISE = (
+    *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD),
+    *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
+)
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+
+
+def offload_optimizer(
+    optimizer: AnyOptimizer,
+    *,
+    master_dtype: torch.dtype | None = None,
+    elementwise: bool = False,
+) -> AnyOptimizer:
+    """Keep the states of an optimizer in the host's memory, and step there; the same object.
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        optimizer = autoshard.offload_optimizer(optimizer)
+
+    optimizer: one of torch.optim that treats each element by itself, before or after the model's
+        first call, and before its learning-rate schedulers. Everything else of it stays as it was.
+    master_dtype: parameters of a narrower floating dtype are stepped in this one, of copies on the
+        host; the device gets them rounded. None: in their own dtype.
+    elementwise: the caller says that an optimizer of another class treats each element by itself.
+
+    Raises AutoshardError for an optimizer that cannot be stepped so, and in `step` for a sparse
+    gradient.
+    """
+    cls: Any = type(optimizer)
+    if isinstance(optimizer, _OnHost):
+        raise AutoshardError(
+            message(f"the states of this {cls.__name__} are on the host already", remedy="")
+        )
+    if cls not in _ELEMENTWISE and not elementwise:
+        names = ", ".join(sorted(one.__name__ for one in _ELEMENTWISE))
+        raise AutoshardError(
+            message(
+                f"offload_optimizer: {cls.__name__} is not known to treat each element of a "
+                "parameter by itself, and a rank's host steps its own part",
+                remedy=f"Use one of {names}; or say elementwise=True, if it does.",
+            )
+        )
+    if optimizer.defaults.get("differentiable"):
+        raise AutoshardError(
+            message(
+                f"offload_optimizer: {cls.__name__}(differentiable=True) is to be differentiated, "
+                "and the host's step is not",
+                remedy="Leave out differentiable.",
+            )
+        )
+    if "step" in optimizer.__dict__:
+        raise AutoshardError(
+            message(
+                f"offload_optimizer: something has wrapped step() of this {cls.__name__} already, "
+                "as learning-rate schedulers do",
+                remedy="Offload the optimizer before it is given to others.",
+            )
+        )
+    optimizer.__class__ = _offloaded_class(cls)
+    given: Any = optimizer
+    given.master_dtype = master_dtype
+    for parameter, state in list(optimizer.state.items()):
+        optimizer.state[parameter] = on_host(parameter, state, given._dtype_of(parameter))
+    return optimizer
+
+
+class _OnHost(Optimizer):
+    """What replaces methods of an optimizer."""
+
+    base: type[Optimizer]
+    master_dtype: torch.dtype | None
+
+    def _master_of(self, parameter: torch.Tensor) -> torch.dtype | None:
+        wide, own = self.master_dtype, parameter.dtype
+        narrower = wide is not None and own.is_floating_point and own.itemsize < wide.itemsize
+        return wide if narrower else None
+
+    def _dtype_of(self, parameter: torch.Tensor) -> torch.dtype | None:
+        """The dtype of a parameter's state; None: whatever it is."""
+        own = parameter.dtype if parameter.is_floating_point() else None
+        return self._master_of(parameter) or own
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which would bring the states to the device on their way."""
+        loaded: dict[str, Any] = {}
+
+        def leave_out(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            loaded.update(given)
+            return {**given, "state": {}}
+
+        def fill_in(_: Optimizer) -> None:
+            saved = [key for group in loaded["param_groups"] for key in group["params"]]
+            own = dict(zip(saved, (p for group in self.param_groups for p in group["params"])))
+            for key, state in loaded["state"].items():
+                if (parameter := own.get(key)) is None:
+                    self.state[key] = state
+                else:
+                    dtype = self._dtype_of(parameter)
+                    self.state[parameter] = on_host(parameter, state, dtype)
+
+        handles = [
+            self.register_load_state_dict_pre_hook(leave_out),
+            self.register_load_state_dict_post_hook(fill_in, prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "master_dtype": self.master_dtype}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _empty, (self.base,), self.__getstate__()
+
+
+def _empty(cls: Any) -> Optimizer:
+    made: Any = _offloaded_class(cls)
+    return made.__new__(made)  # type: ignore[no-any-return]
+
+
+def _step(self: Any, closure: Any = None) -> Any:
+    """Step every parameter that has a gradient on the host; what `closure` returns."""
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    with torch.no_grad():
+        _step_all(self)
+    return loss
+
+
+def _step_all(optimizer: Any) -> None:
+    for name in ("grad_scale", "found_inf"):  # a GradScaler's, for a fused step
+        if isinstance(value := getattr(optimizer, name, None), torch.Tensor):
+            setattr(optimizer, name, value.cpu())
+    devices: dict[torch.device, list[tuple[dict[str, Any], torch.Tensor]]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                _check_dense(optimizer, parameter)
+                devices.setdefault(parameter.device, []).append((group, parameter))
+    for device, work in devices.items():
+        staging = optimizer.__dict__.setdefault("_staging", {})
+        if device not in staging:
+            staging[device] = Staging(device)
+
+        def step(number: int, host: Staged, work: list[Any] = work) -> None:
+            group, parameter = work[number]
+            dtype = optimizer._dtype_of(parameter)
+            held = optimizer.state[parameter]
+            if any(isinstance(v, torch.Tensor) and v.device.type != "cpu" for v in held.values()):
+                optimizer.state[parameter] = on_host(parameter, held, dtype)
+            master = optimizer._master_of(parameter)
+            step_on_host(optimizer, optimizer.base, group, parameter, host, master)
+
+        staging[device].run([_staged(parameter) for _, parameter in work], step)
+        for _, parameter in work:
+            increment_version(parameter)
+
+
+def _staged(parameter: torch.Tensor) -> Staged:
+    assert parameter.grad is not None
+    local = compat.local_of(parameter) if isinstance(parameter, DTensor) else parameter.detach()
+    return Staged(local, part_of(parameter, parameter.grad))
+
+
+def _check_dense(optimizer: Any, parameter: torch.Tensor) -> None:
+    if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+        raise AutoshardError(
+            message(
+                f"{optimizer.base.__name__}.step() on the host: the gradient of a parameter of "
+                f"shape {tuple(parameter.shape)} is {parameter.grad.layout}",
+                remedy="Make it dense: nn.Embedding(sparse=False).",
+            )
+        )
+
+
+@functools.cache
+def _offloaded_class(cls: type[Optimizer]) -> type[Any]:
+    """A subclass of `cls`, of its name, that steps on the host."""
+    step: Any = Optimizer.profile_hook_step(_step)
+    step.hooked = True
+    return type(cls.__name__, (_OnHost, cls), {"step": step, "base": cls, "__doc__": cls.__doc__})
