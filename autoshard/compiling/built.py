@@ -17,6 +17,7 @@ from autoshard.config import Config
 from autoshard.passes import (
     SILENT,
     FuseCollectives,
+    InterleaveHalves,
     Report,
     Watch,
     finish,
@@ -25,7 +26,8 @@ from autoshard.passes import (
     specialize,
 )
 from autoshard.planning import Decisions, Outer, Plan, Recomputation
-from autoshard.planning.cost import Hardware, planned_on
+from autoshard.planning.cost import Cluster, Hardware, Link, planned_on
+from autoshard.planning.halves import Found
 from autoshard.runtime.collectives import Axis, I, State, gathering_axes
 from autoshard.runtime.compat import (
     ForwardBackward,
@@ -34,7 +36,7 @@ from autoshard.runtime.compat import (
     forward_backward,
     inductor_step,
 )
-from autoshard.runtime.graph_meta import STORED_DTYPE
+from autoshard.runtime.graph_meta import SPLIT_HALVES, STORED_DTYPE
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import SINGLE
 
@@ -112,16 +114,27 @@ class Built:
         return made
 
     def _finish(self, graph: fx.GraphModule, backward: bool) -> list[Report]:
-        fuse = self.fusing(backward)
-        return finish(graph, self.mesh, self.config.bucket_bytes, backward, self.watch, fuse)
+        fuse, halves = self.fusing(backward), self._interleaving()
+        size = self.config.bucket_bytes
+        return finish(graph, self.mesh, size, backward, self.watch, fuse, halves)
 
     def fusing(self, backward: bool) -> FuseCollectives | None:
         """The pass that joins collectives to products, where the plan was priced with it."""
-        fusing, machine = self.decisions.prices.fusing, planned_on(self.hardware)
+        fusing = self.decisions.prices.fusing
         if fusing is None or self.axis.size == 1:
             return None
+        return FuseCollectives(fusing, *self._machine(), backward)
+
+    def _interleaving(self) -> InterleaveHalves | None:
+        """The pass that orders the halves of the graph, where it has some."""
+        found: Found | None = self.graph_module.meta.get(SPLIT_HALVES)
+        return InterleaveHalves(*self._machine()) if found and found.collectives else None
+
+    def _machine(self) -> tuple[Cluster, Link]:
+        """The machine that the plan is for, and the link of the planned axis."""
+        machine = planned_on(self.hardware)
         links = machine.links({axis.name: axis.size for axis in self.mesh.axes})
-        return FuseCollectives(fusing, machine, machine.real(links[self.axis.name]), backward)
+        return machine, machine.real(links[self.axis.name])
 
     def _specialized(self, made: ForwardBackward) -> ForwardBackward:
         specialize(made.forward, self.axis, False, self.watch)

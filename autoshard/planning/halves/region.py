@@ -1,0 +1,229 @@
+"""Which part of a rank's graph runs on two halves of its rows, one beside the other: a proof.
+
+Two halves are two ranks of an axis, so the sharding rules say what an operator does to each: with
+`S(d)` in and `S(d)` out, and nothing sent between, an operator of half the rows makes half the
+rows. Collectives of the planned axis are operators of such a graph too, which rearrange other dims
+(rules/outer_axis.py). What is not made of the cut value, weights and masks, is whole; where a rule
+asks for rows of it, it is cut as well.
+
+The part starts at the operand of the first collective of an activation where that works, and ends
+behind the last one: where the least has to be put together again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from autoshard.planning.cost import COLLECTIVES
+from autoshard.planning.operators import target_name
+from autoshard.planning.rules import strategies
+from autoshard.planning.strategy import Strategy, operands, value
+from autoshard.planning.values import output_state, producer, tensor_bytes
+from autoshard.runtime.collectives import Axis, S, State, change_steps, redistribute, shard_dim
+from autoshard.runtime.graph_meta import DIFF
+from autoshard.runtime.operators import unbound
+from autoshard.runtime.randomness import on_shard
+
+HALVES = 2
+MOST_STARTS = 4
+"""So many places are tried to start at: an operator that mixes rows early on is passed over."""
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The operators, in the order of the graph, that run on each half, with the states of their
+    operands and results on an axis of two; `getitem`s of theirs have no strategy.
+
+    collectives: the changes of state among them that communicate, forward or backward. reason: why
+    there are none, or why those of the rest are not among them.
+    """
+
+    strategies: Mapping[fx.Node, Strategy | None] = field(default_factory=dict)
+    collectives: Sequence[fx.Node] = ()
+    reason: str = ""
+
+    def state(self, node: fx.Node) -> State:
+        """The state of a value of the part."""
+        maker, index = producer(node)
+        found = self.strategies[maker]
+        assert found is not None
+        return output_state(found, index)
+
+
+def communicates(node: fx.Node, backward: bool | None = None) -> bool:
+    """Whether a change of state sends something: in forward, in backward; None: in any."""
+    if node.target is not redistribute:
+        return False
+    _, src, dst, axis, *_ = node.args
+    assert isinstance(axis, Axis)
+    forward, back = (one in COLLECTIVES for one in change_steps(src, dst))  # type: ignore[arg-type]
+    back = back and bool(node.meta.get(DIFF))
+    asked = forward or back if backward is None else (forward, back)[backward]
+    return axis.size > 1 and asked
+
+
+def find_halves(graph: fx.Graph, parameters: Collection[int], axis: Axis) -> Halves:
+    """The part of a rank's forward graph that runs on halves; parameters: positions of their
+    placeholders. axis: the planned one, whose collectives are to be hidden."""
+    changes = _changes(graph, parameters, axis)
+    if not changes:
+        return Halves(reason="no collective of an activation to hide")
+    best, reasons = Halves(), dict[str, None]()
+    for i, change in enumerate(changes[:MOST_STARTS]):
+        seed = change.args[0]
+        assert isinstance(seed, fx.Node)
+        dim, reason = _dim(seed)
+        if reason:
+            reasons[reason] = None
+        if dim is None:
+            continue
+        cut = _Cut(graph, seed, dim)
+        found = cut.part(changes)
+        if cut.reason:
+            reasons[cut.reason] = None
+        if len(found.collectives) > len(best.collectives):
+            best = found
+        if len(best.collectives) == len(changes) - i:
+            break
+    said = "" if len(best.collectives) == len(changes) else "; ".join(reasons)
+    return Halves(best.strategies, best.collectives, said)
+
+
+def _changes(graph: fx.Graph, parameters: Collection[int], axis: Axis) -> list[fx.Node]:
+    """The communicating changes, on the axis, of what is made of the inputs of a call."""
+    data: set[fx.Node] = set()
+    inputs = 0
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if inputs not in parameters:
+                data.add(node)
+            inputs += 1
+        elif node.op == "call_function" and any(one in data for one in node.all_input_nodes):
+            data.add(node)
+    return [
+        node for node in graph.nodes if node in data and communicates(node) and node.args[3] == axis
+    ]
+
+
+def _dim(seed: fx.Node) -> tuple[int | None, str]:
+    """The dim along which a value is cut; why it is not the first."""
+    shape = value(seed).shape
+    if not all(isinstance(size, int) for size in shape):
+        return None, "a size of it is known at run time only"
+    if len(shape) > 1 and shape[0] % HALVES == 0:
+        return 0, ""
+    if len(shape) > 2 and shape[1] % HALVES == 0:
+        return 1, f"the batch of {shape[0]} is not cut in two equal halves, so the next dim is"
+    return None, f"neither the first nor the second of the dims {list(shape)} is even"
+
+
+class _Cut:
+    """What becomes of one value's halves."""
+
+    def __init__(self, graph: fx.Graph, seed: fx.Node, dim: int) -> None:
+        self.graph, self.seed, self.dim = graph, seed, dim
+        self.chosen: dict[fx.Node, Strategy | None] = {}
+        self.reason = ""
+
+    def part(self, changes: Sequence[fx.Node]) -> Halves:
+        mixed: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            inputs = node.all_input_nodes
+            rows = any(one in self.chosen for one in inputs)
+            if node.op != "call_function" or not (rows or self.seed in inputs):
+                if any(one in mixed for one in inputs):
+                    mixed.add(node)
+                continue
+            if node.target is operator.getitem and producer(node)[0] is not node:
+                (mixed.add(node) if inputs[0] in mixed else self.chosen.setdefault(node, None))
+                continue
+            strategy = None if any(one in mixed for one in inputs) else self._strategy(node)
+            if strategy is not None:
+                self.chosen[node] = strategy
+            elif rows:
+                mixed.add(node)
+        return self._ended([one for one in changes if one in self.chosen])
+
+    def _ended(self, collectives: list[fx.Node]) -> Halves:
+        """The part up to where, behind its last collective, the least is put together again."""
+        if not collectives:
+            return Halves()
+        nodes = list(self.chosen)
+        least, end = None, len(nodes)
+        for i in range(nodes.index(collectives[-1]) + 1, len(nodes) + 1):
+            out = [value(one) for one in leaving(nodes[:i])]
+            if not all(isinstance(one, torch.Tensor) for one in out):
+                continue  # an operator's results belong together
+            size = sum(map(tensor_bytes, out))
+            if least is None or size < least:
+                least, end = size, i
+        return Halves({one: self.chosen[one] for one in nodes[:end]}, collectives)
+
+    def _strategy(self, node: fx.Node) -> Strategy | None:
+        """The strategy that cuts the fewest whole values; None: no rule says that rows stay."""
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+            return None
+        offered, reasons = strategies(node, HALVES)
+        best, least = None, len(operands(node)) + 1
+        for one in offered:
+            cuts = self._cuts(node, one)
+            if cuts is not None and cuts < least:
+                best, least = one, cuts
+        if best is None and not self.reason and any(i in self.chosen for i in node.all_input_nodes):
+            why = f" ({'; '.join(reasons)})" if reasons else ""
+            states = ", ".join(self._state(i) or "whole" for i in operands(node))
+            self.reason = f"no rule says that {target_name(node)}{why} of {states} keeps rows apart"
+        return best
+
+    def _cuts(self, node: fx.Node, strategy: Strategy) -> int | None:
+        """How many whole values a strategy would cut; None where it cannot be followed."""
+        if any(not one.axis for one in strategy.traffic) or not _runs(node, strategy):
+            return None
+        states = [strategy.output] if isinstance(strategy.output, str) else strategy.output
+        if not states or any(shard_dim(state) is None for state in states):
+            return None
+        cuts = 0
+        for operand, want in zip(operands(node), strategy.inputs):
+            have = self._state(operand)
+            if have == want:
+                continue
+            dim = shard_dim(want)
+            if have is not None and operand is not self.seed:
+                return None
+            if operand is self.seed and dim is None:
+                continue  # read whole, as any other
+            if dim is not None:
+                size = value(operand).shape[dim]
+                if not isinstance(size, int) or size % HALVES:
+                    return None
+                cuts += 1
+        return cuts
+
+    def _state(self, node: fx.Node) -> State | None:
+        """The state of a value on the axis of halves; None: it is whole."""
+        if node is self.seed:
+            return S(self.dim)
+        maker, index = producer(node)
+        found = self.chosen.get(maker)
+        return None if found is None else output_state(found, index)
+
+
+def leaving(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Those of some nodes that others read."""
+    own = set(nodes)
+    return [one for one in nodes if any(user not in own for user in one.users)]
+
+
+def _runs(node: fx.Node, strategy: Strategy) -> bool:
+    """Whether the operator itself runs on a half, or draws the numbers of its place."""
+    if strategy.impl is None:
+        return True
+    function, _ = unbound(strategy.impl)
+    seed = operands(node)[-1]
+    return function is on_shard and "outer" not in node.kwargs and not value(seed).dim()
