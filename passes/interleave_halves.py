@@ -30,7 +30,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.passes.base import Context, Report
-from autoshard.passes.bucketing import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, start_of
+from autoshard.passes.bucketing import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, c10d, start_of
 from autoshard.planning import cost, tensor_bytes, value
 from autoshard.planning.cost import Cluster, Link
 from autoshard.planning.halves import Job, interleave
@@ -135,4 +135,5 @@ _KINDS: dict[Any, str] = {
     ALL_REDUCE: "all_reduce",
     ALL_GATHER: "all_gather",
     REDUCE_SCATTER: "reduce_scatter",
+    c10d.all_to_all_single.default: "all_to_all",
 }

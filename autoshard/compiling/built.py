@@ -114,7 +114,8 @@ class Built:
         return made
 
     def _finish(self, graph: fx.GraphModule, backward: bool) -> list[Report]:
-        fuse, halves = self.fusing(backward), self._interleaving()
+        fuse = self.fusing(backward)
+        halves = InterleaveHalves(*self.machine_and_link()) if self.on_halves else None
         size = self.config.bucket_bytes
         return finish(graph, self.mesh, size, backward, self.watch, fuse, halves)
 
@@ -123,14 +124,15 @@ class Built:
         fusing = self.decisions.prices.fusing
         if fusing is None or self.axis.size == 1:
             return None
-        return FuseCollectives(fusing, *self._machine(), backward)
+        return FuseCollectives(fusing, *self.machine_and_link(), backward)
 
-    def _interleaving(self) -> InterleaveHalves | None:
-        """The pass that orders the halves of the graph, where it has some."""
+    @property
+    def on_halves(self) -> bool:
+        """Whether a part of the graph runs on two halves of its rows."""
         found: Found | None = self.graph_module.meta.get(SPLIT_HALVES)
-        return InterleaveHalves(*self._machine()) if found and found.collectives else None
+        return bool(found and found.collectives)
 
-    def _machine(self) -> tuple[Cluster, Link]:
+    def machine_and_link(self) -> tuple[Cluster, Link]:
         """The machine that the plan is for, and the link of the planned axis."""
         machine = planned_on(self.hardware)
         links = machine.links({axis.name: axis.size for axis in self.mesh.axes})

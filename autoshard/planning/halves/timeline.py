@@ -2,8 +2,9 @@
 
 A list schedule on one queue of compute and one of collectives. Each half keeps the order that it
 has; it runs until it would wait for a collective, then the other one does. Of two that could run,
-the one goes on that starts its next collective first: a norm between a reduce-scatter and a gather
-so runs in the midst of the other half's products.
+the one does that has computed less, unless the other starts its next collective sooner and is then
+no further than this one will be at its own: a norm between a reduce-scatter and a gather so runs
+in the midst of the other half's products.
 
 What is of neither half runs where it stands, as soon as what it reads is there.
 """
@@ -54,6 +55,7 @@ class _Run:
         self.ready = [i for i, job in enumerate(jobs) if job.half is None and not self.missing[i]]
         self.until_start = self._until_start()
         self.now = self.free = 0.0
+        self.computed = [0.0, 0.0]
         self.arrival: dict[int, float] = {}
         self.order: list[int] = []
 
@@ -67,21 +69,26 @@ class _Run:
             if not able:
                 self._run(heapq.heappop(self.ready))
                 continue
-            current = min(
-                able,
-                key=lambda half: (
-                    self._stall(heads[half]),
-                    self.until_start[heads[half]],
-                    half != current,
-                ),
-            )
+            current = self._next(able, heads, current)
             self._run(self.queues[current].pop())
         while self.ready:
             self._run(heapq.heappop(self.ready))
         return Timeline(self.order, max([self.now, *self.arrival.values()]))
 
+    def _next(self, able: list[int], heads: dict[int, int], current: int) -> int:
+        """The half that runs, of those that could but for what they wait for."""
+        least = min(self._stall(heads[half]) for half in able)
+        able = [half for half in able if self._stall(heads[half]) == least]
+        able.sort(key=lambda half: (self.computed[half], half != current))
+        behind, ahead = able[0], able[-1]
+        end, other = (self.computed[h] + self.until_start[heads[h]] for h in (behind, ahead))
+        sooner = self.until_start[heads[ahead]] < self.until_start[heads[behind]]
+        return ahead if sooner and other <= end * (1 + 1e-9) else behind
+
     def _run(self, i: int) -> None:
         job = self.jobs[i]
+        if job.half is not None:
+            self.computed[job.half] += job.seconds
         self.now += self._stall(i) + job.seconds
         if job.sends:
             self.free = self.arrival[i] = max(self.now, self.free) + job.sends

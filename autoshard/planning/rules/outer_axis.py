@@ -28,6 +28,8 @@ from autoshard.runtime.operators import (
     attend_to_prefix,
     loss_over_tokens,
     loss_over_tokens_and_classes,
+    owned_experts,
+    split_parts,
 )
 from autoshard.runtime.randomness import on_shard, shared_seed, tracked_seeds
 
@@ -161,6 +163,21 @@ def _constants(node: fx.Node) -> dict[str, Any]:
     return {name: node.kwargs[name] for name in ("op", "dim", "extent")}
 
 
+def _split_parts(node: fx.Node, n: int) -> Iterator[Strategy]:
+    """split_parts(x, ..., sharded_dim): every other dim."""
+    (x,) = map(value, operands(node))
+    for dim, size in enumerate(x.shape):
+        if dim != node.kwargs["sharded_dim"] and why_not(size, n, even=False) is None:
+            yield Strategy((S(dim),), _each(node, S(dim)))
+
+
+def _owned(node: fx.Node, n: int) -> Iterator[Strategy]:
+    """owned_experts(x, ids, weights, stacks): tokens, which a rank's experts compute one by one."""
+    stacks = operands(node)[3:]
+    if node.kwargs.get("over") is None and why_not(value(node).shape[0], n, even=False) is None:
+        yield Strategy((*[S(0)] * 3, *[R] * len(stacks)), S(0))
+
+
 _DRAWN_ALONE = ("dropout", "native_dropout", "bernoulli", "bernoulli_p", "uniform", "normal")
 
 _RULES: dict[Any, Callable[[fx.Node, int], Iterator[Strategy]]] = {
@@ -171,6 +188,8 @@ _RULES: dict[Any, Callable[[fx.Node, int], Iterator[Strategy]]] = {
     attend_to_both_ends: _attention,
     attend_by_heads: _attention,
     loss_over_tokens: _mean_loss,
+    split_parts: _split_parts,
+    owned_experts: _owned,
     on_shard: _random,
 }
 
