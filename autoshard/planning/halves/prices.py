@@ -34,8 +34,8 @@ from autoshard.runtime.collectives import Axis, change_steps, shard_dim
 from autoshard.runtime.graph_meta import DIFF
 
 KERNEL_SECONDS = 3e-6
-"""Of a product, an attention or a collective more, besides its work. No figure of a data sheet: what
-is between two kernels of a stream, and a kernel's first and last wave."""
+"""Of a product, an attention or a collective more, besides its work: the gap between two kernels of
+a stream, and a kernel's first and last wave. No figure of a data sheet, and not measured here."""
 
 
 class Seconds(NamedTuple):

@@ -6,8 +6,9 @@ rows. Collectives of the planned axis are operators of such a graph too, which r
 (rules/outer_axis.py). What is not made of the cut value, weights and masks, is whole; where a rule
 asks for rows of it, it is cut as well.
 
-The part starts at the operand of the first collective of an activation where that works, and ends
-behind the last one: where the least has to be put together again.
+The part starts at one of the first activations, or at what one of the first collectives moves:
+where most can be hidden. It ends behind the last collective, where the least has to be put together
+again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from autoshard.planning import cost
 from autoshard.planning.cost import COLLECTIVES
 from autoshard.planning.operators import target_name
 from autoshard.planning.rules import strategies
@@ -31,7 +33,7 @@ from autoshard.runtime.randomness import on_shard
 
 HALVES = 2
 MOST_STARTS = 4
-"""So many places are tried to start at: an operator that mixes rows early on is passed over."""
+"""So many of each kind are tried: an operator that mixes rows early on is passed over."""
 
 
 @dataclass(frozen=True)
@@ -70,44 +72,56 @@ def communicates(node: fx.Node, backward: bool | None = None) -> bool:
 def find_halves(graph: fx.Graph, parameters: Collection[int], axis: Axis) -> Halves:
     """The part of a rank's forward graph that runs on halves; parameters: positions of their
     placeholders. axis: the planned one, whose collectives are to be hidden."""
-    changes = _changes(graph, parameters, axis)
+    data = _of_inputs(graph, parameters)
+    changes = [node for node in data if communicates(node) and node.args[3] == axis]
     if not changes:
         return Halves(reason="no collective of an activation to hide")
-    best, reasons = Halves(), dict[str, None]()
-    for i, change in enumerate(changes[:MOST_STARTS]):
-        seed = change.args[0]
-        assert isinstance(seed, fx.Node)
+    nodes = list(graph.nodes)
+    most = sum(cost.node_flops(one) for one in data if one < changes[-1])
+    best, size, reasons = Halves(), (0, 0), dict[str, None]()
+    offered: dict[fx.Node, tuple[list[Strategy], list[str]]] = {}
+    for seed in _starts(data, changes):
         dim, reason = _dim(seed)
         if reason:
             reasons[reason] = None
         if dim is None:
             continue
-        cut = _Cut(graph, seed, dim)
+        cut = _Cut(nodes, seed, dim, offered)
         found = cut.part(changes)
         if cut.reason:
             reasons[cut.reason] = None
-        if len(found.collectives) > len(best.collectives):
-            best = found
-        if len(best.collectives) == len(changes) - i:
+        flops = sum(cost.node_flops(one) for one in found.strategies)
+        if (len(found.collectives), flops) > size:
+            best, size = found, (len(found.collectives), flops)
+        if size[0] == len(changes) and flops >= most:
             break
     said = "" if len(best.collectives) == len(changes) else "; ".join(reasons)
     return Halves(best.strategies, best.collectives, said)
 
 
-def _changes(graph: fx.Graph, parameters: Collection[int], axis: Axis) -> list[fx.Node]:
-    """The communicating changes, on the axis, of what is made of the inputs of a call."""
-    data: set[fx.Node] = set()
+def _of_inputs(graph: fx.Graph, parameters: Collection[int]) -> list[fx.Node]:
+    """What is made of the inputs of a call, and these, in the order of the graph."""
+    data: dict[fx.Node, None] = {}
     inputs = 0
     for node in graph.nodes:
         if node.op == "placeholder":
             if inputs not in parameters:
-                data.add(node)
+                data[node] = None
             inputs += 1
         elif node.op == "call_function" and any(one in data for one in node.all_input_nodes):
-            data.add(node)
-    return [
-        node for node in graph.nodes if node in data and communicates(node) and node.args[3] == axis
-    ]
+            data[node] = None
+    return list(data)
+
+
+def _starts(data: Sequence[fx.Node], changes: Sequence[fx.Node]) -> list[fx.Node]:
+    """The values that may be cut: the first activations, and what the first collectives move."""
+    first = [one for one in data if _is_activation(value(one))][:MOST_STARTS]
+    moved = [one.all_input_nodes[0] for one in changes[:MOST_STARTS]]
+    return list(dict.fromkeys([*first, *moved]))
+
+
+def _is_activation(val: object) -> bool:
+    return isinstance(val, torch.Tensor) and val.is_floating_point() and val.dim() > 1
 
 
 def _dim(seed: fx.Node) -> tuple[int | None, str]:
@@ -125,14 +139,20 @@ def _dim(seed: fx.Node) -> tuple[int | None, str]:
 class _Cut:
     """What becomes of one value's halves."""
 
-    def __init__(self, graph: fx.Graph, seed: fx.Node, dim: int) -> None:
-        self.graph, self.seed, self.dim = graph, seed, dim
+    def __init__(
+        self,
+        nodes: Sequence[fx.Node],
+        seed: fx.Node,
+        dim: int,
+        offered: dict[fx.Node, tuple[list[Strategy], list[str]]],
+    ) -> None:
+        self.nodes, self.seed, self.dim, self.offered = nodes, seed, dim, offered
         self.chosen: dict[fx.Node, Strategy | None] = {}
         self.reason = ""
 
     def part(self, changes: Sequence[fx.Node]) -> Halves:
         mixed: set[fx.Node] = set()
-        for node in self.graph.nodes:
+        for node in self.nodes:
             inputs = node.all_input_nodes
             rows = any(one in self.chosen for one in inputs)
             if node.op != "call_function" or not (rows or self.seed in inputs):
@@ -169,7 +189,9 @@ class _Cut:
         target = node.target
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             return None
-        offered, reasons = strategies(node, HALVES)
+        if node not in self.offered:
+            self.offered[node] = strategies(node, HALVES)
+        offered, reasons = self.offered[node]
         best, least = None, len(operands(node)) + 1
         for one in offered:
             cuts = self._cuts(node, one)
