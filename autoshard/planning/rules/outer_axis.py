@@ -29,6 +29,7 @@ from autoshard.runtime.operators import (
     loss_over_tokens,
     loss_over_tokens_and_classes,
     owned_experts,
+    share_of_mean,
     split_parts,
 )
 from autoshard.runtime.randomness import on_shard, shared_seed, tracked_seeds
@@ -171,6 +172,18 @@ def _split_parts(node: fx.Node, n: int) -> Iterator[Strategy]:
             yield Strategy((S(dim),), _each(node, S(dim)))
 
 
+def _share_of_mean(node: fx.Node, n: int) -> Iterator[Strategy]:
+    """share_of_mean(x, dims, keepdim) of aten.mean.dim: the dims that stay."""
+    if node.kwargs["op"] is not torch.ops.aten.mean.dim or len(node.args) < 2:
+        return
+    x, given = value(operands(node)[0]), node.args[1]
+    reduced = {dim % x.dim() for dim in ([given] if isinstance(given, int) else given or ())}  # type: ignore[union-attr]
+    keeps = len(node.args) > 2 and bool(node.args[2])
+    for dim, size in enumerate(x.shape):
+        if reduced and dim not in reduced and why_not(size, n, even=False) is None:
+            yield Strategy((S(dim),), S(dim - (not keeps) * sum(one < dim for one in reduced)))
+
+
 def _owned(node: fx.Node, n: int) -> Iterator[Strategy]:
     """owned_experts(x, ids, weights, stacks): tokens, which a rank's experts compute one by one."""
     stacks = operands(node)[3:]
@@ -188,6 +201,7 @@ _RULES: dict[Any, Callable[[fx.Node, int], Iterator[Strategy]]] = {
     attend_to_both_ends: _attention,
     attend_by_heads: _attention,
     loss_over_tokens: _mean_loss,
+    share_of_mean: _share_of_mean,
     split_parts: _split_parts,
     owned_experts: _owned,
     on_shard: _random,
