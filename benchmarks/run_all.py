@@ -35,6 +35,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "training": (*TWO, str(HERE / "training.py")),
     "generate": (*TWO, str(HERE / "generate.py")),
     "small_sums": (*TWO, str(HERE / "small_sums.py")),
+    "halves": (*TWO, str(HERE / "halves.py")),
 }
 
 
