@@ -33,7 +33,7 @@ from autoshard.passes.base import Context, Report
 from autoshard.passes.bucketing import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, c10d, start_of
 from autoshard.planning import cost, tensor_bytes, value
 from autoshard.planning.cost import Cluster, Link
-from autoshard.planning.halves import Job, interleave
+from autoshard.planning.halves import Scheduled, interleave
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.graph_meta import HALF
 
@@ -66,13 +66,13 @@ class InterleaveHalves:
 
     def _job(
         self, node: fx.Node, half: int | None, number: Mapping[fx.Node, int], axis: Axis
-    ) -> Job:
+    ) -> Scheduled:
         inputs = tuple(number[one] for one in node.all_input_nodes if one in number)
         awaits = number.get(start_of(node)) if node.target is WAIT else None
         sends = 0.0
         if half is not None and node.target in _KINDS and node.args[-1] == axis.group:
             sends = self._sends(node, axis.size)
-        return Job(half, self._seconds(node), sends, awaits, inputs)
+        return Scheduled(half, self._seconds(node), sends, awaits, inputs)
 
     def _sends(self, node: fx.Node, n: int) -> float:
         values = [value(one) for one in (*node.all_input_nodes, node)]

@@ -14,22 +14,22 @@ from autoshard.compiling.inductor_order import order_dependencies
 from autoshard.passes.bucketing import waits_of
 from autoshard.passes.interleave_halves import half_of_each
 from autoshard.planning import PRODUCTS, packet
-from autoshard.planning.halves import Job, interleave
+from autoshard.planning.halves import Scheduled, interleave
 from finished_ranks import Layers, layers, megatron, worst_difference
 from halved import by_sequence, found, windows
 from side_by_side import Pair, check
 
 
-def halved_layer(half: int, first: int) -> list[Job]:
+def halved_layer(half: int, first: int) -> list[Scheduled]:
     """Five products, a reduce-scatter, and behind a norm a gather, in numbers from `first`."""
-    jobs = [Job(half, 2.0)] * 5
+    jobs = [Scheduled(half, 2.0)] * 5
     for start in (first + 5, first + 7):
-        jobs += [Job(half, sends=4.0), Job(half, awaits=start)]
+        jobs += [Scheduled(half, sends=4.0), Scheduled(half, awaits=start)]
     return jobs
 
 
 def test_a_norm_between_two_collectives_runs_amidst_the_other_halfs_products() -> None:
-    jobs: list[Job] = []
+    jobs: list[Scheduled] = []
     for half in (0, 1):
         for _ in range(3):
             jobs += halved_layer(half, len(jobs))
@@ -43,12 +43,12 @@ def test_a_norm_between_two_collectives_runs_amidst_the_other_halfs_products() -
 def test_what_is_of_neither_half_runs_where_it_stands_once_it_can() -> None:
     """A weight before its first use, a sum of both halves when both are there."""
     jobs = [
-        Job(None),
-        Job(0, 1.0, inputs=(0,)),
-        Job(1, 1.0, inputs=(0,)),
-        Job(None, inputs=(1, 2)),
-        Job(None),
-        Job(0, 1.0, inputs=(1, 4)),
+        Scheduled(None),
+        Scheduled(0, 1.0, inputs=(0,)),
+        Scheduled(1, 1.0, inputs=(0,)),
+        Scheduled(None, inputs=(1, 2)),
+        Scheduled(None),
+        Scheduled(0, 1.0, inputs=(1, 4)),
     ]
     assert interleave(jobs).order == [0, 1, 4, 2, 3, 5]
 

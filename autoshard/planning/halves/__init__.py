@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from autoshard.planning.halves.prices import Found, Halving, Seconds, halves_seconds, halving_for
+from autoshard.planning.halves.prices import Found, Halving, halves_seconds, halving_for
 from autoshard.planning.halves.region import HALVES, Halves, find_halves, leaving
-from autoshard.planning.halves.timeline import Job, interleave
+from autoshard.planning.halves.timeline import Scheduled, interleave

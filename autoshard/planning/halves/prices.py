@@ -19,7 +19,7 @@ from torch import fx
 from autoshard.planning import cost
 from autoshard.planning.cost import COLLECTIVES, Cluster, Link
 from autoshard.planning.halves.region import HALVES, Halves, communicates
-from autoshard.planning.halves.timeline import Job, interleave
+from autoshard.planning.halves.timeline import Scheduled, interleave
 from autoshard.planning.operators import (
     ADDED_PRODUCTS,
     ATTENTION,
@@ -88,14 +88,14 @@ def halves_seconds(halves: Halves, axis: Axis, cluster: Cluster, link: Link) -> 
     return Seconds(before, after + price.more(), sum(job.sends for jobs in whole for job in jobs))
 
 
-def _took(jobs: list[Job], overlap: float) -> float:
+def _took(jobs: list[Scheduled], overlap: float) -> float:
     """Seconds until all is done. overlap: of what is hidden, the part that costs nothing."""
     seconds = interleave(jobs).seconds
     hidden = sum(job.seconds + job.sends for job in jobs) - seconds
     return seconds + (1 - overlap) * hidden
 
 
-def _both(jobs: list[Job]) -> list[Job]:
+def _both(jobs: list[Scheduled]) -> list[Scheduled]:
     """The jobs of one half, and the same of the other."""
     later = [
         job._replace(half=1, awaits=None if job.awaits is None else job.awaits + len(jobs))
@@ -108,10 +108,10 @@ class _Prices:
     def __init__(self, halves: Halves, axis: Axis, cluster: Cluster, link: Link) -> None:
         self.halves, self.axis, self.cluster, self.link = halves, axis, cluster, link
 
-    def passes(self, parts: int) -> tuple[list[Job], list[Job]]:
+    def passes(self, parts: int) -> tuple[list[Scheduled], list[Scheduled]]:
         """The jobs of one of so many parts, forward and backward."""
-        forward: list[Job] = []
-        backward: list[Job] = []
+        forward: list[Scheduled] = []
+        backward: list[Scheduled] = []
         nodes = list(self.halves.strategies)
         for node in nodes:
             self._add(forward, node, self._seconds(node, parts), parts, False)
@@ -132,7 +132,7 @@ class _Prices:
 
     def _add(
         self,
-        jobs: list[Job],
+        jobs: list[Scheduled],
         node: fx.Node,
         seconds: float,
         parts: int,
@@ -140,13 +140,13 @@ class _Prices:
         beside: Mapping[fx.Node, float] = {},  # noqa: B006 (read only)
     ) -> None:
         if communicates(node, backward):
-            jobs.append(Job(0, sends=self._sends(node, parts, backward)))
+            jobs.append(Scheduled(0, sends=self._sends(node, parts, backward)))
             start = len(jobs) - 1
             if node in beside:
-                jobs.append(Job(0, seconds=beside[node]))
-            jobs.append(Job(0, awaits=start))
+                jobs.append(Scheduled(0, seconds=beside[node]))
+            jobs.append(Scheduled(0, awaits=start))
         elif seconds:
-            jobs.append(Job(0, seconds=seconds))
+            jobs.append(Scheduled(0, seconds=seconds))
 
     def _read_change(self, product: fx.Node) -> fx.Node | None:
         """The change, whose gradient is sent, that a product reads the result of."""

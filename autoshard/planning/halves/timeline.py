@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Job(NamedTuple):
+class Scheduled(NamedTuple):
     """An operator. half: 0, 1, or None. seconds: of compute. sends: seconds of the collective that
     it starts. awaits: the number of the job that started the one it waits for. inputs: the jobs
     that it reads, all of them earlier."""
@@ -29,20 +29,20 @@ class Job(NamedTuple):
     inputs: tuple[int, ...] = ()
 
 
-class Timeline(NamedTuple):
+class Interleaved(NamedTuple):
     """order: of jobs, by number. seconds: until all are done."""
 
     order: list[int]
     seconds: float
 
 
-def interleave(jobs: Sequence[Job]) -> Timeline:
+def interleave(jobs: Sequence[Scheduled]) -> Interleaved:
     """The order in which jobs run, given in an order in which they can."""
-    return _Run(jobs).timeline()
+    return _ListSchedule(jobs).timeline()
 
 
-class _Run:
-    def __init__(self, jobs: Sequence[Job]) -> None:
+class _ListSchedule:
+    def __init__(self, jobs: Sequence[Scheduled]) -> None:
         self.jobs = jobs
         self.missing = [len(set(job.inputs)) for job in jobs]
         self.users: list[list[int]] = [[] for _ in jobs]
@@ -59,7 +59,7 @@ class _Run:
         self.arrival: dict[int, float] = {}
         self.order: list[int] = []
 
-    def timeline(self) -> Timeline:
+    def timeline(self) -> Interleaved:
         current = 0
         while any(self.queues):
             heads = {half: self.queues[half][-1] for half in (0, 1) if self.queues[half]}
@@ -73,7 +73,7 @@ class _Run:
             self._run(self.queues[current].pop())
         while self.ready:
             self._run(heapq.heappop(self.ready))
-        return Timeline(self.order, max([self.now, *self.arrival.values()]))
+        return Interleaved(self.order, max([self.now, *self.arrival.values()]))
 
     def _next(self, able: list[int], heads: dict[int, int], current: int) -> int:
         """The half that runs, of those that could but for what they wait for."""
