@@ -157,7 +157,8 @@ class Built:
     def settings(self) -> str:
         """Text of all that `finish` depends on besides the graph: equal texts make equal graphs."""
         options = replace(self.config, mesh={}, plan=None)
-        return f"{self.mesh.axes} {options} {self.fusing(False)} {self.watch.key()}"
+        halves = self.machine_and_link() if self.on_halves else None
+        return f"{self.mesh.axes} {options} {self.fusing(False)} {halves} {self.watch.key()}"
 
     def stored(self) -> dict[str, State]:
         """The stored state of each parameter on the axis."""

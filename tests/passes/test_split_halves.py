@@ -12,6 +12,8 @@ from torch import nn
 
 from autoshard.config import Config
 from autoshard.errors import ConfigError
+from autoshard.explain.alternatives import alternatives
+from autoshard.mesh_search import search_meshes
 from autoshard.program import Program
 from autoshard.verification.program_check import verify_program
 from finished_ranks import Layers, layers
@@ -116,13 +118,23 @@ def test_a_batch_that_has_no_halves_says_so() -> None:
 @pytest.mark.parametrize("tokens,chosen", [(8, False), (4096, True)])
 def test_auto_asks_what_it_costs(tokens: int, chosen: bool) -> None:
     """Four layers' all-reduces of eight H100s: of 32 MB each, or of too little to be worth it."""
+    options: dict[str, Any] = {"overlap_halves": "auto", "sequence_parallel": False}
     with torch.device("meta"):
-        build, _ = layers(Layers(4096).bfloat16(), (2, tokens, 4096), torch.bfloat16)
-        program = build({"tp": 8}, overlap_halves="auto", sequence_parallel=False)
+        model, shape = Layers(4096).bfloat16(), (2, tokens, 4096)
+        build, _ = layers(model, shape, torch.bfloat16)
+        program = build({"tp": 8}, **options)
     what = found(program)
     assert what.seconds is not None and bool(what.collectives) == chosen
     assert (what.seconds.halves < what.seconds.whole) == chosen
     assert chosen or "us on halves" in what.reason
+    mine = alternatives(program)[0].timing
+    plain = alternatives(build({"tp": 8}, sequence_parallel=False))[0].timing
+    assert plain.step - mine.step == pytest.approx(what.spared) and (what.spared > 0) == chosen
+    if chosen:
+        x = torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        torch.compiler.reset()
+        search = search_meshes(model, (x,), world=8, mesh={"tp": 8}, **options)
+        assert search.rows[0].timing.exposed < 0.7 * plain.exposed
 
 
 def test_what_has_no_graph_to_order_is_refused() -> None:

@@ -59,6 +59,12 @@ class Found(NamedTuple):
     seconds: Seconds | None
     reason: str
 
+    @property
+    def spared(self) -> float:
+        """Predicted seconds of a step that halves spare; negative where they only cost some."""
+        ran = self.collectives and self.seconds
+        return self.seconds.whole - self.seconds.halves if ran and self.seconds else 0.0
+
 
 @dataclass(frozen=True)
 class Halving:
