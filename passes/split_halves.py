@@ -71,17 +71,17 @@ class SplitHalves:
         """Rewrite in place. `gm.meta[SPLIT_HALVES]` says what was found, and what became of it."""
         report = Report(self.name)
         halves = find_halves(gm.graph, self.parameters, ctx.axis)
-        seconds, reason = None, halves.reason
-        if halves.collectives:
+        seconds, loses, count = None, "", len(halves.collectives)
+        if count:
             seconds = halves_seconds(halves, ctx.axis, self.cluster, self.link)
-            reason = self.halving.loses(seconds) or reason
-        stays = not halves.collectives or bool(seconds and self.halving.loses(seconds))
-        gm.meta[SPLIT_HALVES] = Found(0 if stays else len(halves.collectives), seconds, reason)
+            loses = self.halving.loses(seconds)
+        if count and not loses:
+            report.hits = count
+            _Doubling(gm.graph, halves, self.name).run()
+        reason = loses or halves.reason
         if reason:
             report.skip(gm.graph.output_node(), reason)
-        if not stays:
-            report.hits = len(halves.collectives)
-            _Doubling(gm.graph, halves, self.name).run()
+        gm.meta[SPLIT_HALVES] = Found(report.hits, seconds, reason)
         return report
 
 

@@ -91,6 +91,7 @@ def test_a_llama_whose_residual_stream_is_split_equals_its_serial_graph() -> Non
     assert found(program).collectives >= 8 and same_bytes(plain, program)
 
 
+@pytest.mark.slow
 def test_beside_data_parallelism() -> None:
     mesh = {"dp_shard": 2, "tp": 2}
     plain, program = checked(*case(LLAMA), other=LLAMA.make_batch(1), mesh=mesh)

@@ -62,8 +62,9 @@ class Found(NamedTuple):
     @property
     def spared(self) -> float:
         """Predicted seconds of a step that halves spare; negative where they only cost some."""
-        ran = self.collectives and self.seconds
-        return self.seconds.whole - self.seconds.halves if ran and self.seconds else 0.0
+        if not self.collectives or self.seconds is None:
+            return 0.0
+        return self.seconds.whole - self.seconds.halves
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,9 @@ class _Cut:
         if any(not one.axis for one in strategy.traffic) or not _runs(node, strategy):
             return None
         states = [strategy.output] if isinstance(strategy.output, str) else strategy.output
-        if not states or any(shard_dim(state) is None for state in states):
+        made = value(node)
+        results = made if isinstance(made, (tuple, list)) else [made]
+        if not states or not all(map(_has_halves, results, states)):
             return None
         cuts = 0
         for operand, want in zip(operands(node), strategy.inputs):
@@ -221,8 +223,7 @@ class _Cut:
             if operand is self.seed and dim is None:
                 continue  # read whole, as any other
             if dim is not None:
-                size = value(operand).shape[dim]
-                if not isinstance(size, int) or size % HALVES:
+                if not _has_halves(value(operand), want):
                     return None
                 cuts += 1
         return cuts
@@ -234,6 +235,15 @@ class _Cut:
         maker, index = producer(node)
         found = self.chosen.get(maker)
         return None if found is None else output_state(found, index)
+
+
+def _has_halves(val: torch.Tensor, state: State) -> bool:
+    """Whether a value in that state has as many rows in one half as in the other."""
+    dim = shard_dim(state)
+    if dim is None:
+        return False
+    size = val.shape[dim]
+    return isinstance(size, int) and size % HALVES == 0
 
 
 def leaving(nodes: Sequence[fx.Node]) -> list[fx.Node]:
