@@ -217,6 +217,13 @@ class Config:
         "beside them: 'auto' where that is predicted, and measured, to be quicker, on GPUs of one "
         "machine (overlap.md). No GPU has run it yet.",
     )
+    overlap_halves: bool | str = _choice(
+        False,
+        (False, "auto", True),
+        "Whether layers on tp run on two halves of the batch, so that the collectives of one pass "
+        "beside the products of the other: 'auto' where that is predicted to be quicker "
+        "(overlap.md).",
+    )
     cuda_graphs: bool = _flag(
         False,
         "Capture the kernels and collectives of a program as a CUDA graph, and replay it "
@@ -305,14 +312,16 @@ class Config:
                         remedy=f"Leave out {name}, or inner.",
                     )
                 )
-        if self.fuse_collectives is True and self.inner in ("eager", "tensorrt"):
-            raise ConfigError(
-                message(
-                    f"options['fuse_collectives'] is True, and inner={self.inner!r} has no graph "
-                    "in which collectives are fused",
-                    remedy="Leave out fuse_collectives, or inner.",
+        done = {"fuse_collectives": "fused", "overlap_halves": "hidden"}
+        for name, what in done.items():
+            if getattr(self, name) is True and self.inner in ("eager", "tensorrt"):
+                raise ConfigError(
+                    message(
+                        f"options['{name}'] is True, and inner={self.inner!r} has no graph "
+                        f"in which collectives are {what}",
+                        remedy=f"Leave out {name}, or inner.",
+                    )
                 )
-            )
 
     @property
     def order(self) -> tuple[str, int]:

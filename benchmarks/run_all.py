@@ -36,6 +36,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "generate": (*TWO, str(HERE / "generate.py")),
     "warm_start": (str(HERE / "warm_start.py"),),
     "small_sums": (*TWO, str(HERE / "small_sums.py")),
+    "halves": (*TWO, str(HERE / "halves.py")),
 }
 
 

@@ -21,6 +21,7 @@ from autoshard.passes.float8_products import Float8Products
 from autoshard.passes.fuse_collectives import FuseCollectives
 from autoshard.passes.fuse_inference_layers import FuseInferenceLayers
 from autoshard.passes.global_token_mean import GlobalTokenMean
+from autoshard.passes.interleave_halves import InterleaveHalves
 from autoshard.passes.invariant_random import InvariantRandom
 from autoshard.passes.keep_on_host import keep_on_host
 from autoshard.passes.localize import Localize
@@ -29,6 +30,7 @@ from autoshard.passes.recover_masks import RecoverMasks
 from autoshard.passes.reduce_scatter_by_all_to_all import ReduceScatterByAllToAll
 from autoshard.passes.schedule_collectives import ScheduleCollectives
 from autoshard.passes.shift_labels import ShiftLabels
+from autoshard.passes.split_halves import SplitHalves
 from autoshard.passes.split_recurrent import SplitRecurrent
 from autoshard.passes.unflatten_losses import UnflattenLosses
 from autoshard.passes.unflatten_products import UnflattenProducts
@@ -54,12 +56,18 @@ PIPELINE = (
         ),
     ),
     # the planned serial graph, which the first pass makes one rank's
-    Stage("local", (Localize, ExchangeExperts, DataParallel, GlobalTokenMean, FuseInferenceLayers)),
+    Stage(
+        "local",
+        (
+            *(Localize, ExchangeExperts, DataParallel, GlobalTokenMean, SplitHalves),
+            FuseInferenceLayers,
+        ),
+    ),
     # the forward graph and the backward graph that AOTAutograd makes of it
     Stage(
         "graphs",
         (
-            *(BucketParameters, FuseCollectives, DelayWeightProducts),
+            *(BucketParameters, FuseCollectives, DelayWeightProducts, InterleaveHalves),
             *(BucketGradients, ScheduleCollectives),
         ),
     ),
@@ -158,10 +166,12 @@ def finish(
     backward: bool,
     watch: Watch = SILENT,
     fuse: FuseCollectives | None = None,
+    halves: InterleaveHalves | None = None,
 ) -> list[Report]:
     """Fuse, bucket and schedule the collectives of one of AOTAutograd's graphs, in place.
 
-    fuse: the pass that joins those of activations to products, where any are to be. A gradient is
+    fuse: the pass that joins those of activations to products, where any are to be. halves: the
+    one that orders the halves of a graph, where it has some. A gradient is
     reduced on the planned axis first, where its weight was used as R, then over those that its
     weight was gathered on, the inner one before the outer one.
     """
@@ -172,8 +182,7 @@ def finish(
         BucketParameters(bucket_bytes, axis.group if backward and axis.name == "tp" else ""),
         ScheduleCollectives(bucket_bytes=bucket_bytes),
     ]
-    if fuse is not None:
-        passes.append(fuse)
+    passes += [one for one in (fuse, halves) if one is not None]
     if backward:
         passes.append(BucketGradients(groups, bucket_bytes))
         if axis.size > 1:

@@ -5,4 +5,9 @@ from __future__ import annotations
 from autoshard.building.all_ranks import build_agreed, unplanned_parameters
 from autoshard.building.batch_check import batch_checker
 from autoshard.building.known_values import agreed_facts, batch_facts, holds
-from autoshard.building.one_rank import Planned, build_program, plan_captured
+from autoshard.building.one_rank import (
+    Planned,
+    build_program,
+    plan_captured,
+    seconds_spared,
+)

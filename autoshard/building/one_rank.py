@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.building.first_axis import lay_out, placed
 from autoshard.building.fitting import recompute
 from autoshard.building.mean_warning import warn_of_no_mean
+from autoshard.building.mutated_parameters import refuse_mutated
 from autoshard.capture import capture, guard_divisible
 from autoshard.compiling import (
     DebugWatch,
@@ -25,7 +26,7 @@ from autoshard.compiling import (
     use_by,
 )
 from autoshard.config import Config, Precision
-from autoshard.errors import CaptureError, ConfigError, message
+from autoshard.errors import ConfigError, message
 from autoshard.explain import check_strict, explain_plan
 from autoshard.passes import (
     SILENT,
@@ -36,6 +37,7 @@ from autoshard.passes import (
     GlobalTokenMean,
     Localize,
     Pass,
+    SplitHalves,
     Watch,
     prepare,
     rank_program,
@@ -44,6 +46,7 @@ from autoshard.planning import (
     Decisions,
     Outer,
     Plan,
+    Prices,
     Request,
     on_rank,
     plan_graph,
@@ -53,6 +56,7 @@ from autoshard.planning import (
 )
 from autoshard.planning.cost import Hardware, fusing_for, planned_on
 from autoshard.planning.estimate import Layout
+from autoshard.planning.halves import Found, halving_for
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import (
@@ -64,8 +68,8 @@ from autoshard.runtime.collectives import (
     gathering_axes,
 )
 from autoshard.runtime.compat import artifact
-from autoshard.runtime.errors import PlanError, source_line
-from autoshard.runtime.graph_meta import BUFFER, DIFF, MUTATED, N_OUTPUTS, STORED_DTYPE
+from autoshard.runtime.errors import PlanError
+from autoshard.runtime.graph_meta import BUFFER, DIFF, SPLIT_HALVES, STORED_DTYPE
 from autoshard.runtime.lazy import LazyGather
 from autoshard.runtime.mesh import Mesh, offline_mesh
 from autoshard.runtime.parameters import is_planned, stored_states
@@ -226,6 +230,7 @@ def plan_captured(
         lazy_outputs=config.outputs != "replicate",
         contiguous_outputs=config.outputs == "dtensor",
         outputs_read=config.outputs != "sharded",
+        prices=Prices(spreads_batch=config.overlap_halves is not True),
         memory_budget=config.memory_budget or room,
         budget_is_known=config.memory_budget is not None,
         host_memory=config.host_memory,
@@ -304,6 +309,8 @@ def _local_passes(
     passes: list[Pass] = [Localize(planned.decisions, config.recompute_collectives)]
     if not any(node.meta.get(DIFF) for node in planned.serial.graph.nodes):
         passes.append(FuseInferenceLayers(config.small_sums == "symmetric_memory"))
+    else:
+        passes += _halves(planned, mesh, config)
     axes = gathering_axes(mesh.axes)
     if not axes and not dtypes:
         return passes
@@ -330,29 +337,27 @@ def _local_passes(
     return passes
 
 
-def refuse_mutated(serial: fx.GraphModule, parameters: Mapping[fx.Node, str]) -> None:
-    """A parameter written in forward would be written whole into its data-parallel shard."""
-    placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
-    results: Any = serial.graph.output_node().args[0]
-    for i, new in zip(serial.meta.get(MUTATED, ()), results[serial.meta[N_OUTPUTS] :]):
-        if placeholders[i] not in parameters:
-            continue
-        name, what = parameters[placeholders[i]], "writes to its parameter"
-        remedy = "Write to it outside the compiled call, or make it a buffer."
-        if new.target is torch.ops.aten.embedding_renorm.default:
-            what = "renormalises (max_norm) the rows it looks up of"
-            remedy = (
-                "Make the embedding without max_norm, and bound its rows after each step: "
-                "weight.data.renorm_(2, 0, max_norm)."
-            )
-        raise CaptureError(
-            message(
-                f"the model {what} {name} in forward, and data parallelism stores parameters as "
-                "shards, each rank of which sees its own batch; precision, in another dtype",
-                where=source_line(new.meta.get("stack_trace")),
-                remedy=remedy,
-            )
-        )
+def _halves(planned: Planned, mesh: Mesh, config: Config) -> list[Pass]:
+    """The pass that cuts layers in halves, where the options ask for it and tp has ranks."""
+    halving = halving_for(config.overlap_halves)
+    if halving is None or mesh.planned.size == 1 or config.inner in ("eager", "tensorrt"):
+        return []
+    machine = planned_on(planned.decisions.hardware)
+    links = machine.links({axis.name: axis.size for axis in mesh.axes})
+    link = machine.real(links[mesh.planned.name])
+    placeholders = planned.serial.graph.find_nodes(op="placeholder")
+    positions = frozenset(i for i, n in enumerate(placeholders) if n in planned.parameters)
+    return [SplitHalves(positions, halving, machine, link)]
+
+
+def seconds_spared(planned: Planned, mesh: Mesh, config: Config) -> float:
+    """Predicted seconds of a step on one batch that halves of it spare; 0 where none may."""
+    passes = _halves(planned, mesh, config)
+    if not passes or not any(node.meta.get(DIFF) for node in planned.serial.graph.nodes):
+        return 0.0
+    local, _ = rank_program(planned.serial, [Localize(planned.decisions), *passes], mesh.planned)
+    found: Found = local.meta[SPLIT_HALVES]
+    return found.spared
 
 
 def load_plan(plan: Any, axis: Axis, outer: Axis | None = None, stages: int = 1) -> Plan | None:

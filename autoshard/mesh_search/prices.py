@@ -91,7 +91,9 @@ class MeshPrices:
         machine: Cluster,
         config: Config,
         training: Training,
+        spared: float = 0.0,
     ) -> None:
+        self.spared = spared  # as of `timing`
         self.planned, self.n, self.machine, self.training = planned, n, machine, training
         self.order, self.host_memory = config.order, config.host_memory
         self.cuts = config.inner != "eager"
@@ -111,7 +113,8 @@ class MeshPrices:
         layout, training = asked.layout(mesh), asked.training
         one, chosen = self.within(asked.limit, layout)
         held = footprint(one, layout, training)
-        took = timing(one, layout, training, self.machine, self.machine.links(mesh))
+        links = self.machine.links(mesh)
+        took = timing(one, layout, training, self.machine, links, self.spared)
         return MeshPrice(
             mesh=dict(mesh),
             memory=held,

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from autoshard.building import batch_facts, plan_captured
+from autoshard.building import batch_facts, plan_captured, seconds_spared
 from autoshard.capture import capture, intercept
 from autoshard.compiling import lowered_dtypes, say_stored, use_by
 from autoshard.config import Config
@@ -168,7 +168,8 @@ def search_captured(
         device, mixed = machine.planned(axes), {"ep": 2} if experts else {}
         first = offline_mesh({**mixed, **axes}, 0)
         planned = plan_captured(serial, inputs, first, config, device, facts=facts)
-        choices = MeshPrices(planned, first.planned.size, machine, config, training)
+        spared = seconds_spared(planned, first, config)
+        choices = MeshPrices(planned, first.planned.size, machine, config, training, spared)
         asked = Asked(config, training, limit, batches, len(meshes))
         for mesh in meshes:
             if _planned_for(mesh) == key and _is_useful(mesh, choices.free, len(meshes)):

@@ -118,7 +118,7 @@ def _within_budget(
         low, high = default.prices.parameter_byte, 1e-6
         for step in range(1, _PLACEMENTS + 1):
             price = low * (high / low) ** (step / _PLACEMENTS)
-            decisions = _solve(gm, n, hardware, request, _prices(price, hardware))
+            decisions = _solve(gm, n, hardware, request, _prices(price, hardware, request))
             found.append(_priced(gm, n, decisions, request, budget))
     # the quickest of those that fit; then those that are estimated to need least
     found.sort(
@@ -179,8 +179,10 @@ def _priced(
     return _Priced(decisions, seconds, resident, least, False)
 
 
-def _prices(price: float, hardware: Hardware) -> Prices:
-    return Prices(price, max(price, 2.0 / hardware.memory_bandwidth))
+def _prices(price: float, hardware: Hardware, request: Request) -> Prices:
+    least = 2.0 / hardware.memory_bandwidth
+    spreads = request.prices.spreads_batch
+    return Prices(price, max(price, least), spreads_batch=spreads)
 
 
 def _solve(

@@ -35,11 +35,14 @@ class Prices:
     Activations cost two more passes over memory, which is what a saved tensor causes.
 
     gathers_weights: whether a matrix that is stored split may be gathered for its use.
+    spreads_batch: whether an activation may be split along its first dim; where it is not, halves
+    can be cut along it.
     """
 
     parameter_byte: float | None = None
     activation_byte: float | None = None
     gathers_weights: bool = True
+    spreads_batch: bool = True
 
 
 class MovedValue(NamedTuple):
@@ -94,7 +97,7 @@ class AxisPrices:
         self.fusing = fusing
         self.sequence_parallel = sequence_parallel
         self.activation_byte = prices.activation_byte or 2.0 / hardware.memory_bandwidth
-        self.gathers_weights = prices.gathers_weights
+        self.gathers_weights, self.spreads_batch = prices.gathers_weights, prices.spreads_batch
         self.parameter_byte = prices.parameter_byte or self._default_parameter_byte()
         self.computed: set[fx.Node] = set()
         """What a graph without gradients computes of its parameters: its activations."""
@@ -203,8 +206,9 @@ class AxisPrices:
         return self._repeated(src, dst, moved) < self._kept(moved)
 
     def _forbidden(self, src: State, dst: State, moved: MovedValue) -> bool:
-        if not self.sequence_parallel and moved.spreads(src, dst):
-            return True
+        if moved.spreads(src, dst):
+            if not self.sequence_parallel or (not self.spreads_batch and shard_dim(dst) == 0):
+                return True
         matrix = not moved.activation and moved.last > 0
         return matrix and not self.gathers_weights and _is_gather(src, dst, moved)
 

@@ -20,9 +20,11 @@ from autoshard.passes import (
     FuseInferenceLayers,
     Localize,
     Pass,
+    SplitHalves,
     rank_program,
 )
 from autoshard.planning import on_rank
+from autoshard.planning.halves import Halving
 from autoshard.program import Program
 from autoshard.runtime.collectives import (
     Axis,
@@ -171,6 +173,10 @@ def _rank_graph(
         passes.append(DataParallel(gathering_axes(axes), spread))
         outer = outer_axis(axes)
         passes += [ExchangeExperts(axis, spread, outer) for axis in axes if axis.name == "ep"]
+    if program.on_halves:
+        positions = (i for i, node in enumerate(placeholders) if node in program.parameters)
+        machine, link = program.machine_and_link()
+        passes.append(SplitHalves(frozenset(positions), Halving(True), machine, link))
     graph = rank_program(program.serial, passes, axes[-1])[0]
     if (outer := outer_axis(axes)) is not None:
         on_rank(graph, outer)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from torch import fx
 from torch.utils._ordered_set import OrderedSet
 
@@ -86,14 +85,15 @@ def first_compiles(graph: fx.GraphModule) -> Iterator[None]:
     """
     from torch._inductor import config
     from torch._inductor.codecache import LOCK_TIMEOUT, get_lock_dir
+    from torch.utils._filelock import FileLock
 
     if not config.fx_graph_cache or config.force_disable_caches:
         yield
         return
     inputs = [str(node.meta.get("val")) for node in graph.graph.find_nodes(op="placeholder")]
     key = hashlib.sha256("\n".join([graph.code, *inputs]).encode()).hexdigest()
-    lock = FileLock(Path(get_lock_dir()) / f"autoshard-{key}.lock")
-    with contextlib.suppress(Timeout, OSError, NotImplementedError):  # it saves work, nothing else
+    lock = FileLock(str(Path(get_lock_dir()) / f"autoshard-{key}.lock"))
+    with contextlib.suppress(OSError, NotImplementedError):  # it saves work, nothing else
         lock.acquire(timeout=LOCK_TIMEOUT)
     try:
         yield

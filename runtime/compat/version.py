@@ -107,6 +107,7 @@ torch._inductor.graph.GraphLowering
 torch._inductor.ir
 torch._inductor.list_mode_options
 torch._inductor.virtualized.V
+torch.utils._filelock.FileLock
 torch.utils._ordered_set.OrderedSet
 """.split()
 """Private names that are imported with a compiler, at the first graph: it takes seconds."""

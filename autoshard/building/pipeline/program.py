@@ -255,6 +255,7 @@ def refuse_options(config: Config) -> None:
         "cuda_graphs": config.cuda_graphs,
         "inductor": config.inductor is not None,
         "fuse_collectives": config.fuse_collectives is True,
+        "overlap_halves": config.overlap_halves is True,
     }
     for name, is_asked in asked.items():
         if is_asked:

@@ -28,6 +28,9 @@ from autoshard.runtime.operators import (
     attend_to_prefix,
     loss_over_tokens,
     loss_over_tokens_and_classes,
+    owned_experts,
+    share_of_mean,
+    split_parts,
 )
 from autoshard.runtime.randomness import on_shard, shared_seed, tracked_seeds
 
@@ -161,6 +164,33 @@ def _constants(node: fx.Node) -> dict[str, Any]:
     return {name: node.kwargs[name] for name in ("op", "dim", "extent")}
 
 
+def _split_parts(node: fx.Node, n: int) -> Iterator[Strategy]:
+    """split_parts(x, ..., sharded_dim): every other dim."""
+    (x,) = map(value, operands(node))
+    for dim, size in enumerate(x.shape):
+        if dim != node.kwargs["sharded_dim"] and why_not(size, n, even=False) is None:
+            yield Strategy((S(dim),), _each(node, S(dim)))
+
+
+def _share_of_mean(node: fx.Node, n: int) -> Iterator[Strategy]:
+    """share_of_mean(x, dims, keepdim) of aten.mean.dim: the dims that stay."""
+    if node.kwargs["op"] is not torch.ops.aten.mean.dim or len(node.args) < 2:
+        return
+    x, given = value(operands(node)[0]), node.args[1]
+    reduced = {dim % x.dim() for dim in ([given] if isinstance(given, int) else given or ())}  # type: ignore[union-attr]
+    keeps = len(node.args) > 2 and bool(node.args[2])
+    for dim, size in enumerate(x.shape):
+        if reduced and dim not in reduced and why_not(size, n, even=False) is None:
+            yield Strategy((S(dim),), S(dim - (not keeps) * sum(one < dim for one in reduced)))
+
+
+def _owned(node: fx.Node, n: int) -> Iterator[Strategy]:
+    """owned_experts(x, ids, weights, stacks): tokens, which a rank's experts compute one by one."""
+    stacks = operands(node)[3:]
+    if node.kwargs.get("over") is None and why_not(value(node).shape[0], n, even=False) is None:
+        yield Strategy((*[S(0)] * 3, *[R] * len(stacks)), S(0))
+
+
 _DRAWN_ALONE = ("dropout", "native_dropout", "bernoulli", "bernoulli_p", "uniform", "normal")
 
 _RULES: dict[Any, Callable[[fx.Node, int], Iterator[Strategy]]] = {
@@ -171,6 +201,9 @@ _RULES: dict[Any, Callable[[fx.Node, int], Iterator[Strategy]]] = {
     attend_to_both_ends: _attention,
     attend_by_heads: _attention,
     loss_over_tokens: _mean_loss,
+    share_of_mean: _share_of_mean,
+    split_parts: _split_parts,
+    owned_experts: _owned,
     on_shard: _random,
 }
 

@@ -77,12 +77,14 @@ class Layers(nn.Module):
         return x
 
 
-def layers(model: nn.Module, shape: Sequence[int]) -> tuple[Callable[..., Program], list[Any]]:
+def layers(
+    model: nn.Module, shape: Sequence[int], dtype: torch.dtype | None = None
+) -> tuple[Callable[..., Program], list[Any]]:
     """What makes a rank's program of a model on an input of that shape, of which the gradient is
     asked for too, and the values of the placeholders of its serial graph."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    x = torch.randn(shape, requires_grad=True)
+    x = torch.randn(shape, dtype=dtype, requires_grad=True)
     found: tuple[Any, ...] = intercept(model, (x,), None, lambda *graph: graph, dynamic=False)
 
     def build(mesh: dict[str, int], rank: int = 0, **options: Any) -> Program:
