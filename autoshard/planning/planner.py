@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import fx
 
-from autoshard.planning.cost import Fusing, Hardware, planned_on
+from autoshard.planning.cost import Hardware, planned_on
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate import (
-    Layout,
     Training,
     footprint,
     frontier,
     profile,
     timing,
 )
-from autoshard.planning.head_tail import HeadTail, in_plain_order
-from autoshard.planning.operators import target_name
-from autoshard.planning.outer import Origin, Outer
-from autoshard.planning.plan import Plan, strategy_text
+from autoshard.planning.followed_plan import constrain, keep_only
+from autoshard.planning.head_tail import HeadTail
+from autoshard.planning.outer import Origin
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Builder, Problem
+from autoshard.planning.request import Request
 from autoshard.planning.solver import Solution, TooWide
 from autoshard.planning.strategy import value
 from autoshard.planning.values import differentiable, shardable
@@ -39,54 +35,6 @@ _SURE = 0.8
 _PLACEMENTS = 3
 """Prices of a byte at which placements are tried; at the highest a gigabyte costs a thousand
 seconds a step."""
-
-
-@dataclass(kw_only=True)
-class Request:
-    """What the planner is asked.
-
-    axis: name of the axis, tp or cp. parameters: name of each parameter placeholder.
-    stored: the state in which a parameter is stored already; one without an entry is free.
-    arriving: the state of an input that comes back from an earlier call as a shard.
-    contiguous_outputs: whether a sharded output is contiguous (a DTensor).
-    outputs_read: whether a sharded output costs its gather; beside a loss it never does.
-    budget_is_known: whether it is an error that nothing fits it; else the default plan is taken.
-    prices: what a stored byte costs where there is no memory_budget. layout: the data-parallel
-    axes, among which a rank's bytes are split further. even: whether only dims are split that the
-    axis divides, and no shape depends on values (of a graph that is exported, or is planned on
-    another axis afterwards). beside: ranks of that axis. fusing: which collectives are one operator
-    with the products beside them; None: none. outer: of the graph of a rank of another axis, the
-    plan of that.
-    """
-
-    parameters: Mapping[fx.Node, str]
-    axis: str = "tp"
-    stored: Mapping[fx.Node, State] = field(default_factory=dict)
-    arriving: Mapping[fx.Node, State] = field(default_factory=dict)
-    sequence_parallel: bool = True
-    lazy_outputs: bool = True
-    contiguous_outputs: bool = False
-    outputs_read: bool = True
-    memory_budget: int | None = None
-    budget_is_known: bool = True
-    host_memory: int | None = None
-    plan: Plan | None = None
-    prices: Prices = field(default_factory=Prices)
-    layout: Layout = field(default_factory=Layout)
-    even: bool = False
-    beside: int = 1
-    outer: Outer | None = None
-    fusing: Fusing | None = None
-
-
-def fingerprint(gm: fx.GraphModule) -> str:
-    """Names, operators and shapes of a graph: equal on every rank that captured the same one."""
-    text = hashlib.sha256()
-    for node in gm.graph.nodes:
-        val = value(node)
-        shape = tuple(str(e) for e in val.shape) if isinstance(val, torch.Tensor) else ()
-        text.update(f"{node.op} {node.name} {target_name(node)} {shape}\n".encode())
-    return text.hexdigest()[:16]
 
 
 def plan_graph(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request) -> Decisions:
@@ -192,7 +140,7 @@ def _solve(
     builder = builder_of(gm, n, hardware, request, prices, contiguous)
     problem = builder.build()
     if request.plan:
-        _constrain(gm, problem, request.plan)
+        constrain(gm, problem, request.plan)
     solution, held = _solved(problem)
     read = (*problem.read(solution), problem.output_states(solution))
     ordered = HeadTail(gm.graph, n, *read, request.contiguous_outputs)
@@ -286,7 +234,7 @@ def _solved(problem: Problem) -> tuple[Solution, list[fx.Node]]:
         except TooWide as wide:
             for variable, allowed in wide.entangled.items():
                 values = range(problem.graph.size(variable))
-                _keep(problem, variable, [i == allowed for i in values])
+                keep_only(problem, variable, [i == allowed for i in values])
             held |= wide.entangled.keys()
         else:
             choices = (*problem.variables.items(), *problem.copies.items())
@@ -343,47 +291,3 @@ def _output_domains(
         else:
             domains.append([I if i < gm.meta[N_OUTPUTS] else written[i - gm.meta[N_OUTPUTS]]])
     return domains
-
-
-def _constrain(gm: fx.GraphModule, problem: Problem, plan: Plan) -> None:
-    """Leave only what a loaded plan names for this graph."""
-    graph = plan.graphs.get(fingerprint(gm))
-    if graph is None:
-        return
-    by_name = {node.name: node for node in gm.graph.nodes}
-    for name, text in graph.nodes.items():
-        node = by_name.get(name)
-        domain = problem.domains.get(node, []) if node else []
-        texts, text = [strategy_text(s) for s in domain], in_plain_order(text)
-        if text not in texts:
-            raise PlanError(
-                f"the plan runs node {name!r} as {text!r}, which is not possible there. "
-                f"Possible: {texts or 'nothing (no such node)'}. Correct the line, or delete it."
-            )
-        assert node is not None
-        _keep(problem, problem.variables[node], [t == text for t in texts])
-    for name, state in graph.copies.items():
-        node = by_name.get(name)
-        states = problem.copy_domains.get(node, []) if node else []
-        state = in_plain_order(state)
-        if state not in states:
-            raise PlanError(
-                f"the plan keeps the shared copy of {name!r} in {state!r}; possible: {states}"
-            )
-        assert node is not None
-        _keep(problem, problem.copies[node], [s == state for s in states])
-
-
-def _keep(problem: Problem, variable: int, allowed: list[bool]) -> None:
-    problem.graph.add((variable,), np.where(np.array(allowed), 0.0, np.inf))
-
-
-def with_graph(
-    plan: Plan | None, decisions: Decisions, request: Request, gm: fx.GraphModule, n: int
-) -> Plan:
-    """`plan` with this graph's decisions added."""
-    base = plan or Plan(request.axis, n)
-    parameters = dict(base.parameters)
-    parameters.update({name: decisions.stored[node] for node, name in request.parameters.items()})
-    graphs = {**base.graphs, fingerprint(gm): decisions.graph_plan()}
-    return replace(base, parameters=parameters, graphs=graphs)
