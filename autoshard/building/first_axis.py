@@ -89,6 +89,7 @@ def lay_out(
             inner,
             parameters=placed(serial, own, inner.parameters),
             stored=placed(serial, own, inner.stored),
+            chosen=placed(serial, own, inner.chosen),
             arriving=placed(serial, own, inner.arriving),
             outer=outer,
         )

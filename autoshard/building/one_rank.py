@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
+from autoshard.building.batch_choices import choices_made, layout_of, with_choices
 from autoshard.building.first_axis import lay_out, placed
 from autoshard.building.fitting import recompute
 from autoshard.building.mean_warning import warn_of_no_mean
@@ -52,7 +53,6 @@ from autoshard.planning import (
     with_graph,
 )
 from autoshard.planning.cost import Hardware, fusing_for, planned_on
-from autoshard.planning.estimate import Layout
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import (
@@ -92,6 +92,7 @@ class Planned:
         """Follow other decisions on the same graph."""
         n, outer = decisions.prices.n, self.plan.outer
         self.decisions = decisions
+        self.data = with_choices(self.data, decisions)
         self.plan = with_graph(self.asked, decisions, self.request, self.serial, n)
         self.plan.outer = outer
 
@@ -216,7 +217,7 @@ def plan_captured(
         elif isinstance(item.real, torch.Tensor) and item.of_model:
             node.meta[BUFFER] = True
     plan = load_plan(config.plan, axis, mesh.outer)
-    sizes = {one.name: one.size for one in mesh.axes}
+    layout = layout_of(config, mesh, plan)
     request = Request(
         axis=axis.name,
         parameters=parameters,
@@ -230,7 +231,8 @@ def plan_captured(
         budget_is_known=config.memory_budget is not None,
         host_memory=config.host_memory,
         plan=plan,
-        layout=Layout.of(sizes, config.zero, config.bucket_bytes, config.defer_reduction),
+        layout=layout,
+        chosen=choices_made(placeholders, inputs, data) if layout.chooses else {},
         even=even,
         fusing=fusing_for(
             config.fuse_collectives, any(map(_on_gpu, placeholders)), axis.size, planned_on(machine)
@@ -248,6 +250,7 @@ def plan_captured(
         decisions = plan_graph(serial, axis.size, machine, request)
     full = with_graph(plan, decisions, request, serial, axis.size)
     full.outer = first
+    data = with_choices(data, decisions)
     return Planned(serial, parameters, data, decisions, full, plan, request, outer)
 
 
@@ -312,6 +315,8 @@ def _local_passes(
     for i, dtype in stored_dtypes.items():
         placeholders[i].meta[STORED_DTYPE] = dtype
     states = {i: planned.data[n] for i, n in enumerate(placeholders) if n in planned.data}
+    weights = planned.decisions.weights
+    choices = {i: weights[n] for i, n in enumerate(placeholders) if n in weights}
     if mesh.axis("ep").size > 1:
         passes.append(ExchangeExperts(mesh.axis("ep"), states, mesh.outer))
     passes.append(
@@ -319,6 +324,7 @@ def _local_passes(
             axes,
             states,
             regather=config.zero == 3,
+            choices=choices,
             use=use_by(config, mesh),
             dtypes=stored_dtypes,
             microbatch=microbatch,

@@ -71,4 +71,6 @@ def with_graph(
     parameters = dict(base.parameters)
     parameters.update({name: decisions.stored[node] for node, name in request.parameters.items()})
     graphs = {**base.graphs, fingerprint(gm): decisions.graph_plan()}
-    return replace(base, parameters=parameters, graphs=graphs)
+    chosen = {request.parameters[node]: choice for node, choice in decisions.weights.items()}
+    weights = {**base.weights, **chosen}
+    return replace(base, parameters=parameters, graphs=graphs, weights=weights)

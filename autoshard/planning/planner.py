@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
+from autoshard.planning.batch_axis import batch_axis, least_charged, within_room
 from autoshard.planning.cost import Hardware, planned_on
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate import (
+    Profile,
     Training,
     footprint,
     frontier,
@@ -23,7 +27,7 @@ from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Builder, Problem
 from autoshard.planning.request import Request
 from autoshard.planning.solver import Solution, TooWide
-from autoshard.planning.strategy import value
+from autoshard.planning.strategy import Strategy, value
 from autoshard.planning.values import differentiable, shardable
 from autoshard.runtime.collectives import I, State, shard_dim
 from autoshard.runtime.errors import PlanError
@@ -43,11 +47,23 @@ def plan_graph(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request)
     Raises PlanError where a loaded plan asks for what the graph does not offer, and where no
     plan can fit `memory_budget` bytes a rank.
     """
-    default = _solve(gm, n, hardware, request, request.prices)
+    default = _default(gm, n, hardware, request)
     trains = any(differentiable(node) for node in gm.graph.nodes)
     if request.memory_budget is None or not (trains or request.budget_is_known):
         return default
     return _within_budget(gm, n, hardware, request, default, request.memory_budget)
+
+
+def _default(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request) -> Decisions:
+    """The cheapest plan at the request's prices."""
+    if not request.layout.chooses or request.outer is not None:  # two axes have one set of prices
+        return _solve(gm, n, hardware, request, request.prices)
+    return least_charged(
+        lambda prices: _solve(gm, n, hardware, request, prices),
+        _estimates(gm, n, request, sys.maxsize),
+        request.prices,
+        planned_on(hardware).efficiency.overlap,
+    )
 
 
 def _within_budget(
@@ -61,6 +77,15 @@ def _within_budget(
     """The quickest plan that fits: placements at rising prices of a byte, each with the least
     recomputation with which it fits. What a plan needs is estimated as in `autoshard plan`."""
     found = [_priced(gm, n, default, request, budget)]
+    if request.layout.chooses and request.outer is None and found[0].surely:
+        best = within_room(
+            lambda prices: _solve(gm, n, hardware, request, prices),
+            _estimates(gm, n, request, budget),
+            found[0],
+            request.prices,
+            list(request.parameters),
+        )
+        return best.decisions
     if n > 1 and not found[0].surely:
         low, high = default.prices.parameter_byte, 1e-6
         for step in range(1, _PLACEMENTS + 1):
@@ -92,29 +117,62 @@ def _within_budget(
 @dataclass(frozen=True)
 class _Priced:
     """A plan with its recomputation. resident: bytes that are there whatever runs. least: bytes
-    with all recomputed that helps. surely: whether it fits without, by far."""
+    with all recomputed that helps. surely: whether it fits without, by far. held: bytes of weights,
+    of what trains them and of their buckets."""
 
     decisions: Decisions
     seconds: float
     resident: int
     least: int
     surely: bool
+    held: int
+
+
+def _estimates(
+    gm: fx.GraphModule, n: int, request: Request, budget: int
+) -> Callable[[Decisions], _Priced]:
+    """What estimates plans of one graph; of plans that differ in `weights` alone, the rest once."""
+    made: dict[int, tuple[dict[fx.Node, Strategy], Profile]] = {}
+    nodes = {name: node for node, name in request.parameters.items()}
+
+    def estimate(decisions: Decisions) -> _Priced:
+        strategies, chosen = decisions.strategies, decisions.weights
+        if id(strategies) not in made:
+            made[id(strategies)] = strategies, _profiled(gm, n, decisions, request)
+        free = made[id(strategies)][1]
+        weights = (replace(one, choice=chosen.get(nodes[one.name], "")) for one in free.weights)
+        free = replace(free, weights=tuple(weights))
+        return _priced(gm, n, decisions, request, budget, free)
+
+    return estimate
+
+
+def _profiled(gm: fx.GraphModule, n: int, decisions: Decisions, request: Request) -> Profile:
+    cluster = planned_on(decisions.hardware)
+    return profile(gm, decisions, request.parameters, n, cluster, request.layout.bucket_bytes)
 
 
 def _priced(
-    gm: fx.GraphModule, n: int, decisions: Decisions, request: Request, budget: int
+    gm: fx.GraphModule,
+    n: int,
+    decisions: Decisions,
+    request: Request,
+    budget: int,
+    free: Profile | None = None,
 ) -> _Priced:
     training, layout, cluster = Training(), request.layout, planned_on(decisions.hardware)
     shard = layout.shard // (layout.outer * layout.experts)
     sizes = {"cp": layout.outer, "dp_shard": shard, "dp_replicate": layout.replicate}
     sizes["ep"] = layout.experts
     sizes[request.axis] = n
-    free = profile(gm, decisions, request.parameters, n, cluster, layout.bucket_bytes)
+    free = free or _profiled(gm, n, decisions, request)
     held = footprint(free, layout, training)
     resident = held.parameters + held.gradients + held.optimizer + held.buffers
+    of_weights = resident - held.buffers + held.buckets
     seconds = timing(free, layout, training, cluster, cluster.links(sizes)).step
     if held.total <= budget:
-        return _Priced(decisions, seconds, resident, held.total, held.total <= _SURE * budget)
+        surely = held.total <= _SURE * budget
+        return _Priced(decisions, seconds, resident, held.total, surely, of_weights)
     choices = frontier(gm, decisions, n, cluster, host_memory=request.host_memory)
     beside = held.total - free.activations.saved
     least = min([held.total, *(beside + point.peak for point in choices.points[-1:])])
@@ -122,7 +180,7 @@ def _priced(
     if index is not None:
         decisions.recomputation = choices.recomputation(index)
         seconds += decisions.recomputation.seconds
-    return _Priced(decisions, seconds, resident, least, False)
+    return _Priced(decisions, seconds, resident, least, False, of_weights)
 
 
 def _prices(price: float, hardware: Hardware) -> Prices:
@@ -177,6 +235,9 @@ def decided(
         unbalanced=ordered.unbalanced,
     )
     decisions.stored = {node: decisions.state(node) for node in request.parameters}
+    if prices.batch is not None:
+        stored = decisions.stored.items()
+        decisions.weights = {node: prices.batch_choice(node, state) for node, state in stored}
     return decisions
 
 
@@ -204,6 +265,7 @@ def builder_of(
         prices,
         request.axis,
         fusing=request.fusing,
+        batch=batch_axis(n, hardware, request, prices.batch_second),
     )
     return Builder(
         gm,

@@ -26,7 +26,8 @@ class Request:
     outputs_read: whether a sharded output costs its gather; beside a loss it never does.
     budget_is_known: whether it is an error that nothing fits it; else the default plan is taken.
     prices: what a stored byte costs where there is no memory_budget. layout: the data-parallel
-    axes, among which a rank's bytes are split further. even: whether only dims are split that the
+    axes, among which a rank's bytes are split further. chosen: what dp_shard does with parameters
+    that have a choice already. even: whether only dims are split that the
     axis divides, and no shape depends on values (of a graph that is exported, or is planned on
     another axis afterwards). beside: ranks of that axis. fusing: which collectives are one operator
     with the products beside them; None: none. outer: of the graph of a rank of another axis, the
@@ -47,6 +48,7 @@ class Request:
     plan: Plan | None = None
     prices: Prices = field(default_factory=Prices)
     layout: Layout = field(default_factory=Layout)
+    chosen: Mapping[fx.Node, str] = field(default_factory=dict)
     even: bool = False
     beside: int = 1
     outer: Outer | None = None
