@@ -16,13 +16,15 @@ from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import choice_of, is_planned
 
 
-def layout_of(config: Config, mesh: Mesh, plan: Plan | None) -> Layout:
+def layout_of(config: Config, mesh: Mesh, plan: Plan | None, trains: bool) -> Layout:
     """The data-parallel half of a mesh, for the planner. A plan that has choices is obeyed whatever
-    `zero` says.
+    `zero` says. trains: whether the graph has gradients; one without leaves weights split, since
+    one that trains may follow.
 
     Raises ConfigError where there is a choice beside ep, whose experts are stored otherwise.
     """
-    chooses = config.zero == "auto" or bool(plan and plan.weights)
+    told = bool(plan and plan.weights)
+    chooses = config.zero == "auto" or told
     sizes = {one.name: one.size for one in mesh.axes}
     if chooses and sizes.get("ep", 1) > 1:
         raise ConfigError(
@@ -31,7 +33,7 @@ def layout_of(config: Config, mesh: Mesh, plan: Plan | None) -> Layout:
                 remedy="Leave ep out of the mesh, or give zero=1, 2 or 3.",
             )
         )
-    zero = "auto" if chooses else config.zero
+    zero = ("auto" if trains or told else 3) if chooses else config.zero
     return Layout.of(sizes, zero, config.bucket_bytes, config.defer_reduction)
 
 

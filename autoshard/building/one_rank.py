@@ -217,7 +217,8 @@ def plan_captured(
         elif isinstance(item.real, torch.Tensor) and item.of_model:
             node.meta[BUFFER] = True
     plan = load_plan(config.plan, axis, mesh.outer)
-    layout = layout_of(config, mesh, plan)
+    trains = any(node.meta.get(DIFF) for node in serial.graph.nodes)
+    layout = layout_of(config, mesh, plan, trains)
     request = Request(
         axis=axis.name,
         parameters=parameters,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from autoshard.planning.asked import Request, constrain, keep_only
 from autoshard.planning.batch_axis import batch_axis, least_charged, within_room
 from autoshard.planning.cost import Hardware, planned_on
 from autoshard.planning.decisions import Decisions
@@ -20,12 +21,10 @@ from autoshard.planning.estimate import (
     profile,
     timing,
 )
-from autoshard.planning.followed_plan import constrain, keep_only
 from autoshard.planning.head_tail import HeadTail
 from autoshard.planning.outer import Origin
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Builder, Problem
-from autoshard.planning.request import Request
 from autoshard.planning.solver import Solution, TooWide
 from autoshard.planning.strategy import Strategy, value
 from autoshard.planning.values import differentiable, shardable

@@ -1,5 +1,5 @@
-"""zero="auto": what dp_shard does with each weight is chosen in the plan of tp; no other choice, and
-no other plan, is cheaper, and the programs are the serial ones."""
+"""zero="auto": what dp_shard does with each weight is chosen in the plan of tp; no other choice and
+no other plan is cheaper, and the programs are the serial ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from autoshard.building import one_rank
 from autoshard.capture import intercept
 from autoshard.config import Config
 from autoshard.errors import ConfigError
-from autoshard.memory import summary
 from autoshard.planning import Plan, Request, plan_graph
 from autoshard.planning.batch_axis import batch_axis
 from autoshard.planning.cost.machines import Hardware, Link, hardware
@@ -152,7 +151,6 @@ def test_no_plan_with_any_choices_is_cheaper() -> None:
         other_plans += alone.read(alone.graph.solve())[0] != strategies
         assert len(alone.graph._tables) == len(problem.graph._tables)  # no table more
     assert set(chosen) == set(CHOICES) and other_plans
-    print(chosen, other_plans)
 
 
 def mixed(axis: str = "tp") -> Plan:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoshard.planning.followed_plan import fingerprint
+from autoshard.planning.asked import fingerprint
 from autoshard.planning.mixtures import WAYS, is_mixture, way_of
 from autoshard.planning.plan import GraphPlan, Plan, strategy_text
 from joined_batch import Sizes, check, train

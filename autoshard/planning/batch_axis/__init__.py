@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 from autoshard.planning.batch_axis.search import least_charged, within_room
-from autoshard.planning.batch_axis.weights import BatchAxis, batch_axis
+from autoshard.planning.batch_axis.weights import batch_axis

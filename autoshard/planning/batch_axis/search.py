@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import fx
 
@@ -25,13 +25,25 @@ _LEAST_PRICE = 1e-13
 
 
 class Estimated(Protocol):
-    """A plan with what the estimate says of it. seconds: of a step. held: bytes of a rank that its
-    weights take, gathered ones among them. surely: whether it fits, by far."""
+    """A plan with what the estimate says of it."""
 
-    decisions: Decisions
-    seconds: float
-    held: int
-    surely: bool
+    @property
+    def decisions(self) -> Decisions: ...
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+
+    @property
+    def held(self) -> int:
+        """Bytes of a rank that its weights take, gathered ones among them."""
+
+    @property
+    def surely(self) -> bool:
+        """Whether it fits, by far."""
+
+
+One = TypeVar("One", bound=Estimated)
 
 
 def least_charged(
@@ -54,11 +66,11 @@ def least_charged(
 
 def within_room(
     solve: Callable[[Prices], Decisions],
-    estimate: Callable[[Decisions], Estimated],
-    default: Estimated,
+    estimate: Callable[[Decisions], One],
+    default: One,
     prices: Prices,
     used: Sequence[fx.Node],
-) -> Estimated:
+) -> One:
     """The quickest plan that surely fits, where the default one does: at cheaper bytes, and with
     weights kept that would be gathered again, those first that the forward reads last.
 
@@ -78,9 +90,7 @@ def within_room(
     return _filled(best, estimate, used)
 
 
-def _filled(
-    best: Estimated, estimate: Callable[[Decisions], Estimated], used: Sequence[fx.Node]
-) -> Estimated:
+def _filled(best: One, estimate: Callable[[Decisions], One], used: Sequence[fx.Node]) -> One:
     """With as many weights gathered once instead of twice as surely fit: all have one ratio of
     seconds to bytes, so that a price takes all of them or none."""
     weights = best.decisions.weights

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autoshard.planning import cost
+from autoshard.planning.asked import Request
 from autoshard.planning.cost import (
     HARDWARE,
     Hardware,
@@ -27,7 +28,6 @@ from autoshard.planning.cost import (
 )
 from autoshard.planning.estimate import Layout, Sent, Training, Weight, data_collectives, seconds
 from autoshard.planning.operators import ADDED_PRODUCTS, LOOKUPS, PRODUCTS, is_view, packet
-from autoshard.planning.request import Request
 from autoshard.planning.strategy import operands, value
 from autoshard.planning.values import differentiable, global_bytes
 from autoshard.runtime.collectives import CHOICES, ONCE, WHOLE, State, chunk_size, shard_dim

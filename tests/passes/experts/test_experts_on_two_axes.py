@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from autoshard.explain.alternatives import alternatives
+from autoshard.planning.asked import fingerprint
 from autoshard.planning.cost.model import ring_bytes
-from autoshard.planning.followed_plan import fingerprint
 from autoshard.planning.mixtures import WAYS, is_mixture, way_of
 from autoshard.planning.plan import GraphPlan, Plan, strategy_text
 from autoshard.program import Program

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import fx
 
+from autoshard.planning.asked.request import Request
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.head_tail import in_plain_order
 from autoshard.planning.operators import target_name
 from autoshard.planning.plan import Plan, strategy_text
 from autoshard.planning.problem import Problem
-from autoshard.planning.request import Request
 from autoshard.planning.strategy import value
 from autoshard.runtime.errors import PlanError
 
