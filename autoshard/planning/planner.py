@@ -76,7 +76,7 @@ def _within_budget(
     """The quickest plan that fits: placements at rising prices of a byte, each with the least
     recomputation with which it fits. What a plan needs is estimated as in `autoshard plan`."""
     found = [_priced(gm, n, default, request, budget)]
-    if request.layout.chooses and request.outer is None and found[0].surely:
+    if request.layout.chooses and request.outer is None and found[0].fits:
         best = within_room(
             lambda prices: _solve(gm, n, hardware, request, prices),
             _estimates(gm, n, request, budget),
@@ -116,13 +116,14 @@ def _within_budget(
 @dataclass(frozen=True)
 class _Priced:
     """A plan with its recomputation. resident: bytes that are there whatever runs. least: bytes
-    with all recomputed that helps. surely: whether it fits without, by far. held: bytes of weights,
-    of what trains them and of their buckets."""
+    with all recomputed that helps. fits, surely: whether it fits without, and by far. held: bytes
+    of weights, of what trains them and of their buckets."""
 
     decisions: Decisions
     seconds: float
     resident: int
     least: int
+    fits: bool
     surely: bool
     held: int
 
@@ -171,7 +172,7 @@ def _priced(
     seconds = timing(free, layout, training, cluster, cluster.links(sizes)).step
     if held.total <= budget:
         surely = held.total <= _SURE * budget
-        return _Priced(decisions, seconds, resident, held.total, surely, of_weights)
+        return _Priced(decisions, seconds, resident, held.total, True, surely, of_weights)
     choices = frontier(gm, decisions, n, cluster, host_memory=request.host_memory)
     beside = held.total - free.activations.saved
     least = min([held.total, *(beside + point.peak for point in choices.points[-1:])])
@@ -179,7 +180,7 @@ def _priced(
     if index is not None:
         decisions.recomputation = choices.recomputation(index)
         seconds += decisions.recomputation.seconds
-    return _Priced(decisions, seconds, resident, least, False, of_weights)
+    return _Priced(decisions, seconds, resident, least, False, False, of_weights)
 
 
 def _prices(price: float, hardware: Hardware) -> Prices:

@@ -39,8 +39,8 @@ class Estimated(Protocol):
         """Bytes of a rank that its weights take, gathered ones among them."""
 
     @property
-    def surely(self) -> bool:
-        """Whether it fits, by far."""
+    def fits(self) -> bool:
+        """Whether it fits as it is."""
 
 
 One = TypeVar("One", bound=Estimated)
@@ -71,7 +71,7 @@ def within_room(
     prices: Prices,
     used: Sequence[fx.Node],
 ) -> One:
-    """The quickest plan that surely fits, where the default one does: at cheaper bytes, and with
+    """The quickest plan that fits, where the default one does: at cheaper bytes, and with
     weights kept that would be gathered again, those first that the forward reads last.
 
     used: the parameters in the order of their first use.
@@ -85,22 +85,22 @@ def within_room(
             continue
         before.append(made)
         one = estimate(made)
-        if one.surely and one.seconds < best.seconds:
+        if one.fits and one.seconds < best.seconds:
             best = one
     return _filled(best, estimate, used)
 
 
 def _filled(best: One, estimate: Callable[[Decisions], One], used: Sequence[fx.Node]) -> One:
-    """With as many weights gathered once instead of twice as surely fit: all have one ratio of
+    """With as many weights gathered once instead of twice as fit: all have one ratio of
     seconds to bytes, so that a price takes all of them or none."""
     weights = best.decisions.weights
     twice = [node for node in reversed(used) if weights.get(node) == TWICE]
-    low, high, found = 0, len(twice), best  # so many surely fit; more than so many do not
+    low, high, found = 0, len(twice), best  # so many fit; more than so many do not
     while low < high:
         count = (low + high + 1) // 2
         kept = dict.fromkeys(twice[:count], ONCE)
         one = estimate(replace(best.decisions, weights={**weights, **kept}))
-        if not one.surely:
+        if not one.fits:
             high = count - 1
             continue
         low = count
