@@ -1,9 +1,9 @@
 """What zero="auto" chooses under budgets, beside zero=3 and zero=2: predicted step and memory.
 
-    python benchmarks/batch_axis.py [--layers 16] [--mesh dp_shard=16] [--budgets 14 17 20] [--json F]
+    python benchmarks/batch_axis.py [--layers 16] [--mesh dp_shard=16] [--budgets 14 17 20]
 
-A Llama of 7B shape in bfloat16 on meta tensors, 1 x 4096 tokens a rank, on h100s: rows of `autoshard
-plan`, as a Markdown table. Nothing runs. "again": milliseconds of recomputation in a step.
+A Llama of 7B shape in bfloat16 on meta tensors, 1 x 4096 tokens a rank, on h100s: rows of
+`autoshard plan`, as a Markdown table. Nothing runs. "again": milliseconds of recomputation.
 """
 
 from __future__ import annotations

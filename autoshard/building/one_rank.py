@@ -235,6 +235,7 @@ def plan_captured(
         layout=layout,
         chosen=choices_made(placeholders, inputs, data) if layout.chooses else {},
         even=even,
+        splits_batch=config.cp_splits == "any",
         fusing=fusing_for(
             config.fuse_collectives, any(map(_on_gpu, placeholders)), axis.size, planned_on(machine)
         ),

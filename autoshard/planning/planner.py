@@ -280,6 +280,7 @@ def builder_of(
         beside=request.beside,
         experts=request.layout.experts,
         origin=origin or (request.outer.origin(gm) if request.outer else None),
+        splits_batch=request.splits_batch,
     )
 
 

@@ -31,7 +31,7 @@ class Request:
     axis divides, and no shape depends on values (of a graph that is exported, or is planned on
     another axis afterwards). beside: ranks of that axis. fusing: which collectives are one operator
     with the products beside them; None: none. outer: of the graph of a rank of another axis, the
-    plan of that.
+    plan of that. splits_batch: whether cp may split the batch, too.
     """
 
     parameters: Mapping[fx.Node, str]
@@ -53,3 +53,4 @@ class Request:
     beside: int = 1
     outer: Outer | None = None
     fusing: Fusing | None = None
+    splits_batch: bool = False
