@@ -136,11 +136,12 @@ class Config:
         "The device mesh, or its sizes by axis name. None: that of `plan`, or chosen at the first "
         "call (planning.md).",
     )
-    zero: int = _choice(
+    zero: int | str = _choice(
         3,
-        (1, 2, 3),
+        (1, 2, 3, "auto"),
         "Parameters are sharded over `dp_shard`; 3 gathers a weight again for backward, 1 and 2 "
-        "keep it since forward; in `no_sync`, 1 keeps whole gradients, 2 and 3 their shards.",
+        "keep it since forward; in `no_sync`, 1 keeps whole gradients, 2 and 3 their shards. "
+        "'auto' chooses for each weight, together with its plan (data_parallel.md).",
     )
     defer_reduction: bool = _flag(
         False,
@@ -149,6 +150,12 @@ class Config:
     )
     sequence_parallel: bool = _flag(
         True, "Let the planner shard activations over the sequence; False forbids it."
+    )
+    cp_splits: str = _choice(
+        "sequence",
+        ("sequence", "any"),
+        "What `cp` splits of activations: the sequence, or, layer by layer, the sequence or the "
+        "batch, whichever is cheaper (context_parallel.md).",
     )
     inner: str = _choice(
         "inductor",

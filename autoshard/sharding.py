@@ -70,7 +70,7 @@ def _shard(
 
     def plan(
         gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: list[compat.GraphInput]
-    ) -> tuple[dict[nn.Parameter, State], Mesh]:
+    ) -> tuple[dict[nn.Parameter, tuple[State, str]], Mesh]:
         choice = choose(gm, example_inputs, inputs, config, device, batch)
         mesh = init_mesh(choice.mesh, device)
         facts = agreed_facts(inputs, mesh.sharing, config)

@@ -39,7 +39,7 @@ from torch import fx
 
 from autoshard.passes.base import Context, Report, emit, local_value, set_recomputed, set_region
 from autoshard.passes.bucketing import kind_of
-from autoshard.runtime.collectives import DATA_AXES, Axis, I, State, shard_dim
+from autoshard.runtime.collectives import DATA_AXES, TWICE, Axis, I, State, shard_dim
 from autoshard.runtime.graph_meta import BUCKET, CHANGE, OWN_AXIS, PENDING_INPUTS
 from autoshard.runtime.parameters import (
     ACCUMULATE,
@@ -68,6 +68,7 @@ class DataParallel:
 
     axes: `gathering_axes`, `dp_replicate` first. states: {placeholder index: {axis: state}}.
     regather: gather again in backward instead of keeping the whole weight since forward (ZeRO-3).
+    choices: {placeholder index: what dp_shard does}, of `CHOICES`, where each weight has its own.
     use: dtypes, averaging and deferral. dtypes: {placeholder index: stored dtype}, where it is not
     that of the graph. microbatch: what backward does with gradients (`unshard.MICROBATCH`).
     """
@@ -77,6 +78,7 @@ class DataParallel:
     axes: tuple[Axis, ...]
     states: Mapping[int, Mapping[str, State]]
     regather: bool = True
+    choices: Mapping[int, str] = field(default_factory=dict)
     use: ParameterPolicy = ParameterPolicy()
     dtypes: Mapping[int, torch.dtype] = field(default_factory=dict)
     microbatch: str = SINGLE
@@ -206,7 +208,8 @@ class DataParallel:
             change = f"{split} -> R" if use.gathered or both else "mean"
             at = made(unshard, args, change, custom, **({"outer": both} if both else {}))
             if shard_dim(split) is not None:
-                set_recomputed(at, self.regather)
+                own = self.choices.get(index)
+                set_recomputed(at, self.regather if own is None else own == TWICE)
         if not chain and lower is not None:
             casts = f"{self.dtypes[index]} -> {lower}"
             at = made(torch.ops.aten._to_copy.default, [at], casts, {}, dtype=lower)

@@ -68,7 +68,8 @@ def plan_lines(program: Program) -> list[str]:
     lines = [f"gradients: {program.microbatch}", *program.config.lines()]
     for node, name in program.parameters.items():
         frozen = "" if value(node).requires_grad else ", frozen"
-        lines.append(f"parameter {name}: {program.plan.parameters[name]}{frozen}")
+        choice = program.plan.weights.get(name, "")
+        lines.append(f"parameter {name}: {program.plan.parameters[name]}{frozen} {choice}".rstrip())
     strategies = program.decisions.strategies
     for node in program.serial.graph.nodes:
         text = f": {strategy_text(strategies[node])}" if node in strategies else ""
@@ -88,9 +89,12 @@ def plan_lines(program: Program) -> list[str]:
 
 def unplanned_parameters(
     inputs: Sequence[compat.GraphInput], program: Program
-) -> dict[nn.Parameter, State]:
-    """Parameters of the graph that no graph has planned before, with their planned state."""
-    return unplanned(inputs, program.serial, program.decisions.stored)
+) -> dict[nn.Parameter, tuple[State, str]]:
+    """Parameters of the graph that no graph has planned before, with their planned state, and what
+    dp_shard does with them ("" where that is not chosen)."""
+    chosen, stored = program.decisions.weights, program.decisions.stored.items()
+    places = {node: (state, chosen.get(node, "")) for node, state in stored}
+    return unplanned(inputs, program.serial, places)
 
 
 def unplanned(

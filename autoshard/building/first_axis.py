@@ -72,6 +72,7 @@ def lay_out(
         plan=plan,
         even=True,
         beside=mesh.planned.size,
+        splits_batch=config.cp_splits == "any",
     )
 
     def laid_out(decisions: Decisions, bound: float | None) -> LaidOut:
@@ -89,6 +90,7 @@ def lay_out(
             inner,
             parameters=placed(serial, own, inner.parameters),
             stored=placed(serial, own, inner.stored),
+            chosen=placed(serial, own, inner.chosen),
             arriving=placed(serial, own, inner.arriving),
             outer=outer,
         )

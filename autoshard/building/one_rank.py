@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
+from autoshard.building.batch_choices import choices_made, layout_of, with_choices
 from autoshard.building.first_axis import lay_out, placed
 from autoshard.building.fitting import recompute
 from autoshard.building.mean_warning import warn_of_no_mean
@@ -55,7 +56,6 @@ from autoshard.planning import (
     with_graph,
 )
 from autoshard.planning.cost import Hardware, fusing_for, planned_on
-from autoshard.planning.estimate import Layout
 from autoshard.planning.halves import Found, halving_for
 from autoshard.program import Program
 from autoshard.runtime import compat
@@ -96,6 +96,7 @@ class Planned:
         """Follow other decisions on the same graph."""
         n, outer = decisions.prices.n, self.plan.outer
         self.decisions = decisions
+        self.data = with_choices(self.data, decisions)
         self.plan = with_graph(self.asked, decisions, self.request, self.serial, n)
         self.plan.outer = outer
 
@@ -220,7 +221,8 @@ def plan_captured(
         elif isinstance(item.real, torch.Tensor) and item.of_model:
             node.meta[BUFFER] = True
     plan = load_plan(config.plan, axis, mesh.outer)
-    sizes = {one.name: one.size for one in mesh.axes}
+    trains = any(node.meta.get(DIFF) for node in serial.graph.nodes)
+    layout = layout_of(config, mesh, plan, trains)
     request = Request(
         axis=axis.name,
         parameters=parameters,
@@ -236,8 +238,10 @@ def plan_captured(
         host_memory=config.host_memory,
         optimizer_states=config.optimizer_states,
         plan=plan,
-        layout=Layout.of(sizes, config.zero, config.bucket_bytes, config.defer_reduction),
+        layout=layout,
+        chosen=choices_made(placeholders, inputs, data) if layout.chooses else {},
         even=even,
+        splits_batch=config.cp_splits == "any",
         fusing=fusing_for(
             config.fuse_collectives, any(map(_on_gpu, placeholders)), axis.size, planned_on(machine)
         ),
@@ -254,6 +258,7 @@ def plan_captured(
         decisions = plan_graph(serial, axis.size, machine, request)
     full = with_graph(plan, decisions, request, serial, axis.size)
     full.outer = first
+    data = with_choices(data, decisions)
     return Planned(serial, parameters, data, decisions, full, plan, request, outer)
 
 
@@ -320,6 +325,8 @@ def _local_passes(
     for i, dtype in stored_dtypes.items():
         placeholders[i].meta[STORED_DTYPE] = dtype
     states = {i: planned.data[n] for i, n in enumerate(placeholders) if n in planned.data}
+    weights = planned.decisions.weights
+    choices = {i: weights[n] for i, n in enumerate(placeholders) if n in weights}
     if mesh.axis("ep").size > 1:
         passes.append(ExchangeExperts(mesh.axis("ep"), states, mesh.outer))
     passes.append(
@@ -327,6 +334,7 @@ def _local_passes(
             axes,
             states,
             regather=config.zero == 3,
+            choices=choices,
             use=use_by(config, mesh),
             dtypes=stored_dtypes,
             microbatch=microbatch,

@@ -27,7 +27,8 @@ class ParameterGroup:
     """Parameters of equal places in repeated layers, stored alike for the same reason.
 
     shape: of one, as "64x256". states: by mesh axis. bytes: of all together, on all ranks.
-    line: `file:line` of the user's code that reads the first ("" where it is not known).
+    line: `file:line` of the user's code that reads the first ("" where it is not known). choice:
+    what dp_shard does with each, where that was chosen (`CHOICES`).
     """
 
     names: list[str]
@@ -36,6 +37,7 @@ class ParameterGroup:
     because: str
     line: str
     bytes: int
+    choice: str = ""
 
 
 class Apart(NamedTuple):
@@ -97,7 +99,8 @@ class Facts:
         groups: dict[tuple[str, ...], list[fx.Node]] = defaultdict(list)
         for node, name in built.parameters.items():
             shape = "x".join(str(extent) for extent in value(node).shape)
-            states = (f"{axis} {state}" for axis, state in self.states(node).items())
+            states = [f"{axis} {state}" for axis, state in self.states(node).items()]
+            states.append(built.decisions.weights.get(node, ""))
             groups[folded(name), shape, *states, reason(built, node)].append(node)
         return [
             ParameterGroup(
@@ -107,6 +110,7 @@ class Facts:
                 because=key[-1],
                 line=user_line(next(iter(nodes[0].users), nodes[0])),
                 bytes=sum(global_bytes(node) for node in nodes),
+                choice=built.decisions.weights.get(nodes[0], ""),
             )
             for key, nodes in groups.items()
         ]

@@ -55,6 +55,7 @@ def _parameter(group: ParameterGroup) -> Json:
         "shape": group.shape,
         "states": dict(group.states),
         "split": [axis for axis, state in group.states.items() if shard_dim(state) is not None],
+        "choice": group.choice,
         "whole": all(state == I for state in group.states.values()),
         "because": group.because,
         "line": group.line,

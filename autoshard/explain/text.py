@@ -13,7 +13,7 @@ from autoshard.explain.tables import human, page_width, table
 from autoshard.memory import KINDS, Memory
 from autoshard.passes import MaskFound, MixtureFound, ProductFound, module_path
 from autoshard.planning import WAYS, contiguous_share, is_mixture, is_view, way_of
-from autoshard.runtime.collectives import I, State, placement_words
+from autoshard.runtime.collectives import ONCE, TWICE, WHOLE, I, State, placement_words
 from autoshard.runtime.graph_meta import ATTENTION_MASKS, FLOAT8, MIXTURES
 from autoshard.runtime.operators import reduce_add_norm, rows_travel
 
@@ -140,13 +140,16 @@ def _parameters(facts: Facts, width: int) -> str:
             named(group.names),
             str(len(group.names)),
             group.shape,
-            _placed(facts.built, group.states),
+            _placed(facts.built, group.states) + _GATHERED.get(group.choice, ""),
             human(group.bytes),
             group.because,
         ]
         for group in facts.parameters
     ]
     return table(["parameter", "count", "shape", "stored", "bytes", "because"], rows, width)
+
+
+_GATHERED = {TWICE: ", gathered twice", ONCE: ", gathered once", WHOLE: ", whole on dp_shard"}
 
 
 def _is_split(states: Mapping[str, State]) -> bool:

@@ -2,9 +2,10 @@
 
 The model is captured once. Each size of the axis tp, and of cp, is planned once, by the exact
 solver, and serves all ways to split the rest of the world into `dp_replicate` x `dp_shard`, which
-follow from the mesh (planning/estimate/mesh.py). So does one plan for all sizes of ep, on which
-rows travel to experts that stay; meshes with it are priced where there are such experts. With pp
-the plan is that of the mesh of a stage (stages.py).
+follow from the mesh (planning/estimate/mesh.py); with zero="auto", where the plan knows of them,
+each mesh is planned. One plan serves all sizes of ep, on which rows travel to experts that stay;
+meshes with it are priced where there are such experts. With pp the plan is that of the mesh
+of a stage (stages.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from autoshard.building import batch_facts, plan_captured, seconds_spared
 from autoshard.capture import capture, intercept
 from autoshard.compiling import lowered_dtypes, say_stored, use_by
 from autoshard.config import Config
-from autoshard.errors import ConfigError
+from autoshard.errors import ConfigError, message
 from autoshard.mesh_search.factorisations import (
     AxisSizes,
     beside_pp,
@@ -114,7 +115,7 @@ def search_meshes(
 
     # Whether rows can travel to experts is known when the graph is captured.
     plain = [one for one in meshes if "ep" not in one]
-    steps = len({_planned_for(one) for one in plain or meshes}) + 2
+    steps = len({_planned_for(one, settings) for one in plain or meshes}) + 2
     say = progress or _silent
     say("tracing", 1, steps)
     use = use_by(settings, None)
@@ -157,7 +158,11 @@ def search_captured(
     limit = limit or machine.usable_bytes
     if len(meshes) > 1 and not any(str(n.target) in PRODUCTS for n in captured.graph.nodes):
         meshes = [mesh for mesh in meshes if "ep" not in mesh]
-    sizes, facts = list(dict.fromkeys(map(_planned_for, meshes))), batch_facts(inputs)
+    chooses = config.zero == "auto"
+    if chooses:
+        meshes = _without_stages(meshes)
+    keys = {_key(mesh): _planned_for(mesh, config) for mesh in meshes}
+    sizes, facts = list(dict.fromkeys(keys.values())), batch_facts(inputs)
     rows: list[MeshPrice] = []
     for done, key in enumerate(sizes):
         axes, experts = dict(key[0]), key[1]
@@ -167,12 +172,14 @@ def search_captured(
         say_stored(serial, inputs, config)
         device, mixed = machine.planned(axes), {"ep": 2} if experts else {}
         first = offline_mesh({**mixed, **axes}, 0)
-        planned = plan_captured(serial, inputs, first, config, device, facts=facts)
+        room = limit if chooses else None  # a plan with choices uses the memory that there is
+        planned = plan_captured(serial, inputs, first, config, device, facts=facts, room=room)
+        planned.decisions.recomputation = None  # which is a row's own
         spared = seconds_spared(planned, first, config)
         choices = MeshPrices(planned, first.planned.size, machine, config, training, spared)
         asked = Asked(config, training, limit, batches, len(meshes))
         for mesh in meshes:
-            if _planned_for(mesh) == key and _is_useful(mesh, choices.free, len(meshes)):
+            if keys[_key(mesh)] == key and _is_useful(mesh, choices.free, len(meshes)):
                 row = choices.staged(mesh, asked) if "pp" in mesh else choices.row(mesh, asked)
                 rows += [] if row is None else [row]
     # the same work in every row where the batch is; utilisation counts it either way
@@ -194,10 +201,30 @@ def _shortened(rows: Sequence[MeshPrice]) -> Iterator[MeshPrice]:
         seen.add(key)
 
 
-def _planned_for(mesh: AxisSizes) -> tuple[tuple[tuple[str, int], ...], bool]:
+def _planned_for(mesh: AxisSizes, config: Config) -> tuple[tuple[tuple[str, int], ...], bool]:
     """The axes that the planner decides on, names and sizes; whether there is an axis ep."""
     sharing = offline_mesh(beside_pp(mesh), 0).sharing
-    return tuple((axis.name, axis.size) for axis in sharing), mesh.get("ep", 1) > 1
+    axes = [(axis.name, axis.size) for axis in sharing]
+    if config.zero == "auto":  # the plan depends on those of the weights, too
+        axes = [(name, mesh[name]) for name in ("dp_replicate", "dp_shard") if name in mesh] + axes
+    return tuple(axes), mesh.get("ep", 1) > 1
+
+
+def _key(mesh: AxisSizes) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(mesh.items()))
+
+
+def _without_stages(meshes: Sequence[AxisSizes]) -> list[AxisSizes]:
+    """Those on which zero="auto" runs; ConfigError where there are none."""
+    found = [mesh for mesh in meshes if "pp" not in mesh and "ep" not in mesh]
+    if not found:
+        raise ConfigError(
+            message(
+                "zero='auto' beside pp or ep in the mesh is not supported yet",
+                remedy="Leave that axis out, or give zero=1, 2 or 3.",
+            )
+        )
+    return found
 
 
 def _is_useful(mesh: AxisSizes, one: Profile, of: int) -> bool:

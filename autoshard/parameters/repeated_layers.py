@@ -7,22 +7,23 @@ layer whose parameters are stored as those of the first are. So they are stored 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from torch import nn
 
-from autoshard.runtime.collectives import State
+T = TypeVar("T")
 
 
 def parameters_of_repeats(
-    planned: Mapping[nn.Parameter, State], models: Sequence[nn.Module]
-) -> dict[nn.Parameter, State]:
+    planned: Mapping[nn.Parameter, T], models: Sequence[nn.Module]
+) -> dict[nn.Parameter, T]:
     """The parameters of a class's other modules that correspond to planned ones of the first.
 
     planned: what one graph read. The first is the smallest module of one of `models` that holds
     them; the others are of its class, and each such parameter has the shape and dtype of the
     planned one. The same on every rank.
     """
-    found: dict[nn.Parameter, State] = {}
+    found: dict[nn.Parameter, T] = {}
     for model in models:
         names = {
             name: parameter

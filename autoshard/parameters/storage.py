@@ -19,6 +19,7 @@ from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import (
     Holders,
     models_of,
+    set_choice,
     set_planned,
     set_policy,
     shard_parameters,
@@ -29,33 +30,37 @@ T = TypeVar("T")
 
 
 def store(
-    planned: dict[nn.Parameter, State], mesh: Mesh, config: Config
+    planned: dict[nn.Parameter, tuple[State, str]], mesh: Mesh, config: Config
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Store the parameters a graph planned as planned, their like in other layers as well
     (`parameters_of_repeats`), and the rest of their models split.
 
+    planned: the state of each on the planned axis, and what dp_shard does with it, where that was
+    chosen (`CHOICES`), or "".
     Optimizers and clip_grad_norm_ cannot mix DTensors with plain tensors, so parameters that the
     graph never read become DTensors too; the first graph that reads one decides where it lives.
     Until then eager code, such as what lies between two graphs, gathers it at each use. Returns
     the new parameter for each old one. Collective over the mesh.
     """
     axis = mesh.planned
-    if axis.size > 1:
+    chooses = any(choice for _, choice in planned.values())
+    if axis.size > 1 or chooses:
         planned = _as_first(planned, mesh)
     alive = Holders()
     models = models_of(list(planned), alive)
     _refuse_other_wrappers(models)
-    if axis.size > 1:
+    if axis.size > 1 or chooses:
         alike = parameters_of_repeats(planned, models).items()
         planned = {**planned, **{p: state for p, state in alike if _is_whole(p)}}
     states = {
-        parameter: {axis.name: state, **data_states(parameter.dim(), mesh.axes)}
-        for parameter, state in planned.items()
+        parameter: {axis.name: state, **data_states(parameter.dim(), mesh.axes, choice)}
+        for parameter, (state, choice) in planned.items()
     }
     states.update(_resting(models, states.keys(), mesh))
     moved = _moved(states, planned, mesh, config, alive)
-    for parameter in planned:
+    for parameter, (_, choice) in planned.items():
         set_planned(parameter, True)  # one that stays where it is stored
+        set_choice(moved.get(parameter, parameter), choice)
     return moved
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autoshard.planning.asked import Request, fingerprint, with_graph
 from autoshard.planning.context_parallel import attention_form, contiguous_share
 from autoshard.planning.decisions import Decisions, Recomputation, value_text
 from autoshard.planning.mixtures import WAYS, is_mixture, not_of_zero, way_of
@@ -18,7 +19,7 @@ from autoshard.planning.operators import (
 )
 from autoshard.planning.outer import Outer, on_rank
 from autoshard.planning.plan import GraphPlan, PipelinePlan, Plan, strategy_text
-from autoshard.planning.planner import Request, fingerprint, plan_graph, with_graph
+from autoshard.planning.planner import plan_graph
 from autoshard.planning.prices import TRAINED_BYTES, Prices
 from autoshard.planning.sizes import Size, is_one, same, same_shape
 from autoshard.planning.strategy import Strategy, operands, value

@@ -2,7 +2,8 @@
 
 The ranks of cp hold the same batch, and each computes with its part of every sequence. So a weight
 is stored by rows, as on `dp_shard`, and gathered for its use; what a weight is applied to is split
-along the sequence wherever the operator's rule allows it, never along the batch or the features.
+along the sequence wherever the operator's rule allows it, or where that is asked for along the
+batch, never along the features.
 What lies between (attention, losses, shifts of the labels) is planned as on any axis: attention on
 all-to-alls of heads or on gathered keys and values, whichever is cheaper.
 """
@@ -71,21 +72,21 @@ def stored_by_rows(node: fx.Node, states: Sequence[State]) -> list[State]:
 
 
 def along_the_sequence(
-    node: fx.Node, found: Sequence[Strategy], weights: WeightsOnly
+    node: fx.Node, found: Sequence[Strategy], weights: WeightsOnly, batch: bool = False
 ) -> list[Strategy]:
     """The strategies of `found` that use weights whole; where one is a matrix, those that split the
-    sequence, if there are any; of attention those that split heads or rows."""
+    sequence, if there are any; of attention those that split heads or rows. batch: or samples."""
     sources = operands(node)
     if is_mixture(node):  # stacks are stored by experts, and may stay so
         return [one for one in found if shard_dim(one.inputs[0]) is not None] or list(found)
     if packet(node) in ATTENTION:
-        return [one for one in found if _splits_attention(node, one)] or list(found)
+        return [one for one in found if _splits_attention(node, one, batch)] or list(found)
     used = [i for i, source in enumerate(sources) if source in weights]
     if not used or len(used) == len(sources):
         return list(found)
     whole = [one for one in found if all(shard_dim(one.inputs[i]) is None for i in used)]
     if any(value(sources[i]).dim() > 1 for i in used):
-        split = [one for one in whole if _splits_tokens(node, one)]
+        split = [one for one in whole if _splits_tokens(node, one, batch)]
         return split or whole or list(found)
     return whole or list(found)
 
@@ -137,18 +138,19 @@ def unequal(node: fx.Node, strategy: Strategy) -> bool:
     return strategy.impl in BALANCED and window in ((), (None,))
 
 
-def _splits_attention(node: fx.Node, strategy: Strategy) -> bool:
-    """Whether each rank attends with its heads or with its rows of the queries."""
+def _splits_attention(node: fx.Node, strategy: Strategy, batch: bool = False) -> bool:
+    """Whether each rank attends with its heads or with its rows of the queries; batch: or for its
+    samples."""
     rank = value(operands(node)[0]).dim()
     dim = None if isinstance(strategy.output, tuple) else shard_dim(strategy.output)
-    return dim in (rank - 3, rank - 2)
+    return dim in (rank - 3, rank - 2) or (batch and dim is not None and dim < rank - 3)
 
 
-def _splits_tokens(node: fx.Node, strategy: Strategy) -> bool:
+def _splits_tokens(node: fx.Node, strategy: Strategy, batch: bool) -> bool:
     """Whether each rank makes its part of the sequence of `[batch, sequence, .., features]`, or of
-    `[tokens, features]`."""
+    `[tokens, features]`; batch: or of the batch."""
     made = value(node)
     if not isinstance(made, torch.Tensor) or not isinstance(strategy.output, str):
         return False
     dim = shard_dim(strategy.output)
-    return dim is not None and (0 if made.dim() < 3 else 1) <= dim < made.dim() - 1
+    return dim is not None and (0 if batch or made.dim() < 3 else 1) <= dim < made.dim() - 1

@@ -67,6 +67,7 @@ class Decisions:
     change of state was charged. unbalanced: causal attention whose ranks do unequal work, and why.
     recomputation: what is computed again in backward; None: what the compiler likes. others: under
     a budget, further plans to try. unbudgeted: the plan without the budget, which may be this one.
+    weights: what dp_shard does with each parameter (`CHOICES`), where that was chosen.
     """
 
     strategies: dict[fx.Node, Strategy]
@@ -85,6 +86,7 @@ class Decisions:
     recomputation: Recomputation | None = None
     others: tuple[Decisions, ...] = ()
     unbudgeted: Decisions | None = None
+    weights: dict[fx.Node, str] = field(default_factory=dict)
 
     @property
     def hardware(self) -> Hardware:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.planning.strategy import Strategy
-from autoshard.runtime.collectives import State, is_state
+from autoshard.runtime.collectives import CHOICES, State, is_state
 from autoshard.runtime.errors import PlanError
 from autoshard.runtime.input_file import MOST_RANKS, FileEntry, read_json
 from autoshard.runtime.mesh import AXIS_ORDER
@@ -70,7 +70,8 @@ class Plan:
 
     mesh: sizes of all axes by name, where the plan was made for one mesh (`autoshard plan`); the
     backend uses it where no mesh is given. outer: of a mesh with two planned axes, the plan of the
-    one that is planned first. pipeline: of a mesh with pp, its stages.
+    one that is planned first. pipeline: of a mesh with pp, its stages. weights: what dp_shard does
+    with each parameter (`CHOICES`), where that was chosen.
     """
 
     axis: str
@@ -80,6 +81,7 @@ class Plan:
     mesh: dict[str, int] = field(default_factory=dict)
     outer: Plan | None = None
     pipeline: PipelinePlan | None = None
+    weights: dict[str, str] = field(default_factory=dict)
 
     def digest(self) -> str:
         """Equal on ranks that hold the same plan."""
@@ -95,6 +97,7 @@ class Plan:
             "size": self.size,
             **({"mesh": self.mesh} if self.mesh else {}),
             "parameters": self.parameters,
+            **({"weights": self.weights} if self.weights else {}),
             "graphs": {
                 key: {"nodes": graph.nodes, "copies": graph.copies}
                 for key, graph in self.graphs.items()
@@ -131,7 +134,7 @@ class Plan:
 
 
 _STAGE_ENTRIES = ("ranks", "schedule", "microbatches", "virtual_stages", "homes", "graphs")
-_ENTRIES = ("axis", "size", "mesh", "parameters", "graphs")
+_ENTRIES = ("axis", "size", "mesh", "parameters", "weights", "graphs")
 
 
 def _plan(body: FileEntry) -> Plan:
@@ -146,6 +149,10 @@ def _plan(body: FileEntry) -> Plan:
         {name: _stored(state) for name, state in body.entry("parameters").entries().items()},
         {name: _graph(graph) for name, graph in body.optional("graphs", {}).entries().items()},
         sizes,
+        weights={
+            name: choice.text(*CHOICES)
+            for name, choice in body.optional("weights", {}).entries().items()
+        },
     )
 
 

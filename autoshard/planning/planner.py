@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import fx
 
-from autoshard.planning.cost import Fusing, Hardware, planned_on
+from autoshard.planning.asked import Request, constrain, keep_only
+from autoshard.planning.batch_axis import batch_axis, least_charged, within_room
+from autoshard.planning.cost import Hardware, planned_on
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate import (
-    Layout,
+    Profile,
     Training,
     footprint,
     frontier,
     profile,
     timing,
 )
-from autoshard.planning.head_tail import HeadTail, in_plain_order
-from autoshard.planning.operators import target_name
-from autoshard.planning.outer import Origin, Outer
-from autoshard.planning.plan import Plan, strategy_text
+from autoshard.planning.head_tail import HeadTail
+from autoshard.planning.outer import Origin
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Builder, Problem
 from autoshard.planning.solver import Solution, TooWide
-from autoshard.planning.strategy import value
+from autoshard.planning.strategy import Strategy, value
 from autoshard.planning.values import differentiable, shardable
 from autoshard.runtime.collectives import I, State, shard_dim
 from autoshard.runtime.errors import PlanError
@@ -41,66 +40,29 @@ _PLACEMENTS = 3
 seconds a step."""
 
 
-@dataclass(kw_only=True)
-class Request:
-    """What the planner is asked.
-
-    axis: name of the axis, tp or cp. parameters: name of each parameter placeholder.
-    stored: the state in which a parameter is stored already; one without an entry is free.
-    arriving: the state of an input that comes back from an earlier call as a shard.
-    contiguous_outputs: whether a sharded output is contiguous (a DTensor).
-    outputs_read: whether a sharded output costs its gather; beside a loss it never does.
-    budget_is_known: whether it is an error that nothing fits it; else the default plan is taken.
-    prices: what a stored byte costs where there is no memory_budget. layout: the data-parallel
-    axes, among which a rank's bytes are split further. even: whether only dims are split that the
-    axis divides, and no shape depends on values (of a graph that is exported, or is planned on
-    another axis afterwards). beside: ranks of that axis. fusing: which collectives are one operator
-    with the products beside them; None: none. outer: of the graph of a rank of another axis, the
-    plan of that.
-    """
-
-    parameters: Mapping[fx.Node, str]
-    axis: str = "tp"
-    stored: Mapping[fx.Node, State] = field(default_factory=dict)
-    arriving: Mapping[fx.Node, State] = field(default_factory=dict)
-    sequence_parallel: bool = True
-    lazy_outputs: bool = True
-    contiguous_outputs: bool = False
-    outputs_read: bool = True
-    memory_budget: int | None = None
-    budget_is_known: bool = True
-    host_memory: int | None = None
-    optimizer_states: str = "device"
-    plan: Plan | None = None
-    prices: Prices = field(default_factory=Prices)
-    layout: Layout = field(default_factory=Layout)
-    even: bool = False
-    beside: int = 1
-    outer: Outer | None = None
-    fusing: Fusing | None = None
-
-
-def fingerprint(gm: fx.GraphModule) -> str:
-    """Names, operators and shapes of a graph: equal on every rank that captured the same one."""
-    text = hashlib.sha256()
-    for node in gm.graph.nodes:
-        val = value(node)
-        shape = tuple(str(e) for e in val.shape) if isinstance(val, torch.Tensor) else ()
-        text.update(f"{node.op} {node.name} {target_name(node)} {shape}\n".encode())
-    return text.hexdigest()[:16]
-
-
 def plan_graph(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request) -> Decisions:
     """The cheapest plan of `gm` on an axis of `n` ranks; with a `memory_budget`, of those that fit.
 
     Raises PlanError where a loaded plan asks for what the graph does not offer, and where no
     plan can fit `memory_budget` bytes a rank.
     """
-    default = _solve(gm, n, hardware, request, request.prices)
+    default = _default(gm, n, hardware, request)
     trains = any(differentiable(node) for node in gm.graph.nodes)
     if request.memory_budget is None or not (trains or request.budget_is_known):
         return default
     return _within_budget(gm, n, hardware, request, default, request.memory_budget)
+
+
+def _default(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request) -> Decisions:
+    """The cheapest plan at the request's prices."""
+    if not request.layout.chooses or request.outer is not None:  # two axes have one set of prices
+        return _solve(gm, n, hardware, request, request.prices)
+    return least_charged(
+        lambda prices: _solve(gm, n, hardware, request, prices),
+        _estimates(gm, n, request, sys.maxsize),
+        request.prices,
+        planned_on(hardware).efficiency.overlap,
+    )
 
 
 def _within_budget(
@@ -114,6 +76,15 @@ def _within_budget(
     """The quickest plan that fits: placements at rising prices of a byte, each with the least
     recomputation with which it fits. What a plan needs is estimated as in `autoshard plan`."""
     found = [_priced(gm, n, default, request, budget)]
+    if request.layout.chooses and request.outer is None and found[0].fits:
+        best = within_room(
+            lambda prices: _solve(gm, n, hardware, request, prices),
+            _estimates(gm, n, request, budget),
+            found[0],
+            request.prices,
+            list(request.parameters),
+        )
+        return best.decisions
     if n > 1 and not found[0].surely:
         low, high = default.prices.parameter_byte, 1e-6
         for step in range(1, _PLACEMENTS + 1):
@@ -145,17 +116,49 @@ def _within_budget(
 @dataclass(frozen=True)
 class _Priced:
     """A plan with its recomputation. resident: bytes that are there whatever runs. least: bytes
-    with all recomputed that helps. surely: whether it fits without, by far."""
+    with all recomputed that helps. fits, surely: whether it fits without, and by far. held: bytes
+    of weights, of what trains them and of their buckets."""
 
     decisions: Decisions
     seconds: float
     resident: int
     least: int
+    fits: bool
     surely: bool
+    held: int
+
+
+def _estimates(
+    gm: fx.GraphModule, n: int, request: Request, budget: int
+) -> Callable[[Decisions], _Priced]:
+    """What estimates plans of one graph; of plans that differ in `weights` alone, the rest once."""
+    made: dict[int, tuple[dict[fx.Node, Strategy], Profile]] = {}
+    nodes = {name: node for node, name in request.parameters.items()}
+
+    def estimate(decisions: Decisions) -> _Priced:
+        strategies, chosen = decisions.strategies, decisions.weights
+        if id(strategies) not in made:
+            made[id(strategies)] = strategies, _profiled(gm, n, decisions, request)
+        free = made[id(strategies)][1]
+        weights = (replace(one, choice=chosen.get(nodes[one.name], "")) for one in free.weights)
+        free = replace(free, weights=tuple(weights))
+        return _priced(gm, n, decisions, request, budget, free)
+
+    return estimate
+
+
+def _profiled(gm: fx.GraphModule, n: int, decisions: Decisions, request: Request) -> Profile:
+    cluster = planned_on(decisions.hardware)
+    return profile(gm, decisions, request.parameters, n, cluster, request.layout.bucket_bytes)
 
 
 def _priced(
-    gm: fx.GraphModule, n: int, decisions: Decisions, request: Request, budget: int
+    gm: fx.GraphModule,
+    n: int,
+    decisions: Decisions,
+    request: Request,
+    budget: int,
+    free: Profile | None = None,
 ) -> _Priced:
     training, layout = Training(states=request.optimizer_states), request.layout
     cluster = planned_on(decisions.hardware)
@@ -163,12 +166,14 @@ def _priced(
     sizes = {"cp": layout.outer, "dp_shard": shard, "dp_replicate": layout.replicate}
     sizes["ep"] = layout.experts
     sizes[request.axis] = n
-    free = profile(gm, decisions, request.parameters, n, cluster, layout.bucket_bytes)
+    free = free or _profiled(gm, n, decisions, request)
     held = footprint(free, layout, training)
     resident = held.parameters + held.gradients + held.optimizer + held.buffers
+    of_weights = resident - held.buffers + held.buckets
     seconds = timing(free, layout, training, cluster, cluster.links(sizes)).step
     if held.total <= budget:
-        return _Priced(decisions, seconds, resident, held.total, held.total <= _SURE * budget)
+        surely = held.total <= _SURE * budget
+        return _Priced(decisions, seconds, resident, held.total, True, surely, of_weights)
     choices = frontier(gm, decisions, n, cluster, host_memory=request.host_memory)
     beside = held.total - free.activations.saved
     least = min([held.total, *(beside + point.peak for point in choices.points[-1:])])
@@ -176,7 +181,7 @@ def _priced(
     if index is not None:
         decisions.recomputation = choices.recomputation(index)
         seconds += decisions.recomputation.seconds
-    return _Priced(decisions, seconds, resident, least, False)
+    return _Priced(decisions, seconds, resident, least, False, False, of_weights)
 
 
 def _prices(price: float, hardware: Hardware, request: Request) -> Prices:
@@ -196,7 +201,7 @@ def _solve(
     builder = builder_of(gm, n, hardware, request, prices, contiguous)
     problem = builder.build()
     if request.plan:
-        _constrain(gm, problem, request.plan)
+        constrain(gm, problem, request.plan)
     solution, held = _solved(problem)
     read = (*problem.read(solution), problem.output_states(solution))
     ordered = HeadTail(gm.graph, n, *read, request.contiguous_outputs)
@@ -233,6 +238,9 @@ def decided(
         unbalanced=ordered.unbalanced,
     )
     decisions.stored = {node: decisions.state(node) for node in request.parameters}
+    if prices.batch is not None:
+        stored = decisions.stored.items()
+        decisions.weights = {node: prices.batch_choice(node, state) for node, state in stored}
     return decisions
 
 
@@ -260,6 +268,7 @@ def builder_of(
         prices,
         request.axis,
         fusing=request.fusing,
+        batch=batch_axis(n, hardware, request, prices.batch_second),
     )
     return Builder(
         gm,
@@ -274,6 +283,7 @@ def builder_of(
         beside=request.beside,
         experts=request.layout.experts,
         origin=origin or (request.outer.origin(gm) if request.outer else None),
+        splits_batch=request.splits_batch,
     )
 
 
@@ -290,7 +300,7 @@ def _solved(problem: Problem) -> tuple[Solution, list[fx.Node]]:
         except TooWide as wide:
             for variable, allowed in wide.entangled.items():
                 values = range(problem.graph.size(variable))
-                _keep(problem, variable, [i == allowed for i in values])
+                keep_only(problem, variable, [i == allowed for i in values])
             held |= wide.entangled.keys()
         else:
             choices = (*problem.variables.items(), *problem.copies.items())
@@ -347,47 +357,3 @@ def _output_domains(
         else:
             domains.append([I if i < gm.meta[N_OUTPUTS] else written[i - gm.meta[N_OUTPUTS]]])
     return domains
-
-
-def _constrain(gm: fx.GraphModule, problem: Problem, plan: Plan) -> None:
-    """Leave only what a loaded plan names for this graph."""
-    graph = plan.graphs.get(fingerprint(gm))
-    if graph is None:
-        return
-    by_name = {node.name: node for node in gm.graph.nodes}
-    for name, text in graph.nodes.items():
-        node = by_name.get(name)
-        domain = problem.domains.get(node, []) if node else []
-        texts, text = [strategy_text(s) for s in domain], in_plain_order(text)
-        if text not in texts:
-            raise PlanError(
-                f"the plan runs node {name!r} as {text!r}, which is not possible there. "
-                f"Possible: {texts or 'nothing (no such node)'}. Correct the line, or delete it."
-            )
-        assert node is not None
-        _keep(problem, problem.variables[node], [t == text for t in texts])
-    for name, state in graph.copies.items():
-        node = by_name.get(name)
-        states = problem.copy_domains.get(node, []) if node else []
-        state = in_plain_order(state)
-        if state not in states:
-            raise PlanError(
-                f"the plan keeps the shared copy of {name!r} in {state!r}; possible: {states}"
-            )
-        assert node is not None
-        _keep(problem, problem.copies[node], [s == state for s in states])
-
-
-def _keep(problem: Problem, variable: int, allowed: list[bool]) -> None:
-    problem.graph.add((variable,), np.where(np.array(allowed), 0.0, np.inf))
-
-
-def with_graph(
-    plan: Plan | None, decisions: Decisions, request: Request, gm: fx.GraphModule, n: int
-) -> Plan:
-    """`plan` with this graph's decisions added."""
-    base = plan or Plan(request.axis, n)
-    parameters = dict(base.parameters)
-    parameters.update({name: decisions.stored[node] for node, name in request.parameters.items()})
-    graphs = {**base.graphs, fingerprint(gm): decisions.graph_plan()}
-    return replace(base, parameters=parameters, graphs=graphs)

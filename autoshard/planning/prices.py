@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import fx
@@ -37,12 +37,15 @@ class Prices:
     gathers_weights: whether a matrix that is stored split may be gathered for its use.
     spreads_batch: whether an activation may be split along its first dim; where it is not, halves
     can be cut along it.
+    batch_second: seconds of a step that a second of the data-parallel axes' collectives is charged,
+    where what dp_shard does with each weight is chosen.
     """
 
     parameter_byte: float | None = None
     activation_byte: float | None = None
     gathers_weights: bool = True
     spreads_batch: bool = True
+    batch_second: float = 1.0
 
 
 class MovedValue(NamedTuple):
@@ -74,12 +77,22 @@ class MovedValue(NamedTuple):
         return src == P or dim != self.last
 
 
+class StoredOnBatchAxis(Protocol):
+    """What dp_shard does with a parameter, by its state on the planned axis and the price of a
+    byte (batch_axis/weights.py)."""
+
+    def least(self, node: fx.Node, state: State, price: float) -> float: ...
+
+    def choice(self, node: fx.Node, state: State, price: float) -> str: ...
+
+
 class AxisPrices:
     """The prices of one graph on an axis of `n` ranks of `hardware`.
 
     parameters: the placeholders of parameters. sequence_parallel: whether an activation may be
     split along the sequence or the batch. prices: those of a stored byte. name: of the axis.
     fusing: which collectives are one operator with the products beside them; None: none.
+    batch: dp_shard, where each parameter has a choice there; else its axes are not planned.
     """
 
     def __init__(
@@ -91,10 +104,11 @@ class AxisPrices:
         prices: Prices,
         name: str = "tp",
         fusing: cost.Fusing | None = None,
+        batch: StoredOnBatchAxis | None = None,
     ) -> None:
         self.n, self.hardware, self.parameters, self.name = n, hardware, parameters, name
         self.link = hardware.links[name]
-        self.fusing = fusing
+        self.fusing, self.batch = fusing, batch
         self.sequence_parallel = sequence_parallel
         self.activation_byte = prices.activation_byte or 2.0 / hardware.memory_bandwidth
         self.gathers_weights, self.spreads_batch = prices.gathers_weights, prices.spreads_batch
@@ -120,12 +134,19 @@ class AxisPrices:
         """Seconds that storing an input in `state` is charged; nothing where it is no parameter."""
         if node not in self.parameters:
             return 0.0
+        price = self._stored_byte(node)
+        if self.batch is not None:
+            return self.batch.least(node, state, price)
         trained = TRAINED_BYTES if node.meta.get(DIFF) else 1.0
         share = 1.0 if shard_dim(state) is None else 1.0 / self.n
-        price = self.parameter_byte
-        if value(node).dim() < 2:
-            price *= VECTOR_DISCOUNT
         return global_bytes(node) * share * trained * price
+
+    def batch_choice(self, node: fx.Node, state: State) -> str:
+        """What dp_shard does with a parameter in `state` on this axis; "": it has no choice."""
+        return "" if self.batch is None else self.batch.choice(node, state, self._stored_byte(node))
+
+    def _stored_byte(self, node: fx.Node) -> float:
+        return self.parameter_byte * (VECTOR_DISCOUNT if value(node).dim() < 2 else 1.0)
 
     def held_whole(self) -> float:
         """Seconds that keys or values are charged which every rank keeps whole for the next call:

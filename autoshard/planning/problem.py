@@ -96,7 +96,7 @@ class Builder:
     contiguous: whether causal attention by rows is charged the work of contiguous parts. beside:
     ranks of the axis that is planned after this one. experts: those of the axis ep, on which stacks
     of experts stay where they are, and rows travel. origin: of the graph of a rank of another
-    axis, what it was made of.
+    axis, what it was made of. splits_batch: whether cp may split the batch, too.
     """
 
     def __init__(
@@ -113,9 +113,10 @@ class Builder:
         beside: int = 1,
         experts: int = 1,
         origin: Origin | None = None,
+        splits_batch: bool = False,
     ) -> None:
         self.gm, self.prices, self.n = gm, prices, prices.n
-        self.beside, self.experts = beside, experts
+        self.beside, self.experts, self.splits_batch = beside, experts, splits_batch
         for node in gm.graph.nodes if experts > 1 else ():
             if is_mixture(node) and leaves_none_empty(exchangeable(node), experts):
                 prices.parts.update(dict.fromkeys(node.args[3], experts))  # type: ignore[arg-type]
@@ -229,7 +230,7 @@ class Builder:
             else:
                 if self.beside > 1:
                     found = with_heads_as_one(node, found, self.n, self.beside)
-                found = along_the_sequence(node, found, self._weights)
+                found = along_the_sequence(node, found, self._weights, self.splits_batch)
                 if self.contiguous:
                     found = [contiguously(node, one, self.n) for one in found]
             if not self._weighted[node] and not differentiable(node):

@@ -5,7 +5,11 @@ from __future__ import annotations
 from autoshard.runtime.collectives.axis import Axis, chunk_bounds, chunk_size
 from autoshard.runtime.collectives.balanced_order import head_tail, in_order, own_chunks
 from autoshard.runtime.collectives.data_parallel_axes import (
+    CHOICES,
     DATA_AXES,
+    ONCE,
+    TWICE,
+    WHOLE,
     data_axes,
     data_states,
     deferred_axes,

@@ -15,6 +15,13 @@ DATA_AXES = ("dp_replicate", "dp_shard", "ep")
 
 _SHARDS = ("dp_shard", "ep")
 
+WHOLE, ONCE, TWICE = "whole", "once", "twice"
+"""What `dp_shard` may do with one weight: every rank stores it whole; or it is split, and gathered
+once, and kept until backward, or gathered for forward and again for backward."""
+
+CHOICES = (TWICE, ONCE, WHOLE)
+"""Those, the one that takes least memory first."""
+
 
 def data_axes(axes: Sequence[Axis]) -> tuple[Axis, ...]:
     """The data-parallel axes of more than one rank, in the order of DATA_AXES."""
@@ -35,19 +42,21 @@ def gathering_axes(axes: Sequence[Axis]) -> tuple[Axis, ...]:
     return data_axes(axes) if outer is None else (*data_axes(axes), outer)
 
 
-def data_states(ndim: int, axes: Sequence[Axis]) -> dict[str, State]:
-    """The stored state of a parameter of `ndim` dims on each axis of `gathering_axes`.
+def data_states(ndim: int, axes: Sequence[Axis], choice: str = "") -> dict[str, State]:
+    """The stored state of a parameter of `ndim` dims on each axis of `gathering_axes`. choice: what
+    was chosen for it on dp_shard, one of CHOICES; "": it is split.
 
     Whole on `dp_replicate`; rows split over `ep`, then over `dp_shard`, as FSDP2 stores them, and
     before both over a cp that stands beside tp or pp, where a vector is whole. A scalar has no
     rows, and is whole on all. An axis that is not named is I.
     """
-    found = {axis.name: S(0) for axis in data_axes(axes) if axis.name in _SHARDS and ndim}
+    split = [name for name in _SHARDS if name != "dp_shard" or choice != WHOLE]
+    found = {axis.name: S(0) for axis in data_axes(axes) if axis.name in split and ndim}
     outer = outer_axis(axes)
     return found if outer is None or ndim < 2 else {**found, outer.name: S(0)}
 
 
-def deferred_axes(axes: Sequence[Axis], zero: int, defer_reduction: bool) -> tuple[str, ...]:
+def deferred_axes(axes: Sequence[Axis], zero: int | str, defer_reduction: bool) -> tuple[str, ...]:
     """The data-parallel axes over which `no_sync` does not reduce.
 
     Over `dp_replicate` it never does. ZeRO-1 keeps whole gradients, and so waits on `dp_shard` and

@@ -31,10 +31,12 @@ from autoshard.runtime.parameters.layout import (
 )
 from autoshard.runtime.parameters.owners import Holders, models_of, related_parameters
 from autoshard.runtime.parameters.record import (
+    choice_of,
     has_policy,
     is_planned,
     pending_of,
     policy_of,
+    set_choice,
     set_planned,
     set_policy,
 )

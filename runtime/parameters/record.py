@@ -23,12 +23,14 @@ class ParameterRecord:
 
     policy: how it is gathered and reduced; None until that is said. pending: its gradients that
     wait. planned: whether a graph has decided where it lives; else it is stored somewhere to wait
-    for one.
+    for one. choice: what was decided for it on dp_shard (`CHOICES`); later graphs obey, so that
+    ranks gather alike whatever the shapes of their batches; "": nothing.
     """
 
     policy: ParameterPolicy | None = None
     pending: Pending | None = None
     planned: bool = True
+    choice: str = ""
 
 
 def policy_of(parameter: torch.Tensor) -> ParameterPolicy:
@@ -61,6 +63,17 @@ def set_planned(parameter: nn.Parameter, planned: bool) -> None:
     """Record whether the stored state is a plan's decision, or provisional until then."""
     if isinstance(parameter, DTensor):
         _change(parameter, planned=planned)
+
+
+def choice_of(parameter: torch.Tensor) -> str:
+    """What was decided for a stored parameter on dp_shard; "": nothing."""
+    return _record(parameter).choice
+
+
+def set_choice(parameter: nn.Parameter, choice: str) -> None:
+    """Record what was decided for a stored parameter on dp_shard."""
+    if isinstance(parameter, DTensor):
+        _change(parameter, choice=choice)
 
 
 def copy_record(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -13,11 +13,11 @@ from torch import Tensor, fx, nn
 
 import autoshard
 from autoshard.explain.alternatives import alternatives
+from autoshard.planning import Request, fingerprint, plan_graph
 from autoshard.planning.estimate.traffic import tp_collectives
 from autoshard.planning.expert_columns import inner_split
 from autoshard.planning.mixtures import WAYS, is_mixture, row_bytes, way_of
 from autoshard.planning.plan import GraphPlan, Plan, strategy_text
-from autoshard.planning.planner import Request, fingerprint, plan_graph
 from autoshard.planning.strategy import Strategy
 from autoshard.program import Program
 from autoshard.runtime.operators.expert_body import parse

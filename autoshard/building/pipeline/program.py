@@ -249,6 +249,7 @@ def refuse_options(config: Config) -> None:
     """Raise ConfigError for options that a mesh with pp does not obey."""
     asked = {
         "inner": config.inner == "tensorrt",
+        "zero": config.zero == "auto",
         "rng": config.rng == "tracker",
         "outputs": config.outputs != "lazy",
         "host_memory": config.host_memory is not None,

@@ -17,7 +17,7 @@ from autoshard.planning.cost.fused import (
     multiplies,
     product_flops,
 )
-from autoshard.planning.cost.machines import DEFAULT_HARDWARE, Hardware, Link, hardware
+from autoshard.planning.cost.machines import DEFAULT_HARDWARE, HARDWARE, Hardware, Link, hardware
 from autoshard.planning.cost.model import (
     COLLECTIVES,
     ONE_SHOT_BYTES,

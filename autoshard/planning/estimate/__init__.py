@@ -8,6 +8,12 @@ from autoshard.planning.estimate.memory import Footprint, footprint, held
 from autoshard.planning.estimate.mesh import Timing, timing, update_seconds
 from autoshard.planning.estimate.on_host import HostUpdate, host_update
 from autoshard.planning.estimate.step_profile import Profile, profile, with_recomputation
-from autoshard.planning.estimate.traffic import Traffic, data_collectives, seconds, sent_by_axis
+from autoshard.planning.estimate.traffic import (
+    Sent,
+    Traffic,
+    data_collectives,
+    seconds,
+    sent_by_axis,
+)
 from autoshard.planning.estimate.training import Training
-from autoshard.planning.estimate.weights import Layout, buckets
+from autoshard.planning.estimate.weights import Layout, Weight, buckets

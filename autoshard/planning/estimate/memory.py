@@ -17,6 +17,7 @@ from autoshard.planning.estimate.training import Training
 from autoshard.planning.estimate.weights import Layout, Weight, buckets, weights_of
 from autoshard.planning.strategy import value
 from autoshard.planning.values import tensor_bytes
+from autoshard.runtime.collectives import WHOLE
 from autoshard.runtime.graph_meta import BUFFER
 
 
@@ -82,7 +83,7 @@ def footprint(held: RankHolds, layout: Layout, training: Training) -> Footprint:
     parameters = gradients = optimizer = 0
     whole = layout.deferred and layout.shard > 1 and training.microbatches > 1
     for weight in held.weights:
-        part = weight.part(layout.shard)
+        part = weight.stored_part(layout)
         parameters += part * training.stored(weight.kept)
         if weight.trained and whole:
             gradients += weight.part(1) * training.sent(weight.itemsize, weight.reduced)
@@ -103,17 +104,18 @@ def footprint(held: RankHolds, layout: Layout, training: Training) -> Footprint:
 def _bucket_bytes(held: RankHolds, layout: Layout, training: Training) -> int:
     if layout.shard * layout.replicate == 1:
         return 0
-    gathered, reduced = [], []
+    gathered, kept, reduced = [], 0, []
     for bucket in buckets(held.weights, layout):
         ep = layout.experts
         whole = {w.name: w.numel // (ep if w.stays(ep) else 1) for w in bucket}
-        gathered.append(sum(whole[w.name] * w.itemsize for w in bucket))
+        split = [w for w in bucket if w.choice != WHOLE or layout.inner > 1]
+        twice = [w for w in split if w.gathered_twice(layout)]
+        gathered.append(sum(whole[w.name] * w.itemsize for w in twice))
+        kept += sum(whole[w.name] * w.itemsize for w in split if w not in twice)
         sizes = ((whole[w.name], w) for w in bucket if w.trained)
         reduced.append(sum(size * training.sent(w.itemsize, w.reduced) for size, w in sizes))
     # a gradient bucket is there twice: its members, and the joined one that is sent
     sending = 2 * max(reduced, default=0)
     if layout.shard == 1:
         return sending
-    if layout.zero < 3:
-        return sum(gathered) + sending
-    return max((a + b for a, b in zip(gathered, [*gathered[1:], 0])), default=0) + sending
+    return kept + max((a + b for a, b in zip(gathered, [*gathered[1:], 0])), default=0) + sending

@@ -124,5 +124,5 @@ def update_seconds(profile: Profile, layout: Layout, training: Training, cluster
         if weight.trained:
             stored = training.stored(weight.kept) + training.state(weight.kept)
             each = training.gradient(weight.kept) + 2 * stored
-            moved += weight.part(layout.shard) * each
+            moved += weight.stored_part(layout) * each
     return moved / (cluster.device.memory_bandwidth * cluster.efficiency.memory)

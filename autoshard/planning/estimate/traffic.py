@@ -31,7 +31,7 @@ from autoshard.planning.estimate.weights import Layout, Weight
 from autoshard.planning.mixtures import exchangeable, exchanged_beside, is_mixture
 from autoshard.planning.strategy import operands, value
 from autoshard.planning.values import differentiable, global_bytes, leaves_none_empty
-from autoshard.runtime.collectives import P, State, forward_value, shard_dim
+from autoshard.runtime.collectives import WHOLE, P, State, forward_value, shard_dim
 
 
 class Sent(NamedTuple):
@@ -93,9 +93,11 @@ def data_collectives(bucket: Sequence[Weight], layout: Layout, training: Trainin
         return []
     at, sent = bucket[0].use or 0, []
     over_ep = [weight for weight in bucket if not weight.stays(layout.experts)]
-    inner = layout.experts * layout.outer
-    if layout.shard > inner:
-        sent += _of_shards("dp_shard", bucket, layout, training, inner)
+    if layout.shard > layout.inner:
+        split = [weight for weight in bucket if weight.choice != WHOLE]
+        sent += _of_shards("dp_shard", split, layout, training, layout.inner)
+        summed = _reduced([one for one in bucket if one.choice == WHOLE], layout, training)
+        sent.append(Sent("dp_shard", "all_reduce", summed, True, at))
     if layout.outer > 1:
         sent += _of_shards("cp", bucket, layout, training, 1)
     if layout.experts > 1:
@@ -112,15 +114,20 @@ def _of_shards(
     """The gathers and the reduction over one axis, each of one of `parts` of the weights."""
     sizes = {w.name: layout.shard * w.part(layout.shard) * w.itemsize // parts for w in bucket}
     sent = [Sent(axis, "all_gather", sum(sizes.values()), False, 0)]
-    if layout.zero == 3:
-        twice = sum(sizes[w.name] for w in bucket if w.again)
-        sent.append(Sent(axis, "all_gather", twice, True, 0))
-    reduced = layout.shard * _reduced(bucket, layout, training) // parts
+    twice = sum(sizes[w.name] for w in bucket if w.again and w.gathered_twice(layout))
+    sent.append(Sent(axis, "all_gather", twice, True, 0))
+    reduced = layout.shard * _scattered(bucket, layout, training) // parts
     return [*sent, Sent(axis, "reduce_scatter", reduced, True, 0)]
 
 
 def _reduced(bucket: Sequence[Weight], layout: Layout, training: Training) -> int:
     """Bytes of the gradients that a rank is left with."""
+    parts = ((w.stored_part(layout), w) for w in bucket if w.trained)
+    return sum(part * training.sent(w.itemsize, w.reduced) for part, w in parts)
+
+
+def _scattered(bucket: Sequence[Weight], layout: Layout, training: Training) -> int:
+    """Bytes of the gradients of one of all ranks of the axes of shards."""
     parts = ((w.part(layout.shard), w) for w in bucket if w.trained)
     return sum(part * training.sent(w.itemsize, w.reduced) for part, w in parts)
 

@@ -15,7 +15,7 @@ from autoshard.planning.decisions import Decisions
 from autoshard.planning.mixtures import exchangeable, is_mixture
 from autoshard.planning.strategy import value
 from autoshard.planning.values import leaves_none_empty
-from autoshard.runtime.collectives import chunk_size, shard_dim
+from autoshard.runtime.collectives import TWICE, WHOLE, chunk_size, shard_dim
 from autoshard.runtime.graph_meta import REDUCED_DTYPE, STORED_DTYPE
 
 
@@ -26,6 +26,7 @@ class Layout:
     shard: ranks of dp_shard and of ep, and of a cp that stands beside tp. experts: those of ep,
     over which no expert is gathered. outer: those of that cp, which have one batch. deferred:
     whether the gradients of microbatches are kept whole, and reduced with those of the last.
+    chooses: whether each weight has a choice of its own on dp_shard, in place of `zero`.
     """
 
     shard: int = 1
@@ -35,6 +36,12 @@ class Layout:
     experts: int = 1
     outer: int = 1
     deferred: bool = False
+    chooses: bool = False
+
+    @property
+    def inner(self) -> int:
+        """Ranks of the axes of shards other than dp_shard."""
+        return self.experts * self.outer
 
     @property
     def batches(self) -> int:
@@ -43,14 +50,20 @@ class Layout:
 
     @staticmethod
     def of(
-        sizes: Mapping[str, int], zero: int, bucket_bytes: int | None, deferred: bool = False
+        sizes: Mapping[str, int],
+        zero: int | str,
+        bucket_bytes: int | None,
+        deferred: bool = False,
     ) -> Layout:
-        """The layout of a mesh by the sizes of its axes. deferred: `defer_reduction` of Config."""
+        """The layout of a mesh by the sizes of its axes. deferred: `defer_reduction` of Config.
+        With zero="auto", a weight without a choice is treated as with 3."""
         replicate, experts = sizes.get("dp_replicate", 1), sizes.get("ep", 1)
         outer = sizes.get("cp", 1) if sizes.get("tp", 1) > 1 else 1
         shard = sizes.get("dp_shard", 1) * experts * outer
         later = deferred or zero == 1
-        return Layout(shard, replicate, zero, bucket_bytes, experts, outer, later)
+        chooses = zero == "auto" and sizes.get("dp_shard", 1) > 1
+        stage = zero if isinstance(zero, int) else 3
+        return Layout(shard, replicate, stage, bucket_bytes, experts, outer, later, chooses)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +73,8 @@ class Weight:
     itemsize: bytes an element while it is computed with. again: whether backward reads it. stored:
     bytes an element as it is kept, where that is in another dtype (the option `precision`).
     reduced: those of its gradient while it travels, where that is told. experts: of how many it is
-    a stack that may stay where it is on ep; 0: it is none.
+    a stack that may stay where it is on ep; 0: it is none. choice: what dp_shard does with it, one
+    of `CHOICES`; "": what the layout's `zero` says.
     """
 
     name: str
@@ -72,6 +86,7 @@ class Weight:
     stored: int | None = None
     reduced: int | None = None
     experts: int = 0
+    choice: str = ""
 
     @property
     def kept(self) -> int:
@@ -92,6 +107,14 @@ class Weight:
         if not self.shape or ranks == 1:
             return self.numel
         return chunk_size(self.shape[0], ranks) * math.prod(self.shape[1:])
+
+    def stored_part(self, layout: Layout) -> int:
+        """Elements that the first rank stores under a layout."""
+        return self.part(layout.inner if self.choice == WHOLE else layout.shard)
+
+    def gathered_twice(self, layout: Layout) -> bool:
+        """Whether backward gathers it again, if it reads it."""
+        return self.choice == TWICE if self.choice else layout.zero == 3
 
 
 def weights_of(
@@ -123,6 +146,7 @@ def weights_of(
                 stored=_size(node.meta.get(STORED_DTYPE)),
                 reduced=_size(node.meta.get(REDUCED_DTYPE)),
                 experts=experts.get(node, 0),
+                choice=decisions.weights.get(node, ""),
             )
         )
     return tuple(found)
@@ -140,7 +164,6 @@ def buckets(weights: Sequence[Weight], layout: Layout) -> list[list[Weight]]:
         max((reference_bytes(w.itemsize, layout.shard) for w in used), default=0),
     )
     sizes = [weight.numel * weight.itemsize for weight in used]
-    filled = fill_buckets(
-        sizes, [weight.itemsize for weight in used], limit, layout.bucket_bytes is None
-    )
+    keys = [(weight.itemsize, weight.choice == WHOLE) for weight in used]
+    filled = fill_buckets(sizes, keys, limit, layout.bucket_bytes is None)
     return [[used[i] for i in bucket] for bucket in filled]

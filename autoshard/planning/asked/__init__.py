@@ -1,0 +1,6 @@
+"""What is asked of the planner: the request, and a plan file that it follows."""
+
+from __future__ import annotations
+
+from autoshard.planning.asked.followed_plan import constrain, fingerprint, keep_only, with_graph
+from autoshard.planning.asked.request import Request
