@@ -13,6 +13,7 @@ from autoshard.passes.base import SILENT, Context, Pass, Report, Watch
 from autoshard.passes.bucket_gradients import BucketGradients
 from autoshard.passes.bucket_parameters import BucketParameters
 from autoshard.passes.canonicalize import Canonicalize
+from autoshard.passes.chunk_loss import ChunkLoss
 from autoshard.passes.data_parallel import DataParallel
 from autoshard.passes.delay_weight_products import DelayWeightProducts
 from autoshard.passes.exchange_experts import ExchangeExperts
@@ -54,7 +55,13 @@ PIPELINE = (
         ),
     ),
     # the planned serial graph, which the first pass makes one rank's
-    Stage("local", (Localize, ExchangeExperts, DataParallel, GlobalTokenMean, FuseInferenceLayers)),
+    Stage(
+        "local",
+        (
+            *(Localize, ExchangeExperts, DataParallel, GlobalTokenMean),
+            *(FuseInferenceLayers, ChunkLoss),
+        ),
+    ),
     # the forward graph and the backward graph that AOTAutograd makes of it
     Stage(
         "graphs",

@@ -29,6 +29,7 @@ from autoshard.errors import CaptureError, ConfigError, message
 from autoshard.explain import check_strict, explain_plan
 from autoshard.passes import (
     SILENT,
+    ChunkLoss,
     DataParallel,
     ExchangeExperts,
     Float8Products,
@@ -303,6 +304,7 @@ def _local_passes(
     passes: list[Pass] = [Localize(planned.decisions, config.recompute_collectives)]
     if not any(node.meta.get(DIFF) for node in planned.serial.graph.nodes):
         passes.append(FuseInferenceLayers(config.small_sums == "symmetric_memory"))
+    passes += ChunkLoss.asked(config.chunk_loss)
     axes = gathering_axes(mesh.axes)
     if not axes and not dtypes:
         return passes

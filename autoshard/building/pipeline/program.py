@@ -255,6 +255,7 @@ def refuse_options(config: Config) -> None:
         "cuda_graphs": config.cuda_graphs,
         "inductor": config.inductor is not None,
         "fuse_collectives": config.fuse_collectives is True,
+        "chunk_loss": config.chunk_loss is True,
     }
     for name, is_asked in asked.items():
         if is_asked:
