@@ -34,7 +34,7 @@ from autoshard.runtime.chunked_loss import (
     chunked_cross_entropy,
     rows_a_chunk,
 )
-from autoshard.runtime.collectives import I, chunk_size
+from autoshard.runtime.collectives import I, chunk_size, redistribute
 from autoshard.runtime.graph_meta import (
     CHUNKED,
     DIFF,
@@ -246,6 +246,8 @@ def _head_of(node: fx.Node) -> _Head:
             pass  # the rows keep their order
         elif at.target is aten.slice.Tensor and before[-1] == after[-1]:
             head.cuts.append(at)
+        elif at.target is redistribute:
+            raise _Left("the plan sends its logits, or splits them anew")
         elif at.target not in _SAME:
             what = getattr(at.target, "__name__", at.target)
             raise _Left(f"{at.name} ({what}) is between its logits and it")

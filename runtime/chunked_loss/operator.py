@@ -91,19 +91,19 @@ def _chunked_loss(
             losses = losses + valid * (whole * log_sum - sums[2])
             scale = scale + valid * whole
         total += losses.sum()
-        if not any(needs):
-            continue
-        x.mul_((scale / sums[0]).unsqueeze(-1))
-        x.scatter_add_(-1, at, -(counted * owned).unsqueeze(-1))
-        if share is not None:
-            x.addr_(valid, share, alpha=-1)
-        gradient = applied.pull(x.to(applied.result.dtype))
+        if any(needs):
+            x.mul_((scale / sums[0]).unsqueeze(-1))
+            x.scatter_add_(-1, at, -(counted * owned).unsqueeze(-1))
+            if share is not None:
+                x.addr_(valid, share, alpha=-1)
+            x = applied.pull(x.to(applied.result.dtype))
         if needs[0]:
-            by_hidden[start : start + size] = gradient @ weight
+            torch.mm(x, weight, out=by_hidden[start : start + size])
         if needs[1]:
-            _add_product(by_weight, gradient, h)
+            _add_product(by_weight, x, h)
         if needs[2]:
-            by_bias += gradient.sum(0, dtype=by_bias.dtype)
+            by_bias += x.sum(0, dtype=by_bias.dtype)
+        del applied, x  # before the next chunk's logits are made
     return total, by_hidden, by_weight, by_bias
 
 
