@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 import autoshard
@@ -173,7 +175,9 @@ def test_models_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"cp": 2, "tp": 2}])
-def test_what_travels_is_what_the_whole_loss_sends(mesh: dict[str, int], smoothing: float) -> None:
+def test_what_travels_is_what_the_whole_loss_sends(
+    mesh: dict[str, int], smoothing: float, tmp_path: Path
+) -> None:
     torch.compiler.reset()
     model = Head(label_smoothing=smoothing)
     ids = torch.randint(0, V, (B, S))
@@ -187,6 +191,8 @@ def test_what_travels_is_what_the_whole_loss_sends(mesh: dict[str, int], smoothi
     (node,) = chunked.joint.forward.graph.find_nodes(op="call_function", target=CHUNKED_LOSS)
     assert node.args[-2] == 2, "the plan does not split the classes"
     assert len(chunked.collectives()) > len(whole.collectives())
+    assert "by 256 rows" in chunked.explain(200)
+    chunked.explain_html(tmp_path / "page.html")
 
 
 @pytest.mark.parametrize(
@@ -334,3 +340,26 @@ def test_16_bit_gradients_are_summed_in_float32() -> None:
     exact = step(torch.float64, False)
     for ours, whole, right in zip(step(torch.bfloat16, True), step(torch.bfloat16, False), exact):
         assert (ours - right).norm() <= 1.2 * (whole - right).norm() + 2**-9 * right.norm()
+
+
+def a_step(inner: str) -> float:
+    """The worst difference of a gradient on two ranks that split the classes."""
+    torch.manual_seed(0)
+    ids = torch.randint(0, V, (B, S))
+    model, serial = Head(), Head()
+    plan = Plan("tp", 2, {"head.weight": "S(0)"}, {})
+    options = {"mesh": {"tp": 2}, "plan": plan, "chunk_loss": True, "inner": inner}
+    compiled: Any = torch.compile(model, backend="autoshard", options=options)
+    compiled(ids).backward()
+    serial(ids).backward()
+    pairs = zip(model.parameters(), serial.parameters())
+    return max(float((whole(a.grad) - b.grad).abs().max()) for a, b in pairs)
+
+
+def whole(x: Any) -> T:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_two_processes_split_the_classes(gloo2: Any, inner: str) -> None:
+    assert max(gloo2(a_step, inner)) < 1e-7
