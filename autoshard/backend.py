@@ -57,6 +57,7 @@ from autoshard.runtime.graph_meta import (
     OUTPUT_EXTENTS,
     OUTPUT_STATES,
     PENDING_INPUTS,
+    WITHHELD,
 )
 from autoshard.runtime.lazy import Arrivals, LazyGather, give_back, wrap_outputs
 from autoshard.runtime.mesh import Mesh, data_coordinate, init_mesh, start_world
@@ -77,12 +78,13 @@ from autoshard.runtime.parameters import (
     set_policy,
     unwrap,
 )
+from autoshard.runtime.pipeline import Withheld
 from autoshard.runtime.randomness import TRACKER, draw_apart
 
-BY_NAME = frozenset({"rng", "recover_masks", "memory_budget"})
+BY_NAME = frozenset({"rng", "recover_masks", "memory_budget", "chunk_loss"})
 """Options for which one process builds a program too: it draws what a mesh of any size draws, its
-masks are recovered, and it stays within its memory. Without them the inner compiler gets Dynamo's
-graph as it is."""
+masks are recovered, its loss is chunked, and it stays within its memory. Without them the inner
+compiler gets Dynamo's graph as it is."""
 
 
 def autoshard(
@@ -251,7 +253,7 @@ def _runner(
     sharded = [i for i, real in enumerate(reals) if isinstance(real, DTensor)]
     states = local.meta[OUTPUT_STATES]
     extents = local.meta[OUTPUT_EXTENTS]
-    present = _presenter(program, states, extents, config)
+    present = _withholding(program, _presenter(program, states, extents, config))
 
     arrivals = Arrivals(_arriving(program, inputs), local.meta.get(MUTATED, ()))
     waiting: list[PendingInput] = local.meta.get(PENDING_INPUTS, [])
@@ -337,6 +339,30 @@ def _modes(program: Program) -> Callable[[], contextlib.AbstractContextManager[N
     if grad or compat.autocast_is_on():
         return functools.partial(compat.explicit_modes, grad)
     return contextlib.nullcontext
+
+
+_IN_CHUNKS = (
+    "it is logits, which chunk_loss=True never makes whole in training",
+    "Use chunk_loss='auto' or False, compute what needs it in the compiled model, or call the "
+    "model under torch.no_grad() to have its outputs.",
+)
+
+
+def _withholding(program: Program, present: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`present`, with stand-ins for the logits that the graph never makes whole."""
+    positions = program.graph_module.meta.get(WITHHELD, ())
+    if not positions:
+        return present
+    results: Any = program.whole.graph.output_node().args[0]
+    shapes = {i: torch.empty_like(results[i].meta["val"], device="meta") for i in positions}
+
+    def run(outputs: Any) -> Any:
+        made = list(present(outputs))
+        for i, like in shapes.items():
+            made[i] = Withheld(like, i, *_IN_CHUNKS)
+        return tuple(made)
+
+    return run
 
 
 def _presenter(

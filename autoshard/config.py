@@ -259,6 +259,13 @@ class Config:
         "A mean loss in the model is over a data-parallel rank's own tokens, or over those of all "
         "ranks.",
     )
+    chunk_loss: bool | str = _choice(
+        False,
+        (False, "auto", True),
+        "Logits and their cross entropy go by chunks of rows, and are never whole (losses.md): "
+        "'auto' where they take 1 GiB a rank and are no output; True always, and outputs that are "
+        "logits are withheld in training.",
+    )
     broadcast_inputs: bool = _flag(False, "Send rank 0's batch to its tp or cp group at each call.")
     check_batches: str = _choice(
         "first",

@@ -31,6 +31,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "recompute": (str(HERE / "recompute.py"),),
     "export": (str(HERE / "export.py"),),
     "long_context": (*TWO, str(HERE / "long_context.py")),
+    "chunked_loss": (str(HERE / "chunked_loss.py"),),
     "masked_attention": (str(HERE / "masked_attention.py"),),
     "experts": (*TWO, str(HERE / "experts.py")),
     "training": (*TWO, str(HERE / "training.py")),

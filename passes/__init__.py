@@ -30,6 +30,7 @@ from autoshard.passes.bucketing import (
     waits_of,
 )
 from autoshard.passes.canonicalize import Canonicalize
+from autoshard.passes.chunk_loss import ChunkLoss, LossFound
 from autoshard.passes.data_parallel import DataParallel, PendingInput
 from autoshard.passes.exchange_experts import ExchangeExperts
 from autoshard.passes.float8_products import Float8Products, ProductFound

@@ -13,6 +13,7 @@ from autoshard.passes.base import SILENT, Context, Pass, Report, Watch
 from autoshard.passes.bucket_gradients import BucketGradients
 from autoshard.passes.bucket_parameters import BucketParameters
 from autoshard.passes.canonicalize import Canonicalize
+from autoshard.passes.chunk_loss import ChunkLoss
 from autoshard.passes.data_parallel import DataParallel
 from autoshard.passes.delay_weight_products import DelayWeightProducts
 from autoshard.passes.exchange_experts import ExchangeExperts
@@ -60,7 +61,7 @@ PIPELINE = (
         "local",
         (
             *(Localize, ExchangeExperts, DataParallel, GlobalTokenMean, SplitHalves),
-            FuseInferenceLayers,
+            *(FuseInferenceLayers, ChunkLoss),
         ),
     ),
     # the forward graph and the backward graph that AOTAutograd makes of it

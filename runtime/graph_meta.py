@@ -19,7 +19,7 @@ ENABLE_GRAD = "enable_grad"
 
 WITHOUT_GRADIENTS = "without_gradients"
 """bool: gradients are off around the call, whatever the nodes say. capture; the planner,
-Float8Products."""
+Float8Products, ChunkLoss."""
 
 OUTPUT_STATES = "output_states"
 """list of State: of each of the user's results, on the planned axis. Localize; the backend."""
@@ -41,6 +41,13 @@ FLOAT8 = "float8"
 
 SPLIT_HALVES = "split_halves"
 """planning.halves.Found: what runs on two halves of its rows. SplitHalves; explain, Built."""
+
+CHUNKED = "chunked_loss"
+"""Counter of LossFound: losses by chunks of rows, and those left whole. ChunkLoss; explain."""
+
+WITHHELD = "withheld"
+"""tuple of int: the user's results that the graph does not make, and has None for. ChunkLoss; the
+backend, verify."""
 
 FACTS = "facts"
 """dict of int to str: what must be true of the values of placeholders, by their index, in calls of

@@ -31,6 +31,7 @@ from autoshard.errors import ConfigError, message
 from autoshard.explain import check_strict, explain_plan
 from autoshard.passes import (
     SILENT,
+    ChunkLoss,
     DataParallel,
     ExchangeExperts,
     Float8Products,
@@ -316,6 +317,7 @@ def _local_passes(
         passes.append(FuseInferenceLayers(config.small_sums == "symmetric_memory"))
     else:
         passes += _halves(planned, mesh, config)
+    passes += ChunkLoss.asked(config.chunk_loss)
     axes = gathering_axes(mesh.axes)
     if not axes and not dtypes:
         return passes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoshard.compiling.backward_cut import BackwardCut, cut_backward, results_of
 from autoshard.compiling.built import Built
-from autoshard.compiling.collectives import Collective, collectives_of
+from autoshard.compiling.collectives import Collective, collectives_of, loss_arguments
 from autoshard.compiling.cuda_graphs import (
     check_inductor,
     not_captured,

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.compiling.built import Built
 from autoshard.planning import tensor_bytes
+from autoshard.runtime.chunked_loss import CHUNKED_LOSS, reductions_of
 from autoshard.runtime.collectives import EXCHANGES, FUSED_PRODUCTS, GATHER_MATMUL
 from autoshard.runtime.graph_meta import CHANGE, LINE, MODULE, READER, READER_LINE
 
@@ -58,8 +59,23 @@ def collectives_of(built: Built) -> list[Collective]:
         for node in gm.graph.nodes if gm is not None else ():
             if node.target in (*_LOGICAL_SIZE, *FUSED_PRODUCTS):
                 # the last argument of a collective names its process group
-                found.append(_collective(node, axes[str(node.args[-1])], phase))
+                op, nbytes = _logical_size(node)
+                found.append(_collective(node, axes[str(node.args[-1])], phase, op, nbytes))
+            elif node.target is CHUNKED_LOSS and node.args[-1]:
+                found += [
+                    _collective(node, axes[str(node.args[-1])], phase, "all_reduce", nbytes)
+                    for nbytes in reductions_of(*loss_arguments(node))
+                ]
     return found
+
+
+def loss_arguments(node: fx.Node) -> tuple[Any, ...]:
+    """Of a loss that goes by chunks: its rows, as far as they are known, the dtype in which it is
+    computed, and the operator's arguments."""
+    given: Any = fx.node.map_arg(node.args, lambda one: one.meta["val"])
+    hidden = given[0]
+    rows = tensor_bytes(hidden) // (hidden.shape[1] * hidden.dtype.itemsize)
+    return rows, node.meta["val"][0].dtype, *given
 
 
 def _logical_size(node: fx.Node) -> tuple[str, int]:
@@ -75,8 +91,7 @@ def _logical_size(node: fx.Node) -> tuple[str, int]:
     return op, sum(map(tensor_bytes, pytree.tree_leaves(source.meta["val"])))
 
 
-def _collective(node: fx.Node, axis: str, phase: str) -> Collective:
-    op, nbytes = _logical_size(node)
+def _collective(node: fx.Node, axis: str, phase: str, op: str, nbytes: int) -> Collective:
     custom: dict[str, Any] = node.meta.get("custom") or {}
     return Collective(
         op=op,

@@ -16,6 +16,7 @@ from autoshard.compiling import Built, Collective
 from autoshard.passes import WAIT, start_of
 from autoshard.planning import cost
 from autoshard.planning.cost import START_SECONDS, planned_on
+from autoshard.runtime.chunked_loss import CHUNKED_LOSS
 from autoshard.runtime.collectives import EXCHANGES, FUSED_PRODUCTS, P
 
 
@@ -107,7 +108,7 @@ def hidden_windows(built: Built) -> dict[fx.Node, float]:
         elapsed = 0.0
         for node in gm.graph.nodes if gm is not None else ():
             before[node] = elapsed
-            if node.target in EXCHANGES:
+            if node.target in (*EXCHANGES, CHUNKED_LOSS):
                 found[node] = 0.0  # which waits by itself
             if node.target is WAIT and (start := start_of(node)) in before:
                 found.setdefault(start, elapsed - before[start])

@@ -11,10 +11,10 @@ from autoshard.explain.costs import folded, named
 from autoshard.explain.facts import Facts
 from autoshard.explain.tables import human, page_width, table
 from autoshard.memory import KINDS, Memory
-from autoshard.passes import MaskFound, MixtureFound, ProductFound, module_path
+from autoshard.passes import LossFound, MaskFound, MixtureFound, ProductFound, module_path
 from autoshard.planning import WAYS, contiguous_share, is_mixture, is_view, way_of
 from autoshard.runtime.collectives import ONCE, TWICE, WHOLE, I, State, placement_words
-from autoshard.runtime.graph_meta import ATTENTION_MASKS, FLOAT8, MIXTURES
+from autoshard.runtime.graph_meta import ATTENTION_MASKS, CHUNKED, FLOAT8, MIXTURES
 from autoshard.runtime.operators import reduce_add_norm, rows_travel
 
 
@@ -37,6 +37,7 @@ def explain(built: Built, width: int | None = None) -> str:
         _unbalanced(built),
         _mixtures(built, columns),
         _float8(built, columns),
+        _losses(built, columns),
         _without_gradient(facts),
         text_costs.collectives(facts, columns),
         text_costs.fused(facts, columns),
@@ -63,6 +64,7 @@ def explain_plan(built: Built, width: int | None = None) -> str:
         _unbalanced(built),
         _mixtures(built, columns),
         _float8(built, columns),
+        _losses(built, columns),
         text_costs.beside(facts, columns),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
@@ -235,6 +237,23 @@ def _float8(built: Built, width: int) -> str:
         for one, n in found.items()
     ]
     header = ["product with a parameter", "count", "because", "line"]
+    return table(header, rows, width) if rows else ""
+
+
+def _losses(built: Built, width: int) -> str:
+    """Cross entropies: by chunks of rows, or whole, and why."""
+    found: Counter[LossFound] = built.graph_module.meta.get(CHUNKED, Counter())
+    rows = [
+        [
+            "whole" if one.reason else f"by {one.rows:,} rows",
+            human(one.bytes),
+            str(n),
+            one.reason,
+            one.where,
+        ]
+        for one, n in found.items()
+    ]
+    header = ["loss", "logits a rank", "count", "because", "line"]
     return table(header, rows, width) if rows else ""
 
 

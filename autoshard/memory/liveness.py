@@ -14,9 +14,11 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from autoshard.compiling import loss_arguments
 from autoshard.passes import WAIT, start_of
 from autoshard.planning import tensor_bytes
 from autoshard.runtime import compat
+from autoshard.runtime.chunked_loss import CHUNKED_LOSS, scratch_of
 from autoshard.runtime.operators import OFFLOAD
 
 aten = torch.ops.aten
@@ -24,6 +26,9 @@ aten = torch.ops.aten
 # These return their input's memory, or may, though their schemas do not say which.
 _SAME = (WAIT, aten._unsafe_view.default)
 _PERHAPS = (aten.reshape.default, aten.contiguous.default, aten.flatten.using_ints)
+
+
+TEMPORARIES = "temporaries"
 
 
 class Storage:
@@ -63,6 +68,13 @@ def storages(graph: fx.Graph, given: Held, kind: str) -> dict[fx.Node, tuple[Sto
         else:
             found[node] = found[source]
     return found
+
+
+def scratch(node: fx.Node) -> list[Storage]:
+    """What an operator makes and frees inside, where that is much and is known."""
+    if node.target is not CHUNKED_LOSS:
+        return []
+    return [Storage(scratch_of(*loss_arguments(node)), TEMPORARIES)]
 
 
 def _nbytes(leaf: torch.Tensor) -> int:
@@ -119,7 +131,8 @@ def walk(graph: fx.Graph, held: Held, inputs: Iterable[Storage] = ()) -> Iterato
         if node.op == "call_function":
             made = [storage for storage in dict.fromkeys(held[node]) if storage not in seen]
             seen.update(made)
-            yield Change(node.name, made, gone)
+            inside = scratch(node)
+            yield Change(node.name, made + inside, gone + inside)
 
 
 def read_by(node: fx.Node) -> list[fx.Node]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from autoshard.memory.liveness import Change, Storage, storages, walk
+from autoshard.memory.liveness import TEMPORARIES, Change, Storage, scratch, storages, walk
 from autoshard.passes import GATHERS, BucketGradients, BucketParameters
 from autoshard.planning import is_view, tensor_bytes
 from autoshard.runtime.compat import ForwardBackward, InductorGraph, InductorStep
@@ -21,7 +21,7 @@ from autoshard.runtime.parameters import keeps_storage
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 BUFFERS, ACTIVATIONS, GATHERED = "buffers", "activations", "gathered"
-TEMPORARIES, OUTPUTS, PENDING = "temporaries", "outputs", "pending"
+OUTPUTS, PENDING = "outputs", "pending"
 KINDS = (
     PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, ACTIVATIONS, GATHERED, TEMPORARIES, OUTPUTS, PENDING
 )  # fmt: skip
@@ -116,11 +116,17 @@ def _of_code(plan: InductorGraph, given: Mapping[str, Storages]) -> _Lifetimes:
     buffers: dict[str, Storages] = dict(given)
     names = Counter(storage for held in given.values() for storage in held)
     changes = []
+    inside: dict[str, list[Storage]] = {}  # of operators, by the first buffer that each leaves
+    for node in plan.graph.nodes:
+        if own := scratch(node):
+            own_results = {user.name for user in node.users}
+            inside[next(b for b, name in plan.origins.items() if name in own_results)] = own
     for kernel in plan.kernels:
         made = [Storage(nbytes, TEMPORARIES) for nbytes in kernel.made.values()]
         buffers.update((name, (storage,)) for name, storage in zip(kernel.made, made))
         names.update(made)
-        freed = []
+        freed = [one for name in kernel.made for one in inside.get(name, ())]
+        made += freed
         for storage in (s for buffer in kernel.freed for s in buffers.get(buffer, ())):
             names[storage] -= 1  # views of one storage are inputs by several names
             if not names[storage]:

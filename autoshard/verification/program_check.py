@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autoshard.passes import (
+    ChunkLoss,
     DataParallel,
     ExchangeExperts,
     FuseInferenceLayers,
@@ -42,7 +43,7 @@ from autoshard.runtime.collectives import (
     run_mesh,
     shard_dim,
 )
-from autoshard.runtime.graph_meta import N_OUTPUTS
+from autoshard.runtime.graph_meta import N_OUTPUTS, WITHHELD
 from autoshard.runtime.mesh import Mesh, data_coordinate
 from autoshard.runtime.parameters import local_part, owned
 
@@ -158,6 +159,8 @@ def _serial_run(
     values = [_leaf(v, node) for v, node in zip(batch, placeholders, strict=True)]
     torch.manual_seed(seed)
     outputs = list(program.whole(*values))[: program.serial.meta[N_OUTPUTS]]
+    for i in program.graph_module.meta.get(WITHHELD, ()):
+        outputs[i] = None
     given = [torch.randn_like(out) if _has_grad(out) else None for out in outputs]
     _backward(outputs, given)
     return _Run(values, outputs, given)
@@ -168,6 +171,7 @@ def _rank_graph(
 ) -> fx.GraphModule:
     """The graph that a rank runs, over axes that are threads."""
     passes: list[Pass] = [Localize(program.decisions), FuseInferenceLayers()]
+    passes += ChunkLoss.asked(program.config.chunk_loss)
     spread = {i: program.data[n] for i, n in enumerate(placeholders) if n in program.data}
     if any(axis.size > 1 for axis in axes[:-1]):
         passes.append(DataParallel(gathering_axes(axes), spread))

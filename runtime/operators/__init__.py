@@ -46,8 +46,10 @@ from autoshard.runtime.operators.token_mean import (
 )
 from autoshard.runtime.operators.vocabulary import (
     MEAN,
+    NONE,
     loss_over_tokens,
     loss_over_tokens_and_classes,
+    token_weight,
     vocab_parallel_cross_entropy,
     vocab_parallel_embedding,
     vocab_parallel_nll,

@@ -1,4 +1,4 @@
-"""`Withheld`: an output of a training step in a pipeline, besides its loss, that is not at hand."""
+"""`Withheld`: an output of a training step, besides its loss, that is not at hand."""
 
 from __future__ import annotations
 
@@ -12,19 +12,28 @@ from autoshard.runtime.errors import AutoshardError, message
 aten = torch.ops.aten
 
 
-class Withheld(torch.Tensor):
-    """A tensor of a shape, whose values are nowhere whole: to read it is an error.
+_REASON = "in training a pipeline keeps no output but the loss"
+_REMEDY = (
+    "Compute what needs it in the compiled model, or call the model under torch.no_grad() to have "
+    "its outputs."
+)
 
-    The ranks of other stages have nothing of it, and a gradient into it would come too late: the
-    backward of the micro-batches is over when the call returns.
+
+class Withheld(torch.Tensor):
+    """A tensor of a shape, whose values are nowhere whole: to read it is an error, which says why.
+
+    In a pipeline the ranks of other stages have nothing of it, and a gradient into it would come
+    too late: the backward of the micro-batches is over when the call returns.
     """
 
-    _number: int
+    _told: tuple[int, str, str]
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, number: int) -> Withheld:
+    def __new__(
+        cls, like: torch.Tensor, number: int, reason: str = _REASON, remedy: str = _REMEDY
+    ) -> Withheld:
         made: Withheld = compat.wrapper_tensor(cls, tuple(like.shape), like, False)
-        made._number = number
+        made._told = (number, reason, remedy)
         return made
 
     @classmethod
@@ -33,15 +42,14 @@ class Withheld(torch.Tensor):
     ) -> Any:
         given = next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, Withheld))
         if func is aten.detach.default:
-            return Withheld(given, given._number)
+            return Withheld(given, *given._told)
+        number, reason, remedy = given._told
         raise AutoshardError(
             message(
-                f"output {given._number} of the model, of shape {tuple(given.shape)}, was read: "
-                "in training a pipeline keeps no output but the loss",
-                remedy="Compute what needs it in the compiled model, or call the model under "
-                "torch.no_grad() to have its outputs.",
+                f"output {number} of the model, of shape {tuple(given.shape)}, was read: {reason}",
+                remedy=remedy,
             )
         )
 
     def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
-        return f"Withheld(output {self._number}, shape {tuple(self.shape)}, {self.dtype})"
+        return f"Withheld(output {self._told[0]}, shape {tuple(self.shape)}, {self.dtype})"

@@ -153,6 +153,7 @@ SAMPLES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, int
     "global_token_mean": (Classifier, (4, 8), {"dp_replicate": 2}, ""),
     "split_halves": (Two, (4, 8), {"tp": 2}, ""),
     "fuse_inference_layers": (Served, (2, 8), {"tp": 2}, ""),
+    "chunk_loss": (Scored, (2, 6, 8), {"dp_replicate": 2}, ""),
     "bucket_parameters": (Two, (4, 8), {"dp_shard": 2}, "forward"),
     "fuse_collectives": (lambda: Gated(64), (512, 64), {"tp": 2}, "forward"),
     "delay_weight_products": (Gated, (4, 8), {"tp": 2}, "backward"),
@@ -167,6 +168,7 @@ SAMPLES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, int
 OPTIONS: dict[str, dict[str, Any]] = {
     "float8_products": {"precision": {"matmul": "float8"}},
     "global_token_mean": {"loss_tokens": "global"},
+    "chunk_loss": {"chunk_loss": True},
     "fuse_collectives": {"fuse_collectives": True, "outputs": "sharded"},
     "split_halves": {"overlap_halves": True},
     "interleave_halves": {"overlap_halves": True},

@@ -257,6 +257,7 @@ def refuse_options(config: Config) -> None:
         "inductor": config.inductor is not None,
         "fuse_collectives": config.fuse_collectives is True,
         "overlap_halves": config.overlap_halves is True,
+        "chunk_loss": config.chunk_loss is True,
     }
     for name, is_asked in asked.items():
         if is_asked:

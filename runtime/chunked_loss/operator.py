@@ -1,0 +1,169 @@
+"""The sum of a cross entropy over rows, and its gradients, as one operator that goes by chunks.
+
+    autoshard::chunked_loss(hidden, weight, bias, target, class_weight, ...)
+        -> (sum, gradient of hidden, of weight, of bias)
+
+`hidden` [rows, width], `weight` [classes, width], `bias` [classes] or None, `target` [rows], class
+numbers. The logits of a chunk of rows are made, their loss and at once their gradients, as Liger
+Kernel does it (Hsu et al. 2024, arXiv:2410.10989, section 3.2): the derivative of a loss is a
+number, by which backward multiplies. So each of the three products is done once, and nothing of
+rows x classes exists. It is an operator, and not its parts in the graph, since a partitioner would
+put what only gradients need into the backward, and keep the logits of all chunks for it.
+
+Gradients of weight and bias are sums over the chunks, in float32 or wider; each chunk's product has
+the dtype of the weight, as the whole product would have.
+
+Where an axis splits the classes, a chunk's maxima and sums are reduced over it: what
+`vocab_parallel_cross_entropy` reduces (runtime/operators/vocabulary.py), in as many parts as there
+are chunks, and the gradient of hidden is a partial sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autoshard.runtime.chunked_loss.row_functions import KEEPING, apply, parsed, result_dtype
+from autoshard.runtime.chunked_loss.sizes import rows_a_chunk
+from autoshard.runtime.collectives import Axis, all_reduce, chunk_bounds, chunk_size
+from autoshard.runtime.operators import token_weight
+
+_library = torch.library.Library("autoshard", "FRAGMENT")
+# As in runtime/randomness/operators.py: count up when the operator gives other numbers.
+_VERSION = "v1"
+_PARTS = 8  # in which a chunk's product is added to a wider sum: the product is never whole
+
+
+def _chunked_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    functions: str,
+    ignore_index: int,
+    label_smoothing: float,
+    classes: int,
+    needs: list[bool],
+    rank: int,
+    ranks: int,
+    group: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    steps, eps = parsed(functions), label_smoothing
+    axis = Axis("", ranks, rank, group)
+    first, own = chunk_bounds(classes, axis)
+    total, by_hidden, by_weight, by_bias = _results(hidden, weight, bias, functions, needs)
+    for sums in (total, by_weight, by_bias):
+        sums.zero_()
+    wide = total.dtype
+    share = whole = None
+    if eps:
+        each = torch.ones(classes, dtype=wide, device=hidden.device)
+        each = (each if class_weight is None else class_weight.to(wide)) / classes
+        share, whole = each.narrow(0, first, own), each.sum()
+    rows = hidden.shape[0]
+    size = rows_a_chunk(rows, chunk_size(classes, ranks), hidden.shape[1])
+    for start in range(0, rows, size):
+        h, t = hidden[start : start + size], target[start : start + size]
+        applied = apply(F.linear(h, weight, bias), steps)
+        x = applied.result.to(wide)
+        top = x.amax(-1)
+        if ranks > 1:
+            top = all_reduce(top, "max", axis)
+        x = x - top.unsqueeze(-1) if applied.keeps_result else x.sub_(top.unsqueeze(-1))
+        at = t - first
+        owned = (at >= 0) & (at < own)
+        at = at.clamp(0, own - 1).unsqueeze(-1)
+        picked = x.gather(-1, at).squeeze(-1).masked_fill(~owned, 0)
+        spread = [] if share is None else [x @ share]
+        x.exp_()
+        sums = torch.stack([x.sum(-1), picked, *spread])
+        if ranks > 1:
+            sums = all_reduce(sums, "sum", axis)
+        log_sum = sums[0].log()
+        counted = (1 - eps) * token_weight(t, class_weight, ignore_index, wide)
+        losses, scale = (log_sum - sums[1]) * counted, counted
+        if share is not None and whole is not None:
+            valid = eps * (t != ignore_index).to(wide)
+            losses = losses + valid * (whole * log_sum - sums[2])
+            scale = scale + valid * whole
+        total += losses.sum()
+        if any(needs):
+            x.mul_((scale / sums[0]).unsqueeze(-1))
+            x.scatter_add_(-1, at, -(counted * owned).unsqueeze(-1))
+            if share is not None:
+                x.addr_(valid, share, alpha=-1)
+            x = applied.pull(x.to(applied.result.dtype))
+        if needs[0]:
+            torch.mm(x, weight, out=by_hidden[start : start + size])
+        if needs[1]:
+            _add_product(by_weight, x, h)
+        if needs[2]:
+            by_bias += x.sum(0, dtype=by_bias.dtype)
+        del applied, x  # before the next chunk's logits are made
+    return total, by_hidden, by_weight, by_bias
+
+
+def _add_product(sums: Tensor, gradient: Tensor, h: Tensor) -> None:
+    """sums += gradient.T @ h, in place."""
+    if sums.dtype == h.dtype:
+        sums.addmm_(gradient.t(), h)
+        return
+    step = -(-sums.shape[0] // _PARTS)
+    for part, of in zip(sums.split(step), gradient.split(step, 1)):
+        part += of.t() @ h
+
+
+def _results(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, functions: str, needs: list[bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Empty ones; a gradient that is not needed has no elements."""
+    wide = torch.promote_types(result_dtype(hidden.dtype, parsed(functions)), torch.float32)
+    sums = torch.promote_types(weight.dtype, torch.float32)
+    return (
+        hidden.new_empty((), dtype=wide),
+        hidden.new_empty(hidden.shape if needs[0] else (0,)),
+        weight.new_empty(weight.shape if needs[1] else (0,), dtype=sums),
+        weight.new_empty(weight.shape[:1] if needs[2] else (0,), dtype=sums),
+    )
+
+
+def _chunked_loss_fake(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, *more: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _results(hidden, weight, bias, more[2], more[6])
+
+
+_library.define(
+    f"chunked_loss.{_VERSION}(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
+    "Tensor? class_weight, str functions, int ignore_index, float label_smoothing, int classes, "
+    "bool[] needs, int rank, int ranks, str group) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_library.impl(f"chunked_loss.{_VERSION}", _chunked_loss, "CompositeExplicitAutograd")
+torch.library.register_fake(f"autoshard::chunked_loss.{_VERSION}", _chunked_loss_fake, lib=_library)
+CHUNKED_LOSS = getattr(torch.ops.autoshard.chunked_loss, _VERSION)
+
+
+def scratch_of(rows: int, wide: torch.dtype, hidden: Tensor, weight: Tensor, *more: Any) -> int:
+    """Bytes that the operator has inside at most: what it makes of a chunk's logits, and a part of
+    the weight's gradient. wide: the dtype of its first result; then come its arguments."""
+    functions, classes, ranks = parsed(more[3]), more[6], more[9]
+    own, width = weight.shape
+    size = min(rows, rows_a_chunk(rows, chunk_size(classes, ranks), width))
+    kept = sum(one[0] in KEEPING for one in functions)
+    each = wide.itemsize + weight.dtype.itemsize * (bool(functions) + kept)
+    part = 0 if weight.dtype == wide else -(-own // _PARTS) * width * weight.dtype.itemsize
+    return size * own * each + part
+
+
+def reductions_of(rows: int, wide: torch.dtype, hidden: Tensor, *more: Any) -> list[int]:
+    """Bytes of each all-reduce that the operator does, in order: of a chunk's maxima, and of its
+    sums. wide: the dtype of its first result; then come its arguments."""
+    smoothing, classes, ranks = more[6], more[7], more[10]
+    size = rows_a_chunk(rows, chunk_size(classes, ranks), hidden.shape[1])
+    lengths = [min(size, rows - start) for start in range(0, rows, size)]
+    sums = 3 if smoothing else 2
+    return [n * wide.itemsize * length for length in lengths for n in (1, sums)]
