@@ -146,7 +146,7 @@ def _within_budget(
 def _jointly(
     gm: fx.GraphModule, n: int, default: Decisions, request: Request, budget: int
 ) -> Iterator[_Priced]:
-    """Plans of placements and of what is kept, decided together, at prices that a bisection finds."""
+    """Placements and what is kept, decided together, at the prices of a bisection."""
     hardware = default.hardware
     search = KeptSearch(gm, default, n, planned_on(hardware), request.layout.shard)
     return search.run(

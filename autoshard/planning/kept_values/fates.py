@@ -20,8 +20,9 @@ class Edge:
     have: the value's state by strategy of its producer. fates: that it may have. copies: states of
     its shared copy; None: it has none. wanted: the state by strategy of the reader; read: whether
     its derivative reads it. reader: fates of what the reader makes. view: whether that is another
-    name of the value. crosses: whether the reader is in another segment than the first reader. scale: of seconds in the reader's segment. shared: among how many readers a value may
-    be shared that each is charged for alone: so no sum is above the true cost.
+    name of the value. crosses: whether the reader is in another segment than the first reader.
+    scale: of seconds in the reader's segment. shared: among how many readers a value may be shared
+    that each is charged for alone: so no sum is above the true cost.
     """
 
     have: tuple[State, ...]
@@ -43,8 +44,8 @@ def edge_table(
 ) -> np.ndarray:
     """Seconds by pair of the producer, of the copy where there is one, and of the reader.
 
-    prices: of a change of state, seconds for keeping its result and for doing it again. change: what
-    the planner charges, by which readers choose between the value and its copy.
+    prices: of a change of state, seconds for keeping its result and for doing it again. change:
+    what the planner charges, by which readers choose between the value and its copy.
     """
     copies = edge.copies or (None,)
     copy_fates = ANY if edge.copies else (UNREAD,)

@@ -113,7 +113,7 @@ class KeptValues:
         self.fates[variable] = (KEPT,) if self._is_there(source) else ANY
 
     def _is_there(self, source: fx.Node) -> bool:
-        """Whether a value is a parameter: what it costs to keep it whole is the planner's to say."""
+        """Whether a value is a parameter: the planner prices how it is kept."""
         return source in self.stored or not isinstance(value(source), torch.Tensor)
 
     # Edges
@@ -193,11 +193,11 @@ class KeptValues:
         """What a copy's fates cost: bytes by themselves, and seconds with the producer's state."""
         key = ("copy", tuple(states), self.fates[x], tuple(copies), segment == self.last)
         moved = self.walk.decisions.prices.moved(source)
-        key = (*key, moved, tuple(value(source).shape), value(source).dtype)
+        of = (key, moved, tuple(value(source).shape), value(source).dtype)
         own = np.zeros((2, len(copies) * len(ANY)))
         for c, state in enumerate(copies):
             own[0, c * len(ANY) + KEPT] = self.walk.saving.nbytes(source, state)
-        if key not in self._edges:
+        if of not in self._edges:
             table = np.zeros((len(states), len(self.fates[x]), len(copies), len(ANY)))
             for s, have in enumerate(states):
                 for c, state in enumerate(copies):
@@ -208,8 +208,8 @@ class KeptValues:
                     seconds *= self._scale(segment)
                     for f, fate in enumerate(self.fates[x]):
                         table[s, f, c, AGAIN] = np.inf if fate == UNREAD else seconds
-            self._edges[key] = table.reshape(table.shape[0] * table.shape[1], -1)
-        return own, self._edges[key]
+            self._edges[of] = table.reshape(table.shape[0] * table.shape[1], -1)
+        return own, self._edges[of]
 
     def _put(self, variables: tuple[int, ...], table: np.ndarray) -> None:
         scope = tuple(sorted(set(variables)))
