@@ -6,6 +6,13 @@ from autoshard.planning.estimate.activations import SavedForBackward, Saving
 from autoshard.planning.estimate.frontiers import Frontier, frontier
 from autoshard.planning.estimate.memory import Footprint, footprint, held
 from autoshard.planning.estimate.mesh import Timing, timing, update_seconds
+from autoshard.planning.estimate.recomputable import (
+    Walk,
+    is_made_once,
+    makes_tensors,
+    values_of,
+)
+from autoshard.planning.estimate.segments import segments_of
 from autoshard.planning.estimate.step_profile import Profile, profile, with_recomputation
 from autoshard.planning.estimate.traffic import Traffic, data_collectives, seconds, sent_by_axis
 from autoshard.planning.estimate.training import Training

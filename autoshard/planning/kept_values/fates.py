@@ -14,7 +14,7 @@ ANY = (UNREAD, KEPT, AGAIN)
 
 
 @dataclass(frozen=True)
-class Edge:
+class ReadValue:
     """A value and one of its readers.
 
     have: the value's state by strategy of its producer. fates: that it may have. copies: states of
@@ -38,7 +38,7 @@ class Edge:
 
 
 def edge_table(
-    edge: Edge,
+    edge: ReadValue,
     prices: Callable[[State, State], tuple[float, float]],
     change: Callable[[State, State], float],
 ) -> np.ndarray:
@@ -65,7 +65,7 @@ def edge_table(
     return table.reshape(whole)
 
 
-def _view(edge: Edge, table: np.ndarray) -> None:
+def _view(edge: ReadValue, table: np.ndarray) -> None:
     """A view is there where its base is."""
     for f, fate in enumerate(edge.fates):
         for r, of_reader in enumerate(edge.reader):
@@ -74,7 +74,7 @@ def _view(edge: Edge, table: np.ndarray) -> None:
 
 
 def _read(
-    edge: Edge,
+    edge: ReadValue,
     have: State,
     copy: State | None,
     want: State,

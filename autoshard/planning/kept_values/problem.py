@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import fx
 
-from autoshard.planning.estimate.recomputable import Walk, is_made_once, makes_tensors
-from autoshard.planning.kept_values.fates import AGAIN, ANY, KEPT, UNREAD, Edge, edge_table
+from autoshard.planning.estimate import Walk, is_made_once, makes_tensors
+from autoshard.planning.kept_values.fates import AGAIN, ANY, KEPT, UNREAD, ReadValue, edge_table
 from autoshard.planning.problem import Problem
 from autoshard.planning.solver import FactorGraph, Solution, fill_order
 from autoshard.planning.strategy import Strategy, operands, value
@@ -150,7 +150,7 @@ class KeptValues:
             self.own[copy], extra = self._of_copy(source, states, copies, x, first)
             self._put((x, copy), extra)
         for variable, wanted, read, view, place in found:
-            edge = Edge(
+            edge = ReadValue(
                 have=tuple(states),
                 fates=self.fates[x],
                 copies=tuple(copies) if copy is not None else None,

@@ -11,9 +11,7 @@ from torch import fx
 
 from autoshard.planning.cost import Cluster
 from autoshard.planning.decisions import Decisions
-from autoshard.planning.estimate.recomputable import Walk, values_of
-from autoshard.planning.estimate.segments import segments_of
-from autoshard.planning.estimate.training import Training
+from autoshard.planning.estimate import Training, Walk, segments_of, values_of
 from autoshard.planning.kept_values.problem import KeptValues
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Problem
