@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +22,7 @@ from autoshard.planning.estimate import (
     timing,
 )
 from autoshard.planning.head_tail import HeadTail
+from autoshard.planning.kept_values import KeptSearch
 from autoshard.planning.outer import Origin
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Builder, Problem
@@ -91,6 +92,7 @@ def _within_budget(
             price = low * (high / low) ** (step / _PLACEMENTS)
             decisions = _solve(gm, n, hardware, request, _prices(price, hardware, request))
             found.append(_priced(gm, n, decisions, request, budget))
+        found += _jointly(gm, n, default, request, budget)
     # the quickest of those that fit; then those that are estimated to need least
     found.sort(
         key=lambda one: (one.least > budget, one.seconds if one.least <= budget else one.least)
@@ -111,6 +113,19 @@ def _within_budget(
             "use more ranks."
         )
     return chosen  # the estimate is on the safe side, and the graphs are counted
+
+
+def _jointly(
+    gm: fx.GraphModule, n: int, default: Decisions, request: Request, budget: int
+) -> Iterator[_Priced]:
+    """Placements and what is kept, decided together, at the prices of a bisection."""
+    hardware = default.hardware
+    search = KeptSearch(gm, default, n, planned_on(hardware), request.layout.shard)
+    return search.run(
+        lambda prices: _solve(gm, n, hardware, request, prices, search=search),
+        lambda decisions: _priced(gm, n, decisions, request, budget),
+        lambda one: one.least <= budget,
+    )
 
 
 @dataclass(frozen=True)
@@ -197,16 +212,17 @@ def _solve(
     request: Request,
     prices: Prices,
     contiguous: bool = False,
+    search: KeptSearch | None = None,
 ) -> Decisions:
     builder = builder_of(gm, n, hardware, request, prices, contiguous)
     problem = builder.build()
     if request.plan:
         constrain(gm, problem, request.plan)
-    solution, held = _solved(problem)
+    solution, held = _solved(problem) if search is None else search.solved(builder.prices, problem)
     read = (*problem.read(solution), problem.output_states(solution))
     ordered = HeadTail(gm.graph, n, *read, request.contiguous_outputs)
     if ordered.unbalanced and not contiguous:  # which costs more than was thought
-        return _solve(gm, n, hardware, request, prices, contiguous=True)
+        return _solve(gm, n, hardware, request, prices, True, search)
     variables = len(problem.variables) + len(problem.copies)
     return decided(ordered, problem, solution, variables, builder.prices, request, held)
 
@@ -258,7 +274,7 @@ def builder_of(
     wanted = request.plan.parameters if request.plan else {}
     for node, name in request.parameters.items():
         stored[node] = request.stored.get(node) or _checked(node, name, wanted.get(name))
-    results = list(_output(gm).args[0])  # type: ignore[arg-type]
+    results = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
     domains = _output_domains(gm, results, n, request)
     axis = AxisPrices(
         n,
@@ -318,19 +334,11 @@ def _checked(node: fx.Node, name: str, state: State | None) -> State | None:
     return state
 
 
-def _output(gm: fx.GraphModule) -> fx.Node:
-    return next(iter(reversed(gm.graph.nodes)))
-
-
-def _is_tensor(result: object) -> bool:
-    return isinstance(result, fx.Node) and isinstance(value(result), torch.Tensor)
-
-
 def _is_loss(result: object) -> bool:
     """A differentiable scalar: beside it, other outputs are probably not read."""
     return (
         isinstance(result, fx.Node)
-        and _is_tensor(result)
+        and isinstance(value(result), torch.Tensor)
         and value(result).dim() == 0
         and bool(result.meta.get(DIFF))
     )
@@ -338,8 +346,9 @@ def _is_loss(result: object) -> bool:
 
 def may_be_sharded(gm: fx.GraphModule, i: int, result: object, request: Request) -> bool:
     """Whether output i may leave the graph as a shard."""
-    free = request.lazy_outputs and i < gm.meta[N_OUTPUTS] and isinstance(result, fx.Node)
-    return free and _is_tensor(result) and value(result).is_floating_point()  # type: ignore[arg-type]
+    if not request.lazy_outputs or i >= gm.meta[N_OUTPUTS] or not isinstance(result, fx.Node):
+        return False
+    return isinstance(value(result), torch.Tensor) and value(result).is_floating_point()
 
 
 def _output_domains(

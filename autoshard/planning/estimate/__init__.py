@@ -7,6 +7,13 @@ from autoshard.planning.estimate.frontiers import Frontier, frontier
 from autoshard.planning.estimate.memory import Footprint, footprint, held
 from autoshard.planning.estimate.mesh import Timing, timing, update_seconds
 from autoshard.planning.estimate.on_host import HostUpdate, host_update
+from autoshard.planning.estimate.recomputable import (
+    Walk,
+    is_made_once,
+    makes_tensors,
+    values_of,
+)
+from autoshard.planning.estimate.segments import segments_of
 from autoshard.planning.estimate.step_profile import Profile, profile, with_recomputation
 from autoshard.planning.estimate.traffic import (
     Sent,

@@ -59,10 +59,12 @@ def values_of(
 
     Stored parameters and inputs are none: they are there anyway.
     """
-    return _Walk(gm, decisions, n, cluster, training).run()
+    return Walk(gm, decisions, n, cluster, training).run()
 
 
-class _Walk:
+class Walk:
+    """The values of one planned graph. decisions: read anew for each operator."""
+
     def __init__(
         self,
         gm: fx.GraphModule,
@@ -87,7 +89,7 @@ class _Walk:
                 continue
             if self.saving.kernels.is_view(node):
                 self._view(node)
-            elif strategy is not None and _makes_tensors(node):
+            elif strategy is not None and makes_tensors(node):
                 self._operator(node, strategy)
         return [
             replace(one, needed=one.key in self.needed, views=tuple(self.views.get(one.key, ())))
@@ -96,7 +98,7 @@ class _Walk:
 
     def _view(self, node: fx.Node) -> None:
         base = self.saving.kernels.base[node]
-        if base in self.decisions.strategies and _makes_tensors(node):
+        if base in self.decisions.strategies and makes_tensors(node):
             own = (base, forward_value(self.saving.state(base)))
             self.views.setdefault(own, []).append((node, forward_value(self.saving.state(node))))
 
@@ -106,39 +108,62 @@ class _Walk:
             for tensor, want in zip(operands(node), strategy.inputs, strict=True)
         ]
         sources = tuple(dict.fromkeys(place for place in read if place is not None))
+        for tensor, want in self.needs(node):
+            self._need(tensor, want)
+        state = self.saving.state(node)
+        self._add(
+            (node, forward_value(state)),
+            self.saving.nbytes(node, state),
+            self.inner(node, strategy),
+            self.seconds(node, strategy),
+            sources,
+            is_made_once(node),
+            node,
+            self.saving.in_memory(node),
+        )
+
+    def needs(self, node: fx.Node) -> list[tuple[fx.Node, State]]:
+        """The (value, state it is used in) that the derivative of `node` reads."""
+        if not differentiable(node) or self._keeps_scores(node, self.decisions.strategies[node]):
+            return []
+        return self.saving.needs(node)
+
+    def inner(self, node: fx.Node, strategy: Strategy) -> int:
+        """Bytes that an operator keeps of its own, beside its result."""
         inner = inner_bytes(node, strategy, self.n)
         if differentiable(node):
             if packet(node) in ATTENTION:
                 inner += self.saving.rows(node)
-            if packet(node) in LOSSES and strategy.impl is None:
+            if self._keeps_scores(node, strategy):
                 inner += self.saving.nbytes(operands(node)[0], strategy.inputs[0])
-            else:
-                self._need(node)
-        state = self.saving.state(node)
+        return inner
+
+    def seconds(self, node: fx.Node, strategy: Strategy) -> float:
+        """Seconds of an operator in forward, its own collectives among them."""
         seconds = self.times.seconds(node, strategy)
         for one in strategy.traffic:
             if not one.backward:
                 link = self.cluster.real(self.decisions.prices.link_of(one.axis))
                 seconds += cost.collective_seconds(one.op, one.nbytes, one.n or self.n, link)
-        self._add(
-            (node, forward_value(state)),
-            self.saving.nbytes(node, state),
-            inner,
-            seconds,
-            sources,
-            not operands(node) or _draws(node),
-            node,
-            self.saving.in_memory(node),
-        )
+        return seconds
 
-    def _need(self, node: fx.Node) -> None:
-        for tensor, want in self.saving.needs(node):
-            if self.saving.moved(tensor, want):
-                self.needed.add((tensor, forward_value(want)))
-            else:
-                base = self.saving.kernels.base[tensor]
-                if base.op == "call_function" and base in self.decisions.strategies:
-                    self.needed.add((base, forward_value(self.saving.state(base))))
+    def change_seconds(self, tensor: fx.Node, have: State, want: State) -> float:
+        """Seconds of a change of state in forward."""
+        outer = cost.outer_dim(value(tensor).shape)
+        whole = tensor_bytes(value(tensor))
+        return cost.change_seconds(have, want, whole, self.n, self.link, False, outer)
+
+    def _keeps_scores(self, node: fx.Node, strategy: Strategy) -> bool:
+        """Whether an operator is a loss that keeps logarithms of probabilities."""
+        return packet(node) in LOSSES and strategy.impl is None
+
+    def _need(self, tensor: fx.Node, want: State) -> None:
+        if self.saving.moved(tensor, want):
+            self.needed.add((tensor, forward_value(want)))
+        else:
+            base = self.saving.kernels.base[tensor]
+            if base.op == "call_function" and base in self.decisions.strategies:
+                self.needed.add((base, forward_value(self.saving.state(base))))
 
     def _read(self, tensor: fx.Node, want: State, user: fx.Node) -> int | None:
         """The position of what an operator reads, its changes of state added; None: an input."""
@@ -168,9 +193,7 @@ class _Walk:
         at: int | None,
         user: fx.Node,
     ) -> None:
-        outer = cost.outer_dim(value(tensor).shape)
-        whole = tensor_bytes(value(tensor))
-        seconds = cost.change_seconds(have, want, whole, self.n, self.link, False, outer)
+        seconds = self.change_seconds(tensor, have, want)
         if self.decisions.gathers_again(tensor, have, want):
             nbytes = 0
         else:
@@ -209,11 +232,16 @@ class _Walk:
         )
 
 
-def _makes_tensors(node: fx.Node) -> bool:
+def makes_tensors(node: fx.Node) -> bool:
     """Whether a node makes tensors."""
     made = value(node)
     several: Sequence[object] = made if isinstance(made, (tuple, list)) else [made]
     return any(isinstance(one, torch.Tensor) for one in several)
+
+
+def is_made_once(node: fx.Node) -> bool:
+    """Whether a value cannot be computed again: it is computed from nothing, or drawn."""
+    return not operands(node) or _draws(node)
 
 
 def _draws(node: fx.Node) -> bool:

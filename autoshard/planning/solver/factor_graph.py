@@ -120,6 +120,16 @@ class FactorGraph:
         """The number of values of a variable."""
         return self._sizes[variable]
 
+    @property
+    def unary(self) -> tuple[Table, ...]:
+        """The cost of each value of each variable."""
+        return tuple(self._unary)
+
+    @property
+    def tables(self) -> Mapping[tuple[int, ...], Table]:
+        """The sum of the tables over each scope, ascending; equal ones are often one array."""
+        return self._tables
+
     def add(
         self, variables: tuple[int, ...], table: NDArray[np.floating], name: str | None = None
     ) -> None:

@@ -1,0 +1,5 @@
+"""Placements and what is kept for backward, decided together."""
+
+from __future__ import annotations
+
+from autoshard.planning.kept_values.search import KeptSearch
