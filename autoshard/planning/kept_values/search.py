@@ -88,4 +88,4 @@ class KeptSearch:
         own = self.default.prices
         passing = self.price if self.price > _DEAR else own.activation_byte
         dearer = own.parameter_byte + self.price / self.shard
-        return replace(own, parameter_byte=dearer, activation_byte=passing)
+        return Prices(dearer, passing, spreads_batch=own.spreads_batch)
