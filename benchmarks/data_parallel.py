@@ -1,6 +1,6 @@
-"""Data parallelism against torch's own on two gloo processes: time, peak memory, bytes sent.
+"""Data parallelism against torch's own on two processes: time, peak memory, bytes sent.
 
-    torchrun --nproc-per-node=2 benchmarks/data_parallel.py [--steps 20] [--json PATH]
+    torchrun --nproc-per-node=2 benchmarks/data_parallel.py [--device cuda] [--json PATH]
 
 This backend (DDP, ZeRO-1, 2 and 3) beside DistributedDataParallel and FSDP2's fully_shard, each
 eager and under torch.compile, in one run. The contestants take turns step by step, so that other
@@ -15,6 +15,7 @@ How each is measured, the same for all and through compiled code as well:
   a step of its own under torch.profiler, which sees each of them. What the process group's threads
   allocate for themselves is not seen.
 - sent: what the kernel says the process sent over its sockets (TCP_INFO), in one step. Linux only.
+On CUDA the process group is NCCL's, the peak the allocator's, and what is sent is not seen.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from torch.profiler import ProfilerActivity, profile
 # All contestants are one class, and Dynamo keeps 8 variants of a function: more would run eagerly.
 torch._dynamo.config.recompile_limit = 64
 
+CPU = torch.device("cpu")
 SETTLING = 3  # steps to compile and to settle; the last is the profiled one
 
 
@@ -79,11 +81,21 @@ class Contestant(NamedTuple):
     rival: str
 
 
+def start(device: str) -> torch.device:
+    """This rank's device, with the process group that its collectives need."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return torch.device(device, torch.cuda.current_device()) if device == "cuda" else CPU
+
+
 def contestants(model: Model, bucket_bytes: int | None) -> dict[str, Contestant]:
     """All of them by name, each with a copy of the model. bucket_bytes: of this backend and of DDP;
     None: the default of each. FSDP2 gathers and reduces block by block."""
-    n = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("dp_shard",))
+    n, device = dist.get_world_size(), next(model.parameters()).device.type
+    mesh = init_device_mesh(device, (n,), mesh_dim_names=("dp_shard",))
 
     def ours(mesh_sizes: dict[str, int], zero: int, rival: str) -> Contestant:
         own = copy.deepcopy(model)
@@ -178,21 +190,35 @@ class Measured:
 
     def timed(self, x: torch.Tensor) -> None:
         """A step on the clock."""
-        dist.barrier()
+        together(x)
         start = time.perf_counter()
         self.step(x)
-        dist.barrier()
+        together(x)
         self.seconds.append(time.perf_counter() - start)
 
     def profiled(self, x: torch.Tensor) -> None:
         """A step for its memory and its bytes."""
-        dist.barrier()
+        together(x)
+        if x.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            allocated = torch.cuda.memory_allocated()
+            self.step(x)
+            risen = torch.cuda.max_memory_allocated() - allocated
+            self.peak = held(self.contestant.module) + risen
+            return
         before = bytes_sent()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
             self.step(x)
         self.sent = bytes_sent() - before
         self.peak = held(self.contestant.module) + peak(recorded)
         dist.barrier()
+
+
+def together(x: torch.Tensor) -> None:
+    """All ranks have done what they were asked to, their devices too."""
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    dist.barrier()
 
 
 def race(measured: dict[str, Measured], steps: int, make_batch: Callable[[], torch.Tensor]) -> None:
@@ -207,7 +233,8 @@ def figures(measured: dict[str, Measured]) -> dict[str, dict[str, float]]:
     """Per contestant: the figures, and each as a ratio to the best rival's."""
     rows: dict[str, dict[str, float]] = {}
     for name, one in measured.items():
-        slowest = torch.tensor(one.seconds)
+        device = next(one.contestant.module.parameters()).device
+        slowest = torch.tensor(one.seconds, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         rows[name] = {
             "ms": 1e3 * statistics.median(slowest.tolist()),
@@ -217,9 +244,9 @@ def figures(measured: dict[str, Measured]) -> dict[str, dict[str, float]]:
     for name, row in rows.items():
         rival = measured[name].contestant.rival
         for key in ("ms", "peak_mb", "sent_mb"):
-            kinds = [f"{rival} {kind}" for kind in ("eager", "compiled")]
+            kinds = [f"{rival} {kind}" for kind in ("eager", "compiled", "async")]
             best = min((rows[kind][key] for kind in kinds if kind in rows), default=row[key])
-            row[f"{key}_ratio"] = row[key] / best
+            row[f"{key}_ratio"] = row[key] / best if best else 1.0
     return rows
 
 
@@ -253,14 +280,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--bucket-bytes", type=int, help="else the defaults")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    found = contestants(Model(args.width, args.layers), args.bucket_bytes)
+    device = start(args.device)
+    found = contestants(Model(args.width, args.layers).to(device), args.bucket_bytes)
     measured = {name: Measured(one) for name, one in found.items()}
-    race(measured, args.steps, lambda: torch.randn(args.batch, args.width))
+    race(measured, args.steps, lambda: torch.randn(args.batch, args.width, device=device))
     rows = figures(measured)
     if dist.get_rank() == 0:
         report(rows, args)

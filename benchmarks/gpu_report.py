@@ -58,8 +58,31 @@ def _ranks(count: int, program: str, *arguments: str) -> tuple[str, ...]:
     return (*TORCHRUN, f"--nproc-per-node={count}", str(HERE / program), *given)
 
 
-def sections(devices: int) -> dict[str, Section]:
-    """The sections by name, for a machine of so many devices."""
+def _beside_rivals(devices: int) -> dict[str, Section]:
+    """What several devices can show beside what is written by hand."""
+    count = devices if devices < 8 else 8
+    training = _ranks(count, "training.py", "--layers", "4", "--only")
+    return {
+        "tensor_parallel": Section(
+            about="a training step beside parallelize_module and torch's async tensor parallelism",
+            command=(*training, "tp"),
+            share=0.3,
+        ),
+        "data_parallel": Section(
+            about="a training step beside DDP and FSDP2",
+            command=(*training, "dp"),
+            share=0.3,
+        ),
+        "overlap": Section(
+            about="layers on tp: in halves of the batch, and with fused collectives",
+            command=_ranks(count, "halves.py"),
+        ),
+    }
+
+
+def sections(devices: int, device: str = "cuda") -> dict[str, Section]:
+    """The sections by name, for a machine of so many devices; without one, what a CPU can show."""
+    few = () if device == "cuda" else ("--layers", "2", "--tokens", "16", "--rounds", "1")
     return {
         "two_ranks": Section(
             about="the sharded model beside the serial one, on every kind of mesh of two ranks",
@@ -82,6 +105,24 @@ def sections(devices: int) -> dict[str, Section]:
             ),
             share=0.1,
         ),
+        "loss": Section(
+            about="a loss by chunks of rows beside whole logits: time, peak, predicted peak",
+            command=(str(HERE / "chunked_loss.py"), "--device", "{device}", "--json", "{json}"),
+            share=0.1,
+        ),
+        "host_states": Section(
+            about="AdamW with its states on the host beside AdamW on the device, and whether it is "
+            "as exact",
+            command=(str(HERE / "host_states.py"), "--device", "{device}", "--json", "{json}"),
+            share=0.1,
+        ),
+        "decode": Section(
+            about="the time to the first token and tokens a second, beside serial decoding and, on "
+            "several devices, transformers' tensor parallelism",
+            command=_ranks(min(devices, 2), "generate.py", "--static", *few),
+            share=0.2,
+        ),
+        **(_beside_rivals(devices) if devices > 1 else {}),
         "measure": Section(
             about="rates of products, memory and links, as a cluster file",
             command=(
@@ -163,10 +204,11 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="SECTION")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if has_cuda else "cpu")
     parser.add_argument("--out", type=Path, help="default: docs/measured, build/measured on a CPU")
-    parser.add_argument("--minutes", type=float, default=8.0, help="for all sections")
+    parser.add_argument("--minutes", type=float, help="for all: 8; of several devices 16")
     args = parser.parse_args()
     devices = torch.cuda.device_count() if args.device == "cuda" else 2
-    known = sections(devices)
+    minutes = args.minutes or (8.0 if devices == 1 else 16.0)
+    known = sections(devices, args.device)
     unknown = [name for name in args.names if name not in known]
     if unknown:
         parser.error(f"no section is named {', '.join(unknown)}; there are {', '.join(known)}")
@@ -176,13 +218,13 @@ def main() -> int:
     title = str((about.get("devices") or ["cpu"])[0]).lower().replace(" ", "-")
     name_of = out / (f"{title}-x{devices}" if args.device == "cuda" else title)
     results: dict[str, dict[str, Any]] = {}
-    ends = time.monotonic() + 60 * args.minutes
+    ends = time.monotonic() + 60 * minutes
     for name in args.names or known:
         number = f"[{len(results) + 1}/{len(args.names or known)}]"
         print(f"{number} {name}: {known[name].about}", file=sys.stderr, flush=True)
         target = out / f".{name}.json"
         target.unlink(missing_ok=True)
-        limit = min(ends - time.monotonic(), 60 * args.minutes * known[name].share)
+        limit = min(ends - time.monotonic(), 60 * minutes * known[name].share)
         if limit < 5:
             results[name] = {
                 "status": "no time left",

@@ -1,10 +1,11 @@
-"""Layers on two halves of the batch beside layers on the whole: milliseconds of a step, on tp=2.
+"""Layers on two halves of the batch beside layers on the whole: milliseconds of a step, on tp.
 
-    torchrun --nproc-per-node=2 benchmarks/halves.py [--json PATH]
+    torchrun --nproc-per-node=2 benchmarks/halves.py [--device cuda] [--json PATH]
 
-Contestants take turns; a row a size, with their ratio. On CPUs a collective is computed by the
-cores that the products need, so that nothing is spared and the ratio may be above 1: what it shows
-there is what two halves cost.
+Contestants take turns; a row a size, with their ratios to the whole. On CPUs a collective is
+computed by the cores that the products need, so that nothing is spared and the ratio may be above
+1: what it shows there is what two halves cost. On CUDA "fused" runs beside them: sequence
+parallelism, whose collectives are one operator with the products beside them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from data_parallel import start, together
+
 ROUNDS = 6
 CONTESTANTS: dict[str, dict[str, Any]] = {
     "whole": {"overlap_halves": False},
     "halves": {"overlap_halves": True},
 }
+
+
+FUSED = {"sequence_parallel": True, "fuse_collectives": True}
 
 
 class Layer(nn.Module):
@@ -45,8 +51,8 @@ class Layer(nn.Module):
 def step_of(width: int, x: torch.Tensor, options: dict[str, Any]) -> Callable[[], None]:
     """One forward and backward of four layers."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer(width) for _ in range(4)))
-    settings = {"mesh": {"tp": 2}, "sequence_parallel": False, **options}
+    model = nn.Sequential(*(Layer(width) for _ in range(4))).to(x.device, x.dtype)
+    settings = {"mesh": {"tp": dist.get_world_size()}, "sequence_parallel": False, **options}
     compiled = torch.compile(model, backend="autoshard", options=settings)
 
     def step() -> None:
@@ -60,33 +66,36 @@ def step_of(width: int, x: torch.Tensor, options: dict[str, Any]) -> Callable[[]
 def main() -> None:
     """Time both and print a line a size on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--widths", type=int, nargs="+", default=[128, 512])
+    parser.add_argument("--widths", type=int, nargs="+", help="128 512; on CUDA 2048 4096")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    first = dist.get_rank() == 0
+    device, first = start(args.device), dist.get_rank() == 0
+    on_cuda = device.type == "cuda"
+    contestants = {**CONTESTANTS, "fused": FUSED} if on_cuda else CONTESTANTS
     rows = []
-    if first:
+    if first and not on_cuda:
         print("on CPUs the cores that compute also communicate: above 1 is to be expected")
-        print(" width  whole ms  halves ms  ratio")
-    for width in args.widths:
-        x = torch.randn(4, 128, width, generator=torch.Generator().manual_seed(1))
-        steps = {name: step_of(width, x, options) for name, options in CONTESTANTS.items()}
+    for width in args.widths or ([2048, 4096] if on_cuda else [128, 512]):
+        x = torch.randn(4, 2048 if on_cuda else 128, width, device=device)
+        x = x.bfloat16() if on_cuda else x
+        steps = {name: step_of(width, x, options) for name, options in contestants.items()}
         best = dict.fromkeys(steps, float("inf"))
         for _ in range(ROUNDS):
             for name, step in steps.items():
                 step()
+                together(x)
                 started = time.perf_counter()
                 for _ in range(5):
                     step()
+                together(x)
                 best[name] = min(best[name], 200 * (time.perf_counter() - started))
         rows.append({"width": width, **best})
         if first:
-            whole, halves = best.values()
-            print(f"{width:6}{whole:10.2f}{halves:11.2f}{halves / whole:7.2f}", flush=True)
+            said = [f"{n} {ms:.2f} ms ({ms / best['whole']:.2f})" for n, ms in best.items()]
+            print(f"width {width}: {', '.join(said)}", flush=True)
     if first and args.json is not None:
-        args.json.write_text(json.dumps({"ranks": 2, "rows": rows}, indent=2))
+        args.json.write_text(json.dumps({"ranks": dist.get_world_size(), "rows": rows}, indent=2))
     dist.destroy_process_group()
 
 

@@ -37,6 +37,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "experts": (*TWO, str(HERE / "experts.py")),
     "training": (*TWO, str(HERE / "training.py")),
     "generate": (*TWO, str(HERE / "generate.py")),
+    "host_states": (str(HERE / "host_states.py"),),
     "warm_start": (str(HERE / "warm_start.py"),),
     "small_sums": (*TWO, str(HERE / "small_sums.py")),
     "halves": (*TWO, str(HERE / "halves.py")),

@@ -1,13 +1,15 @@
-"""A training step of a Llama on two gloo processes, beside what users would write by hand.
+"""A training step of a Llama on two processes, beside what users would write by hand.
 
-    torchrun --nproc-per-node=2 benchmarks/training.py [--steps 10] [--only tp] [--json PATH]
+    torchrun --nproc-per-node=2 benchmarks/training.py [--device cuda] [--only tp] [--json PATH]
 
 Tensor parallelism against `parallelize_module` plans (column, row and vocab-parallel; with and
 without sequence parallelism) and data parallelism against DDP and FSDP2, each of torch's eager and
 under torch.compile, in one run: the contestants take turns step by step, on the same global batch
 (data-parallel ranks take half of it each). Step time, peak memory and bytes sent are measured as in
 data_parallel.py; `first s` is the first step, compilation included. A ratio is to the best of
-torch's two of the same kind; "FSDP2 kept" is FSDP2 with reshard_after_forward=False.
+torch's two of the same kind; "FSDP2 kept" is FSDP2 with reshard_after_forward=False. On CUDA the
+Llama has the width of a 1B shape, in bf16, and "async" is torch's own fusing of collectives with
+products, under torch.compile.
 """
 
 from __future__ import annotations
@@ -16,18 +18,21 @@ import argparse
 import copy
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from data_parallel import SETTLING, Contestant, Measured, figures, report
+from data_parallel import SETTLING, Contestant, Measured, figures, report, start
 from llama_model import Llama, Shape, WithLoss, loss_of, parallelize_by_hand
+from step_models import SHAPES
 
 
 class InLossParallel:
@@ -41,18 +46,25 @@ class InLossParallel:
             self.loss.backward()
 
 
-def by_hand(model: Llama, sequence_parallel: bool, compiled: bool) -> Contestant:
+def by_hand(model: Llama, sequence_parallel: bool, form: str) -> Contestant:
     """A `parallelize_module` plan with torch's vocab-parallel loss."""
     own = copy.deepcopy(model)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(_device_of(model), (dist.get_world_size(),))
     parallelize_by_hand(own, mesh, sequence_parallel)
-    run = torch.compile(own, dynamic=False) if compiled else own
+    if form == "async":  # as torchtitan asks for it
+        enable_symm_mem_for_group(mesh.get_group().group_name)
+    options = {"_micro_pipeline_tp": True} if form == "async" else None
+    run = own if form == "eager" else torch.compile(own, dynamic=False, options=options)
 
     def call(ids: torch.Tensor) -> InLossParallel:
         with loss_parallel():
             return InLossParallel(loss_of(run(ids), ids))
 
     return Contestant(own, call, "TP+SP by hand" if sequence_parallel else "TP by hand")
+
+
+def _device_of(model: Llama) -> str:
+    return next(model.parameters()).device.type
 
 
 def contestants(model: Llama, only: str) -> dict[str, Callable[[], Contestant]]:
@@ -69,7 +81,7 @@ def contestants(model: Llama, only: str) -> dict[str, Callable[[], Contestant]]:
         if kind == "DDP":
             wrapped: Any = DistributedDataParallel(WithLoss(own))
         else:
-            mesh = init_device_mesh("cpu", (n,))
+            mesh = init_device_mesh(_device_of(model), (n,))
             # compiled block by block: Dynamo breaks at FSDP2's hooks, between the blocks, and would
             # from then on leave the model's own forward eager, for every contestant
             reshard = kind == "FSDP2"
@@ -88,9 +100,10 @@ def contestants(model: Llama, only: str) -> dict[str, Callable[[], Contestant]]:
             found[name] = lambda rival=rival, sequence=sequence: ours(
                 rival, {"tp": n}, sequence_parallel=sequence
             )
-            for kind in ("eager", "compiled"):
+            fused = ("async",) if sequence and _device_of(model) == "cuda" else ()
+            for kind in ("eager", "compiled", *fused):
                 found[f"{rival} {kind}"] = lambda sequence=sequence, kind=kind: by_hand(
-                    model, sequence, kind == "compiled"
+                    model, sequence, kind
                 )
     if only in ("", "dp"):
         block = sum(p.numel() * p.element_size() for p in model.blocks[0].parameters())
@@ -117,16 +130,21 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2, help="rows, over all ranks")
     parser.add_argument("--layers", type=int, default=Shape.layers)
     parser.add_argument("--only", choices=("tp", "dp"), default="")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    dist.init_process_group("gloo")
+    device = start(args.device)
     rank, n = dist.get_rank(), dist.get_world_size()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    shape = Shape(layers=args.layers)
-    model = Llama(shape)
+    shape = replace(SHAPES["cuda"] if device.type == "cuda" else Shape(), layers=args.layers)
+    with device:
+        model = Llama(shape)
+    if device.type == "cuda":
+        model = model.to(torch.bfloat16)
     measured: dict[str, Measured] = {}
     first: dict[str, float] = {}
+
+    def tokens() -> torch.Tensor:
+        return torch.randint(shape.vocab, (args.batch, shape.length), device=device)
 
     def batch_for(one: Measured, ids: torch.Tensor) -> torch.Tensor:
         rival = one.contestant.rival
@@ -135,12 +153,12 @@ def main() -> None:
     for name, make in contestants(model, args.only).items():
         started = time.perf_counter()
         one = measured[name] = Measured(make())
-        one.step(batch_for(one, torch.randint(shape.vocab, (args.batch, shape.length))))
+        one.step(batch_for(one, tokens()))
         first[name] = time.perf_counter() - started
         if rank == 0:
             print(f"{name}: first step {first[name]:.1f} s", flush=True)
     for number in range(1, SETTLING + args.steps):
-        ids = torch.randint(shape.vocab, (args.batch, shape.length))
+        ids = tokens()
         for one in measured.values():
             one.turn(number, batch_for(one, ids))
     rows = figures(measured)

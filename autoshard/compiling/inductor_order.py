@@ -23,8 +23,8 @@ Transfers to and from the host are held like collectives: the products between a
 its wait are those that it runs beside.
 
 Rows that travel to their experts do so in an operator that Inductor does not know for a collective,
-and so do activations in one with their products: each comes after the collective before it, and the
-next one after it, so that all ranks run them in one order.
+and so do activations in one with their products, and the sums of a loss by chunks: each comes after
+the collective before it, and the next one after it, so that all ranks run them in one order.
 
 Not done: products that Inductor lowers to loops (very small ones) are not held.
 """
@@ -37,6 +37,7 @@ from torch import fx
 
 from autoshard.passes import ALL_REDUCE, COLLECTIVES, aten, c10d, waits_of
 from autoshard.planning import PRODUCTS, RESHAPES, packet
+from autoshard.runtime.chunked_loss import CHUNKED_LOSS
 from autoshard.runtime.collectives import EXCHANGES, FUSED_PRODUCTS
 from autoshard.runtime.operators import OFFLOAD, RELOAD, WAIT_TRANSFER
 
@@ -141,6 +142,6 @@ def _behind(nodes: Any) -> list[fx.Node]:
     return found
 
 
-_UNKNOWN = (*EXCHANGES, *FUSED_PRODUCTS)
+_UNKNOWN = (*EXCHANGES, *FUSED_PRODUCTS, CHUNKED_LOSS)
 TRANSFERS = (OFFLOAD, RELOAD)
 IN_PLACE = c10d.all_reduce_.default

@@ -63,7 +63,7 @@ def same_bytes(plain: Program, program: Program) -> bool:
     "name,changes",
     [
         ("llama", 10),
-        ("mixtral", 12),
+        pytest.param("mixtral", 12, marks=pytest.mark.slow),
         pytest.param("vit", 9, marks=pytest.mark.slow),
         pytest.param("bert", 11, marks=pytest.mark.slow),
     ],

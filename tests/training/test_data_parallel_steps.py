@@ -36,7 +36,7 @@ def test_gradients_that_are_one_tensor_are_not_stored_as_one(gloo2: Any, sizes: 
     [
         pytest.param("convnet", 3, {"dp_replicate": 2, "dp_shard": 2}, marks=pytest.mark.slow),
         pytest.param("llama", 1, {"dp_shard": 2, "tp": 2}, marks=pytest.mark.slow),
-        ("mlp", 1, {"dp_replicate": 2, "tp": 2}),
+        pytest.param("mlp", 1, {"dp_replicate": 2, "tp": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_five_steps_four_ranks(gloo4: Any, name: str, micro: int, sizes: Sizes) -> None:

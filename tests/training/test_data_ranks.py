@@ -39,7 +39,7 @@ def apart() -> dict[str, Any]:
         found = planned(*args)
         if rank == 0:
             return found
-        return {p: swaps[state] if p.dim() == 2 else I for p, state in found.items()}
+        return {p: (swaps[s] if p.dim() == 2 else I, how) for p, (s, how) in found.items()}
 
     with mock.patch.object(backend, "unplanned_parameters", otherwise):
         compiled(*steps[0][rank]).backward()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,21 @@ def compare(pool: Any, name: str, sizes: Sizes, folder: Path, inner: str = "aot_
 
 
 def listed(
-    names: Iterable[str] = SCENARIOS, quick: Iterable[str] = (), turn: int = 0, turns: int = 1
+    names: Iterable[str] = SCENARIOS,
+    often: Sequence[str] = (),
+    turn: int = 0,
+    turns: int = 1,
 ) -> list[Any]:
-    """The scenarios, marked slow where they are none of the quick ones. Of those, CI runs one of
-    `turns`, on a mesh another than on the next: what a mesh stores is each scenario's in turn."""
-    left = [name for name in names if name not in quick]
+    """The scenarios, marked slow but for one of `turns` of those that run often. Of the others, CI
+    runs one of `turns`, on a mesh another than on the next: what a mesh stores is each scenario's
+    in turn."""
+    left = [name for name in names if name not in often]
+    quick = often[turn::turns]
     return [
-        *(pytest.param(name, id=name) for name in names if name in quick),
+        *(
+            pytest.param(name, marks=[] if name in quick else [pytest.mark.slow], id=name)
+            for name in often
+        ),
         *(
             pytest.param(
                 name,
@@ -49,12 +57,12 @@ def listed(
     ]
 
 
-@pytest.mark.parametrize("name", listed(quick=QUICK, turn=0, turns=2))
+@pytest.mark.parametrize("name", listed(often=QUICK, turn=0, turns=2))
 def test_tensor_parallel(gloo2: Any, tmp_path: Path, name: str) -> None:
     compare(gloo2, name, {"tp": 2}, tmp_path)
 
 
-@pytest.mark.parametrize("name", listed(quick=QUICK, turn=1, turns=2))
+@pytest.mark.parametrize("name", listed(often=QUICK, turn=1, turns=2))
 def test_sharded_data_parallel(gloo2: Any, tmp_path: Path, name: str) -> None:
     compare(gloo2, name, {"dp_shard": 2}, tmp_path)
 
