@@ -75,6 +75,18 @@ def inductor_compile(
     return compiled  # type: ignore[no-any-return]
 
 
+def _compiles_together(config: Any) -> bool:
+    """Whether compiling is a collective: one of Inductor's settings under which ranks exchange
+    estimates or timings meanwhile. One that waited for the other then would wait forever."""
+    whole = getattr(config, "aten_distributed_optimizations", None)
+    return bool(
+        getattr(config, "distributed_max_autotune_gemm", False)
+        or getattr(config, "reorder_for_compute_comm_overlap", False)
+        or getattr(whole, "enable_overlap_scheduling", False)
+        or getattr(whole, "spmd_check", False)
+    )
+
+
 @contextlib.contextmanager
 def first_compiles(graph: fx.GraphModule) -> Iterator[None]:
     """Of the processes that compile equal graphs at a time, the others wait for the first, and find
@@ -87,7 +99,7 @@ def first_compiles(graph: fx.GraphModule) -> Iterator[None]:
     from torch._inductor.codecache import LOCK_TIMEOUT, get_lock_dir
     from torch.utils._filelock import FileLock
 
-    if not config.fx_graph_cache or config.force_disable_caches:
+    if not config.fx_graph_cache or config.force_disable_caches or _compiles_together(config):
         yield
         return
     inputs = [str(node.meta.get("val")) for node in graph.graph.find_nodes(op="placeholder")]
