@@ -88,9 +88,13 @@ def _with_rank(arguments: Any, rank: Any) -> Any:
 def _number(gm: fx.GraphModule, axis: Axis, node: fx.Node) -> fx.Node:
     """The rank's number as a buffer, on the device of the node's value."""
     name = f"rank_of_{axis.name}"
-    number = torch.tensor(axis.rank, device=node.meta["val"].device)
-    gm.register_buffer(name, number, persistent=False)
+    gm.register_buffer(name, number_on(node.meta["val"].device, axis.rank), persistent=False)
     return gm.graph.get_attr(name)
+
+
+def number_on(device: torch.device, number: int) -> torch.Tensor:
+    """A number as a tensor without dims."""
+    return torch.tensor(number, device=device)
 
 
 def _need(node: fx.Node) -> str:

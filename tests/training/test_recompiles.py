@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import pytest
@@ -80,7 +79,7 @@ def shapes(sizes: list[tuple[int, int]], activation_byte: float | None = None) -
 
     backend._runner = recorded
     prices, request = Prices(activation_byte=activation_byte), build.Request
-    build.Request = functools.partial(request, prices=prices)  # type: ignore[misc,assignment]
+    build.Request = lambda **given: request(**{**given, "prices": prices})  # type: ignore[assignment,misc]
     try:
         for step, (rows, length) in enumerate(sizes):
             batch = ids(step, rows, length)

@@ -24,7 +24,7 @@ from torch import fx, nn
 
 import autoshard
 from autoshard import tracing
-from autoshard.compiling import compile_local, not_captured, rank_settings
+from autoshard.compiling import any_rank, compile_local, not_captured, rank_settings
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import Axis, S
@@ -247,8 +247,9 @@ def captures(program: Program, inputs: Sequence[compat.GraphInput]) -> dict[str,
         placeholders = gm.graph.find_nodes(op="placeholder")
         names = [node.name for node in placeholders]
         if not options.get("is_backward"):
-            names = [item.name for item in inputs]
-            assert len(names) == len(placeholders)
+            own = names[: len(names) - len(inputs)]  # of the graph, which come first
+            assert all("rank_of" in str(node.meta["desc"]) for node in placeholders[: len(own)])
+            names = [*own, *(item.name for item in inputs)]
         moving = set(range(len(names))) - set(options["static_input_idxs"])
         written = {
             names[placeholders.index(node.args[0])]
@@ -270,7 +271,13 @@ def captures(program: Program, inputs: Sequence[compat.GraphInput]) -> dict[str,
 
     local = program.graph_module
     fakes = [node.meta["val"] for node in local.graph.find_nodes(op="placeholder")]
+
+    def number_on(device: torch.device, number: int) -> torch.Tensor:
+        with fakes[0].fake_mode:  # there is no such device
+            return torch.tensor(number, device=device)
+
     with (
+        mock.patch.object(any_rank, "number_on", number_on),
         mock.patch.object(compile_fx, "compile_fx_inner", inner),
         torch._functorch.config.patch(
             enable_autograd_cache=False, force_non_lazy_backward_lowering=True
