@@ -42,14 +42,14 @@ class Section:
     share: float = 0.15
 
 
-def _world_one(model: str) -> Section:
+def _world_one(model: str, share: float) -> Section:
     return Section(
         about=f"step, first step and peak of a {model} beside plain torch.compile; predicted peak",
         command=(
             *(str(HERE / "world_one.py"), "--model", model, "--device", "{device}"),
             *("--steps", "10", "--json", "{json}"),
         ),
-        share=0.25,
+        share=share,
     )
 
 
@@ -66,16 +66,17 @@ def _beside_rivals(devices: int) -> dict[str, Section]:
         "tensor_parallel": Section(
             about="a training step beside parallelize_module and torch's async tensor parallelism",
             command=(*training, "tp"),
-            share=0.3,
+            share=0.2,
         ),
         "data_parallel": Section(
             about="a training step beside DDP and FSDP2",
             command=(*training, "dp"),
-            share=0.3,
+            share=0.2,
         ),
         "overlap": Section(
             about="layers on tp: in halves of the batch, and with fused collectives",
             command=_ranks(count, "halves.py"),
+            share=0.1,
         ),
     }
 
@@ -83,14 +84,16 @@ def _beside_rivals(devices: int) -> dict[str, Section]:
 def sections(devices: int, device: str = "cuda") -> dict[str, Section]:
     """The sections by name, for a machine of so many devices; without one, what a CPU can show."""
     few = () if device == "cuda" else ("--layers", "2", "--tokens", "16", "--rounds", "1")
+    small = () if device == "cuda" else ("--vocab", "8192", "--rows", "1024")
+    share = 0.25 if devices == 1 else 0.15  # of twice the minutes
     return {
         "two_ranks": Section(
             about="the sharded model beside the serial one, on every kind of mesh of two ranks",
             command=_ranks(2, "two_ranks.py"),
         ),
-        "llama": _world_one("llama"),
-        "vit": _world_one("vit"),
-        "mixture": _world_one("mixture"),
+        "llama": _world_one("llama", share),
+        "vit": _world_one("vit", share),
+        "mixture": _world_one("mixture", share),
         "dropout": Section(
             about="dropout that does not depend on the mesh beside native dropout",
             command=(str(HERE / "dropout.py"), "--device", "{device}", "--json", "{json}"),
@@ -107,8 +110,11 @@ def sections(devices: int, device: str = "cuda") -> dict[str, Section]:
         ),
         "loss": Section(
             about="a loss by chunks of rows beside whole logits: time, peak, predicted peak",
-            command=(str(HERE / "chunked_loss.py"), "--device", "{device}", "--json", "{json}"),
-            share=0.1,
+            command=(
+                *(str(HERE / "chunked_loss.py"), "--device", "{device}", *small),
+                *("--json", "{json}"),
+            ),
+            share=0.12,
         ),
         "host_states": Section(
             about="AdamW with its states on the host beside AdamW on the device, and whether it is "
@@ -120,7 +126,7 @@ def sections(devices: int, device: str = "cuda") -> dict[str, Section]:
             about="the time to the first token and tokens a second, beside serial decoding and, on "
             "several devices, transformers' tensor parallelism",
             command=_ranks(min(devices, 2), "generate.py", "--static", *few),
-            share=0.2,
+            share=0.15,
         ),
         **(_beside_rivals(devices) if devices > 1 else {}),
         "measure": Section(
