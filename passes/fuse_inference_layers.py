@@ -27,8 +27,8 @@ import torch
 from torch import fx
 
 from autoshard.passes.base import Context, Report, emit
+from autoshard.planning import is_trained
 from autoshard.runtime.collectives import I, P, forward_value, redistribute, shard_dim
-from autoshard.runtime.graph_meta import DIFF
 from autoshard.runtime.operators import reduce_add_norm
 
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ class FuseInferenceLayers:
     def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
         """Rewrite in place the regions of a graph that has no gradients."""
         report = Report(self.name)
-        if any(node.meta.get(DIFF) for node in gm.graph.nodes):
+        if is_trained(gm):
             return report
         for node in list(gm.graph.nodes):
             if node.target is redistribute and node.args[1] == P:

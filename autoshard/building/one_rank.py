@@ -50,13 +50,14 @@ from autoshard.planning import (
     Plan,
     Prices,
     Request,
+    is_trained,
     on_rank,
     plan_graph,
     shardable,
     value,
     with_graph,
 )
-from autoshard.planning.cost import Hardware, fusing_for, planned_on
+from autoshard.planning.cost import Hardware, fusing_for, machine_and_link, planned_on
 from autoshard.planning.halves import Found, halving_for
 from autoshard.program import Program
 from autoshard.runtime import compat
@@ -163,7 +164,7 @@ def build_program(
         )
 
     budget = config.memory_budget or room
-    if budget is not None and any(node.meta.get(DIFF) for node in serial.graph.nodes):
+    if budget is not None and is_trained(serial):
         if config.host_memory and any(_on_gpu(node) for node in serial.graph.nodes):
             compat.transfers()  # or raises
         first = offline_mesh({one.name: one.size for one in mesh.axes}, 0)
@@ -222,7 +223,7 @@ def plan_captured(
         elif isinstance(item.real, torch.Tensor) and item.of_model:
             node.meta[BUFFER] = True
     plan = load_plan(config.plan, axis, mesh.outer)
-    trains = any(node.meta.get(DIFF) for node in serial.graph.nodes)
+    trains = is_trained(serial)
     layout = layout_of(config, mesh, plan, trains)
     request = Request(
         axis=axis.name,
@@ -313,7 +314,7 @@ def _local_passes(
 ) -> list[Pass]:
     """The passes that make the planned graph one rank's, with their options."""
     passes: list[Pass] = [Localize(planned.decisions, config.recompute_collectives)]
-    if not any(node.meta.get(DIFF) for node in planned.serial.graph.nodes):
+    if not is_trained(planned.serial):
         passes.append(FuseInferenceLayers(config.small_sums == "symmetric_memory"))
     else:
         passes += _halves(planned, mesh, config)
@@ -352,9 +353,8 @@ def _halves(planned: Planned, mesh: Mesh, config: Config) -> list[Pass]:
     halving = halving_for(config.overlap_halves)
     if halving is None or mesh.planned.size == 1 or config.inner in ("eager", "tensorrt"):
         return []
-    machine = planned_on(planned.decisions.hardware)
-    links = machine.links({axis.name: axis.size for axis in mesh.axes})
-    link = machine.real(links[mesh.planned.name])
+    sizes = {axis.name: axis.size for axis in mesh.axes}
+    machine, link = machine_and_link(planned.decisions.hardware, sizes, mesh.planned.name)
     placeholders = planned.serial.graph.find_nodes(op="placeholder")
     positions = frozenset(i for i, n in enumerate(placeholders) if n in planned.parameters)
     return [SplitHalves(positions, halving, machine, link)]
@@ -363,7 +363,7 @@ def _halves(planned: Planned, mesh: Mesh, config: Config) -> list[Pass]:
 def seconds_spared(planned: Planned, mesh: Mesh, config: Config) -> float:
     """Predicted seconds of a step on one batch that halves of it spare; 0 where none may."""
     passes = _halves(planned, mesh, config)
-    if not passes or not any(node.meta.get(DIFF) for node in planned.serial.graph.nodes):
+    if not passes or not is_trained(planned.serial):
         return 0.0
     local, _ = rank_program(planned.serial, [Localize(planned.decisions), *passes], mesh.planned)
     found: Found = local.meta[SPLIT_HALVES]

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from autoshard.runtime.collectives import (
     Axis,
@@ -45,7 +46,7 @@ _UNREAD, _VALUE, _TEXT = "unread", "value", "text"
 
 def for_any_rank(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy of a local graph, as above; `gm` itself where no node of it holds an axis."""
-    if not any(_axes(node.args) or _axes(node.kwargs) for node in gm.graph.nodes):
+    if not any(map(_axes, gm.graph.nodes)):
         return gm
     found = fx.GraphModule(gm, fx.Graph())
     numbers: dict[str, fx.Node] = {}
@@ -53,36 +54,33 @@ def for_any_rank(gm: fx.GraphModule) -> fx.GraphModule:
     for node in gm.graph.nodes:
         need = _need(node)
         if need is _VALUE:
-            (axis,) = _axes(node.args) + _axes(node.kwargs)
+            (axis,) = _axes(node)
             if axis.name not in numbers:
                 numbers[axis.name] = _number(found, axis, node)
         copies[node] = new = found.graph.node_copy(node, copies.__getitem__)
         if need is not _TEXT:
             rank: Any = numbers[axis.name] if need is _VALUE else 0
-            new.args, new.kwargs = _with_rank(new.args, rank), _with_rank(new.kwargs, rank)
+            new.args, new.kwargs = _with_rank(new.args, rank), _with_rank(dict(new.kwargs), rank)
     found.meta = dict(gm.meta)
     found.recompile()
     return found
 
 
-def _axes(arguments: Any) -> list[Axis]:
+def _axes(node: fx.Node) -> list[Axis]:
     """Every axis in a node's arguments."""
-    if isinstance(arguments, Axis):
-        return [arguments]
-    values = arguments.values() if isinstance(arguments, dict) else arguments
-    inside = isinstance(arguments, tuple | list | dict)
-    return [axis for one in values for axis in _axes(one)] if inside else []
+    leaves = pytree.tree_leaves((node.args, dict(node.kwargs)), is_leaf=_is_axis)
+    return [one for one in leaves if _is_axis(one)]
 
 
 def _with_rank(arguments: Any, rank: Any) -> Any:
     """The arguments, each axis of them as the rank of that number has it."""
-    if isinstance(arguments, Axis):
-        return arguments._replace(rank=rank)
-    if isinstance(arguments, dict):
-        return {name: _with_rank(one, rank) for name, one in arguments.items()}
-    if type(arguments) in (tuple, list):
-        return type(arguments)(_with_rank(one, rank) for one in arguments)
-    return arguments
+    return pytree.tree_map(
+        lambda one: one._replace(rank=rank) if _is_axis(one) else one, arguments, is_leaf=_is_axis
+    )
+
+
+def _is_axis(argument: Any) -> bool:
+    return isinstance(argument, Axis)
 
 
 def _number(gm: fx.GraphModule, axis: Axis, node: fx.Node) -> fx.Node:
@@ -133,7 +131,7 @@ def _of_loss(node: fx.Node) -> str:
 
 def _value_where(extent: Any, node: fx.Node) -> str:
     """Ranks have as many rows as each other only where the axis divides them."""
-    (axis,) = _axes(node.args) + _axes(node.kwargs)
+    (axis,) = _axes(node)
     return _VALUE if isinstance(extent, int) and extent % axis.size == 0 else _TEXT
 
 

@@ -26,7 +26,7 @@ from autoshard.passes import (
     specialize,
 )
 from autoshard.planning import Decisions, Outer, Plan, Recomputation
-from autoshard.planning.cost import Cluster, Hardware, Link, planned_on
+from autoshard.planning.cost import Cluster, Hardware, Link, machine_and_link
 from autoshard.planning.halves import Found
 from autoshard.runtime.collectives import Axis, I, State, gathering_axes
 from autoshard.runtime.compat import (
@@ -134,9 +134,8 @@ class Built:
 
     def machine_and_link(self) -> tuple[Cluster, Link]:
         """The machine that the plan is for, and the link of the planned axis."""
-        machine = planned_on(self.hardware)
-        links = machine.links({axis.name: axis.size for axis in self.mesh.axes})
-        return machine, machine.real(links[self.axis.name])
+        sizes = {axis.name: axis.size for axis in self.mesh.axes}
+        return machine_and_link(self.hardware, sizes, self.axis.name)
 
     def _specialized(self, made: ForwardBackward) -> ForwardBackward:
         specialize(made.forward, self.axis, False, self.watch)

@@ -18,9 +18,9 @@ from torch import fx
 from autoshard.compiling.built import Built
 from autoshard.config import Config
 from autoshard.errors import ConfigError, message
-from autoshard.planning import is_handed_on
+from autoshard.planning import is_handed_on, is_trained
 from autoshard.runtime import compat
-from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS
+from autoshard.runtime.graph_meta import MUTATED, N_OUTPUTS
 from autoshard.runtime.lazy import LazyGather
 from autoshard.runtime.parameters import SINGLE
 
@@ -111,7 +111,7 @@ def not_captured(program: Built) -> str:
     """
     if program.microbatch != SINGLE:
         return "gradients wait in memory that is another one in each accumulation (no_sync)"
-    if any(node.meta.get(DIFF) for node in program.serial.graph.nodes):
+    if is_trained(program.serial):
         return ""
     results: Any = program.serial.graph.output_node().args[0]
     made = [one for one in results[: program.serial.meta[N_OUTPUTS]] if _is_kept(one)]

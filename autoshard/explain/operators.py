@@ -9,7 +9,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.compiling import Built
-from autoshard.planning import cost, operands, strategy_text, value
+from autoshard.planning import cost, is_trained, operands, strategy_text, value
 from autoshard.runtime.graph_meta import DIFF
 
 
@@ -31,7 +31,7 @@ def planned_operators(built: Built) -> dict[fx.Node, str]:
 def carries_data(built: Built) -> Callable[[fx.Node], bool]:
     """Which nodes carry what the model computes: those with a gradient, so that masks and
     positions are left out; in a graph without gradients all of floating point."""
-    if any(node.meta.get(DIFF) for node in built.serial.graph.nodes):
+    if is_trained(built.serial):
         return lambda node: node.op == "call_function" and bool(node.meta.get(DIFF))
     return lambda node: (
         node.op == "call_function"

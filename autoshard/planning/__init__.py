@@ -26,6 +26,7 @@ from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.two_axes import TwoAxes, plan_both
 from autoshard.planning.values import (
     global_bytes,
+    is_trained,
     output_state,
     producer,
     shardable,

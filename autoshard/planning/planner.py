@@ -28,7 +28,7 @@ from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Builder, Problem
 from autoshard.planning.solver import Solution, TooWide
 from autoshard.planning.strategy import Strategy, value
-from autoshard.planning.values import differentiable, shardable
+from autoshard.planning.values import is_trained, shardable
 from autoshard.runtime.collectives import I, State, shard_dim
 from autoshard.runtime.errors import PlanError
 from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS
@@ -48,7 +48,7 @@ def plan_graph(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request)
     plan can fit `memory_budget` bytes a rank.
     """
     default = _default(gm, n, hardware, request)
-    trains = any(differentiable(node) for node in gm.graph.nodes)
+    trains = is_trained(gm)
     if request.memory_budget is None or not (trains or request.budget_is_known):
         return default
     return _within_budget(gm, n, hardware, request, default, request.memory_budget)
@@ -102,7 +102,7 @@ def _within_budget(
     chosen.unbudgeted = default
     if best.least <= budget:
         return chosen
-    trains = any(differentiable(node) for node in gm.graph.nodes)
+    trains = is_trained(gm)
     if not request.budget_is_known:
         return chosen
     if not trains or best.resident > budget:

@@ -44,6 +44,7 @@ from autoshard.planning.values import (
     differentiable,
     global_bytes,
     is_lookup,
+    is_trained,
     leaves_none_empty,
     output_state,
     producer,
@@ -121,7 +122,7 @@ class Builder:
             if is_mixture(node) and leaves_none_empty(exchangeable(node), experts):
                 prices.parts.update(dict.fromkeys(node.args[3], experts))  # type: ignore[arg-type]
         self.stored, self.arriving = stored, arriving
-        self.inference = not any(map(differentiable, gm.graph.nodes))
+        self.inference = not is_trained(gm)
         # the first call of a model that generates is planned as if it trained, and has a cache too
         self.keeps_states = self.inference or bool(gm.meta.get(WITHOUT_GRADIENTS))
         self.output_domains, self.outputs_read, self.even = output_domains, outputs_read, even

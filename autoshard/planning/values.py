@@ -99,6 +99,11 @@ def differentiable(node: fx.Node) -> bool:
     return bool(node.meta.get(DIFF))
 
 
+def is_trained(gm: fx.GraphModule) -> bool:
+    """Whether a gradient can flow to anything in a graph."""
+    return any(map(differentiable, gm.graph.nodes))
+
+
 def tensor_bytes(result: Any) -> int:
     """Bytes of the whole tensor, symbolic sizes counted with their hints; 0 for anything else."""
     if not isinstance(result, torch.Tensor):

@@ -27,11 +27,12 @@ class Request:
     budget_is_known: whether it is an error that nothing fits it; else the default plan is taken.
     prices: what a stored byte costs where there is no memory_budget. layout: the data-parallel
     axes, among which a rank's bytes are split further. chosen: what dp_shard does with parameters
-    that have a choice already. even: whether only dims are split that the
-    axis divides, and no shape depends on values (of a graph that is exported, or is planned on
-    another axis afterwards). beside: ranks of that axis. fusing: which collectives are one operator
-    with the products beside them; None: none. outer: of the graph of a rank of another axis, the
-    plan of that. splits_batch: whether cp may split the batch, too.
+    that have a choice already. optimizer_states: where those are, "device" or "host".
+    even: whether only dims are split that the axis divides, and no shape depends on values (of a
+    graph that is exported, or is planned on another axis afterwards). beside: ranks of that axis.
+    fusing: which collectives are one operator with the products beside them; None: none.
+    outer: of the graph of a rank of another axis, the plan of that. splits_batch: whether cp may
+    split the batch, too.
     """
 
     parameters: Mapping[fx.Node, str]

@@ -8,7 +8,7 @@ from autoshard.planning.cost.bucket_size import (
     fill_buckets,
     reference_bytes,
 )
-from autoshard.planning.cost.clusters import Cluster, cluster, planned_on
+from autoshard.planning.cost.clusters import Cluster, cluster, machine_and_link, planned_on
 from autoshard.planning.cost.fused import (
     START_SECONDS,
     Fusing,

@@ -151,6 +151,15 @@ def planned_on(hardware: Hardware) -> Cluster:
     return Cluster(hardware, 8, hardware.links["tp"], hardware.links["dp_shard"])
 
 
+def machine_and_link(
+    hardware: Hardware, sizes: Mapping[str, int], axis: str
+) -> tuple[Cluster, Link]:
+    """The cluster that a plan for `hardware` is priced on, and the link of one axis of a mesh, at
+    the rate that programs get of it. sizes: of the mesh, by axis name."""
+    machine = planned_on(hardware)
+    return machine, machine.real(machine.links(sizes)[axis])
+
+
 def cluster(source: str | Cluster) -> Cluster:
     """A built-in cluster (a key of HARDWARE: eight GPUs a node, or a pair of CPU processes), or
     the one that a .json, .yaml or .yml file describes. ConfigError where there is neither."""
