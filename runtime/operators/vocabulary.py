@@ -39,7 +39,9 @@ def vocab_parallel_embedding(
     start, length = chunk_bounds(rows, axis)
     local = indices - start
     owned = (local >= 0) & (local < length)
-    padding = padding_idx - start if start <= padding_idx < start + length else -1
+    # the start of a graph for every rank is a tensor, which is compared only where there is a need
+    own = padding_idx >= 0 and start <= padding_idx < start + length
+    padding = padding_idx - start if own else -1
     found = torch.embedding(weight, local.clamp(0, length - 1), padding)
     return found.masked_fill(~owned.unsqueeze(-1), 0)
 

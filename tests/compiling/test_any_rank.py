@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autoshard
 from autoshard.compiling.any_rank import for_any_rank
@@ -62,6 +63,14 @@ def test_what_depends_on_the_number_keeps_it() -> None:
             graph.output(node)
             found.add(for_any_rank(fx.GraphModule(nn.Module(), graph)).code)
         assert len(found) == 2, given
+
+
+def test_no_operator_asks_for_the_number_while_it_is_traced() -> None:
+    with FakeTensorMode() as mode:
+        number = mode.from_tensor(torch.tensor(1))
+        given = torch.empty(8, 4), torch.empty(3, dtype=torch.long)
+        axis = Axis("tp", 2, number, "offline:tp")
+        assert vocab_parallel_embedding(*given, rows=16, axis=axis).shape == (3, 4)
 
 
 def everything(axis: Axis) -> fx.GraphModule:

@@ -16,8 +16,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoshard.planning.rules.registry import strategies
 from autoshard.planning.rules.views import size_entry
-from autoshard.planning.strategy import Strategy
+from autoshard.planning.strategy import ImplCollective, Strategy
+from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.states import I, P, R, S, shard_dim
+from autoshard.runtime.operators.vocabulary import loss_over_tokens
 from oracle import check, node_of
 
 aten = torch.ops.aten
@@ -122,6 +124,25 @@ def test_symbolic_sizes_are_sharded_without_new_guards(name: str) -> None:
     guards = len(environment.guards)
     found, _ = strategies(node, 2)
     assert (inputs, output) in [(s.inputs, s.output) for s in found]
+    assert len(environment.guards) == guards
+
+
+def test_a_loss_over_any_number_of_tokens_on_another_axis() -> None:
+    scores, target = torch.randn(8, 6), torch.zeros(8, dtype=torch.int64)
+    loss = torch.nn.functional.cross_entropy
+    node, environment = symbolic(lambda x, y: loss(x, y), scores, target)
+    of_scores, of_target = (one.meta for one in node.all_input_nodes)
+    rows = of_target["val"].shape[0]
+    of_scores["val"] = of_scores["val"].new_empty(rows, 6)
+    guards = len(environment.guards)
+    node.kwargs = {"op": node.target, "axis": Axis("cp", 2, 0, "offline:cp")}
+    node.target = loss_over_tokens
+    found, _ = strategies(node, 2)
+    by_classes = next(one for one in found if one.inputs[0] == S(1))
+    assert by_classes.traffic == (
+        ImplCollective("all_reduce", 8 * 4),
+        ImplCollective("all_reduce", 2 * 8 * 4),
+    )
     assert len(environment.guards) == guards
 
 

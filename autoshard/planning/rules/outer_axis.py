@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.planning.sizes import is_one, why_not
+from autoshard.planning.sizes import count, is_one, same_shape, why_not
 from autoshard.planning.strategy import ImplCollective, Strategy, operands, value
 from autoshard.planning.values import tensor_bytes
 from autoshard.runtime.collectives import Axis, I, P, R, S, State, change_steps, redistribute
@@ -53,8 +53,8 @@ def beside(node: fx.Node, n: int) -> list[Strategy]:
         return []
     if node.target in (shared_seed, tracked_seeds):
         return [Strategy((), I, node.target)]  # type: ignore[arg-type]
-    count = len(operands(node))
-    found = [_priced(node, Strategy((I,) * count, _each(node, I), _whole(node)), n)]
+    given = len(operands(node))
+    found = [_priced(node, Strategy((I,) * given, _each(node, I), _whole(node)), n)]
     if rule := _RULES.get(node.target):
         found += [_priced(node, one, n) for one in rule(node, n)]
     return list(dict.fromkeys(found))
@@ -128,14 +128,14 @@ def _mean_loss(node: fx.Node, n: int) -> Iterator[Strategy]:
         if dim != classes:
             impl = Bound.of(loss_over_tokens, op=op)
             mean = len(node.args) <= _REDUCTION or node.args[_REDUCTION] == MEAN
-            count = (ImplCollective("all_reduce", 8),) if mean else ()
-            yield Strategy((S(dim), S(dim - (dim > classes)), *whole), P, impl, count)
+            summed = (ImplCollective("all_reduce", 8),) if mean else ()
+            yield Strategy((S(dim), S(dim - (dim > classes)), *whole), P, impl, summed)
         elif isinstance(size, int):
             impl = Bound.of(loss_over_tokens_and_classes, op=op, classes=size)
             if op is not torch.ops.aten.cross_entropy_loss.default:
                 yield Strategy((S(dim), I, *whole), P, impl)
                 continue
-            tokens = max(4, scores.element_size()) * max(1, target.numel())
+            tokens = max(4, scores.element_size()) * count(target.shape)
             sums = 3 if len(node.args) > 5 and node.args[5] else 2
             traffic = tuple(ImplCollective("all_reduce", b) for b in (tokens, sums * tokens))
             yield Strategy((S(dim), I, *whole), I, impl, traffic)
@@ -152,7 +152,7 @@ def _random(node: fx.Node, n: int) -> Iterator[Strategy]:
     *tensors, _ = operands(node)
     made = value(node)
     results = made if isinstance(made, (tuple, list)) else [made]
-    if any(one.shape != results[0].shape for one in (*results, *map(value, tensors))):
+    if not all(same_shape(one, results[0]) for one in (*results, *map(value, tensors))):
         return
     for dim, size in enumerate(results[0].shape):
         if isinstance(size, int) and why_not(size, n, even=True) is None:
