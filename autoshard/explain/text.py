@@ -121,8 +121,28 @@ def _recomputed(built: Built) -> str:
         f"{human(chosen.spared)} less is kept ({human(chosen.kept)} is), in "
         f"{_milliseconds(chosen.seconds)} a step; no choice in these segments keeps as little in "
         f"less than {_milliseconds(chosen.bound)}\n"
-        f"  {shown}{more}"
+        f"  {shown}{more}{_placed(built)}"
     )
+
+
+def _placed(built: Built) -> str:
+    """What is known of other placements under the budget."""
+    plan, axis = built.decisions, built.axis
+    if axis.size == 1:
+        return ""
+    if plan.placements is None:
+        reason = plan.apart or "the step was estimated to fit as it is"
+        return f"\n  placements of {axis.name} were decided before what is kept: {reason}"
+    gap = plan.placements.gap(plan)
+    if gap is None:
+        why = " with zero='auto'" if plan.weights else ""
+        told = f"by how much others could be quicker is not known{why}"
+    else:
+        than = f"is more than {_milliseconds(gap)} quicker" if gap else "is quicker"
+        told = f"none with any choice in these segments that needs no more {than}, as charged"
+    first = built.outer.axis.name if built.outer is not None else ""
+    before = f"; {first} has the plan that it has without a budget" if first else ""
+    return f"\n  placements of {axis.name} were decided together with what is kept: {told}{before}"
 
 
 def _cuda_graph(built: Built) -> str:

@@ -2,4 +2,5 @@
 
 from __future__ import annotations
 
+from autoshard.planning.kept_values.bound import Dual
 from autoshard.planning.kept_values.search import KeptSearch
