@@ -29,6 +29,7 @@ def explain(built: Built, width: int | None = None) -> str:
         built.chosen,
         _held(built),
         _recomputed(built),
+        _other_placements(built),
         text_costs.dearest(facts, columns),
         text_costs.by_module(facts, columns),
         _parameters(facts, columns),
@@ -121,18 +122,18 @@ def _recomputed(built: Built) -> str:
         f"{human(chosen.spared)} less is kept ({human(chosen.kept)} is), in "
         f"{_milliseconds(chosen.seconds)} a step; no choice in these segments keeps as little in "
         f"less than {_milliseconds(chosen.bound)}\n"
-        f"  {shown}{more}{_placed(built)}"
+        f"  {shown}{more}"
     )
 
 
-def _placed(built: Built) -> str:
+def _other_placements(built: Built) -> str:
     """What is known of other placements under the budget."""
     plan, axis = built.decisions, built.axis
-    if axis.size == 1:
+    if axis.size == 1 or plan.recomputation is None:
         return ""
     if plan.placements is None:
         reason = plan.apart or "the step was estimated to fit as it is"
-        return f"\n  placements of {axis.name} were decided before what is kept: {reason}"
+        return f"placements on {axis.name} were decided before what is kept: {reason}"
     gap = plan.placements.gap(plan)
     if gap is None:
         why = " with zero='auto'" if plan.weights else ""
@@ -142,7 +143,7 @@ def _placed(built: Built) -> str:
         told = f"none with any choice in these segments that needs no more {than}, as charged"
     first = built.outer.axis.name if built.outer is not None else ""
     before = f"; {first} has the plan that it has without a budget" if first else ""
-    return f"\n  placements of {axis.name} were decided together with what is kept: {told}{before}"
+    return f"placements on {axis.name} were decided together with what is kept: {told}{before}"
 
 
 def _cuda_graph(built: Built) -> str:

@@ -22,7 +22,7 @@ from autoshard.planning.estimate import (
     timing,
 )
 from autoshard.planning.head_tail import HeadTail
-from autoshard.planning.kept_values import Dual, KeptSearch
+from autoshard.planning.kept_values import KeptSearch
 from autoshard.planning.outer import Origin
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Builder, Problem
@@ -134,11 +134,6 @@ def _jointly(
         lambda one: one.least <= budget,
     )
     together = list(found)
-    own = Prices(
-        default.prices.parameter_byte,
-        default.prices.activation_byte,
-        spreads_batch=default.prices.spreads_batch,
-    )
 
     def problem(prices: Prices) -> tuple[Problem, AxisPrices]:
         builder = builder_of(gm, n, hardware, request, prices)
@@ -147,18 +142,7 @@ def _jointly(
             constrain(gm, built, request.plan)
         return built, builder.prices
 
-    dual = Dual(
-        gm=gm,
-        n=n,
-        cluster=cluster,
-        shard=request.layout.shard,
-        host=host,
-        prices=own,
-        problem=problem,
-    )
-    for one in (*apart, *together):
-        one.decisions.placements = None if search.refused else dual
-        one.decisions.apart = search.refused
+    search.tell([one.decisions for one in (*apart, *together)], problem)
     return together
 
 

@@ -2,5 +2,4 @@
 
 from __future__ import annotations
 
-from autoshard.planning.kept_values.bound import Dual
 from autoshard.planning.kept_values.search import KeptSearch

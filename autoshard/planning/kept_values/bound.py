@@ -28,6 +28,9 @@ _TRIES = 7
 _ROUNDING = 1e-9
 """Sums in two orders may differ by such a part."""
 
+Problems = Callable[[Prices], tuple[Problem, AxisPrices]]
+"""The planner's problem, and its prices, at given prices of bytes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Dual:
@@ -43,7 +46,7 @@ class Dual:
     shard: int
     host: bool
     prices: Prices
-    problem: Callable[[Prices], tuple[Problem, AxisPrices]]
+    problem: Problems
 
     def gap(self, plan: Decisions) -> float | None:
         """The seconds, as the planner charges them, by which a placement with any choice may be

@@ -35,8 +35,8 @@ class ReadValue:
     which are fates after UNREAD and KEPT. wanted: the state by strategy of the reader; read:
     whether its derivative reads it; near: segments of other readers that may want the same value;
     alike: names of that state that one of them may use; shared: how many at least are charged for
-    it, if all keep it. reader: fates of what the reader makes. view: whether that is another name of
-    the value. place: the reader's segment; ends: whether it is the last. others: whether another
+    it, if all keep it. reader: fates of what the reader makes. view: whether that is another name
+    of the value. place: the reader's segment; ends: whether it is the last. others: whether another
     reader is in the value's segment.
     """
 

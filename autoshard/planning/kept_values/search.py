@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
@@ -12,7 +12,7 @@ from torch import fx
 from autoshard.planning.cost import Cluster
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate import SLOWS, Training, Walk, values_of
-from autoshard.planning.kept_values.bound import segments_by_node
+from autoshard.planning.kept_values.bound import Dual, Problems, segments_by_node
 from autoshard.planning.kept_values.problem import KeptValues
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Problem
@@ -73,7 +73,8 @@ class KeptSearch:
         """
         known: dict[str, tuple[Priced, float]] = {}
         try:
-            for self.charge in self.charges if self.allowed else ():
+            for charge in self.charges if self.allowed else ():
+                self.charge = charge
                 low, high = math.log(_LOWEST), math.log(_HIGHEST)
                 for _ in range(_TRIES):
                     self.price = math.exp((low + high) / 2)
@@ -99,6 +100,22 @@ class KeptSearch:
         joint = KeptValues(walk, problem, self.segments, self.price, self.charge)
         solution, self.kept = joint.solve()
         return solution, []
+
+    def tell(self, plans: Iterable[Decisions], problem: Problems) -> None:
+        """Let plans know what is known of others. problem: the planner's at given prices."""
+        own = self.default.prices
+        prices = Prices(own.parameter_byte, own.activation_byte, spreads_batch=own.spreads_batch)
+        dual = Dual(
+            gm=self.gm,
+            n=self.n,
+            cluster=self.cluster,
+            shard=self.shard,
+            host=math.isfinite(self.charges[-1]),
+            prices=prices,
+            problem=problem,
+        )
+        for plan in plans:
+            plan.placements, plan.apart = (None if self.refused else dual), self.refused
 
     def _prices(self) -> Prices:
         own = self.default.prices
