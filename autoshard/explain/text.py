@@ -131,9 +131,11 @@ def _other_placements(built: Built) -> str:
     plan, axis = built.decisions, built.axis
     if axis.size == 1 or plan.recomputation is None:
         return ""
+    first = built.outer.axis.name if built.outer is not None else ""
+    before = f"; {first} has the plan that it has without a budget" if first else ""
     if plan.placements is None:
         reason = plan.apart or "the step was estimated to fit as it is"
-        return f"placements on {axis.name} were decided before what is kept: {reason}"
+        return f"placements on {axis.name} were decided before what is kept: {reason}{before}"
     gap = plan.placements.gap(plan)
     if gap is None:
         why = " with zero='auto'" if plan.weights else ""
@@ -141,8 +143,6 @@ def _other_placements(built: Built) -> str:
     else:
         than = f"is more than {_milliseconds(gap)} quicker" if gap else "is quicker"
         told = f"none with any choice in these segments that needs no more {than}, as charged"
-    first = built.outer.axis.name if built.outer is not None else ""
-    before = f"; {first} has the plan that it has without a budget" if first else ""
     return f"placements on {axis.name} were decided together with what is kept: {told}{before}"
 
 

@@ -21,7 +21,7 @@ ANY = (UNREAD, KEPT, AGAIN)
 ANYWHERE = -1
 """In the place of a segment: that of any reader."""
 
-Change = Callable[[State, State, bool], tuple[float, float]]
+PriceChange = Callable[[State, State, bool], tuple[float, float]]
 """Of a change of state, and whether it is made in the last segment: seconds for keeping its result
 and for doing it again."""
 
@@ -57,7 +57,7 @@ class ReadValue:
 
 
 def edge_table(
-    edge: ReadValue, prices: Change, change: Callable[[State, State], float]
+    edge: ReadValue, prices: PriceChange, change: Callable[[State, State], float]
 ) -> np.ndarray:
     """Seconds by pair of the producer, of the copy where there is one, and of the reader.
 
@@ -108,7 +108,7 @@ def _read(
     w: int,
     through: bool,
     copied: int,
-    prices: Change,
+    prices: PriceChange,
 ) -> np.ndarray:
     """By fate of the value, of its copy and of the reader. through: whether the copy is on the way
     to another state."""

@@ -28,7 +28,7 @@ from autoshard.planning.kept_values.fates import (
     ANYWHERE,
     KEPT,
     UNREAD,
-    Change,
+    PriceChange,
     ReadValue,
     edge_table,
 )
@@ -47,7 +47,7 @@ _MOST_PLACES = 3
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _ValueReader:
     """A reader of a value. place: its segment; -1 where it makes nothing."""
 
     variable: int
@@ -174,7 +174,7 @@ class KeptValues:
     # Edges
 
     def _read(self) -> None:
-        readers: dict[fx.Node, list[_Reader]] = {}
+        readers: dict[fx.Node, list[_ValueReader]] = {}
         for node, variable in self.base.variables.items():
             view = self.kernels.is_view(node)
             for position, source in enumerate(operands(node)):
@@ -187,7 +187,7 @@ class KeptValues:
                 if (view and position == 0) or self._computes(node):
                     place = -1 if view else self.segments[node]
                     readers.setdefault(source, []).append(
-                        _Reader(variable, wanted, read, view, place)
+                        _ValueReader(variable, wanted, read, view, place)
                     )
         for source, variable in self.base.copies.items():
             if self._is_there(source) or source not in readers:
@@ -196,7 +196,7 @@ class KeptValues:
             if not self._is_there(source):
                 self._edges_of(source, found)
 
-    def _edges_of(self, source: fx.Node, found: list[_Reader]) -> None:
+    def _edges_of(self, source: fx.Node, found: list[_ValueReader]) -> None:
         owner, index = producer(source)
         x, copy = self.base.variables[owner], self.base.copies.get(source)
         states = tuple(output_state(one, index) for one in self.base.domains[owner])
@@ -248,7 +248,7 @@ class KeptValues:
     def _results(self) -> list[Any]:
         return list(self.walk.gm.graph.output_node().args[0])  # type: ignore[arg-type]
 
-    def _changes(self, source: fx.Node) -> Change:
+    def _changes(self, source: fx.Node) -> PriceChange:
         def prices(have: State, want: State, ends: bool) -> tuple[float, float]:
             size = self.walk.saving.nbytes(source, want)
             kept, sent = self._kept(source, size, ends)
@@ -340,7 +340,7 @@ def _sum(
     return np.asarray(total)
 
 
-def _near(want: State, beside: list[_Reader], start: int) -> frozenset[int]:
+def _near(want: State, beside: list[_ValueReader], start: int) -> frozenset[int]:
     """Segments, counted from `start`, of readers that may want the same value."""
     held = forward_value(want)
     return frozenset(
@@ -350,7 +350,7 @@ def _near(want: State, beside: list[_Reader], start: int) -> frozenset[int]:
     )
 
 
-def _alike(want: State, beside: list[_Reader]) -> tuple[State, ...]:
+def _alike(want: State, beside: list[_ValueReader]) -> tuple[State, ...]:
     """A state and the other names that readers may have for its value."""
     others = {other for one in beside for other in one.wanted}
     return tuple(sorted({want, *(s for s in others if forward_value(s) == forward_value(want))}))
