@@ -1,12 +1,14 @@
 """Predicted steps under memory budgets: placements and what is kept decided together, or in turn.
 
-    python benchmarks/kept_values.py [--layers 4] [--tokens 8192] [--tp 8] [--json FILE]
+    python benchmarks/kept_values.py [--layers 4] [--tokens 8192] [--tp 8] [--host GB] [--json FILE]
 
 A Llama of 8B shape on meta tensors, planned for h100s. Each row is a budget: the states of training
 and a part of the free plan's activations. Columns: the step with placements planned first and
 recomputation after them, in units of the free plan's; with both from one problem; their ratio; how
-many plans of each kind fit. Above the table: table entries and processor seconds of one solution of
-the planner's problem, and of the joint one.
+many plans of each kind fit; by how much at most, in the same units, a placement with any choice in
+the segments of the quickest could be quicker ("gap"). host: gigabytes that a rank may keep on its
+host. Above the table: table entries and processor seconds of one solution of the planner's problem,
+and of the joint one.
 """
 
 from __future__ import annotations
@@ -96,8 +98,11 @@ def under(given: tuple[Any, ...], share: float) -> dict[str, float]:
         return found[-1]
 
     with mock.patch.object(planner, "_priced", recorded):
+        gap = None
         try:
-            planner.plan_graph(gm, n, hardware, replace(request, memory_budget=budget))
+            asked = replace(request, memory_budget=budget)
+            chosen = planner.plan_graph(gm, n, hardware, asked)
+            gap = chosen.placements.gap(chosen) if chosen.placements else None
         except autoshard.PlanError:
             pass
     turns = 1 + planner._PLACEMENTS
@@ -107,7 +112,8 @@ def under(given: tuple[Any, ...], share: float) -> dict[str, float]:
     ]
     first, joint = (min(kind, default=float("nan")) / step for kind in kinds)
     counts = dict(zip(("fit in turn", "fit together"), map(len, kinds)))
-    return {"budget": share, "in turn": first, "together": joint, "ratio": joint / first, **counts}
+    steps = {"in turn": first, "together": joint, "ratio": joint / first}
+    return {"budget": share, **steps, **counts, "gap": float("nan") if gap is None else gap / step}
 
 
 def main() -> None:
@@ -116,9 +122,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--tp", type=int, default=8)
+    parser.add_argument("--host", type=float, default=0.0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    given = captured(args.layers, args.tokens, args.tp)
+    gm, n, hardware, request = captured(args.layers, args.tokens, args.tp)
+    given = (gm, n, hardware, replace(request, host_memory=int(args.host * 1e9)))
     search = one_solution(given)
     print(", ".join(f"{name}: {value:,.4g}" for name, value in search.items()) + "\n")
     rows = [under(given, share) for share in SHARES]

@@ -29,6 +29,7 @@ def explain(built: Built, width: int | None = None) -> str:
         built.chosen,
         _held(built),
         _recomputed(built),
+        _other_placements(built),
         text_costs.dearest(facts, columns),
         text_costs.by_module(facts, columns),
         _parameters(facts, columns),
@@ -123,6 +124,26 @@ def _recomputed(built: Built) -> str:
         f"less than {_milliseconds(chosen.bound)}\n"
         f"  {shown}{more}"
     )
+
+
+def _other_placements(built: Built) -> str:
+    """What is known of other placements under the budget."""
+    plan, axis = built.decisions, built.axis
+    if axis.size == 1 or plan.recomputation is None:
+        return ""
+    first = built.outer.axis.name if built.outer is not None else ""
+    before = f"; {first} has the plan that it has without a budget" if first else ""
+    if plan.placements is None:
+        reason = plan.apart or "the step was estimated to fit as it is"
+        return f"placements on {axis.name} were decided before what is kept: {reason}{before}"
+    gap = plan.placements.gap(plan)
+    if gap is None:
+        why = " with zero='auto'" if plan.weights else ""
+        told = f"by how much others could be quicker is not known{why}"
+    else:
+        than = f"is more than {_milliseconds(gap)} quicker" if gap else "is quicker"
+        told = f"none with any choice in these segments that needs no more {than}, as charged"
+    return f"placements on {axis.name} were decided together with what is kept: {told}{before}"
 
 
 def _cuda_graph(built: Built) -> str:

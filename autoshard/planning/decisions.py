@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import fx
 
@@ -41,7 +42,8 @@ class Recomputation:
     kept, of what is computed again and of what is fetched, at the worst moment. seconds: of a step,
     that operators and collectives take again, and that transfers outlast the compute beside them.
     bound: the least seconds that any choice in these segments takes which keeps no more. host:
-    bytes on the host. transfers: seconds of their way there and back.
+    bytes on the host. transfers: seconds of their way there and back. length: the segments that
+    were joined to one.
     """
 
     again: frozenset[str]
@@ -54,6 +56,14 @@ class Recomputation:
     sent: frozenset[str] = frozenset()
     host: int = 0
     transfers: float = 0.0
+    length: int = 1
+
+
+class OtherPlacements(Protocol):
+    """What is known of a graph's other placements under a budget."""
+
+    def gap(self, plan: Decisions) -> float | None:
+        """The seconds of a step by which others may be quicker; None: not known."""
 
 
 @dataclass(kw_only=True)
@@ -67,7 +77,8 @@ class Decisions:
     change of state was charged. unbalanced: causal attention whose ranks do unequal work, and why.
     recomputation: what is computed again in backward; None: what the compiler likes. others: under
     a budget, further plans to try. unbudgeted: the plan without the budget, which may be this one.
-    weights: what dp_shard does with each parameter (`CHOICES`), where that was chosen.
+    weights: what dp_shard does with each parameter (`CHOICES`), where that was chosen. placements:
+    under a budget, what is known of others; apart: why they were not decided with what is kept.
     """
 
     strategies: dict[fx.Node, Strategy]
@@ -87,6 +98,8 @@ class Decisions:
     others: tuple[Decisions, ...] = ()
     unbudgeted: Decisions | None = None
     weights: dict[fx.Node, str] = field(default_factory=dict)
+    placements: OtherPlacements | None = field(default=None, repr=False, compare=False)
+    apart: str = ""
 
     @property
     def hardware(self) -> Hardware:

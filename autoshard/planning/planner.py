@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -92,7 +92,7 @@ def _within_budget(
             price = low * (high / low) ** (step / _PLACEMENTS)
             decisions = _solve(gm, n, hardware, request, _prices(price, hardware, request))
             found.append(_priced(gm, n, decisions, request, budget))
-        found += _jointly(gm, n, default, request, budget)
+        found += _jointly(gm, n, default, request, budget, found)
     # the quickest of those that fit; then those that are estimated to need least
     found.sort(
         key=lambda one: (one.least > budget, one.seconds if one.least <= budget else one.least)
@@ -116,16 +116,34 @@ def _within_budget(
 
 
 def _jointly(
-    gm: fx.GraphModule, n: int, default: Decisions, request: Request, budget: int
-) -> Iterator[_Priced]:
-    """Placements and what is kept, decided together, at the prices of a bisection."""
+    gm: fx.GraphModule,
+    n: int,
+    default: Decisions,
+    request: Request,
+    budget: int,
+    apart: list[_Priced],
+) -> list[_Priced]:
+    """Placements and what is kept, decided together, at the prices of a bisection. apart: those
+    that were planned by themselves; all are told what is known of the others."""
     hardware = default.hardware
-    search = KeptSearch(gm, default, n, planned_on(hardware), request.layout.shard)
-    return search.run(
+    cluster, host = planned_on(hardware), bool(request.host_memory)
+    search = KeptSearch(gm, default, n, cluster, request.layout.shard, host)
+    found = search.run(
         lambda prices: _solve(gm, n, hardware, request, prices, search=search),
         lambda decisions: _priced(gm, n, decisions, request, budget),
         lambda one: one.least <= budget,
     )
+    together = list(found)
+
+    def problem(prices: Prices) -> tuple[Problem, AxisPrices]:
+        builder = builder_of(gm, n, hardware, request, prices)
+        built = builder.build()
+        if request.plan:
+            constrain(gm, built, request.plan)
+        return built, builder.prices
+
+    search.tell([one.decisions for one in (*apart, *together)], problem)
+    return together
 
 
 @dataclass(frozen=True)

@@ -226,6 +226,14 @@ class AxisPrices:
             return False
         return self._repeated(src, dst, moved) < self._kept(moved)
 
+    def gathered(self, source: fx.Node, src: State, dst: State) -> tuple[int, float] | None:
+        """Of a weight that a change of state gathers for its use: its bytes, and the seconds to
+        gather it again in backward; None for other changes."""
+        moved = self.moved(source)
+        if moved.activation or not _is_gather(src, dst, moved):
+            return None
+        return moved.nbytes, self._repeated(src, dst, moved)
+
     def _forbidden(self, src: State, dst: State, moved: MovedValue) -> bool:
         if moved.spreads(src, dst):
             if not self.sequence_parallel or (not self.spreads_batch and shard_dim(dst) == 0):

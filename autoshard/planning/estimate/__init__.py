@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoshard.planning.estimate.activations import SavedForBackward, Saving
-from autoshard.planning.estimate.frontiers import Frontier, frontier
+from autoshard.planning.estimate.frontiers import SLOWS, Frontier, frontier
 from autoshard.planning.estimate.memory import Footprint, footprint, held
 from autoshard.planning.estimate.mesh import Timing, timing, update_seconds
 from autoshard.planning.estimate.on_host import HostUpdate, host_update
@@ -11,9 +11,10 @@ from autoshard.planning.estimate.recomputable import (
     Walk,
     is_made_once,
     makes_tensors,
+    takes_no_time,
     values_of,
 )
-from autoshard.planning.estimate.segments import segments_of
+from autoshard.planning.estimate.segments import merged, segments_of
 from autoshard.planning.estimate.step_profile import Profile, profile, with_recomputation
 from autoshard.planning.estimate.traffic import (
     Sent,

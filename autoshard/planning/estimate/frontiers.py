@@ -15,14 +15,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from torch import fx
 
 from autoshard.planning.cost import Cluster
 from autoshard.planning.decisions import Decisions, Recomputation, value_text
-from autoshard.planning.estimate.recomputable import RankValue, values_of
+from autoshard.planning.estimate.recomputable import (
+    LEAST_PRICE,
+    RankValue,
+    takes_no_time,
+    values_of,
+)
 from autoshard.planning.estimate.recomputation import Choices, Fate
 from autoshard.planning.estimate.segments import merged, segments_of
 from autoshard.planning.estimate.training import Training
@@ -30,11 +35,11 @@ from autoshard.runtime.errors import ConfigError, message
 
 #: Seconds a kept byte. At the lowest only what costs nothing is computed again, at the highest a
 #: gigabyte costs a thousand seconds.
-_PRICES = (1e-16, *(10 ** (exponent / 4) for exponent in range(-56, -23)), 1e-6)
+_PRICES = (LEAST_PRICE, *(10 ** (exponent / 4) for exponent in range(-56, -23)), 1e-6)
 #: Seconds waited for one of a transfer: 0 where compute hides it, 2 where it is waited for twice.
 _CHARGES = (0.0, 0.03, 0.1, 0.3, 1.0, 2.0)
 #: Seconds that compute takes longer for one of a transfer there and back, which uses its memory.
-_SLOWS = 0.04
+SLOWS = 0.04
 _LONGEST = 16
 
 
@@ -62,17 +67,18 @@ class Frontier:
     """
 
     def __init__(self, values: Sequence[RankValue], host_memory: int = 0) -> None:
-        self.values, self.host_memory = values, host_memory
+        segments = segments_of(values)
+        self.values, self.host_memory = kept_in_the_last(values, segments), host_memory
+        values = self.values
         self._lengths: list[_Length] = []
         points: list[Point] = []
-        segments = segments_of(values)
         length = 1
         while length <= _LONGEST and values:
             choices = Choices(values, merged(segments, length))
             if length > 1 and choices.count <= 2:
                 break
             for charge in (math.inf, *(_CHARGES if host_memory else ())):
-                one = _Length(choices, charge)
+                one = _Length(choices, charge, length)
                 self._lengths.append(one)
                 points += one.points(len(self._lengths) - 1)
             length *= 2
@@ -128,6 +134,7 @@ class Frontier:
             bound=min(bound, point.seconds),
             host=point.host,
             transfers=2 * sum(one.transfer for one in keys[Fate.HOST]),
+            length=length.length,
         )
 
 
@@ -157,6 +164,17 @@ def frontier(
     return Frontier(values, host_memory or 0)
 
 
+def kept_in_the_last(values: Sequence[RankValue], segments: Sequence[int]) -> list[RankValue]:
+    """The values, of which those in the last segment are made once if they take time: all of that
+    segment is needed at once."""
+    return [
+        one
+        if segment != segments[-1] or takes_no_time(one.seconds, one.nbytes)
+        else replace(one, once=True)
+        for one, segment in zip(values, segments)
+    ]
+
+
 class _Sums:
     """Bytes and seconds of each segment under one price and one charge.
 
@@ -166,7 +184,7 @@ class _Sums:
 
     def __init__(self, choices: Choices, price: float, charge: float) -> None:
         self.price, count = price, choices.count
-        self.fates = choices.fates(price, _PRICES[0], charge + _SLOWS)
+        self.fates = choices.fates(price, _PRICES[0], charge + SLOWS)
         self.kept, self.again, self.sent = [0] * count, [0] * count, [0] * count
         repeated, transfers = [0.0] * count, [0.0] * count
         for one, segment, fate in zip(choices.values, choices.segments, self.fates):
@@ -183,21 +201,24 @@ class _Sums:
                 self.kept[segment] += one.inner
         self.seconds = [
             again
-            + _SLOWS * moved
+            + SLOWS * moved
             + max(0.0, moved - compute)
             + max(0.0, moved - 2 * compute - again)
             for again, moved, compute in zip(repeated, transfers, choices.compute)
         ]
         # a wait is at least the charge's part, up to 1, of what the compute does not hide
         wait = 0.0 if math.isinf(charge) else charge * (sum(transfers) - sum(choices.compute))
-        self.total = (sum(self.kept), sum(repeated) + _SLOWS * sum(transfers) + wait)
+        self.total = (sum(self.kept), sum(repeated) + SLOWS * sum(transfers) + wait)
 
 
 class _Length:
-    """Segments of one length and one charge, under each price under which something changes."""
+    """Segments of one length and one charge, under each price under which something changes.
 
-    def __init__(self, choices: Choices, charge: float) -> None:
-        self.choices, self.charge = choices, charge
+    length: segments that are joined to each.
+    """
+
+    def __init__(self, choices: Choices, charge: float, length: int) -> None:
+        self.choices, self.charge, self.length = choices, charge, length
         self.sums: list[_Sums] = []
         for price in _PRICES:
             one = _Sums(choices, price, charge)

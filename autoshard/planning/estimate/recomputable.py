@@ -22,6 +22,9 @@ from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.values import differentiable, tensor_bytes
 from autoshard.runtime.collectives import P, State, forward_value
 
+LEAST_PRICE = 1e-16
+"""Seconds a byte, of those in the last segment: there only what takes no time is computed again."""
+
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
@@ -230,6 +233,11 @@ class Walk:
                 transfer=self.cluster.host_seconds(nbytes) if single else math.inf,
             )
         )
+
+
+def takes_no_time(seconds: float, nbytes: int) -> bool:
+    """Whether a value is computed again even where that gains nothing but its bytes of a moment."""
+    return seconds <= LEAST_PRICE * nbytes
 
 
 def makes_tensors(node: fx.Node) -> bool:

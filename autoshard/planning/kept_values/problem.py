@@ -2,25 +2,36 @@
 strategy (of a copy: a state) and a fate of what it makes.
 
 A value is not there in backward, kept, or computed again. Costs are those of the planner's problem
-and, for the graph that those strategies make, those of estimate/recomputation.py: a kept byte costs
-its price, what is computed again its seconds, and what it reads must be there. All of that is
-between a value and its readers, so the tables have the scopes that they had. A value that one
-reader alone moves, without the shared copy, takes the cheapest fate inside of its table.
+and, for the graph that those strategies make, those of estimate/recomputation.py: a value that is
+kept costs its bytes, at their price, or its way to the host, at the charge for a second of that;
+what is computed again costs its seconds, and what it reads must be there. All of that is between a
+value and its readers, so the tables have the scopes that they had. A value that one reader alone
+moves, without the shared copy, takes the cheapest fate inside of its table.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx
 
-from autoshard.planning.estimate import Walk, is_made_once, makes_tensors
-from autoshard.planning.kept_values.fates import AGAIN, ANY, KEPT, UNREAD, ReadValue, edge_table
+from autoshard.planning.estimate import Walk, is_made_once, makes_tensors, takes_no_time
+from autoshard.planning.kept_values.fates import (
+    AGAIN,
+    ANY,
+    ANYWHERE,
+    KEPT,
+    UNREAD,
+    PriceChange,
+    ReadValue,
+    edge_table,
+)
 from autoshard.planning.problem import Problem
 from autoshard.planning.solver import FactorGraph, Solution, fill_order
 from autoshard.planning.strategy import Strategy, operands, value
@@ -31,37 +42,59 @@ MOST_ENTRIES = 2**26
 MOST_WORK = 2**34
 """Table entries in one, and in all; equal tables, those of equal layers, are computed once."""
 
-LEAST_PRICE = 1e-16
-"""Of a byte in the last segment: there only what costs nothing is computed again."""
+_MOST_PLACES = 3
+"""Segments of readers, of which a copy knows in which one it is computed again."""
+
+
+@dataclass(frozen=True)
+class _ValueReader:
+    """A reader of a value. place: its segment; -1 where it makes nothing."""
+
+    variable: int
+    wanted: tuple[State, ...]
+    read: tuple[bool, ...]
+    view: bool
+    place: int
 
 
 class KeptValues:
     """The joint problem of a planner's problem at one price of a kept byte.
 
     walk: prices values of the graph; its decisions' strategies are tried one by one, so it must be
-    this object's own. segments: by node, that of its value. price: seconds a byte.
+    this object's own. segments: by node, that of its value; a change of state is in the segment of
+    its first reader. price: seconds a byte. charge: seconds for one on the way to the host;
+    infinite: nothing goes there.
     """
 
     def __init__(
-        self, walk: Walk, problem: Problem, segments: Mapping[fx.Node, int], price: float
+        self,
+        walk: Walk,
+        problem: Problem,
+        segments: Mapping[fx.Node, int],
+        price: float,
+        charge: float = math.inf,
     ) -> None:
-        self.walk, self.base, self.segments, self.price = walk, problem, segments, price
+        self.walk, self.base, self.segments = walk, problem, segments
+        self.price, self.charge = price, charge
         self.kernels, self.stored = walk.saving.kernels, walk.decisions.stored
         self.last = max(segments.values(), default=0)
         self.fates: dict[int, tuple[int, ...]] = {}
         self.own: dict[int, np.ndarray] = {}
-        """By variable: (bytes that are kept, seconds computed again) of each pair."""
+        """By variable: (bytes that are kept, seconds of what is not) of each pair."""
         self._extra: dict[tuple[int, ...], list[tuple[tuple[int, ...], np.ndarray]]] = {}
         self._edges: dict[Any, np.ndarray] = {}
         self._needs: dict[fx.Node, list[list[tuple[fx.Node, State]]]] = {}
+        self._stay: set[fx.Node] = set()
+        """What another segment reads in every placement."""
+        self._tell: set[fx.Node] = set()
+        """Views that another segment reads: they say whether their base is computed again."""
 
     def solve(self) -> tuple[Solution, float]:
         """The cheapest of all placements with all fates, as one of the planner's problem, and the
         bytes that it keeps of what operators make and of shared copies. Raises TooWide."""
+        self._cross()
         for node, variable in self.base.variables.items():
             self._operator(node, variable)
-        for source, variable in self.base.copies.items():
-            self._copy(source, variable)
         for entry in self.base.outputs:
             if entry is not None:
                 self.fates[entry[0]] = (UNREAD,)
@@ -74,27 +107,43 @@ class KeptValues:
 
     # Variables
 
+    def _cross(self) -> None:
+        """Find what another segment reads."""
+        places: dict[fx.Node, set[int]] = {}
+        for node in self.base.variables:
+            for source in operands(node) if self._computes(node) else ():
+                places.setdefault(source, set()).add(self.segments[node])
+        for source, found in places.items():
+            base = self.kernels.base[source]
+            own = self.segments.get(base)
+            if own is None or found == {own}:
+                continue
+            if own not in found:
+                self._stay.add(base)
+            node = source
+            while node is not base:
+                self._tell.add(node)
+                got = node.target is operator.getitem
+                node = node.args[0] if got else operands(node)[0]  # type: ignore[assignment]
+
+    def _computes(self, node: fx.Node) -> bool:
+        """Whether a node makes a value of its own."""
+        return node in self.segments and not self.kernels.is_view(node) and makes_tensors(node)
+
     def _operator(self, node: fx.Node, variable: int) -> None:
         domain, base = self.base.domains[node], self.kernels.base[node]
         if base.op != "call_function" or not makes_tensors(node):
             self.fates[variable] = (KEPT,)  # there without being kept
         elif self.kernels.is_view(node):
-            self.fates[variable] = (UNREAD, KEPT)
+            tells = node in self._tell and base not in self._stay
+            self.fates[variable] = ANY if tells else (UNREAD, KEPT)
         else:
-            stays = is_made_once(node) or self._crosses(node)
-            fates = (UNREAD, KEPT) if stays else ANY
-            self.fates[variable] = fates
-            rows = [self._fates_of(node, one, fates) for one in domain]
-            self.own[variable] = np.array(rows).reshape(-1, 2).T
+            rows = np.array([self._fates_of(node, one) for one in domain])
+            stays = is_made_once(node) or node in self._stay or np.isinf(rows[:, AGAIN, 1]).all()
+            self.fates[variable] = fates = (UNREAD, KEPT) if stays else ANY
+            self.own[variable] = rows[:, : len(fates)].reshape(-1, 2).T
 
-    def _crosses(self, node: fx.Node) -> bool:
-        """Whether a value is read in another segment than its own, by a view or a copy too."""
-        readers = [one for one in self.kernels.readers.get(node, []) if one in self.segments]
-        return any(self.segments[one] != self.segments[node] for one in readers)
-
-    def _fates_of(
-        self, node: fx.Node, strategy: Strategy, fates: tuple[int, ...]
-    ) -> list[tuple[float, float]]:
+    def _fates_of(self, node: fx.Node, strategy: Strategy) -> list[tuple[float, float]]:
         """(bytes, seconds) of each fate; infinite bytes where the derivative reads the value."""
         self.walk.decisions.strategies[node] = strategy
         state = output_state(strategy, None if isinstance(strategy.output, str) else 0)
@@ -102,15 +151,21 @@ class KeptValues:
         needs = self.walk.needs(node)
         self._needs.setdefault(node, []).append(needs)
         needed = any(tensor is node for tensor, _ in needs)
-        seconds = self.walk.seconds(node, strategy) * self._scale(self.segments[node])
-        of = {UNREAD: (math.inf if needed else inner, 0.0), KEPT: (inner + size, 0.0)}
-        return [of.get(fate, (0.0, seconds)) for fate in fates]
+        ends = self.segments[node] == self.last
+        seconds = self._again(self.walk.seconds(node, strategy), size, ends)
+        kept, sent = self._kept(node, size, ends)
+        return [(math.inf if needed else inner, 0.0), (inner + kept, sent), (0.0, seconds)]
 
-    def _scale(self, segment: int) -> float:
-        return max(1.0, self.price / LEAST_PRICE) if segment == self.last else 1.0
+    def _again(self, seconds: float, size: int, ends: bool) -> float:
+        """Seconds of what is computed again; in the last segment only what takes none may be."""
+        return math.inf if ends and not takes_no_time(seconds, size) else seconds
 
-    def _copy(self, source: fx.Node, variable: int) -> None:
-        self.fates[variable] = (KEPT,) if self._is_there(source) else ANY
+    def _kept(self, source: fx.Node, size: int, ends: bool) -> tuple[float, float]:
+        """Where a value is kept: (bytes on the device, seconds of the way to the host)."""
+        if ends or math.isinf(self.charge) or not isinstance(value(source), torch.Tensor):
+            return size, 0.0
+        sent = self.walk.cluster.host_seconds(size) * self.charge
+        return (0.0, sent) if sent < size * self.price else (size, 0.0)
 
     def _is_there(self, source: fx.Node) -> bool:
         """Whether a value is a parameter: the planner prices how it is kept."""
@@ -119,97 +174,126 @@ class KeptValues:
     # Edges
 
     def _read(self) -> None:
-        readers: dict[fx.Node, list[tuple[int, list[State], list[bool], bool, int]]] = {}
+        readers: dict[fx.Node, list[_ValueReader]] = {}
         for node, variable in self.base.variables.items():
             view = self.kernels.is_view(node)
             for position, source in enumerate(operands(node)):
-                wanted = [one.inputs[position] for one in self.base.domains[node]]
+                wanted = tuple(one.inputs[position] for one in self.base.domains[node])
                 needs = self._needs.get(node)
-                read = [
+                read = tuple(
                     needs is not None and (source, want) in needs[i]
                     for i, want in enumerate(wanted)
-                ]
-                if not view or position == 0:
-                    place = self.segments.get(self.kernels.base[node], 0)
-                    readers.setdefault(source, []).append((variable, wanted, read, view, place))
+                )
+                if (view and position == 0) or self._computes(node):
+                    place = -1 if view else self.segments[node]
+                    readers.setdefault(source, []).append(
+                        _ValueReader(variable, wanted, read, view, place)
+                    )
+        for source, variable in self.base.copies.items():
+            if self._is_there(source) or source not in readers:
+                self.fates[variable] = (KEPT,)
         for source, found in readers.items():
             if not self._is_there(source):
                 self._edges_of(source, found)
 
-    def _edges_of(
-        self, source: fx.Node, found: list[tuple[int, list[State], list[bool], bool, int]]
-    ) -> None:
+    def _edges_of(self, source: fx.Node, found: list[_ValueReader]) -> None:
         owner, index = producer(source)
         x, copy = self.base.variables[owner], self.base.copies.get(source)
-        states = [output_state(one, index) for one in self.base.domains[owner]]
-        copies = self.base.copy_domains.get(source, [])
-        of = [one for one in found if not one[3]]
-        first = min((one[4] for one in of), default=0)
-        prices = self._prices(source, self.price)
-        if copy is not None:
-            self.own[copy], extra = self._of_copy(source, states, copies, x, first)
-            self._put((x, copy), extra)
-        for variable, wanted, read, view, place in found:
-            edge = ReadValue(
-                have=tuple(states),
-                fates=self.fates[x],
-                copies=tuple(copies) if copy is not None else None,
-                wanted=tuple(wanted),
-                read=tuple(read),
-                reader=self.fates[variable],
-                view=view,
-                crosses=place != first,
-                scale=self._scale(place),
-                shared=max(1, len(of) - 1),
-            )
-            price = self.walk.decisions.prices.moved(source)
-            key = (edge, price, tuple(value(source).shape), value(source).dtype)
+        states = tuple(output_state(one, index) for one in self.base.domains[owner])
+        copies = tuple(self.base.copy_domains[source]) if copy is not None else None
+        of = [one for one in found if not one.view]
+        base = self.kernels.base[source]
+        start = self.segments.get(base, min((one.place for one in of), default=0))
+        uses = len(found) + sum(one is source for one in self._results())
+        again = tuple(sorted({one.place - start for one in of}))
+        if len(again) > _MOST_PLACES:
+            again = (ANYWHERE,)
+        moved = self.walk.decisions.prices.moved(source)
+        of_value = (moved, tuple(value(source).shape), value(source).dtype)
+        if copy is not None and copies is not None:
+            self.fates[copy] = (UNREAD, KEPT, *range(AGAIN, AGAIN + len(again)))
+            first = min((one.place for one in of), default=self.last)
+            ends = tuple(start + one == self.last for one in again)
+            self.own[copy] = self._own_of_copy(source, copies, first == self.last, len(again))
+            key = ("copy", states, self.fates[x], copies, again, ends, of_value)
             if key not in self._edges:
+                self._edges[key] = self._of_copy(source, states, self.fates[x], copies, again, ends)
+            self._put((x, copy), self._edges[key])
+        held = [{forward_value(want): None for want in one.wanted} for one in of]
+        for one in found:
+            beside = [other for other in of if other is not one]
+            edge = ReadValue(
+                have=states,
+                fates=self.fates[x],
+                copies=copies,
+                again=again,
+                wanted=one.wanted,
+                read=one.read,
+                near=tuple(_near(want, beside, start) for want in one.wanted),
+                alike=tuple(_alike(want, beside) for want in one.wanted),
+                shared=tuple(_shared(want, held, uses, copy is not None) for want in one.wanted),
+                reader=self.fates[one.variable],
+                view=one.view,
+                place=0 if one.view else one.place - start,
+                ends=one.place == self.last,
+                others=any(other.place == start for other in beside),
+            )
+            if (edge, of_value) not in self._edges:
                 change = self.walk.decisions.prices.change_cost(source)
-                self._edges[key] = edge_table(edge, prices, change)
-            if np.any(self._edges[key]):
-                scope = (x, variable) if copy is None else (x, copy, variable)
-                self._put(scope, self._edges[key])
+                self._edges[edge, of_value] = edge_table(edge, self._changes(source), change)
+            if np.any(self._edges[edge, of_value]):
+                scope = (x, one.variable) if copy is None else (x, copy, one.variable)
+                self._put(scope, self._edges[edge, of_value])
 
-    def _prices(
-        self, source: fx.Node, price: float
-    ) -> Callable[[State, State], tuple[float, float]]:
-        walk = self.walk
+    def _results(self) -> list[Any]:
+        return list(self.walk.gm.graph.output_node().args[0])  # type: ignore[arg-type]
 
-        def prices(have: State, want: State) -> tuple[float, float]:
-            kept = walk.saving.nbytes(source, want) * price
-            return kept, walk.change_seconds(source, have, want)
+    def _changes(self, source: fx.Node) -> PriceChange:
+        def prices(have: State, want: State, ends: bool) -> tuple[float, float]:
+            size = self.walk.saving.nbytes(source, want)
+            kept, sent = self._kept(source, size, ends)
+            seconds = self.walk.change_seconds(source, have, want)
+            return kept * self.price + sent, self._again(seconds, size, ends)
 
         return prices
+
+    def _own_of_copy(
+        self, source: fx.Node, copies: tuple[State, ...], ends: bool, places: int
+    ) -> np.ndarray:
+        """What a copy's fates cost by themselves. ends: whether its first reader is in the last
+        segment."""
+        nothing = [(0.0, 0.0)] * places
+        rows = [
+            [(0.0, 0.0), self._kept(source, self.walk.saving.nbytes(source, state), ends), *nothing]
+            for state in copies
+        ]
+        return np.array(rows).reshape(-1, 2).T
 
     def _of_copy(
         self,
         source: fx.Node,
-        states: list[State],
-        copies: list[State],
-        x: int,
-        segment: int,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """What a copy's fates cost: bytes by themselves, and seconds with the producer's state."""
-        key = ("copy", tuple(states), self.fates[x], tuple(copies), segment == self.last)
-        moved = self.walk.decisions.prices.moved(source)
-        of = (key, moved, tuple(value(source).shape), value(source).dtype)
-        own = np.zeros((2, len(copies) * len(ANY)))
-        for c, state in enumerate(copies):
-            own[0, c * len(ANY) + KEPT] = self.walk.saving.nbytes(source, state)
-        if of not in self._edges:
-            table = np.zeros((len(states), len(self.fates[x]), len(copies), len(ANY)))
-            for s, have in enumerate(states):
-                for c, state in enumerate(copies):
-                    if forward_value(have) == forward_value(state):
-                        table[s, :, c, [KEPT, AGAIN]] = np.inf
-                        continue
-                    seconds = self.walk.change_seconds(source, have, state)
-                    seconds *= self._scale(segment)
-                    for f, fate in enumerate(self.fates[x]):
-                        table[s, f, c, AGAIN] = np.inf if fate == UNREAD else seconds
-            self._edges[of] = table.reshape(table.shape[0] * table.shape[1], -1)
-        return own, self._edges[of]
+        states: tuple[State, ...],
+        fates: tuple[int, ...],
+        copies: tuple[State, ...],
+        again: tuple[int, ...],
+        ends: tuple[bool, ...],
+    ) -> np.ndarray:
+        """What a copy's fates cost with the producer's state and fate. again: the segments in which
+        it may be computed again; ends: whether that is the last."""
+        table = np.zeros((len(states), len(fates), len(copies), AGAIN + len(again)))
+        for s, have in enumerate(states):
+            for c, state in enumerate(copies):
+                if forward_value(have) == forward_value(state):
+                    table[s, :, c, KEPT:] = np.inf
+                    continue
+                size = self.walk.saving.nbytes(source, state)
+                seconds = self.walk.change_seconds(source, have, state)
+                for k, place in enumerate(again):
+                    own = self._again(seconds, size, ends[k])
+                    for f, fate in enumerate(fates):
+                        reads = fate == KEPT or (fate == AGAIN and place in (0, ANYWHERE))
+                        table[s, f, c, AGAIN + k] = own if reads else np.inf
+        return table.reshape(table.shape[0] * table.shape[1], -1)
 
     def _put(self, variables: tuple[int, ...], table: np.ndarray) -> None:
         scope = tuple(sorted(set(variables)))
@@ -254,3 +338,26 @@ def _sum(
         equation = "".join(letters[v] for v in variables) + "->" + "".join(letters.values())
         total = total + np.einsum(equation, one)
     return np.asarray(total)
+
+
+def _near(want: State, beside: list[_ValueReader], start: int) -> frozenset[int]:
+    """Segments, counted from `start`, of readers that may want the same value."""
+    held = forward_value(want)
+    return frozenset(
+        one.place - start
+        for one in beside
+        if any(forward_value(other) == held for other in one.wanted)
+    )
+
+
+def _alike(want: State, beside: list[_ValueReader]) -> tuple[State, ...]:
+    """A state and the other names that readers may have for its value."""
+    others = {other for one in beside for other in one.wanted}
+    return tuple(sorted({want, *(s for s in others if forward_value(s) == forward_value(want))}))
+
+
+def _shared(want: State, held: list[dict[State, None]], uses: int, copied: bool) -> int:
+    """The readers that may share one change of state without the copy: were it all of them, the
+    copy would be in that state."""
+    count = sum(forward_value(want) in one for one in held)
+    return max(1, count - (copied and count == uses))

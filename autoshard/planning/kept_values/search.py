@@ -1,9 +1,9 @@
-"""The prices at which placements and what is kept are decided together: a bisection."""
+"""The prices at which placements and what is kept are decided together: bisections."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
@@ -11,7 +11,8 @@ from torch import fx
 
 from autoshard.planning.cost import Cluster
 from autoshard.planning.decisions import Decisions
-from autoshard.planning.estimate import Training, Walk, segments_of, values_of
+from autoshard.planning.estimate import SLOWS, Training, Walk, values_of
+from autoshard.planning.kept_values.bound import Dual, Problems, segments_by_node
 from autoshard.planning.kept_values.problem import KeptValues
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Problem
@@ -27,23 +28,36 @@ Priced = TypeVar("Priced")
 
 
 class KeptSearch:
-    """A bisection over the price of a byte; the solution at each price is exact.
+    """A bisection over the price of a byte; the solution at each price is exact. With a host there
+    is one where nothing goes there, and one where all of the way there is hidden.
 
     default: the plan without a budget, whose values give the segments. shard: ranks among which
-    training states are split besides.
+    training states are split besides. host: whether values may wait on the host.
     """
 
     def __init__(
-        self, gm: fx.GraphModule, default: Decisions, n: int, cluster: Cluster, shard: int
+        self,
+        gm: fx.GraphModule,
+        default: Decisions,
+        n: int,
+        cluster: Cluster,
+        shard: int,
+        host: bool = False,
     ) -> None:
         self.gm, self.default, self.n, self.cluster, self.shard = gm, default, n, cluster, shard
         values = values_of(gm, default, n, cluster, Training())
-        self.segments: dict[fx.Node, int] = {}
-        for one, segment in zip(values, segments_of(values)):
-            self.segments.setdefault(one.key[0], segment)
-        self.price, self.kept = 0.0, 0.0
-        self.allowed = all(one.again < 0 for one in values)
-        """Whether the search is made: regions of the user's are decided on the placed graph."""
+        self.segments = segments_by_node(gm, default, n, cluster)
+        self.charges = (math.inf, SLOWS) if host else (math.inf,)
+        self.price, self.charge, self.kept = 0.0, math.inf, 0.0
+        self.refused = ""
+        """Why placements were planned by themselves; empty where they were not."""
+        if any(one.again >= 0 for one in values):
+            self.refused = "your regions of activation checkpointing are computed again"
+
+    @property
+    def allowed(self) -> bool:
+        """Whether the search is made."""
+        return not self.refused
 
     def run(
         self,
@@ -57,32 +71,51 @@ class KeptSearch:
         computes again. Bytes become dearer where that does not fit, or may keep less than the
         solution does.
         """
-        low, high = math.log(_LOWEST), math.log(_HIGHEST)
         known: dict[str, tuple[Priced, float]] = {}
-        for _ in range(_TRIES if self.allowed else 0):
-            self.price = math.exp((low + high) / 2)
-            try:
-                decisions = plan(self._prices())
-            except TooWide:
-                return  # the placements that were planned by themselves are left
-            key = f"{decisions.graph_plan()} {list(decisions.stored.values())}"
-            if key not in known:
-                priced, chosen = price(decisions), decisions.recomputation
-                known[key] = priced, math.inf if chosen is None else chosen.kept
-                yield priced
-            priced, most = known[key]
-            if fits(priced) and self.kept <= most:
-                high = math.log(self.price)
-            else:
-                low = math.log(self.price)
+        try:
+            for charge in self.charges if self.allowed else ():
+                self.charge = charge
+                low, high = math.log(_LOWEST), math.log(_HIGHEST)
+                for _ in range(_TRIES):
+                    self.price = math.exp((low + high) / 2)
+                    decisions = plan(self._prices())
+                    key = f"{decisions.graph_plan()} {list(decisions.stored.values())}"
+                    if key not in known:
+                        priced, chosen = price(decisions), decisions.recomputation
+                        known[key] = priced, math.inf if chosen is None else chosen.kept
+                        yield priced
+                    priced, most = known[key]
+                    if fits(priced) and self.kept <= most:
+                        high = math.log(self.price)
+                    else:
+                        low = math.log(self.price)
+        except TooWide:  # the placements that were planned by themselves are left
+            self.refused = "the graph is too entangled"
 
     def solved(self, prices: AxisPrices, problem: Problem) -> tuple[Solution, list[fx.Node]]:
         """The cheapest of all placements with all that may be kept, and no held nodes. Raises
         TooWide."""
         decisions = replace(self.default, strategies=dict(self.default.strategies), prices=prices)
         walk = Walk(self.gm, decisions, self.n, self.cluster, Training())
-        solution, self.kept = KeptValues(walk, problem, self.segments, self.price).solve()
+        joint = KeptValues(walk, problem, self.segments, self.price, self.charge)
+        solution, self.kept = joint.solve()
         return solution, []
+
+    def tell(self, plans: Iterable[Decisions], problem: Problems) -> None:
+        """Let plans know what is known of others. problem: the planner's at given prices."""
+        own = self.default.prices
+        prices = Prices(own.parameter_byte, own.activation_byte, spreads_batch=own.spreads_batch)
+        dual = Dual(
+            gm=self.gm,
+            n=self.n,
+            cluster=self.cluster,
+            shard=self.shard,
+            host=math.isfinite(self.charges[-1]),
+            prices=prices,
+            problem=problem,
+        )
+        for plan in plans:
+            plan.placements, plan.apart = (None if self.refused else dual), self.refused
 
     def _prices(self) -> Prices:
         own = self.default.prices

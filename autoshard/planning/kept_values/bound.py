@@ -1,0 +1,109 @@
+"""By how much other placements may be quicker under a budget: the Lagrangian dual.
+
+At a price of a byte, no placement with any choice of what is kept is charged less than the joint
+problem's least. One that needs no more bytes than a plan is charged no more for them than the plan.
+So it is quicker by at most what the plan is charged above that least, at any price; the price of
+the smallest such difference is found by bisection.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from autoshard.planning.cost import Cluster
+from autoshard.planning.decisions import Decisions
+from autoshard.planning.estimate import SLOWS, Training, Walk, merged, segments_of, values_of
+from autoshard.planning.kept_values.charges import charged
+from autoshard.planning.kept_values.problem import KeptValues
+from autoshard.planning.prices import AxisPrices, Prices
+from autoshard.planning.problem import Problem
+from autoshard.planning.solver import Solution, TooWide
+
+_LOWEST, _HIGHEST = 1e-14, 1e-6
+_TRIES = 7
+_ROUNDING = 1e-9
+"""Sums in two orders may differ by such a part."""
+
+Problems = Callable[[Prices], tuple[Problem, AxisPrices]]
+"""The planner's problem, and its prices, at given prices of bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dual:
+    """The dual of a budget on one graph.
+
+    prices: of the planner without a budget. shard: ranks among which training states are split
+    besides. host: whether values may wait on the host. problem: the planner's at given prices.
+    """
+
+    gm: fx.GraphModule
+    n: int
+    cluster: Cluster
+    shard: int
+    host: bool
+    prices: Prices
+    problem: Problems
+
+    def gap(self, plan: Decisions) -> float | None:
+        """The seconds, as the planner charges them, by which a placement with any choice may be
+        quicker that holds no more weights, passes no more through memory and keeps no more
+        activations than `plan` with its own. Its choices are those in the plan's segments, and what
+        goes to the host is not waited for. None: not known."""
+        chosen, own = plan.recomputation, charged(*self.problem(self.prices), plan)
+        if chosen is None or own is None or self.prices.parameter_byte is None:
+            return None
+        most = own.held / self.shard + chosen.kept
+        segments = segments_by_node(self.gm, plan, self.n, self.cluster, chosen.length)
+        least, low, high = math.inf, math.log(_LOWEST), math.log(_HIGHEST)
+        for _ in range(_TRIES):
+            if least <= _ROUNDING * own.seconds:
+                return 0.0
+            price = math.exp((low + high) / 2)
+            try:
+                found, needs = self.least(plan, segments, price)
+            except TooWide:
+                return None
+            least = min(least, own.seconds + chosen.seconds + price * most - found)
+            if needs > most:
+                low = math.log(price)
+            else:
+                high = math.log(price)
+        return max(0.0, least)
+
+    def least(
+        self, plan: Decisions, segments: dict[fx.Node, int], price: float
+    ) -> tuple[float, float]:
+        """The least that any placement is charged with any choice at a price of a byte, and about
+        how many bytes that one needs."""
+        assert self.prices.parameter_byte is not None
+        dearer = self.prices.parameter_byte + price / self.shard
+        problem, prices = self.problem(replace(self.prices, parameter_byte=dearer))
+        decisions = replace(plan, strategies=dict(plan.strategies), prices=prices)
+        walk = Walk(self.gm, decisions, self.n, self.cluster, Training())
+        charge = SLOWS if self.host else math.inf
+        solution, kept = KeptValues(walk, problem, segments, price, charge).solve()
+        return solution.cost, kept + _stored(problem, prices, solution) / self.shard
+
+
+def segments_by_node(
+    gm: fx.GraphModule, plan: Decisions, n: int, cluster: Cluster, length: int = 1
+) -> dict[fx.Node, int]:
+    """The segment of what each node makes under a plan, `length` neighbours joined to one."""
+    values = values_of(gm, plan, n, cluster, Training())
+    segments: dict[fx.Node, int] = {}
+    for one, segment in zip(values, merged(segments_of(values), length)):
+        segments.setdefault(one.key[0], segment)
+    return segments
+
+
+def _stored(problem: Problem, prices: AxisPrices, solution: Solution) -> float:
+    """Bytes of what trains the weights."""
+    seconds = 0.0
+    for node in prices.parameters:
+        at = solution.assignment[problem.variables[node]]
+        seconds += prices.storage(node, problem.domains[node][at].output)  # type: ignore[arg-type]
+    return seconds / prices.parameter_byte
