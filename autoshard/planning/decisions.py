@@ -67,7 +67,8 @@ class Decisions:
     change of state was charged. unbalanced: causal attention whose ranks do unequal work, and why.
     recomputation: what is computed again in backward; None: what the compiler likes. others: under
     a budget, further plans to try. unbudgeted: the plan without the budget, which may be this one.
-    weights: what dp_shard does with each parameter (`CHOICES`), where that was chosen.
+    weights: what dp_shard does with each parameter (`CHOICES`), where that was chosen. on_ep: of
+    each mixture of experts with a choice on ep, the seconds that each is charged.
     """
 
     strategies: dict[fx.Node, Strategy]
@@ -87,6 +88,7 @@ class Decisions:
     others: tuple[Decisions, ...] = ()
     unbudgeted: Decisions | None = None
     weights: dict[fx.Node, str] = field(default_factory=dict)
+    on_ep: dict[fx.Node, dict[str, float]] = field(default_factory=dict)
 
     @property
     def hardware(self) -> Hardware:

@@ -21,6 +21,7 @@ from autoshard.planning.estimate import (
     profile,
     timing,
 )
+from autoshard.planning.expert_axis.asked import chooses, expert_axis, note_choices
 from autoshard.planning.head_tail import HeadTail
 from autoshard.planning.kept_values import KeptSearch
 from autoshard.planning.outer import Origin
@@ -56,7 +57,8 @@ def plan_graph(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request)
 
 def _default(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request) -> Decisions:
     """The cheapest plan at the request's prices."""
-    if not request.layout.chooses or request.outer is not None:  # two axes have one set of prices
+    choices = request.layout.chooses or chooses(gm, n, hardware, request)
+    if not choices or request.outer is not None:  # two axes have one set of prices
         return _solve(gm, n, hardware, request, request.prices)
     return least_charged(
         lambda prices: _solve(gm, n, hardware, request, prices),
@@ -257,6 +259,7 @@ def decided(
     if prices.batch is not None:
         stored = decisions.stored.items()
         decisions.weights = {node: prices.batch_choice(node, state) for node, state in stored}
+    note_choices(decisions, problem, request.layout.experts)
     return decisions
 
 
@@ -297,7 +300,7 @@ def builder_of(
         even=request.even,
         contiguous=contiguous,
         beside=request.beside,
-        experts=request.layout.experts,
+        on_ep=expert_axis(gm, n, hardware, request, prices.batch_second),
         origin=origin or (request.outer.origin(gm) if request.outer else None),
         splits_batch=request.splits_batch,
     )

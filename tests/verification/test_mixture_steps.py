@@ -71,6 +71,6 @@ CASES_OF_MESHES = [
 )
 def test_three_steps(gloo2: Any, gloo4: Any, name: str, mesh: str) -> None:
     pool = gloo4 if len(MESHES[mesh]) == 2 else gloo2
-    for found in pool(train_mixture, name, MESHES[mesh], {}):
+    for found in pool(train_mixture, name, MESHES[mesh], {"ep_exchange": "rows"}):
         for kind in ("loss", "gradient", "norm", "parameter"):
             assert found[kind] < 1e-5, found

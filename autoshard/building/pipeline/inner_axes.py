@@ -1,7 +1,7 @@
 """The graph of one micro-batch on the axes inside of a stage: of one rank, before it is cut.
 
 A micro-batch is a shard of the batch, laid out first. Its graph is planned on cp and then on tp
-like any other (`first_axis.py`), and experts stay on ep. The graph of a rank is then cut: what a
+like any other (`first_axis.py`), and experts stay on ep, unless an option says otherwise. The graph of a rank is then cut: what a
 stage sends is what its rank holds of a value, to the rank of its own place in the next stage. Only
 dims are split that cp and tp divide, so that all ranks have graphs of the same shapes, and cuts.
 
@@ -65,6 +65,8 @@ def split_operators(
         plan=plan if axis.size > 1 else None,
         layout=Layout.of({one.name: one.size for one in axes}, config.zero, config.bucket_bytes),
         even=True,
+        # stacks are gathered once a step, for all micro-batches, which no price knows
+        ep_exchange="weights" if config.ep_exchange == "weights" else "rows",
     )
     decisions: Decisions | None = None
     if mesh.outer is not None:
@@ -78,7 +80,7 @@ def split_operators(
         local, _ = rank_program(whole, [Localize(decisions, config.recompute_collectives)], axis)
         split = {parameter: decisions.stored[node] for node, parameter in own.items()}
         microbatch = replace(_planned(microbatch, local, decisions, axis), split=split)
-    if mesh.axis("ep").size > 1:
+    if mesh.axis("ep").size > 1 and config.ep_exchange != "weights":
         numbered = enumerate(microbatch.parameters)
         states = {i: data_states(value(node).dim(), mesh.axes) for i, node in numbered}
         exchange(microbatch.local, ExchangeExperts(mesh.axis("ep"), states), axis)
