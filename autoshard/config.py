@@ -160,8 +160,8 @@ class Config:
     ep_exchange: str = _choice(
         "auto",
         ("auto", "rows", "weights"),
-        "What travels over `ep` for a mixture of experts: 'rows' to their experts wherever they can, "
-        "the experts' 'weights' to the rows, or, mixture by mixture and together with the plan, "
+        "What travels over `ep` for a mixture of experts: 'rows' to their experts wherever they "
+        "can, the experts' 'weights' to the rows, or, for each mixture and together with the plan, "
         "whichever is cheaper (experts.md).",
     )
     inner: str = _choice(

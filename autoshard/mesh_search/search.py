@@ -3,8 +3,8 @@
 The model is captured once. Each size of the axis tp, and of cp, is planned once, by the exact
 solver, and serves all ways to split the rest of the world into `dp_replicate` x `dp_shard`, which
 follow from the mesh (planning/estimate/mesh.py); with zero="auto", where the plan knows of them,
-each mesh is planned. So is each size of ep; meshes with it are priced where rows travel to experts. With pp the plan is that of the mesh
-of a stage (stages.py).
+each mesh is planned. So is each size of ep, whose meshes are priced where rows travel to experts.
+With pp the plan is that of the mesh of a stage (stages.py).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _INDEX = 8  # bytes of an index
 _INDICES = 3  # of each row: its choice, its token, its place
 
 ROWS, WEIGHTS = "rows", "weights"
-"""What may travel over ep for a mixture: rows to their experts, or stacks of experts to the rows."""
+"""What may travel over ep for a mixture: rows to their experts, or the experts to the rows."""
 
 
 def is_mixture(node: fx.Node) -> bool:

@@ -26,8 +26,8 @@ PLAN_VERSION = 2
 
 
 def strategy_text(strategy: Strategy) -> str:
-    """`inputs -> output`, the local algorithm where one replaces the operator, and what travels over
-    ep."""
+    """`inputs -> output`, the local algorithm where one replaces the operator, and for a mixture of
+    experts what travels over ep."""
     output = strategy.output
     right = output if isinstance(output, str) else f"({', '.join(output)})"
     name = f" by {_name(strategy.impl)}" if strategy.impl else ""

@@ -28,8 +28,8 @@ from autoshard.planning.context_parallel import (
     stored_by_rows,
     with_heads_as_one,
 )
-from autoshard.planning.fusion import Kernels
 from autoshard.planning.expert_axis import ExpertAxis, StackTables
+from autoshard.planning.fusion import Kernels
 from autoshard.planning.mixtures import inner_bytes
 from autoshard.planning.operators import cached, is_handed_on
 from autoshard.planning.outer import Origin

@@ -126,7 +126,9 @@ def weights_of(
 ) -> tuple[Weight, ...]:
     """The parameters of `gm` on a rank of an axis of `n`. again: those that backward reads."""
     place = {node: i for i, node in enumerate(gm.graph.nodes)}
-    mixtures = [n for n in filter(is_mixture, gm.graph.nodes) if decisions.strategies[n].on_ep == ROWS]
+    mixtures = [
+        n for n in filter(is_mixture, gm.graph.nodes) if decisions.strategies[n].on_ep == ROWS
+    ]
     experts = {stack: exchangeable(node) for node in mixtures for stack in node.args[3]}
     found = []
     for node, name in parameters.items():

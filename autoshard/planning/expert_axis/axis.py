@@ -62,8 +62,8 @@ class ExpertAxis:
         return self.layout.experts
 
     def ways(self, node: fx.Node, origin: Origin | None = None) -> tuple[str, ...]:
-        """What may travel for a mixture, and be chosen; nothing of any other node, and where weights
-        must. origin: of the graph of a rank, where the node is a part of that, made alone."""
+        """What may travel for a mixture; nothing of any other node, and where weights must. origin:
+        of the graph of a rank, where the node is a part of that, made alone."""
         if not is_mixture(node):
             return ()
         of = origin.nodes.get(node, node) if origin is not None else node

@@ -18,6 +18,7 @@ from autoshard.planning.values import differentiable, output_state
 from autoshard.runtime.collectives import State
 from autoshard.runtime.graph_meta import DIFF, REDUCED_DTYPE
 
+
 class StackTables:
     """The tables of stacks and their mixtures, equal ones made once."""
 
