@@ -12,7 +12,8 @@ from autoshard.planning import cost
 from autoshard.planning.sizes import count
 from autoshard.planning.strategy import ImplCollective, Strategy, operands, value
 from autoshard.runtime.collectives import P, S, chunk_size, shard_dim
-from autoshard.runtime.operators import EXPERTS, ROWS, STACK, Body, parse
+from autoshard.runtime.operators import EXPERTS, STACK, Body, parse
+from autoshard.runtime.operators import ROWS as READ_ROWS
 
 _INDEX = 8  # bytes of an index
 _INDICES = 3  # of each row: its choice, its token, its place
@@ -137,7 +138,7 @@ def row_bytes(node: fx.Node, strategy: Strategy, n: int) -> tuple[int, int]:
             split = shard_dim(strategy.inputs[3 + stack])
             shape = [cost.hint(size) for size in value(stacks[stack]).shape]
             first, second = (size // (n if d == split else 1) for d, size in enumerate(shape) if d)
-            again = any(w == hidden for w in widths) and one.args[0] == ROWS
+            again = any(w == hidden for w in widths) and one.args[0] == READ_ROWS
             widths += [first, second]
             if again:  # gate and up read the same rows
                 widths.remove(hidden)

@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from autoshard.planning.asked import Request, constrain, keep_only
+from autoshard.planning.asked import (
+    Request,
+    chooses_on_ep,
+    constrain,
+    expert_axis,
+    keep_only,
+    note_choices,
+)
 from autoshard.planning.batch_axis import batch_axis, least_charged, within_room
 from autoshard.planning.cost import Hardware, planned_on
 from autoshard.planning.decisions import Decisions
@@ -21,7 +28,6 @@ from autoshard.planning.estimate import (
     profile,
     timing,
 )
-from autoshard.planning.expert_axis.asked import chooses, expert_axis, note_choices
 from autoshard.planning.head_tail import HeadTail
 from autoshard.planning.kept_values import KeptSearch
 from autoshard.planning.outer import Origin
@@ -57,7 +63,7 @@ def plan_graph(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request)
 
 def _default(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request) -> Decisions:
     """The cheapest plan at the request's prices."""
-    choices = request.layout.chooses or chooses(gm, n, hardware, request)
+    choices = request.layout.chooses or chooses_on_ep(gm, n, hardware, request)
     if not choices or request.outer is not None:  # two axes have one set of prices
         return _solve(gm, n, hardware, request, request.prices)
     return least_charged(

@@ -2,8 +2,9 @@
 
 A micro-batch is a shard of the batch, laid out first. Its graph is planned on cp and then on tp
 like any other (`first_axis.py`), and experts stay on ep, unless `ep_exchange` is "weights". The
-graph of a rank is then cut: what a stage sends is what its rank holds of a value, to the rank of its own place in the next stage. Only
-dims are split that cp and tp divide, so that all ranks have graphs of the same shapes, and cuts.
+graph of a rank is then cut: what a stage sends is what its rank holds of a value, to the rank of
+its own place in the next stage. Only dims are split that cp and tp divide, so that all ranks have
+graphs of the same shapes, and cuts.
 
 Weights are whole on cp in that graph: they are gathered once a call, as on dp_shard, and not once a
 micro-batch.

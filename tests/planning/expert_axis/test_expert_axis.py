@@ -21,10 +21,10 @@ from autoshard.capture import intercept
 from autoshard.config import Config
 from autoshard.explain.alternatives import alternatives
 from autoshard.planning import Plan, Request, fingerprint, plan_graph
+from autoshard.planning.asked import expert_axis
 from autoshard.planning.cost import WAIT_SECONDS, collective_seconds, planned_on
 from autoshard.planning.cost.machines import Hardware, Link, hardware
 from autoshard.planning.estimate import Layout
-from autoshard.planning.expert_axis.asked import expert_axis
 from autoshard.planning.mixtures import ROWS, WEIGHTS, is_mixture
 from autoshard.planning.plan import GraphPlan, without_ep
 from autoshard.planning.planner import builder_of

@@ -1,10 +1,11 @@
-"""The axis ep of a request, and what a plan says of it."""
+"""The axis ep of a request, and what its solution says of that."""
 
 from __future__ import annotations
 
 from torch import fx
 
-from autoshard.planning.asked import Request, fingerprint
+from autoshard.planning.asked.followed_plan import fingerprint
+from autoshard.planning.asked.request import Request
 from autoshard.planning.cost import (
     HARDWARE,
     Hardware,
@@ -13,7 +14,7 @@ from autoshard.planning.cost import (
     reference_bytes,
 )
 from autoshard.planning.decisions import Decisions
-from autoshard.planning.expert_axis.axis import ExpertAxis
+from autoshard.planning.expert_axis import ExpertAxis
 from autoshard.planning.mixtures import ROWS
 from autoshard.planning.plan import without_ep
 from autoshard.planning.problem import Problem
@@ -51,7 +52,7 @@ def expert_axis(
     )
 
 
-def chooses(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request) -> bool:
+def chooses_on_ep(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request) -> bool:
     """Whether a mixture of experts has a choice on ep."""
     axis = expert_axis(gm, n, hardware, request, 1.0)
     return axis is not None and any(len(axis.ways(node)) > 1 for node in gm.graph.nodes)
