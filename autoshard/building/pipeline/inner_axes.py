@@ -26,6 +26,7 @@ from autoshard.planning import (
     Decisions,
     Plan,
     Request,
+    gathered_stacks,
     is_mixture,
     plan_graph,
     strategy_text,
@@ -70,6 +71,7 @@ def split_operators(
         ep_exchange="weights" if config.ep_exchange == "weights" else "rows",
     )
     decisions: Decisions | None = None
+    gathered: frozenset[int] = frozenset()
     if mesh.outer is not None:
         laid = lay_out(microbatch.local, request, mesh, mesh.outer, config, machine, first)
         microbatch = _planned(microbatch, laid.graph, laid.outer.decisions, mesh.outer)
@@ -78,13 +80,15 @@ def split_operators(
         whole, own = microbatch.local, _parameters(microbatch)
         decisions = decisions or plan_graph(whole, axis.size, machine, request)
         made = with_graph(plan, decisions, request, whole, axis.size)
+        gathered = gathered_stacks(whole, decisions.strategies)
         local, _ = rank_program(whole, [Localize(decisions, config.recompute_collectives)], axis)
         split = {parameter: decisions.stored[node] for node, parameter in own.items()}
         microbatch = replace(_planned(microbatch, local, decisions, axis), split=split)
     if mesh.axis("ep").size > 1 and config.ep_exchange != "weights":
         numbered = enumerate(microbatch.parameters)
         states = {i: data_states(value(node).dim(), mesh.axes) for i, node in numbered}
-        exchange(microbatch.local, ExchangeExperts(mesh.axis("ep"), states), axis)
+        experts = ExchangeExperts(mesh.axis("ep"), states, gathered=gathered)
+        exchange(microbatch.local, experts, axis)
     return microbatch, replace(made, outer=first)
 
 
