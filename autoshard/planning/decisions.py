@@ -68,7 +68,7 @@ class Decisions:
     recomputation: what is computed again in backward; None: what the compiler likes. others: under
     a budget, further plans to try. unbudgeted: the plan without the budget, which may be this one.
     weights: what dp_shard does with each parameter (`CHOICES`), where that was chosen. on_ep: of
-    each mixture of experts with a choice on ep, the seconds that each is charged.
+    each mixture of experts with a choice on ep, the seconds that either is charged there.
     """
 
     strategies: dict[fx.Node, Strategy]

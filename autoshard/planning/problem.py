@@ -67,7 +67,7 @@ class Problem:
     outputs: list[tuple[int, list[State]] | None] = field(default_factory=list)
     declined: dict[fx.Node, list[str]] = field(default_factory=dict)
     stacks: dict[fx.Node, list[tuple[fx.Node, np.ndarray]]] = field(default_factory=dict)
-    """Of a mixture that ep may leave its stacks: these, and the seconds of [state, strategy]."""
+    """Of a mixture that ep may leave its stacks: these, and what ep adds to [state, strategy]."""
 
     def read(self, solution: Solution) -> tuple[dict[fx.Node, Strategy], dict[fx.Node, State]]:
         """(strategy of each node, state of each shared copy)."""
@@ -331,9 +331,9 @@ class Builder:
     def _stacks(self, node: fx.Node) -> None:
         problem, found = self.problem, self.problem.stacks.setdefault(node, [])
         assert self.stacks is not None
-        for stack, added, all_ in self.stacks.of_mixture(node, problem.domains):
+        for stack, added in self.stacks.of_mixture(node, problem.domains):
             problem.graph.add((problem.variables[stack], problem.variables[node]), added)
-            found.append((stack, all_))
+            found.append((stack, added))
 
     def _output_uses(self, uses: dict[fx.Node, list[Consumer]]) -> None:
         (results,) = next(iter(reversed(self.gm.graph.nodes))).args

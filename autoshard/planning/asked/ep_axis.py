@@ -15,7 +15,7 @@ from autoshard.planning.cost import (
 )
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.expert_axis import ExpertAxis
-from autoshard.planning.mixtures import ROWS
+from autoshard.planning.mixtures import ROWS, WEIGHTS
 from autoshard.planning.plan import without_ep
 from autoshard.planning.problem import Problem
 from autoshard.planning.strategy import value
@@ -59,18 +59,22 @@ def chooses_on_ep(gm: fx.GraphModule, n: int, hardware: Hardware, request: Reque
 
 
 def note_choices(decisions: Decisions, problem: Problem, ranks: int) -> None:
-    """Note what each mixture with a choice on ep, of `ranks`, is charged for either, and what that
-    leaves a rank of its stacks."""
+    """Note what each mixture with a choice on ep, of `ranks`, is charged for either, beside what it
+    costs with all experts at hand, and what the choice leaves a rank of its stacks."""
     for node, stacks in problem.stacks.items():
         chosen, found = decisions.strategies[node], {}
         own = problem.graph.unary[problem.variables[node]]
-        for i, one in enumerate(problem.domains[node]):
+        domain = problem.domains[node]
+        whole = chosen._replace(on_ep=WEIGHTS)
+        plain = own[domain.index(whole)] if whole in domain else 0.0
+        for i, one in enumerate(domain):
             if one._replace(on_ep=chosen.on_ep) == chosen:
-                found[one.on_ep] = float(own[i])
+                found[one.on_ep] = float(own[i] - plain)
                 for stack, table in stacks:
                     stored = [each.output for each in problem.domains[stack]]
                     found[one.on_ep] += float(table[stored.index(decisions.stored[stack]), i])
-        decisions.on_ep[node] = found
+        if WEIGHTS in found and ROWS in found:
+            decisions.on_ep[node] = found
         if chosen.on_ep == ROWS:
             parts = dict.fromkeys((stack for stack, _ in stacks), ranks)
             decisions.prices.parts.update(parts)

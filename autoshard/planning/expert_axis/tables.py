@@ -28,15 +28,11 @@ class StackTables:
 
     def of_mixture(
         self, node: fx.Node, domains: Mapping[fx.Node, list[Strategy]]
-    ) -> Iterator[tuple[fx.Node, np.ndarray, np.ndarray]]:
-        """Each stack of a mixture with what ep adds, and with all that is charged."""
-        domain = domains[node]
+    ) -> Iterator[tuple[fx.Node, np.ndarray]]:
+        """Each stack of a mixture, with what ep adds."""
         for position, stack in enumerate(operands(node)[STACKS:], STACKS):
             have = [output_state(one, None) for one in domains[stack]]
-            change = self.prices.change_cost(stack)
-            table = self.added(node, position, have, domain)
-            plain = [[change(a, one.inputs[position]) for one in domain] for a in have]
-            yield stack, table, table + np.array(plain)
+            yield stack, self.added(node, position, have, domains[node])
 
     def added(
         self, reader: fx.Node, position: int, have: Sequence[State], domain: Sequence[Strategy]
