@@ -63,7 +63,8 @@ def plan_graph(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request)
 
 def _default(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request) -> Decisions:
     """The cheapest plan at the request's prices."""
-    choices = request.layout.chooses or chooses_on_ep(gm, n, hardware, request)
+    on_ep = is_trained(gm) and chooses_on_ep(gm, n, hardware, request)
+    choices = request.layout.chooses or on_ep
     if not choices or request.outer is not None:  # two axes have one set of prices
         return _solve(gm, n, hardware, request, request.prices)
     return least_charged(
