@@ -157,6 +157,13 @@ class Config:
         "What `cp` splits of activations: the sequence, or, layer by layer, the sequence or the "
         "batch, whichever is cheaper (context_parallel.md).",
     )
+    ep_exchange: str = _choice(
+        "auto",
+        ("auto", "rows", "weights"),
+        "What travels over `ep` for a mixture of experts: 'rows' to their experts wherever they "
+        "can, the experts' 'weights' to the rows, or, for each mixture and together with the plan, "
+        "whichever is cheaper (experts.md).",
+    )
     inner: str = _choice(
         "inductor",
         ("inductor", "aot_eager", "eager", "tensorrt"),

@@ -20,6 +20,7 @@ TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 RUNS: dict[str, tuple[str, ...]] = {
     "planning": (str(HERE / "planning.py"),),
     "batch_axis": (str(HERE / "batch_axis.py"),),
+    "expert_axis": (str(HERE / "expert_axis.py"),),
     "published_runs": (str(HERE / "published_runs.py"),),
     "dropout": (str(HERE / "dropout.py"),),
     "world_one": (str(HERE / "world_one.py"),),

@@ -20,7 +20,8 @@ before ep does: a rank of ep then has rows of as many parts. What is gathered of
 planned axis is not gathered on ep. Stacks of one mixture whose experts are stored in two orders, by
 planned ranks first or not at all, cannot all stay: those of fewer bytes are gathered.
 
-Not done: mixtures that `match_experts` did not find; stacks that something else reads too, or that
+Not done: mixtures of which the plan gathers the stacks, because that is cheaper; those that
+`match_experts` did not find; stacks that something else reads too, or that
 are computed; fewer experts than ranks; experts whose numbers may not be finite for a row of zeros;
 stacks that are split by experts on a planned axis too, unless both axes divide them. Their weights
 are gathered as those of any other layer.
@@ -71,6 +72,7 @@ class _Stack(NamedTuple):
 class ExchangeExperts:
     """axis: ep. states: of the stored parameters on the data-parallel axes, as in DataParallel.
     outer: cp beside tp, which splits rows before ep does, and over which every stack is gathered.
+    gathered: the positions of placeholders of stacks that the plan gathers over ep.
     """
 
     name: ClassVar[str] = "exchange_experts"
@@ -78,6 +80,7 @@ class ExchangeExperts:
     axis: Axis
     states: Mapping[int, Mapping[str, State]] = field(default_factory=dict)
     outer: Axis | None = None
+    gathered: frozenset[int] = frozenset()
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
         """Rewrite the mixtures; placeholders of their stacks get `meta[OWN_AXIS]`."""
@@ -88,16 +91,19 @@ class ExchangeExperts:
             for i, states in self.states.items()
             if states.get(self.axis.name, I) == S(0)
         }
+        gathered = {placeholders[i] for i in self.gathered}
         for node in [one for one in gm.graph.nodes if _function(one) in _MIXTURES]:
             try:
-                self._replace(node, stored, ctx.axis)
+                self._replace(node, stored, gathered, ctx.axis)
             except _Declined as reason:
                 report.skip(node, str(reason))
             else:
                 report.hits += 1
         return report
 
-    def _replace(self, node: fx.Node, stored: set[fx.Node], planned: Axis) -> None:
+    def _replace(
+        self, node: fx.Node, stored: set[fx.Node], gathered: set[fx.Node], planned: Axis
+    ) -> None:
         """Rewrite one mixture, if its stacks may stay."""
         stacks: Any = node.args[3]
         function, constants = unbound(node.target)  # type: ignore[arg-type]
@@ -105,6 +111,8 @@ class ExchangeExperts:
         if reason := not_of_zero(node.args[4]):  # type: ignore[arg-type]
             raise _Declined(reason)
         found = [_read(stack, stored) for stack in stacks]
+        if any(one.nodes[0] in gathered for one in found):
+            raise _Declined("the plan gathers its weights, which is cheaper")
         sizes = {True: 0, False: 0}
         for one in found:
             sizes[one.strided] += math.prod(one.nodes[-1].meta["val"].shape)

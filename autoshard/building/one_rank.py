@@ -50,6 +50,7 @@ from autoshard.planning import (
     Plan,
     Prices,
     Request,
+    gathered_stacks,
     is_trained,
     on_rank,
     plan_graph,
@@ -244,6 +245,7 @@ def plan_captured(
         chosen=choices_made(placeholders, inputs, data) if layout.chooses else {},
         even=even,
         splits_batch=config.cp_splits == "any",
+        ep_exchange=config.ep_exchange,
         fusing=fusing_for(
             config.fuse_collectives, any(map(_on_gpu, placeholders)), axis.size, planned_on(machine)
         ),
@@ -331,7 +333,8 @@ def _local_passes(
     weights = planned.decisions.weights
     choices = {i: weights[n] for i, n in enumerate(placeholders) if n in weights}
     if mesh.axis("ep").size > 1:
-        passes.append(ExchangeExperts(mesh.axis("ep"), states, mesh.outer))
+        gathered = gathered_stacks(planned.serial, planned.decisions.strategies)
+        passes.append(ExchangeExperts(mesh.axis("ep"), states, mesh.outer, gathered))
     passes.append(
         DataParallel(
             axes,

@@ -105,7 +105,7 @@ def alternatives(built: Built) -> list[Alternative]:
         if built.outer is None
         else replace(built, serial=built.whole, parameters=built.outer.parameters, outer=None)
     )
-    whole = plan_graph(serial.serial, 1, hardware, _request(serial, True, Prices()))
+    whole = plan_graph(serial.serial, 1, hardware, _request(serial, True, Prices(), whole=True))
     for name, axis in (("FSDP (ZeRO-3)", "dp_shard"), ("DDP", "dp_replicate")):
         if sizes != {axis: world} or (axis == "dp_shard" and built.config.zero != 3):
             found.append(_priced(name, serial, whole, {axis: world}, n * outer))
@@ -115,7 +115,10 @@ def alternatives(built: Built) -> list[Alternative]:
 def _mixtures(built: Built) -> Iterator[tuple[str, Decisions]]:
     """The cheapest plans in which all mixtures of experts are split in one way, for each way."""
     offered = {
-        node: {way_of(one): strategy_text(one) for one in built.decisions.offered[node]}
+        node: {
+            way_of(one): strategy_text(one._replace(on_ep=""))
+            for one in built.decisions.offered[node]
+        }
         for node in built.serial.graph.nodes
         if is_mixture(node)
     }
@@ -129,13 +132,17 @@ def _mixtures(built: Built) -> Iterator[tuple[str, Decisions]]:
             yield way, plan_graph(built.serial, n, built.hardware, request)
 
 
-def _request(built: Built, sequence: bool, prices: Prices) -> Request:
+def _request(built: Built, sequence: bool, prices: Prices, whole: bool = False) -> Request:
+    """whole: of data parallelism alone."""
+    sizes = {} if whole else {axis.name: axis.size for axis in built.mesh.axes}
     return Request(
         parameters=built.parameters,
         sequence_parallel=sequence,
         lazy_outputs=built.config.outputs != "replicate",
         prices=prices,
+        layout=Layout.of(sizes, 3, built.config.bucket_bytes),
         outer=built.outer,
+        ep_exchange=built.config.ep_exchange,
         fusing=built.decisions.prices.fusing,
     )
 

@@ -12,7 +12,15 @@ from autoshard.explain.facts import Facts
 from autoshard.explain.tables import human, page_width, table
 from autoshard.memory import KINDS, Memory
 from autoshard.passes import LossFound, MaskFound, MixtureFound, ProductFound, module_path
-from autoshard.planning import WAYS, contiguous_share, is_mixture, is_view, way_of
+from autoshard.planning import (
+    ROWS,
+    WAYS,
+    WEIGHTS,
+    contiguous_share,
+    is_mixture,
+    is_view,
+    way_of,
+)
 from autoshard.runtime.collectives import ONCE, TWICE, WHOLE, I, State, placement_words
 from autoshard.runtime.graph_meta import ATTENTION_MASKS, CHUNKED, FLOAT8, MIXTURES
 from autoshard.runtime.operators import reduce_add_norm, rows_travel
@@ -227,18 +235,14 @@ def _mixtures(built: Built, width: int) -> str:
         for node in built.serial.graph.nodes
         if is_mixture(node)
     )
+    rows: list[list[str]] = []
     if built.mesh.axis("ep").size > 1:
-        exchanged = sum(
-            any(axis.name == "ep" for axis in rows_travel(node))
-            for node in built.graph_module.graph.nodes
-        )
-        here = {f"{WAYS[3]} on ep": exchanged}
-        here["weights gathered on ep"] = sum(ways.values()) - exchanged
-        ways = +Counter(here) + (ways if built.axis.size > 1 else Counter())
+        rows = _on_ep(built, sum(ways.values()))
+        ways = ways if built.axis.size > 1 else Counter()
     found: Counter[MixtureFound] = built.serial.meta.get(MIXTURES, Counter())
-    kinds = dict.fromkeys(one.what for one in found if one.what)
-    rows = [
-        [way, str(n), " and ".join(kinds) + (_WAITS if way.startswith(WAYS[3]) else ""), ""]
+    kinds = " and ".join(dict.fromkeys(one.what for one in found if one.what))
+    rows += [
+        [way, str(n), kinds + (_WAITS if way.startswith(WAYS[3]) else ""), ""]
         for way, n in ways.items()
     ]
     rows += [
@@ -248,6 +252,26 @@ def _mixtures(built: Built, width: int) -> str:
     ]
     header = ["mixture of experts", "count", "because", "line"]
     return table(header, rows, width) if rows else ""
+
+
+def _on_ep(built: Built, mixtures: int) -> list[list[str]]:
+    """What travels over ep for the mixtures, and what the planner charges either choice."""
+    told: Counter[tuple[str, str]] = Counter()
+    for node, seconds in built.decisions.on_ep.items():
+        prices = ", ".join(f"{way} {1e3 * one:.3g} ms" for way, one in sorted(seconds.items()))
+        told[built.decisions.strategies[node].on_ep, prices] += 1
+    exchanged = sum(
+        any(axis.name == "ep" for axis in rows_travel(node))
+        for node in built.graph_module.graph.nodes
+    )
+    told[ROWS, ""] = exchanged - sum(n for (way, _), n in told.items() if way == ROWS)
+    told[WEIGHTS, ""] = mixtures - sum(told.values())
+    said = {ROWS: f"{WAYS[3]} on ep", WEIGHTS: "weights gathered on ep"}
+    return [
+        [said[way], str(n), f"charged: {prices}" * bool(prices) + _WAITS * (way == ROWS), ""]
+        for (way, prices), n in told.items()
+        if n > 0
+    ]
 
 
 def _float8(built: Built, width: int) -> str:

@@ -3,9 +3,8 @@
 The model is captured once. Each size of the axis tp, and of cp, is planned once, by the exact
 solver, and serves all ways to split the rest of the world into `dp_replicate` x `dp_shard`, which
 follow from the mesh (planning/estimate/mesh.py); with zero="auto", where the plan knows of them,
-each mesh is planned. One plan serves all sizes of ep, on which rows travel to experts that stay;
-meshes with it are priced where there are such experts. With pp the plan is that of the mesh
-of a stage (stages.py).
+each mesh is planned. So is each size of ep, whose meshes are priced where rows travel to experts.
+With pp the plan is that of the mesh of a stage (stages.py).
 """
 
 from __future__ import annotations
@@ -165,13 +164,12 @@ def search_captured(
     sizes, facts = list(dict.fromkeys(keys.values())), batch_facts(inputs)
     rows: list[MeshPrice] = []
     for done, key in enumerate(sizes):
-        axes, experts = dict(key[0]), key[1]
-        told = "ep" if experts else " x ".join(f"{name}={n}" for name, n in axes.items())
+        axes = dict(key)
+        told = " x ".join(f"{name}={n}" for name, n in axes.items())
         (progress or _silent)(f"planning {told}", done + 3, len(sizes) + 2)
         serial = copied(captured)
         say_stored(serial, inputs, config)
-        device, mixed = machine.planned(axes), {"ep": 2} if experts else {}
-        first = offline_mesh({**mixed, **axes}, 0)
+        device, first = machine.planned(axes), offline_mesh(axes, 0)
         room = limit if chooses else None  # a plan with choices uses the memory that there is
         planned = plan_captured(serial, inputs, first, config, device, facts=facts, room=room)
         planned.decisions.recomputation = None  # which is a row's own
@@ -201,13 +199,15 @@ def _shortened(rows: Sequence[MeshPrice]) -> Iterator[MeshPrice]:
         seen.add(key)
 
 
-def _planned_for(mesh: AxisSizes, config: Config) -> tuple[tuple[tuple[str, int], ...], bool]:
-    """The axes that the planner decides on, names and sizes; whether there is an axis ep."""
+def _planned_for(mesh: AxisSizes, config: Config) -> tuple[tuple[str, int], ...]:
+    """The axes that the planner decides on, names and sizes."""
     sharing = offline_mesh(beside_pp(mesh), 0).sharing
     axes = [(axis.name, axis.size) for axis in sharing]
     if config.zero == "auto":  # the plan depends on those of the weights, too
         axes = [(name, mesh[name]) for name in ("dp_replicate", "dp_shard") if name in mesh] + axes
-    return tuple(axes), mesh.get("ep", 1) > 1
+    if mesh.get("ep", 1) > 1:
+        axes = [("ep", mesh["ep"]), *axes]
+    return tuple(axes)
 
 
 def _key(mesh: AxisSizes) -> tuple[tuple[str, int], ...]:
@@ -231,7 +231,7 @@ def _is_useful(mesh: AxisSizes, one: Profile, of: int) -> bool:
     """Whether a mesh is more than its neighbour: with ep, whether rows travel to experts. What is
     asked for alone is priced."""
     ep = mesh.get("ep", 1)
-    return of == 1 or ep == 1 or any(mixture.on(ep) for mixture in one.exchanges)
+    return of == 1 or ep == 1 or bool(one.exchanges)
 
 
 def _silent(what: str, done: int, total: int) -> None:

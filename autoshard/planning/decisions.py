@@ -77,8 +77,10 @@ class Decisions:
     change of state was charged. unbalanced: causal attention whose ranks do unequal work, and why.
     recomputation: what is computed again in backward; None: what the compiler likes. others: under
     a budget, further plans to try. unbudgeted: the plan without the budget, which may be this one.
-    weights: what dp_shard does with each parameter (`CHOICES`), where that was chosen. placements:
-    under a budget, what is known of others; apart: why they were not decided with what is kept.
+    weights: what dp_shard does with each parameter (`CHOICES`), where that was chosen. on_ep: of
+    each mixture of experts with a choice on ep, the seconds that either is charged there.
+    placements: under a budget, what is known of others; apart: why they were not decided with what
+    is kept.
     """
 
     strategies: dict[fx.Node, Strategy]
@@ -100,6 +102,7 @@ class Decisions:
     weights: dict[fx.Node, str] = field(default_factory=dict)
     placements: OtherPlacements | None = field(default=None, repr=False, compare=False)
     apart: str = ""
+    on_ep: dict[fx.Node, dict[str, float]] = field(default_factory=dict)
 
     @property
     def hardware(self) -> Hardware:

@@ -3,18 +3,23 @@ of the graph shows."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import fx
 
 from autoshard.planning import cost
 from autoshard.planning.sizes import count
 from autoshard.planning.strategy import ImplCollective, Strategy, operands, value
-from autoshard.planning.values import leaves_none_empty
 from autoshard.runtime.collectives import P, S, chunk_size, shard_dim
-from autoshard.runtime.operators import EXPERTS, ROWS, STACK, Body, parse
+from autoshard.runtime.operators import EXPERTS, STACK, Body, parse
+from autoshard.runtime.operators import ROWS as READ_ROWS
 
 _INDEX = 8  # bytes of an index
 _INDICES = 3  # of each row: its choice, its token, its place
+
+ROWS, WEIGHTS = "rows", "weights"
+"""What may travel over ep for a mixture: rows to their experts, or the experts to the rows."""
 
 
 def is_mixture(node: fx.Node) -> bool:
@@ -32,6 +37,7 @@ def exchangeable(node: fx.Node) -> int:
     travel; 0 where that is not so, whatever the axis."""
     stacks: list[fx.Node] = node.args[3]  # type: ignore[assignment]
     stored = all(stack.op == "placeholder" and is_stack(stack) for stack in stacks)
+    stored = stored and len(set(stacks)) == len(stacks)
     if not stored or not_of_zero(node.args[4]):  # type: ignore[arg-type]
         return 0
     return cost.hint(value(stacks[0]).shape[0])
@@ -54,11 +60,11 @@ def exchanged(
 
 def exchanged_beside(node: fx.Node, strategy: Strategy, n: int, ranks: int) -> list[ImplCollective]:
     """The collectives over an axis ep of `ranks` of a mixture that runs so on a planned axis of n;
-    none where its stacks do not stay on ep.
+    none where its rows do not travel there.
 
     The rows of a planned rank travel: those of its tokens, or of its experts; else all.
     """
-    if ranks == 1 or not is_mixture(node) or not leaves_none_empty(exchangeable(node), ranks):
+    if strategy.on_ep != ROWS:
         return []
     x, ids, weights, stack, *_ = map(value, operands(node))
     parts = n if way_of(strategy) in (WAYS[0], WAYS[2], WAYS[3]) else 1
@@ -100,7 +106,19 @@ def way_of(strategy: Strategy) -> str:
     return WAYS[1] if strategy.output == P else ""
 
 
-def row_bytes(node: fx.Node, strategy: Strategy, n: int, travel: bool = False) -> tuple[int, int]:
+def gathered_stacks(gm: fx.GraphModule, strategies: Mapping[fx.Node, Strategy]) -> frozenset[int]:
+    """The positions of the placeholders of stacks that travel over ep by these strategies."""
+    stacks = {
+        stack
+        for node in filter(is_mixture, gm.graph.nodes)
+        if strategies[node].on_ep == WEIGHTS
+        for stack in node.args[3]
+    }
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return frozenset(i for i, node in enumerate(placeholders) if node in stacks)
+
+
+def row_bytes(node: fx.Node, strategy: Strategy, n: int) -> tuple[int, int]:
     """(bytes of the rows that a rank keeps of a mixture for the backward, of the widest of them).
 
     What grouped products read and what they make is kept, and the order of the rows. A rank that
@@ -109,7 +127,8 @@ def row_bytes(node: fx.Node, strategy: Strategy, n: int, travel: bool = False) -
     """
     x, ids, weights, *stacks = operands(node)
     body: Body = parse(node.args[4])  # type: ignore[arg-type]
-    fewer = shard_dim(strategy.inputs[1]) is not None or (travel and way_of(strategy) == WAYS[0])
+    travel = strategy.on_ep == ROWS and way_of(strategy) == WAYS[0]
+    fewer = travel or shard_dim(strategy.inputs[1]) is not None
     rows = cost.numel(value(ids)) // (n if fewer else 1)
     hidden = cost.hint(value(x).shape[-1])
     widths: list[int] = []
@@ -119,7 +138,7 @@ def row_bytes(node: fx.Node, strategy: Strategy, n: int, travel: bool = False) -
             split = shard_dim(strategy.inputs[3 + stack])
             shape = [cost.hint(size) for size in value(stacks[stack]).shape]
             first, second = (size // (n if d == split else 1) for d, size in enumerate(shape) if d)
-            again = any(w == hidden for w in widths) and one.args[0] == ROWS
+            again = any(w == hidden for w in widths) and one.args[0] == READ_ROWS
             widths += [first, second]
             if again:  # gate and up read the same rows
                 widths.remove(hidden)
@@ -128,9 +147,9 @@ def row_bytes(node: fx.Node, strategy: Strategy, n: int, travel: bool = False) -
     return kept, rows * max(widths, default=0) * size
 
 
-def inner_bytes(node: fx.Node, strategy: Strategy, n: int, travel: bool = False) -> int:
+def inner_bytes(node: fx.Node, strategy: Strategy, n: int) -> int:
     """Bytes of `row_bytes`; 0 of any other operator, whose bytes are those of its edges."""
-    return row_bytes(node, strategy, n, travel)[0] if is_mixture(node) else 0
+    return row_bytes(node, strategy, n)[0] if is_mixture(node) else 0
 
 
 def _stack(body: Body, name: object) -> int:

@@ -26,11 +26,21 @@ PLAN_VERSION = 2
 
 
 def strategy_text(strategy: Strategy) -> str:
-    """`inputs -> output`, and the local algorithm where one replaces the operator."""
+    """`inputs -> output`, the local algorithm where one replaces the operator, and for a mixture of
+    experts what travels over ep."""
     output = strategy.output
     right = output if isinstance(output, str) else f"({', '.join(output)})"
     name = f" by {_name(strategy.impl)}" if strategy.impl else ""
-    return f"{', '.join(strategy.inputs)} -> {right}{name}".strip()
+    over_ep = f", {strategy.on_ep}{_OVER_EP}" if strategy.on_ep else ""
+    return f"{', '.join(strategy.inputs)} -> {right}{name}{over_ep}".strip()
+
+
+_OVER_EP = " over ep"
+
+
+def without_ep(text: str) -> str:
+    """A strategy's text without what travels over ep."""
+    return text.rpartition(", ")[0] if text.endswith(_OVER_EP) else text
 
 
 def _name(impl: Any) -> str:

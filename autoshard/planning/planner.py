@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from autoshard.planning.asked import Request, constrain, keep_only
+from autoshard.planning.asked import (
+    Request,
+    chooses_on_ep,
+    constrain,
+    expert_axis,
+    keep_only,
+    note_choices,
+)
 from autoshard.planning.batch_axis import batch_axis, least_charged, within_room
 from autoshard.planning.cost import Hardware, planned_on
 from autoshard.planning.decisions import Decisions
@@ -56,7 +63,9 @@ def plan_graph(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request)
 
 def _default(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request) -> Decisions:
     """The cheapest plan at the request's prices."""
-    if not request.layout.chooses or request.outer is not None:  # two axes have one set of prices
+    on_ep = is_trained(gm) and chooses_on_ep(gm, n, hardware, request)
+    choices = request.layout.chooses or on_ep
+    if not choices or request.outer is not None:  # two axes have one set of prices
         return _solve(gm, n, hardware, request, request.prices)
     return least_charged(
         lambda prices: _solve(gm, n, hardware, request, prices),
@@ -275,6 +284,7 @@ def decided(
     if prices.batch is not None:
         stored = decisions.stored.items()
         decisions.weights = {node: prices.batch_choice(node, state) for node, state in stored}
+    note_choices(decisions, problem, request.layout.experts)
     return decisions
 
 
@@ -315,7 +325,7 @@ def builder_of(
         even=request.even,
         contiguous=contiguous,
         beside=request.beside,
-        experts=request.layout.experts,
+        on_ep=expert_axis(gm, n, hardware, request, prices.batch_second),
         origin=origin or (request.outer.origin(gm) if request.outer else None),
         splits_batch=request.splits_batch,
     )

@@ -116,7 +116,8 @@ class AxisPrices:
         self.computed: set[fx.Node] = set()
         """What a graph without gradients computes of its parameters: its activations."""
         self.parts: dict[fx.Node, int] = {}
-        """Parameters of which a rank uses one of so many parts: stacks of experts on ep."""
+        """Parameters of which a rank uses one of so many parts, where that is decided: stacks of
+        experts on ep."""
         self._changes: dict[tuple[State, State, MovedValue], float] = {}
 
     def link_of(self, axis: str) -> cost.Link:
@@ -134,7 +135,7 @@ class AxisPrices:
         """Seconds that storing an input in `state` is charged; nothing where it is no parameter."""
         if node not in self.parameters:
             return 0.0
-        price = self._stored_byte(node)
+        price = self.stored_byte(node)
         if self.batch is not None:
             return self.batch.least(node, state, price)
         trained = TRAINED_BYTES if node.meta.get(DIFF) else 1.0
@@ -143,9 +144,10 @@ class AxisPrices:
 
     def batch_choice(self, node: fx.Node, state: State) -> str:
         """What dp_shard does with a parameter in `state` on this axis; "": it has no choice."""
-        return "" if self.batch is None else self.batch.choice(node, state, self._stored_byte(node))
+        return "" if self.batch is None else self.batch.choice(node, state, self.stored_byte(node))
 
-    def _stored_byte(self, node: fx.Node) -> float:
+    def stored_byte(self, node: fx.Node) -> float:
+        """Seconds that a byte of a parameter is charged."""
         return self.parameter_byte * (VECTOR_DISCOUNT if value(node).dim() < 2 else 1.0)
 
     def held_whole(self) -> float:

@@ -28,13 +28,9 @@ from autoshard.planning.context_parallel import (
     stored_by_rows,
     with_heads_as_one,
 )
+from autoshard.planning.expert_axis import ExpertAxis, StackTables
 from autoshard.planning.fusion import Kernels
-from autoshard.planning.mixtures import (
-    exchangeable,
-    exchanged_beside,
-    inner_bytes,
-    is_mixture,
-)
+from autoshard.planning.mixtures import inner_bytes
 from autoshard.planning.operators import cached, is_handed_on
 from autoshard.planning.outer import Origin
 from autoshard.planning.prices import AxisPrices
@@ -45,7 +41,6 @@ from autoshard.planning.values import (
     global_bytes,
     is_lookup,
     is_trained,
-    leaves_none_empty,
     output_state,
     producer,
     shardable,
@@ -71,6 +66,8 @@ class Problem:
     copies: dict[fx.Node, int] = field(default_factory=dict)
     outputs: list[tuple[int, list[State]] | None] = field(default_factory=list)
     declined: dict[fx.Node, list[str]] = field(default_factory=dict)
+    stacks: dict[fx.Node, list[tuple[fx.Node, np.ndarray]]] = field(default_factory=dict)
+    """Of a mixture that ep may leave its stacks: these, and what ep adds to [state, strategy]."""
 
     def read(self, solution: Solution) -> tuple[dict[fx.Node, Strategy], dict[fx.Node, State]]:
         """(strategy of each node, state of each shared copy)."""
@@ -95,8 +92,8 @@ class Builder:
     sharded one costs its gather. even: whether only dims are split that the axis divides, and no
     shape depends on values.
     contiguous: whether causal attention by rows is charged the work of contiguous parts. beside:
-    ranks of the axis that is planned after this one. experts: those of the axis ep, on which stacks
-    of experts stay where they are, and rows travel. origin: of the graph of a rank of another
+    ranks of the axis that is planned after this one. on_ep: the axis ep, over which rows travel to
+    experts or experts to rows; None: there is none. origin: of the graph of a rank of another
     axis, what it was made of. splits_batch: whether cp may split the batch, too.
     """
 
@@ -112,15 +109,13 @@ class Builder:
         even: bool = False,
         contiguous: bool = False,
         beside: int = 1,
-        experts: int = 1,
+        on_ep: ExpertAxis | None = None,
         origin: Origin | None = None,
         splits_batch: bool = False,
     ) -> None:
         self.gm, self.prices, self.n = gm, prices, prices.n
-        self.beside, self.experts, self.splits_batch = beside, experts, splits_batch
-        for node in gm.graph.nodes if experts > 1 else ():
-            if is_mixture(node) and leaves_none_empty(exchangeable(node), experts):
-                prices.parts.update(dict.fromkeys(node.args[3], experts))  # type: ignore[arg-type]
+        self.beside, self.on_ep, self.splits_batch = beside, on_ep, splits_batch
+        self.stacks = None if on_ep is None else StackTables(on_ep, prices)
         self.stored, self.arriving = stored, arriving
         self.inference = not is_trained(gm)
         # the first call of a model that generates is planned as if it trained, and has a cache too
@@ -219,7 +214,8 @@ class Builder:
         return (type(val).__name__, str(val))
 
     def _enumerate(self, node: fx.Node) -> tuple[list[Strategy], list[str]]:
-        key = self.signature(node)
+        ways = self._ways(node)
+        key = (*self.signature(node), *ways)
         if key not in self._strategies:
             found, declined = rules.strategies(node, self.n)
             if self.even:
@@ -236,8 +232,16 @@ class Builder:
                     found = [contiguously(node, one, self.n) for one in found]
             if not self._weighted[node] and not differentiable(node):
                 found = found[:1]  # masks and positions: never worth a collective
+            if ways and self.on_ep is not None:
+                found = self.on_ep.each_way(node, found, ways)
             self._strategies[key] = (found, declined)
         return self._strategies[key]
+
+    def _ways(self, node: fx.Node) -> tuple[str, ...]:
+        """What may travel over ep for a mixture; nothing of any other node."""
+        if self.on_ep is None:
+            return ()
+        return self.on_ep.ways(node, None if node.graph is self.gm.graph else self.origin)
 
     # Unary costs
 
@@ -255,7 +259,7 @@ class Builder:
             made = [s.output for s in domain]
             return np.array([self.origin.change(node, state, self.n) for state in made])  # type: ignore[arg-type]
         reads, written = self._memory(self.origin.nodes.get(node) if self.origin else node, tensors)
-        key = (self.signature(node), tuple(reads), written)
+        key = (self.signature(node), *self._ways(node), tuple(reads), written)
         if key in self._units:
             return self._units[key]
         flops = float(cost.node_flops(node))
@@ -272,23 +276,24 @@ class Builder:
             states = (*strategy.inputs, *outs)
             sharded = any(s[0] == "S" for s in states)
             kept = sum(b / self._split(s) for b, s in zip(sizes_out, outs))
-            on_ep = exchanged_beside(node, strategy, self.n, self.experts)
-            inner = inner_bytes(node, strategy, self.n, bool(on_ep))
+            inner = inner_bytes(node, strategy, self.n)
             kept += inner
             # what is inside is written and read
-            moved = (
-                kept + inner + sum(b / self._split(s) for b, s in zip(sizes_in, strategy.inputs))
-            )
+            read_in = [b / self._split(s) for b, s in zip(sizes_in, strategy.inputs)]
+            if self.on_ep is not None and strategy.on_ep:
+                read_in = [b / self.on_ep.read(strategy, i) for i, b in enumerate(read_in)]
+            moved = kept + inner + sum(read_in)
             own = flops * strategy.share / self.n if sharded else flops
             seconds = cost.node_seconds(own, moved, dtype, self.prices.hardware)
             if diff:
                 seconds = 3 * seconds + kept * self.prices.activation_byte
-            seconds += (strategy.waits + bool(on_ep)) * cost.WAIT_SECONDS
+            seconds += strategy.waits * cost.WAIT_SECONDS
             seconds += sum(
                 cost.collective_seconds(t.op, t.nbytes, t.n or self.n, self.prices.link_of(t.axis))
-                for t in (*strategy.traffic, *on_ep)
+                for t in strategy.traffic
                 if diff or not t.backward
             )
+            seconds += self.on_ep.rows(node, strategy) if self.on_ep else 0.0
             # where R and I cost the same, I is easier to read; a free view is taken of a shard
             costs.append(seconds + 1e-12 * states.count(R) + 1e-13 * (not sharded))
         self._units[key] = np.array(costs)
@@ -319,6 +324,16 @@ class Builder:
         for source in self.gm.graph.nodes:
             if source in uses:
                 self._edges(source, uses[source])
+        for node in order if self.on_ep is not None else ():
+            if self._ways(node):
+                self._stacks(node)
+
+    def _stacks(self, node: fx.Node) -> None:
+        problem, found = self.problem, self.problem.stacks.setdefault(node, [])
+        assert self.stacks is not None
+        for stack, added in self.stacks.of_mixture(node, problem.domains):
+            problem.graph.add((problem.variables[stack], problem.variables[node]), added)
+            found.append((stack, added))
 
     def _output_uses(self, uses: dict[fx.Node, list[Consumer]]) -> None:
         (results,) = next(iter(reversed(self.gm.graph.nodes))).args

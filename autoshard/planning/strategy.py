@@ -40,6 +40,8 @@ class Strategy(NamedTuple):
         all do as much.
     waits: how often the host waits for the device inside `impl`, to read sizes that depend on
         values; what an export writes down never does.
+    on_ep: of a mixture of experts whose stacks may stay where they are on an axis ep, what travels
+        there: "rows" or "weights"; "" of anything else.
     """
 
     inputs: tuple[State, ...]
@@ -48,6 +50,7 @@ class Strategy(NamedTuple):
     traffic: tuple[ImplCollective, ...] = ()
     share: float = 1.0
     waits: int = 0
+    on_ep: str = ""
 
 
 def value(node: fx.Node) -> Any:

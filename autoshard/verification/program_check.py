@@ -24,7 +24,7 @@ from autoshard.passes import (
     SplitHalves,
     rank_program,
 )
-from autoshard.planning import on_rank
+from autoshard.planning import gathered_stacks, on_rank
 from autoshard.planning.halves import Halving
 from autoshard.program import Program
 from autoshard.runtime.collectives import (
@@ -176,7 +176,10 @@ def _rank_graph(
     if any(axis.size > 1 for axis in axes[:-1]):
         passes.append(DataParallel(gathering_axes(axes), spread))
         outer = outer_axis(axes)
-        passes += [ExchangeExperts(axis, spread, outer) for axis in axes if axis.name == "ep"]
+        strategies = program.decisions.strategies
+        gathered = gathered_stacks(program.serial, strategies)
+        ep = [axis for axis in axes if axis.name == "ep"]
+        passes += [ExchangeExperts(axis, spread, outer, gathered) for axis in ep]
     if program.on_halves:
         positions = (i for i, node in enumerate(placeholders) if node in program.parameters)
         machine, link = program.machine_and_link()

@@ -21,7 +21,7 @@ def search(model: type[nn.Module], *args: Any, mesh: Any = None, **kwargs: Any) 
 
 @pytest.mark.parametrize(("experts", "sizes"), [(8, {2, 4}), (3, {2})])
 def test_ep_is_tried_where_rows_can_travel(experts: int, sizes: set[int]) -> None:
-    found = search(Mixture, "packed", experts=experts, hidden=256, inner=512)
+    found = search(Mixture, "packed", experts=experts, hidden=256, inner=8192)
     rows = [row for row in found.rows if "ep" in row.mesh]
     assert {row.mesh["ep"] for row in rows} == sizes
     assert {tuple(row.mesh) for row in rows} >= {("dp_shard", "ep"), ("dp_replicate", "ep")}
@@ -29,7 +29,16 @@ def test_ep_is_tried_where_rows_can_travel(experts: int, sizes: set[int]) -> Non
         assert row.timing.traffic["ep"].nbytes > 0 and row.plan.mesh == row.mesh
     whole = next(row for row in found.rows if row.mesh == {"dp_shard": 4})
     best = min(rows, key=lambda row: row.timing.step)
-    assert best.timing.step < whole.timing.step  # stacks of 3 MB an expert stay where they are
+    assert best.timing.step < whole.timing.step  # stacks of 25 MB an expert stay where they are
+
+
+def test_ep_is_not_tried_where_weights_are_cheaper_unless_it_is_asked_for() -> None:
+    """Stacks of 3 MB an expert travel to 4096 tokens, as on dp_shard."""
+    found = search(Mixture, "packed", experts=8, hidden=256, inner=512)
+    assert all("ep" not in row.mesh for row in found.rows)
+    (row,) = search(Mixture, "packed", experts=8, hidden=256, inner=512, mesh={"ep": 4}).rows
+    (graph,) = row.plan.graphs.values()
+    assert sum("weights over ep" in line for line in graph.nodes.values()) == 1
 
 
 def test_ep_is_not_tried_without_experts_unless_it_is_asked_for() -> None:

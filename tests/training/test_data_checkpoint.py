@@ -26,7 +26,9 @@ def one_step(
     optimizer.zero_grad()
 
 
-def trained(sizes: Sizes, name: str = "mlp", **adam: Any) -> tuple[nn.Module, Any, Any]:
+def trained(
+    sizes: Sizes, name: str = "mlp", ep_exchange: str = "auto", **adam: Any
+) -> tuple[nn.Module, Any, Any]:
     """A model after one AdamW step on the mesh, its optimizer, and a function that steps again."""
     from autoshard.runtime.mesh import data_coordinate, init_mesh
 
@@ -34,9 +36,8 @@ def trained(sizes: Sizes, name: str = "mlp", **adam: Any) -> tuple[nn.Module, An
     ranks, rank = mesh.batches, data_coordinate(mesh)
     model = CASES[name].make_model()
     optimizer = torch.optim.AdamW(model.parameters(), eps=1e-3, **adam)
-    compiled = torch.compile(
-        model, backend="autoshard", options={"mesh": sizes, "inner": "aot_eager"}
-    )
+    options = {"mesh": sizes, "inner": "aot_eager", "ep_exchange": ep_exchange}
+    compiled = torch.compile(model, backend="autoshard", options=options)
 
     def step() -> None:
         one_step(model, compiled, optimizer, ranks, rank, name)
@@ -45,17 +46,24 @@ def trained(sizes: Sizes, name: str = "mlp", **adam: Any) -> tuple[nn.Module, An
     return model, optimizer, step
 
 
-def moved(folder: str, first: Sizes, second: Sizes, name: str = "mlp") -> float:
+def moved(
+    folder: str,
+    first: Sizes,
+    second: Sizes,
+    name: str = "mlp",
+    ways: tuple[str, str] = ("auto", "auto"),
+) -> float:
     """Train on `first`, save, load into another model on `second`, and take one more step on both;
-    the worst difference of parameters after it. Asserts that loading is exact."""
+    the worst difference of parameters after it. Asserts that loading is exact. ways: what travels
+    over ep."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    model, optimizer, step = trained(first, name, fused=True)
+    model, optimizer, step = trained(first, name, ways[0], fused=True)
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
 
-    other, other_optimizer, other_step = trained(second, name, foreach=True)
+    other, other_optimizer, other_step = trained(second, name, ways[1], foreach=True)
     with torch.no_grad():
         for p in other.parameters():
             p.zero_()
@@ -93,6 +101,12 @@ def test_experts_from_tp_to_ep(gloo4: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         meshes = {"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "ep": 2}
         assert max(gloo4(moved, folder, *meshes, "mixtral")) < 1e-5
+
+
+@pytest.mark.parametrize("ways", [("rows", "weights"), ("weights", "rows")])
+def test_experts_that_travel_and_stay(gloo2: Any, ways: tuple[str, str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert max(gloo2(moved, folder, {"ep": 2}, {"ep": 2}, "mixtral", ways)) < 1e-5
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -10,10 +12,14 @@ import torch
 from torch import nn
 
 import mixture_families
+from autoshard.planning import fingerprint
+from autoshard.planning.mixtures import is_mixture
+from autoshard.planning.plan import without_ep
 from joined_batch import Sizes, train
 from mixture_families import FAMILIES, family
 from model_case import Batch, Case
 from models import CASES
+from traced import builder
 
 LOOPS = ("Loop", "PickingLoop", "Bounded")
 
@@ -41,10 +47,29 @@ def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return found
 
 
-def train_mixture(name: str, sizes: Sizes, options: dict[str, Any]) -> dict[str, Any]:
+def train_mixture(
+    name: str, sizes: Sizes, options: dict[str, Any], adam: bool = False
+) -> dict[str, Any]:
     torch.compiler.reset()
     with mock.patch.dict(CASES, {name: case(name)}):
-        return train(name, sizes, (1, 1, 1), options)
+        return train(name, sizes, (1, 1, 1), options, adam=adam)
+
+
+def train_by_plan(name: str, sizes: Sizes) -> dict[str, Any]:
+    """The first mixture's weights travel over ep, and the second's rows, as a plan file says."""
+    torch.compiler.reset()
+    one = case(name)
+    batch = {key: value[:2] for key, value in one.make_batch(0).items()}
+    program = builder(one.make_model(), tuple(batch.values()))(sizes)
+    plan = program.decisions.graph_plan()
+    mixtures = [node.name for node in program.serial.graph.nodes if is_mixture(node)]
+    for node, way in zip(mixtures, ("weights", "rows"), strict=True):
+        plan.nodes[node] = f"{without_ep(plan.nodes[node])}, {way} over ep"
+    with tempfile.TemporaryDirectory() as folder:
+        replace(program.plan, graphs={fingerprint(program.serial): plan}).save(f"{folder}/plan")
+        found = train_mixture(name, sizes, {"plan": f"{folder}/plan"}, adam=True)
+    told = {**plan.nodes}
+    return {**found, "ways": [told[node].rpartition(", ")[2] for node in mixtures]}
 
 
 MESHES: dict[str, Sizes] = {
@@ -71,6 +96,35 @@ CASES_OF_MESHES = [
 )
 def test_three_steps(gloo2: Any, gloo4: Any, name: str, mesh: str) -> None:
     pool = gloo4 if len(MESHES[mesh]) == 2 else gloo2
-    for found in pool(train_mixture, name, MESHES[mesh], {}):
+    for found in pool(train_mixture, name, MESHES[mesh], {"ep_exchange": "rows"}):
+        for kind in ("loss", "gradient", "norm", "parameter"):
+            assert found[kind] < 1e-5, found
+
+
+CHOICES = [
+    (name, mesh, way)
+    for name in ("qwen3_moe", "mixtral")
+    for mesh in ("ep", "ep, tp")
+    for way in ("rows", "weights", "auto", "plan")
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "way"),
+    [
+        pytest.param(*one, marks=[] if one == ("qwen3_moe", "ep", "plan") else pytest.mark.slow)
+        for one in CHOICES
+    ],
+)
+def test_clipped_adamw_whatever_travels_over_ep(
+    gloo2: Any, gloo4: Any, name: str, mesh: str, way: str
+) -> None:
+    pool = gloo4 if len(MESHES[mesh]) == 2 else gloo2
+    if way == "plan":
+        results = pool(train_by_plan, name, MESHES[mesh])
+        assert {tuple(one["ways"]) for one in results} == {("weights over ep", "rows over ep")}
+    else:
+        results = pool(train_mixture, name, MESHES[mesh], {"ep_exchange": way}, True)
+    for found in results:
         for kind in ("loss", "gradient", "norm", "parameter"):
             assert found[kind] < 1e-5, found

@@ -1,9 +1,10 @@
 """The graph of one micro-batch on the axes inside of a stage: of one rank, before it is cut.
 
 A micro-batch is a shard of the batch, laid out first. Its graph is planned on cp and then on tp
-like any other (`first_axis.py`), and experts stay on ep. The graph of a rank is then cut: what a
-stage sends is what its rank holds of a value, to the rank of its own place in the next stage. Only
-dims are split that cp and tp divide, so that all ranks have graphs of the same shapes, and cuts.
+like any other (`first_axis.py`), and experts stay on ep, unless `ep_exchange` is "weights". The
+graph of a rank is then cut: what a stage sends is what its rank holds of a value, to the rank of
+its own place in the next stage. Only dims are split that cp and tp divide, so that all ranks have
+graphs of the same shapes, and cuts.
 
 Weights are whole on cp in that graph: they are gathered once a call, as on dp_shard, and not once a
 micro-batch.
@@ -25,6 +26,7 @@ from autoshard.planning import (
     Decisions,
     Plan,
     Request,
+    gathered_stacks,
     is_mixture,
     plan_graph,
     strategy_text,
@@ -65,8 +67,11 @@ def split_operators(
         plan=plan if axis.size > 1 else None,
         layout=Layout.of({one.name: one.size for one in axes}, config.zero, config.bucket_bytes),
         even=True,
+        # stacks are gathered once a step, for all micro-batches, which no price knows
+        ep_exchange="weights" if config.ep_exchange == "weights" else "rows",
     )
     decisions: Decisions | None = None
+    gathered: frozenset[int] = frozenset()
     if mesh.outer is not None:
         laid = lay_out(microbatch.local, request, mesh, mesh.outer, config, machine, first)
         microbatch = _planned(microbatch, laid.graph, laid.outer.decisions, mesh.outer)
@@ -75,13 +80,15 @@ def split_operators(
         whole, own = microbatch.local, _parameters(microbatch)
         decisions = decisions or plan_graph(whole, axis.size, machine, request)
         made = with_graph(plan, decisions, request, whole, axis.size)
+        gathered = gathered_stacks(whole, decisions.strategies)
         local, _ = rank_program(whole, [Localize(decisions, config.recompute_collectives)], axis)
         split = {parameter: decisions.stored[node] for node, parameter in own.items()}
         microbatch = replace(_planned(microbatch, local, decisions, axis), split=split)
-    if mesh.axis("ep").size > 1:
+    if mesh.axis("ep").size > 1 and config.ep_exchange != "weights":
         numbered = enumerate(microbatch.parameters)
         states = {i: data_states(value(node).dim(), mesh.axes) for i, node in numbered}
-        exchange(microbatch.local, ExchangeExperts(mesh.axis("ep"), states), axis)
+        experts = ExchangeExperts(mesh.axis("ep"), states, gathered=gathered)
+        exchange(microbatch.local, experts, axis)
     return microbatch, replace(made, outer=first)
 
 

@@ -13,7 +13,7 @@ from autoshard.planning.asked.request import Request
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.head_tail import in_plain_order
 from autoshard.planning.operators import target_name
-from autoshard.planning.plan import Plan, strategy_text
+from autoshard.planning.plan import Plan, strategy_text, without_ep
 from autoshard.planning.problem import Problem
 from autoshard.planning.strategy import value
 from autoshard.runtime.errors import PlanError
@@ -39,6 +39,10 @@ def constrain(gm: fx.GraphModule, problem: Problem, plan: Plan) -> None:
         node = by_name.get(name)
         domain = problem.domains.get(node, []) if node else []
         texts, text = [strategy_text(s) for s in domain], in_plain_order(text)
+        if not any(one.on_ep for one in domain):  # of another mesh
+            text = without_ep(text)
+        elif text == without_ep(text):  # which leaves that open
+            texts = [without_ep(one) for one in texts]
         if text not in texts:
             raise PlanError(
                 f"the plan runs node {name!r} as {text!r}, which is not possible there. "

@@ -32,7 +32,7 @@ class Request:
     graph that is exported, or is planned on another axis afterwards). beside: ranks of that axis.
     fusing: which collectives are one operator with the products beside them; None: none.
     outer: of the graph of a rank of another axis, the plan of that. splits_batch: whether cp may
-    split the batch, too.
+    split the batch, too. ep_exchange: as in Config.
     """
 
     parameters: Mapping[fx.Node, str]
@@ -56,3 +56,4 @@ class Request:
     outer: Outer | None = None
     fusing: Fusing | None = None
     splits_batch: bool = False
+    ep_exchange: str = "auto"

@@ -59,7 +59,7 @@ def timing(
     data_ranks = {"dp_shard": shard, "dp_replicate": layout.replicate, "ep": layout.experts}
     ranks = {**planned, **data_ranks}
     forward, backward = list(profile.forward), list(profile.backward)
-    travel = [one for one in profile.exchanges if one.on(layout.experts)]
+    travel = profile.exchanges if layout.experts > 1 else ()
     waited = [*profile.sent, *(sent for one in travel for sent in one.sent)]
     for one in waited:
         (backward if one.backward else forward)[one.at] += _waited(one, profile, ranks, real)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -26,10 +28,18 @@ from autoshard.runtime.operators import FLOAT8_LINEAR
 
 
 class OperatorTimes:
-    """The operators of a graph on one rank of an axis of `n`, at the rates the cluster gets."""
+    """The operators of a graph on one rank of an axis of `n`, at the rates the cluster gets. parts:
+    of how many parts of a parameter a rank uses one, where it is not the whole."""
 
-    def __init__(self, gm: fx.GraphModule, n: int, cluster: Cluster, training: Training) -> None:
-        self.n, self.cluster = n, cluster
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        n: int,
+        cluster: Cluster,
+        training: Training,
+        parts: Mapping[fx.Node, int] = MappingProxyType({}),
+    ) -> None:
+        self.n, self.cluster, self.parts = n, cluster, parts
         self.kernels = Kernels(gm, training.compiled)
         self.float8 = set(gm.graph.find_nodes(op="call_function", target=FLOAT8_LINEAR))
         if training.float8 and not self.float8:
@@ -50,7 +60,7 @@ class OperatorTimes:
             if base in seen or joined(base, node, self.kernels.stage):
                 continue
             seen.add(base)
-            size = tensor_bytes(value(tensor)) / self._split(want)
+            size = tensor_bytes(value(tensor)) / self._split(want) / self.parts.get(base, 1)
             moved += min(size, written) if is_lookup(node) else size
         share = self.cluster.efficiency
         own = strategy.share / self.n if sharded else 1.0

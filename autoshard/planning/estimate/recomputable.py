@@ -78,7 +78,7 @@ class Walk:
     ) -> None:
         self.gm, self.decisions, self.n = gm, decisions, n
         self.saving = Saving(gm, decisions, n, training.compiled)
-        self.times = OperatorTimes(gm, n, cluster, training)
+        self.times = OperatorTimes(gm, n, cluster, training, decisions.prices.parts)
         self.cluster, self.link = cluster, cluster.real(decisions.prices.link)
         self.found: list[RankValue] = []
         self.place: dict[ValueKey, int] = {}

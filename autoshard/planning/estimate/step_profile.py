@@ -36,7 +36,7 @@ class Profile(RankHolds):
     """One rank of a tp axis of `n`, whatever the data-parallel axes.
 
     forward, backward: seconds of compute at each operator. sent: the collectives on tp.
-    exchanges: mixtures whose rows travel where the mesh has an axis ep. flops: operations of the
+    exchanges: mixtures whose rows travel over ep. flops: operations of the
     serial model, forward and backward, by which utilisation is counted (PaLM's MFU: no
     recomputation). peak: operations a second of the device, in the dtype of most of them. fusing:
     which collectives are one operator with the products beside them.
@@ -100,7 +100,8 @@ class _Profiler:
     ) -> None:
         self.gm, self.decisions, self.n, self.cluster = gm, decisions, n, cluster
         self.training = training
-        self.times = OperatorTimes(gm, n, cluster, training)
+        parts = decisions.prices.parts
+        self.times = OperatorTimes(gm, n, cluster, training, parts)
         self.kernels = self.times.kernels
 
     def run(self, parameters: Mapping[fx.Node, str], bucket_bytes: int | None) -> Profile:

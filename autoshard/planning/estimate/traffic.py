@@ -28,9 +28,9 @@ from autoshard.planning.cost import (
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate.training import Training
 from autoshard.planning.estimate.weights import Layout, Weight
-from autoshard.planning.mixtures import exchangeable, exchanged_beside, is_mixture
+from autoshard.planning.mixtures import ROWS, exchanged_beside, is_mixture
 from autoshard.planning.strategy import operands, value
-from autoshard.planning.values import differentiable, global_bytes, leaves_none_empty
+from autoshard.planning.values import differentiable, global_bytes
 from autoshard.runtime.collectives import WHOLE, P, State, forward_value, shard_dim
 
 
@@ -133,23 +133,16 @@ def _scattered(bucket: Sequence[Weight], layout: Layout, training: Training) -> 
 
 
 class Exchange(NamedTuple):
-    """A mixture whose rows may travel on an axis ep, and the collectives if they do."""
+    """A mixture whose rows travel on an axis ep, and the collectives."""
 
-    experts: int
     sent: tuple[Sent, ...]
-
-    def on(self, ranks: int) -> bool:
-        """Whether rows travel on an axis ep of `ranks`; else weights are gathered."""
-        return ranks > 1 and leaves_none_empty(self.experts, ranks)
 
 
 def expert_rows(gm: fx.GraphModule, decisions: Decisions, n: int) -> list[Exchange]:
-    """The mixtures whose rows an axis ep would exchange beside a planned axis of n, with what that
-    sends."""
+    """The mixtures whose rows travel over ep beside a planned axis of n, with what that sends."""
     any_ranks = 2  # the sizes are those of any number, but of the counts, which are small
     return [
         Exchange(
-            exchangeable(node),
             tuple(
                 Sent("ep", one.op, one.nbytes, one.backward, at)
                 for one in exchanged_beside(node, decisions.strategies[node], n, any_ranks)
@@ -157,7 +150,7 @@ def expert_rows(gm: fx.GraphModule, decisions: Decisions, n: int) -> list[Exchan
             ),
         )
         for at, node in enumerate(gm.graph.nodes)
-        if is_mixture(node) and exchangeable(node)
+        if is_mixture(node) and decisions.strategies[node].on_ep == ROWS
     ]
 
 
@@ -183,7 +176,8 @@ def tp_collectives(
                 done.add((source, state))
                 weight = source in decisions.stored
                 at = place[source if weight else user]
-                sent = _change(source, have, state, n, at, axis)
+                parts = decisions.prices.parts.get(source, 1)
+                sent = _change(source, have, state, n, at, axis, parts)
                 if decisions.gathers_again(source, have, state):
                     found.extend(one._replace(backward=True, at=place[user]) for one in sent[:1])
                 beside = _beside(source, have, state, decisions, place)
@@ -243,12 +237,14 @@ def _only_a_weight(source: fx.Node, decisions: Decisions) -> bool:
     return True
 
 
-def _change(source: fx.Node, have: State, want: State, n: int, at: int, axis: str) -> list[Sent]:
+def _change(
+    source: fx.Node, have: State, want: State, n: int, at: int, axis: str, part_of: int
+) -> list[Sent]:
     if n == 1 or have == want:
         return []
     if not differentiable(source) and forward_value(have) == forward_value(want):
         return []
-    whole = global_bytes(source)
+    whole = global_bytes(source) // part_of
     forward, backward = cost.change_collectives(have, want)
     passes = [(op, False) for op in forward]
     passes += [(op, True) for op in backward if differentiable(source)]

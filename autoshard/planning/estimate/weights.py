@@ -12,7 +12,7 @@ from torch import fx
 from autoshard.planning import cost
 from autoshard.planning.cost import default_bucket_bytes, fill_buckets, reference_bytes
 from autoshard.planning.decisions import Decisions
-from autoshard.planning.mixtures import exchangeable, is_mixture
+from autoshard.planning.mixtures import ROWS, exchangeable, is_mixture
 from autoshard.planning.strategy import value
 from autoshard.planning.values import leaves_none_empty
 from autoshard.runtime.collectives import TWICE, WHOLE, chunk_size, shard_dim
@@ -73,7 +73,7 @@ class Weight:
     itemsize: bytes an element while it is computed with. again: whether backward reads it. stored:
     bytes an element as it is kept, where that is in another dtype (the option `precision`).
     reduced: those of its gradient while it travels, where that is told. experts: of how many it is
-    a stack that may stay where it is on ep; 0: it is none. choice: what dp_shard does with it, one
+    a stack that stays where it is on ep; 0: it is none. choice: what dp_shard does with it, one
     of `CHOICES`; "": what the layout's `zero` says.
     """
 
@@ -126,7 +126,9 @@ def weights_of(
 ) -> tuple[Weight, ...]:
     """The parameters of `gm` on a rank of an axis of `n`. again: those that backward reads."""
     place = {node: i for i, node in enumerate(gm.graph.nodes)}
-    mixtures = [node for node in gm.graph.nodes if is_mixture(node)]
+    mixtures = [
+        n for n in filter(is_mixture, gm.graph.nodes) if decisions.strategies[n].on_ep == ROWS
+    ]
     experts = {stack: exchangeable(node) for node in mixtures for stack in node.args[3]}
     found = []
     for node, name in parameters.items():

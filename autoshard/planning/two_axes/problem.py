@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autoshard.planning.context_parallel import BALANCED, unequal
+from autoshard.planning.expert_axis import STACKS
 from autoshard.planning.outer import Origin
 from autoshard.planning.problem import Builder, Problem
 from autoshard.planning.solver import FactorGraph, Solution, fill_order
@@ -102,6 +103,8 @@ class JointBuilder:
         for source in self.outer.gm.graph.nodes:
             if source in uses:
                 self._edges(source, uses[source])
+        for node in problem.variables if self.inner.stacks is not None else ():
+            self._stacks(node)
         return problem
 
     # Variables
@@ -184,6 +187,17 @@ class JointBuilder:
         graph.add((x, k, c), tables.outer_copy(made, inner, outer))
         for variable, wanted in uses:
             graph.add((x, variable, k, c), tables.reader(made, wanted, inner, outer))
+
+    def _stacks(self, node: fx.Node) -> None:
+        """What ep adds to the way of its stacks to a mixture of experts."""
+        domain, tables = [second for _, second in self.problem.domains[node]], self.inner.stacks
+        if tables is None or not any(one.on_ep for one in domain):
+            return
+        for position, stack in enumerate(operands(node)[STACKS:], STACKS):
+            have = [output_state(second, None) for _, second in self.problem.domains[stack]]
+            added = tables.added(node, position, have, domain)
+            at = (self.problem.variables[stack], self.problem.variables[node])
+            self.problem.graph.add(at, added)
 
     def _made(
         self, source: fx.Node, owner: fx.Node, index: int | None, shared: bool

@@ -80,10 +80,12 @@ def train(
     options: dict[str, Any],
     foreach: bool = True,
     wait: bool = False,
+    adam: bool = False,
 ) -> dict[str, Any]:
     """Train a case on the mesh and serially side by side; the worst relative differences.
 
-    micro: microbatches of each step. wait: all microbatches but the last run in `no_sync`.
+    micro: microbatches of each step. wait: all microbatches but the last run in `no_sync`. adam:
+    with AdamW, instead of SGD with momentum.
     """
     import autoshard
     from autoshard.runtime.mesh import data_coordinate, init_mesh
@@ -97,9 +99,12 @@ def train(
         with torch.no_grad():  # rank 0's weights are everyone's
             for p in model.parameters():
                 p.add_(1.0)
-    settings: dict[str, Any] = {"momentum": 0.9, "lr": 0.05, "foreach": foreach}
-    optimizer = torch.optim.SGD(model.parameters(), **settings)
-    reference = torch.optim.SGD(serial.parameters(), **settings)
+    kind: Any = torch.optim.AdamW if adam else torch.optim.SGD
+    # eps: of a gradient that is rounding, AdamW makes a step of its sign
+    more = {"lr": 1e-2, "eps": 1e-3} if adam else {"lr": 0.05, "momentum": 0.9}
+    optimizer, reference = (
+        kind(one.parameters(), foreach=foreach, **more) for one in (model, serial)
+    )
     compiled = torch.compile(
         model, backend="autoshard", options={"mesh": sizes, "inner": "aot_eager", **options}
     )

@@ -1,0 +1,80 @@
+"""The axis ep of a request, and what its solution says of that."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autoshard.planning.asked.followed_plan import fingerprint
+from autoshard.planning.asked.request import Request
+from autoshard.planning.cost import (
+    HARDWARE,
+    Hardware,
+    default_bucket_bytes,
+    planned_on,
+    reference_bytes,
+)
+from autoshard.planning.decisions import Decisions
+from autoshard.planning.expert_axis import ExpertAxis
+from autoshard.planning.mixtures import ROWS, WEIGHTS
+from autoshard.planning.plan import without_ep
+from autoshard.planning.problem import Problem
+from autoshard.planning.strategy import value
+from autoshard.planning.values import global_bytes
+
+
+def expert_axis(
+    gm: fx.GraphModule, n: int, hardware: Hardware, request: Request, second: float
+) -> ExpertAxis | None:
+    """The axis ep of a request; None where its mesh has none."""
+    layout, parameters = request.layout, request.parameters
+    if layout.experts == 1:
+        return None
+    shard = layout.shard // layout.inner
+    ranks = {"dp_shard": shard, "dp_replicate": layout.replicate, "ep": layout.experts}
+    ranks |= {"cp": layout.outer, request.axis: n}
+    items = [value(node).element_size() for node in parameters]
+    limit = default_bucket_bytes(
+        sum(map(global_bytes, parameters)) // n,
+        max((reference_bytes(item, layout.shard) for item in items), default=0),
+    )
+    plan = request.plan.graphs.get(fingerprint(gm)) if request.plan else None
+    lines = plan.nodes.items() if plan is not None else ()
+    return ExpertAxis(
+        n=n,
+        layout=layout,
+        ranks=ranks,
+        links=planned_on(hardware).links(ranks) if hardware.name in HARDWARE else hardware.links,
+        second=second,
+        bucket=max(1, layout.bucket_bytes or limit),
+        parameters=parameters.keys(),
+        exchange=request.ep_exchange,
+        named=frozenset(name for name, text in lines if without_ep(text) != text),
+    )
+
+
+def chooses_on_ep(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request) -> bool:
+    """Whether a mixture of experts has a choice on ep."""
+    axis = expert_axis(gm, n, hardware, request, 1.0)
+    return axis is not None and any(len(axis.ways(node)) > 1 for node in gm.graph.nodes)
+
+
+def note_choices(decisions: Decisions, problem: Problem, ranks: int) -> None:
+    """Note what each mixture with a choice on ep, of `ranks`, is charged for either, beside what it
+    costs with all experts at hand, and what the choice leaves a rank of its stacks."""
+    for node, stacks in problem.stacks.items():
+        chosen, found = decisions.strategies[node], {}
+        own = problem.graph.unary[problem.variables[node]]
+        domain = problem.domains[node]
+        whole = chosen._replace(on_ep=WEIGHTS)
+        plain = own[domain.index(whole)] if whole in domain else 0.0
+        for i, one in enumerate(domain):
+            if one._replace(on_ep=chosen.on_ep) == chosen:
+                found[one.on_ep] = float(own[i] - plain)
+                for stack, table in stacks:
+                    stored = [each.output for each in problem.domains[stack]]
+                    found[one.on_ep] += float(table[stored.index(decisions.stored[stack]), i])
+        if WEIGHTS in found and ROWS in found:
+            decisions.on_ep[node] = found
+        if chosen.on_ep == ROWS:
+            parts = dict.fromkeys((stack for stack, _ in stacks), ranks)
+            decisions.prices.parts.update(parts)
