@@ -98,7 +98,7 @@ class Planned:
         """Follow other decisions on the same graph."""
         n, outer = decisions.prices.n, self.plan.outer
         self.decisions = decisions
-        self.data = with_choices(self.data, decisions)
+        self.data = with_choices(self.data, decisions, self.request.layout)
         self.plan = with_graph(self.asked, decisions, self.request, self.serial, n)
         self.plan.outer = outer
 
@@ -241,7 +241,7 @@ def plan_captured(
         optimizer_states=config.optimizer_states,
         plan=plan,
         layout=layout,
-        chosen=choices_made(placeholders, inputs, data) if layout.chooses else {},
+        chosen=choices_made(placeholders, inputs, layout) if layout.chooses else {},
         even=even,
         splits_batch=config.cp_splits == "any",
         fusing=fusing_for(
@@ -260,7 +260,7 @@ def plan_captured(
         decisions = plan_graph(serial, axis.size, machine, request)
     full = with_graph(plan, decisions, request, serial, axis.size)
     full.outer = first
-    data = with_choices(data, decisions)
+    data = with_choices(data, decisions, layout)
     return Planned(serial, parameters, data, decisions, full, plan, request, outer)
 
 

@@ -56,7 +56,9 @@ def plan_graph(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request)
 
 def _default(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request) -> Decisions:
     """The cheapest plan at the request's prices."""
-    if not request.layout.chooses or request.outer is not None:  # two axes have one set of prices
+    layout = request.layout
+    # two axes have one set of prices; beside pp nothing is hidden
+    if not layout.chooses or request.outer is not None or layout.staged:
         return _solve(gm, n, hardware, request, request.prices)
     return least_charged(
         lambda prices: _solve(gm, n, hardware, request, prices),
