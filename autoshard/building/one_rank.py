@@ -58,6 +58,7 @@ from autoshard.planning import (
     with_graph,
 )
 from autoshard.planning.cost import Hardware, fusing_for, machine_and_link, planned_on
+from autoshard.planning.estimate import Training
 from autoshard.planning.halves import Found, halving_for
 from autoshard.program import Program
 from autoshard.runtime import compat
@@ -194,8 +195,12 @@ def plan_captured(
     even: bool = False,
     facts: Mapping[int, str] = MappingProxyType({}),
     room: int | None = None,
+    training: Training | None = None,
 ) -> Planned:
-    """Plan a captured graph on the axis tp of `mesh`; the passes before the plan change it."""
+    """Plan a captured graph on the axis tp of `mesh`; the passes before the plan change it.
+
+    training: of the steps that the graph is run in; None: AdamW's, each of one batch.
+    """
     axis = mesh.planned
     serial = captured
     masks = facts if config.recover_masks else None
@@ -238,7 +243,7 @@ def plan_captured(
         memory_budget=config.memory_budget or room,
         budget_is_known=config.memory_budget is not None,
         host_memory=config.host_memory,
-        optimizer_states=config.optimizer_states,
+        training=training or Training(states=config.optimizer_states),
         plan=plan,
         layout=layout,
         chosen=choices_made(placeholders, inputs, layout) if layout.chooses else {},

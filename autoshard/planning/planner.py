@@ -15,7 +15,6 @@ from autoshard.planning.cost import Hardware, planned_on
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate import (
     Profile,
-    Training,
     footprint,
     frontier,
     profile,
@@ -166,7 +165,8 @@ def _estimates(
 
 def _profiled(gm: fx.GraphModule, n: int, decisions: Decisions, request: Request) -> Profile:
     cluster = planned_on(decisions.hardware)
-    return profile(gm, decisions, request.parameters, n, cluster, request.layout.bucket_bytes)
+    bucket_bytes, training = request.layout.bucket_bytes, request.training
+    return profile(gm, decisions, request.parameters, n, cluster, bucket_bytes, training)
 
 
 def _priced(
@@ -177,7 +177,7 @@ def _priced(
     budget: int,
     free: Profile | None = None,
 ) -> _Priced:
-    training, layout = Training(states=request.optimizer_states), request.layout
+    training, layout = request.training, request.layout
     cluster = planned_on(decisions.hardware)
     shard = layout.shard // (layout.outer * layout.experts)
     sizes = {"cp": layout.outer, "dp_shard": shard, "dp_replicate": layout.replicate}

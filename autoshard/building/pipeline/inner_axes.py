@@ -33,7 +33,7 @@ from autoshard.planning import (
     with_graph,
 )
 from autoshard.planning.cost import Hardware
-from autoshard.planning.estimate import Layout
+from autoshard.planning.estimate import Layout, Training
 from autoshard.runtime.collectives import Axis, State, data_states
 from autoshard.runtime.graph_meta import OUTPUT_STATES
 from autoshard.runtime.mesh import Mesh
@@ -69,7 +69,9 @@ def split_operators(
         plan=plan if axis.size > 1 or layout.chooses else None,
         layout=layout,
         chosen={node: chosen[p] for node, p in own.items() if p in chosen},
-        microbatches=microbatch.microbatches,
+        training=Training(
+            states=config.optimizer_states, microbatches=microbatch.microbatches
+        ),
         even=True,
     )
     decisions: Decisions | None = None

@@ -175,7 +175,7 @@ def batch_axis(n: int, hardware: Hardware, request: Request, second: float) -> B
         bucket=max(1, layout.bucket_bytes or limit),
         bandwidth=hardware.memory_bandwidth,
         given=given,
-        training=Training(states=request.optimizer_states, microbatches=request.microbatches),
+        training=request.training,
         experts=experts_of(parameters[0].graph) if parameters else {},
     )
 

@@ -27,8 +27,8 @@ class Layout:
     over which no expert is gathered. outer: those of that cp, which have one batch. deferred:
     whether the gradients of microbatches are kept whole, and reduced with those of the last.
     chooses: whether each weight has a choice of its own on dp_shard, in place of `zero`. staged:
-    whether weights are gathered before the first micro-batch of a step and kept through all of them,
-    and gradients are reduced after the last, as beside pp.
+    whether weights are gathered before the first micro-batch of a step and kept to the last, and
+    gradients are reduced after that, as beside pp.
     """
 
     shard: int = 1
