@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
+from test_composed_pipelines import train
 
 import autoshard
 from autoshard.planning import PipelinePlan, Plan
@@ -17,7 +17,6 @@ from autoshard.runtime.errors import PlanError
 from joined_batch import Sizes
 from pipelined import batch, made, moved
 from side_by_side import TOLERANCE
-from test_composed_pipelines import train
 
 
 def halves(name: str, sizes: Sizes, one: str = WHOLE) -> Plan:
@@ -57,3 +56,36 @@ def test_steps_of_chosen_stages(
     if "dp_shard" in sizes:  # some are whole, some not
         held = sum(result["held"] for result in results) / results[0]["all"]
         assert 1.05 < held < 1.95
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_chosen_stages_moves_to_zero_3(gloo4: Any) -> None:
+    sizes = {"pp": 2, "dp_shard": 2}
+    with tempfile.TemporaryDirectory() as folder:
+        found = gloo4(moved, folder, sizes, {"dp_shard": 4}, halves("llama", sizes))
+        assert max(found) < TOLERANCE
+
+
+def test_a_pipeline_plans_saves_and_obeys_choices(tmp_path: Path) -> None:
+    """Vectors, of which bytes cost next to nothing, are whole: one collective instead of two."""
+    sizes, model, given = {"pp": 2, "dp_shard": 4}, made("llama"), batch("llama", 0)
+    first = autoshard.trace(model, (), given, mesh=sizes, zero="auto")
+    parameters = dict(model.named_parameters())
+    assert first.plan.weights.keys() == parameters.keys()
+    assert set(first.plan.weights.values()) <= {ONCE, WHOLE}
+    for name, parameter in parameters.items():
+        assert parameter.dim() < 2 or first.plan.weights[name] == ONCE
+    plan = halves("llama", sizes)
+    plan.save(tmp_path / "plan.json")
+    torch.compiler.reset()
+    again = autoshard.trace(model, (), given, mesh=sizes, plan=tmp_path / "plan.json")
+    assert again.plan.weights == plan.weights
+    text = again.explain(1000)
+    for choice in (ONCE, WHOLE):
+        (line,) = [one for one in text.splitlines() if one.startswith(f"{choice} on dp_shard: ")]
+        names = {name for name, own in plan.weights.items() if own == choice}
+        assert set(line.partition(": ")[2].split(", ")) == names
+    torch.compiler.reset()
+    with pytest.raises(PlanError, match="gathers model.embed_tokens.weight twice"):
+        twice = halves("llama", sizes, TWICE)
+        autoshard.trace(model, (), given, mesh=sizes, plan=twice)

@@ -69,9 +69,7 @@ def split_operators(
         plan=plan if axis.size > 1 or layout.chooses else None,
         layout=layout,
         chosen={node: chosen[p] for node, p in own.items() if p in chosen},
-        training=Training(
-            states=config.optimizer_states, microbatches=microbatch.microbatches
-        ),
+        training=Training(states=config.optimizer_states, microbatches=microbatch.microbatches),
         even=True,
     )
     decisions: Decisions | None = None

@@ -40,6 +40,7 @@ from autoshard.planning.estimate import (
     experts_of,
     seconds,
 )
+from autoshard.planning.mixtures import is_mixture
 from autoshard.planning.operators import ADDED_PRODUCTS, LOOKUPS, PRODUCTS, is_view, packet
 from autoshard.planning.strategy import operands, value
 from autoshard.planning.values import differentiable, global_bytes
@@ -193,6 +194,8 @@ def _reads(user: fx.Node, source: fx.Node) -> bool:
         return user.args[0] is not source
     if is_view(user) or operator is aten._to_copy:
         return _is_read_in_backward(user)
+    if is_mixture(user) and source in user.args[3]:  # type: ignore[operator]
+        return value(source).dim() > 2  # biases are added
     if operator in PRODUCTS:
         added = operator in ADDED_PRODUCTS
         two = operands(user)[1:3] if added else operands(user)[:2]
