@@ -67,7 +67,8 @@ class Decisions:
     change of state was charged. unbalanced: causal attention whose ranks do unequal work, and why.
     recomputation: what is computed again in backward; None: what the compiler likes. others: under
     a budget, further plans to try. unbudgeted: the plan without the budget, which may be this one.
-    weights: what dp_shard does with each parameter (`CHOICES`), where that was chosen.
+    weights: what dp_shard does with each parameter (`CHOICES`), where that was chosen. charged: where
+    this plan was made at other prices than the request's, the `seconds` of that made at those.
     """
 
     strategies: dict[fx.Node, Strategy]
@@ -87,6 +88,14 @@ class Decisions:
     others: tuple[Decisions, ...] = ()
     unbudgeted: Decisions | None = None
     weights: dict[fx.Node, str] = field(default_factory=dict)
+    charged: float | None = None
+
+    @property
+    def compared(self) -> float:
+        """Seconds of a step as the planner charges them at the request's prices, whatever the
+        budget."""
+        one = self.unbudgeted or self
+        return one.seconds if one.charged is None else one.charged
 
     @property
     def hardware(self) -> Hardware:

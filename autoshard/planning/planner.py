@@ -56,8 +56,7 @@ def plan_graph(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request)
 def _default(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request) -> Decisions:
     """The cheapest plan at the request's prices."""
     layout = request.layout
-    # two axes have one set of prices; beside pp nothing is hidden
-    if not layout.chooses or request.outer is not None or layout.staged:
+    if not layout.chooses or layout.staged:  # beside pp no compute hides what weights send
         return _solve(gm, n, hardware, request, request.prices)
     return least_charged(
         lambda prices: _solve(gm, n, hardware, request, prices),
@@ -78,7 +77,7 @@ def _within_budget(
     """The quickest plan that fits: placements at rising prices of a byte, each with the least
     recomputation with which it fits. What a plan needs is estimated as in `autoshard plan`."""
     found = [_priced(gm, n, default, request, budget)]
-    if request.layout.chooses and request.outer is None and found[0].fits:
+    if request.layout.chooses and found[0].fits:
         best = within_room(
             lambda prices: _solve(gm, n, hardware, request, prices),
             _estimates(gm, n, request, budget),
@@ -94,6 +93,8 @@ def _within_budget(
             decisions = _solve(gm, n, hardware, request, _prices(price, hardware, request))
             found.append(_priced(gm, n, decisions, request, budget))
         found += _jointly(gm, n, default, request, budget)
+    for one in found:
+        one.decisions.charged = default.compared
     # the quickest of those that fit; then those that are estimated to need least
     found.sort(
         key=lambda one: (one.least > budget, one.seconds if one.least <= budget else one.least)

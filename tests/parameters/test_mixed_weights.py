@@ -76,8 +76,9 @@ def trained(sizes: Sizes, name: str = "mlp", **options: Any) -> tuple[Any, Any, 
     return model, optimizer, step
 
 
-def there(folder: str, sizes: Sizes, name: str = "mlp") -> tuple[float, list[str]]:
-    """From a mixture to ZeRO-3, by a checkpoint; the worst difference one step later, and what was
+def there(folder: str, sizes: Sizes, name: str = "mlp", ways: int = 2) -> tuple[float, list[str]]:
+    """From a mixture to ZeRO-3, by a checkpoint, and from there to a mixture, or the latter alone;
+    the worst difference one step later, and what was
     decided for the parameters of a mixture that a later graph planned."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -87,7 +88,7 @@ def there(folder: str, sizes: Sizes, name: str = "mlp") -> tuple[float, list[str
 
     kinds = {"plan": mixture(sizes.get("tp", 1), name)}, {"zero": 3}
     worst = 0.0
-    for i, (one, other) in enumerate((kinds, kinds[::-1])):
+    for i, (one, other) in enumerate((kinds, kinds[::-1])[-ways:]):
         model, optimizer, step = trained(sizes, name, **one)
         weights, moments = get_state_dict(model, optimizer)
         dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=f"{folder}/{i}")
@@ -121,8 +122,8 @@ def test_a_checkpoint_moves_to_zero_3_and_back(gloo2: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_experts_moves_to_zero_3_and_back(gloo4: Any) -> None:
+def test_a_checkpoint_of_experts_moves_from_zero_3(gloo4: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        for worst, found in gloo4(there, folder, {"dp_shard": 2, "ep": 2}, "mixtral"):
+        for worst, found in gloo4(there, folder, {"dp_shard": 2, "ep": 2}, "mixtral", 1):
             assert worst < 1e-5
             assert {ONCE, TWICE, WHOLE} == set(found)

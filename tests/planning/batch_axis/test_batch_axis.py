@@ -321,6 +321,22 @@ def test_a_budget_decides_how_many_weights_are_gathered_once() -> None:
     assert 0 < len(some) < 7 and some == most[-len(some) :]  # those that are read last
 
 
+def test_a_budget_makes_bytes_cheaper_on_cp_and_tp() -> None:
+    """The plan of cp, made with that of tp at the default price, stays; no two are cheaper there."""
+    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)])
+    build = builder(model, (torch.randn(2, 32, 256),))
+    mesh, once, layouts = {"dp_shard": 4, "cp": 2, "tp": 2}, [], []
+    for budget in (None, 3_000_000):
+        options: dict[str, Any] = {"zero": "auto", "bucket_bytes": 100_000}
+        program = build(mesh, hardware_name="h100", memory_budget=budget, **options)
+        assert budget is None or program.memory().peak <= budget
+        once.append(sum(one != TWICE for one in program.plan.weights.values()))
+        assert program.outer is not None and program.outer.gap(program.decisions) == 0.0
+        layouts.append(program.outer.decisions.strategies.values())
+    assert once[0] == 0 < once[1]
+    assert [*layouts[0]] == [*layouts[1]]
+
+
 def test_a_plan_file_has_the_choices(tmp_path: Path) -> None:
     build = builder(Gated(), (torch.randn(4, 8, 16),))
     first = build(MESH, plan=mixed())
