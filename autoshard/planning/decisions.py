@@ -67,8 +67,9 @@ class Decisions:
     change of state was charged. unbalanced: causal attention whose ranks do unequal work, and why.
     recomputation: what is computed again in backward; None: what the compiler likes. others: under
     a budget, further plans to try. unbudgeted: the plan without the budget, which may be this one.
-    weights: what dp_shard does with each parameter (`CHOICES`), where that was chosen. charged: where
-    this plan was made at other prices than the request's, the `seconds` of that made at those.
+    weights: what dp_shard does with each parameter (`CHOICES`), where that was chosen. charged:
+    where this plan was made at other prices than the request's, the `seconds` of that made at
+    those.
     """
 
     strategies: dict[fx.Node, Strategy]

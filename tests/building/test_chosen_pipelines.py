@@ -67,7 +67,6 @@ def test_a_checkpoint_of_chosen_stages_moves_to_zero_3(gloo4: Any) -> None:
 
 
 def test_a_pipeline_plans_saves_and_obeys_choices(tmp_path: Path) -> None:
-    """Vectors, of which bytes cost next to nothing, are whole: one collective instead of two."""
     sizes, model, given = {"pp": 2, "dp_shard": 4}, made("llama"), batch("llama", 0)
     first = autoshard.trace(model, (), given, mesh=sizes, zero="auto")
     parameters = dict(model.named_parameters())
@@ -75,6 +74,10 @@ def test_a_pipeline_plans_saves_and_obeys_choices(tmp_path: Path) -> None:
     assert set(first.plan.weights.values()) <= {ONCE, WHOLE}
     for name, parameter in parameters.items():
         assert parameter.dim() < 2 or first.plan.weights[name] == ONCE
+    torch.compiler.reset()
+    first.plan.save(tmp_path / "first.json")
+    same = autoshard.trace(model, (), given, mesh=sizes, plan=tmp_path / "first.json")
+    assert same.plan == first.plan
     plan = halves("llama", sizes)
     plan.save(tmp_path / "plan.json")
     torch.compiler.reset()

@@ -322,7 +322,7 @@ def test_a_budget_decides_how_many_weights_are_gathered_once() -> None:
 
 
 def test_a_budget_makes_bytes_cheaper_on_cp_and_tp() -> None:
-    """The plan of cp, made with that of tp at the default price, stays; no two are cheaper there."""
+    """The plan of cp, made with that of tp at the default price, stays: none is cheaper there."""
     model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)])
     build = builder(model, (torch.randn(2, 32, 256),))
     mesh, once, layouts = {"dp_shard": 4, "cp": 2, "tp": 2}, [], []
