@@ -49,7 +49,7 @@ class LaidOut:
     @property
     def seconds(self) -> float:
         """Of a step, as the planner charges it, whatever the budget."""
-        return (self.decisions.unbudgeted or self.decisions).seconds
+        return self.decisions.compared
 
 
 def lay_out(

@@ -59,6 +59,7 @@ from autoshard.planning import (
     with_graph,
 )
 from autoshard.planning.cost import Hardware, fusing_for, machine_and_link, planned_on
+from autoshard.planning.estimate import Training
 from autoshard.planning.halves import Found, halving_for
 from autoshard.program import Program
 from autoshard.runtime import compat
@@ -99,7 +100,7 @@ class Planned:
         """Follow other decisions on the same graph."""
         n, outer = decisions.prices.n, self.plan.outer
         self.decisions = decisions
-        self.data = with_choices(self.data, decisions)
+        self.data = with_choices(self.data, decisions, self.request.layout)
         self.plan = with_graph(self.asked, decisions, self.request, self.serial, n)
         self.plan.outer = outer
 
@@ -195,8 +196,12 @@ def plan_captured(
     even: bool = False,
     facts: Mapping[int, str] = MappingProxyType({}),
     room: int | None = None,
+    training: Training | None = None,
 ) -> Planned:
-    """Plan a captured graph on the axis tp of `mesh`; the passes before the plan change it."""
+    """Plan a captured graph on the axis tp of `mesh`; the passes before the plan change it.
+
+    training: of the steps that the graph is run in; None: AdamW's, each of one batch.
+    """
     axis = mesh.planned
     serial = captured
     masks = facts if config.recover_masks else None
@@ -239,10 +244,10 @@ def plan_captured(
         memory_budget=config.memory_budget or room,
         budget_is_known=config.memory_budget is not None,
         host_memory=config.host_memory,
-        optimizer_states=config.optimizer_states,
+        training=training or Training(states=config.optimizer_states),
         plan=plan,
         layout=layout,
-        chosen=choices_made(placeholders, inputs, data) if layout.chooses else {},
+        chosen=choices_made(placeholders, inputs, layout) if layout.chooses else {},
         even=even,
         splits_batch=config.cp_splits == "any",
         ep_exchange=config.ep_exchange,
@@ -262,7 +267,7 @@ def plan_captured(
         decisions = plan_graph(serial, axis.size, machine, request)
     full = with_graph(plan, decisions, request, serial, axis.size)
     full.outer = first
-    data = with_choices(data, decisions)
+    data = with_choices(data, decisions, layout)
     return Planned(serial, parameters, data, decisions, full, plan, request, outer)
 
 

@@ -22,7 +22,7 @@ from autoshard.building import batch_facts, plan_captured, seconds_spared
 from autoshard.capture import capture, intercept
 from autoshard.compiling import lowered_dtypes, say_stored, use_by
 from autoshard.config import Config
-from autoshard.errors import ConfigError, message
+from autoshard.errors import ConfigError
 from autoshard.mesh_search.factorisations import (
     AxisSizes,
     beside_pp,
@@ -158,8 +158,6 @@ def search_captured(
     if len(meshes) > 1 and not any(str(n.target) in PRODUCTS for n in captured.graph.nodes):
         meshes = [mesh for mesh in meshes if "ep" not in mesh]
     chooses = config.zero == "auto"
-    if chooses:
-        meshes = _without_stages(meshes)
     keys = {_key(mesh): _planned_for(mesh, config) for mesh in meshes}
     sizes, facts = list(dict.fromkeys(keys.values())), batch_facts(inputs)
     rows: list[MeshPrice] = []
@@ -169,9 +167,13 @@ def search_captured(
         (progress or _silent)(f"planning {told}", done + 3, len(sizes) + 2)
         serial = copied(captured)
         say_stored(serial, inputs, config)
-        device, first = machine.planned(axes), offline_mesh(axes, 0)
-        room = limit if chooses else None  # a plan with choices uses the memory that there is
-        planned = plan_captured(serial, inputs, first, config, device, facts=facts, room=room)
+        device, first, pp = machine.planned(axes), offline_mesh(axes, 0), axes.get("pp", 1)
+        # a plan with choices uses the memory that there is; a stage is a part of its graph
+        room = limit if chooses and pp == 1 else None
+        runs = replace(training, microbatches=pp * training.microbatches)
+        planned = plan_captured(
+            serial, inputs, first, config, device, facts=facts, room=room, training=runs
+        )
         planned.decisions.recomputation = None  # which is a row's own
         spared = seconds_spared(planned, first, config)
         choices = MeshPrices(planned, first.planned.size, machine, config, training, spared)
@@ -204,7 +206,8 @@ def _planned_for(mesh: AxisSizes, config: Config) -> tuple[tuple[str, int], ...]
     sharing = offline_mesh(beside_pp(mesh), 0).sharing
     axes = [(axis.name, axis.size) for axis in sharing]
     if config.zero == "auto":  # the plan depends on those of the weights, too
-        axes = [(name, mesh[name]) for name in ("dp_replicate", "dp_shard") if name in mesh] + axes
+        named = ("pp", "dp_replicate", "dp_shard")
+        axes = [(name, mesh[name]) for name in named if name in mesh] + axes
     if mesh.get("ep", 1) > 1:
         axes = [("ep", mesh["ep"]), *axes]
     return tuple(axes)
@@ -212,19 +215,6 @@ def _planned_for(mesh: AxisSizes, config: Config) -> tuple[tuple[str, int], ...]
 
 def _key(mesh: AxisSizes) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(mesh.items()))
-
-
-def _without_stages(meshes: Sequence[AxisSizes]) -> list[AxisSizes]:
-    """Those on which zero="auto" runs; ConfigError where there are none."""
-    found = [mesh for mesh in meshes if "pp" not in mesh and "ep" not in mesh]
-    if not found:
-        raise ConfigError(
-            message(
-                "zero='auto' beside pp or ep in the mesh is not supported yet",
-                remedy="Leave that axis out, or give zero=1, 2 or 3.",
-            )
-        )
-    return found
 
 
 def _is_useful(mesh: AxisSizes, one: Profile, of: int) -> bool:

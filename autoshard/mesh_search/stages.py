@@ -117,7 +117,7 @@ class GraphStages:
         one = self._scheduled[key]
         if one is None:
             return None
-        layout = replace(layout, zero=1)  # gathered once a step, and held
+        layout = replace(layout, staged=True)
         memory = [_held(part, layout, training) for part in one.parts]
         ranks = {**self.ranks, "dp_shard": layout.shard, "dp_replicate": layout.replicate}
         rank_sends, data_seconds = [], []

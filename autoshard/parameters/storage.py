@@ -65,23 +65,28 @@ def store(
 
 
 def store_at_home(
-    planned: Mapping[nn.Parameter, Mapping[str, State]], mesh: Mesh, config: Config
+    planned: Mapping[nn.Parameter, tuple[Mapping[str, State], str]], mesh: Mesh, config: Config
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Store parameters at the stages of pp that a pipeline planned, and the rest of their models on
     the first; scalars on all. At its home each is stored over the data-parallel axes.
 
-    Returns the new parameter for each old one. Collective over the mesh.
+    planned: the state of each on the other axes, and what dp_shard does with it, where that was
+    chosen (`CHOICES`), or "". Returns the new parameter for each old one. Collective over the mesh.
     """
     planned = _as_first(planned, mesh)
     alive = Holders()
     models = models_of(list(planned), alive)
     _refuse_other_wrappers(models)
     left = [p for model in models for p in model.parameters() if p not in planned and _is_whole(p)]
-    states = {p: {**state, **data_states(p.dim(), mesh.axes)} for p, state in planned.items()}
+    states: dict[nn.Parameter, dict[str, State]] = {
+        p: {**state, **data_states(p.dim(), mesh.axes, choice)}
+        for p, (state, choice) in planned.items()
+    }
     states |= {p: {"pp": H(0) if p.dim() else I, **data_states(p.dim(), mesh.axes)} for p in left}
     moved = _moved(states, planned, mesh, config, alive)
-    for parameter in planned:
+    for parameter, (_, choice) in planned.items():
         set_planned(parameter, True)  # one that stays where it is stored
+        set_choice(moved.get(parameter, parameter), choice)
     return moved
 
 

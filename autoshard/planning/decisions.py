@@ -80,7 +80,8 @@ class Decisions:
     weights: what dp_shard does with each parameter (`CHOICES`), where that was chosen. on_ep: of
     each mixture of experts with a choice on ep, the seconds that either is charged there.
     placements: under a budget, what is known of others; apart: why they were not decided with what
-    is kept.
+    is kept. charged: where this plan was made at other prices than the request's, the `seconds` of
+    that made at those.
     """
 
     strategies: dict[fx.Node, Strategy]
@@ -103,6 +104,14 @@ class Decisions:
     placements: OtherPlacements | None = field(default=None, repr=False, compare=False)
     apart: str = ""
     on_ep: dict[fx.Node, dict[str, float]] = field(default_factory=dict)
+    charged: float | None = None
+
+    @property
+    def compared(self) -> float:
+        """Seconds of a step as the planner charges them at the request's prices, whatever the
+        budget."""
+        one = self.unbudgeted or self
+        return one.seconds if one.charged is None else one.charged
 
     @property
     def hardware(self) -> Hardware:

@@ -48,7 +48,7 @@ class Outer:
         others may be cheaper; None where that is not known."""
         if self.bound is None:
             return None
-        seconds = (decisions.unbudgeted or decisions).seconds
+        seconds = decisions.compared
         return max(0.0, 1 - self.bound / seconds) if seconds > self.bound * _ROUNDING else 0.0
 
     def origin(self, local: fx.GraphModule) -> Origin:

@@ -22,7 +22,6 @@ from autoshard.planning.cost import Hardware, planned_on
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate import (
     Profile,
-    Training,
     footprint,
     frontier,
     profile,
@@ -30,6 +29,7 @@ from autoshard.planning.estimate import (
 )
 from autoshard.planning.head_tail import HeadTail
 from autoshard.planning.kept_values import KeptSearch
+from autoshard.planning.mixtures import WEIGHTS
 from autoshard.planning.outer import Origin
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Builder, Problem
@@ -63,9 +63,9 @@ def plan_graph(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request)
 
 def _default(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request) -> Decisions:
     """The cheapest plan at the request's prices."""
-    on_ep = is_trained(gm) and chooses_on_ep(gm, n, hardware, request)
-    choices = request.layout.chooses or on_ep
-    if not choices or request.outer is not None:  # two axes have one set of prices
+    layout, trains = request.layout, is_trained(gm)
+    chooses = layout.chooses or (trains and chooses_on_ep(gm, n, hardware, request))
+    if not chooses or layout.staged:  # beside pp no compute hides what weights send
         return _solve(gm, n, hardware, request, request.prices)
     return least_charged(
         lambda prices: _solve(gm, n, hardware, request, prices),
@@ -86,7 +86,7 @@ def _within_budget(
     """The quickest plan that fits: placements at rising prices of a byte, each with the least
     recomputation with which it fits. What a plan needs is estimated as in `autoshard plan`."""
     found = [_priced(gm, n, default, request, budget)]
-    if request.layout.chooses and request.outer is None and found[0].fits:
+    if request.layout.chooses and found[0].fits:
         best = within_room(
             lambda prices: _solve(gm, n, hardware, request, prices),
             _estimates(gm, n, request, budget),
@@ -102,6 +102,8 @@ def _within_budget(
             decisions = _solve(gm, n, hardware, request, _prices(price, hardware, request))
             found.append(_priced(gm, n, decisions, request, budget))
         found += _jointly(gm, n, default, request, budget, found)
+    for one in found:
+        one.decisions.charged = default.compared
     # the quickest of those that fit; then those that are estimated to need least
     found.sort(
         key=lambda one: (one.least > budget, one.seconds if one.least <= budget else one.least)
@@ -191,7 +193,8 @@ def _estimates(
 
 def _profiled(gm: fx.GraphModule, n: int, decisions: Decisions, request: Request) -> Profile:
     cluster = planned_on(decisions.hardware)
-    return profile(gm, decisions, request.parameters, n, cluster, request.layout.bucket_bytes)
+    bucket_bytes, training = request.layout.bucket_bytes, request.training
+    return profile(gm, decisions, request.parameters, n, cluster, bucket_bytes, training)
 
 
 def _priced(
@@ -202,7 +205,7 @@ def _priced(
     budget: int,
     free: Profile | None = None,
 ) -> _Priced:
-    training, layout = Training(states=request.optimizer_states), request.layout
+    training, layout = request.training, request.layout
     cluster = planned_on(decisions.hardware)
     shard = layout.shard // (layout.outer * layout.experts)
     sizes = {"cp": layout.outer, "dp_shard": shard, "dp_replicate": layout.replicate}
@@ -282,8 +285,16 @@ def decided(
     )
     decisions.stored = {node: decisions.state(node) for node in request.parameters}
     if prices.batch is not None:
-        stored = decisions.stored.items()
-        decisions.weights = {node: prices.batch_choice(node, state) for node, state in stored}
+        travelling = {
+            stack
+            for node, stacks in problem.stacks.items()
+            if decisions.strategies[node].on_ep == WEIGHTS
+            for stack, _ in stacks
+        }
+        decisions.weights = {
+            node: prices.batch_choice(node, state, node in travelling)
+            for node, state in decisions.stored.items()
+        }
     note_choices(decisions, problem, request.layout.experts)
     return decisions
 

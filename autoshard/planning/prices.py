@@ -79,11 +79,11 @@ class MovedValue(NamedTuple):
 
 class StoredOnBatchAxis(Protocol):
     """What dp_shard does with a parameter, by its state on the planned axis and the price of a
-    byte (batch_axis/weights.py)."""
+    byte; travels: whether a stack of experts is gathered over ep (batch_axis/weights.py)."""
 
-    def least(self, node: fx.Node, state: State, price: float) -> float: ...
+    def least(self, node: fx.Node, state: State, price: float, travels: bool = False) -> float: ...
 
-    def choice(self, node: fx.Node, state: State, price: float) -> str: ...
+    def choice(self, node: fx.Node, state: State, price: float, travels: bool = False) -> str: ...
 
 
 class AxisPrices:
@@ -142,9 +142,12 @@ class AxisPrices:
         share = 1.0 if shard_dim(state) is None else 1.0 / self.n
         return global_bytes(node) * share * trained * price
 
-    def batch_choice(self, node: fx.Node, state: State) -> str:
-        """What dp_shard does with a parameter in `state` on this axis; "": it has no choice."""
-        return "" if self.batch is None else self.batch.choice(node, state, self.stored_byte(node))
+    def batch_choice(self, node: fx.Node, state: State, travels: bool = False) -> str:
+        """What dp_shard does with a parameter in `state` on this axis; "": it has no choice.
+        travels: whether it is a stack of experts that is gathered over ep."""
+        if self.batch is None:
+            return ""
+        return self.batch.choice(node, state, self.stored_byte(node), travels)
 
     def stored_byte(self, node: fx.Node) -> float:
         """Seconds that a byte of a parameter is charged."""

@@ -105,17 +105,21 @@ class _Unshard(torch.autograd.Function):
         ctx.of = (x.dtype, src, axis, extent, use, microbatch, outer)
         # not save_for_backward: microbatches write to it between this forward and its backward
         ctx.pending = pending
+        if microbatch == SINGLE:  # no gradient comes from an axis inside on which it waits
+            ctx.set_materialize_grads(False)
         low = x if use.param is None or x.is_complex() else x.to(use.param)
         low = low if outer is None else _gathered(low, outer)
         out = convert(low, src, I, axis, extent) if use.gathered else low
         return x.view_as(x) if out is x else out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         dtype, src, axis, extent, use, microbatch, outer = ctx.of
+        nothing = (None,) * 7
+        if grad is None:
+            return None, *nothing
         if grad.is_sparse:  # of a sparse embedding
             grad = grad.to_dense()
-        nothing = (None,) * 7
         again = torch.is_grad_enabled() and grad.requires_grad
         if again and microbatch == ACCUMULATE:
             raise AutoshardError(

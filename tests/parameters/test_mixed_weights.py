@@ -24,8 +24,9 @@ def mixture(tp: int, name: str = "mlp") -> Any:
     return Plan("tp", tp, weights={each: CHOICES[i % 3] for i, each in enumerate(names)})
 
 
-def steps(sizes: Sizes, micro: list[int]) -> dict[str, Any]:
-    return train("mlp", sizes, micro, {"plan": mixture(sizes.get("tp", 1))}, wait=True)
+def steps(sizes: Sizes, micro: list[int], name: str = "mlp", **options: Any) -> dict[str, Any]:
+    plan = mixture(sizes.get("tp", 1), name)
+    return train(name, sizes, micro, {"plan": plan, **options}, wait=True)
 
 
 def check(results: list[dict[str, Any]]) -> None:
@@ -47,11 +48,19 @@ def test_steps_with_a_mixture_beside_another_axis(gloo4: Any, sizes: Sizes) -> N
     check(gloo4(steps, sizes, [1, 3, 1]))
 
 
-def trained(sizes: Sizes, **options: Any) -> tuple[Any, Any, Any]:
+@pytest.mark.slow
+@pytest.mark.parametrize("waits", [False, True])
+def test_steps_with_a_mixture_of_experts(gloo4: Any, waits: bool) -> None:
+    """Rows travel over ep to stacks that are whole on dp_shard, gathered once, gathered twice."""
+    sizes = {"dp_shard": 2, "ep": 2}
+    check(gloo4(steps, sizes, [1, 3, 1], "mixtral", defer_reduction=waits))
+
+
+def trained(sizes: Sizes, name: str = "mlp", **options: Any) -> tuple[Any, Any, Any]:
     """A model after a step of AdamW, its optimizer, and what steps again."""
     from autoshard.runtime.mesh import data_coordinate, init_mesh
 
-    mesh, case = init_mesh(sizes, "cpu"), CASES["mlp"]
+    mesh, case = init_mesh(sizes, "cpu"), CASES[name]
     model = case.make_model()
     optimizer = torch.optim.AdamW(model.parameters(), eps=1e-3)
     settings = {"mesh": sizes, "inner": "aot_eager", **options}
@@ -67,8 +76,9 @@ def trained(sizes: Sizes, **options: Any) -> tuple[Any, Any, Any]:
     return model, optimizer, step
 
 
-def there(folder: str, sizes: Sizes) -> tuple[float, list[str]]:
-    """From a mixture to ZeRO-3, by a checkpoint; the worst difference one step later, and what was
+def there(folder: str, sizes: Sizes, name: str = "mlp", ways: int = 2) -> tuple[float, list[str]]:
+    """From a mixture to ZeRO-3, by a checkpoint, and from there to a mixture, or the latter alone;
+    the worst difference one step later, and what was
     decided for the parameters of a mixture that a later graph planned."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -76,13 +86,13 @@ def there(folder: str, sizes: Sizes) -> tuple[float, list[str]]:
     from autoshard import programs
     from autoshard.runtime.parameters import choice_of
 
-    kinds = {"plan": mixture(sizes.get("tp", 1))}, {"zero": 3}
+    kinds = {"plan": mixture(sizes.get("tp", 1), name)}, {"zero": 3}
     worst = 0.0
-    for i, (one, other) in enumerate((kinds, kinds[::-1])):
-        model, optimizer, step = trained(sizes, **one)
+    for i, (one, other) in enumerate((kinds, kinds[::-1])[-ways:]):
+        model, optimizer, step = trained(sizes, name, **one)
         weights, moments = get_state_dict(model, optimizer)
         dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=f"{folder}/{i}")
-        moved, its_optimizer, its_step = trained(sizes, **other)
+        moved, its_optimizer, its_step = trained(sizes, name, **other)
         with torch.no_grad():
             for p in moved.parameters():
                 p.zero_()
@@ -108,4 +118,12 @@ def test_a_checkpoint_moves_to_zero_3_and_back(gloo2: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for worst, found in gloo2(there, folder, {"dp_shard": 2}):
             assert worst < 1e-6
+            assert {ONCE, TWICE, WHOLE} == set(found)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_experts_moves_from_zero_3(gloo4: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for worst, found in gloo4(there, folder, {"dp_shard": 2, "ep": 2}, "mixtral", 1):
+            assert worst < 1e-5
             assert {ONCE, TWICE, WHOLE} == set(found)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from torch import fx
 
@@ -34,7 +35,7 @@ from autoshard.planning import (
     with_graph,
 )
 from autoshard.planning.cost import Hardware
-from autoshard.planning.estimate import Layout
+from autoshard.planning.estimate import Layout, Training
 from autoshard.runtime.collectives import Axis, State, data_states
 from autoshard.runtime.graph_meta import OUTPUT_STATES
 from autoshard.runtime.mesh import Mesh
@@ -47,13 +48,16 @@ def split_operators(
     axes: Sequence[Axis],
     machine: Hardware,
     config: Config,
+    layout: Layout,
     plan: Plan | None = None,
+    chosen: Mapping[fx.Node, str] = MappingProxyType({}),
 ) -> tuple[MicrobatchGraph, Plan]:
     """The graph of this rank of `axes`, of one micro-batch, and the plan that it follows.
 
-    names, stored: of the parameters by their placeholder in the serial graph: names, and the states
-    on tp in which they are stored already. plan: one to follow. Raises PlanError where it cannot
-    be, and ConfigError for a mixture of experts on a mesh with cp and ep.
+    names, stored, chosen: of the parameters by their placeholder in the serial graph: names, and
+    the states on tp in which they are stored already, and what dp_shard does with those. layout: of
+    the data-parallel axes. plan: one to follow. Raises PlanError where it cannot be, and
+    ConfigError for a mixture of experts on a mesh with cp and ep.
     """
     mesh = Mesh(tuple(axes), None)
     _refuse(microbatch.local, mesh)
@@ -64,8 +68,10 @@ def split_operators(
         parameters={node: names[parameter] for node, parameter in own.items()},
         stored={node: stored[p] for node, p in own.items() if p in stored},
         sequence_parallel=config.sequence_parallel,
-        plan=plan if axis.size > 1 else None,
-        layout=Layout.of({one.name: one.size for one in axes}, config.zero, config.bucket_bytes),
+        plan=plan if axis.size > 1 or layout.chooses else None,
+        layout=layout,
+        chosen={node: chosen[p] for node, p in own.items() if p in chosen},
+        training=Training(states=config.optimizer_states, microbatches=microbatch.microbatches),
         even=True,
         # stacks are gathered once a step, for all micro-batches, which no price knows
         ep_exchange="weights" if config.ep_exchange == "weights" else "rows",
@@ -76,10 +82,13 @@ def split_operators(
         laid = lay_out(microbatch.local, request, mesh, mesh.outer, config, machine, first)
         microbatch = _planned(microbatch, laid.graph, laid.outer.decisions, mesh.outer)
         request, decisions, first = laid.request, laid.decisions, laid.plan
-    if axis.size > 1:
-        whole, own = microbatch.local, _parameters(microbatch)
+    whole, own = microbatch.local, _parameters(microbatch)
+    if axis.size > 1 or layout.chooses:
         decisions = decisions or plan_graph(whole, axis.size, machine, request)
         made = with_graph(plan, decisions, request, whole, axis.size)
+        choices = {own[node]: choice for node, choice in decisions.weights.items()}
+        microbatch = replace(microbatch, choices=choices)
+    if decisions is not None and axis.size > 1:
         gathered = gathered_stacks(whole, decisions.strategies)
         local, _ = rank_program(whole, [Localize(decisions, config.recompute_collectives)], axis)
         split = {parameter: decisions.stored[node] for node, parameter in own.items()}

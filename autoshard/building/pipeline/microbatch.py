@@ -41,6 +41,8 @@ class MicrobatchGraph:
     its outputs the results at `positions` of the serial graph, in `states`. loss: which of
     `positions` is differentiated; None: the graph has no scalar loss.
 
+    choices: what dp_shard does with parameters, where that was chosen (`CHOICES`).
+
     Where `local` is the graph of a rank of cp or tp: split: the states in which parameters are
     stored on tp; shards: those of the outputs on each axis, the inner one first; plan: lines that
     the ranks compare."""
@@ -56,6 +58,7 @@ class MicrobatchGraph:
     split: Mapping[fx.Node, State] = field(default_factory=dict)
     shards: Sequence[tuple[Axis, Sequence[State]]] = ()
     plan: Sequence[str] = ()
+    choices: Mapping[fx.Node, str] = field(default_factory=dict)
 
     def at_rest(self) -> dict[fx.Node, str]:
         """The parameters that a rank uses as it stores them, with the axis on which it does."""

@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.building.batch_check import batch_inputs
+from autoshard.building.batch_choices import choices_made, layout_of, refuse_twice
 from autoshard.building.pipeline.inner_axes import split_operators
 from autoshard.building.pipeline.microbatch import MicrobatchGraph, cut_batch
 from autoshard.building.pipeline.saved_plan import cuts_of, followed, homes_of, with_stages
@@ -20,10 +21,20 @@ from autoshard.compiling import lowered_dtypes, say_stored
 from autoshard.config import Config
 from autoshard.errors import CaptureError, ConfigError, message
 from autoshard.passes import prepare
-from autoshard.planning import Plan, value
+from autoshard.planning import Plan, is_trained, value
 from autoshard.planning.cost import Hardware
 from autoshard.runtime import compat
-from autoshard.runtime.collectives import Axis, H, I, S, State, data_axes, gathering_axes, home_rank
+from autoshard.runtime.collectives import (
+    CHOICES,
+    Axis,
+    H,
+    I,
+    S,
+    State,
+    data_axes,
+    gathering_axes,
+    home_rank,
+)
 from autoshard.runtime.graph_meta import BUFFER, DIFF
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.operators import rows_travel
@@ -83,10 +94,14 @@ class PipelineProgram:
         homes = dict(zip(self.microbatch.parameters, self.plan.homes))
         return {n: H(homes.get(n, 0)) if value(n).dim() else I for n in self.parameters}
 
-    def placed(self) -> dict[fx.Node, dict[str, State]]:
-        """The states of `stored`, and those on tp where the mesh has it."""
-        split = self.microbatch.split
-        return {n: {"pp": at, "tp": split.get(n, I)} for n, at in self.stored().items()}
+    def placed(self) -> dict[fx.Node, tuple[dict[str, State], str]]:
+        """The states of `stored`, and those on tp where the mesh has it, and what dp_shard does, or
+        "" where that was not chosen."""
+        split, choices = self.microbatch.split, self.microbatch.choices
+        return {
+            n: ({"pp": at, "tp": split.get(n, I)}, choices.get(n, ""))
+            for n, at in self.stored().items()
+        }
 
     def timeline(self, equal: bool = False) -> Timeline:
         """When each rank does what, as the search prices stages. equal: if they all took as
@@ -122,6 +137,11 @@ class PipelineProgram:
             names = [self.parameters[self.microbatch.parameters[i]] for i in stage.parameters]
             sends = ", ".join(f"{n.name} {tuple(value(n).shape)}" for n in stage.sent) or "nothing"
             found.append(f"stage {number}: reads {', '.join(names)}; sends {sends}")
+        chosen = self.microbatch.choices
+        for choice in CHOICES:
+            own = [name for node, name in self.parameters.items() if chosen.get(node) == choice]
+            if own:
+                found.append(f"{choice} on dp_shard: {', '.join(own)}")
         return found
 
     def picture(self) -> str:
@@ -184,8 +204,11 @@ def build_pipeline(
     shape = ScheduleShape(ranks, _microbatches(config, samples, ranks, asked), chunks)
     counted = data_axes(beside) if config.loss_tokens == "global" else ()
     microbatch = cut_batch(serial, parameters, batch, shape.microbatches, counted)
+    layout = layout_of(config, Mesh(tuple(beside), None), asked, is_trained(serial))
+    chosen = choices_made(nodes, inputs, layout) if layout.chooses else {}
+    refuse_twice(asked, layout)
     microbatch, made = split_operators(
-        microbatch, parameters, split, beside, hardware, config, asked
+        microbatch, parameters, split, beside, hardware, config, layout, asked, chosen
     )
     live = [most_kept(schedule, shape, rank) for rank in range(ranks)]
     shards = {axis.name: axis.size for axis in gathering_axes(beside)}
@@ -249,7 +272,6 @@ def refuse_options(config: Config) -> None:
     """Raise ConfigError for options that a mesh with pp does not obey."""
     asked = {
         "inner": config.inner == "tensorrt",
-        "zero": config.zero == "auto",
         "rng": config.rng == "tracker",
         "outputs": config.outputs != "lazy",
         "host_memory": config.host_memory is not None,

@@ -21,6 +21,7 @@ from autoshard.errors import ConfigError, PlanError, message
 from autoshard.planning import TRAINED_BYTES, cost, is_view, tensor_bytes, value
 from autoshard.planning.cost import Hardware, Link
 from autoshard.planning.solver import Chain, StageCut, cut_chunks
+from autoshard.runtime.collectives import WHOLE
 from autoshard.runtime.graph_meta import DIFF, OWN_AXIS, REDUCED_DTYPE, STORED_DTYPE
 from autoshard.runtime.parameters import ParameterPolicy
 
@@ -194,9 +195,11 @@ def _chain(
     placeholders = microbatch.local.graph.find_nodes(op="placeholder")
     stored: list[tuple[float, Sequence[int]]] = []
     homes: dict[int, frozenset[int]] = {}
-    for node, home in zip(placeholders, known):
+    others = {name: n for name, n in shards.items() if name != "dp_shard"}
+    choices = [microbatch.choices.get(node, "") for node in microbatch.parameters]
+    for node, home, choice in zip(placeholders, known, choices):
         readers = sorted(unit[user] for user in node.users if user in unit)
-        stored.append((_held(node, shards), readers))
+        stored.append((_held(node, shards if choice != WHOLE else others), readers))
         if home is not None and readers:
             homes[readers[0]] = homes.get(readers[0], home) & home
     return Chain(

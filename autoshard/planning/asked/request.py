@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autoshard.planning.cost import Fusing
-from autoshard.planning.estimate import Layout
+from autoshard.planning.estimate import Layout, Training
 from autoshard.planning.outer import Outer
 from autoshard.planning.plan import Plan
 from autoshard.planning.prices import Prices
@@ -27,7 +27,8 @@ class Request:
     budget_is_known: whether it is an error that nothing fits it; else the default plan is taken.
     prices: what a stored byte costs where there is no memory_budget. layout: the data-parallel
     axes, among which a rank's bytes are split further. chosen: what dp_shard does with parameters
-    that have a choice already. optimizer_states: where those are, "device" or "host".
+    that have a choice already. training: what trains the parameters, and in how many runs of the
+    graph a step is made.
     even: whether only dims are split that the axis divides, and no shape depends on values (of a
     graph that is exported, or is planned on another axis afterwards). beside: ranks of that axis.
     fusing: which collectives are one operator with the products beside them; None: none.
@@ -46,7 +47,7 @@ class Request:
     memory_budget: int | None = None
     budget_is_known: bool = True
     host_memory: int | None = None
-    optimizer_states: str = "device"
+    training: Training = field(default_factory=Training)
     plan: Plan | None = None
     prices: Prices = field(default_factory=Prices)
     layout: Layout = field(default_factory=Layout)

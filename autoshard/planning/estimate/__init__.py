@@ -24,4 +24,4 @@ from autoshard.planning.estimate.traffic import (
     sent_by_axis,
 )
 from autoshard.planning.estimate.training import Training
-from autoshard.planning.estimate.weights import Layout, Weight, buckets
+from autoshard.planning.estimate.weights import Layout, Weight, buckets, experts_of

@@ -17,7 +17,6 @@ from autoshard.planning.estimate.training import Training
 from autoshard.planning.estimate.weights import Layout, Weight, buckets, weights_of
 from autoshard.planning.strategy import value
 from autoshard.planning.values import tensor_bytes
-from autoshard.runtime.collectives import WHOLE
 from autoshard.runtime.graph_meta import BUFFER
 
 
@@ -108,10 +107,9 @@ def _bucket_bytes(held: RankHolds, layout: Layout, training: Training) -> int:
     for bucket in buckets(held.weights, layout):
         ep = layout.experts
         whole = {w.name: w.numel // (ep if w.stays(ep) else 1) for w in bucket}
-        split = [w for w in bucket if w.choice != WHOLE or layout.inner > 1]
-        twice = [w for w in split if w.gathered_twice(layout)]
-        gathered.append(sum(whole[w.name] * w.itemsize for w in twice))
-        kept += sum(whole[w.name] * w.itemsize for w in split if w not in twice)
+        twice = [w for w in bucket if w.gathered_twice(layout)]
+        gathered.append(sum(w.gathered(layout) * w.itemsize for w in twice))
+        kept += sum(w.gathered(layout) * w.itemsize for w in bucket if w not in twice)
         sizes = ((whole[w.name], w) for w in bucket if w.trained)
         reduced.append(sum(size * training.sent(w.itemsize, w.reduced) for size, w in sizes))
     # a gradient bucket is there twice: its members, and the joined one that is sent

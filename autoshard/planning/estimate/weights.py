@@ -13,7 +13,7 @@ from autoshard.planning import cost
 from autoshard.planning.cost import default_bucket_bytes, fill_buckets, reference_bytes
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.mixtures import ROWS, exchangeable, is_mixture
-from autoshard.planning.strategy import value
+from autoshard.planning.strategy import Strategy, value
 from autoshard.planning.values import leaves_none_empty
 from autoshard.runtime.collectives import TWICE, WHOLE, chunk_size, shard_dim
 from autoshard.runtime.graph_meta import REDUCED_DTYPE, STORED_DTYPE
@@ -26,7 +26,9 @@ class Layout:
     shard: ranks of dp_shard and of ep, and of a cp that stands beside tp. experts: those of ep,
     over which no expert is gathered. outer: those of that cp, which have one batch. deferred:
     whether the gradients of microbatches are kept whole, and reduced with those of the last.
-    chooses: whether each weight has a choice of its own on dp_shard, in place of `zero`.
+    chooses: whether each weight has a choice of its own on dp_shard, in place of `zero`. staged:
+    whether weights are gathered before the first micro-batch of a step and kept to the last, and
+    gradients are reduced after that, as beside pp.
     """
 
     shard: int = 1
@@ -37,6 +39,7 @@ class Layout:
     outer: int = 1
     deferred: bool = False
     chooses: bool = False
+    staged: bool = False
 
     @property
     def inner(self) -> int:
@@ -57,13 +60,14 @@ class Layout:
     ) -> Layout:
         """The layout of a mesh by the sizes of its axes. deferred: `defer_reduction` of Config.
         With zero="auto", a weight without a choice is treated as with 3."""
+        stages = sizes.get("pp", 1) > 1
         replicate, experts = sizes.get("dp_replicate", 1), sizes.get("ep", 1)
-        outer = sizes.get("cp", 1) if sizes.get("tp", 1) > 1 else 1
+        outer = sizes.get("cp", 1) if sizes.get("tp", 1) > 1 or stages else 1
         shard = sizes.get("dp_shard", 1) * experts * outer
         later = deferred or zero == 1
-        chooses = zero == "auto" and sizes.get("dp_shard", 1) > 1
+        chooses = zero == "auto" and shard > 1
         stage = zero if isinstance(zero, int) else 3
-        return Layout(shard, replicate, stage, bucket_bytes, experts, outer, later, chooses)
+        return Layout(shard, replicate, stage, bucket_bytes, experts, outer, later, chooses, stages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +116,19 @@ class Weight:
         """Elements that the first rank stores under a layout."""
         return self.part(layout.inner if self.choice == WHOLE else layout.shard)
 
+    def gathered(self, layout: Layout) -> int:
+        """Elements that a gather leaves a rank; 0 where nothing of it is gathered."""
+        stays = self.stays(layout.experts)
+        over_shard = layout.shard > layout.inner and self.choice != WHOLE
+        over_cp = layout.outer > 1 and len(self.shape) > 1  # where vectors are whole
+        over_ep = layout.experts > 1 and not stays
+        whole = self.numel // (layout.experts if stays else 1)
+        return whole if over_shard or over_cp or over_ep else 0
+
     def gathered_twice(self, layout: Layout) -> bool:
         """Whether backward gathers it again, if it reads it."""
+        if layout.staged:
+            return False
         return self.choice == TWICE if self.choice else layout.zero == 3
 
 
@@ -126,11 +141,7 @@ def weights_of(
 ) -> tuple[Weight, ...]:
     """The parameters of `gm` on a rank of an axis of `n`. again: those that backward reads."""
     place = {node: i for i, node in enumerate(gm.graph.nodes)}
-    mixtures = [
-        n for n in filter(is_mixture, gm.graph.nodes) if decisions.strategies[n].on_ep == ROWS
-    ]
-    experts = {stack: exchangeable(node) for node in mixtures for stack in node.args[3]}
-    found = []
+    experts, found = experts_of(gm.graph, decisions.strategies), []
     for node, name in parameters.items():
         val = value(node)
         shape = [cost.hint(extent) for extent in val.shape]
@@ -152,6 +163,17 @@ def weights_of(
             )
         )
     return tuple(found)
+
+
+def experts_of(
+    graph: fx.Graph, strategies: Mapping[fx.Node, Strategy] | None = None
+) -> dict[fx.Node, int]:
+    """Of each stack of experts that stays where it is on ep by these strategies, or by any, how
+    many experts it has."""
+    mixtures = filter(is_mixture, graph.nodes)
+    if strategies is not None:
+        mixtures = (node for node in mixtures if strategies[node].on_ep == ROWS)  # type: ignore[assignment]
+    return {stack: exchangeable(node) for node in mixtures for stack in node.args[3]}  # type: ignore[misc, union-attr]
 
 
 def _size(dtype: torch.dtype | None) -> int | None:

@@ -58,7 +58,12 @@ class StackTables:
     ) -> list[float]:
         axis, prices, whole = self.axis, self.prices, self.prices.moved(stack)
         part = whole._replace(nbytes=whole.nbytes // axis.size)
-        gathered = axis.gathered(stack, reader, state, prices.stored_byte(stack))
+        byte = prices.stored_byte(stack)
+        if prices.batch is None:
+            gathered = axis.gathered(stack, reader, state, byte)
+        else:  # which charges a stored stack as one that stays
+            least = prices.batch.least
+            gathered = least(stack, state, byte, True) - least(stack, state, byte)
         experts, found = cost.hint(value(stack).shape[0]), []
         for one in domain:
             want, added = one.inputs[position], 0.0

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autoshard.planning import Plan
 from model_case import SEQ, Batch, Case
 from models import CASES
 from side_by_side import Pair, difference, whole
@@ -63,10 +64,13 @@ def evaluated(pair: Pair, case: Case, given: Batch, norm: float) -> dict[str, An
     }
 
 
-def stepped(mesh: dict[str, int], name: str = "llama") -> tuple[nn.Module, Any, Any]:
+def stepped(
+    mesh: dict[str, int], name: str = "llama", **options: Any
+) -> tuple[nn.Module, Any, Any]:
     model = made(name)
     optimizer = torch.optim.AdamW(model.parameters(), eps=1e-3)
-    compiled = torch.compile(model, backend="autoshard", options={"mesh": mesh, "inner": "eager"})
+    settings = {"mesh": mesh, "inner": "eager", **options}
+    compiled = torch.compile(model, backend="autoshard", options=settings)
 
     def step() -> None:
         CASES[name].loss(compiled, CASES[name].make_batch(0)).backward()
@@ -77,12 +81,15 @@ def stepped(mesh: dict[str, int], name: str = "llama") -> tuple[nn.Module, Any, 
     return model, optimizer, step
 
 
-def moved(folder: str, first: dict[str, int], second: dict[str, int]) -> float:
-    """Saved from one mesh and loaded into another; the worst difference after another step."""
+def moved(
+    folder: str, first: dict[str, int], second: dict[str, int], plan: Plan | None = None
+) -> float:
+    """Saved from one mesh and loaded into another; the worst difference after another step. plan:
+    of the first."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    model, optimizer, step = stepped(first)
+    model, optimizer, step = stepped(first, plan=plan)
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
     other, other_optimizer, other_step = stepped(second)

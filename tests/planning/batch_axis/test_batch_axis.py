@@ -18,20 +18,24 @@ from torch import fx, nn
 from autoshard.building import one_rank
 from autoshard.capture import intercept
 from autoshard.config import Config
-from autoshard.errors import ConfigError
 from autoshard.planning import Plan, Request, plan_graph
 from autoshard.planning.batch_axis import batch_axis
+from autoshard.planning.cost import collective_seconds
 from autoshard.planning.cost.machines import Hardware, Link, hardware
+from autoshard.planning.estimate import Training
 from autoshard.planning.planner import builder_of
 from autoshard.planning.prices import Prices
 from autoshard.planning.problem import Problem
 from autoshard.planning.solver import FactorGraph
-from autoshard.runtime.collectives import CHOICES, ONCE, TWICE, WHOLE
+from autoshard.runtime.collectives import CHOICES, ONCE, TWICE, WHOLE, I
 from autoshard.runtime.mesh import offline_mesh
+from autoshard.runtime.parameters import ACCUMULATE, FLUSH
 from autoshard.verification.program_check import verify_program
+from models_plain import Mixture
 from traced import builder, programs
 
 MESH = {"dp_shard": 2, "tp": 2}
+MESHES = (MESH, {"dp_shard": 2, "ep": 2, "tp": 2}, {"ep": 2, "tp": 2})
 
 
 class Drawn(nn.Module):
@@ -61,8 +65,10 @@ def machine(seed: int) -> Hardware:
     return replace(cpu, name="drawn", links=links)
 
 
-def asked(seed: int, rows: int) -> tuple[fx.GraphModule, Request]:
-    """A drawn graph, and what its planner is asked."""
+def asked(
+    model: nn.Module, x: torch.Tensor, mesh: dict[str, int], machine: Hardware, **options: Any
+) -> tuple[fx.GraphModule, Request]:
+    """The graph of a model, and what its planner is asked."""
     found: list[Any] = []
 
     def plan(gm: Any, example: Any, inputs: Any) -> Any:
@@ -70,14 +76,14 @@ def asked(seed: int, rows: int) -> tuple[fx.GraphModule, Request]:
             found.append((gm, request))
             return plan_graph(gm, n, hardware, request)
 
-        config = Config.from_options({"mesh": MESH, "inner": "aot_eager", "zero": "auto"})
+        config = Config.from_options({"mesh": mesh, "inner": "aot_eager", "zero": "auto"} | options)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(one_rank, "plan_graph", recorded)
-            mesh = offline_mesh(MESH, 0)
-            return one_rank.build_program(gm, example, inputs, mesh, config, machine(seed))
+            offline = offline_mesh(mesh, 0)
+            return one_rank.build_program(gm, example, inputs, offline, config, machine)
 
     torch.compiler.reset()
-    intercept(Drawn(seed), (torch.randn(rows, 16),), None, plan)
+    intercept(model, (x,), None, plan)
     return found[0]
 
 
@@ -119,7 +125,11 @@ def least(gm: fx.GraphModule, request: Request, machine: Hardware, prices: Price
         states = [one.output for one in problem.domains[node]]
         charged = [list(axis.charges(node, state, price).values()) for state in states]
         tables.append(((*scope, variables + places[node]), np.array(charged)))
-    sizes = [graph.size(v) for v in range(variables)] + [len(CHOICES)] * len(places)
+    of_choices = [0] * len(places)
+    for scope, table in tables:
+        if scope[-1] >= variables:
+            of_choices[scope[-1] - variables] = table.shape[-1]
+    sizes = [graph.size(v) for v in range(variables)] + of_choices
     assert math.prod(sizes) < 2**28, sizes
     total = np.zeros([1] * len(sizes))
     for scope, table in tables:
@@ -132,25 +142,109 @@ def least(gm: fx.GraphModule, request: Request, machine: Hardware, prices: Price
 
 
 def test_no_plan_with_any_choices_is_cheaper() -> None:
+    """On dp_shard, on ep beside it and on ep alone, in several runs of the graph a step, with
+    reductions that wait, and beside pp, where a weight is gathered once a step."""
     chosen: Counter[str] = Counter()
+    staged: Counter[str] = Counter()
     other_plans = 0
-    for seed in range(24):
-        gm, request = asked(seed, rows=8 * 4 ** (seed % 3))
+    for seed in range(30):
+        mesh, rows = MESHES[seed % 5 % 3], 8 * 4 ** (seed % 3)
+        drawn, waits = machine(seed), seed % 4 == 1
+        model, x = Drawn(seed), torch.randn(rows, 16)
+        gm, request = asked(model, x, mesh, drawn, defer_reduction=waits)
+        stages, runs = seed % 6 == 2, 1 + 3 * (seed % 2)
+        layout = replace(request.layout, staged=stages)
+        request = replace(request, layout=layout, training=Training(microbatches=runs))
         byte, second = 10.0 ** (-8 - seed % 5), (1.0, 0.2)[seed % 2]
-        prices, drawn = Prices(byte, batch_second=second), machine(seed)
+        prices = Prices(byte, batch_second=second)
         builder = builder_of(gm, 2, drawn, request, prices)
         problem = builder.build()
         solution = problem.graph.solve()
         assert solution.cost == pytest.approx(least(gm, request, drawn, prices), rel=1e-9), seed
         strategies, _ = problem.read(solution)
-        chosen.update(
-            builder.prices.batch_choice(n, strategies[n].output) for n in request.parameters
-        )
+        of = [builder.prices.batch_choice(n, strategies[n].output) for n in request.parameters]
+        (staged if stages else chosen).update(of)
         apart = replace(request, layout=replace(request.layout, chooses=False))
         alone = builder_of(gm, 2, drawn, apart, prices).build()
         other_plans += alone.read(alone.graph.solve())[0] != strategies
         assert len(alone.graph._tables) == len(problem.graph._tables)  # no table more
-    assert set(chosen) == set(CHOICES) and other_plans
+    assert set(chosen) == set(CHOICES) and set(staged) == {ONCE, WHOLE} and other_plans
+
+
+class Routed(nn.Module):
+    """A product and a mixture of experts, whose stacks stay on ep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.mixture = Mixture("interleaved", biases=True, experts=4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean of squares."""
+        found: torch.Tensor = self.mixture(self.norm(self.before(x))).square().mean()
+        return found
+
+
+def every_third(model: nn.Module) -> dict[str, str]:
+    """A choice for each parameter, all three of them."""
+    return {name: CHOICES[i % 3] for i, (name, _) in enumerate(model.named_parameters())}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "waits"),
+    [({"dp_shard": 2, "ep": 2}, False), ({"dp_shard": 2, "ep": 2}, True), ({"dp_shard": 4}, False)],
+)
+def test_the_charge_is_of_what_runs(mesh: dict[str, int], waits: bool) -> None:
+    """The collectives of a step of three microbatches, two of them in `no_sync`, each alone in its
+    bucket, take as long as the planner charges the choices."""
+    model, x = Routed(), torch.randn(24, 8)
+    plan = Plan("tp", 1, weights=every_third(model))
+    build = builder(model, (x,))
+    options: dict[str, Any] = {"plan": plan, "bucket_bytes": 1, "defer_reduction": waits}
+    steps = [
+        build(mesh, microbatch=one, **options).collectives()
+        for one in (ACCUMULATE, ACCUMULATE, FLUSH)
+    ]
+    _, request = asked(model, x, mesh, hardware("cpu"), **options)
+    request = replace(request, training=Training(microbatches=3))
+    axis = batch_axis(1, replace(hardware("cpu"), memory_bandwidth=math.inf), request, 1.0)
+    assert axis is not None and {axis.layout.deferred} == {waits}
+    charged = [axis.charges(node, I, 0.0) for node in request.parameters]
+    took = sum(
+        collective_seconds(one.op, one.bytes, mesh[one.axis], axis.links[one.axis])
+        for step in steps
+        for one in step
+        if one.op != "all_to_all"  # rows on their way to experts
+    )
+    assert all(len(one) == 1 for one in charged)  # the choices of the plan
+    assert took / 3 == pytest.approx(sum(s for one in charged for s in one.values()), rel=1e-6)
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2, "ep": 2}, {"dp_shard": 2, "ep": 2, "tp": 2}])
+def test_experts_have_choices_for_the_part_that_stays(mesh: dict[str, int]) -> None:
+    model, first = Routed(), torch.randn(24, 8)
+    plan = Plan("tp", mesh.get("tp", 1), weights=every_third(model))
+    (program,), values = programs(model, (first,), [{"mesh": mesh, "plan": plan}])
+    batches = [[torch.randn(24, 8) if v is first else v for v in values] for _ in range(3)]
+    found = verify_program(program, values, others=batches)
+    assert found.worst[1] < 1e-5, found.worst
+    for node, name in program.parameters.items():
+        states = program.data[node]
+        assert states["ep"] == "S(0)"
+        assert ("dp_shard" in states) == (plan.weights[name] != WHOLE), name
+    assert "whole" in program.explain(160)
+
+
+def test_without_dp_shard_weights_are_gathered_once_or_twice() -> None:
+    build = builder(Routed(), (torch.randn(24, 8),))
+    program = build({"ep": 2}, zero="auto")
+    weights = program.plan.weights
+    for name, choice in weights.items():
+        stack = name in ("mixture.up", "mixture.down", "mixture.up_bias", "mixture.down_bias")
+        assert (choice == WHOLE) == stack, weights  # on ep nothing of a stack is gathered
+    again = {p.change.split(":")[0] for p in program.collectives() if p.phase == "backward"}
+    assert again
 
 
 def mixed(axis: str = "tp") -> Plan:
@@ -227,10 +321,20 @@ def test_a_budget_decides_how_many_weights_are_gathered_once() -> None:
     assert 0 < len(some) < 7 and some == most[-len(some) :]  # those that are read last
 
 
-def test_what_is_refused() -> None:
-    build = builder(Gated(), (torch.randn(4, 8, 16),))
-    with pytest.raises(ConfigError, match="beside ep"):
-        build({"dp_shard": 2, "ep": 2}, zero="auto")
+def test_a_budget_makes_bytes_cheaper_on_cp_and_tp() -> None:
+    """The plan of cp, made with that of tp at the default price, stays: none is cheaper there."""
+    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)])
+    build = builder(model, (torch.randn(2, 32, 256),))
+    mesh, once, layouts = {"dp_shard": 4, "cp": 2, "tp": 2}, [], []
+    for budget in (None, 3_000_000):
+        options: dict[str, Any] = {"zero": "auto", "bucket_bytes": 100_000}
+        program = build(mesh, hardware_name="h100", memory_budget=budget, **options)
+        assert budget is None or program.memory().peak <= budget
+        once.append(sum(one != TWICE for one in program.plan.weights.values()))
+        assert program.outer is not None and program.outer.gap(program.decisions) == 0.0
+        layouts.append(program.outer.decisions.strategies.values())
+    assert once[0] == 0 < once[1]
+    assert [*layouts[0]] == [*layouts[1]]
 
 
 def test_a_plan_file_has_the_choices(tmp_path: Path) -> None:

@@ -1,0 +1,55 @@
+"""`autoshard plan` with zero="auto": each mesh is planned, those with pp and ep too."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard.mesh_search import search_meshes
+from autoshard.planning.estimate import Training
+from autoshard.runtime.collectives import ONCE, TWICE, WHOLE
+from models_plain import Mixture
+
+
+class Layers(nn.Module):
+    """Products, or mixtures of experts between them."""
+
+    def __init__(self, experts: bool) -> None:
+        super().__init__()
+        layers = [nn.Linear(8, 8, bias=False) for _ in range(4)]
+        self.layers = nn.ModuleList([*layers[:2], Mixture("interleaved"), *layers[2:]])
+        if not experts:
+            del self.layers[2]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean of squares."""
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stays"),
+    [({"pp": 2, "dp_shard": 4}, ""), ({"dp_shard": 2, "ep": 2}, ""), ({"ep": 4}, WHOLE)],
+)
+def test_a_mesh_is_priced_with_its_choices(mesh: dict[str, int], stays: str) -> None:
+    model, x = Layers("ep" in mesh), torch.randn(24, 8)
+    given = {"world": math.prod(mesh.values()), "mesh": mesh, "hardware": "h100"}
+    training = Training(microbatches=2)
+    (row,) = search_meshes(model, (x,), training=training, zero="auto", **given).rows
+    weights = row.plan.weights
+    assert weights.keys() == dict(model.named_parameters()).keys() and row.fits
+    if "pp" in mesh:
+        assert set(weights.values()) == {ONCE} and row.microbatches == 4
+        torch.compiler.reset()
+        (zero,) = search_meshes(model, (x,), training=training, zero=3, **given).rows
+        assert row.timing == zero.timing and row.memory == zero.memory
+    else:
+        assert all(
+            (name == "layers.2.up") <= (choice == (stays or choice))
+            for name, choice in weights.items()
+        )
+        assert {ONCE, TWICE} & set(weights.values())
