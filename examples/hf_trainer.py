@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 
 import torch
 from torch import nn
@@ -23,7 +24,9 @@ class ShardedTrainer(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        self.accelerator.prepare_model = lambda model, **_: model  # no DDP
+        # no DDP; what is left is the autocast of bf16=True and fp16=True
+        prepare = self.accelerator.prepare_model
+        self.accelerator.prepare_model = partial(prepare, evaluation_mode=True)
         if self.tp_size > 1:
             self.accelerator.prepare_data_loader = lambda loader, **_: loader  # the same batches
 
@@ -68,6 +71,7 @@ def main() -> None:
     parser.add_argument("--inner", default="inductor")
     parser.add_argument("--axis", default="tp", choices=["tp", "dp_shard"])
     parser.add_argument("--folder", default="trained")
+    parser.add_argument("--bf16", action="store_true", help="products in bfloat16, by autocast")
     parser.add_argument("--resume", action="store_true", help="from the folder's last checkpoint")
     parser.add_argument("--serial", action="store_true", help="do not shard")
     args = parser.parse_args()
@@ -83,7 +87,7 @@ def main() -> None:
     steps = dict(max_steps=args.steps, logging_steps=1, learning_rate=3e-3)
     saved = dict(save_steps=2, eval_steps=2, eval_strategy="steps", load_best_model_at_end=True)
     settings = TrainingArguments(
-        args.folder, lr_scheduler_type="constant", **steps, **saved, **data, **quiet
+        args.folder, bf16=args.bf16, lr_scheduler_type="constant", **steps, **saved, **data, **quiet
     )
     trainer = ShardedTrainer(model, settings, train_dataset=Counting(), eval_dataset=Counting())
     trainer.train(resume_from_checkpoint=args.resume)

@@ -16,6 +16,8 @@
   shape, aliases, dropout that drops nothing, detach of what has no gradient.
 - Copies go where nobody can tell: not where the memory of the copy reaches an output, and nowhere
   in a graph with an operator that depends on strides.
+- as_strided reads a copy whose memory is arranged as it was in the trace: shards that are gathered
+  are arranged otherwise, and its strides would then find other elements.
 - repeat_interleave loses `output_size`, which says what its other arguments say, of the whole.
 - embedding and embedding_bag lose `sparse`: the gradient of a stored parameter is dense, and the
   kernels of compilers know no other.
@@ -37,7 +39,8 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autoshard.passes.base import Context, Report, emit
+from autoshard.errors import PlanError, message
+from autoshard.passes.base import Context, Report, emit, user_line
 from autoshard.planning import same_shape
 from autoshard.runtime.graph_meta import DIFF
 
@@ -107,6 +110,8 @@ class Canonicalize:
                 report.hits += _dense(node)
             elif node.target is aten.repeat_interleave.self_int:
                 report.hits += _unsaid(node)
+            elif node.target is aten.as_strided.default:
+                report.hits += _arranged(graph, node, ctx)
         graph.eliminate_dead_code()
         return report
 
@@ -235,6 +240,45 @@ def _needs_strides(node: fx.Node) -> bool:
         isinstance(node.target, torch._ops.HigherOrderOperator)
         or (isinstance(node.target, OpOverload) and node.target.namespace != "aten")
     )
+
+
+def _arranged(graph: fx.Graph, node: fx.Node, ctx: Context) -> bool:
+    """Give as_strided memory arranged as its strides assume, whatever the strides of its operand.
+
+    Raises PlanError on several ranks where the operand has gaps: what is in them nobody knows.
+    """
+    source: Any = node.args[0]
+    val = source.meta["val"]
+    order = _memory_order(val)
+    if order is None:
+        if ctx.axis.size == 1:
+            return False
+        told = message(
+            "as_strided reads the memory behind a view with gaps, which its shards lack",
+            where=user_line(node),
+            remedy="Use unfold or indices, or call as_strided on x.contiguous().",
+        )
+        raise PlanError(told)
+    offset: Any = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
+    given = 0 if offset is None else offset - val.storage_offset()
+    with graph.inserting_before(node):
+        turned = emit(graph, node, aten.permute.default, (source, order), provenance="canonicalize")
+        packed = {"memory_format": torch.contiguous_format}
+        copy = emit(graph, node, aten.clone.default, (turned,), packed, provenance="canonicalize")
+    node.args, node.kwargs = (copy, *node.args[1:3], given), {}
+    return True
+
+
+def _memory_order(val: torch.Tensor) -> list[int] | None:
+    """The dims from the slowest in memory to the fastest; None where the memory has gaps."""
+    dims = range(val.dim())
+    order = sorted(dims, key=lambda dim: (val.stride(dim), val.shape[dim]), reverse=True)
+    expected = 1
+    for dim in reversed(order):
+        if val.shape[dim] != 1 and val.stride(dim) != expected:
+            return None
+        expected *= val.shape[dim]
+    return order
 
 
 def _reshape(node: fx.Node) -> bool:

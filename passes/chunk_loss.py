@@ -12,8 +12,8 @@ Runs on the local graph, after all that changes losses. The logits of a rank, th
 gradient, which are the largest values of most models, are then never whole. Between the product and
 the loss there may be casts, a softcap, scales, a cut of a padded vocabulary, views and cut rows.
 
-Not done: logits that something else reads, losses of each token (reduction="none"), logits that the
-plan gathers or splits anew; other functions of logits.
+Not done: logits that something else reads (a returned copy aside), losses of each token
+(reduction="none"), logits that the plan gathers or splits anew; other functions of logits.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ _NAMES = ("self", "target", "weight", "reduction", "ignore_index", "label_smooth
 _DEFAULTS = (None, None, None, operators.MEAN, -100, 0.0)
 _VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 _SAME = (aten.clone.default, aten.contiguous.default, aten.alias.default)
+_COPIES = (*_SAME, aten._to_copy.default)
 _BY_NUMBER = {
     aten.mul.Tensor: "mul",
     aten.div.Tensor: "div",
@@ -78,10 +79,12 @@ class _Head:
     """The operators between hidden states and a loss.
 
     chain: from the scores up to the product, which is the last. functions: of each row, in their
-    order. cuts: slices of rows, the last first.
+    order. cuts: slices of rows, the last first. copies: of logits, which the model returns and
+    nothing else reads; accelerate casts all outputs under autocast.
     """
 
     chain: list[fx.Node] = field(default_factory=list)
+    copies: list[fx.Node] = field(default_factory=list)
     functions: list[RowFunction] = field(default_factory=list)
     cuts: list[fx.Node] = field(default_factory=list)
 
@@ -161,7 +164,7 @@ class ChunkLoss:
             )
         node.replace_all_uses_with(new)
         _withhold(gm, returned)
-        for one in (node, *head.chain):
+        for one in (node, *head.copies, *head.chain):
             gm.graph.erase_node(one)
         rows = nbytes // (val.shape[1] * val.dtype.itemsize)  # whose number may be a symbol
         most = chunk_size(classes, 1 if axis is None else axis.size)
@@ -184,11 +187,14 @@ class ChunkLoss:
     def _returned(self, gm: fx.GraphModule, head: _Head, node: fx.Node) -> list[int]:
         """The results that are logits; raises where they, or another reader, need them whole."""
         output = gm.graph.output_node()
-        for user in (user for one in head.chain for user in one.users):
-            if user not in (*head.chain, node, output):
+        for user in dict.fromkeys(user for one in head.chain for user in one.users):
+            if user in (*head.chain, node, output):
+                continue
+            if user.target not in _COPIES or set(user.users) != {output}:
                 raise _Left(f"{user.name} reads its logits too")
+            head.copies.append(user)
         results: Any = output.args[0]
-        returned = [i for i, one in enumerate(results) if one in head.chain]
+        returned = [i for i, one in enumerate(results) if one in (*head.chain, *head.copies)]
         if not returned:
             return []
         if not node.meta.get(DIFF) or gm.meta.get(WITHOUT_GRADIENTS):

@@ -12,6 +12,13 @@ from autoshard.runtime.errors import AutoshardError, message
 aten = torch.ops.aten
 
 
+# Of these no value is read: loops cast, detach and move all outputs, whichever they use.
+_PASSED_ON = (
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten._to_copy.default,
+)
 _REASON = "in training a pipeline keeps no output but the loss"
 _REMEDY = (
     "Compute what needs it in the compiled model, or call the model under torch.no_grad() to have "
@@ -21,6 +28,7 @@ _REMEDY = (
 
 class Withheld(torch.Tensor):
     """A tensor of a shape, whose values are nowhere whole: to read it is an error, which says why.
+    A copy of it, in another dtype too, is one more.
 
     In a pipeline the ranks of other stages have nothing of it, and a gradient into it would come
     too late: the backward of the micro-batches is over when the call returns.
@@ -41,8 +49,9 @@ class Withheld(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         given = next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, Withheld))
-        if func is aten.detach.default:
-            return Withheld(given, *given._told)
+        if func in _PASSED_ON:
+            dtype = (kwargs or {}).get("dtype") or given.dtype
+            return Withheld(torch.empty(given.shape, dtype=dtype, device="meta"), *given._told)
         number, reason, remedy = given._told
         raise AutoshardError(
             message(

@@ -116,6 +116,16 @@ def test_trainer_is_stopped_and_resumes_on_another_mesh(
     torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
 
 
+def test_trainer_keeps_the_autocast_of_bf16(tmp_path: Path) -> None:
+    """Without which it would train in float32, and say nothing."""
+    pytest.importorskip("accelerate")
+    short = ("--steps", "2", "--serial", "--folder", str(tmp_path))
+    rounded, exact = (
+        losses(run("hf_trainer", *short, *flag, processes=1)) for flag in (("--bf16",), ())
+    )
+    assert rounded != exact and rounded == pytest.approx(exact, rel=1e-2)
+
+
 def test_inference_gives_the_same_text() -> None:
     sharded = run("inference", "--inner", "aot_eager")
     serial = run("inference", "--serial", processes=1)

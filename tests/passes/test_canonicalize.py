@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 from autoshard.passes.base import Context, Report
 from autoshard.passes.canonicalize import Canonicalize
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.graph_meta import MUTATED
 from capturing import Recorder, check
+from traced import programs
 
 T = torch.Tensor
 
@@ -135,6 +138,48 @@ def test_copy_of_a_value_that_is_overwritten_stays() -> None:
 
     _, _, recorder = canonical(fn, x48(), steps=2)
     assert len(recorder.graph.meta[MUTATED]) == 1
+
+
+class Windows(nn.Module):
+    """Overlapping windows by as_strided, over heads that are a transposed view (Longformer)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: T) -> T:
+        b, s, _ = x.shape
+        h = self.up(x.transpose(0, 1)).view(s, b, 4, 4).transpose(0, 1)
+        rows = h.transpose(1, 2).reshape(b * 4, s, 4)
+        first, second, last = rows.stride()
+        windows = rows.as_strided((b * 4, s - 1, 2, 4), (first, second, second, last))
+        pairs = windows.prod(2).view(b, 4, s - 1, 4).transpose(1, 2).reshape(b, s - 1, 16)
+        return self.down(pairs)
+
+
+class Packed(fx.Interpreter):
+    """Each value in memory of its own order of dims, as a gathered one is."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        made = super().run_node(n)
+        return made.contiguous() if isinstance(made, T) else made
+
+
+def test_as_strided_finds_its_elements_in_values_that_were_gathered() -> None:
+    torch.compiler.reset()
+    x, model = torch.randn(2, 6, 8), Windows()
+    (program,), values = programs(model, (x,), [{"mesh": {"tp": 2}}])
+    found = Packed(program.serial).run(*values)
+    torch.testing.assert_close(found[0], model(x))
+
+
+def test_as_strided_over_gaps_is_refused_with_the_line() -> None:
+    def gaps(m: Fn, x: T) -> T:
+        return m.lin(x)[:, ::2].as_strided((4, 4), (8, 1)) * 2
+
+    told = r"(?s)PlanError: .*gaps.*test_canonicalize.py:.*unfold"
+    with pytest.raises(BackendCompilerFailed, match=told):
+        canonical(gaps, torch.randn(4, 8))
 
 
 def test_copy_before_an_operator_that_needs_strides_stays() -> None:

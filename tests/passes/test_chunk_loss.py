@@ -62,6 +62,8 @@ class Head(nn.Module):
         loss = F.cross_entropy(scores, labels.reshape(-1), **self.options)
         if self.kind == "z-loss":
             loss = loss + 1e-3 * logits.logsumexp(-1).square().mean()
+        if self.kind == "returned copy":  # accelerate casts all outputs under bf16
+            return loss, logits.double()
         return (loss, logits) if self.kind == "returned" else loss
 
 
@@ -208,10 +210,11 @@ def test_what_stays_whole_says_why(kind: str, options: dict[str, Any], reason: s
     assert largest(chunked) == largest(whole)
 
 
-def test_returned_logits_stay_unless_they_may_be_withheld() -> None:
+@pytest.mark.parametrize("kind", ["returned", "returned copy"])
+def test_returned_logits_stay_unless_they_may_be_withheld(kind: str) -> None:
     torch.compiler.reset()
     asked = [{"mesh": {"tp": 1}, "chunk_loss": how} for how in ("auto", True)]
-    (auto, withheld), values = programs(Head("returned"), (torch.randint(0, V, (B, S)),), asked)
+    (auto, withheld), values = programs(Head(kind), (torch.randint(0, V, (B, S)),), asked)
     assert ["bytes a rank, less than" in one for one in reasons(auto)] == [True]
     assert (
         ChunkLoss()
@@ -246,9 +249,12 @@ def test_logits_of_a_compiled_step_are_withheld() -> None:
     torch.testing.assert_close(loss, want)
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, wanted[name], rtol=1e-5, atol=1e-7)
-    assert logits.shape == (B, S, V)
-    with pytest.raises(AutoshardError, match="chunk_loss=True never makes whole"):
-        logits.argmax(-1)
+    passed_on = logits.detach().bfloat16().cpu().clone()
+    assert (passed_on.dtype, logits.dtype) == (torch.bfloat16, torch.float32)
+    for each in (logits, passed_on):
+        assert each.shape == (B, S, V)
+        with pytest.raises(AutoshardError, match="chunk_loss=True never makes whole"):
+            each.argmax(-1)
     with torch.no_grad():
         assert compiled(ids)[1].argmax(-1).shape == (B, S)
 
