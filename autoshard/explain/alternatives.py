@@ -26,6 +26,7 @@ from autoshard.planning import (
     strategy_text,
     way_of,
 )
+from autoshard.planning.chunked_loss import chunking_of
 from autoshard.planning.cost import planned_on
 from autoshard.planning.estimate import (
     Footprint,
@@ -130,6 +131,7 @@ def _mixtures(built: Built) -> Iterator[tuple[str, Decisions]]:
 
 
 def _request(built: Built, sequence: bool, prices: Prices) -> Request:
+    chunked = any(one.chunked for one in built.decisions.losses.values())
     return Request(
         parameters=built.parameters,
         sequence_parallel=sequence,
@@ -137,6 +139,7 @@ def _request(built: Built, sequence: bool, prices: Prices) -> Request:
         prices=prices,
         outer=built.outer,
         fusing=built.decisions.prices.fusing,
+        chunking=chunking_of(built.config.chunk_loss, True)[1] if chunked else None,
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from autoshard.planning.chunked_loss import Losses
 from autoshard.planning.cost import Hardware
 from autoshard.planning.plan import GraphPlan, strategy_text
 from autoshard.planning.prices import AxisPrices
@@ -67,7 +68,8 @@ class Decisions:
     change of state was charged. unbalanced: causal attention whose ranks do unequal work, and why.
     recomputation: what is computed again in backward; None: what the compiler likes. others: under
     a budget, further plans to try. unbudgeted: the plan without the budget, which may be this one.
-    weights: what dp_shard does with each parameter (`CHOICES`), where that was chosen.
+    weights: what dp_shard does with each parameter (`CHOICES`), where that was chosen. losses:
+    those that go by chunks of rows, and large ones that do not.
     """
 
     strategies: dict[fx.Node, Strategy]
@@ -87,6 +89,7 @@ class Decisions:
     others: tuple[Decisions, ...] = ()
     unbudgeted: Decisions | None = None
     weights: dict[fx.Node, str] = field(default_factory=dict)
+    losses: Losses = field(default_factory=dict)
 
     @property
     def hardware(self) -> Hardware:

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from autoshard.planning import cost
+from autoshard.planning.chunked_loss import chunks_of
 from autoshard.planning.cost import (
     Link,
     aligned,
@@ -172,6 +173,7 @@ def tp_collectives(
     gradients: list[tuple[int, str, fx.Node]] = []
     done: set[tuple[fx.Node, State]] = set()
     place = {node: i for i, node in enumerate(gm.graph.nodes)}
+    by_chunks = chunks_of(decisions.losses).inside
     axis = decisions.prices.name
 
     def read(source: fx.Node, want: State, user: fx.Node) -> None:
@@ -184,7 +186,7 @@ def tp_collectives(
                 weight = source in decisions.stored
                 at = place[source if weight else user]
                 sent = _change(source, have, state, n, at, axis)
-                if decisions.gathers_again(source, have, state):
+                if decisions.gathers_again(source, have, state) and user not in by_chunks:
                     found.extend(one._replace(backward=True, at=place[user]) for one in sent[:1])
                 beside = _beside(source, have, state, decisions, place)
                 for one in (each._replace(beside=beside) for each in sent):

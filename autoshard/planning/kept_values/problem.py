@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from autoshard.planning.estimate import Walk, is_made_once, makes_tensors
+from autoshard.planning.estimate import Walk, makes_tensors
 from autoshard.planning.kept_values.fates import AGAIN, ANY, KEPT, UNREAD, ReadValue, edge_table
 from autoshard.planning.problem import Problem
 from autoshard.planning.solver import FactorGraph, Solution, fill_order
@@ -81,7 +81,7 @@ class KeptValues:
         elif self.kernels.is_view(node):
             self.fates[variable] = (UNREAD, KEPT)
         else:
-            stays = is_made_once(node) or self._crosses(node)
+            stays = self.walk.is_made_once(node) or self._crosses(node)
             fates = (UNREAD, KEPT) if stays else ANY
             self.fates[variable] = fates
             rows = [self._fates_of(node, one, fates) for one in domain]

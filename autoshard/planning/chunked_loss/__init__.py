@@ -1,0 +1,19 @@
+"""Losses by chunks of rows: which of a graph can go so, and what that spares and adds."""
+
+from __future__ import annotations
+
+from autoshard.planning.chunked_loss.balance import Balance, head_balance
+from autoshard.planning.chunked_loss.choice import (
+    ALWAYS,
+    FITS,
+    LARGE,
+    NEEDED,
+    Chunking,
+    Chunks,
+    Losses,
+    LossPlan,
+    chunking_of,
+    chunks_of,
+    plan_losses,
+)
+from autoshard.planning.chunked_loss.head import NAMES, Head, Whole, arguments_of, head_of, is_loss
