@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from autoshard.planning.chunked_loss.balance import Balance, head_balance
 from autoshard.planning.chunked_loss.choice import (
-    ALWAYS,
-    FITS,
     LARGE,
     NEEDED,
     Chunking,
-    Chunks,
     Losses,
     LossPlan,
     chunking_of,
