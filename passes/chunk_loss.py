@@ -31,8 +31,8 @@ from autoshard.planning import serial_name, tensor_bytes
 from autoshard.planning.chunked_loss import (
     NAMES,
     Head,
+    LeftWhole,
     LossPlan,
-    Whole,
     arguments_of,
     head_of,
     is_loss,
@@ -94,8 +94,8 @@ class ChunkLoss:
                 try:
                     rows = self._chunk(gm, node)
                     report.hits += 1
-                except Whole as whole:
-                    reason = str(whole)
+                except LeftWhole as left:
+                    reason = str(left)
             if reason:
                 report.skip(node, reason)
             spared = plan.balance.gain if plan.balance is not None else 0
@@ -159,19 +159,23 @@ class ChunkLoss:
         output = gm.graph.output_node()
         for user in head.readers(node):
             if user is not output:
-                raise Whole(f"{user.name} reads its logits too")
+                raise LeftWhole(f"{user.name} reads its logits too")
         results: Any = output.args[0]
         returned = [i for i, one in enumerate(results) if one in head.chain]
         if not returned:
             return []
         if not node.meta.get(DIFF) or gm.meta.get(WITHOUT_GRADIENTS):
-            raise Whole("the model returns its logits, and no gradient is asked for")
+            raise LeftWhole("the model returns its logits, and no gradient is asked for")
         if not self.withhold:
-            raise Whole("the model returns its logits, which chunk_loss=True withholds in training")
+            raise LeftWhole(
+                "the model returns its logits, which chunk_loss=True withholds in training"
+            )
         if any(not isinstance(n, int) for i in returned for n in results[i].meta["val"].shape):
-            raise Whole("the model returns its logits, of sizes that are known at run time only")
+            raise LeftWhole(
+                "the model returns its logits, of sizes that are known at run time only"
+            )
         if max(returned) >= gm.meta[N_OUTPUTS]:
-            raise Whole("its logits are written to an input")
+            raise LeftWhole("its logits are written to an input")
         return returned
 
 

@@ -12,4 +12,11 @@ from autoshard.planning.chunked_loss.choice import (
     chunks_of,
     plan_losses,
 )
-from autoshard.planning.chunked_loss.head import NAMES, Head, Whole, arguments_of, head_of, is_loss
+from autoshard.planning.chunked_loss.head import (
+    NAMES,
+    Head,
+    LeftWhole,
+    arguments_of,
+    head_of,
+    is_loss,
+)

@@ -9,7 +9,7 @@ from torch import fx
 
 from autoshard.planning import cost
 from autoshard.planning.chunked_loss.balance import Balance, head_balance
-from autoshard.planning.chunked_loss.head import Head, Whole, arguments_of, head_of, is_loss
+from autoshard.planning.chunked_loss.head import Head, LeftWhole, arguments_of, head_of, is_loss
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.values import tensor_bytes
 from autoshard.runtime.collectives import State, chunk_size, forward_value, shard_dim
@@ -102,10 +102,10 @@ def plan_losses(gm: fx.GraphModule, plan: Placed, n: int, how: Chunking | None) 
             continue
         try:
             one = _planned(gm, node, plan, n, how)
-        except Whole as whole:
+        except LeftWhole as left:
             scores, want = operands(node)[0], plan.strategies[node].inputs[0]
             parts = n if shard_dim(want) is not None else 1
-            one = LossPlan(tensor_bytes(value(scores)) // parts, str(whole))
+            one = LossPlan(tensor_bytes(value(scores)) // parts, str(left))
         if one.chunked or how.least is None or one.nbytes >= _LARGE:
             found[node] = one
     return found
@@ -118,15 +118,17 @@ def _planned(gm: fx.GraphModule, loss: fx.Node, plan: Placed, n: int, how: Chunk
         at = operands(reader).index(source)
         want = plan.strategies[reader].inputs[at]
         if forward_value(want) != forward_value(plan.state(source)):
-            raise Whole("the plan sends its logits, or splits them anew")
+            raise LeftWhole("the plan sends its logits, or splits them anew")
     trains = bool(loss.meta.get(DIFF)) and not gm.meta.get(WITHOUT_GRADIENTS)
     for reader in head.readers(loss):
         if reader.op != "output":
-            raise Whole(f"{reader.name} reads its logits too")
+            raise LeftWhole(f"{reader.name} reads its logits too")
         if not trains:
-            raise Whole("the model returns its logits, and no gradient is asked for")
+            raise LeftWhole("the model returns its logits, and no gradient is asked for")
         if not how.withhold:
-            raise Whole("the model returns its logits, which chunk_loss=True withholds in training")
+            raise LeftWhole(
+                "the model returns its logits, which chunk_loss=True withholds in training"
+            )
     product, scores = head.chain[-1], value(head.chain[0])
     dim, last = shard_dim(plan.state(product)), value(product).dim() - 1
     classes = scores.shape[1]
@@ -137,7 +139,7 @@ def _planned(gm: fx.GraphModule, loss: fx.Node, plan: Placed, n: int, how: Chunk
     balance = head_balance(head, rows, split, trains)
     if how.least is not None and balance.gain < how.least:
         gain = f"{balance.gain:,} bytes" if balance.gain > 0 else "nothing"
-        raise Whole(f"by chunks it would spare {gain}, less than {how.least:,}")
+        raise LeftWhole(f"by chunks it would spare {gain}, less than {how.least:,}")
     if how.unneeded:
-        raise Whole(how.unneeded)
+        raise LeftWhole(how.unneeded)
     return LossPlan(balance.logits, "", head, balance)

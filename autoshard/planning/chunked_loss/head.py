@@ -30,7 +30,7 @@ _BY_NUMBER = {
 }
 
 
-class Whole(Exception):
+class LeftWhole(Exception):
     """Why a loss stays as it is."""
 
 
@@ -66,37 +66,37 @@ def is_loss(node: fx.Node) -> bool:
 
 
 def arguments_of(loss: fx.Node) -> dict[str, Any]:
-    """The arguments of a loss by name. Raises Whole for a loss that no chunks can make."""
+    """The arguments of a loss by name. Raises LeftWhole for a loss that no chunks can make."""
     given: dict[str, Any] = {
         **dict(zip(NAMES, _DEFAULTS)),
         **dict(zip(NAMES, loss.args)),
         **loss.kwargs,
     }
     if given["reduction"] == operators.NONE:
-        raise Whole("it is a loss of each token")
+        raise LeftWhole("it is a loss of each token")
     if given["target"].meta["val"].is_floating_point():
-        raise Whole("its targets are probabilities")
+        raise LeftWhole("its targets are probabilities")
     return given
 
 
 def head_of(loss: fx.Node) -> Head:
-    """What is between a loss and the product that makes its logits. Raises Whole."""
+    """What is between a loss and the product that makes its logits. Raises LeftWhole."""
     head = Head()
     at: Any = loss.args[0]
     dims = at.meta["val"].dim()
     if dims < 2:
-        raise Whole("it is of one token")
+        raise LeftWhole("it is of one token")
     if dims > 2:  # classes are the second dim of a loss' scores
         if dims > 3 or at.target is not aten.transpose.int:
-            raise Whole("the classes of its scores are not their last dim")
+            raise LeftWhole("the classes of its scores are not their last dim")
         if {dim % 3 for dim in at.args[1:]} != {1, 2}:
-            raise Whole("the classes of its scores are not their last dim")
+            raise LeftWhole("the classes of its scores are not their last dim")
         head.chain.append(at)
         at = at.args[0]
     while _operands(at) is None:
         source = at.args[0] if at.args else None
         if not isinstance(source, fx.Node):
-            raise Whole("its logits are made by no product with a weight")
+            raise LeftWhole("its logits are made by no product with a weight")
         before, after = source.meta["val"].shape, at.meta["val"].shape
         function = _function(at, source)
         if function is not None:
@@ -106,10 +106,10 @@ def head_of(loss: fx.Node) -> Head:
         elif at.target is aten.slice.Tensor and before[-1] == after[-1]:
             head.cuts.append(at)
         elif at.target is redistribute:
-            raise Whole("the plan sends its logits, or splits them anew")
+            raise LeftWhole("the plan sends its logits, or splits them anew")
         elif at.target not in _SAME:
             what = getattr(at.target, "__name__", at.target)
-            raise Whole(f"{at.name} ({what}) is between its logits and it")
+            raise LeftWhole(f"{at.name} ({what}) is between its logits and it")
         head.chain.append(at)
         at = source
     head.chain.append(at)

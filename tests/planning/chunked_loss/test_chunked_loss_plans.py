@@ -20,6 +20,7 @@ from autoshard.planning.estimate.traffic import tp_collectives
 from autoshard.planning.values import tensor_bytes
 from autoshard.program import Program
 from autoshard.runtime.graph_meta import CHUNKED
+from autoshard.verification.program_check import verify_program
 from traced import builder, programs
 
 ROWS, WIDTH = 1024, 32
@@ -129,11 +130,15 @@ def test_what_a_rank_has_counts() -> None:
 def test_auto_with_a_budget_takes_what_the_step_needs() -> None:
     """Whole as long as that fits; then by chunks, before anything is computed again."""
     torch.compiler.reset()
-    made = builder(Head(1000), (torch.randint(0, 1000, (2, ROWS // 2)),))
+    model, ids = Head(1000), torch.randint(0, 1000, (2, ROWS // 2))
+    made = builder(model, (ids,))
     whole, chunked = (made({"tp": 1}, chunk_loss=how).memory().peak for how in (False, True))
     fits = made({"tp": 1}, memory_budget=2 * whole)
     assert told(fits) == []
-    tight = made({"tp": 1}, memory_budget=(whole + chunked) // 2)
+    torch.compiler.reset()
+    budget = (whole + chunked) // 2
+    (tight,), values = programs(model, (ids,), [{"mesh": {"tp": 1}, "memory_budget": budget}])
+    assert max(verify_program(tight, values).norms.values()) < 1e-5
     assert told(tight) == [""] and tight.decisions.recomputation is None
     assert tight.memory().peak == chunked
     large = on_meta(65_536, 64, 8192, dtype=torch.float32)
