@@ -70,8 +70,9 @@ def recompute(
     planned.plan_losses(default, fits=True)
     free = build()
     fits = _fits(free, budget)
-    chunked = not fits and planned.plan_losses(default, fits=False)
-    if data_axes(free.mesh.axes):
+    chooses = free.config.chunk_loss == "auto"
+    chunked = chooses and not fits and planned.plan_losses(default, fits=False)
+    if chooses and data_axes(free.mesh.axes):
         chunked = _chunked.setdefault((_operators(free), budget), chunked)
         planned.plan_losses(default, fits=not chunked)
     if fits or (chunked and _fits(build(), budget)):

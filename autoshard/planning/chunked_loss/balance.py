@@ -9,21 +9,20 @@ import torch
 from autoshard.planning import cost
 from autoshard.planning.chunked_loss.head import Head
 from autoshard.planning.strategy import value
-from autoshard.runtime.chunked_loss import copies_of, kept_by, rows_a_chunk, scratch_bytes
+from autoshard.runtime.chunked_loss import copies_of, kept_by, scratch_bytes
 from autoshard.runtime.collectives import chunk_size
 from autoshard.runtime.graph_meta import DIFF
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Bytes of the rank that has most. rows: of a chunk.
+    """Bytes of the rank that has most.
 
     logits: of whole logits. spared: of those and of their gradient, as the compiler that keeps
     least of them has them. kept: gradients of hidden states, weight and bias, from forward to
     backward. scratch: inside of the operator. scaled: what backward makes of `kept`, beside it.
     """
 
-    rows: int
     logits: int
     spared: int
     kept: int
@@ -52,10 +51,9 @@ def head_balance(head: Head, rows: int, ranks: int, trains: bool) -> Balance:
     wide = torch.promote_types(scores.dtype, torch.float32).itemsize
     copies = copies_of(head.functions)
     scratch = scratch_bytes(rows, classes, classes, width, wide, narrow, copies)
-    chunk = rows_a_chunk(rows, classes, width)
     if not trains:
         upcast = scores.dtype.itemsize if scores.dtype != product.dtype else 0
-        return Balance(chunk, cells * narrow, cells * (narrow + upcast), 0, scratch, 0)
+        return Balance(cells * narrow, cells * (narrow + upcast), 0, scratch, 0)
     # torch's loss over whole classes keeps logarithms of probabilities, that over parts the scores
     each = scores.dtype.itemsize if ranks == 1 else narrow
     each += narrow * (1 + kept_by(head.functions))
@@ -63,4 +61,4 @@ def head_balance(head: Head, rows: int, ranks: int, trains: bool) -> Balance:
     bias_size = classes if bias is not None and bias.meta.get(DIFF) else 0
     of_hidden = rows * width * narrow if hidden.meta.get(DIFF) else 0
     sums = (weight_size + bias_size) * max(4, narrow)
-    return Balance(chunk, cells * narrow, cells * each, of_hidden + sums, scratch, of_hidden + sums)
+    return Balance(cells * narrow, cells * each, of_hidden + sums, scratch, of_hidden + sums)

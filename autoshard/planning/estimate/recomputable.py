@@ -141,7 +141,7 @@ class Walk:
         return inner
 
     def is_made_once(self, node: fx.Node) -> bool:
-        """Whether a value cannot be computed again, or is not: what loss by chunks makes."""
+        """Whether a value cannot be computed again, or is not: what a loss by chunks makes."""
         return node in self.saving.chunked.gradients or is_made_once(node)
 
     def seconds(self, node: fx.Node, strategy: Strategy) -> float:
