@@ -267,10 +267,11 @@ class Config:
         "ranks.",
     )
     chunk_loss: bool | str = _choice(
-        False,
+        "auto",
         (False, "auto", True),
         "Logits and their cross entropy go by chunks of rows, and are never whole (losses.md): "
-        "'auto' where they take 1 GiB a rank and are no output; True always, and outputs that are "
+        "'auto' where they are no output and a step would not fit its memory otherwise, or, where "
+        "that is not known, where it spares 1 GiB a rank; True always, and outputs that are "
         "logits are withheld in training.",
     )
     broadcast_inputs: bool = _flag(False, "Send rank 0's batch to its tp or cp group at each call.")

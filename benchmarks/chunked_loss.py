@@ -6,7 +6,8 @@ A Llama of two layers in one process, both ways with rng="invariant", so that bo
 interleaved. time: the median step of SGD. peak: the most bytes a step holds above what is held
 between steps, scratch space inside of operators included; predicted: what `Program.memory("sgd")`
 says of it. Ratios are to whole logits. The losses of both must be equal to 1e-5: more is a failure,
-and the exit status says so.
+and the exit status says so. Then what `autoshard plan` predicts of four layers on an H100, of 8192
+tokens of 128,256 words in bfloat16: ratios of what a rank holds and of the time of a step.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 import autoshard
+from autoshard.mesh_search import search_meshes
 from llama_model import Llama, Shape, WithLoss
 from world_one import peak_of, step
 
@@ -29,6 +31,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "chunked": {"rng": "invariant", "chunk_loss": True},
 }
 STEPS, CLOSE = 3, 1e-5
+PLANNED = (2048, 4096)
+"""Widths of the models that are only planned."""
 
 
 def measured(shape: Shape, device: str, inner: str) -> dict[str, dict[str, float]]:
@@ -58,6 +62,23 @@ def measured(shape: Shape, device: str, inner: str) -> dict[str, dict[str, float
     return rows
 
 
+def planned(width: int) -> dict[str, float]:
+    """Predicted ratios on an H100: of the bytes of a rank, and of the seconds of a step."""
+    shape = Shape(128_256, width, 4 * width, 4, width // 128, 8192)
+    with torch.device("meta"):
+        model = WithLoss(Llama(shape)).to(torch.bfloat16)
+        ids = torch.zeros(1, shape.length, dtype=torch.long)
+    rows = []
+    for way in (False, True):
+        torch.compiler.reset()
+        rows += search_meshes(model, (ids,), world=1, hardware="h100", chunk_loss=way).rows
+    whole, chunked = rows
+    return {
+        "memory": chunked.memory.total / whole.memory.total,
+        "time": chunked.timing.step / whole.timing.step,
+    }
+
+
 def main() -> int:
     """Print a line for each inner compiler; 1 where the losses differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -70,7 +91,8 @@ def main() -> int:
     torch.set_num_threads(1)
     shape = Shape(args.vocab, args.width, 2 * args.width, 2, 4, args.rows)
     print(f"{'':12}{'whole MB':>10}{'chunked':>9}{'ratio':>7}{'predicted':>11}{'time':>7}")
-    found, failed = {}, 0
+    found: dict[str, Any] = {}
+    failed = 0
     for inner in ("aot_eager", "inductor"):
         rows = found[inner] = measured(shape, args.device, inner)
         whole, chunked = (rows[name] for name in WAYS)
@@ -82,6 +104,11 @@ def main() -> int:
             f"{ratios['peak']:7.2f}{ratios['predicted']:11.2f}{ratios['time']:7.2f}"
             f"{'  WRONG' if wrong else ''}"
         )
+    print(f"\nplanned {'width':>6}{'memory':>8}{'time':>7}")
+    for width in PLANNED:
+        ratios = planned(width)
+        print(f"h100    {width:6}{ratios['memory']:8.2f}{ratios['time']:7.2f}")
+        found[f"planned {width}"] = ratios
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
     return failed

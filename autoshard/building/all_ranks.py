@@ -12,6 +12,7 @@ from autoshard.building.batch_check import batch_shapes
 from autoshard.building.data_ranks import (
     agree_on_data_axes,
     digest_of,
+    loss_lines,
     node_line,
     program_options,
 )
@@ -79,6 +80,7 @@ def plan_lines(program: Program) -> list[str]:
     if chosen is not None:
         lines.append(f"computed again: {', '.join(sorted(chosen.again))}")
         lines.append(f"on the host: {', '.join(sorted(chosen.sent))}")
+    lines.append(f"losses by chunks: {', '.join(loss_lines(program)) or 'none'}")
     lines += [f"copy of {name}: {state}" for name, state in copies.items()]
     if program.outer is not None:
         first = program.outer.decisions.strategies.items()

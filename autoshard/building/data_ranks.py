@@ -97,9 +97,15 @@ def program_options(program: Program) -> list[str]:
     return [
         f"gradients: {program.microbatch}",
         *program.config.lines(),
+        f"losses by chunks: {', '.join(loss_lines(program)) or 'none'}",
         f"computed again, in the memory there is: {', '.join(again) or 'nothing'}",
         f"on the host, in the memory there is: {', '.join(sent) or 'nothing'}",
     ]
+
+
+def loss_lines(program: Program) -> list[str]:
+    """The losses that go by chunks."""
+    return [node.name for node, one in program.decisions.losses.items() if one.chunked]
 
 
 def _lines_of_parameters(inputs: Sequence[compat.GraphInput]) -> list[str]:

@@ -15,9 +15,12 @@ import warnings
 from collections.abc import Callable
 from typing import Protocol
 
+from torch import fx
+
 from autoshard.errors import ConfigError, PlanError, message
 from autoshard.memory import step_of, summary
 from autoshard.planning import Decisions, Recomputation, strategy_text, target_name
+from autoshard.planning.chunked_loss import NEEDED, plan_losses
 from autoshard.planning.cost import planned_on
 from autoshard.planning.estimate import Layout, Training, footprint, frontier, held
 from autoshard.program import Program
@@ -36,10 +39,15 @@ _PREDICTED = 0.95
 class Revisable(Protocol):
     """A graph with decisions that may be taken back."""
 
+    serial: fx.GraphModule
     decisions: Decisions
 
     def take(self, decisions: Decisions) -> None:
         """Follow other decisions on the same graph."""
+
+    def plan_losses(self, decisions: Decisions, fits: bool) -> bool:
+        """Decide which losses go by chunks, where a step fits its budget otherwise or does not;
+        whether there are any."""
 
 
 def recompute(
@@ -59,11 +67,20 @@ def recompute(
     default = planned.decisions.unbudgeted or planned.decisions
     planned.take(default)
     default.recomputation = None
-    if _fits(build(), budget):
+    planned.plan_losses(default, fits=True)
+    free = build()
+    fits = _fits(free, budget)
+    chooses = free.config.chunk_loss == "auto"
+    chunked = chooses and not fits and planned.plan_losses(default, fits=False)
+    if chooses and data_axes(free.mesh.axes):
+        chunked = _chunked.setdefault((_operators(free), budget), chunked)
+        planned.plan_losses(default, fits=not chunked)
+    if fits or (chunked and _fits(build(), budget)):
         return
     failed: list[tuple[int, Decisions, Recomputation]] = []
     for each in candidates:
         planned.take(each)
+        planned.plan_losses(each, fits=not chunked)
         found, needed = _decide(each, build, budget)
         if needed <= budget:
             return
@@ -109,9 +126,22 @@ def _decide(
 
 
 _decided: dict[tuple[str, int], Recomputation | None] = {}
+_chunked: dict[tuple[str, int], bool] = {}
 
 
-def _operators(program: Program) -> str:
+def chunk_as_first(planned: Revisable) -> None:
+    """Have losses by chunks, or whole, as in the first graph of the same operators, where no
+    budget is known: a loss by chunks gathers a weight once, and data-parallel ranks, which compile
+    other lengths at other times, gather in one order."""
+    chunked = any(one.chunked for one in planned.decisions.losses.values())
+    first = _chunked.setdefault((_operators(planned), 0), chunked)
+    if first != chunked:
+        how = NEEDED if first else None
+        n = planned.decisions.prices.n
+        planned.decisions.losses = plan_losses(planned.serial, planned.decisions, n, how)
+
+
+def _operators(program: Revisable | Program) -> str:
     """A hash of a graph's operators and their strategies, whatever its shapes."""
     text = hashlib.sha256()
     for node in program.serial.graph.nodes:

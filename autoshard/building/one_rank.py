@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.building.batch_choices import choices_made, layout_of, with_choices
 from autoshard.building.first_axis import lay_out, placed
-from autoshard.building.fitting import recompute
+from autoshard.building.fitting import chunk_as_first, recompute
+from autoshard.building.given_plan import load_plan
 from autoshard.building.mean_warning import warn_of_no_mean
 from autoshard.building.mutated_parameters import refuse_mutated
 from autoshard.capture import capture, guard_divisible
@@ -58,6 +58,7 @@ from autoshard.planning import (
     value,
     with_graph,
 )
+from autoshard.planning.chunked_loss import chunking_of, plan_losses
 from autoshard.planning.cost import Hardware, fusing_for, machine_and_link, planned_on
 from autoshard.planning.estimate import Training
 from autoshard.planning.halves import Found, halving_for
@@ -72,7 +73,6 @@ from autoshard.runtime.collectives import (
     gathering_axes,
 )
 from autoshard.runtime.compat import artifact
-from autoshard.runtime.errors import PlanError
 from autoshard.runtime.graph_meta import BUFFER, DIFF, SPLIT_HALVES, STORED_DTYPE
 from autoshard.runtime.lazy import LazyGather
 from autoshard.runtime.mesh import Mesh, offline_mesh
@@ -103,6 +103,13 @@ class Planned:
         self.data = with_choices(self.data, decisions, self.request.layout)
         self.plan = with_graph(self.asked, decisions, self.request, self.serial, n)
         self.plan.outer = outer
+
+    def plan_losses(self, decisions: Decisions, fits: bool) -> bool:
+        """Decide which losses of the graph go by chunks under `decisions`; whether any does. fits:
+        whether a step stays within its budget otherwise."""
+        how = self.request.chunking if fits else self.request.chunking_to_fit
+        decisions.losses = plan_losses(self.serial, decisions, decisions.prices.n, how)
+        return any(one.chunked for one in decisions.losses.values())
 
 
 def build_program(
@@ -172,6 +179,8 @@ def build_program(
         first = offline_mesh({one.name: one.size for one in mesh.axes}, 0)
         assumed = config.memory_budget is None
         recompute(planned, lambda: built(first, SILENT), budget, assumed, config.inner)
+    elif config.chunk_loss == "auto" and data_axes(mesh.axes):
+        chunk_as_first(planned)
     decisions = planned.decisions
     if axis.size > 1:
         guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
@@ -229,6 +238,8 @@ def plan_captured(
         elif isinstance(item.real, torch.Tensor) and item.of_model:
             node.meta[BUFFER] = True
     plan = load_plan(config.plan, axis, mesh.outer)
+    budgeted = bool(config.memory_budget or room)
+    chunking, chunking_to_fit = chunking_of(config.chunk_loss, budgeted)
     trains = is_trained(serial)
     layout = layout_of(config, mesh, plan, trains)
     request = Request(
@@ -251,6 +262,8 @@ def plan_captured(
         even=even,
         splits_batch=config.cp_splits == "any",
         ep_exchange=config.ep_exchange,
+        chunking=chunking,
+        chunking_to_fit=chunking_to_fit,
         fusing=fusing_for(
             config.fuse_collectives, any(map(_on_gpu, placeholders)), axis.size, planned_on(machine)
         ),
@@ -325,7 +338,7 @@ def _local_passes(
         passes.append(FuseInferenceLayers(config.small_sums == "symmetric_memory"))
     else:
         passes += _halves(planned, mesh, config)
-    passes += ChunkLoss.asked(config.chunk_loss)
+    passes += ChunkLoss.of(planned.decisions.losses, config.chunk_loss)
     axes = gathering_axes(mesh.axes)
     if not axes and not dtypes:
         return passes
@@ -376,24 +389,3 @@ def seconds_spared(planned: Planned, mesh: Mesh, config: Config) -> float:
     local, _ = rank_program(planned.serial, [Localize(planned.decisions), *passes], mesh.planned)
     found: Found = local.meta[SPLIT_HALVES]
     return found.spared
-
-
-def load_plan(plan: Any, axis: Axis, outer: Axis | None = None, stages: int = 1) -> Plan | None:
-    """The plan an option gives, by object or by path, checked against the axes."""
-    if plan is None:
-        return None
-    loaded = plan if isinstance(plan, Plan) else Plan.load(Path(plan))
-    plans = [one for one in (loaded.outer, loaded) if one is not None]
-    pp = loaded.pipeline.ranks if loaded.pipeline is not None else 1
-    its = _spelled(pp, [f"{one.axis}={one.size}" for one in plans])
-    own = _spelled(stages, [f"{one.name}={one.size}" for one in (outer, axis) if one is not None])
-    if its != own:
-        raise PlanError(
-            f"the plan is for {its}, this mesh has {own}: "
-            "make a plan for this mesh, or change options['mesh']"
-        )
-    return loaded
-
-
-def _spelled(stages: int, planned: Sequence[str]) -> str:
-    return " and ".join([f"pp={stages}", *planned] if stages > 1 else planned)

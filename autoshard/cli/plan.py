@@ -220,6 +220,8 @@ def text(found: MeshSearch, tokens: int | None = None) -> str:
     if loose := [row for row in found.rows if row.gap]:
         lines += ["", "of all plans of cp and tp, by the planner's cost there may be cheaper ones:"]
         lines += [f"  {spell(row.mesh)}: by at most {row.gap:.1%}" for row in loose]
+    if chunked := [row for row in found.rows if row.chunked_losses]:
+        lines += ["", f"losses by chunks of rows: {', '.join(spell(row.mesh) for row in chunked)}"]
     refused = [row for row in found.rows if row.refused]
     if refused:
         meshes = ", ".join(spell(row.mesh) for row in refused)
@@ -351,6 +353,7 @@ def as_json(found: MeshSearch) -> dict[str, Any]:
                 "pipeline": row.pipeline and _stages_as_json(row.pipeline),
                 "refused": row.refused,
                 "gap": row.gap,
+                "chunked_losses": row.chunked_losses,
             }
         )
     return {

@@ -26,6 +26,7 @@ from autoshard.planning import (
     strategy_text,
     way_of,
 )
+from autoshard.planning.chunked_loss import chunking_of
 from autoshard.planning.cost import planned_on
 from autoshard.planning.estimate import (
     Footprint,
@@ -135,6 +136,7 @@ def _mixtures(built: Built) -> Iterator[tuple[str, Decisions]]:
 def _request(built: Built, sequence: bool, prices: Prices, whole: bool = False) -> Request:
     """whole: of data parallelism alone."""
     sizes = {} if whole else {axis.name: axis.size for axis in built.mesh.axes}
+    chunked = any(one.chunked for one in built.decisions.losses.values())
     return Request(
         parameters=built.parameters,
         sequence_parallel=sequence,
@@ -144,6 +146,7 @@ def _request(built: Built, sequence: bool, prices: Prices, whole: bool = False) 
         outer=built.outer,
         ep_exchange=built.config.ep_exchange,
         fusing=built.decisions.prices.fusing,
+        chunking=chunking_of(built.config.chunk_loss, True)[1] if chunked else None,
     )
 
 

@@ -292,13 +292,14 @@ def _losses(built: Built, width: int) -> str:
         [
             "whole" if one.reason else f"by {one.rows:,} rows",
             human(one.bytes),
+            human(one.spared) if one.spared > 0 else "",
             str(n),
             one.reason,
             one.where,
         ]
         for one, n in found.items()
     ]
-    header = ["loss", "logits a rank", "count", "because", "line"]
+    header = ["loss", "logits a rank", "spared", "count", "because", "line"]
     return table(header, rows, width) if rows else ""
 
 

@@ -11,7 +11,8 @@ from autoshard.config import Config
 from autoshard.errors import PlanError, message
 from autoshard.mesh_search.factorisations import AxisSizes, beside_pp, refusal
 from autoshard.mesh_search.stages import GraphStages, PipelinePrice
-from autoshard.planning import Plan, Recomputation
+from autoshard.planning import Decisions, Plan, Recomputation
+from autoshard.planning.chunked_loss import chunks_of
 from autoshard.planning.cost import Cluster
 from autoshard.planning.estimate import (
     Footprint,
@@ -44,6 +45,7 @@ class MeshPrice:
     runs on the mesh yet, empty where one does. gap: of a mesh with cp and tp, the part of the
     planner's cost by which other plans of the two may be cheaper (`Outer.gap`); None: not known, or
     one axis. host_update: of states on the host, what they hold there and the step takes.
+    chunked_losses: how many losses go by chunks of rows.
     """
 
     mesh: AxisSizes
@@ -58,6 +60,7 @@ class MeshPrice:
     refused: str = ""
     gap: float | None = None
     host_update: HostUpdate | None = None
+    chunked_losses: int = 0
 
     @property
     def fits(self) -> bool:
@@ -99,19 +102,36 @@ class MeshPrices:
         self.cuts = config.inner != "eager"
         outer = planned.outer
         self.gap = None if outer is None else outer.gap(planned.decisions)
-        graph = (planned.serial, planned.decisions, planned.parameters)
-        self.free = profile(*graph, n, machine, config.bucket_bytes, training)
+        planned.plan_losses(planned.decisions, fits=True)
+        self.smaller = replace(planned.decisions)  # with losses as they are where not all fits
+        planned.plan_losses(self.smaller, fits=False)
+        self.bucket_bytes = config.bucket_bytes
+        self.free = self._profile(planned.decisions)
+
+    def _profile(self, decisions: Decisions) -> Profile:
+        graph = (self.planned.serial, decisions, self.planned.parameters)
+        return profile(*graph, self.n, self.machine, self.bucket_bytes, self.training)
+
+    @cached_property
+    def by_chunks(self) -> Profile:
+        """The profile with losses as they are where a step does not fit otherwise."""
+        return (
+            self.free
+            if _alike(self.smaller, self.planned.decisions)
+            else self._profile(self.smaller)
+        )
 
     @cached_property
     def frontier(self) -> Frontier:
         """Less memory for more time."""
-        graph = (self.planned.serial, self.planned.decisions)
+        graph = (self.planned.serial, self.smaller)
         return frontier(*graph, self.n, self.machine, self.training, self.host_memory)
 
     def row(self, mesh: AxisSizes, asked: Asked) -> MeshPrice:
         """The price of a mesh without pp."""
         layout, training = asked.layout(mesh), asked.training
         one, chosen = self.within(asked.limit, layout)
+        losses = self.planned.decisions if one is self.free else self.smaller
         held = footprint(one, layout, training)
         links = self.machine.links(mesh)
         took = timing(one, layout, training, self.machine, links, self.spared)
@@ -126,6 +146,7 @@ class MeshPrices:
             recomputation=chosen,
             microbatches=training.microbatches,
             gap=self.gap,
+            chunked_losses=len(chunks_of(losses.losses).gradients),
         )
 
     def staged(self, mesh: AxisSizes, asked: Asked) -> MeshPrice | None:
@@ -167,8 +188,14 @@ class MeshPrices:
 
     @cached_property
     def stages(self) -> GraphStages:
-        """The graph cut into stages."""
-        return GraphStages(self.planned, self.free, self.frontier, self.machine, self.order)
+        """The graph cut into stages, whose losses are whole."""
+        planned, free, choices = self.planned, self.free, self.frontier
+        if chunks_of(self.smaller.losses).gradients:
+            planned = replace(planned, decisions=replace(planned.decisions, losses={}))
+            free = self._profile(planned.decisions)
+            graph = (planned.serial, planned.decisions)
+            choices = frontier(*graph, self.n, self.machine, self.training, self.host_memory)
+        return GraphStages(planned, free, choices, self.machine, self.order)
 
     def _host_update(self, one: Profile, layout: Layout) -> HostUpdate | None:
         if self.training.states == "device":
@@ -189,16 +216,25 @@ class MeshPrices:
         regions = any("ac_graph_id" in node.meta for node in self.planned.serial.graph.nodes)
         if held.total <= limit and not regions:
             return self.free, None
-        beside = held.total - self.free.activations.saved
+        free = self.by_chunks
+        held = footprint(free, layout, self.training)
+        if held.total <= limit and not regions:
+            return free, None
+        beside = held.total - free.activations.saved
         points = self.frontier.points
         index = self.frontier.cheapest(limit - beside)
         if not points or (index is None and beside > limit):
-            return self.free, None  # weights alone are too much
+            return free, None  # weights alone are too much
         chosen = self.frontier.recomputation(len(points) - 1 if index is None else index)
         # regions of the model's own spare bytes too, which the frontier begins without
-        spared = max(0, self.free.activations.saved - chosen.kept)
+        spared = max(0, free.activations.saved - chosen.kept)
         chosen = replace(chosen, spared=spared)
-        return with_recomputation(self.free, chosen), chosen
+        return with_recomputation(free, chosen), chosen
+
+
+def _alike(one: Decisions, other: Decisions) -> bool:
+    """Whether the same losses go by chunks."""
+    return chunks_of(one.losses).gradients.keys() == chunks_of(other.losses).gradients.keys()
 
 
 def _utilisation(one: Profile, layout: Layout, step: float, batches: int | None) -> float:

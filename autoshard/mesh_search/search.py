@@ -31,6 +31,7 @@ from autoshard.mesh_search.factorisations import (
     two_planned,
 )
 from autoshard.mesh_search.prices import Asked, MeshPrice, MeshPrices
+from autoshard.planning.chunked_loss import chunking_of
 from autoshard.planning.cost import DEFAULT_HARDWARE, Cluster, cluster
 from autoshard.planning.estimate import Profile, Training
 from autoshard.runtime import compat
@@ -154,6 +155,8 @@ def search_captured(
         training = replace(training, states="host")
     # the budget is one of the whole rank: rows are held to it, not the plan of the tp axis alone
     limit, config = config.memory_budget, replace(config, memory_budget=None)
+    # a CPU's memory, which others use too, is no budget
+    losses = chunking_of(config.chunk_loss, limit is not None or machine.name != "cpu")
     limit = limit or machine.usable_bytes
     if len(meshes) > 1 and not any(str(n.target) in PRODUCTS for n in captured.graph.nodes):
         meshes = [mesh for mesh in meshes if "ep" not in mesh]
@@ -175,6 +178,8 @@ def search_captured(
             serial, inputs, first, config, device, facts=facts, room=room, training=runs
         )
         planned.decisions.recomputation = None  # which is a row's own
+        first_asked, to_fit = losses
+        planned.request = replace(planned.request, chunking=first_asked, chunking_to_fit=to_fit)
         spared = seconds_spared(planned, first, config)
         choices = MeshPrices(planned, first.planned.size, machine, config, training, spared)
         asked = Asked(config, training, limit, batches, len(meshes))

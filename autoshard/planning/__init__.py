@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoshard.planning.asked import Request, fingerprint, with_graph
 from autoshard.planning.context_parallel import attention_form, contiguous_share
-from autoshard.planning.decisions import Decisions, Recomputation, value_text
+from autoshard.planning.decisions import Decisions, Recomputation, serial_name, value_text
 from autoshard.planning.mixtures import (
     ROWS,
     WAYS,

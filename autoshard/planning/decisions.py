@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import fx
 
+from autoshard.planning.chunked_loss import Losses
 from autoshard.planning.cost import Hardware
 from autoshard.planning.plan import GraphPlan, strategy_text
 from autoshard.planning.prices import AxisPrices
@@ -81,7 +82,8 @@ class Decisions:
     each mixture of experts with a choice on ep, the seconds that either is charged there.
     placements: under a budget, what is known of others; apart: why they were not decided with what
     is kept. charged: where this plan was made at other prices than the request's, the `seconds` of
-    that made at those.
+    that made at those. losses: those that go by chunks of rows, and large
+    ones that do not.
     """
 
     strategies: dict[fx.Node, Strategy]
@@ -105,6 +107,7 @@ class Decisions:
     apart: str = ""
     on_ep: dict[fx.Node, dict[str, float]] = field(default_factory=dict)
     charged: float | None = None
+    losses: Losses = field(default_factory=dict)
 
     @property
     def compared(self) -> float:

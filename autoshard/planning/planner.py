@@ -18,6 +18,7 @@ from autoshard.planning.asked import (
     note_choices,
 )
 from autoshard.planning.batch_axis import batch_axis, least_charged, within_room
+from autoshard.planning.chunked_loss import plan_losses
 from autoshard.planning.cost import Hardware, planned_on
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate import (
@@ -86,6 +87,11 @@ def _within_budget(
     """The quickest plan that fits: placements at rising prices of a byte, each with the least
     recomputation with which it fits. What a plan needs is estimated as in `autoshard plan`."""
     found = [_priced(gm, n, default, request, budget)]
+    if not found[0].fits and request.chunking != request.chunking_to_fit:
+        request = replace(request, chunking=request.chunking_to_fit)
+        default.losses = plan_losses(gm, default, n, request.chunking)
+        default.recomputation = None
+        found = [_priced(gm, n, default, request, budget)]
     if request.layout.chooses and found[0].fits:
         best = within_room(
             lambda prices: _solve(gm, n, hardware, request, prices),
@@ -254,7 +260,9 @@ def _solve(
     if ordered.unbalanced and not contiguous:  # which costs more than was thought
         return _solve(gm, n, hardware, request, prices, True, search)
     variables = len(problem.variables) + len(problem.copies)
-    return decided(ordered, problem, solution, variables, builder.prices, request, held)
+    made = decided(ordered, problem, solution, variables, builder.prices, request, held)
+    made.losses = plan_losses(gm, made, n, request.chunking)
+    return made
 
 
 def decided(

@@ -26,15 +26,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autoshard.runtime.chunked_loss.row_functions import KEEPING, apply, parsed, result_dtype
-from autoshard.runtime.chunked_loss.sizes import rows_a_chunk
+from autoshard.runtime.chunked_loss.row_functions import apply, copies_of, parsed, result_dtype
+from autoshard.runtime.chunked_loss.sizes import PARTS, rows_a_chunk, scratch_bytes
 from autoshard.runtime.collectives import Axis, all_reduce, chunk_bounds, chunk_size
 from autoshard.runtime.operators import token_weight
 
 _library = torch.library.Library("autoshard", "FRAGMENT")
 # As in runtime/randomness/operators.py: count up when the operator gives other numbers.
 _VERSION = "v1"
-_PARTS = 8  # in which a chunk's product is added to a wider sum: the product is never whole
 
 
 def _chunked_loss(
@@ -112,7 +111,7 @@ def _add_product(sums: Tensor, gradient: Tensor, h: Tensor) -> None:
     if sums.dtype == h.dtype:
         sums.addmm_(gradient.t(), h)
         return
-    step = -(-sums.shape[0] // _PARTS)
+    step = -(-sums.shape[0] // PARTS)
     for part, of in zip(sums.split(step), gradient.split(step, 1)):
         part += of.t() @ h
 
@@ -150,13 +149,10 @@ CHUNKED_LOSS = getattr(torch.ops.autoshard.chunked_loss, _VERSION)
 def scratch_of(rows: int, wide: torch.dtype, hidden: Tensor, weight: Tensor, *more: Any) -> int:
     """Bytes that the operator has inside at most: what it makes of a chunk's logits, and a part of
     the weight's gradient. wide: the dtype of its first result; then come its arguments."""
-    functions, classes, ranks = parsed(more[3]), more[6], more[9]
     own, width = weight.shape
-    size = min(rows, rows_a_chunk(rows, chunk_size(classes, ranks), width))
-    kept = sum(one[0] in KEEPING for one in functions)
-    each = wide.itemsize + weight.dtype.itemsize * (bool(functions) + kept)
-    part = 0 if weight.dtype == wide else -(-own // _PARTS) * width * weight.dtype.itemsize
-    return size * own * each + part
+    most = chunk_size(more[6], more[9])
+    narrow = weight.dtype.itemsize
+    return scratch_bytes(rows, own, most, width, wide.itemsize, narrow, copies_of(parsed(more[3])))
 
 
 def reductions_of(rows: int, wide: torch.dtype, hidden: Tensor, *more: Any) -> list[int]:

@@ -49,7 +49,7 @@ _FUNCTIONS = {
 }
 
 
-KEEPING = frozenset(name for name, one in _FUNCTIONS.items() if one.keeps)
+_KEEPING = frozenset(name for name, one in _FUNCTIONS.items() if one.keeps)
 """Names of those of which a result is kept for the derivative."""
 
 
@@ -101,3 +101,14 @@ def result_dtype(dtype: torch.dtype, functions: Sequence[RowFunction]) -> torch.
     """The dtype of what functions make of values of `dtype`."""
     casts = [one[1] for one in functions if one[0] == "to"]
     return getattr(torch, casts[-1]) if casts else dtype
+
+
+def kept_by(functions: Sequence[RowFunction]) -> int:
+    """How many results of functions their derivatives read."""
+    return sum(one[0] in _KEEPING for one in functions)
+
+
+def copies_of(functions: Sequence[RowFunction]) -> int:
+    """How many values of a chunk's size there are beside its scores, while functions are applied
+    and their derivatives are waited for."""
+    return bool(functions) + kept_by(functions)

@@ -215,7 +215,7 @@ def test_returned_logits_stay_unless_they_may_be_withheld(kind: str) -> None:
     torch.compiler.reset()
     asked = [{"mesh": {"tp": 1}, "chunk_loss": how} for how in ("auto", True)]
     (auto, withheld), values = programs(Head(kind), (torch.randint(0, V, (B, S)),), asked)
-    assert ["bytes a rank, less than" in one for one in reasons(auto)] == [True]
+    assert CHUNKED not in auto.graph_module.meta
     assert (
         ChunkLoss()
         .run(auto.graph_module, Context(auto.axis))

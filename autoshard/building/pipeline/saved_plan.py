@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from autoshard.building.one_rank import load_plan
+from autoshard.building.given_plan import load_plan
 from autoshard.building.pipeline.microbatch import MicrobatchGraph
 from autoshard.building.pipeline.stages import StagePlan
 from autoshard.config import Config

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from autoshard.planning.chunked_loss import Chunking
 from autoshard.planning.cost import Fusing
 from autoshard.planning.estimate import Layout, Training
 from autoshard.planning.outer import Outer
@@ -33,7 +34,8 @@ class Request:
     graph that is exported, or is planned on another axis afterwards). beside: ranks of that axis.
     fusing: which collectives are one operator with the products beside them; None: none.
     outer: of the graph of a rank of another axis, the plan of that. splits_batch: whether cp may
-    split the batch, too. ep_exchange: as in Config.
+    split the batch, too. ep_exchange: as in Config. chunking: what is asked of losses;
+    chunking_to_fit: where the default plan does not fit the budget.
     """
 
     parameters: Mapping[fx.Node, str]
@@ -58,3 +60,5 @@ class Request:
     fusing: Fusing | None = None
     splits_batch: bool = False
     ep_exchange: str = "auto"
+    chunking: Chunking | None = None
+    chunking_to_fit: Chunking | None = None

@@ -9,7 +9,6 @@ from autoshard.planning.estimate.mesh import Timing, timing, update_seconds
 from autoshard.planning.estimate.on_host import HostUpdate, host_update
 from autoshard.planning.estimate.recomputable import (
     Walk,
-    is_made_once,
     makes_tensors,
     takes_no_time,
     values_of,

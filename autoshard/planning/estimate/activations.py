@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from autoshard.planning import cost
+from autoshard.planning.chunked_loss import chunks_of
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.fusion import Kernels
 from autoshard.planning.mixtures import inner_bytes, is_mixture, row_bytes
@@ -32,7 +33,7 @@ from autoshard.planning.operators import (
 )
 from autoshard.planning.strategy import operands, value
 from autoshard.planning.values import differentiable, fusible, global_bytes, producer, tensor_bytes
-from autoshard.runtime.collectives import State, forward_value, shard_dim
+from autoshard.runtime.collectives import I, State, forward_value, shard_dim
 
 aten = torch.ops.aten
 _ops = torch.ops.autoshard
@@ -79,6 +80,7 @@ class Saving:
         self.gm, self.decisions, self.n = gm, decisions, n
         self.compiled = compiled
         self.kernels = Kernels(gm, compiled)
+        self.chunked = chunks_of(decisions.losses)
         self.found: dict[tuple[fx.Node, State], int] = {}
 
     def run(self) -> SavedForBackward:
@@ -90,6 +92,9 @@ class Saving:
             if node.op != "call_function" or self.kernels.is_view(node):
                 continue
             if not differentiable(node):
+                continue
+            if node in self.chunked.gradients:
+                self.found[node, I] = self.chunked.gradients[node].kept
                 continue
             if packet(node) in ATTENTION:
                 rows += self.rows(node)
@@ -118,6 +123,8 @@ class Saving:
         """The (value, state it is used in) that the derivative of `node` reads."""
         strategy = self.decisions.strategies[node]
         operator, tensors = packet(node), operands(node)
+        if node in self.chunked.inside or node in self.chunked.gradients:
+            return []
         used = list(zip(tensors, strategy.inputs, strict=True))
         output = strategy.output if isinstance(strategy.output, str) else strategy.output[0]
         result = [(node, output)]
@@ -183,7 +190,8 @@ class Saving:
 
         A loss that is not compiled makes the gradient of its scores of that of their logarithms.
         """
-        largest = 0
+        each = (max(one.scratch, one.scaled) for one in self.chunked.gradients.values())
+        largest = max(each, default=0)
         for node in self.gm.graph.nodes:
             if packet(node) in LOSSES and not self.compiled:
                 state = self.decisions.strategies[node].inputs[0]
@@ -219,7 +227,9 @@ class Saving:
         return output[0 if index is None else index]
 
     def nbytes(self, node: fx.Node, state: State) -> int:
-        """Bytes of a value in a state, on this rank."""
+        """Bytes of a value in a state, on this rank; none of logits that are never whole."""
+        if node in self.chunked.inside:
+            return 0
         made = value(node)
         if isinstance(made, (tuple, list)):
             return sum(tensor_bytes(each) for each in made) // self._split(state)

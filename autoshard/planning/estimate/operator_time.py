@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from autoshard.planning import cost
+from autoshard.planning.chunked_loss import Losses, chunks_of
 from autoshard.planning.cost import Cluster
 from autoshard.planning.estimate.training import Training
 from autoshard.planning.fusion import Kernels, joined
@@ -22,9 +23,13 @@ from autoshard.planning.operators import (
     packet,
 )
 from autoshard.planning.strategy import Strategy, operands, value
-from autoshard.planning.values import is_lookup, producer, tensor_bytes
+from autoshard.planning.values import differentiable, is_lookup, producer, tensor_bytes
 from autoshard.runtime.collectives import State, shard_dim
 from autoshard.runtime.operators import FLOAT8_LINEAR
+
+_PASSES = 8
+"""Of a chunk's scores through memory (runtime/chunked_loss/operator.py): the maximum and the sum
+read them; the difference, the exponential and the scale read and write them."""
 
 
 class OperatorTimes:
@@ -38,15 +43,21 @@ class OperatorTimes:
         cluster: Cluster,
         training: Training,
         parts: Mapping[fx.Node, int] = MappingProxyType({}),
+        losses: Losses | None = None,
     ) -> None:
         self.n, self.cluster, self.parts = n, cluster, parts
+        self.chunked = chunks_of(losses or {})
         self.kernels = Kernels(gm, training.compiled)
         self.float8 = set(gm.graph.find_nodes(op="call_function", target=FLOAT8_LINEAR))
         if training.float8 and not self.float8:
             self.float8 = set(self._products(gm)[:-1])
 
     def seconds(self, node: fx.Node, strategy: Strategy) -> float:
-        """Roofline seconds of the forward on a rank's shapes."""
+        """Roofline seconds of the forward on a rank's shapes; of a loss by chunks, all of it."""
+        if node in self.chunked.gradients:
+            return self._by_chunks(node)
+        if node in self.chunked.inside and node is not self.chunked.inside[node].chain[-1]:
+            return 0.0  # a part of the loss
         states = [strategy.output] if isinstance(strategy.output, str) else list(strategy.output)
         sharded = any(shard_dim(state) is not None for state in (*strategy.inputs, *states))
         made = value(node)
@@ -76,6 +87,33 @@ class OperatorTimes:
             moved += self._cast(node, strategy)
         busy = cost.node_seconds(flops, moved / share.memory, dtype, self.cluster.device)
         return busy + strategy.waits * cost.WAIT_SECONDS
+
+    def scaling(self, node: fx.Node) -> float:
+        """Seconds of the backward of a loss by chunks: its gradients times a number."""
+        one = self.chunked.gradients.get(node)
+        if one is None:
+            return 0.0
+        share = self.cluster.efficiency
+        moved = (one.kept + one.scaled) / share.memory
+        return cost.node_seconds(0, moved, torch.float32, self.cluster.device)
+
+    def _by_chunks(self, loss: fx.Node) -> float:
+        """Seconds of a loss by chunks beside its product: the products that make the gradients, and
+        operators on scores that nothing joins."""
+        one = self.chunked.gradients[loss]
+        head = next(plan for plan in self.chunked.inside.values() if plan.chain[0] in loss.args)
+        product, share = head.chain[-1], self.cluster.efficiency
+        trained = sum(map(differentiable, head.operands[:2])) if one.kept else 0
+        whole = cost.node_flops(product) * one.logits / tensor_bytes(value(product))
+        narrow = value(product).dtype.itemsize
+        wide = max(4, value(head.chain[0]).dtype.itemsize)
+        passes = _PASSES * wide + 2 * len(head.functions) * (narrow + wide)
+        moved = one.logits / narrow * passes / share.memory
+        flops = trained * whole / share.compute
+        device, dtype = self.cluster.device, dtype_of(product)
+        return cost.node_seconds(flops, 0, dtype, device) + cost.node_seconds(
+            0, moved, dtype, device
+        )
 
     def _narrowest(self, node: fx.Node, strategy: Strategy) -> float:
         """The smallest of the three extents of a matrix product on a rank."""

@@ -78,7 +78,8 @@ class Walk:
     ) -> None:
         self.gm, self.decisions, self.n = gm, decisions, n
         self.saving = Saving(gm, decisions, n, training.compiled)
-        self.times = OperatorTimes(gm, n, cluster, training, decisions.prices.parts)
+        parts, losses = decisions.prices.parts, decisions.losses
+        self.times = OperatorTimes(gm, n, cluster, training, parts, losses)
         self.cluster, self.link = cluster, cluster.real(decisions.prices.link)
         self.found: list[RankValue] = []
         self.place: dict[ValueKey, int] = {}
@@ -120,7 +121,7 @@ class Walk:
             self.inner(node, strategy),
             self.seconds(node, strategy),
             sources,
-            is_made_once(node),
+            self.is_made_once(node),
             node,
             self.saving.in_memory(node),
         )
@@ -134,12 +135,18 @@ class Walk:
     def inner(self, node: fx.Node, strategy: Strategy) -> int:
         """Bytes that an operator keeps of its own, beside its result."""
         inner = inner_bytes(node, strategy, self.n)
-        if differentiable(node):
+        if node in self.saving.chunked.gradients:
+            inner += self.saving.chunked.gradients[node].kept
+        elif differentiable(node):
             if packet(node) in ATTENTION:
                 inner += self.saving.rows(node)
             if self._keeps_scores(node, strategy):
                 inner += self.saving.nbytes(operands(node)[0], strategy.inputs[0])
         return inner
+
+    def is_made_once(self, node: fx.Node) -> bool:
+        """Whether a value cannot be computed again, or is not: what a loss by chunks makes."""
+        return node in self.saving.chunked.gradients or is_made_once(node)
 
     def seconds(self, node: fx.Node, strategy: Strategy) -> float:
         """Seconds of an operator in forward, its own collectives among them."""

@@ -100,8 +100,8 @@ class _Profiler:
     ) -> None:
         self.gm, self.decisions, self.n, self.cluster = gm, decisions, n, cluster
         self.training = training
-        parts = decisions.prices.parts
-        self.times = OperatorTimes(gm, n, cluster, training, parts)
+        parts, losses = decisions.prices.parts, decisions.losses
+        self.times = OperatorTimes(gm, n, cluster, training, parts, losses)
         self.kernels = self.times.kernels
 
     def run(self, parameters: Mapping[fx.Node, str], bucket_bytes: int | None) -> Profile:
@@ -115,6 +115,8 @@ class _Profiler:
             forward[i] = self.times.seconds(node, strategy)
             waits = strategy.waits * cost.WAIT_SECONDS  # in forward only
             backward[i] = (forward[i] - waits) * _backward(node)
+            if node in self.times.chunked.inside or node in self.times.chunked.gradients:
+                backward[i] = self.times.scaling(node)
             own = cost.node_flops(node) * (1 + min(2.0, _backward(node)))
             by_dtype[dtype_of(node)] = by_dtype.get(dtype_of(node), 0.0) + own
         main = max(by_dtype, key=lambda d: by_dtype[d], default=torch.float32)

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from autoshard.planning import cost
+from autoshard.planning.chunked_loss import chunks_of
 from autoshard.planning.cost import (
     Link,
     aligned,
@@ -165,6 +166,7 @@ def tp_collectives(
     gradients: list[tuple[int, str, fx.Node]] = []
     done: set[tuple[fx.Node, State]] = set()
     place = {node: i for i, node in enumerate(gm.graph.nodes)}
+    by_chunks = chunks_of(decisions.losses).inside
     axis = decisions.prices.name
 
     def read(source: fx.Node, want: State, user: fx.Node) -> None:
@@ -178,7 +180,7 @@ def tp_collectives(
                 at = place[source if weight else user]
                 parts = decisions.prices.parts.get(source, 1)
                 sent = _change(source, have, state, n, at, axis, parts)
-                if decisions.gathers_again(source, have, state):
+                if decisions.gathers_again(source, have, state) and user not in by_chunks:
                     found.extend(one._replace(backward=True, at=place[user]) for one in sent[:1])
                 beside = _beside(source, have, state, decisions, place)
                 for one in (each._replace(beside=beside) for each in sent):

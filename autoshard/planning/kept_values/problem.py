@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from autoshard.planning.estimate import Walk, is_made_once, makes_tensors, takes_no_time
+from autoshard.planning.estimate import Walk, makes_tensors, takes_no_time
 from autoshard.planning.kept_values.fates import (
     AGAIN,
     ANY,
@@ -139,7 +139,11 @@ class KeptValues:
             self.fates[variable] = ANY if tells else (UNREAD, KEPT)
         else:
             rows = np.array([self._fates_of(node, one) for one in domain])
-            stays = is_made_once(node) or node in self._stay or np.isinf(rows[:, AGAIN, 1]).all()
+            stays = (
+                self.walk.is_made_once(node)
+                or node in self._stay
+                or np.isinf(rows[:, AGAIN, 1]).all()
+            )
             self.fates[variable] = fates = (UNREAD, KEPT) if stays else ANY
             self.own[variable] = rows[:, : len(fates)].reshape(-1, 2).T
 

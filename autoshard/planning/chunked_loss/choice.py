@@ -1,0 +1,145 @@
+"""Which losses of a planned graph go by chunks of rows: decided for all ranks, from sizes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import fx
+
+from autoshard.planning import cost
+from autoshard.planning.chunked_loss.balance import Balance, head_balance
+from autoshard.planning.chunked_loss.head import Head, LeftWhole, arguments_of, head_of, is_loss
+from autoshard.planning.strategy import Strategy, operands, value
+from autoshard.planning.values import tensor_bytes
+from autoshard.runtime.collectives import State, chunk_size, forward_value, shard_dim
+from autoshard.runtime.graph_meta import DIFF, WITHOUT_GRADIENTS
+
+_LARGE = 1 << 30
+
+
+class Chunking(NamedTuple):
+    """What is asked of losses. least: bytes that a rank must gain; None: whatever that is.
+    withhold: whether logits that the model returns with gradients may be withheld. unneeded: why
+    those that could are whole all the same."""
+
+    least: int | None
+    withhold: bool = False
+    unneeded: str = ""
+
+
+ALWAYS = Chunking(None, True)
+LARGE = Chunking(_LARGE)
+"""Where no budget of memory is known: less is seldom a noticeable part of a step's peak."""
+FITS = Chunking(_LARGE, unneeded="a step fits its memory with whole logits")
+NEEDED = Chunking(1)
+"""Where a step does not fit the budget otherwise: any gain counts."""
+
+
+def chunking_of(option: bool | str, budgeted: bool) -> tuple[Chunking | None, Chunking | None]:
+    """What the option `chunk_loss` asks: at first, and where a step does not fit its budget.
+
+    With "auto" and a budget, logits stay whole as long as that fits: chunks cost time where a
+    compiler makes whole logits' loss in fewer passes over memory.
+    """
+    if option == "auto":
+        return (FITS, NEEDED) if budgeted else (LARGE, LARGE)
+    return (ALWAYS, ALWAYS) if option else (None, None)
+
+
+@dataclass(frozen=True)
+class LossPlan:
+    """A loss by chunks, or why it is whole. nbytes: of a rank's logits."""
+
+    nbytes: int
+    reason: str = ""
+    head: Head | None = None
+    balance: Balance | None = None
+
+    @property
+    def chunked(self) -> bool:
+        """Whether it goes by chunks."""
+        return not self.reason
+
+
+Losses = dict[fx.Node, LossPlan]
+
+
+class Chunks(NamedTuple):
+    """The operators of losses that go by chunks: those inside, with what they make never whole, and
+    the balance of each loss."""
+
+    inside: dict[fx.Node, Head]
+    gradients: dict[fx.Node, Balance]
+
+
+def chunks_of(losses: Losses) -> Chunks:
+    """The operators of those among `losses` that go by chunks."""
+    found = Chunks({}, {})
+    for loss, one in losses.items():
+        if one.head is not None and one.balance is not None:
+            found.inside.update(dict.fromkeys(one.head.chain, one.head))
+            found.gradients[loss] = one.balance
+    return found
+
+
+class Placed(Protocol):
+    """The part of `Decisions` that says where the values of a graph are."""
+
+    strategies: dict[fx.Node, Strategy]
+
+    def state(self, node: fx.Node) -> State: ...
+
+
+def plan_losses(gm: fx.GraphModule, plan: Placed, n: int, how: Chunking | None) -> Losses:
+    """The losses of a graph that go by chunks, and the large ones that do not, with why.
+
+    plan: on an axis of `n` ranks. how: None: all are whole, and nothing is told.
+    """
+    found: Losses = {}
+    for node in gm.graph.nodes:
+        if how is None or node.op != "call_function" or not is_loss(node):
+            continue
+        try:
+            one = _planned(gm, node, plan, n, how)
+        except LeftWhole as left:
+            scores, want = operands(node)[0], plan.strategies[node].inputs[0]
+            parts = n if shard_dim(want) is not None else 1
+            one = LossPlan(tensor_bytes(value(scores)) // parts, str(left))
+        if one.chunked or how.least is None or one.nbytes >= _LARGE:
+            found[node] = one
+    return found
+
+
+def _planned(gm: fx.GraphModule, loss: fx.Node, plan: Placed, n: int, how: Chunking) -> LossPlan:
+    arguments_of(loss)
+    head = head_of(loss)
+    for reader, source in zip((loss, *head.chain), head.chain):
+        at = operands(reader).index(source)
+        want = plan.strategies[reader].inputs[at]
+        if forward_value(want) != forward_value(plan.state(source)):
+            raise LeftWhole("the plan sends its logits, or splits them anew")
+    trains = bool(loss.meta.get(DIFF)) and not gm.meta.get(WITHOUT_GRADIENTS)
+    for reader in head.readers(loss):
+        if reader.op != "output":
+            raise LeftWhole(f"{reader.name} reads its logits too")
+        if not trains:
+            raise LeftWhole("the model returns its logits, and no gradient is asked for")
+        if not how.withhold:
+            raise LeftWhole(
+                "the model returns its logits, which chunk_loss=True withholds in training"
+            )
+    product, scores = head.chain[-1], value(head.chain[0])
+    dim, last = shard_dim(plan.state(product)), value(product).dim() - 1
+    classes = scores.shape[1]
+    rows = cost.numel(scores) // cost.hint(classes)
+    split = n if dim == last else 1
+    if dim is not None and dim != last:
+        rows = chunk_size(rows, n)
+    balance = head_balance(head, rows, split, trains)
+    if how.least is not None and balance.gain < how.least:
+        gain = f"{balance.gain:,} bytes" if balance.gain > 0 else "nothing"
+        raise LeftWhole(f"by chunks it would spare {gain}, less than {how.least:,}")
+    if how.unneeded:
+        raise LeftWhole(how.unneeded)
+    return LossPlan(balance.logits, "", head, balance)
