@@ -13,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 from torch import fx, nn
@@ -26,11 +28,11 @@ from autoshard.config import Config
 from autoshard.errors import ConfigError, message
 from autoshard.mesh_search.factorisations import (
     AxisSizes,
-    beside_pp,
     candidates,
     checked,
     two_planned,
 )
+from autoshard.mesh_search.placements import Placements, within_memory
 from autoshard.mesh_search.prices import Asked, MeshPrice, MeshPrices
 from autoshard.planning.cost import DEFAULT_HARDWARE, Cluster, cluster
 from autoshard.planning.estimate import Profile, Training
@@ -115,7 +117,7 @@ def search_meshes(
 
     # Whether rows can travel to experts is known when the graph is captured.
     plain = [one for one in meshes if "ep" not in one]
-    steps = len({_planned_for(one, settings) for one in plain or meshes}) + 2
+    steps = _steps({_planned_for(one, settings) for one in plain or meshes}, plain or meshes)
     say = progress or _silent
     say("tracing", 1, steps)
     use = use_by(settings, None)
@@ -164,24 +166,39 @@ def search_captured(
     keys = {_key(mesh): _planned_for(mesh, config) for mesh in meshes}
     sizes, facts = list(dict.fromkeys(keys.values())), batch_facts(inputs)
     rows: list[MeshPrice] = []
-    for done, key in enumerate(sizes):
+    tried: list[tuple[MeshPrice, Placements]] = []
+    asked = Asked(config, training, limit, batches, len(meshes))
+    steps = _steps(sizes, meshes)
+    numbers = count(3)
+
+    def say(what: str) -> None:
+        (progress or _silent)(what, next(numbers), steps)
+
+    for key in sizes:
         axes, experts = dict(key[0]), key[1]
         told = "ep" if experts else " x ".join(f"{name}={n}" for name, n in axes.items())
-        (progress or _silent)(f"planning {told}", done + 3, len(sizes) + 2)
+        # beside pp, cp alone is planned as it is beside tp
+        stages = {"pp": 2} if axes.get("tp") == 1 and "cp" in axes else {}
+        say(f"planning {told}")
         serial = copied(captured)
         say_stored(serial, inputs, config)
         device, mixed = machine.planned(axes), {"ep": 2} if experts else {}
-        first = offline_mesh({**mixed, **axes}, 0)
+        first = offline_mesh({**stages, **mixed, **axes}, 0)
         room = limit if chooses else None  # a plan with choices uses the memory that there is
         planned = plan_captured(serial, inputs, first, config, device, facts=facts, room=room)
         planned.decisions.recomputation = None  # which is a row's own
-        spared = seconds_spared(planned, first, config)
-        choices = MeshPrices(planned, first.planned.size, machine, config, training, spared)
-        asked = Asked(config, training, limit, batches, len(meshes))
+        spared = partial(seconds_spared, mesh=first, config=config)
+        n = first.planned.size
+        choices = MeshPrices(planned, n, machine, config, training, spared(planned))
+        placements = Placements(choices, spared)
         for mesh in meshes:
             if keys[_key(mesh)] == key and _is_useful(mesh, choices.free, len(meshes)):
-                row = choices.staged(mesh, asked) if "pp" in mesh else choices.row(mesh, asked)
-                rows += [] if row is None else [row]
+                if "pp" not in mesh:
+                    tried.append((choices.row(mesh, asked), placements))
+                elif (row := choices.staged(mesh, asked)) is not None:
+                    rows.append(row)
+    rows = within_memory(tried, rows, asked, say)
+    (progress or _silent)("comparing", steps, steps)
     # the same work in every row where the batch is; utilisation counts it either way
     rows.sort(key=_order)
     return MeshSearch(tuple(_shortened(rows)), machine, math.prod(meshes[0].values()))
@@ -192,10 +209,10 @@ def _order(row: MeshPrice) -> tuple[bool, float]:
 
 
 def _shortened(rows: Sequence[MeshPrice]) -> Iterator[MeshPrice]:
-    """Rows in order; of those of equal pp and tp the first, the others divide the rest worse."""
+    """Rows in order; of those that differ in the data-parallel axes the first, beside pp."""
     seen = set()
     for row in rows:
-        key = row.mesh.get("pp"), row.mesh.get("tp")
+        key = tuple(row.mesh.get(name) for name in ("pp", "ep", "cp", "tp"))
         if row.pipeline is None or key not in seen:
             yield row
         seen.add(key)
@@ -203,7 +220,7 @@ def _shortened(rows: Sequence[MeshPrice]) -> Iterator[MeshPrice]:
 
 def _planned_for(mesh: AxisSizes, config: Config) -> tuple[tuple[tuple[str, int], ...], bool]:
     """The axes that the planner decides on, names and sizes; whether there is an axis ep."""
-    sharing = offline_mesh(beside_pp(mesh), 0).sharing
+    sharing = offline_mesh(mesh, 0).sharing
     axes = [(axis.name, axis.size) for axis in sharing]
     if config.zero == "auto":  # the plan depends on those of the weights, too
         axes = [(name, mesh[name]) for name in ("dp_replicate", "dp_shard") if name in mesh] + axes
@@ -232,6 +249,11 @@ def _is_useful(mesh: AxisSizes, one: Profile, of: int) -> bool:
     asked for alone is priced."""
     ep = mesh.get("ep", 1)
     return of == 1 or ep == 1 or any(mixture.on(ep) for mixture in one.exchanges)
+
+
+def _steps(sizes: Collection[object], meshes: Sequence[AxisSizes]) -> int:
+    """The most that a search does: trace, capture, plan each size, fit each mesh, compare."""
+    return len(sizes) + len(meshes) + 3
 
 
 def _silent(what: str, done: int, total: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -35,6 +36,8 @@ from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS
 
 _SURE = 0.8
 """The part of a budget that an estimate may take without another plan being asked for."""
+
+Priced = TypeVar("Priced")
 
 _PLACEMENTS = 3
 """Prices of a byte at which placements are tried; at the highest a gigabyte costs a thousand
@@ -87,12 +90,12 @@ def _within_budget(
         )
         return best.decisions
     if n > 1 and not found[0].surely:
-        low, high = default.prices.parameter_byte, 1e-6
-        for step in range(1, _PLACEMENTS + 1):
-            price = low * (high / low) ** (step / _PLACEMENTS)
-            decisions = _solve(gm, n, hardware, request, _prices(price, hardware, request))
-            found.append(_priced(gm, n, decisions, request, budget))
-        found += _jointly(gm, n, default, request, budget)
+
+        def price(decisions: Decisions) -> _Priced:
+            return _priced(gm, n, decisions, request, budget)
+
+        found += map(price, at_dearer_bytes(gm, n, request, default))
+        found += with_kept_values(gm, n, request, default, price, lambda one: one.least <= budget)
     # the quickest of those that fit; then those that are estimated to need least
     found.sort(
         key=lambda one: (one.least > budget, one.seconds if one.least <= budget else one.least)
@@ -115,16 +118,35 @@ def _within_budget(
     return chosen  # the estimate is on the safe side, and the graphs are counted
 
 
-def _jointly(
-    gm: fx.GraphModule, n: int, default: Decisions, request: Request, budget: int
-) -> Iterator[_Priced]:
-    """Placements and what is kept, decided together, at the prices of a bisection."""
+def at_dearer_bytes(
+    gm: fx.GraphModule, n: int, request: Request, default: Decisions
+) -> Iterator[Decisions]:
+    """Plans at rising prices of a byte, for a rank that has less memory than `default` takes; the
+    same for every layout whose weights have no choice."""
+    hardware, low, high = default.hardware, default.prices.parameter_byte, 1e-6
+    for step in range(1, _PLACEMENTS + 1):
+        price = low * (high / low) ** (step / _PLACEMENTS)
+        yield _solve(gm, n, hardware, request, _prices(price, hardware, request))
+
+
+def with_kept_values(
+    gm: fx.GraphModule,
+    n: int,
+    request: Request,
+    default: Decisions,
+    price: Callable[[Decisions], Priced],
+    fits: Callable[[Priced], bool],
+) -> Iterator[Priced]:
+    """Plans for such a rank whose placements and kept values are decided together, at the prices of
+    a bisection.
+
+    price: decides what each computes again, and leaves it in its `recomputation`; fits: whether it
+    stays within the memory of a rank of `request.layout`.
+    """
     hardware = default.hardware
     search = KeptSearch(gm, default, n, planned_on(hardware), request.layout.shard)
     return search.run(
-        lambda prices: _solve(gm, n, hardware, request, prices, search=search),
-        lambda decisions: _priced(gm, n, decisions, request, budget),
-        lambda one: one.least <= budget,
+        lambda prices: _solve(gm, n, hardware, request, prices, search=search), price, fits
     )
 
 

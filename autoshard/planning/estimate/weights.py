@@ -23,9 +23,9 @@ from autoshard.runtime.graph_meta import REDUCED_DTYPE, STORED_DTYPE
 class Layout:
     """The data-parallel half of a mesh and its options; `zero` and `bucket_bytes` as in Config.
 
-    shard: ranks of dp_shard and of ep, and of a cp that stands beside tp. experts: those of ep,
-    over which no expert is gathered. outer: those of that cp, which have one batch. deferred:
-    whether the gradients of microbatches are kept whole, and reduced with those of the last.
+    shard: ranks of dp_shard and of ep, and of a cp beside tp or pp. experts: those of ep, over
+    which no expert is gathered. outer: those of that cp, which have one batch. deferred: whether
+    the gradients of microbatches are kept whole, and reduced with those of the last.
     chooses: whether each weight has a choice of its own on dp_shard, in place of `zero`.
     """
 
@@ -58,7 +58,8 @@ class Layout:
         """The layout of a mesh by the sizes of its axes. deferred: `defer_reduction` of Config.
         With zero="auto", a weight without a choice is treated as with 3."""
         replicate, experts = sizes.get("dp_replicate", 1), sizes.get("ep", 1)
-        outer = sizes.get("cp", 1) if sizes.get("tp", 1) > 1 else 1
+        beside = max(sizes.get("tp", 1), sizes.get("pp", 1))
+        outer = sizes.get("cp", 1) if beside > 1 else 1
         shard = sizes.get("dp_shard", 1) * experts * outer
         later = deferred or zero == 1
         chooses = zero == "auto" and sizes.get("dp_shard", 1) > 1

@@ -1,0 +1,126 @@
+"""Rows that are short of memory have the plan that the backend would choose, never a slower one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autoshard
+from autoshard.building import one_rank
+from autoshard.mesh_search import search
+from autoshard.mesh_search.prices import MeshPrice
+
+TP = {"tp": 8}
+
+
+def llama() -> dict[str, Any]:
+    """Two layers of 8B shape, and a batch."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=2,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        use_cache=False,
+    )
+    torch.compiler.reset()
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        ids = torch.zeros(1, 8192, dtype=torch.long)
+    return {"model": model, "kwargs": {"input_ids": ids, "labels": ids}}
+
+
+def priced(mesh: dict[str, int], budget: int) -> tuple[MeshPrice, MeshPrice]:
+    """The row of a mesh with placements planned first, and the row that is shown."""
+    first: list[MeshPrice] = []
+
+    def kept(tried: Any, *rest: Any) -> Any:
+        first.extend(row for row, _ in tried)
+        return within_memory(tried, *rest)
+
+    within_memory = search.within_memory
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "within_memory", kept)
+        found = search.search_meshes(
+            **llama(), world=8, mesh=mesh, hardware="h100", memory_budget=budget
+        )
+    return first[0], found.rows[0]
+
+
+@pytest.fixture(scope="module")
+def whole() -> MeshPrice:
+    """The row of tp=8 with all the memory that it takes."""
+    return priced(TP, 10**12)[1]
+
+
+def part(row: MeshPrice, share: float) -> int:
+    """A budget: all but so much of a row's activations."""
+    return int(row.memory.total - (1 - share) * row.memory.activations)
+
+
+def test_a_row_has_the_plan_that_the_backend_chooses(
+    whole: MeshPrice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = part(whole, 0.7)
+    before, row = priced(TP, budget)
+    assert before.fits and row.fits and row.timing.step < 0.98 * before.timing.step
+    assert row.plan.graphs != before.plan.graphs and row.memory.total <= budget
+    row.plan.save(tmp_path / "plan.json")
+    given: dict[str, Any] = {"mesh": TP, "hardware": "h100"}
+    followed = autoshard.trace(**llama(), plan=tmp_path / "plan.json", **given)
+    assert followed.plan.graphs == row.plan.graphs
+    assert followed.plan.parameters == row.plan.parameters
+    # what is left of the backend's way is to count
+    monkeypatch.setattr(one_rank, "recompute", lambda *_: None)
+    own = autoshard.trace(**llama(), memory_budget=budget, **given)
+    assert own.plan.graphs == row.plan.graphs
+    assert own.decisions.recomputation == row.recomputation
+
+
+@pytest.mark.parametrize(
+    ("mesh", "share"),
+    [(TP, 0.4), (TP, 0.1), ({"cp": 8}, 0.6), ({"cp": 2, "tp": 4}, 0.6)],
+)
+def test_no_row_is_slower_than_with_placements_first(
+    whole: MeshPrice, mesh: dict[str, int], share: float
+) -> None:
+    before, row = priced(mesh, part(whole, share))
+    if before.fits:
+        assert row.fits and row.timing.step <= before.timing.step
+    else:
+        assert row.fits or row == before
+    if mesh == TP:
+        assert not before.fits and row.fits == (share == 0.4), "a plan that needs less"
+
+
+def test_rows_that_cannot_be_recommended_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[dict[str, int]] = []
+    better = search.Placements.better
+
+    def noted(self: Any, before: MeshPrice, asked: Any) -> MeshPrice:
+        tried.append(before.mesh)
+        return better(self, before, asked)
+
+    monkeypatch.setattr(search.Placements, "better", noted)
+    said: list[tuple[str, int, int]] = []
+    found = search.search_meshes(
+        **llama(),
+        world=8,
+        hardware="h100",
+        memory_budget=9 * 10**9,
+        progress=lambda *one: said.append(one),
+    )
+    short = [row.mesh for row in found.rows if row.recomputation is not None]
+    left = [mesh for mesh in short if mesh not in tried]
+    assert tried and left and found.best is not None
+    assert [what for what, *_ in said if what.startswith("fitting")] == [
+        "fitting " + " ".join(f"{name}={size}" for name, size in mesh.items()) for mesh in tried
+    ]
+    numbers = [number for _, number, _ in said]
+    assert numbers == sorted(numbers) and said[-1][1] == said[-1][2]
