@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import autoshard
 from autoshard.building import one_rank
 from autoshard.mesh_search import search
+from autoshard.mesh_search.placements import within_memory
 from autoshard.mesh_search.prices import MeshPrice
 
 TP = {"tp": 8}
@@ -44,7 +46,6 @@ def priced(mesh: dict[str, int], budget: int) -> tuple[MeshPrice, MeshPrice]:
         first.extend(row for row, _ in tried)
         return within_memory(tried, *rest)
 
-    within_memory = search.within_memory
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "within_memory", kept)
         found = search.search_meshes(
@@ -80,7 +81,9 @@ def test_a_row_has_the_plan_that_the_backend_chooses(
     monkeypatch.setattr(one_rank, "recompute", lambda *_: None)
     own = autoshard.trace(**llama(), memory_budget=budget, **given)
     assert own.plan.graphs == row.plan.graphs
-    assert own.decisions.recomputation == row.recomputation
+    mine, its = own.decisions.recomputation, row.recomputation
+    assert mine is not None and its is not None
+    assert (mine.again, mine.kept, mine.seconds) == (its.again, its.kept, its.seconds)
 
 
 @pytest.mark.parametrize(
@@ -99,28 +102,27 @@ def test_no_row_is_slower_than_with_placements_first(
         assert not before.fits and row.fits == (share == 0.4), "a plan that needs less"
 
 
-def test_rows_that_cannot_be_recommended_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[dict[str, int]] = []
-    better = search.Placements.better
+def test_rows_that_cannot_be_recommended_are_left() -> None:
+    def row(name: str, mfu: float, fits: bool) -> Any:
+        return SimpleNamespace(mesh={name: 2}, mfu=mfu, fits=fits, refused="")
 
-    def noted(self: Any, before: MeshPrice, asked: Any) -> MeshPrice:
-        tried.append(before.mesh)
-        return better(self, before, asked)
+    def plans(most: float, after: Any, gains: bool = True) -> Any:
+        return SimpleNamespace(
+            most=lambda *_: most, may_gain=lambda *_: gains, better=lambda *_: after
+        )
 
-    monkeypatch.setattr(search.Placements, "better", noted)
-    said: list[tuple[str, int, int]] = []
-    found = search.search_meshes(
-        **llama(),
-        world=8,
-        hardware="h100",
-        memory_budget=9 * 10**9,
-        progress=lambda *one: said.append(one),
-    )
-    short = [row.mesh for row in found.rows if row.recomputation is not None]
-    left = [mesh for mesh in short if mesh not in tried]
-    assert tried and left and found.best is not None
-    assert [what for what, *_ in said if what.startswith("fitting")] == [
-        "fitting " + " ".join(f"{name}={size}" for name, size in mesh.items()) for mesh in tried
+    better = row("tp", 0.45, True)
+    rows = [
+        (row("dp_shard", 0.4, True), plans(0.4, None, gains=False)),
+        (row("cp", 0.30, True), plans(0.44, None)),  # could do more than dp_shard, less than tp
+        (row("tp", 0.35, True), plans(0.5, better)),
+        (row("ep", 0.1, False), plans(0.2, row("ep", 0.1, True))),
     ]
-    numbers = [number for _, number, _ in said]
-    assert numbers == sorted(numbers) and said[-1][1] == said[-1][2]
+    said: list[str] = []
+    asked: Any = None
+    found = within_memory(rows, [row("pp", 0.2, True)], asked, said.append)
+    assert said == ["fitting tp=2", "fitting ep=2"]
+    assert [(each.mfu, each.fits) for each in found[:4]] == [
+        *((0.4, True), (0.30, True), (0.45, True), (0.1, True)),
+    ]
+    assert found[2] is better and found[4].mesh == {"pp": 2}
