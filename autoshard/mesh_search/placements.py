@@ -25,6 +25,9 @@ from autoshard.mesh_search.prices import Asked, MeshPrice, MeshPrices
 from autoshard.planning import Decisions, at_dearer_bytes, operands, value, with_kept_values
 from autoshard.planning.cost import numel
 
+_NEARLY = 1.01
+"""Norm weights and biases are less than a hundredth of a model."""
+
 
 class Placements:
     """The plans of one graph on one size of its axes, by the mesh of a row."""
@@ -103,7 +106,11 @@ class Placements:
         if before.fits:
             chosen = before.recomputation
             return chosen is not None and chosen.seconds > first.frontier.points[0].seconds
-        return self._least_states(before.mesh, asked) <= asked.limit
+        held, least = before.memory, self._least_states(before.mesh, asked)
+        states = held.parameters + held.gradients + held.optimizer
+        if states <= _NEARLY * least:  # all is split: only activations can be less
+            least = held.total - held.activations
+        return least <= asked.limit
 
     def _least_states(self, mesh: AxisSizes, asked: Asked) -> float:
         """Bytes of parameters and of what trains them, if all ranks shared each."""

@@ -37,7 +37,7 @@ from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS
 _SURE = 0.8
 """The part of a budget that an estimate may take without another plan being asked for."""
 
-Priced = TypeVar("Priced")
+PlanPrice = TypeVar("PlanPrice")
 
 _PLACEMENTS = 3
 """Prices of a byte at which placements are tried; at the highest a gigabyte costs a thousand
@@ -134,9 +134,9 @@ def with_kept_values(
     n: int,
     request: Request,
     default: Decisions,
-    price: Callable[[Decisions], Priced],
-    fits: Callable[[Priced], bool],
-) -> Iterator[Priced]:
+    price: Callable[[Decisions], PlanPrice],
+    fits: Callable[[PlanPrice], bool],
+) -> Iterator[PlanPrice]:
     """Plans for such a rank whose placements and kept values are decided together, at the prices of
     a bisection.
 
