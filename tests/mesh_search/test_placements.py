@@ -11,6 +11,7 @@ import torch
 
 import autoshard
 from autoshard.building import one_rank
+from autoshard.cli.arguments import options_and_entries
 from autoshard.mesh_search import search
 from autoshard.mesh_search.placements import within_memory
 from autoshard.mesh_search.prices import MeshPrice
@@ -126,3 +127,21 @@ def test_rows_that_cannot_be_recommended_are_left() -> None:
         *((0.4, True), (0.30, True), (0.45, True), (0.1, True)),
     ]
     assert found[2] is better and found[4].mesh == {"pp": 2}
+
+
+def test_every_option_reaches_the_prices(monkeypatch: pytest.MonkeyPatch) -> None:
+    options, entries = options_and_entries("LlamaConfig", [("chunk_loss", "auto"), ("zero", 2)])
+    assert not entries
+    given: list[Any] = []
+    prices = search.MeshPrices
+
+    def noted(planned: Any, n: int, machine: Any, config: Any, *rest: Any) -> Any:
+        given.append(config)
+        return prices(planned, n, machine, config, *rest)
+
+    monkeypatch.setattr(search, "MeshPrices", noted)
+    torch.compiler.reset()
+    with torch.device("meta"):
+        model, x = torch.nn.Linear(8, 8), torch.zeros(4, 8)
+    search.search_meshes(model, (x,), world=1, hardware="h100", **options)
+    assert [(one.chunk_loss, one.zero) for one in given] == [("auto", 2)]
