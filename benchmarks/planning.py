@@ -128,7 +128,7 @@ def measure(layers: int, tp: int = 8, tokens: int = 4096, cp: int = 1) -> dict[s
 
 
 SEARCH_COLUMNS = (
-    *("world", "layers", "meshes", "sizes", "dynamo", "capture", "price", "total"),
+    *("world", "layers", "meshes", "sizes", "again", "dynamo", "capture", "price", "total"),
     *("depth", "time"),
 )
 
@@ -140,18 +140,25 @@ def measure_search(layers: int, world: int, tokens: int = 4096) -> dict[str, flo
     model = llama(layers)
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     times: list[float] = []
+    begun: list[str] = []
+
+    def begin(what: str, *_: int) -> None:
+        begun.append(what)
+        times.append(time.process_time())
+
     found = autoshard.search_meshes(
         model,
         kwargs={"input_ids": ids, "labels": ids},
         world=world,
-        progress=lambda *_: times.append(time.process_time()),
+        progress=begin,
     )
     times.append(time.process_time())
     return {
         "world": world,
         "layers": layers,
         "meshes": len(found.rows),
-        "sizes": len(times) - 3,
+        "sizes": sum(what.startswith("planning") for what in begun),
+        "again": sum(row.recomputation is not None for row in found.rows),
         "dynamo": times[1] - times[0],
         "capture": times[2] - times[1],
         "price": times[-1] - times[2],

@@ -11,15 +11,12 @@ from autoshard.runtime.mesh import offline_mesh
 
 AxisSizes = dict[str, int]
 
-BESIDE_PP = ("dp_replicate", "dp_shard", "tp")
-"""The axes that a mesh is priced with beside pp; those of one rank do not count."""
-
 
 def candidates(
     world: int, machine: Cluster, planned: Sequence[str] = ("tp",), stages: bool = False
 ) -> list[AxisSizes]:
     """Every dp_replicate x dp_shard x one of `planned` that multiplies to `world`, with the last
-    inside a node. stages: and beside tp every pp whose stages are whole nodes.
+    inside a node. stages: and beside tp and ep every pp whose stages are whole nodes.
 
     Across nodes a tp axis would send whole activations, several times a layer, over the slower
     network, and ep rows; inside a node tp and the data-parallel axes have links that pp needs not.
@@ -33,39 +30,35 @@ def candidates(
             found += _among(world, {name: n})
     if stages and world % machine.per_node == 0:
         for pp in _divisors(world // machine.per_node)[1:]:
-            found += [{"pp": pp, **one} for one in candidates(world // pp, machine)]
+            # cp has another plan beside pp, where it stores weights as dp_shard does
+            beside = [name for name in planned if name != "cp"]
+            found += [{"pp": pp, **one} for one in candidates(world // pp, machine, beside)]
     return found
 
 
-def two_planned(world: int, machine: Cluster) -> list[AxisSizes]:
+def two_planned(world: int, machine: Cluster, stages: bool = True) -> list[AxisSizes]:
     """Every dp_replicate x dp_shard x cp x tp that multiplies to `world`, with cp and tp inside a
-    node; cp across at most as many nodes as those have ranks, where tp has a node whole.
+    node; cp across at most as many nodes as those have ranks, where tp has a node whole. And beside
+    them every pp whose stages are whole nodes.
     """
     found, per_node = [], machine.per_node
     for tp in _divisors(per_node)[1:]:
         for cp in _divisors(per_node)[1:]:
             if world % (cp * tp) == 0 and (tp == per_node or per_node % (cp * tp) == 0):
                 found += _among(world, {"cp": cp, "tp": tp})
+    if stages and world % per_node == 0:
+        for pp in _divisors(world // per_node)[1:]:
+            found += [{"pp": pp, **one} for one in two_planned(world // pp, machine, False)]
     return found
 
 
 def checked(mesh: Mapping[str, int], world: int) -> AxisSizes:
-    """The axes of a mesh that is asked for. Raises ConfigError where it does not fit the world, or
-    cannot be priced."""
+    """The axes of a mesh that is asked for. Raises ConfigError where it does not fit the world."""
     inner = beside_pp(mesh)
     sizes = {axis.name: axis.size for axis in offline_mesh(inner, 0).axes}
     if mesh.get("pp", 1) > 1:
         offline_mesh({"pp": mesh["pp"]}, 0)
         sizes = {"pp": mesh["pp"], **sizes}
-        others = [name for name, size in inner.items() if size > 1 and name not in BESIDE_PP]
-        if others:
-            raise ConfigError(
-                message(
-                    f"the mesh has pp={mesh['pp']} and {others[0]}={mesh[others[0]]}, which no "
-                    "price is known of",
-                    remedy=f"Beside pp there may be {', '.join(BESIDE_PP)}.",
-                )
-            )
     if math.prod(sizes.values()) != world:
         spelled = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise ConfigError(
@@ -82,12 +75,14 @@ def beside_pp(mesh: Mapping[str, int]) -> AxisSizes:
     return {name: size for name, size in mesh.items() if name != "pp"} or {"tp": 1}
 
 
-def refusal(mesh: Mapping[str, int]) -> str:
-    """Why no model can run on a mesh; empty where one can."""
+def refusal(mesh: Mapping[str, int], mixture: bool = False) -> str:
+    """Why no model can run on a mesh; empty where one can. mixture: whether the model has one."""
     try:
         offline_mesh(mesh, 0)
     except ConfigError as error:
         return str(error)
+    if mixture and all(mesh.get(name, 1) > 1 for name in ("pp", "ep", "cp")):
+        return "Beside pp and cp rows do not travel to experts on ep."
     return ""
 
 

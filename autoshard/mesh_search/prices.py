@@ -9,9 +9,9 @@ from functools import cached_property
 from autoshard.building import Planned
 from autoshard.config import Config
 from autoshard.errors import PlanError, message
-from autoshard.mesh_search.factorisations import AxisSizes, beside_pp, refusal
+from autoshard.mesh_search.factorisations import AxisSizes, refusal
 from autoshard.mesh_search.stages import GraphStages, PipelinePrice
-from autoshard.planning import Decisions, Plan, Recomputation
+from autoshard.planning import Decisions, Plan, Recomputation, is_mixture
 from autoshard.planning.chunked_loss import chunks_of
 from autoshard.planning.cost import Cluster
 from autoshard.planning.estimate import (
@@ -98,6 +98,7 @@ class MeshPrices:
     ) -> None:
         self.spared = spared  # as of `timing`
         self.planned, self.n, self.machine, self.training = planned, n, machine, training
+        self.config = config
         self.order, self.host_memory = config.order, config.host_memory
         self.cuts = config.inner != "eager"
         outer = planned.outer
@@ -120,6 +121,12 @@ class MeshPrices:
             if _alike(self.smaller, self.planned.decisions)
             else self._profile(self.smaller)
         )
+
+    def following(self, decisions: Decisions) -> MeshPrices:
+        """The prices of another plan of the graph; what halves spare is not known of it."""
+        decisions.unbudgeted = self.planned.decisions
+        planned = replace(self.planned, decisions=decisions)
+        return MeshPrices(planned, self.n, self.machine, self.config, self.training)
 
     @cached_property
     def frontier(self) -> Frontier:
@@ -154,7 +161,7 @@ class MeshPrices:
 
         Raises PlanError where it was asked for alone.
         """
-        layout, training, pp = asked.layout(beside_pp(mesh)), asked.training, mesh["pp"]
+        layout, training, pp = asked.layout(mesh), asked.training, mesh["pp"]
         alone = asked.meshes == 1
         count = pp * training.microbatches  # as many samples a rank as without pp
         if not self.stages.can_run() and not alone:
@@ -183,7 +190,7 @@ class MeshPrices:
             host_update=self._host_update(one, layout),
             microbatches=count,
             pipeline=pipeline,
-            refused=refusal(mesh),
+            refused=refusal(mesh, any(map(is_mixture, self.planned.serial.graph.nodes))),
         )
 
     @cached_property

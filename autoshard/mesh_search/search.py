@@ -12,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 from torch import fx, nn
@@ -25,11 +27,11 @@ from autoshard.config import Config
 from autoshard.errors import ConfigError
 from autoshard.mesh_search.factorisations import (
     AxisSizes,
-    beside_pp,
     candidates,
     checked,
     two_planned,
 )
+from autoshard.mesh_search.placements import Placements, within_memory
 from autoshard.mesh_search.prices import Asked, MeshPrice, MeshPrices
 from autoshard.planning.chunked_loss import chunking_of
 from autoshard.planning.cost import DEFAULT_HARDWARE, Cluster, cluster
@@ -115,7 +117,7 @@ def search_meshes(
 
     # Whether rows can travel to experts is known when the graph is captured.
     plain = [one for one in meshes if "ep" not in one]
-    steps = len({_planned_for(one, settings) for one in plain or meshes}) + 2
+    steps = _steps({_planned_for(one, settings) for one in plain or meshes}, plain or meshes)
     say = progress or _silent
     say("tracing", 1, steps)
     use = use_by(settings, None)
@@ -164,14 +166,24 @@ def search_captured(
     keys = {_key(mesh): _planned_for(mesh, config) for mesh in meshes}
     sizes, facts = list(dict.fromkeys(keys.values())), batch_facts(inputs)
     rows: list[MeshPrice] = []
-    for done, key in enumerate(sizes):
+    tried: list[tuple[MeshPrice, Placements]] = []
+    asked = Asked(config, training, limit, batches, len(meshes))
+    steps = _steps(sizes, meshes)
+    numbers = count(3)
+
+    def say(what: str) -> None:
+        (progress or _silent)(what, next(numbers), steps)
+
+    for key in sizes:
         axes = dict(key)
-        told = " x ".join(f"{name}={n}" for name, n in axes.items())
-        (progress or _silent)(f"planning {told}", done + 3, len(sizes) + 2)
+        say("planning " + " x ".join(f"{name}={n}" for name, n in axes.items()))
+        # beside pp, cp alone is planned as it is beside tp
+        stages = {"pp": 2} if axes.get("tp") == 1 and "cp" in axes else {}
         serial = copied(captured)
         say_stored(serial, inputs, config)
-        device, first, pp = machine.planned(axes), offline_mesh(axes, 0), axes.get("pp", 1)
+        device, first = machine.planned(axes), offline_mesh({**stages, **axes}, 0)
         # a plan with choices uses the memory that there is; a stage is a part of its graph
+        pp = axes.get("pp", 1)
         room = limit if chooses and pp == 1 else None
         runs = replace(training, microbatches=pp * training.microbatches)
         planned = plan_captured(
@@ -180,13 +192,18 @@ def search_captured(
         planned.decisions.recomputation = None  # which is a row's own
         first_asked, to_fit = losses
         planned.request = replace(planned.request, chunking=first_asked, chunking_to_fit=to_fit)
-        spared = seconds_spared(planned, first, config)
-        choices = MeshPrices(planned, first.planned.size, machine, config, training, spared)
-        asked = Asked(config, training, limit, batches, len(meshes))
+        spared = partial(seconds_spared, mesh=first, config=config)
+        n = first.planned.size
+        choices = MeshPrices(planned, n, machine, config, training, spared(planned))
+        placements = Placements(choices, spared)
         for mesh in meshes:
             if keys[_key(mesh)] == key and _is_useful(mesh, choices.free, len(meshes)):
-                row = choices.staged(mesh, asked) if "pp" in mesh else choices.row(mesh, asked)
-                rows += [] if row is None else [row]
+                if "pp" not in mesh:
+                    tried.append((choices.row(mesh, asked), placements))
+                elif (row := choices.staged(mesh, asked)) is not None:
+                    rows.append(row)
+    rows = within_memory(tried, rows, asked, say)
+    (progress or _silent)("comparing", steps, steps)
     # the same work in every row where the batch is; utilisation counts it either way
     rows.sort(key=_order)
     return MeshSearch(tuple(_shortened(rows)), machine, math.prod(meshes[0].values()))
@@ -197,10 +214,10 @@ def _order(row: MeshPrice) -> tuple[bool, float]:
 
 
 def _shortened(rows: Sequence[MeshPrice]) -> Iterator[MeshPrice]:
-    """Rows in order; of those of equal pp and tp the first, the others divide the rest worse."""
+    """Rows in order; of those that differ in the data-parallel axes the first, beside pp."""
     seen = set()
     for row in rows:
-        key = row.mesh.get("pp"), row.mesh.get("tp")
+        key = tuple(row.mesh.get(name) for name in ("pp", "ep", "cp", "tp"))
         if row.pipeline is None or key not in seen:
             yield row
         seen.add(key)
@@ -208,7 +225,7 @@ def _shortened(rows: Sequence[MeshPrice]) -> Iterator[MeshPrice]:
 
 def _planned_for(mesh: AxisSizes, config: Config) -> tuple[tuple[str, int], ...]:
     """The axes that the planner decides on, names and sizes."""
-    sharing = offline_mesh(beside_pp(mesh), 0).sharing
+    sharing = offline_mesh(mesh, 0).sharing
     axes = [(axis.name, axis.size) for axis in sharing]
     if config.zero == "auto":  # the plan depends on those of the weights, too
         named = ("pp", "dp_replicate", "dp_shard")
@@ -227,6 +244,11 @@ def _is_useful(mesh: AxisSizes, one: Profile, of: int) -> bool:
     asked for alone is priced."""
     ep = mesh.get("ep", 1)
     return of == 1 or ep == 1 or bool(one.exchanges)
+
+
+def _steps(sizes: Collection[object], meshes: Sequence[AxisSizes]) -> int:
+    """The most that a search does: trace, capture, plan each size, fit each mesh, compare."""
+    return len(sizes) + len(meshes) + 3
 
 
 def _silent(what: str, done: int, total: int) -> None:

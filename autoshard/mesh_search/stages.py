@@ -1,13 +1,14 @@
 """Meshes with pp: a planned graph cut into stages, and the price of a step on them.
 
 A stage is a run of operators of the graph that the inner mesh (what is left of pp) has a plan for,
-so one plan for each size of tp serves every number of stages: a stage's profile is a slice of the
-graph's. The cut is the exact one of planning/solver/stage_cut.py, at those places where least is
-sent; layers that repeat are priced once, with the graph.
+so one plan for each size of tp, and of cp and tp, serves every number of stages: a stage's profile
+is a slice of the graph's. The cut is the exact one of planning/solver/stage_cut.py, at those places
+where least is sent; layers that repeat are priced once, with the graph.
 
 A step is the schedule's (runtime/pipeline/schedules.py) of m micro-batches, each a batch of one
-data-parallel rank. Parameters that data-parallel ranks share are gathered before it and held, and
-gradients, which add up over the micro-batches, reduced after it; nothing of either is hidden.
+data-parallel rank. Parameters that data-parallel ranks and those of cp share are gathered before it
+and held, and gradients, which add up over the micro-batches, reduced after it; nothing of either is
+hidden. On ep the rows of each micro-batch travel.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from autoshard.building import Planned
 from autoshard.planning import producer, value
-from autoshard.planning.cost import Cluster, Link
+from autoshard.planning.cost import WAIT_SECONDS, Cluster, Link
 from autoshard.planning.estimate import (
     Footprint,
     Frontier,
@@ -31,6 +33,7 @@ from autoshard.planning.estimate import (
     Profile,
     SavedForBackward,
     Saving,
+    Sent,
     Timing,
     Traffic,
     Training,
@@ -65,12 +68,21 @@ class PipelinePrice:
 
 @dataclass(frozen=True, kw_only=True)
 class _Scheduled:
-    """Stages at work, but for what data-parallel axes add. parts: of each rank, all its stages."""
+    """Stages at work, but for what data-parallel axes add. parts: of each rank, all its stages.
+    sent: bytes and messages, of a micro-batch, to the next stage."""
 
     parts: list[Profile]
-    sent: tuple[int, ...]
+    sent: tuple[tuple[int, int], ...]
     seconds: tuple[tuple[float, float], ...]
     times: Timeline
+
+
+class _Waited(NamedTuple):
+    """Collectives of one micro-batch, and the seconds that each operator waits for them."""
+
+    sent: tuple[Sent, ...]
+    forward: list[float]
+    backward: list[float]
 
 
 class GraphStages:
@@ -89,12 +101,10 @@ class GraphStages:
         self.saving = Saving(planned.serial, planned.decisions, whole.n)
         self.machine, (self.schedule, self.chunks) = machine, order
         self.nodes: list[fx.Node] = list(planned.serial.graph.nodes)
-        self.ranks = {"tp": whole.n}
-        inner = {name: machine.real(link) for name, link in machine.links(self.ranks).items()}
-        self.waits = [[0.0] * len(self.nodes) for _ in range(2)]
-        for one in whole.sent:
-            self.waits[one.backward][one.at] += seconds(one, {one.axis: whole.n}, inner)
-        self._scheduled: dict[tuple[int, int, Link], _Scheduled | None] = {}
+        outer = planned.outer
+        self.ranks = {"cp": 1 if outer is None else outer.axis.size, "tp": whole.n}
+        self._scheduled: dict[tuple[int, int, int, Link], _Scheduled | None] = {}
+        self._waited: dict[int, _Waited] = {}
 
     def can_run(self) -> bool:
         """Whether a pipeline takes the model: it returns a scalar loss, and writes to nothing."""
@@ -111,7 +121,7 @@ class GraphStages:
     ) -> tuple[Profile, Footprint, Timing, PipelinePrice] | None:
         """The largest stage, the memory of its ranks, and a step. None: no such cut."""
         links = {name: self.machine.real(x) for name, x in self.machine.links(mesh).items()}
-        key = mesh["pp"], microbatches, links["pp"]
+        key = mesh["pp"], microbatches, layout.experts, links["pp"]
         if key not in self._scheduled:
             self._scheduled[key] = self._schedule(*key)
         one = self._scheduled[key]
@@ -119,18 +129,21 @@ class GraphStages:
             return None
         layout = replace(layout, staged=True)
         memory = [_held(part, layout, training) for part in one.parts]
-        ranks = {**self.ranks, "dp_shard": layout.shard, "dp_replicate": layout.replicate}
+        shard = layout.shard // layout.inner
+        ranks = {**self.ranks, "ep": layout.experts, "dp_shard": shard}
+        ranks["dp_replicate"] = layout.replicate
         rank_sends, data_seconds = [], []
-        pairs = list(zip([0, *one.sent], [*one.sent, 0]))
+        pairs = list(zip([(0, 0), *one.sent], [*one.sent, (0, 0)]))
         for rank, part in enumerate(one.parts):
             groups = buckets(part.weights, layout)
             data = [each for g in groups for each in data_collectives(g, layout, training)]
             data_seconds.append(sum(seconds(each, ranks, links) for each in data))
             found = sent_by_axis([*data, *list(part.sent) * microbatches], ranks, links)
-            over = [nbytes for pair in pairs[rank :: mesh["pp"]] for nbytes in pair if nbytes]
-            took = sum(_transfer(links["pp"], nbytes) for nbytes in over)
+            over = [each for pair in pairs[rank :: mesh["pp"]] for each in pair]
+            took = sum(_transfer(links["pp"], *each) for each in over)
+            nbytes, messages = map(sum, zip(*over))
             found["pp"] = Traffic(
-                microbatches * sum(over), microbatches * took, microbatches * len(over)
+                microbatches * nbytes, microbatches * took, microbatches * messages
             )
             rank_sends.append(found)
         update = max(update_seconds(part, layout, training, self.machine) for part in one.parts)
@@ -152,16 +165,17 @@ class GraphStages:
                 idle=one.times.idle,
                 seconds=one.seconds,
                 memory=tuple(memory),
-                sent_bytes=one.sent,
+                sent_bytes=tuple(nbytes for nbytes, _ in one.sent),
             ),
         )
 
     @cached_property
-    def crossing(self) -> list[int]:
-        """Bytes that a rank sends where the graph is cut before each node; -1: no cut may be."""
+    def crossing(self) -> list[tuple[int, int]]:
+        """What a rank sends where the graph is cut before each node: bytes, and messages, one for
+        each value; (-1, 0): no cut may be."""
         place = {node: i for i, node in enumerate(self.nodes)}
         own = set(self.planned.parameters)
-        change, blocked = [0] * (len(self.nodes) + 1), [0] * (len(self.nodes) + 1)
+        change, number, blocked = ([0] * (len(self.nodes) + 1) for _ in range(3))
         for i, node in enumerate(self.nodes):
             if node.op != "call_function" or own.isdisjoint(node.all_input_nodes):
                 continue
@@ -170,26 +184,29 @@ class GraphStages:
             last = min(last, len(self.nodes) - 2)  # outputs stay where they are made
             if last <= i:
                 continue
-            table = change if isinstance(value(node), torch.Tensor) else blocked
-            nbytes = 1
-            if table is change:
+            entries = [(blocked, 1)]
+            if isinstance(value(node), torch.Tensor):
                 nbytes = self.saving.nbytes(node, self.saving.state(node))
-            table[i + 1] += nbytes
-            table[last + 1] -= nbytes
-        found, alive, closed = [], 0, 0
+                entries = [(change, nbytes), (number, 1)]
+            for table, more in entries:
+                table[i + 1] += more
+                table[last + 1] -= more
+        found = []
+        alive, messages, closed = map(list, map(accumulate, (change, number, blocked)))
         for i, node in enumerate(self.nodes):
-            alive, closed = alive + change[i], closed + blocked[i]
             inside = node.op == "call_function" and producer(node)[0] is node
-            found.append(alive if alive and not closed and inside else -1)
+            may_be = alive[i] and not closed[i] and inside
+            found.append((alive[i], messages[i]) if may_be else (-1, 0))
         return found
 
     @cached_property
     def places(self) -> list[int]:
         """Where a cut may be: the places at which least is sent."""
-        free = [i for i, nbytes in enumerate(self.crossing) if nbytes >= 0]
-        sizes = sorted(self.crossing[i] for i in free)
+        bytes_at = [nbytes for nbytes, _ in self.crossing]
+        free = [i for i, nbytes in enumerate(bytes_at) if nbytes >= 0]
+        sizes = sorted(bytes_at[i] for i in free)
         most = sizes[min(len(sizes), _MOST_PLACES // 2) - 1] if sizes else 0
-        few = [i for i in free if self.crossing[i] <= most]
+        few = [i for i in free if bytes_at[i] <= most]
         return few[:: math.ceil(len(few) / _MOST_PLACES)] if few else []
 
     @cached_property
@@ -208,19 +225,38 @@ class GraphStages:
                 again[i][one.again] = again[i].get(one.again, 0) + repeated
         return kept, beside, again
 
-    def _schedule(self, ranks: int, microbatches: int, link: Link) -> _Scheduled | None:
-        """The stages of the cheapest cut, whatever the data-parallel axes; None: too few places."""
+    def _waits(self, experts: int) -> _Waited:
+        """What is waited for inside of a stage, on an axis ep of `experts` ranks."""
+        if experts not in self._waited:
+            ranks = {**self.ranks, "ep": experts}
+            links = {name: self.machine.real(x) for name, x in self.machine.links(ranks).items()}
+            travel = [one.sent for one in self.whole.exchanges] if experts > 1 else []
+            sent = [*self.whole.sent, *chain.from_iterable(travel)]
+            found = [[0.0] * len(self.nodes) for _ in range(2)]
+            for one in sent:
+                found[one.backward][one.at] += seconds(one, ranks, links)
+            for each in travel:
+                found[0][each[0].at] += WAIT_SECONDS  # the host reads how many rows arrive
+            self._waited[experts] = _Waited(tuple(sent), *found)
+        return self._waited[experts]
+
+    def _schedule(
+        self, ranks: int, microbatches: int, experts: int, link: Link
+    ) -> _Scheduled | None:
+        """The stages of the cheapest cut, whatever the other data-parallel axes; None: too few
+        places."""
         ends = [0, *self.places, len(self.nodes)]
         stages = ranks * self.chunks
         if len(ends) - 1 < stages:
             return None
-        each = list(map(sum, zip(self.whole.forward, self.whole.backward, *self.waits)))
-        chain = Chain(
+        sent, *waits = self._waits(experts)
+        each = list(map(sum, zip(self.whole.forward, self.whole.backward, *waits)))
+        units = Chain(
             seconds=[sum(each[a:b]) for a, b in zip(ends, ends[1:])],
-            sent=[0.0, *(_transfer(link, self.crossing[i]) for i in self.places), 0.0],
+            sent=[0.0, *(_transfer(link, *self.crossing[i]) for i in self.places), 0.0],
             kept=[0.0] * (len(ends) - 1),
         )
-        found = cut_stages(chain, stages, microbatches)
+        found = cut_stages(units, stages, microbatches)
         if found is None:
             return None
         cuts = [ends[i] for i in found.cuts]
@@ -228,16 +264,16 @@ class GraphStages:
         shape = ScheduleShape(ranks, microbatches, self.chunks)
         live = [most_kept(self.schedule, shape, rank) for rank in range(ranks)]
         parts = [
-            self._part(a, b, live[stage % ranks][stage // ranks])
+            self._part(a, b, live[stage % ranks][stage // ranks], sent)
             for stage, (a, b) in enumerate(spans)
         ]
-        over = [_transfer(link, self.crossing[cut]) for cut in cuts]
+        over = [_transfer(link, *self.crossing[cut]) for cut in cuts]
         forward = [
-            sum(part.forward) + sum(self.waits[0][a:b]) + before
+            sum(part.forward) + sum(waits[0][a:b]) + before
             for part, (a, b), before in zip(parts, spans, [0.0, *over])
         ]
         backward = [
-            sum(part.backward) + sum(self.waits[1][a:b]) + after
+            sum(part.backward) + sum(waits[1][a:b]) + after
             for part, (a, b), after in zip(parts, spans, [*over, 0.0])
         ]
         return _Scheduled(
@@ -247,9 +283,9 @@ class GraphStages:
             times=timeline(self.schedule, microbatches, forward, backward, self.chunks),
         )
 
-    def _part(self, a: int, b: int, live: int) -> Profile:
+    def _part(self, a: int, b: int, live: int, sent: Sequence[Sent]) -> Profile:
         """The profile of the operators from a to b - 1, with the activations of `live`
-        micro-batches."""
+        micro-batches. sent: by the operators of the whole graph."""
         kept, beside, again = self.kept
         regions: dict[int, int] = {}
         for each in again[a:b]:
@@ -263,7 +299,7 @@ class GraphStages:
             self.whole,
             forward=self.whole.forward[a:b],
             backward=self.whole.backward[a:b],
-            sent=tuple(s._replace(at=s.at - a) for s in self.whole.sent if a <= s.at < b),
+            sent=tuple(s._replace(at=s.at - a) for s in sent if a <= s.at < b),
             weights=tuple(
                 replace(weight, use=weight.use - a)
                 for weight in self.whole.weights
@@ -300,12 +336,14 @@ def _joined(parts: Sequence[Profile]) -> Profile:
 def _held(part: Profile, layout: Layout, training: Training) -> Footprint:
     """The memory of a stage: gradients stay whole until the last micro-batch."""
     own = footprint(part, layout, training)
-    whole = sum(w.numel * training.gradient(w.kept) for w in part.weights if w.trained)
+    ep = layout.experts  # over which gradients of experts that stay are added up at once
+    sizes = ((w, w.numel // (ep if w.stays(ep) else 1)) for w in part.weights if w.trained)
+    whole = sum(size * training.gradient(w.kept) for w, size in sizes)
     return replace(own, gradients=whole)
 
 
-def _transfer(link: Link, nbytes: int) -> float:
-    return link.latency + nbytes / link.bandwidth
+def _transfer(link: Link, nbytes: int, messages: int) -> float:
+    return messages * link.latency + nbytes / link.bandwidth
 
 
 def _is_scalar(node: fx.Node) -> bool:

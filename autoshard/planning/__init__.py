@@ -14,6 +14,7 @@ from autoshard.planning.mixtures import (
     not_of_zero,
     way_of,
 )
+from autoshard.planning.one_axis import at_dearer_bytes, plan_graph, with_kept_values
 from autoshard.planning.operators import (
     LOOKUPS,
     LOSSES,
@@ -27,7 +28,6 @@ from autoshard.planning.operators import (
 )
 from autoshard.planning.outer import Outer, on_rank
 from autoshard.planning.plan import GraphPlan, PipelinePlan, Plan, strategy_text
-from autoshard.planning.planner import plan_graph
 from autoshard.planning.prices import TRAINED_BYTES, Prices
 from autoshard.planning.sizes import Size, is_one, same, same_shape
 from autoshard.planning.strategy import Strategy, operands, value

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.mesh_search import prices, search
+from autoshard.mesh_search import search
 from autoshard.planning.estimate import recomputation
+from autoshard.planning.kept_values import KeptSearch
 
 
 class Layers(nn.Module):
@@ -28,10 +29,14 @@ class Layers(nn.Module):
 
 
 def counts(
-    monkeypatch: pytest.MonkeyPatch, layers: int, world: int, mesh: dict[str, int] | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    layers: int,
+    world: int,
+    mesh: dict[str, int] | None = None,
+    budget: int = 200_000,
 ) -> tuple[int, int, int, int]:
     """Rows of a search that keeps little and may use the host, and how often it planned a graph,
-    made a frontier and solved a cut."""
+    solved placements together with what is kept, and solved a cut."""
     made: dict[str, int] = {}
 
     def counted(owner: Any, name: str) -> None:
@@ -45,7 +50,7 @@ def counts(
 
     with monkeypatch.context() as monkeypatch, torch.device("meta"):
         counted(search, "plan_captured")
-        counted(prices, "frontier")
+        counted(KeptSearch, "solved")
         counted(recomputation, "minimum_cut")
         found = search.search_meshes(
             Layers(layers),
@@ -53,17 +58,21 @@ def counts(
             world=world,
             mesh=mesh,
             hardware="h100",
-            memory_budget=200_000,
+            memory_budget=budget,
             host_memory=1 << 30,
         )
     torch.compiler.reset()
-    return len(found.rows), made["plan_captured"], made["frontier"], made["minimum_cut"]
+    return len(found.rows), made["plan_captured"], made.get("solved", 0), made["minimum_cut"]
 
 
 def test_a_search_plans_by_the_size_of_an_axis_and_cuts_by_the_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rows, plans, frontiers, _ = counts(monkeypatch, 1, 4)
-    assert (rows, plans, frontiers) == (9, 5, 5), "tp and cp of 2 and 4, and neither"
+    rows, plans, solved, _ = counts(monkeypatch, 1, 4)
+    assert (rows, plans) == (9, 5), "tp and cp of 2 and 4, and neither"
+    assert solved <= 6 * 6, "each row with tp or cp has one search"
+    for layers in (2, 4):
+        budget = 325_000 * layers  # states on two ranks, and most of the activations
+        assert 0 < counts(monkeypatch, layers, 2, {"tp": 2}, budget)[2] <= 6, "whatever the depth"
     cuts = [counts(monkeypatch, layers, 2, {"tp": 2})[3] for layers in (4, 8, 16)]
     assert cuts[2] - cuts[1] <= cuts[1] - cuts[0], f"equal layers are cut once: {cuts}"

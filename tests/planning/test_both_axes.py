@@ -19,7 +19,7 @@ from autoshard.capture import intercept
 from autoshard.config import Config
 from autoshard.planning.cost.machines import Hardware, Link, hardware
 from autoshard.planning.decisions import Decisions
-from autoshard.planning.planner import builder_of
+from autoshard.planning.one_axis.builder import builder_of
 from autoshard.planning.prices import Prices
 from autoshard.planning.strategy import operands
 from autoshard.planning.two_axes import TwoAxes

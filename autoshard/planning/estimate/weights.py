@@ -23,7 +23,7 @@ from autoshard.runtime.graph_meta import REDUCED_DTYPE, STORED_DTYPE
 class Layout:
     """The data-parallel half of a mesh and its options; `zero` and `bucket_bytes` as in Config.
 
-    shard: ranks of dp_shard and of ep, and of a cp that stands beside tp. experts: those of ep,
+    shard: ranks of dp_shard and of ep, and of a cp beside tp or pp. experts: those of ep,
     over which no expert is gathered. outer: those of that cp, which have one batch. deferred:
     whether the gradients of microbatches are kept whole, and reduced with those of the last.
     chooses: whether each weight has a choice of its own on dp_shard, in place of `zero`. staged:

@@ -77,7 +77,8 @@ def strategies(node: fx.Node, n: int) -> tuple[list[Strategy], list[str]]:
     replicated = Strategy((I,) * count, _same_for_all(node, I))
     target = node.target
     if n == 1:
-        return [replicated], []
+        sent = [one.traffic for one in beside(node, n)[:1]]  # over another axis
+        return [replicated._replace(traffic=each) for each in sent] or [replicated], []
     if target in SEEDS:
         return [SEEDS[target]], []
     if over_another := beside(node, n):

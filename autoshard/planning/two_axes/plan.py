@@ -11,8 +11,8 @@ from autoshard.planning.asked import Request, fingerprint
 from autoshard.planning.cost import Hardware
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.head_tail import HeadTail
+from autoshard.planning.one_axis import builder_of, decided, may_be_sharded
 from autoshard.planning.outer import Origin
-from autoshard.planning.planner import builder_of, decided, may_be_sharded
 from autoshard.planning.prices import Prices
 from autoshard.planning.solver import TooWide
 from autoshard.planning.strategy import value

@@ -23,7 +23,7 @@ from autoshard.planning.batch_axis import batch_axis
 from autoshard.planning.cost import collective_seconds
 from autoshard.planning.cost.machines import Hardware, Link, hardware
 from autoshard.planning.estimate import Training
-from autoshard.planning.planner import builder_of
+from autoshard.planning.one_axis.builder import builder_of
 from autoshard.planning.prices import Prices
 from autoshard.planning.problem import Problem
 from autoshard.planning.solver import FactorGraph

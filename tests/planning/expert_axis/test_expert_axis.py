@@ -26,8 +26,8 @@ from autoshard.planning.cost import WAIT_SECONDS, collective_seconds, planned_on
 from autoshard.planning.cost.machines import Hardware, Link, hardware
 from autoshard.planning.estimate import Layout
 from autoshard.planning.mixtures import ROWS, WEIGHTS, is_mixture
+from autoshard.planning.one_axis.builder import builder_of
 from autoshard.planning.plan import GraphPlan, without_ep
-from autoshard.planning.planner import builder_of
 from autoshard.planning.prices import Prices
 from autoshard.planning.problem import Builder
 from autoshard.program import Program

@@ -1,0 +1,174 @@
+"""The plan of a row that is short of memory: what the backend would choose under that budget.
+
+Where the cheapest plan does not fit as it is, placements are planned at dearer bytes, and together
+with what is kept (planning/one_axis/), each with the least recomputation with which it fits. The
+cheapest plan with its own is one of these candidates, so that no row is predicted slower than with
+placements first. What a plan needs is estimated here, where the backend counts it.
+
+Rows are tried in the order of what they do if nothing is computed again, until one that was tried
+does more than the next could: of those that are left, which cannot be recommended, only those are
+tried that do not fit.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import cached_property
+
+from autoshard.building import Planned
+from autoshard.mesh_search.factorisations import AxisSizes
+from autoshard.mesh_search.prices import Asked, MeshPrice, MeshPrices
+from autoshard.planning import Decisions, at_dearer_bytes, operands, value, with_kept_values
+from autoshard.planning.cost import numel
+
+_NEARLY = 1.01
+"""Norm weights and biases are less than a hundredth of a model."""
+
+
+class Placements:
+    """The plans of one graph on one size of its axes, by the mesh of a row."""
+
+    def __init__(self, first: MeshPrices, spared: Callable[[Planned], float]) -> None:
+        """first: the cheapest plan, whatever the memory. spared: as of `timing`, of another."""
+        self.first, self.spared = first, spared
+        self._made: dict[object, MeshPrices] = {}
+
+    def most(self, mesh: AxisSizes, asked: Asked) -> float:
+        """The utilisation of the cheapest plan, if it had all the memory it needs."""
+        return self.first.row(mesh, _boundless(asked)).mfu
+
+    def better(self, before: MeshPrice, asked: Asked) -> MeshPrice:
+        """The row of a mesh without pp, with the quickest plan that fits; where none does, as it
+        was, with the cheapest plan."""
+        mesh, found = before.mesh, list[tuple[MeshPrice, MeshPrices]]()
+        price = self._pricing(mesh, asked, found)
+        planned = self.first.planned
+        request = replace(planned.request, layout=asked.layout(mesh))
+        graph = (planned.serial, self.first.n, request, planned.decisions)
+        for _ in with_kept_values(*graph, price, lambda row: row.fits):
+            if not before.fits and _is_too_much([row.memory.total for row, _ in found], asked):
+                return before
+        halves = asked.training.microbatches * self.first.spared  # which no candidate has yet
+        most = before.timing.step + halves if before.fits else math.inf
+        for decisions in self._at_dearer_bytes:
+            quickest = min([most, *(row.timing.step for row, _ in found if row.fits)])
+            if self._made_of(decisions).row(mesh, _boundless(asked)).timing.step < quickest:
+                price(decisions)
+        fitting = [one for one in found if one[0].fits]
+        best = min(fitting, key=lambda one: one[0].timing.step, default=None)
+        if best is None or best[0].timing.step >= most:
+            return before
+        row = self._taken(best[1]).row(mesh, asked)
+        return before if before.fits and row.timing.step > before.timing.step else row
+
+    def _pricing(
+        self, mesh: AxisSizes, asked: Asked, found: list[tuple[MeshPrice, MeshPrices]]
+    ) -> Callable[[Decisions], MeshPrice]:
+        """What adds the row that a plan makes to `found`."""
+
+        def price(decisions: Decisions) -> MeshPrice:
+            made = self._made_of(decisions)
+            row = made.row(mesh, asked)
+            decisions.recomputation = row.recomputation
+            found.append((row, made))
+            return row
+
+        return price
+
+    def _made_of(self, decisions: Decisions) -> MeshPrices:
+        key = _known_by(decisions)
+        if key not in self._made:
+            self._made[key] = self.first.following(decisions)
+        return self._made[key]
+
+    def _taken(self, one: MeshPrices) -> MeshPrices:
+        """The same prices with their plan as a file has it, and what halves spare."""
+        taken, made = replace(one.planned), copy(one)
+        taken.take(replace(one.planned.decisions, recomputation=None))
+        made.planned, made.spared = taken, self.spared(taken)
+        return made
+
+    @cached_property
+    def _at_dearer_bytes(self) -> list[Decisions]:
+        one = self.first.planned
+        return list(at_dearer_bytes(one.serial, self.first.n, one.request, one.decisions))
+
+    def may_gain(self, before: MeshPrice, asked: Asked) -> bool:
+        """Whether another plan may be quicker, or fit. With zero="auto" the plan is of the row's
+        own memory already."""
+        first = self.first
+        if first.n == 1 or not first.cuts or asked.config.zero == "auto":
+            return False
+        if before.fits:
+            chosen = before.recomputation
+            return chosen is not None and chosen.seconds > first.frontier.points[0].seconds
+        held, least = before.memory, self._least_states(before.mesh, asked)
+        states = held.parameters + held.gradients + held.optimizer
+        if states <= _NEARLY * least:  # all is split: only activations can be less
+            least = held.total - held.activations
+        return least <= asked.limit
+
+    def _least_states(self, mesh: AxisSizes, asked: Asked) -> float:
+        """Bytes of parameters and of what trains them, if all ranks shared each."""
+        training, kept = asked.training, {one.name: one for one in self.first.free.weights}
+        total = 0.0
+        for node, name in self.first.planned.parameters.items():
+            size = kept[name].kept
+            trained = training.gradient(size) + training.state(size)
+            each = training.stored(size) + kept[name].trained * trained
+            total += numel(value(node)) * each
+        return total / (self.first.n * asked.layout(mesh).shard)
+
+
+def within_memory(
+    rows: Sequence[tuple[MeshPrice, Placements]],
+    beside: Sequence[MeshPrice],
+    asked: Asked,
+    say: Callable[[str], None],
+) -> list[MeshPrice]:
+    """The rows of a search; those that may be recommended, or do not fit, with the quickest plan
+    that fits. beside: rows that stay as they are. say: told what is tried."""
+    found = {id(row): row for row, _ in rows}
+    every = [*found.values(), *beside]
+    best = max((row.mfu for row in every if row.fits and not row.refused), default=0.0)
+    short = [
+        (plans.most(row.mesh, asked), row, plans)
+        for row, plans in rows
+        if plans.may_gain(row, asked)
+    ]
+    for most, row, plans in sorted(short, key=lambda one: -one[0]):
+        if most > best or not row.fits:
+            say("fitting " + " ".join(f"{name}={size}" for name, size in row.mesh.items()))
+            found[id(row)] = plans.better(row, asked)
+            best = max(best, found[id(row)].mfu * found[id(row)].fits)
+    return [*found.values(), *beside]
+
+
+def _is_too_much(totals: Sequence[int], asked: Asked) -> bool:
+    """Whether plans at dearer and dearer bytes, none of which fits, gain less than is missing."""
+    if min(totals) <= asked.limit or len(totals) < 2:
+        return False
+    return totals[-2] - totals[-1] < totals[-1] - asked.limit
+
+
+def _boundless(asked: Asked) -> Asked:
+    return replace(asked, limit=sys.maxsize)
+
+
+def _known_by(decisions: Decisions) -> object:
+    """Equal for plans that the estimate cannot tell apart: placements, ways through shared copies,
+    and which weights are gathered again in backward."""
+    plan = decisions.graph_plan()
+    ways = []
+    for node, strategy in decisions.strategies.items():
+        for source, want in zip(operands(node), strategy.inputs):
+            if source in decisions.stored or source in decisions.copies:
+                route = decisions.route(source, want)
+                again = decisions.gathers_again(source, decisions.state(source), route[0])
+                ways.append((route, again))
+    stored = tuple(decisions.stored.values())
+    return tuple(plan.nodes.items()), tuple(plan.copies.items()), stored, tuple(ways)

@@ -1,0 +1,76 @@
+"""Plans for a rank that is short of memory: at dearer bytes, and together with what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from torch import fx
+
+from autoshard.planning.asked import Request, constrain
+from autoshard.planning.cost import Hardware, planned_on
+from autoshard.planning.decisions import Decisions
+from autoshard.planning.kept_values import KeptSearch
+from autoshard.planning.one_axis.builder import builder_of
+from autoshard.planning.one_axis.solution import solve
+from autoshard.planning.prices import AxisPrices, Prices
+from autoshard.planning.problem import Problem
+
+PlanPrice = TypeVar("PlanPrice")
+
+_PLACEMENTS = 3
+"""Prices of a byte at which placements are tried; at the highest a gigabyte costs a thousand
+seconds a step."""
+
+
+def at_dearer_bytes(
+    gm: fx.GraphModule, n: int, request: Request, default: Decisions
+) -> Iterator[Decisions]:
+    """Plans at rising prices of a byte, for a rank that has less memory than `default` takes; the
+    same for every layout whose weights have no choice."""
+    hardware, low, high = default.hardware, default.prices.parameter_byte, 1e-6
+    for step in range(1, _PLACEMENTS + 1):
+        price = low * (high / low) ** (step / _PLACEMENTS)
+        yield solve(gm, n, hardware, request, _prices(price, hardware, request))
+
+
+def with_kept_values(
+    gm: fx.GraphModule,
+    n: int,
+    request: Request,
+    default: Decisions,
+    price: Callable[[Decisions], PlanPrice],
+    fits: Callable[[PlanPrice], bool],
+    apart: Sequence[Decisions] = (),
+) -> Iterator[PlanPrice]:
+    """Plans for such a rank whose placements and kept values are decided together, at the prices of
+    a bisection.
+
+    price: decides what each computes again, and leaves it in its `recomputation`; fits: whether it
+    stays within the memory of a rank of `request.layout`. apart: plans whose placements were
+    decided by themselves; all are told what is known of the others.
+    """
+    hardware, plans = default.hardware, list(apart)
+    cluster, host = planned_on(hardware), bool(request.host_memory)
+    search = KeptSearch(gm, default, n, cluster, request.layout.shard, host)
+
+    def made(prices: Prices) -> Decisions:
+        plans.append(solve(gm, n, hardware, request, prices, search=search))
+        return plans[-1]
+
+    yield from search.run(made, price, fits)
+
+    def problem(prices: Prices) -> tuple[Problem, AxisPrices]:
+        builder = builder_of(gm, n, hardware, request, prices)
+        built = builder.build()
+        if request.plan:
+            constrain(gm, built, request.plan)
+        return built, builder.prices
+
+    search.tell(plans, problem)
+
+
+def _prices(price: float, hardware: Hardware, request: Request) -> Prices:
+    least = 2.0 / hardware.memory_bandwidth
+    spreads = request.prices.spreads_batch
+    return Prices(price, max(price, least), spreads_batch=spreads)

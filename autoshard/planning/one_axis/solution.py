@@ -1,0 +1,106 @@
+"""The cheapest plan at given prices: build the problem, solve it exactly, read it back."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autoshard.planning.asked import Request, constrain, keep_only, note_choices
+from autoshard.planning.chunked_loss import plan_losses
+from autoshard.planning.cost import Hardware
+from autoshard.planning.decisions import Decisions
+from autoshard.planning.head_tail import HeadTail
+from autoshard.planning.kept_values import KeptSearch
+from autoshard.planning.mixtures import WEIGHTS
+from autoshard.planning.one_axis.builder import builder_of
+from autoshard.planning.prices import AxisPrices, Prices
+from autoshard.planning.problem import Problem
+from autoshard.planning.solver import Solution, TooWide
+
+
+def solve(
+    gm: fx.GraphModule,
+    n: int,
+    hardware: Hardware,
+    request: Request,
+    prices: Prices,
+    contiguous: bool = False,
+    search: KeptSearch | None = None,
+) -> Decisions:
+    """The cheapest plan at given prices. contiguous: as of `Builder`. search: decides what is kept
+    for backward, too. Raises PlanError where the graph does not offer what a plan file says, and
+    TooWide of a `search`."""
+    builder = builder_of(gm, n, hardware, request, prices, contiguous)
+    problem = builder.build()
+    if request.plan:
+        constrain(gm, problem, request.plan)
+    solution, held = _solved(problem) if search is None else search.solved(builder.prices, problem)
+    read = (*problem.read(solution), problem.output_states(solution))
+    ordered = HeadTail(gm.graph, n, *read, request.contiguous_outputs)
+    if ordered.unbalanced and not contiguous:  # which costs more than was thought
+        return solve(gm, n, hardware, request, prices, True, search)
+    variables = len(problem.variables) + len(problem.copies)
+    made = decided(ordered, problem, solution, variables, builder.prices, request, held)
+    made.losses = plan_losses(gm, made, n, request.chunking)
+    return made
+
+
+def decided(
+    ordered: HeadTail,
+    problem: Problem,
+    solution: Solution,
+    variables: int,
+    prices: AxisPrices,
+    request: Request,
+    held: list[fx.Node],
+) -> Decisions:
+    """The plan of an axis. problem: what the axis offers; solution: of it, or of one around it with
+    so many `variables`. held: nodes that were not chosen by cost."""
+    decisions = Decisions(
+        strategies=ordered.strategies,
+        copies=ordered.copies,
+        stored={},
+        outputs=ordered.outputs,
+        offered=problem.domains,
+        declined=problem.declined,
+        seconds=solution.cost,
+        variables=variables,
+        width=solution.width,
+        work=solution.work,
+        prices=prices,
+        held=held,
+        unbalanced=ordered.unbalanced,
+    )
+    decisions.stored = {node: decisions.state(node) for node in request.parameters}
+    if prices.batch is not None:
+        travelling = {
+            stack
+            for node, stacks in problem.stacks.items()
+            if decisions.strategies[node].on_ep == WEIGHTS
+            for stack, _ in stacks
+        }
+        decisions.weights = {
+            node: prices.batch_choice(node, state, node in travelling)
+            for node, state in decisions.stored.items()
+        }
+    note_choices(decisions, problem, request.layout.experts)
+    return decisions
+
+
+def _solved(problem: Problem) -> tuple[Solution, list[fx.Node]]:
+    """The cheapest assignment, and the nodes whose value or copy was not chosen by cost.
+
+    Where a graph is too entangled for the exact minimum (a recurrence that is unrolled), the values
+    in the way are held, as a rule replicated, and the plan is the cheapest of the rest.
+    """
+    held: set[int] = set()
+    while True:
+        try:
+            solution = problem.graph.solve()
+        except TooWide as wide:
+            for variable, allowed in wide.entangled.items():
+                values = range(problem.graph.size(variable))
+                keep_only(problem, variable, [i == allowed for i in values])
+            held |= wide.entangled.keys()
+        else:
+            choices = (*problem.variables.items(), *problem.copies.items())
+            return solution, list(dict.fromkeys(node for node, i in choices if i in held))
