@@ -230,6 +230,8 @@ def _planned_for(mesh: AxisSizes, config: Config) -> tuple[tuple[str, int], ...]
     if config.zero == "auto":  # the plan depends on those of the weights, too
         named = ("pp", "dp_replicate", "dp_shard")
         axes = [(name, mesh[name]) for name in named if name in mesh] + axes
+    elif "pp" in mesh and "ep" in mesh:  # where rows travel to experts, as on every pp
+        axes = [("pp", 2), *axes]
     if mesh.get("ep", 1) > 1:
         axes = [("ep", mesh["ep"]), *axes]
     return tuple(axes)

@@ -56,11 +56,12 @@ def test_a_factory_on_a_cluster_of_ones_own(here: Path, capsys: pytest.CaptureFi
         assert f"  {mesh}  " in said.out, mesh
     assert "tp=4" not in said.out  # a node has two devices
     assert said.err.splitlines() == [
-        "[1/5] tracing",
-        "[2/5] capturing",
-        "[3/5] planning tp=1",
-        "[4/5] planning cp=2",
-        "[5/5] planning tp=2",
+        "[1/16] tracing",
+        "[2/16] capturing",
+        "[3/16] planning tp=1",
+        "[4/16] planning cp=2",
+        "[5/16] planning tp=2",
+        "[16/16] comparing",
     ]
     saved = autoshard.Plan.load("plan.json")
     assert saved.mesh and saved.parameters.keys() == {

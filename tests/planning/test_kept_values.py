@@ -15,7 +15,7 @@ from torch import fx
 from autoshard.building import one_rank
 from autoshard.capture import intercept
 from autoshard.config import Config
-from autoshard.planning import planner
+from autoshard.planning import Request, one_axis
 from autoshard.planning.cost import planned_on
 from autoshard.planning.cost.machines import Link
 from autoshard.planning.decisions import Decisions, Recomputation
@@ -32,7 +32,7 @@ from autoshard.planning.solver import Solution
 from autoshard.runtime.collectives import forward_value
 from autoshard.runtime.mesh import offline_mesh
 
-Asked = tuple[fx.GraphModule, int, Any, planner.Request]
+Asked = tuple[fx.GraphModule, int, Any, Request]
 
 
 def asked(seed: int, operators: int) -> Asked:
@@ -44,7 +44,7 @@ def asked(seed: int, operators: int) -> Asked:
 
         def recorded(*arguments: Any) -> Decisions:
             found.append(arguments)  # type: ignore[arg-type]
-            return planner.plan_graph(*arguments)
+            return one_axis.plan_graph(*arguments)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(one_rank, "plan_graph", recorded)
@@ -107,7 +107,7 @@ def chosen(given: Asked, problem: Problem, at: Solution, prices: AxisPrices) -> 
     gm, n, _, request = given
     read = (*problem.read(at), problem.output_states(at))
     ordered = HeadTail(gm.graph, n, *read, request.contiguous_outputs)
-    return planner.decided(ordered, problem, at, 0, prices, request, [])
+    return one_axis.decided(ordered, problem, at, 0, prices, request, [])
 
 
 def least(
@@ -115,9 +115,9 @@ def least(
 ) -> tuple[float, float, set[Fate]]:
     """The joint sum; the least of every placement with its minimum cut, and the fates there."""
     gm, n, hardware, request = given
-    search = KeptSearch(gm, planner.plan_graph(*given), n, planned_on(hardware), 1)
+    search = KeptSearch(gm, one_axis.plan_graph(*given), n, planned_on(hardware), 1)
     search.price, search.charge, search.segments = price, charge, segments
-    builder = planner.builder_of(gm, n, hardware, request, request.prices)
+    builder = one_axis.builder_of(gm, n, hardware, request, request.prices)
     problem = builder.build()
     found, _ = search.solved(builder.prices, problem)
     best: tuple[float, set[Fate]] = (np.inf, set())
@@ -163,10 +163,10 @@ def test_no_placement_within_a_budget_is_quicker_than_the_bound(
     monkeypatch.setattr(bound, "segments_by_node", lambda *_: segments)
 
     def problem(prices: Prices) -> tuple[Problem, AxisPrices]:
-        builder = planner.builder_of(gm, n, hardware, request, prices)
+        builder = one_axis.builder_of(gm, n, hardware, request, prices)
         return builder.build(), builder.prices
 
-    default = planner.plan_graph(*given).prices
+    default = one_axis.plan_graph(*given).prices
     own = Prices(default.parameter_byte, default.activation_byte)
     built, prices = problem(own)
     dual = bound.Dual(

@@ -73,8 +73,7 @@ def split_operators(
         chosen={node: chosen[p] for node, p in own.items() if p in chosen},
         training=Training(states=config.optimizer_states, microbatches=microbatch.microbatches),
         even=True,
-        # stacks are gathered once a step, for all micro-batches, which no price knows
-        ep_exchange="weights" if config.ep_exchange == "weights" else "rows",
+        ep_exchange=config.ep_exchange,
     )
     decisions: Decisions | None = None
     gathered: frozenset[int] = frozenset()

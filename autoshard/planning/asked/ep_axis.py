@@ -47,7 +47,8 @@ def expert_axis(
         second=second,
         bucket=max(1, layout.bucket_bytes or limit),
         parameters=parameters.keys(),
-        exchange=request.ep_exchange,
+        # stacks are gathered once a step there, for all micro-batches, which no price knows
+        exchange="rows" if layout.staged and request.ep_exchange == "auto" else request.ep_exchange,
         named=frozenset(name for name, text in lines if without_ep(text) != text),
     )
 

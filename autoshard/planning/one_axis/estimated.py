@@ -18,7 +18,7 @@ _SURE = 0.8
 
 
 @dataclass(frozen=True)
-class Priced:
+class PlanEstimate:
     """A plan with its recomputation. resident: bytes that are there whatever runs. least: bytes
     with all recomputed that helps. fits, surely: whether it fits without, and by far. held: bytes
     of weights, of what trains them and of their buckets."""
@@ -34,12 +34,12 @@ class Priced:
 
 def estimates(
     gm: fx.GraphModule, n: int, request: Request, budget: int
-) -> Callable[[Decisions], Priced]:
+) -> Callable[[Decisions], PlanEstimate]:
     """What estimates plans of one graph; of plans that differ in `weights` alone, the rest once."""
     made: dict[int, tuple[dict[fx.Node, Strategy], Profile]] = {}
     nodes = {name: node for node, name in request.parameters.items()}
 
-    def estimate(decisions: Decisions) -> Priced:
+    def estimate(decisions: Decisions) -> PlanEstimate:
         strategies, chosen = decisions.strategies, decisions.weights
         if id(strategies) not in made:
             made[id(strategies)] = strategies, _profiled(gm, n, decisions, request)
@@ -64,7 +64,7 @@ def priced(
     request: Request,
     budget: int,
     free: Profile | None = None,
-) -> Priced:
+) -> PlanEstimate:
     training, layout = request.training, request.layout
     cluster = planned_on(decisions.hardware)
     shard = layout.shard // (layout.outer * layout.experts)
@@ -78,7 +78,7 @@ def priced(
     seconds = timing(free, layout, training, cluster, cluster.links(sizes)).step
     if held.total <= budget:
         surely = held.total <= _SURE * budget
-        return Priced(decisions, seconds, resident, held.total, True, surely, of_weights)
+        return PlanEstimate(decisions, seconds, resident, held.total, True, surely, of_weights)
     choices = frontier(gm, decisions, n, cluster, host_memory=request.host_memory)
     beside = held.total - free.activations.saved
     least = min([held.total, *(beside + point.peak for point in choices.points[-1:])])
@@ -86,4 +86,4 @@ def priced(
     if index is not None:
         decisions.recomputation = choices.recomputation(index)
         seconds += decisions.recomputation.seconds
-    return Priced(decisions, seconds, resident, least, False, False, of_weights)
+    return PlanEstimate(decisions, seconds, resident, least, False, False, of_weights)

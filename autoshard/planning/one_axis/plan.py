@@ -13,7 +13,7 @@ from autoshard.planning.chunked_loss import plan_losses
 from autoshard.planning.cost import Hardware, planned_on
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.one_axis.candidates import at_dearer_bytes, with_kept_values
-from autoshard.planning.one_axis.estimated import Priced, estimates, priced
+from autoshard.planning.one_axis.estimated import PlanEstimate, estimates, priced
 from autoshard.planning.one_axis.solution import solve
 from autoshard.planning.values import is_trained
 from autoshard.runtime.errors import PlanError
@@ -73,7 +73,7 @@ def _within_budget(
         return best.decisions
     if n > 1 and not found[0].surely:
 
-        def price(decisions: Decisions) -> Priced:
+        def price(decisions: Decisions) -> PlanEstimate:
             return priced(gm, n, decisions, request, budget)
 
         found += map(price, at_dearer_bytes(gm, n, request, default))

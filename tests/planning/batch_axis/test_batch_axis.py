@@ -192,16 +192,22 @@ def every_third(model: nn.Module) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "waits"),
-    [({"dp_shard": 2, "ep": 2}, False), ({"dp_shard": 2, "ep": 2}, True), ({"dp_shard": 4}, False)],
+    ("mesh", "waits", "exchange"),
+    [
+        ({"dp_shard": 2, "ep": 2}, False, "rows"),
+        ({"dp_shard": 2, "ep": 2}, False, "weights"),
+        ({"dp_shard": 2, "ep": 2}, True, "rows"),
+        ({"dp_shard": 4}, False, "rows"),
+    ],
 )
-def test_the_charge_is_of_what_runs(mesh: dict[str, int], waits: bool) -> None:
+def test_the_charge_is_of_what_runs(mesh: dict[str, int], waits: bool, exchange: str) -> None:
     """The collectives of a step of three microbatches, two of them in `no_sync`, each alone in its
     bucket, take as long as the planner charges the choices."""
     model, x = Routed(), torch.randn(24, 8)
     plan = Plan("tp", 1, weights=every_third(model))
     build = builder(model, (x,))
     options: dict[str, Any] = {"plan": plan, "bucket_bytes": 1, "defer_reduction": waits}
+    options["ep_exchange"] = exchange
     steps = [
         build(mesh, microbatch=one, **options).collectives()
         for one in (ACCUMULATE, ACCUMULATE, FLUSH)
@@ -210,7 +216,11 @@ def test_the_charge_is_of_what_runs(mesh: dict[str, int], waits: bool) -> None:
     request = replace(request, training=Training(microbatches=3))
     axis = batch_axis(1, replace(hardware("cpu"), memory_bandwidth=math.inf), request, 1.0)
     assert axis is not None and {axis.layout.deferred} == {waits}
-    charged = [axis.charges(node, I, 0.0) for node in request.parameters]
+    travels = exchange == "weights"
+    charged = [
+        axis.charges(node, I, 0.0, travels and "mixture" in name)
+        for node, name in request.parameters.items()
+    ]
     took = sum(
         collective_seconds(one.op, one.bytes, mesh[one.axis], axis.links[one.axis])
         for step in steps
@@ -238,7 +248,7 @@ def test_experts_have_choices_for_the_part_that_stays(mesh: dict[str, int]) -> N
 
 def test_without_dp_shard_weights_are_gathered_once_or_twice() -> None:
     build = builder(Routed(), (torch.randn(24, 8),))
-    program = build({"ep": 2}, zero="auto")
+    program = build({"ep": 2}, zero="auto", ep_exchange="rows")
     weights = program.plan.weights
     for name, choice in weights.items():
         stack = name in ("mixture.up", "mixture.down", "mixture.up_bias", "mixture.down_bias")

@@ -78,7 +78,9 @@ def machine(seed: int) -> Hardware:
     return replace(cpu, name="drawn", links=links)
 
 
-def asked(seed: int, layers: int, mesh: dict[str, int]) -> tuple[fx.GraphModule, Request]:
+def asked(
+    seed: int, layers: int, mesh: dict[str, int], zero: int | str
+) -> tuple[fx.GraphModule, Request]:
     """A drawn graph, and what its planner is asked."""
     found: list[Any] = []
 
@@ -87,7 +89,6 @@ def asked(seed: int, layers: int, mesh: dict[str, int]) -> tuple[fx.GraphModule,
             found.append((gm, request))
             return plan_graph(gm, n, hardware, request)
 
-        zero = 2 + seed % 2
         config = Config.from_options({"mesh": mesh, "inner": "aot_eager", "zero": zero})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(one_rank, "plan_graph", recorded)
@@ -134,7 +135,7 @@ def test_no_plan_with_any_choices_is_cheaper() -> None:
     other_plans = 0
     for seed in range(18):
         mesh, layers = MESHES[seed % 3], 1 + seed // 9
-        gm, request = asked(seed, layers, mesh)
+        gm, request = asked(seed, layers, mesh, 2 + seed % 2)
         n, drawn = max(mesh.get("tp", 1), mesh.get("cp", 1)), machine(seed)
         byte, second = 10.0 ** (-8 - seed % 4), (1.0, 0.2)[seed % 2]
         request.prices = Prices(byte, batch_second=second)
@@ -156,6 +157,29 @@ def test_no_plan_with_any_choices_is_cheaper() -> None:
         bare = [[replace_way(each) for each in plan] for plan in plans]
         other_plans += any(one != bare[0] for one in bare)
     assert set(chosen) == {ROWS, WEIGHTS} and other_plans
+
+
+def test_the_choices_of_a_stack_on_ep_and_on_dp_shard_are_one() -> None:
+    """With zero="auto": against the plan in which rows travel, and the one without an axis ep for
+    mixtures, whose stacks are gathered as any other parameter is."""
+    chosen: Counter[str] = Counter()
+    for seed in range(8):
+        mesh = ({"dp_shard": 2, "ep": 2, "tp": 2}, {"dp_shard": 2, "ep": 2})[seed % 2]
+        gm, request = asked(seed, 1, mesh, "auto")
+        n, drawn = mesh.get("tp", 1), machine(seed)
+        request.prices = Prices(10.0 ** (-8 - seed % 4), batch_second=(1.0, 0.2)[seed // 4])
+        problem = builder_of(gm, n, drawn, request, request.prices).build()
+        solution = problem.graph.solve()
+        (mixture,) = filter(is_mixture, gm.graph.nodes)
+        _, rows = fixed(gm, n, drawn, request, {mixture.name: ROWS})
+        plain = builder_of(gm, n, drawn, request, request.prices)
+        plain.on_ep, plain.prices.batch = None, replace(plain.prices.batch, experts={})  # type: ignore[type-var]
+        costs = {ROWS: rows.graph.solve().cost, WEIGHTS: plain.build().graph.solve().cost}
+        assert solution.cost == pytest.approx(min(costs.values()), rel=1e-9), seed
+        way = problem.read(solution)[0][mixture].on_ep
+        assert costs[way] == pytest.approx(min(costs.values()), rel=1e-9), seed
+        chosen[way] += 1
+    assert set(chosen) == {ROWS, WEIGHTS}
 
 
 def replace_way(strategy: Any) -> Any:
@@ -248,10 +272,11 @@ def test_prices_are_those_of_the_estimate_and_of_the_program(
         ({"ep": 2}, (WEIGHTS, ROWS), 2),
         (TWO, (ROWS, WEIGHTS), 3),
         ({"dp_shard": 2, "ep": 2}, (WEIGHTS, WEIGHTS), 3),
+        ({"dp_shard": 2, "ep": 2}, (ROWS, WEIGHTS), "auto"),
     ],
 )
 def test_what_a_plan_file_says_runs_and_is_the_serial_model(
-    mesh: dict[str, int], ways: tuple[str, str], zero: int, tmp_path: Path
+    mesh: dict[str, int], ways: tuple[str, str], zero: int | str, tmp_path: Path
 ) -> None:
     torch.compiler.reset()
     x = torch.randn(24, 8)
