@@ -91,7 +91,7 @@ def _prefetch(graph: fx.Graph, bucket_bytes: int | None) -> int:
         before = arrived.get(group) if held.get(group, 0) + sizes[node] <= most else None
         held[group] = sizes[node]
         if before is not None:
-            needed = sorted(_above(node, order[before], order), key=order.__getitem__)
+            needed = sorted(_above(node, before), key=order.__getitem__)
             for one in reversed(needed):
                 before.append(one)
             moved += 1
@@ -137,11 +137,12 @@ def _inputs_only(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _above(node: fx.Node, limit: int, order: dict[fx.Node, int]) -> set[fx.Node]:
-    """`node` and what it is made from, of the nodes that stand after position `limit`."""
-    if order[node] < limit or node.op != "call_function":
+def _above(node: fx.Node, limit: fx.Node) -> set[fx.Node]:
+    """`node` and what it is made from, of the nodes that stand after `limit` by now: what a gather
+    over another axis has taken further up stays there."""
+    if node.op != "call_function" or node < limit:
         return set()
-    return {node}.union(*(_above(source, limit, order) for source in node.all_input_nodes))
+    return {node}.union(*(_above(source, limit) for source in node.all_input_nodes))
 
 
 def _sink_waits(graph: fx.Graph) -> int:
@@ -163,6 +164,10 @@ def _sink_waits(graph: fx.Graph) -> int:
             first, *rest = sorted(waits_of(node))
             for wait in reversed(rest):  # when one has arrived, all have
                 first.append(wait)
+                (result,) = wait.all_input_nodes
+                # A gather that one over another axis reads has moved up with that result alone.
+                if first < result:
+                    first.append(result)
     return moved
 
 

@@ -169,6 +169,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "float8_products": {"precision": {"matmul": "float8"}},
     "global_token_mean": {"loss_tokens": "global"},
     "chunk_loss": {"chunk_loss": True},
+    "exchange_experts": {"ep_exchange": "rows"},
     "fuse_collectives": {"fuse_collectives": True, "outputs": "sharded"},
     "split_halves": {"overlap_halves": True},
     "interleave_halves": {"overlap_halves": True},

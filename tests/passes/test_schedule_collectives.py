@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-import torch
+import operator
+from typing import Any
 
-from autoshard.passes.bucketing import ALL_GATHER, ALL_REDUCE, GATHERS, REDUCE_SCATTER
+import torch
+from torch import fx
+
+from autoshard.passes.base import Context
+from autoshard.passes.bucketing import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    GATHER_TOGETHER,
+    GATHERS,
+    REDUCE_SCATTER,
+    WAIT,
+)
+from autoshard.passes.schedule_collectives import ScheduleCollectives
+from autoshard.runtime.collectives.axis import Axis
 from bucketed import between, compute, program, wait_of
 
 
@@ -70,3 +84,46 @@ def test_both_reductions_of_a_hybrid_mesh_overlap() -> None:
         assert compute(between(graph, reduce, wait_of(reduce))) > 0
     cats = [n for n in graph.nodes if n.target is torch.ops.aten.cat.default]
     assert len(cats) == 5, "the outer reduction copies"
+
+
+class Gathers:
+    """A graph of two inputs, gathered over the axes cp and tp."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.inputs = [self.graph.placeholder(name) for name in "wv"]
+        for node in self.inputs:
+            node.meta["val"] = torch.empty(8, 8, device="meta")
+
+    def __call__(self, target: Any, *args: Any) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta["val"] = torch.empty(8, 8, device="meta")
+        return node
+
+    def schedule(self, *outputs: fx.Node) -> None:
+        self.graph.output(outputs)
+        gm = fx.GraphModule({}, self.graph)
+        ScheduleCollectives(bucket_bytes=1 << 20).run(gm, Context(Axis("tp", 1, 0, "")))
+        self.graph.lint()
+
+
+def test_results_of_a_gather_that_one_over_another_axis_reads_arrive_together() -> None:
+    """The second result stands behind the reader of the first one, as merging leaves it."""
+    make = Gathers()
+    started = make(GATHER_TOGETHER, make.inputs, 2, "cp")
+    first = make(WAIT, make(operator.getitem, started, 0))
+    whole = make(WAIT, make(ALL_GATHER, first, 2, "tp"))
+    second = make(WAIT, make(operator.getitem, started, 1))
+    make.schedule(make(torch.ops.aten.mm.default, whole, second))
+    assert not [n for n in between(make.graph, first, second) if n.target in GATHERS]
+
+
+def test_what_gathers_over_two_axes_read_stays_before_both() -> None:
+    """One start moves up to each axis' last arrival; the second must not take the source down."""
+    make = Gathers()
+    arrived = [make(WAIT, make(ALL_GATHER, make.inputs[0], 2, axis)) for axis in ("cp", "tp")]
+    source = make(torch.ops.aten.t.default, make.inputs[1])
+    starts = [make(ALL_GATHER, source, 2, axis) for axis in ("cp", "tp")]
+    product = make(torch.ops.aten.mm.default, *arrived)
+    make.schedule(product, *(make(WAIT, start) for start in starts))
+    assert all(source < start < product for start in starts)
