@@ -29,6 +29,7 @@ import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 from autoshard.passes.base import Context, Report
@@ -143,7 +144,12 @@ def _unpack(make: Maker, gathered: fx.Node, packed: list[Member]) -> list[fx.Nod
     for one in packed:
         end = start + numel(one.source.meta["val"].shape)
         columns = make(aten.slice.Tensor, rows, 1, start, end)
-        results.append(make(aten.reshape.default, columns, list(one.wait.meta["val"].shape)))
+        whole = make(aten.reshape.default, columns, list(one.wait.meta["val"].shape))
+        if not whole.meta["val"].is_contiguous():
+            # one row a rank is reshaped without a copy, and views of the result were traced of a
+            # contiguous one
+            whole = make(aten.clone.default, whole, memory_format=torch.contiguous_format)
+        results.append(whole)
         start = end
     return results
 

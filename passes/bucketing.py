@@ -160,9 +160,15 @@ class Maker:
             MODULE: common_module([c.get(MODULE, "") for c in custom]),
         }
 
-    def __call__(self, target: Callable[..., Any], *args: Any) -> fx.Node:
+    def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         return emit(
-            self.graph, self.like, target, args, provenance=self.provenance, custom=self.custom
+            self.graph,
+            self.like,
+            target,
+            args,
+            kwargs,
+            provenance=self.provenance,
+            custom=self.custom,
         )
 
 

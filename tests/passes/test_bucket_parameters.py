@@ -41,6 +41,33 @@ def test_backward_gathers_in_its_own_order() -> None:
     assert layers == sorted(layers, reverse=True) and len(set(layers)) == 2
 
 
+class OneRowEach(torch.nn.Module):
+    """Weights of which each of two ranks has one row, the first of them as a view takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = torch.nn.Parameter(torch.ones(2, 3, 4))
+        self.scale = torch.nn.Parameter(torch.ones(2, 12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.heads.view(6, 4).view(24)).sum() + self.scale.view(24).sum()
+
+
+def test_results_of_one_row_a_rank_are_contiguous() -> None:
+    """Views were traced of gathers, whose results are."""
+    traced = autoshard.trace(OneRowEach(), (torch.ones(3, 24),), mesh={"dp_shard": 2})
+    graph = traced.joint.forward.graph
+    (start,) = [n for n in graph.nodes if n.target in GATHERS]
+    (wait,) = waits_of(start)
+    (rows,) = wait.users
+    results = []
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.view.default and node.args[0] is not wait:
+            source = node.args[0].meta["val"]
+            results.append(source.is_contiguous())
+    assert len(rows.users) == 2 and len(results) > 1 and all(results)
+
+
 def test_large_weights_of_a_bucket_are_results_of_their_own() -> None:
     """Waited for together, freed apart, copied nowhere; small ones share one flat result."""
     linears = [torch.nn.Linear(256, 256) for _ in range(3)]
