@@ -36,6 +36,20 @@ _PREDICTED = 0.95
 """The part of a budget that Inductor's code may be predicted to need: see tests/memory."""
 
 
+class BudgetTooSmall(PlanError):
+    """No plan fits a budget of `budget` bytes a rank; one was found that needs `needed`."""
+
+    def __init__(self, budget: int, needed: int) -> None:
+        self.needed = needed
+        super().__init__(
+            message(
+                f"no plan fits memory_budget={budget:,} bytes a rank: with all recomputed that can "
+                f"be, a step needs {needed:,} bytes, {needed - budget:,} more",
+                remedy=f"Raise the budget to {needed:,}, or use a smaller batch or more ranks.",
+            )
+        )
+
+
 class Revisable(Protocol):
     """A graph with decisions that may be taken back."""
 
@@ -57,7 +71,7 @@ def recompute(
 
     build: makes the program of the decisions as they are, for the first rank, whose parts are the
     largest: all ranks decide on the same one. assumed: nobody asked for the budget: where nothing
-    fits it, what needs least is taken, with a warning; otherwise PlanError is raised, and
+    fits it, what needs least is taken, with a warning; otherwise BudgetTooSmall is raised, and
     ConfigError where `inner`, the inner compiler, computes nothing again.
     """
     if inner == "eager":
@@ -87,14 +101,10 @@ def recompute(
         if found is not None:
             failed.append((needed, each, found))
     needed, least, found = min(failed, key=lambda one: one[0])
-    told = message(
-        f"no plan fits memory_budget={budget:,} bytes a rank: with all recomputed that can be, "
-        f"a step needs {needed:,} bytes, {needed - budget:,} more",
-        remedy=f"Raise the budget to {needed:,}, or use a smaller batch or more ranks.",
-    )
+    told = BudgetTooSmall(budget, needed)
     if not assumed:
-        raise PlanError(told)
-    warnings.warn(told, stacklevel=2)
+        raise told
+    warnings.warn(str(told), stacklevel=2)
     planned.take(least)
     least.recomputation = found
 

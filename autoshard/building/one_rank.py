@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -13,44 +13,20 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.building.batch_choices import choices_made, layout_of, with_choices
 from autoshard.building.first_axis import lay_out, placed
-from autoshard.building.fitting import chunk_as_first, recompute
+from autoshard.building.fitting import BudgetTooSmall, chunk_as_first, recompute
 from autoshard.building.given_plan import load_plan
+from autoshard.building.local_passes import local_passes
 from autoshard.building.mean_warning import warn_of_no_mean
-from autoshard.building.mutated_parameters import refuse_mutated
+from autoshard.building.planned import Planned
 from autoshard.capture import capture, guard_divisible
-from autoshard.compiling import (
-    DebugWatch,
-    lowered_dtypes,
-    say_stored,
-    settings,
-    traced_microbatch,
-    use_by,
-)
+from autoshard.compiling import DebugWatch, lowered_dtypes, say_stored, settings, traced_microbatch
 from autoshard.config import Config, Precision
 from autoshard.errors import ConfigError, message
 from autoshard.explain import check_strict, explain_plan
-from autoshard.passes import (
-    SILENT,
-    ChunkLoss,
-    DataParallel,
-    ExchangeExperts,
-    Float8Products,
-    FuseInferenceLayers,
-    GlobalTokenMean,
-    Localize,
-    Pass,
-    SplitHalves,
-    Watch,
-    prepare,
-    rank_program,
-)
+from autoshard.passes import SILENT, Float8Products, GlobalTokenMean, Watch, prepare, rank_program
 from autoshard.planning import (
-    Decisions,
-    Outer,
-    Plan,
     Prices,
     Request,
-    gathered_stacks,
     is_trained,
     on_rank,
     plan_graph,
@@ -58,58 +34,17 @@ from autoshard.planning import (
     value,
     with_graph,
 )
-from autoshard.planning.chunked_loss import chunking_of, plan_losses
-from autoshard.planning.cost import Hardware, fusing_for, machine_and_link, planned_on
+from autoshard.planning.chunked_loss import chunking_of
+from autoshard.planning.cost import Hardware, fusing_for, planned_on
 from autoshard.planning.estimate import Training
-from autoshard.planning.halves import Found, halving_for
 from autoshard.program import Program
 from autoshard.runtime import compat
-from autoshard.runtime.collectives import (
-    Axis,
-    I,
-    State,
-    data_axes,
-    data_states,
-    gathering_axes,
-)
+from autoshard.runtime.collectives import Axis, I, State, data_axes, data_states, gathering_axes
 from autoshard.runtime.compat import artifact
-from autoshard.runtime.graph_meta import BUFFER, DIFF, SPLIT_HALVES, STORED_DTYPE
+from autoshard.runtime.graph_meta import BUFFER, DIFF
 from autoshard.runtime.lazy import LazyGather
 from autoshard.runtime.mesh import Mesh, offline_mesh
 from autoshard.runtime.parameters import is_planned, stored_states
-
-
-@dataclass
-class Planned:
-    """A captured graph with its decisions, before it is rewritten.
-
-    plan: the decisions of this graph joined to those of the plan it was asked to follow, `asked`.
-    outer: the plan of the axis that was laid out before, of a rank of which the graph is.
-    """
-
-    serial: fx.GraphModule
-    parameters: dict[fx.Node, str]
-    data: dict[fx.Node, dict[str, State]]
-    decisions: Decisions
-    plan: Plan
-    asked: Plan | None
-    request: Request
-    outer: Outer | None = None
-
-    def take(self, decisions: Decisions) -> None:
-        """Follow other decisions on the same graph."""
-        n, outer = decisions.prices.n, self.plan.outer
-        self.decisions = decisions
-        self.data = with_choices(self.data, decisions, self.request.layout)
-        self.plan = with_graph(self.asked, decisions, self.request, self.serial, n)
-        self.plan.outer = outer
-
-    def plan_losses(self, decisions: Decisions, fits: bool) -> bool:
-        """Decide which losses of the graph go by chunks under `decisions`; whether any does. fits:
-        whether a step stays within its budget otherwise."""
-        how = self.request.chunking if fits else self.request.chunking_to_fit
-        decisions.losses = plan_losses(self.serial, decisions, decisions.prices.n, how)
-        return any(one.chunked for one in decisions.losses.values())
 
 
 def build_program(
@@ -151,7 +86,7 @@ def build_program(
     serial = planned.serial
 
     def built(mesh: Mesh, watch: Watch) -> Program:
-        passes = _local_passes(planned, inputs, mesh, config, dtypes, microbatch)
+        passes = local_passes(planned, inputs, mesh, config, dtypes, microbatch)
         local, reports = rank_program(serial, passes, mesh.planned, watch)
         if mesh.outer is not None:
             on_rank(local, mesh.outer)
@@ -178,7 +113,17 @@ def build_program(
             compat.transfers()  # or raises
         first = offline_mesh({one.name: one.size for one in mesh.axes}, 0)
         assumed = config.memory_budget is None
-        recompute(planned, lambda: built(first, SILENT), budget, assumed, config.inner)
+        try:
+            recompute(planned, lambda: built(first, SILENT), budget, assumed, config.inner)
+        except BudgetTooSmall as small:
+            # other plans are candidates at another budget: the one that is named is tried
+            raised = replace(config, memory_budget=small.needed)
+            given = (gm, example_inputs, inputs, mesh, raised, machine, microbatch, even, facts)
+            try:
+                build_program(*given, room)
+            except BudgetTooSmall as larger:
+                raise BudgetTooSmall(budget, larger.needed) from None
+            raise
     elif config.chunk_loss == "auto" and data_axes(mesh.axes):
         chunk_as_first(planned)
     decisions = planned.decisions
@@ -322,70 +267,3 @@ def _arrival(node: fx.Node, given: LazyGather, axis: Axis) -> State:
     state = given.state_on(axis)
     differentiable = bool(node.meta.get(DIFF))
     return state if state in shardable(value(node), axis.size) and not differentiable else I
-
-
-def _local_passes(
-    planned: Planned,
-    inputs: list[compat.GraphInput],
-    mesh: Mesh,
-    config: Config,
-    dtypes: Mapping[int, torch.dtype],
-    microbatch: str,
-) -> list[Pass]:
-    """The passes that make the planned graph one rank's, with their options."""
-    passes: list[Pass] = [Localize(planned.decisions, config.recompute_collectives)]
-    if not is_trained(planned.serial):
-        passes.append(FuseInferenceLayers(config.small_sums == "symmetric_memory"))
-    else:
-        passes += _halves(planned, mesh, config)
-    passes += ChunkLoss.of(planned.decisions.losses, config.chunk_loss)
-    axes = gathering_axes(mesh.axes)
-    if not axes and not dtypes:
-        return passes
-    refuse_mutated(planned.serial, planned.parameters)
-    placeholders = [n for n in planned.serial.graph.nodes if n.op == "placeholder"]
-    stored_dtypes = {i: inputs[i].real.dtype for i in dtypes}  # type: ignore[union-attr]
-    for i, dtype in stored_dtypes.items():
-        placeholders[i].meta[STORED_DTYPE] = dtype
-    states = {i: planned.data[n] for i, n in enumerate(placeholders) if n in planned.data}
-    weights = planned.decisions.weights
-    choices = {i: weights[n] for i, n in enumerate(placeholders) if n in weights}
-    if mesh.axis("ep").size > 1:
-        gathered = gathered_stacks(planned.serial, planned.decisions.strategies)
-        passes.append(ExchangeExperts(mesh.axis("ep"), states, mesh.outer, gathered))
-    passes.append(
-        DataParallel(
-            axes,
-            states,
-            regather=config.zero == 3,
-            choices=choices,
-            use=use_by(config, mesh),
-            dtypes=stored_dtypes,
-            microbatch=microbatch,
-        )
-    )
-    if config.loss_tokens == "global" and data_axes(mesh.axes):
-        passes.append(GlobalTokenMean(data_axes(mesh.axes)))
-    return passes
-
-
-def _halves(planned: Planned, mesh: Mesh, config: Config) -> list[Pass]:
-    """The pass that cuts layers in halves, where the options ask for it and tp has ranks."""
-    halving = halving_for(config.overlap_halves)
-    if halving is None or mesh.planned.size == 1 or config.inner in ("eager", "tensorrt"):
-        return []
-    sizes = {axis.name: axis.size for axis in mesh.axes}
-    machine, link = machine_and_link(planned.decisions.hardware, sizes, mesh.planned.name)
-    placeholders = planned.serial.graph.find_nodes(op="placeholder")
-    positions = frozenset(i for i, n in enumerate(placeholders) if n in planned.parameters)
-    return [SplitHalves(positions, halving, machine, link)]
-
-
-def seconds_spared(planned: Planned, mesh: Mesh, config: Config) -> float:
-    """Predicted seconds of a step on one batch that halves of it spare; 0 where none may."""
-    passes = _halves(planned, mesh, config)
-    if not passes or not is_trained(planned.serial):
-        return 0.0
-    local, _ = rank_program(planned.serial, [Localize(planned.decisions), *passes], mesh.planned)
-    found: Found = local.meta[SPLIT_HALVES]
-    return found.spared

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import autoshard
 from autoshard.planning.rules import strategies
@@ -136,15 +138,55 @@ def test_memory_budget_is_kept() -> None:
     text = str(caught.value)
     assert "memory_budget=1 bytes" in text
     assert "on 2 ranks" in text and "Raise the budget, or use more ranks" in text
+
+
+class Patches(torch.nn.Module):
+    """Attention between the patches of images, with a token of their class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut, self.norm = torch.nn.Conv2d(3, 32, 4, 4), torch.nn.RMSNorm(32)
+        self.qkv, self.out, self.head = (torch.nn.Linear(32, n) for n in (96, 32, 7))
+        self.token = torch.nn.Parameter(torch.zeros(1, 1, 32))
+
+    def rotated(self, x: torch.Tensor) -> torch.Tensor:
+        """Turned by angles of the place in the image."""
+        rate = 1 / 100 ** (torch.arange(2) / 2.0)
+        places = torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij")
+        angles = torch.cat([one.flatten()[:, None] * rate for one in places], -1)
+        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], 4, 2))
+        turned = pairs * torch.polar(torch.ones_like(angles), angles)
+        return torch.view_as_real(turned).flatten(-2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.cut(x).flatten(2).mT
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(b, t, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        found = F.scaled_dot_product_attention(self.rotated(q), self.rotated(k), v)
+        x = x + self.out(found.transpose(1, 2).reshape(b, t, d))
+        x = torch.cat([self.token.expand(b, -1, -1), x], 1)
+        found = self.head(x[:, 0] + x.mean(1))
+        target = torch.zeros(b, dtype=torch.long)
+        return F.cross_entropy(found, target, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize(
+    ("made", "shape"),
+    [(MLP, (4096, 64)), pytest.param(Patches, (4, 3, 16, 16), marks=pytest.mark.slow)],
+)
+def test_the_budget_that_an_error_names_is_enough(
+    made: Callable[[], torch.nn.Module], shape: tuple[int, ...]
+) -> None:
+    given = (made(), (torch.randn(shape),))
+    options: dict[str, Any] = {"mesh": {"tp": 2}, "inner": "aot_eager"}
+    peak = autoshard.trace(*given, **options).memory().peak
     torch.compiler.reset()
     with pytest.raises(PlanError, match="recomputed that can be, a step needs") as caught:
-        autoshard.trace(model, (x,), mesh=mesh, inner="aot_eager", memory_budget=int(0.7 * needed))
-    enough = int(
-        str(caught.value).partition("Raise the budget to ")[2].partition(", or")[0].replace(",", "")
-    )
+        autoshard.trace(*given, **options, memory_budget=int(0.6 * peak))
+    told = str(caught.value).partition("Raise the budget to ")[2].partition(", or")[0]
     torch.compiler.reset()
-    found = autoshard.trace(model, (x,), mesh=mesh, inner="aot_eager", memory_budget=enough)
-    assert found.memory().peak <= enough
+    found = autoshard.trace(*given, **options, memory_budget=int(told.replace(",", "")))
+    assert found.memory().peak <= int(told.replace(",", ""))
 
 
 def test_stored_parameter_stays_where_it_is() -> None:
