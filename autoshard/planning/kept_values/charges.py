@@ -26,8 +26,8 @@ class Charged:
 def charged(problem: Problem, prices: AxisPrices, plan: Decisions) -> Charged | None:
     """What `problem`, at its `prices`, charges a plan that may have been made at others: values
     take the ways and weights are gathered as often as they are there. None where the plan is none
-    of the problem's, or weights have choices on dp_shard, whose bytes have no one price."""
-    if prices.batch is not None:
+    of the problem's, or weights have choices on dp_shard or ep, whose bytes have no one price."""
+    if prices.batch is not None or problem.stacks:
         return None
     try:
         seconds = sum(_variables(problem, plan))

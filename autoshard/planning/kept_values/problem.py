@@ -15,7 +15,7 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,13 +57,23 @@ class _ValueReader:
     place: int
 
 
+class Known(NamedTuple):
+    """An operator under a strategy, at any price: bytes that it keeps of its own and those of its
+    result, what its derivative reads, and the seconds to run it again."""
+
+    inner: int
+    size: int
+    needs: list[tuple[fx.Node, State]]
+    seconds: float
+
+
 class KeptValues:
     """The joint problem of a planner's problem at one price of a kept byte.
 
     walk: prices values of the graph; its decisions' strategies are tried one by one, so it must be
     this object's own. segments: by node, that of its value; a change of state is in the segment of
     its first reader. price: seconds a byte. charge: seconds for one on the way to the host;
-    infinite: nothing goes there.
+    infinite: nothing goes there. known: of the same graph at other prices, and added to.
     """
 
     def __init__(
@@ -73,9 +83,11 @@ class KeptValues:
         segments: Mapping[fx.Node, int],
         price: float,
         charge: float = math.inf,
+        known: dict[tuple[fx.Node, Strategy], Known] | None = None,
     ) -> None:
         self.walk, self.base, self.segments = walk, problem, segments
         self.price, self.charge = price, charge
+        self.known = {} if known is None else known
         self.kernels, self.stored = walk.saving.kernels, walk.decisions.stored
         self.last = max(segments.values(), default=0)
         self.fates: dict[int, tuple[int, ...]] = {}
@@ -149,16 +161,26 @@ class KeptValues:
 
     def _fates_of(self, node: fx.Node, strategy: Strategy) -> list[tuple[float, float]]:
         """(bytes, seconds) of each fate; infinite bytes where the derivative reads the value."""
+        if (node, strategy) not in self.known:
+            self.known[node, strategy] = self._known_of(node, strategy)
+        known = self.known[node, strategy]
+        self._needs.setdefault(node, []).append(known.needs)
+        needed = any(tensor is node for tensor, _ in known.needs)
+        ends = self.segments[node] == self.last
+        seconds = self._again(known.seconds, known.size, ends)
+        kept, sent = self._kept(node, known.size, ends)
+        lost = math.inf if needed else known.inner
+        return [(lost, 0.0), (known.inner + kept, sent), (0.0, seconds)]
+
+    def _known_of(self, node: fx.Node, strategy: Strategy) -> Known:
         self.walk.decisions.strategies[node] = strategy
         state = output_state(strategy, None if isinstance(strategy.output, str) else 0)
-        inner, size = self.walk.inner(node, strategy), self.walk.saving.nbytes(node, state)
-        needs = self.walk.needs(node)
-        self._needs.setdefault(node, []).append(needs)
-        needed = any(tensor is node for tensor, _ in needs)
-        ends = self.segments[node] == self.last
-        seconds = self._again(self.walk.seconds(node, strategy), size, ends)
-        kept, sent = self._kept(node, size, ends)
-        return [(math.inf if needed else inner, 0.0), (inner + kept, sent), (0.0, seconds)]
+        return Known(
+            inner=self.walk.inner(node, strategy),
+            size=self.walk.saving.nbytes(node, state),
+            needs=self.walk.needs(node),
+            seconds=self.walk.seconds(node, strategy),
+        )
 
     def _again(self, seconds: float, size: int, ends: bool) -> float:
         """Seconds of what is computed again; in the last segment only what takes none may be."""

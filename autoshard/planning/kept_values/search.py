@@ -13,10 +13,11 @@ from autoshard.planning.cost import Cluster
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate import SLOWS, Training, Walk, values_of
 from autoshard.planning.kept_values.bound import Dual, Problems, segments_by_node
-from autoshard.planning.kept_values.problem import KeptValues
+from autoshard.planning.kept_values.problem import KeptValues, Known
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Problem
 from autoshard.planning.solver import Solution, TooWide
+from autoshard.planning.strategy import Strategy
 
 _LOWEST, _HIGHEST = 1e-14, 1e-6
 """Seconds a kept byte: at the lowest a gigabyte costs ten microseconds, at the highest 1000 s."""
@@ -49,6 +50,7 @@ class KeptSearch:
         self.segments = segments_by_node(gm, default, n, cluster)
         self.charges = (math.inf, SLOWS) if host else (math.inf,)
         self.price, self.charge, self.kept = 0.0, math.inf, 0.0
+        self._known: dict[tuple[fx.Node, Strategy], Known] = {}
         self.refused = ""
         """Why placements were planned by themselves; empty where they were not."""
         if any(one.again >= 0 for one in values):
@@ -97,7 +99,8 @@ class KeptSearch:
         TooWide."""
         decisions = replace(self.default, strategies=dict(self.default.strategies), prices=prices)
         walk = Walk(self.gm, decisions, self.n, self.cluster, Training())
-        joint = KeptValues(walk, problem, self.segments, self.price, self.charge)
+        of = (self.segments, self.price, self.charge, self._known)
+        joint = KeptValues(walk, problem, *of)
         solution, self.kept = joint.solve()
         return solution, []
 

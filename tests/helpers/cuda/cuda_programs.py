@@ -153,7 +153,9 @@ CASES: dict[str, Callable[[], Program]] = {
     "gpt2_dropout": lambda: step(model_of("GPT2LMHeadModel", **GPT2).train(), {"tp": 2}),
     "mixtral": lambda: step(model_of("MixtralForCausalLM", **SIZES, **EXPERTS).train(), {"tp": 2}),
     "mixtral_ep": lambda: step(
-        model_of("MixtralForCausalLM", **SIZES, **EXPERTS).train(), {"ep": 2}
+        model_of("MixtralForCausalLM", **SIZES, **EXPERTS).train(),
+        {"ep": 2},
+        ep_exchange="rows",
     ),
     "gemma3_packed": lambda: packed(
         model_of("Gemma3ForCausalLM", **{**SIZES, **WINDOWS}).train(), {"tp": 2}
