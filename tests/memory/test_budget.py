@@ -93,7 +93,7 @@ def serial_gradients(name: str) -> list[Any]:
 
 def floor(name: str, inner: str) -> int:
     """What the error says a step needs at least."""
-    with pytest.raises(BackendCompilerFailed, match="PlanError: no plan fits") as caught:
+    with pytest.raises(BackendCompilerFailed, match="BudgetTooSmall: no plan fits") as caught:
         step(name, inner, 1_700_000)
     found = re.search(r"Raise the budget to ([\d,]+)", str(caught.value))
     assert found is not None
