@@ -82,8 +82,7 @@ class Decisions:
     each mixture of experts with a choice on ep, the seconds that either is charged there.
     placements: under a budget, what is known of others; apart: why they were not decided with what
     is kept. charged: where this plan was made at other prices than the request's, the `seconds` of
-    that made at those. losses: those that go by chunks of rows, and large
-    ones that do not.
+    that made at those. losses: those that go by chunks of rows, and large ones that do not.
     """
 
     strategies: dict[fx.Node, Strategy]

@@ -3,17 +3,20 @@ work; and the values of their inputs, so that one process can verify them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import fx, nn
 
+from autoshard.building import one_rank
 from autoshard.building.known_values import batch_facts
 from autoshard.building.one_rank import build_program
 from autoshard.capture import intercept
 from autoshard.config import Config
-from autoshard.planning.cost.machines import hardware
+from autoshard.planning.cost.machines import Hardware, Link, hardware
 from autoshard.planning.values import global_bytes
 from autoshard.program import Program
 from autoshard.runtime import compat
@@ -86,6 +89,40 @@ def programs(
 
     intercept(model, args, None, plan)
     return made, values
+
+
+def drawn_links(seed: int, names: Iterable[str]) -> dict[str, Link]:
+    """Links of any latency and bandwidth, so that any axis may be the dearer one."""
+    draw = np.random.default_rng(seed)
+    return {
+        name: Link(10 ** draw.uniform(-7, -4), 10 ** draw.uniform(7, 10), 1e9) for name in names
+    }
+
+
+def given_to(
+    planner: str, model: nn.Module, x: torch.Tensor, machine: Hardware, **options: Any
+) -> tuple[Any, ...]:
+    """The arguments with which a function of the planner is called for the graph of `model(x)`.
+
+    planner: as building/one_rank.py names it. options: fields of Config, mesh among them.
+    """
+    found: list[tuple[Any, ...]] = []
+    called = getattr(one_rank, planner)
+
+    def recorded(*arguments: Any) -> Any:
+        found.append(arguments)
+        return called(*arguments)
+
+    def plan(*graph: Any) -> Program:
+        config = Config.from_options({**QUICKLY, **options})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(one_rank, planner, recorded)
+            mesh = offline_mesh(dict(options["mesh"]), 0)
+            return build_program(*graph, mesh, config, machine)
+
+    torch.compiler.reset()
+    intercept(model, (x,), None, plan)
+    return found[0]
 
 
 def sharded_share(program: Program) -> float:

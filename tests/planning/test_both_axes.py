@@ -13,20 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from autoshard.building import first_axis, one_rank
-from autoshard.building.first_axis import LaidOut, lay_out
-from autoshard.capture import intercept
-from autoshard.config import Config
-from autoshard.planning.cost.machines import Hardware, Link, hardware
+from autoshard.building import first_axis
+from autoshard.building.first_axis import lay_out
+from autoshard.planning.cost.machines import Hardware, hardware
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.one_axis.builder import builder_of
 from autoshard.planning.prices import Prices
 from autoshard.planning.strategy import operands
 from autoshard.planning.two_axes import TwoAxes
 from autoshard.runtime.collectives.states import State
-from autoshard.runtime.mesh import offline_mesh
 from autoshard.verification.program_check import verify_program
-from traced import programs
+from traced import drawn_links, given_to, programs
 
 BOTH = {"cp": 2, "tp": 2}
 _ONE = (F.gelu, torch.sin, lambda x: x.sum(1, keepdim=True), lambda x: x.softmax(-1))
@@ -60,36 +57,15 @@ class Drawn(nn.Module):
 
 
 def machine(seed: int) -> Hardware:
-    """Links of any latency and bandwidth, so that either axis may be the dearer one."""
-    draw = np.random.default_rng(seed)
-    links = {
-        name: Link(10 ** draw.uniform(-7, -4), 10 ** draw.uniform(7, 10), 1e9)
-        for name in ("cp", "tp")
-    }
+    """A drawn machine: either axis may be the dearer one."""
     cpu = hardware("cpu")
-    return replace(cpu, links={**cpu.links, **links})
+    return replace(cpu, links={**cpu.links, **drawn_links(seed, ("cp", "tp"))})
 
 
 def asked(seed: int, operators: int, **options: Any) -> tuple[Any, ...]:
     """What `lay_out` is given for a drawn graph on a drawn machine."""
-    found: list[tuple[Any, ...]] = []
-
-    def plan(gm: Any, example: Any, inputs: Any) -> Any:
-        config = Config.from_options({"mesh": BOTH, "inner": "aot_eager", **options})
-
-        def recorded(*arguments: Any) -> LaidOut:
-            found.append(arguments)
-            return lay_out(*arguments)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(one_rank, "lay_out", recorded)
-            mesh = offline_mesh(BOTH, 0)
-            return one_rank.build_program(gm, example, inputs, mesh, config, machine(seed))
-
-    torch.compiler.reset()
     x = torch.randn(2, 8, 16, requires_grad=bool(seed % 2))
-    intercept(Drawn(seed, operators), (x,), None, plan)
-    return found[0]
+    return given_to("lay_out", Drawn(seed, operators), x, machine(seed), mesh=BOTH, **options)
 
 
 def every_outer_plan(gm: fx.GraphModule, hardware: Hardware, asked: TwoAxes) -> Iterator[Decisions]:

@@ -12,9 +12,6 @@ import torch
 from test_both_axes import Drawn, machine
 from torch import fx
 
-from autoshard.building import one_rank
-from autoshard.capture import intercept
-from autoshard.config import Config
 from autoshard.planning import Request, one_axis
 from autoshard.planning.cost import planned_on
 from autoshard.planning.cost.machines import Link
@@ -30,32 +27,16 @@ from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Problem
 from autoshard.planning.solver import Solution
 from autoshard.runtime.collectives import forward_value
-from autoshard.runtime.mesh import offline_mesh
+from traced import given_to
 
 Asked = tuple[fx.GraphModule, int, Any, Request]
 
 
 def asked(seed: int, operators: int) -> Asked:
     """What `plan_graph` is given for a drawn graph on a drawn machine."""
-    found: list[Asked] = []
-
-    def plan(gm: Any, example: Any, inputs: Any) -> Any:
-        config = Config.from_options({"mesh": {"tp": 2}, "inner": "aot_eager"})
-
-        def recorded(*arguments: Any) -> Decisions:
-            found.append(arguments)  # type: ignore[arg-type]
-            return one_axis.plan_graph(*arguments)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(one_rank, "plan_graph", recorded)
-            mesh = offline_mesh({"tp": 2}, 0)
-            given = replace(machine(seed), host=Link(1e-9, 10 ** (8 + seed % 3), 1e9))
-            return one_rank.build_program(gm, example, inputs, mesh, config, given)
-
-    torch.compiler.reset()
+    given = replace(machine(seed), host=Link(1e-9, 10 ** (8 + seed % 3), 1e9))
     x = torch.randn(2, 8, 16, requires_grad=bool(seed % 2))
-    intercept(Drawn(seed, operators), (x,), None, plan)
-    return found[0]
+    return given_to("plan_graph", Drawn(seed, operators), x, given, mesh={"tp": 2})
 
 
 def every_assignment(problem: Problem, most: float) -> Iterator[tuple[Solution, float]]:

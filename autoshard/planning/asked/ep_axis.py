@@ -4,49 +4,29 @@ from __future__ import annotations
 
 from torch import fx
 
+from autoshard.planning.asked.data_parallel import data_axes
 from autoshard.planning.asked.followed_plan import fingerprint
 from autoshard.planning.asked.request import Request
-from autoshard.planning.cost import (
-    HARDWARE,
-    Hardware,
-    default_bucket_bytes,
-    planned_on,
-    reference_bytes,
-)
+from autoshard.planning.cost import Hardware
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.expert_axis import ExpertAxis
 from autoshard.planning.mixtures import ROWS, WEIGHTS
 from autoshard.planning.plan import without_ep
 from autoshard.planning.problem import Problem
-from autoshard.planning.strategy import value
-from autoshard.planning.values import global_bytes
 
 
 def expert_axis(
     gm: fx.GraphModule, n: int, hardware: Hardware, request: Request, second: float
 ) -> ExpertAxis | None:
     """The axis ep of a request; None where its mesh has none."""
-    layout, parameters = request.layout, request.parameters
+    layout = request.layout
     if layout.experts == 1:
         return None
-    shard = layout.shard // layout.inner
-    ranks = {"dp_shard": shard, "dp_replicate": layout.replicate, "ep": layout.experts}
-    ranks |= {"cp": layout.outer, request.axis: n}
-    items = [value(node).element_size() for node in parameters]
-    limit = default_bucket_bytes(
-        sum(map(global_bytes, parameters)) // n,
-        max((reference_bytes(item, layout.shard) for item in items), default=0),
-    )
     plan = request.plan.graphs.get(fingerprint(gm)) if request.plan else None
     lines = plan.nodes.items() if plan is not None else ()
     return ExpertAxis(
-        n=n,
-        layout=layout,
-        ranks=ranks,
-        links=planned_on(hardware).links(ranks) if hardware.name in HARDWARE else hardware.links,
-        second=second,
-        bucket=max(1, layout.bucket_bytes or limit),
-        parameters=parameters.keys(),
+        axes=data_axes(n, hardware, request, second),
+        parameters=request.parameters.keys(),
         # stacks are gathered once a step there, for all micro-batches, which no price knows
         exchange="rows" if layout.staged and request.ep_exchange == "auto" else request.ep_exchange,
         named=frozenset(name for name, text in lines if without_ep(text) != text),

@@ -29,13 +29,12 @@ class Request:
     prices: what a stored byte costs where there is no memory_budget. layout: the data-parallel
     axes, among which a rank's bytes are split further. chosen: what dp_shard does with parameters
     that have a choice already. training: what trains the parameters, and in how many runs of the
-    graph a step is made.
-    even: whether only dims are split that the axis divides, and no shape depends on values (of a
-    graph that is exported, or is planned on another axis afterwards). beside: ranks of that axis.
-    fusing: which collectives are one operator with the products beside them; None: none.
-    outer: of the graph of a rank of another axis, the plan of that. splits_batch: whether cp may
-    split the batch, too. ep_exchange: as in Config. chunking: what is asked of losses;
-    chunking_to_fit: where the default plan does not fit the budget.
+    graph a step is made. even: whether only dims are split that the axis divides, and no shape
+    depends on values (of a graph that is exported, or is planned on another axis afterwards).
+    beside: ranks of that axis. fusing: which collectives are one operator with the products beside
+    them; None: none. outer: of the graph of a rank of another axis, the plan of that. splits_batch:
+    whether cp may split the batch, too. ep_exchange: as in Config. chunking: what is asked of
+    losses; chunking_to_fit: where the default plan does not fit the budget.
     """
 
     parameters: Mapping[fx.Node, str]

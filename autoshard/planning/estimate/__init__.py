@@ -23,4 +23,5 @@ from autoshard.planning.estimate.traffic import (
     sent_by_axis,
 )
 from autoshard.planning.estimate.training import Training
+from autoshard.planning.estimate.weight_alone import DataAxes
 from autoshard.planning.estimate.weights import Layout, Weight, buckets, experts_of

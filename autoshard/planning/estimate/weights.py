@@ -15,7 +15,7 @@ from autoshard.planning.decisions import Decisions
 from autoshard.planning.mixtures import ROWS, exchangeable, is_mixture
 from autoshard.planning.strategy import Strategy, value
 from autoshard.planning.values import leaves_none_empty
-from autoshard.runtime.collectives import TWICE, WHOLE, chunk_size, shard_dim
+from autoshard.runtime.collectives import TWICE, WHOLE, State, chunk_size, shard_dim
 from autoshard.runtime.graph_meta import REDUCED_DTYPE, STORED_DTYPE
 
 
@@ -144,20 +144,17 @@ def weights_of(
     experts, found = experts_of(gm.graph, decisions.strategies), []
     for node, name in parameters.items():
         val = value(node)
-        shape = [cost.hint(extent) for extent in val.shape]
-        dim = shard_dim(decisions.stored[node])
-        if dim is not None:
-            shape[dim] = chunk_size(shape[dim], n)
+        kept, reduced = kept_and_reduced(node)
         found.append(
             Weight(
                 name=name,
-                shape=tuple(shape),
+                shape=local_shape(node, decisions.stored[node], n),
                 itemsize=val.element_size(),
                 trained=bool(val.requires_grad),
                 use=min((place[user] for user in node.users), default=None),
                 again=node in again,
-                stored=_size(node.meta.get(STORED_DTYPE)),
-                reduced=_size(node.meta.get(REDUCED_DTYPE)),
+                stored=kept,
+                reduced=reduced,
                 experts=experts.get(node, 0),
                 choice=decisions.weights.get(node, ""),
             )
@@ -176,8 +173,20 @@ def experts_of(
     return {stack: exchangeable(node) for node in mixtures for stack in node.args[3]}  # type: ignore[misc, union-attr]
 
 
-def _size(dtype: torch.dtype | None) -> int | None:
-    return None if dtype is None else dtype.itemsize
+def local_shape(node: fx.Node, state: State, n: int) -> tuple[int, ...]:
+    """The shape of a parameter on a rank of an axis of `n`."""
+    shape, dim = [cost.hint(extent) for extent in value(node).shape], shard_dim(state)
+    if dim is not None:
+        shape[dim] = chunk_size(shape[dim], n)
+    return tuple(shape)
+
+
+def kept_and_reduced(node: fx.Node) -> tuple[int | None, int | None]:
+    """Bytes of an element of a parameter as it is kept, and of its gradient while it travels, where
+    that is told (the option `precision`)."""
+    dtypes: list[torch.dtype | None] = [node.meta.get(key) for key in (STORED_DTYPE, REDUCED_DTYPE)]
+    kept, reduced = (None if dtype is None else dtype.itemsize for dtype in dtypes)
+    return kept, reduced
 
 
 def buckets(weights: Sequence[Weight], layout: Layout) -> list[list[Weight]]:

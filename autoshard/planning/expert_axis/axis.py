@@ -3,20 +3,19 @@
 Rows travel to their experts, or the stacks of experts are gathered like any other parameter. Each
 strategy of a mixture is offered with both, so that the plan is the cheapest of all placements with
 all choices, and no variable more. How stacks are stored is the same either way. Prices are those of
-the estimate (estimate/traffic.py); of a gather, as on dp_shard, a bucket of this stack alone, but
-that a bucket's latency is shared by its members by their bytes.
+the estimate; of a gather, as on dp_shard, of this stack alone (estimate/weight_alone.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from autoshard.planning import cost
-from autoshard.planning.cost import Link, collective_seconds
-from autoshard.planning.estimate import Layout, Sent, Training, Weight, data_collectives, seconds
+from autoshard.planning.cost import collective_seconds
+from autoshard.planning.estimate import DataAxes, Training, data_collectives
 from autoshard.planning.mixtures import (
     ROWS,
     WAYS,
@@ -29,8 +28,7 @@ from autoshard.planning.mixtures import (
 from autoshard.planning.outer import Origin
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.values import differentiable, leaves_none_empty
-from autoshard.runtime.collectives import S, State, chunk_size, shard_dim
-from autoshard.runtime.graph_meta import DIFF, REDUCED_DTYPE
+from autoshard.runtime.collectives import S, State
 
 STACKS = 3
 """The position of a mixture's first stack among its operands."""
@@ -38,20 +36,13 @@ STACKS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertAxis:
-    """ep beside a planned axis of `n` ranks.
+    """ep beside a planned axis.
 
-    ranks, links: of all axes, by name. second: seconds of a step that a second of a gather is
-    charged; less than one where compute hides them. bucket: bytes of one. parameters: their
-    placeholders. exchange: what may travel, of the option `ep_exchange`. named: mixtures of which a
-    plan file says it.
+    axes: ep among the data-parallel ones. parameters: their placeholders. exchange: what may
+    travel, of the option `ep_exchange`. named: mixtures of which a plan file says it.
     """
 
-    n: int
-    layout: Layout
-    ranks: Mapping[str, int]
-    links: Mapping[str, Link]
-    second: float
-    bucket: int
+    axes: DataAxes
     parameters: Collection[fx.Node]
     exchange: str = "auto"
     named: frozenset[str] = field(default_factory=frozenset)
@@ -59,7 +50,7 @@ class ExpertAxis:
     @property
     def size(self) -> int:
         """Ranks of ep."""
-        return self.layout.experts
+        return self.axes.layout.experts
 
     def ways(self, node: fx.Node, origin: Origin | None = None) -> tuple[str, ...]:
         """What may travel for a mixture; nothing of any other node, and where weights must. origin:
@@ -81,8 +72,8 @@ class ExpertAxis:
             return 0.0
         back = differentiable(node)
         return cost.WAIT_SECONDS + sum(
-            collective_seconds(one.op, one.nbytes, self.size, self.links["ep"])
-            for one in exchanged_beside(node, strategy, self.n, self.size)
+            collective_seconds(one.op, one.nbytes, self.size, self.axes.links["ep"])
+            for one in exchanged_beside(node, strategy, self.axes.n, self.size)
             if back or not one.backward
         )
 
@@ -97,7 +88,7 @@ class ExpertAxis:
         experts, made = cost.hint(value(operands(node)[-1]).shape[0]), []
         for one in found:
             whole = way_of(one) in (WAYS[0], WAYS[3])
-            fits = self._divides(experts, self.n if whole else 1)
+            fits = self._divides(experts, self.axes.n if whole else 1)
             made += [one._replace(on_ep=way) for way in ways if fits or way == WEIGHTS]
             if not fits and WEIGHTS not in ways:
                 made.append(one._replace(on_ep=WEIGHTS))
@@ -109,41 +100,20 @@ class ExpertAxis:
             return True
         if want == S(0):  # experts numbered by ep first
             return False
-        return stored != S(0) or self._divides(experts, self.n)
+        return stored != S(0) or self._divides(experts, self.axes.n)
 
     def _divides(self, experts: int, parts: int) -> bool:
         """Whether ep divides what `parts` ranks of the planned axis have, and those of a cp."""
-        before = parts * self.layout.outer
+        before = parts * self.axes.layout.outer
         return before == 1 or experts % (before * self.size) == 0
 
     def gathered(self, stack: fx.Node, reader: fx.Node, state: State, price: float) -> float:
         """Seconds that the gathers of a stack over ep, and the reduction of its gradient, are
         charged. state: on the planned axis. price: of a byte that a rank holds."""
-        one, training = self._weight(stack, reader, state), Training()
-        held = 0.0
-        if one.again and not one.gathered_twice(self.layout):
+        axes, layout, held = self.axes, self.axes.layout, 0.0
+        again = differentiable(reader) and value(stack).dim() > 2  # biases are only added
+        one = axes.weight(stack, state, again)
+        if again and not one.gathered_twice(layout):
             held = one.numel * one.itemsize * (1 - 1 / self.size)
-        sent = [s for s in data_collectives([one], self.layout, training) if s.axis == "ep"]
-        took = (seconds(s, self.ranks, self.links) - self._shared(s) for s in sent)
-        return held * price + self.second * sum(took)
-
-    def _shared(self, sent: Sent) -> float:
-        """Seconds of a bucket's latency that its other members pay."""
-        latency = collective_seconds(sent.op, 0, self.size, self.links["ep"])
-        return latency * (1 - min(1.0, sent.nbytes / self.bucket))
-
-    def _weight(self, stack: fx.Node, reader: fx.Node, state: State) -> Weight:
-        val, dim = value(stack), shard_dim(state)
-        shape = [cost.hint(extent) for extent in val.shape]
-        if dim is not None:
-            shape[dim] = chunk_size(shape[dim], self.n)
-        reduced = stack.meta.get(REDUCED_DTYPE)
-        return Weight(
-            name=stack.name,
-            shape=tuple(shape),
-            itemsize=val.element_size(),
-            trained=bool(stack.meta.get(DIFF)),
-            use=0,
-            again=differentiable(reader) and val.dim() > 2,  # biases are only added
-            reduced=None if reduced is None else reduced.itemsize,
-        )
+        sent = [s for s in data_collectives([one], layout, Training()) if s.axis == "ep"]
+        return held * price + axes.second * sum(map(axes.took, sent))

@@ -15,13 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from autoshard.building import one_rank
-from autoshard.capture import intercept
-from autoshard.config import Config
-from autoshard.planning import Plan, Request, plan_graph
+from autoshard.planning import Plan, Request
 from autoshard.planning.batch_axis import batch_axis
 from autoshard.planning.cost import collective_seconds
-from autoshard.planning.cost.machines import Hardware, Link, hardware
+from autoshard.planning.cost.machines import Hardware, hardware
 from autoshard.planning.estimate import Training
 from autoshard.planning.one_axis.builder import builder_of
 from autoshard.planning.prices import Prices
@@ -32,7 +29,7 @@ from autoshard.runtime.mesh import offline_mesh
 from autoshard.runtime.parameters import ACCUMULATE, FLUSH
 from autoshard.verification.program_check import verify_program
 from models_plain import Mixture
-from traced import builder, programs
+from traced import builder, drawn_links, given_to, programs
 
 MESH = {"dp_shard": 2, "tp": 2}
 MESHES = (MESH, {"dp_shard": 2, "ep": 2, "tp": 2}, {"ep": 2, "tp": 2})
@@ -56,35 +53,17 @@ class Drawn(nn.Module):
 
 
 def machine(seed: int) -> Hardware:
-    """Links of any latency and bandwidth, under a name that no built-in machine has."""
-    draw = np.random.default_rng(seed)
+    """A drawn machine, under a name that no built-in one has."""
     cpu = hardware("cpu")
-    links = {
-        name: Link(10 ** draw.uniform(-7, -4), 10 ** draw.uniform(7, 10), 1e9) for name in cpu.links
-    }
-    return replace(cpu, name="drawn", links=links)
+    return replace(cpu, name="drawn", links=drawn_links(seed, cpu.links))
 
 
 def asked(
     model: nn.Module, x: torch.Tensor, mesh: dict[str, int], machine: Hardware, **options: Any
 ) -> tuple[fx.GraphModule, Request]:
     """The graph of a model, and what its planner is asked."""
-    found: list[Any] = []
-
-    def plan(gm: Any, example: Any, inputs: Any) -> Any:
-        def recorded(gm: Any, n: int, hardware: Hardware, request: Request) -> Any:
-            found.append((gm, request))
-            return plan_graph(gm, n, hardware, request)
-
-        config = Config.from_options({"mesh": mesh, "inner": "aot_eager", "zero": "auto"} | options)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(one_rank, "plan_graph", recorded)
-            offline = offline_mesh(mesh, 0)
-            return one_rank.build_program(gm, example, inputs, offline, config, machine)
-
-    torch.compiler.reset()
-    intercept(model, (x,), None, plan)
-    return found[0]
+    gm, _, _, request = given_to("plan_graph", model, x, machine, mesh=mesh, zero="auto", **options)
+    return gm, request
 
 
 class Recorded(FactorGraph):
@@ -215,14 +194,14 @@ def test_the_charge_is_of_what_runs(mesh: dict[str, int], waits: bool, exchange:
     _, request = asked(model, x, mesh, hardware("cpu"), **options)
     request = replace(request, training=Training(microbatches=3))
     axis = batch_axis(1, replace(hardware("cpu"), memory_bandwidth=math.inf), request, 1.0)
-    assert axis is not None and {axis.layout.deferred} == {waits}
+    assert axis is not None and {axis.axes.layout.deferred} == {waits}
     travels = exchange == "weights"
     charged = [
         axis.charges(node, I, 0.0, travels and "mixture" in name)
         for node, name in request.parameters.items()
     ]
     took = sum(
-        collective_seconds(one.op, one.bytes, mesh[one.axis], axis.links[one.axis])
+        collective_seconds(one.op, one.bytes, mesh[one.axis], axis.axes.links[one.axis])
         for step in steps
         for one in step
         if one.op != "all_to_all"  # rows on their way to experts

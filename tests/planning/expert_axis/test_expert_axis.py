@@ -16,14 +16,11 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from autoshard.building import one_rank
-from autoshard.capture import intercept
-from autoshard.config import Config
 from autoshard.explain.alternatives import alternatives
-from autoshard.planning import Plan, Request, fingerprint, plan_graph
+from autoshard.planning import Plan, Request, fingerprint
 from autoshard.planning.asked import expert_axis
 from autoshard.planning.cost import WAIT_SECONDS, collective_seconds, planned_on
-from autoshard.planning.cost.machines import Hardware, Link, hardware
+from autoshard.planning.cost.machines import Hardware, hardware
 from autoshard.planning.estimate import Layout
 from autoshard.planning.mixtures import ROWS, WEIGHTS, is_mixture
 from autoshard.planning.one_axis.builder import builder_of
@@ -31,7 +28,6 @@ from autoshard.planning.plan import GraphPlan, without_ep
 from autoshard.planning.prices import Prices
 from autoshard.planning.problem import Builder
 from autoshard.program import Program
-from autoshard.runtime.mesh import offline_mesh
 from autoshard.runtime.operators.bound import unbound
 from autoshard.runtime.operators.experts import (
     EXPERTS,
@@ -42,7 +38,7 @@ from autoshard.runtime.operators.experts import (
 )
 from autoshard.verification.program_check import verify_program
 from models_plain import Mixture
-from traced import builder, programs
+from traced import builder, drawn_links, given_to, programs
 
 
 class Drawn(nn.Module):
@@ -69,35 +65,18 @@ class Drawn(nn.Module):
 
 
 def machine(seed: int) -> Hardware:
-    """Links of any latency and bandwidth, under a name that no built-in machine has."""
-    draw = np.random.default_rng(seed)
+    """A drawn machine, under a name that no built-in one has."""
     cpu = hardware("cpu")
-    links = {
-        name: Link(10 ** draw.uniform(-7, -4), 10 ** draw.uniform(7, 10), 1e9) for name in cpu.links
-    }
-    return replace(cpu, name="drawn", links=links)
+    return replace(cpu, name="drawn", links=drawn_links(seed, cpu.links))
 
 
 def asked(
     seed: int, layers: int, mesh: dict[str, int], zero: int | str
 ) -> tuple[fx.GraphModule, Request]:
     """A drawn graph, and what its planner is asked."""
-    found: list[Any] = []
-
-    def plan(gm: Any, example: Any, inputs: Any) -> Any:
-        def recorded(gm: Any, n: int, hardware: Hardware, request: Request) -> Any:
-            found.append((gm, request))
-            return plan_graph(gm, n, hardware, request)
-
-        config = Config.from_options({"mesh": mesh, "inner": "aot_eager", "zero": zero})
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(one_rank, "plan_graph", recorded)
-            made = offline_mesh(mesh, 0)
-            return one_rank.build_program(gm, example, inputs, made, config, machine(seed))
-
-    torch.compiler.reset()
-    intercept(Drawn(seed, layers), (torch.randn(16 * 8 ** (seed % 3), 8),), None, plan)
-    return found[0]
+    model, x = Drawn(seed, layers), torch.randn(16 * 8 ** (seed % 3), 8)
+    gm, _, _, request = given_to("plan_graph", model, x, machine(seed), mesh=mesh, zero=zero)
+    return gm, request
 
 
 def fixed(
@@ -253,7 +232,7 @@ def test_prices_are_those_of_the_estimate_and_of_the_program(
         request = Request(parameters=program.parameters, layout=layout)
         axis = expert_axis(program.serial, n, program.hardware, request, 1.0)
         assert axis is not None
-        slower = replace(axis, links={"ep": machine.real(link)})
+        slower = replace(axis, axes=replace(axis.axes, links={"ep": machine.real(link)}))
         stacks = [(one, node, decisions.stored[one], 0.0) for one in node.args[3]]  # type: ignore[union-attr]
         charged[way] = [
             each.rows(node, decisions.strategies[node]) - WAIT_SECONDS
