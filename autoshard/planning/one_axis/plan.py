@@ -96,10 +96,10 @@ def _within_budget(
     if not request.budget_is_known:
         return chosen
     if not trains or best.resident > budget:
+        ranks = f" on {n} ranks of {request.axis}" if n > 1 else ""
         raise PlanError(
-            f"no plan fits memory_budget={budget:,} bytes a rank: the smallest found needs "
-            f"{best.least:,} bytes, of which {best.resident:,} are parameters, gradients, "
-            f"optimizer state and buffers, on {n} ranks of {request.axis}. Raise the budget, or "
-            "use more ranks."
+            f"no plan fits memory_budget={budget:,} bytes a rank{ranks}: parameters, gradients, "
+            f"optimizer state and buffers take {best.resident:,}, and a step about {best.least:,}. "
+            "Raise the budget, or use more ranks."
         )
     return chosen  # the estimate is on the safe side, and the graphs are counted
