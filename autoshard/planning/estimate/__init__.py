@@ -8,6 +8,7 @@ from autoshard.planning.estimate.memory import Footprint, footprint, held
 from autoshard.planning.estimate.mesh import Timing, timing, update_seconds
 from autoshard.planning.estimate.on_host import HostUpdate, host_update
 from autoshard.planning.estimate.recomputable import (
+    RankValue,
     Walk,
     makes_tensors,
     takes_no_time,

@@ -3,3 +3,4 @@
 from __future__ import annotations
 
 from autoshard.planning.kept_values.search import KeptSearch
+from autoshard.planning.kept_values.part_trade import PartTrade, part_trade
