@@ -1,4 +1,4 @@
-"""What parts of a graph give up for time: the frontier of the whole graph, by the part that is kept.
+"""What parts of a graph give up for time, by the frontier of the whole graph.
 
 Where a pipeline is cut is decided before the stages are there to be asked. Layers are alike, so a
 stage that keeps a part of its values is taken to compute as large a part of its forward again as

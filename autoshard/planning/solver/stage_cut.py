@@ -6,7 +6,7 @@ on p stages takes
     (m - 1) * slowest + the sum over stages
 
 where a stage takes the time of its operators, of the transfers at both of its ends, its share of
-the time of the update and, where it does not fit a budget otherwise, that of what it computes again.
+the time of the update and, where it does not fit a budget otherwise, of what it computes again.
 
 A dynamic programme finds the least sum under a bound on the slowest stage; the least sum is a step
 function of that bound, of which the best point is found by bisection over the costs that stages can
@@ -37,7 +37,7 @@ class Chain:
     its forward and its backward. stored: for each parameter its bytes in training, and the
     operators that read it; update: seconds of the optimizer's step for each of these bytes. homes:
     the stages on which an operator may be, where that is known. again: ways to keep less, by rising
-    time: the part of `kept` that is left, bytes that are there beside it, and the seconds for one of
+    time: the part of `kept` that is left, bytes that are there beside it, and seconds for each of
     the operators'.
     """
 
@@ -53,7 +53,8 @@ class Chain:
 @dataclass(frozen=True)
 class StageCut:
     """cuts: the first operator of each stage but the first. slowest, seconds: of a micro-batch on
-    the slowest stage, and of a step. memory: bytes of each stage at its peak, the budget where something is computed again."""
+    the slowest stage, and of a step. memory: bytes of each stage at its peak, the
+    budget where something is computed again."""
 
     cuts: tuple[int, ...]
     slowest: float
