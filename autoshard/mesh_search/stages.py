@@ -72,8 +72,8 @@ class PipelinePrice:
 @dataclass(frozen=True, kw_only=True)
 class _Scheduled:
     """Stages at work, but for what data-parallel axes add. parts: of each rank, all its stages.
-    sent: bytes and messages, of a micro-batch, to the next stage. chosen: what ranks compute again in
-    a step, of all their micro-batches."""
+    sent: bytes and messages, of a micro-batch, to the next stage. chosen: what ranks compute again
+    in a step, of all their micro-batches."""
 
     parts: list[Profile]
     sent: tuple[tuple[int, int], ...]

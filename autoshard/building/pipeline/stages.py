@@ -87,6 +87,8 @@ def plan_stages(
     allowed = [h if h is None else frozenset(range(h, stages, ranks)) for h in known]
     chain = _chain(microbatch, operators, ends, hardware, link, allowed, shards)
     chains = [chain, replace(chain, homes={})] if chain.homes else [chain]
+    if chain.again:  # where the estimate does not fit, the count of the stages has the last word
+        chains.append(replace(chains[-1], kept=[0.0] * len(chain.kept)))
     for chain in chains:  # without homes, another stage borrows what it reads
         found = cut_chunks(chain, ranks, microbatch.microbatches, budget, live)
         if found is not None:
