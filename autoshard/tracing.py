@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from autoshard.building import batch_facts, build_program
-from autoshard.building.pipeline import TracedPipeline, build_pipeline, refuse_options
+from autoshard.building.pipeline import TracedPipeline, build_pipeline, fit_stages, refuse_options
 from autoshard.capture import example_device, intercept
 from autoshard.compiling import use_by
 from autoshard.config import Config
@@ -64,9 +64,10 @@ def trace(
         def cut(
             gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: list[compat.GraphInput]
         ) -> TracedPipeline:
-            return TracedPipeline(
-                build_pipeline(gm, example_inputs, inputs, stages, settings, machine, offline.axes)
-            )
+            given = (stages, settings, machine, offline.axes)
+            pipeline = build_pipeline(gm, example_inputs, inputs, *given)
+            fit_stages(pipeline, range(stages), settings)
+            return TracedPipeline(pipeline)
 
         with contextlib.nullcontext() if use.param is None else casting(model, use):
             return intercept(model, args, kwargs, cut, False)

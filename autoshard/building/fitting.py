@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import fx
@@ -164,8 +164,12 @@ def _operators(program: Revisable | Program) -> str:
 def _say_that_all_is_kept(free: Program, budget: int, assumed: bool) -> None:
     """Raise or warn, unless a step stays within the budget as it is: autograd records the local
     graph operator by operator, and nothing cuts it. What that keeps is not counted either."""
-    if _is_sure(free, budget):
-        return
+    if not _is_sure(free, budget):
+        refuse_eager(budget, assumed)
+
+
+def refuse_eager(budget: int, assumed: bool = False) -> None:
+    """Raise, or warn of a budget that nobody asked for."""
     told = message(
         f"memory_budget={budget:,} bytes a rank: inner='eager' computes nothing again in backward "
         "and keeps what autograd keeps, and the estimate of a step is not below half of the budget",
@@ -189,17 +193,17 @@ def _is_sure(free: Program, budget: int) -> bool:
 
 def _fits(free: Program, budget: int) -> bool:
     """Whether a step stays within the budget as it is."""
-    return _is_sure(free, budget) or _counted(free) <= int(budget * _part(free))
+    return _is_sure(free, budget) or _counted(free) <= int(budget * counted_part(free.config.inner))
 
 
 def _counted(free: Program) -> int:
     return summary(step_of(free, inner=_BY_OPERATOR)).peak
 
 
-def _part(program: Program) -> float:
+def counted_part(inner: str) -> float:
     """The part of a budget that may be counted: what is left is for what the count misses, a few
     scalars, or some percent of what Inductor's code allocates."""
-    return _PREDICTED if program.config.inner == "inductor" else _COUNTED
+    return _PREDICTED if inner == "inductor" else _COUNTED
 
 
 def _smallest(
@@ -207,7 +211,8 @@ def _smallest(
 ) -> tuple[Recomputation, int]:
     """The quickest choice with which a step fits, else the last one, and the bytes it needs."""
     coded = free.config.inner == "inductor"  # which allocates in an order of its own
-    room, search = int(budget * _part(free)), _Search(free, _counted(free))
+    part = counted_part(free.config.inner)
+    room, search = int(budget * part), _Search(free, _counted(free))
 
     def need(index: int) -> tuple[Recomputation, int]:
         chosen = search.choices.recomputation(index)
@@ -223,11 +228,57 @@ def _smallest(
             return chosen, budget
         target -= peak - room
     chosen, peak = need(last)
-    return chosen, budget if peak <= room else math.ceil(peak / _part(free)) + 1
+    return chosen, budget if peak <= room else math.ceil(peak / part) + 1
 
 
-class _Search:
-    """The bisection. before: bytes that were counted without a choice."""
+class Bisection:
+    """The search for the quickest of choices that fits, counting few of them.
+
+    estimates: bytes of each choice, by rising seconds; more: bytes that were counted beside those,
+    at the last trial. cheapest: the index of the quickest whose estimate fits so many bytes; None:
+    there is none. count: the bytes of one.
+    """
+
+    def __init__(
+        self,
+        estimates: Sequence[int],
+        more: int,
+        cheapest: Callable[[int], int | None],
+        count: Callable[[int], int],
+    ) -> None:
+        self.estimates, self.more, self.cheapest, self.count = estimates, more, cheapest, count
+        self.counted: dict[int, int] = {}
+
+    def run(self, budget: int) -> int | None:
+        """The index of the quickest choice found to fit; None: there is none."""
+        low, high = 0, len(self.estimates)
+        for _ in range(_MOST_TRIALS):
+            if low >= high:
+                break
+            guess = self._guess(low, high, budget)
+            if self.peak(guess) <= budget:
+                high = guess
+            else:
+                low = guess + 1
+        if high < len(self.estimates):
+            return high
+        last = len(self.estimates) - 1  # not reached, where trials ran out
+        return last if low <= last and self.peak(last) <= budget else None
+
+    def peak(self, index: int) -> int:
+        """Bytes with the choice of an index, operator by operator."""
+        if index not in self.counted:
+            self.counted[index] = self.count(index)
+        self.more = self.counted[index] - self.estimates[index]
+        return self.counted[index]
+
+    def _guess(self, low: int, high: int, budget: int) -> int:
+        found = self.cheapest(budget - self.more)
+        return max(low, min(high - 1, len(self.estimates) if found is None else found))
+
+
+class _Search(Bisection):
+    """That of a program. before: bytes that were counted without a choice."""
 
     def __init__(self, free: Program, before: int) -> None:
         self.free = free
@@ -237,35 +288,10 @@ class _Search:
         self.choices = frontier(*graph, free.axis.size, cluster, host_memory=host)
         self.points = self.choices.points
         self.graphs = free.choices()
-        self.counted: dict[int, int] = {}
-        self.more = before - self.choices.free[0].peak if self.points else 0
-        """Bytes that were counted beside those that the frontier knows, at the last trial."""
+        more = before - self.choices.free[0].peak if self.points else 0
+        peaks = [one.peak for one in self.points]
+        super().__init__(peaks, more, self.choices.cheapest, self._count)
 
-    def run(self, budget: int) -> int | None:
-        """The index of the quickest choice found to fit; None: there is none."""
-        low, high = 0, len(self.points)
-        for _ in range(_MOST_TRIALS):
-            if low >= high:
-                break
-            guess = self._guess(low, high, budget)
-            if self.peak(guess) <= budget:
-                high = guess
-            else:
-                low = guess + 1
-        if high < len(self.points):
-            return high
-        last = len(self.points) - 1  # not reached, where trials ran out
-        return last if low <= last and self.peak(last) <= budget else None
-
-    def peak(self, index: int) -> int:
-        """Bytes of a step with the choice of an index, operator by operator."""
-        if index not in self.counted:
-            graphs = self.graphs(self.choices.recomputation(index))
-            self.counted[index] = summary(step_of(self.free, graphs=graphs)).peak
-        found = self.counted[index]
-        self.more = found - self.points[index].peak
-        return found
-
-    def _guess(self, low: int, high: int, budget: int) -> int:
-        found = self.choices.cheapest(budget - self.more)
-        return max(low, min(high - 1, len(self.points) if found is None else found))
+    def _count(self, index: int) -> int:
+        graphs = self.graphs(self.choices.recomputation(index))
+        return summary(step_of(self.free, graphs=graphs)).peak

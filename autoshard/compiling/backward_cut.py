@@ -20,7 +20,7 @@ from torch import fx
 
 from autoshard.compiling.gradient_sums import behind
 from autoshard.errors import CaptureError, message
-from autoshard.runtime.compat import forward_backward
+from autoshard.runtime.compat import ForwardBackward, forward_backward
 from autoshard.runtime.graph_meta import DIFF
 
 
@@ -48,24 +48,32 @@ class BackwardCut:
 
 
 def cut_backward(
-    gm: fx.GraphModule, fakes: list[Any], sums: Mapping[int, torch.dtype], inputs: int
+    gm: fx.GraphModule,
+    fakes: list[Any],
+    sums: Mapping[int, torch.dtype],
+    inputs: int,
+    graphs: ForwardBackward | None = None,
 ) -> BackwardCut:
     """The three graphs of a graph.
 
     sums: the dtype in which gradients add up, of each placeholder that is a parameter with a
     gradient, by its position. inputs: how many placeholders, from the last on, are those.
+    graphs: those that AOTAutograd made of it, where they are known.
     Raises CaptureError for outputs that share memory with something.
     """
     results = results_of(gm)
-    graphs = forward_backward(gm, fakes)
+    graphs = graphs or forward_backward(gm, fakes)
     outputs = results_of(graphs.forward)
     given = graphs.forward.graph.find_nodes(op="placeholder")
-    names = {node.name for node in given}
-    saved = [n for n in outputs[len(results) :] if n is not None and n.name not in names]
-    names |= {node.name for node in saved}
     graded = [i for i, n in enumerate(results) if n is not None and n.meta.get(DIFF)]
     backward = graphs.backward or fx.GraphModule({}, _without_gradients(len(given)))
     read = backward.graph.find_nodes(op="placeholder")
+    for node, arrived in zip(outputs[len(results) :], read):
+        if node is not None and node.name != arrived.name:
+            node._rename(arrived.name)  # the state of a generator, where an operator runs again
+    names = {node.name for node in given}
+    saved = [n for n in outputs[len(results) :] if n is not None and n.name not in names]
+    names |= {node.name for node in saved}
     kept = sum(node.name in names for node in read)
     if len(read) != kept + len(graded) or len(given) != len(fakes):
         raise CaptureError(

@@ -166,7 +166,7 @@ class MeshPrices:
         count = pp * training.microbatches  # as many samples a rank as without pp
         if not self.stages.can_run() and not alone:
             return None
-        found = self.stages.price(mesh, layout, training, count)
+        found = self.stages.price(mesh, layout, training, count, asked.limit)
         if found is None and alone:
             raise PlanError(
                 message(
@@ -188,6 +188,7 @@ class MeshPrices:
             unfit=self._unfit(held, asked.limit, layout, one),
             plan=replace(self.planned.plan, mesh=dict(mesh)),
             host_update=self._host_update(one, layout),
+            recomputation=pipeline.again,
             microbatches=count,
             pipeline=pipeline,
             refused=refusal(mesh, any(map(is_mixture, self.planned.serial.graph.nodes))),
@@ -202,7 +203,8 @@ class MeshPrices:
             free = self._profile(planned.decisions)
             graph = (planned.serial, planned.decisions)
             choices = frontier(*graph, self.n, self.machine, self.training, self.host_memory)
-        return GraphStages(planned, free, choices, self.machine, self.order)
+        given = (self.machine, self.order, self.training, self.cuts)
+        return GraphStages(planned, free, choices, *given)
 
     def _host_update(self, one: Profile, layout: Layout) -> HostUpdate | None:
         if self.training.states == "device":

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -24,7 +24,9 @@ import torch
 from torch import fx
 
 from autoshard.building import Planned
-from autoshard.planning import producer, value
+from autoshard.mesh_search.recomputed_stages import StageChoices, StageSpan
+from autoshard.mesh_search.stage_profiles import joined, stage_footprint
+from autoshard.planning import Recomputation, producer, value
 from autoshard.planning.cost import WAIT_SECONDS, Cluster, Link
 from autoshard.planning.estimate import (
     Footprint,
@@ -39,7 +41,6 @@ from autoshard.planning.estimate import (
     Training,
     buckets,
     data_collectives,
-    footprint,
     seconds,
     sent_by_axis,
     update_seconds,
@@ -57,24 +58,30 @@ class PipelinePrice:
     """A step of a mesh with pp, of `microbatches`. One entry a stage: seconds, of a forward and of
     a backward of one micro-batch; sent_bytes, to the next stage, of one micro-batch, whose gradient
     comes back. memory: of each rank, which has the stages of its number, and with `interleaved`
-    those of as many ranks further on. idle: the part of the schedule that ranks wait."""
+    those of as many ranks further on. idle: the part of the schedule that ranks wait. again: what
+    the rank that computes most again does in a step, and spares of all that it keeps at once."""
 
     microbatches: int
     idle: float
     seconds: tuple[tuple[float, float], ...]
     memory: tuple[Footprint, ...]
     sent_bytes: tuple[int, ...]
+    again: Recomputation | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Scheduled:
     """Stages at work, but for what data-parallel axes add. parts: of each rank, all its stages.
-    sent: bytes and messages, of a micro-batch, to the next stage."""
+    sent: bytes and messages, of a micro-batch, to the next stage. chosen: what ranks compute again
+    in a step, of all their micro-batches."""
 
     parts: list[Profile]
     sent: tuple[tuple[int, int], ...]
     seconds: tuple[tuple[float, float], ...]
     times: Timeline
+    stages: tuple[StageSpan, ...]
+    microbatches: int
+    chosen: Mapping[int, Recomputation] = field(default_factory=dict)
 
 
 class _Waited(NamedTuple):
@@ -95,14 +102,19 @@ class GraphStages:
         frontier: Frontier,
         machine: Cluster,
         order: tuple[str, int],
+        training: Training,
+        cuts: bool = True,
     ) -> None:
-        """order: the schedule, and how many stages a rank has."""
+        """order: the schedule, and how many stages a rank has. cuts: whether anything can be
+        computed again."""
         self.planned, self.whole, self.frontier = planned, whole, frontier
         self.saving = Saving(planned.serial, planned.decisions, whole.n)
         self.machine, (self.schedule, self.chunks) = machine, order
         self.nodes: list[fx.Node] = list(planned.serial.graph.nodes)
         outer = planned.outer
         self.ranks = {"cp": 1 if outer is None else outer.axis.size, "tp": whole.n}
+        self.choices = StageChoices(planned, whole.n, machine, training) if cuts else None
+        self._timelines: dict[tuple[object, ...], Timeline] = {}
         self._scheduled: dict[tuple[int, int, int, Link], _Scheduled | None] = {}
         self._waited: dict[int, _Waited] = {}
 
@@ -118,8 +130,10 @@ class GraphStages:
         layout: Layout,
         training: Training,
         microbatches: int,
+        limit: int,
     ) -> tuple[Profile, Footprint, Timing, PipelinePrice] | None:
-        """The largest stage, the memory of its ranks, and a step. None: no such cut."""
+        """The largest stage, the memory of its ranks, and a step, in which each computes again what
+        it must to hold at most `limit` bytes. None: no such cut."""
         links = {name: self.machine.real(x) for name, x in self.machine.links(mesh).items()}
         key = mesh["pp"], microbatches, layout.experts, links["pp"]
         if key not in self._scheduled:
@@ -128,7 +142,11 @@ class GraphStages:
         if one is None:
             return None
         layout = replace(layout, staged=True)
-        memory = [_held(part, layout, training) for part in one.parts]
+        if self.choices is not None:
+            one = self._within(
+                one, [stage_footprint(part, layout, training) for part in one.parts], limit
+            )
+        memory = [stage_footprint(part, layout, training) for part in one.parts]
         shard = layout.shard // layout.inner
         ranks = {**self.ranks, "ep": layout.experts, "dp_shard": shard}
         ranks["dp_replicate"] = layout.replicate
@@ -166,6 +184,7 @@ class GraphStages:
                 seconds=one.seconds,
                 memory=tuple(memory),
                 sent_bytes=tuple(nbytes for nbytes, _ in one.sent),
+                again=max(one.chosen.values(), key=lambda each: each.seconds, default=None),
             ),
         )
 
@@ -277,11 +296,49 @@ class GraphStages:
             for part, (a, b), after in zip(parts, spans, [*over, 0.0])
         ]
         return _Scheduled(
-            parts=[_joined(parts[rank::ranks]) for rank in range(ranks)],
+            parts=[joined(parts[rank::ranks]) for rank in range(ranks)],
             sent=tuple(self.crossing[cut] for cut in cuts),
             seconds=tuple(zip(forward, backward)),
             times=timeline(self.schedule, microbatches, forward, backward, self.chunks),
+            stages=tuple(
+                StageSpan(a, b, live[s % ranks][s // ranks]) for s, (a, b) in enumerate(spans)
+            ),
+            microbatches=microbatches,
         )
+
+    def _within(self, one: _Scheduled, held: Sequence[Footprint], limit: int) -> _Scheduled:
+        """Stages that compute again what their rank needs to hold at most `limit` bytes; the least
+        where that is not enough. held: by each rank. What a stage receives it keeps anyway."""
+        assert self.choices is not None
+        ranks, parts = len(one.parts), list(one.parts)
+        seconds, chosen = list(one.seconds), dict[int, Recomputation]()
+        for rank, (part, own) in enumerate(zip(one.parts, held)):
+            free = part.activations
+            beside = own.total - free.saved
+            if (own.total <= limit and not self.choices.regions) or beside > limit:
+                continue
+            stages = one.stages[rank::ranks]
+            received = sum(s.live * max(0, self.crossing[s.start][0]) for s in stages if s.start)
+            room = limit - beside - received
+            found = self.choices.choose(stages, room, one.microbatches)
+            if found is None:
+                continue
+            points, chosen[rank] = found
+            for number, point in zip(range(rank, len(seconds), ranks), points):
+                forward, backward = seconds[number]
+                seconds[number] = forward, backward + point.seconds
+            saved = received + chosen[rank].kept
+            transient = free.transient + chosen[rank].peak - chosen[rank].kept
+            parts[rank] = replace(part, activations=SavedForBackward(saved, transient))
+        if not chosen:
+            return one
+        forward, backward = map(list, zip(*seconds))
+        key = (one.microbatches, *seconds)
+        if key not in self._timelines:
+            given = (self.schedule, one.microbatches, forward, backward, self.chunks)
+            self._timelines[key] = timeline(*given)
+        times = self._timelines[key]
+        return replace(one, parts=parts, seconds=tuple(seconds), times=times, chosen=chosen)
 
     def _part(self, a: int, b: int, live: int, sent: Sequence[Sent]) -> Profile:
         """The profile of the operators from a to b - 1, with the activations of `live`
@@ -307,39 +364,6 @@ class GraphStages:
             ),
             activations=saved,
         )
-
-
-def _joined(parts: Sequence[Profile]) -> Profile:
-    """The profile of all stages of a rank, one after the other."""
-    if len(parts) == 1:
-        return parts[0]
-    starts = list(accumulate((len(part.forward) for part in parts), initial=0))
-    numbered = list(zip(starts, parts))
-    return replace(
-        parts[0],
-        forward=tuple(each for part in parts for each in part.forward),
-        backward=tuple(each for part in parts for each in part.backward),
-        sent=tuple(s._replace(at=s.at + start) for start, part in numbered for s in part.sent),
-        weights=tuple(
-            replace(weight, use=weight.use + start)
-            for start, part in numbered
-            for weight in part.weights
-            if weight.use is not None
-        ),
-        activations=SavedForBackward(
-            saved=sum(part.activations.saved for part in parts),
-            transient=max(part.activations.transient for part in parts),
-        ),
-    )
-
-
-def _held(part: Profile, layout: Layout, training: Training) -> Footprint:
-    """The memory of a stage: gradients stay whole until the last micro-batch."""
-    own = footprint(part, layout, training)
-    ep = layout.experts  # over which gradients of experts that stay are added up at once
-    sizes = ((w, w.numel // (ep if w.stays(ep) else 1)) for w in part.weights if w.trained)
-    whole = sum(size * training.gradient(w.kept) for w, size in sizes)
-    return replace(own, gradients=whole)
 
 
 def _transfer(link: Link, nbytes: int, messages: int) -> float:

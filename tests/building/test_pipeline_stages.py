@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from autoshard.building.pipeline import fit_stages
 from autoshard.building.pipeline import stages as stages_module
 from autoshard.building.pipeline.microbatch import shared_graph
 from autoshard.building.pipeline.program import PipelineProgram, build_pipeline
@@ -74,7 +75,9 @@ def graph_of(model: nn.Module, args: Sequence[Any]) -> tuple[Any, ...]:
 
 def cut(graph: tuple[Any, ...], stages: int, **options: Any) -> PipelineProgram:
     config = Config.from_options({"mesh": {"pp": stages}, **options})
-    return build_pipeline(*graph, stages, config, hardware("cpu"))
+    program = build_pipeline(*graph, stages, config, hardware("cpu"))
+    fit_stages(program, range(stages), config)
+    return program
 
 
 def run(program: PipelineProgram, inputs: Sequence[Any], inner: str) -> dict[str, Any]:
@@ -318,15 +321,62 @@ def test_the_memory_of_each_rank_is_foretold(schedule: str) -> None:
     graph = graph_of(model, (x,))
     program = cut(graph, 2, schedule=schedule, microbatches=4)
     foretold = TracedPipeline(program).memory()
-    for rank, stage in enumerate(program.plan.stages):
-        names = [program.parameters[program.microbatch.parameters[i]] for i in stage.parameters]
-        own = [item.real for item in graph[2] if item.name in names]
-        runner, live = stage_program(program, rank, "aot_eager"), LiveStorages()
-        with live:
-            rows = [[part] if rank == 0 else [] for part in x.chunk(4)]
-            each = StageRun(runner, Fed(), own, rows.__getitem__, True)
-            for action in program.actions(rank):
-                each.run(action)
-        live.restore()
-        shared = x.nbytes * (rank == 1)  # of the caller, and so not of the last stage
-        assert abs((live.peak - shared) / foretold[rank].peak - 1) < 0.05, foretold[rank]
+    for rank in range(2):
+        peak = peak_of(program, graph, x, rank)
+        assert abs(peak / foretold[rank].peak - 1) < 0.05, foretold[rank]
+
+
+def peak_of(program: PipelineProgram, graph: Any, x: torch.Tensor, rank: int) -> int:
+    """The most bytes that are live in a step of a rank of two, run alone."""
+    stage, count = program.plan.stages[rank], program.microbatch.microbatches
+    names = [program.parameters[program.microbatch.parameters[i]] for i in stage.parameters]
+    own = [item.real for item in graph[2] if item.name in names]
+    runner, live = stage_program(program, rank, "aot_eager"), LiveStorages()
+    with live:
+        rows = [[part] if rank == 0 else [] for part in x.chunk(count)]
+        each = StageRun(runner, Fed(), own, rows.__getitem__, True)
+        for action in program.actions(rank):
+            each.run(action)
+    live.restore()
+    return live.peak - x.nbytes * (rank == 1)  # of the caller, and so not of the last stage
+
+
+class Gated(nn.Module):
+    """Layers that keep much and are computed again in little time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(64, 128, bias=False) for _ in range(4))
+        self.down = nn.ModuleList(nn.Linear(128, 64, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(self.up, self.down):
+            wide = nn.functional.gelu(up(x))
+            x = x + down(wide.sigmoid() * wide).tanh()
+        return x.square().sum()
+
+
+@pytest.mark.parametrize(("schedule", "part"), [("1f1b", 0.6), ("zb1", 0.95)])
+def test_each_stage_keeps_its_budget_by_recomputation_and_gradients_are_serial(
+    schedule: str, part: float
+) -> None:
+    model, x = Gated(), torch.randn(2048, 64)
+    graph = graph_of(model, (x,))
+    options: dict[str, Any] = {"schedule": schedule, "microbatches": 4, "inner": "aot_eager"}
+    runs = []
+    free = cut(graph, 2, **options)
+    held = TracedPipeline(free).memory()
+    budget = int(part * max(one.peak + 2 * one.parameters for one in held))
+    for program in (free, cut(graph, 2, memory_budget=budget, **options)):
+        runs.append(run(program, [item.real for item in graph[2]], "aot_eager"))
+    assert 0 in program.recomputed and not free.recomputed  # the first keeps most micro-batches
+    torch.testing.assert_close(runs[1]["loss"], runs[0]["loss"])
+    torch.testing.assert_close(runs[1]["gradients"], runs[0]["gradients"])
+    for rank, stage in enumerate(TracedPipeline(program).memory()):
+        states = 2 * stage.parameters
+        assert stage.peak + states <= budget
+        assert peak_of(program, graph, x, rank) + states <= 1.02 * budget
+        again = program.stage_seconds(rank) - program.plan.stage_seconds[rank]
+        assert (again > 0) == (rank in program.recomputed)
+    with pytest.raises(PlanError, match=r"stages? \d.*on rank \d of pp.*Raise the budget to"):
+        cut(graph, 2, memory_budget=budget // 3, **options)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.building.all_ranks import unplanned
 from autoshard.building.batch_check import batch_checker, batch_shapes
 from autoshard.building.data_ranks import digest_of, node_line
+from autoshard.building.pipeline.budget import fit_stages, lines_of_recomputation
 from autoshard.building.pipeline.data_parallel import agree_on_batches, stage_unsharding
 from autoshard.building.pipeline.microbatch import shared_graph
 from autoshard.building.pipeline.program import PipelineProgram, build_pipeline, refuse_options
@@ -63,9 +64,13 @@ def pipelined(
         raise compat.RestartTrace(keep=store_at_home(new, mesh, config))
     train = torch.is_grad_enabled()  # Dynamo has a program for each mode
     with compat.explicit_modes(True) if compat.autocast_is_on() else torch.enable_grad():
+        if train:
+            fit_stages(program, [axis.rank], config)
         rank = rank_pipeline(program, axis, sharing, config.inner, train)
-    for one in (*sharing, axis):
-        agree("compiled pipeline", "", [], one)  # nobody runs before everybody can
+    again = lines_of_recomputation(program)
+    for one in sharing:
+        agree("compiled pipeline", digest_of(again), again, one)
+    agree("compiled pipeline", "", [], axis)  # nobody runs before everybody can
     compat.lighten_guards({i.source: i.real for i in inputs if isinstance(i.real, nn.Parameter)})
     return _runner(program, rank, inputs, mesh, config, device, microbatch)
 

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from torch import fx
 
 from autoshard.building.first_axis import lay_out
-from autoshard.building.pipeline.microbatch import MicrobatchGraph
+from autoshard.building.pipeline.microbatch import MicrobatchGraph, PlannedMicrobatch
 from autoshard.config import Config
 from autoshard.errors import ConfigError, message
 from autoshard.passes import ExchangeExperts, Localize, exchange, rank_program
@@ -29,15 +29,18 @@ from autoshard.planning import (
     Request,
     gathered_stacks,
     is_mixture,
+    is_trained,
     plan_graph,
+    producer,
     strategy_text,
     value,
+    value_text,
     with_graph,
 )
 from autoshard.planning.cost import Hardware
 from autoshard.planning.estimate import Layout, Training
-from autoshard.runtime.collectives import Axis, State, data_states
-from autoshard.runtime.graph_meta import OUTPUT_STATES
+from autoshard.runtime.collectives import Axis, State, data_states, forward_value
+from autoshard.runtime.graph_meta import OUTPUT_STATES, VALUE
 from autoshard.runtime.mesh import Mesh
 
 
@@ -87,6 +90,8 @@ def split_operators(
         made = with_graph(plan, decisions, request, whole, axis.size)
         choices = {own[node]: choice for node, choice in decisions.weights.items()}
         microbatch = replace(microbatch, choices=choices)
+    if config.memory_budget is not None and is_trained(whole):
+        microbatch = _with_plan(microbatch, decisions, axis.size, machine, request)
     if decisions is not None and axis.size > 1:
         gathered = gathered_stacks(whole, decisions.strategies)
         local, _ = rank_program(whole, [Localize(decisions, config.recompute_collectives)], axis)
@@ -98,6 +103,31 @@ def split_operators(
         experts = ExchangeExperts(mesh.axis("ep"), states, gathered=gathered)
         exchange(microbatch.local, experts, axis)
     return microbatch, replace(made, outer=first)
+
+
+def _with_plan(
+    microbatch: MicrobatchGraph,
+    decisions: Decisions | None,
+    n: int,
+    machine: Hardware,
+    request: Request,
+) -> MicrobatchGraph:
+    """The micro-batch with the plan by which stages choose what they keep. Where nobody asked for
+    one, on one rank of tp, the values of the graph get their names in it."""
+    whole = microbatch.local
+    if n > 1:
+        assert decisions is not None
+        return replace(microbatch, planned=PlannedMicrobatch(whole, decisions, n))
+    decisions = decisions or plan_graph(whole, n, machine, replace(request, plan=None))
+    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(whole.graph, made))  # type: ignore[arg-type]
+    for node, copy in made.items():
+        if node.op == "call_function" and producer(node)[0] in decisions.strategies:
+            text = value_text((node, forward_value(decisions.state(node))))
+            copy.meta["custom"] = {**copy.meta.get("custom", {}), VALUE: text}
+    local = fx.GraphModule(whole, graph)
+    local.meta = dict(whole.meta)
+    return replace(microbatch, local=local, planned=PlannedMicrobatch(whole, decisions, n))
 
 
 def _refuse(gm: fx.GraphModule, mesh: Mesh) -> None:

@@ -35,6 +35,15 @@ SharedKey = tuple[fx.Node, State]
 """A shared value, by its node in the serial graph, and whether a micro-batch takes rows of it."""
 
 
+@dataclass(frozen=True)
+class PlannedMicrobatch:
+    """The graph of a micro-batch on all ranks of tp, with its plan on an axis of `n`."""
+
+    graph: fx.GraphModule
+    decisions: Decisions
+    n: int
+
+
 @dataclass(kw_only=True)
 class MicrobatchGraph:
     """local: the graph of one micro-batch; its placeholders are `parameters`, then `shared`, and
@@ -45,7 +54,7 @@ class MicrobatchGraph:
 
     Where `local` is the graph of a rank of cp or tp: split: the states in which parameters are
     stored on tp; shards: those of the outputs on each axis, the inner one first; plan: lines that
-    the ranks compare."""
+    the ranks compare. planned: what `local` was made of, where a budget asks what to keep."""
 
     serial: fx.GraphModule
     local: fx.GraphModule
@@ -59,6 +68,7 @@ class MicrobatchGraph:
     shards: Sequence[tuple[Axis, Sequence[State]]] = ()
     plan: Sequence[str] = ()
     choices: Mapping[fx.Node, str] = field(default_factory=dict)
+    planned: PlannedMicrobatch | None = None
 
     def at_rest(self) -> dict[fx.Node, str]:
         """The parameters that a rank uses as it stores them, with the axis on which it does."""

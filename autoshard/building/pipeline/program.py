@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx, nn
@@ -21,11 +21,12 @@ from autoshard.compiling import lowered_dtypes, say_stored
 from autoshard.config import Config
 from autoshard.errors import CaptureError, ConfigError, message
 from autoshard.passes import prepare
-from autoshard.planning import Plan, is_trained, value
+from autoshard.planning import Plan, Recomputation, is_trained, value
 from autoshard.planning.cost import Hardware
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import (
     CHOICES,
+    WHOLE,
     Axis,
     H,
     I,
@@ -59,7 +60,9 @@ class PipelineProgram:
     """What `pp` made of a graph: the same on all ranks.
 
     parameters: the name of each by its placeholder in the serial graph. schedule: its name. ranks:
-    those of pp, which stages take in turn.
+    those of pp, which stages take in turn. shards: by axis, ranks among which parameters are split
+    between calls. recomputed: what stages compute again in backward, by their number, where the
+    budget asks for it.
     """
 
     microbatch: MicrobatchGraph
@@ -68,6 +71,8 @@ class PipelineProgram:
     schedule: str
     ranks: int
     saved: Plan
+    shards: Mapping[str, int] = field(default_factory=dict)
+    recomputed: dict[int, Recomputation] = field(default_factory=dict)
 
     @property
     def shape(self) -> ScheduleShape:
@@ -108,8 +113,21 @@ class PipelineProgram:
         long."""
         forward = [1.0 if equal else seconds / 3 for seconds in self.plan.stage_seconds]
         backward = [2 * seconds for seconds in forward]
+        if not equal:
+            for number, one in self.recomputed.items():
+                backward[number] += one.seconds
         count, chunks = self.shape.microbatches, self.shape.chunks
         return timeline(self.schedule, count, forward, backward, chunks)
+
+    def split_over(self, parameter: int) -> Mapping[str, int]:
+        """By axis, the ranks among which a parameter of the micro-batch's graph is split."""
+        whole = self.microbatch.choices.get(self.microbatch.parameters[parameter]) == WHOLE
+        return {name: n for name, n in self.shards.items() if not whole or name != "dp_shard"}
+
+    def stage_seconds(self, number: int) -> float:
+        """Of a micro-batch on a stage, what it computes again included."""
+        again = self.recomputed.get(number)
+        return self.plan.stage_seconds[number] + (again.seconds if again else 0.0)
 
     def idle(self, equal: bool = False) -> float:
         """The part of a step that ranks wait; see `timeline`."""
@@ -223,6 +241,7 @@ def build_pipeline(
         schedule=schedule,
         ranks=ranks,
         saved=with_stages(made, plan, microbatch, parameters, schedule, shape),
+        shards=shards,
     )
 
 

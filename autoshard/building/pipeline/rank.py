@@ -14,6 +14,7 @@ from autoshard.building.pipeline.program import PipelineProgram
 from autoshard.building.pipeline.stage_graphs import loss_of
 from autoshard.building.pipeline.stages import sum_dtype
 from autoshard.compiling import SplitBackward, add_at_once, compile_local
+from autoshard.passes import set_fate
 from autoshard.planning import value
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import Axis, home_rank, shard_dim
@@ -95,6 +96,9 @@ def stage_program(
     graph, parts, graded = stage.graph, None, list[int]()
     if train and loss is not None:
         graph = stage.training(loss_of(program.microbatch))
+        if number in program.recomputed:
+            for node in graph.graph.nodes:
+                set_fate(node, program.recomputed[number])
         results = [(position, first) for position, _ in results if position == loss]
         graded = graded_parameters(graph, len(stage.parameters))
         sums = [sum_dtype(program.microbatch.parameters[i]) for i in stage.parameters]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -18,11 +18,12 @@ from torch import fx
 from autoshard.building.pipeline.microbatch import MicrobatchGraph
 from autoshard.building.pipeline.stage_graphs import PipelineStage, of_shared_values, stage_graphs
 from autoshard.errors import ConfigError, PlanError, message
-from autoshard.planning import TRAINED_BYTES, cost, is_view, tensor_bytes, value
-from autoshard.planning.cost import Hardware, Link
+from autoshard.planning import cost, is_view, tensor_bytes, value
+from autoshard.planning.cost import Hardware, Link, planned_on
+from autoshard.planning.kept_values import PartTrade, part_trade
 from autoshard.planning.solver import Chain, StageCut, cut_chunks
 from autoshard.runtime.collectives import WHOLE
-from autoshard.runtime.graph_meta import DIFF, OWN_AXIS, REDUCED_DTYPE, STORED_DTYPE
+from autoshard.runtime.graph_meta import DIFF, OWN_AXIS, REDUCED_DTYPE, STORED_DTYPE, VALUE
 from autoshard.runtime.parameters import ParameterPolicy
 
 MOST_UNITS = 800
@@ -85,15 +86,25 @@ def plan_stages(
     known = [stored.get(node) for node in microbatch.parameters]
     allowed = [h if h is None else frozenset(range(h, stages, ranks)) for h in known]
     chain = _chain(microbatch, operators, ends, hardware, link, allowed, shards)
-    found = cut_chunks(chain, ranks, microbatch.microbatches, budget, live)
-    if found is None and chain.homes:  # another stage borrows what it reads
-        chain = _chain(microbatch, operators, ends, hardware, link, [None] * len(known), shards)
+    chains = [chain, replace(chain, homes={})] if chain.homes else [chain]
+    if chain.again:  # where the estimate does not fit, the count of the stages has the last word
+        chains.append(replace(chains[-1], kept=[0.0] * len(chain.kept)))
+    for chain in chains:  # without homes, another stage borrows what it reads
         found = cut_chunks(chain, ranks, microbatch.microbatches, budget, live)
-    if found is None:
+        if found is not None:
+            break
+    else:
+        bare = replace(chain, kept=[0.0] * len(chain.kept))
+        least = cut_chunks(bare, ranks, microbatch.microbatches, None, live)
+        assert least is not None
+        held = [sum(least.memory[rank::ranks]) for rank in range(ranks)]
+        most = max(range(ranks), key=held.__getitem__)
         raise PlanError(
             message(
                 f"no cut into {stages} stages of {microbatch.microbatches} micro-batches fits "
-                f"memory_budget={budget}",
+                f"memory_budget={budget}: of the quickest, parameters, their gradients and the "
+                f"optimizer's states alone are {math.ceil(held[most]):,} bytes on rank {most} of "
+                "pp",
                 remedy="Give pp more ranks, or the budget more bytes.",
             )
         )
@@ -177,7 +188,7 @@ def _chain(
     known: Sequence[frozenset[int] | None],
     shards: Mapping[str, int],
 ) -> Chain:
-    live = _live(microbatch.local, operators)
+    live, trade = _live(microbatch.local, operators), _trade(microbatch)
     unit = {node: u for u, (a, b) in enumerate(zip(ends, ends[1:])) for node in operators[a:b]}
     seconds, kept = [0.0] * (len(ends) - 1), [0.0] * (len(ends) - 1)
     for node in operators:
@@ -186,7 +197,10 @@ def _chain(
         )
         graded = bool(node.meta.get(DIFF))
         seconds[unit[node]] += forward * (1 + BACKWARD * graded)
-        if graded and not is_view(node):
+        if trade is not None:
+            text = node.meta.get("custom", {}).get(VALUE, "")
+            kept[unit[node]] += trade.kept.get(text, 0)
+        elif graded and not is_view(node):
             kept[unit[node]] += tensor_bytes(value(node))
     sent = [0.0]
     for cut in ends[1:-1]:
@@ -199,7 +213,7 @@ def _chain(
     choices = [microbatch.choices.get(node, "") for node in microbatch.parameters]
     for node, home, choice in zip(placeholders, known, choices):
         readers = sorted(unit[user] for user in node.users if user in unit)
-        stored.append((_held(node, shards if choice != WHOLE else others), readers))
+        stored.append((held_bytes(node, shards if choice != WHOLE else others), readers))
         if home is not None and readers:
             homes[readers[0]] = homes.get(readers[0], home) & home
     return Chain(
@@ -209,20 +223,35 @@ def _chain(
         stored=stored,
         update=2 / hardware.memory_bandwidth,  # read and written
         homes=homes,
+        again=[
+            (one.part, one.beside, one.seconds / (1 + BACKWARD))
+            for one in (trade.steps if trade is not None else ())
+        ],
     )
 
 
-def _held(parameter: fx.Node, ranks: Mapping[str, int]) -> float:
-    """Bytes of a parameter that its stage holds: what is stored; the whole in the dtype of compute,
-    where that is another tensor; and, where a shard is stored, the whole gradient from the start of
-    a call to its backward."""
+def _trade(microbatch: MicrobatchGraph) -> PartTrade | None:
+    """What stages may give up for time, where a budget asks."""
+    one = microbatch.planned
+    if one is None:
+        return None
+    return part_trade(one.graph, one.decisions, one.n, planned_on(one.decisions.hardware))
+
+
+def held_bytes(
+    parameter: fx.Node, ranks: Mapping[str, int], states: int = 2, home: bool = True
+) -> float:
+    """Bytes of a parameter that its stage holds: what is stored, with `states` as large of the
+    optimizer; the whole in the dtype of compute, where that is another tensor; and the whole
+    gradient from the start of a call to its backward. home: whether the stage stores it, or
+    borrows it."""
     val = value(parameter)  # of what a rank has on an axis of its own
     shards = math.prod(n for name, n in ranks.items() if name != parameter.meta.get(OWN_AXIS))
     stored, summed = (val.numel() * t(parameter).itemsize for t in (stored_dtype, sum_dtype))
-    held = stored * (TRAINED_BYTES if val.requires_grad else 1.0) / shards
-    if shards > 1 or stored_dtype(parameter) != val.dtype:
+    held = stored * (1.0 + states * val.requires_grad) / shards if home else 0.0
+    if shards > 1 or stored_dtype(parameter) != val.dtype or not home:
         held += tensor_bytes(val)
-    return held + summed if shards > 1 and val.requires_grad else held
+    return held + summed * val.requires_grad
 
 
 def stored_dtype(parameter: fx.Node) -> torch.dtype:

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import fx
 
 from autoshard.building.pipeline.program import PipelineProgram
-from autoshard.building.pipeline.stage_memory import stage_memory
+from autoshard.building.pipeline.stage_memory import StageCount
 from autoshard.explain import human, pipeline_page, table
 from autoshard.memory import StageMemory
 from autoshard.planning import Plan
@@ -54,11 +54,9 @@ class TracedPipeline:
 
     def memory(self) -> list[StageMemory]:
         """What a rank holds of each stage in a training step, run operator by operator."""
-        ranks, stages = self.program.ranks, self.program.plan.stages
-        return [
-            stage_memory(self.program, stage, number % ranks, number // ranks)
-            for number, stage in enumerate(stages)
-        ]
+        chosen = self.program.recomputed
+        numbers = range(len(self.program.plan.stages))
+        return [StageCount(self.program, number)(chosen.get(number)) for number in numbers]
 
     def explain(self, width: int = 100) -> str:
         """The stages, what they send and hold, what they wait, and the picture of the schedule.
@@ -102,7 +100,7 @@ class TracedPipeline:
             [
                 f"{number} on rank {number % ranks}",
                 str(sum(node.op == "call_function" for node in stage.graph.graph.nodes)),
-                f"{1e3 * plan.stage_seconds[number]:.3g}",
+                f"{1e3 * self.program.stage_seconds(number):.3g}",
                 human([*plan.sent_bytes, 0][number]),
                 human(held.parameters),
                 human(held.gradients),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from autoshard.planning.estimate.activations import SavedForBackward, Saving
-from autoshard.planning.estimate.frontiers import SLOWS, Frontier, frontier
+from autoshard.planning.estimate.frontiers import SLOWS, Frontier, Point, frontier
 from autoshard.planning.estimate.memory import Footprint, footprint, held
 from autoshard.planning.estimate.mesh import Timing, timing, update_seconds
 from autoshard.planning.estimate.on_host import HostUpdate, host_update
 from autoshard.planning.estimate.recomputable import (
+    RankValue,
     Walk,
     makes_tensors,
     takes_no_time,

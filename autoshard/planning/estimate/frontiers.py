@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -63,13 +64,16 @@ class Point:
 class Frontier:
     """The choices of one planned graph on a rank, by rising time and falling memory.
 
-    host_memory: bytes that may be kept on the host.
+    host_memory: bytes that may be kept on the host. several: whether several micro-batches are kept
+    at once, as beside pp: then the last segment is as the others.
     """
 
-    def __init__(self, values: Sequence[RankValue], host_memory: int = 0) -> None:
+    def __init__(
+        self, values: Sequence[RankValue], host_memory: int = 0, several: bool = False
+    ) -> None:
         segments = segments_of(values)
-        self.values, self.host_memory = kept_in_the_last(values, segments), host_memory
-        values = self.values
+        self.values = list(values) if several else kept_in_the_last(values, segments)
+        self.host_memory, values = host_memory, self.values
         self._lengths: list[_Length] = []
         points: list[Point] = []
         length = 1
@@ -78,13 +82,22 @@ class Frontier:
             if length > 1 and choices.count <= 2:
                 break
             for charge in (math.inf, *(_CHARGES if host_memory else ())):
-                one = _Length(choices, charge, length)
+                one = _Length(choices, charge, length, several)
                 self._lengths.append(one)
                 points += one.points(len(self._lengths) - 1)
             length *= 2
-        self.points = _undominated([one for one in points if one.host <= host_memory])
+        self._every = [one for one in points if one.host <= host_memory]
+        self.points = _undominated(self._every)
         self.free = _undominated([one for one in points if not one.host])[:1]
         """The quickest without the host; nothing where there is nothing to choose."""
+
+    def keeping(self, count: int) -> Frontier:
+        """The choices where `count` micro-batches are kept while one of them is differentiated."""
+        found = copy(self)
+        found.points = _undominated(
+            [replace(one, peak=one.peak + (count - 1) * one.kept) for one in self._every]
+        )
+        return found
 
     def cheapest(self, peak: int) -> int | None:
         """The index of the quickest choice that holds at most `peak` bytes; None: there is none.
@@ -176,15 +189,16 @@ def kept_in_the_last(values: Sequence[RankValue], segments: Sequence[int]) -> li
 
 
 class _Sums:
-    """Bytes and seconds of each segment under one price and one charge.
+    """Bytes and seconds of each segment under one price and one charge. last: the price in the last
+    one.
 
     kept, sent: bytes on the device and to the host. again: there only while backward is in the
     segment. seconds: of what is computed again, and of transfers that outlast the compute.
     """
 
-    def __init__(self, choices: Choices, price: float, charge: float) -> None:
+    def __init__(self, choices: Choices, price: float, last: float, charge: float) -> None:
         self.price, count = price, choices.count
-        self.fates = choices.fates(price, _PRICES[0], charge + SLOWS)
+        self.fates = choices.fates(price, last, charge + SLOWS)
         self.kept, self.again, self.sent = [0] * count, [0] * count, [0] * count
         repeated, transfers = [0.0] * count, [0.0] * count
         for one, segment, fate in zip(choices.values, choices.segments, self.fates):
@@ -217,11 +231,11 @@ class _Length:
     length: segments that are joined to each.
     """
 
-    def __init__(self, choices: Choices, charge: float, length: int) -> None:
+    def __init__(self, choices: Choices, charge: float, length: int, several: bool) -> None:
         self.choices, self.charge, self.length = choices, charge, length
         self.sums: list[_Sums] = []
         for price in _PRICES:
-            one = _Sums(choices, price, charge)
+            one = _Sums(choices, price, price if several else _PRICES[0], charge)
             if not self.sums or one.fates != self.sums[-1].fates:
                 self.sums.append(one)
 

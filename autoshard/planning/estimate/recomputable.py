@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -87,7 +87,13 @@ class Walk:
         self.views: dict[ValueKey, list[ValueKey]] = {}
 
     def run(self) -> list[RankValue]:
-        for node in self.gm.graph.nodes:
+        return self.of(self.gm.graph.nodes)
+
+    def of(self, nodes: Iterable[fx.Node]) -> list[RankValue]:
+        """The values of some of the operators, in the order of the graph, whose derivatives are all
+        that reads them; what other operators make is there."""
+        self.found, self.place, self.needed, self.views = [], {}, set(), {}
+        for node in nodes:
             strategy = self.decisions.strategies.get(node)
             if node.op != "call_function":
                 continue

@@ -2,4 +2,6 @@
 
 from __future__ import annotations
 
+from autoshard.planning.kept_values.joined_choices import JoinedChoices
+from autoshard.planning.kept_values.part_trade import PartTrade, part_trade
 from autoshard.planning.kept_values.search import KeptSearch

@@ -5,8 +5,8 @@ on p stages takes
 
     (m - 1) * slowest + the sum over stages
 
-where a stage takes the time of its operators, of the transfers at both of its ends, and its share
-of the time of the update.
+where a stage takes the time of its operators, of the transfers at both of its ends, its share of
+the time of the update and, where it does not fit a budget otherwise, of what it computes again.
 
 A dynamic programme finds the least sum under a bound on the slowest stage; the least sum is a step
 function of that bound, of which the best point is found by bisection over the costs that stages can
@@ -36,7 +36,9 @@ class Chain:
     are 0; infinite where no cut may be. kept: bytes each operator keeps of a micro-batch between
     its forward and its backward. stored: for each parameter its bytes in training, and the
     operators that read it; update: seconds of the optimizer's step for each of these bytes. homes:
-    the stages on which an operator may be, where that is known.
+    the stages on which an operator may be, where that is known. again: ways to keep less, by rising
+    time: the part of `kept` that is left, bytes that are there beside it, and seconds for each of
+    the operators'.
     """
 
     seconds: Sequence[float]
@@ -45,12 +47,14 @@ class Chain:
     stored: Sequence[tuple[float, Sequence[int]]] = ()
     update: float = 0.0
     homes: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    again: Sequence[tuple[float, float, float]] = ()
 
 
 @dataclass(frozen=True)
 class StageCut:
     """cuts: the first operator of each stage but the first. slowest, seconds: of a micro-batch on
-    the slowest stage, and of a step. memory: bytes of each stage at its peak."""
+    the slowest stage, and of a step. memory: bytes of each stage at its peak, the
+    budget where something is computed again."""
 
     cuts: tuple[int, ...]
     slowest: float
@@ -112,7 +116,8 @@ class _CutSearch:
         n = self.n = len(chain.seconds)
         sent = np.asarray(chain.sent, float)
         stored, kept = _stored_bytes(chain, n), _sums(chain.kept)
-        self.cost = _sums(chain.seconds) + sent[:, None] + sent[None, :]
+        busy = _sums(chain.seconds)
+        self.cost = busy + sent[:, None] + sent[None, :]
         self.cost += stored * (chain.update / microbatches)
         self.cost[np.tril_indices(n + 1)] = np.inf
         counts = {count: stored + count * kept for count in live}
@@ -124,7 +129,13 @@ class _CutSearch:
             if any(away):
                 cost = np.where(_sums(away) > 0, np.inf, cost)
             if budget is not None:
-                cost = np.where(self.memory[stage] > budget, np.inf, cost)
+                over = self.memory[stage] > budget
+                more = np.where(over, np.inf, 0.0)
+                for part, beside, seconds in reversed(chain.again):
+                    fits = stored + live[stage] * part * kept + beside <= budget
+                    more = np.where(over & fits, seconds * busy, more)
+                cost = cost + more
+                self.memory[stage] = np.where(over, budget, self.memory[stage])
             self.cost_of.append(cost)
         self.tables = list({id(cost): cost for cost in self.cost_of}.values())
 
@@ -179,7 +190,7 @@ class _CutSearch:
             ends.append(int(found[ends[-1]]))
         ends.reverse()
         spans = list(zip(ends, ends[1:]))
-        costs = [float(self.cost[a, b]) for a, b in spans]
+        costs = [float(cost[a, b]) for cost, (a, b) in zip(self.cost_of, spans)]
         memory = tuple(float(m[a, b]) for m, (a, b) in zip(self.memory, spans))
         seconds = (self.microbatches - 1) * max(costs) + sum(costs)
         return StageCut(tuple(ends[1:-1]), max(costs), seconds, memory)
