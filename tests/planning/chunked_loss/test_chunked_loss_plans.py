@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoshard.building import fitting
+from autoshard.building.fitting import placements as fitting
 from autoshard.mesh_search.search import search_meshes
 from autoshard.planning.chunked_loss import LARGE
 from autoshard.planning.cost import cluster

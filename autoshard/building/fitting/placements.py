@@ -2,38 +2,28 @@
 what is kept, on the device or on the host, and what is computed again.
 
 The planner's account of memory is an estimate; here the graphs that would run are made, and their
-memory is counted operator by operator (autoshard/memory/), that of Inductor's code buffer by
-buffer. A bisection of the choices, in the order that planning/estimate/frontiers.py gives them,
-needs a handful.
+memory is counted (trials.py), for one placement after another, the quickest first.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import fx
 
+from autoshard.building.fitting.trials import Trials, Tried, counted, counted_part
 from autoshard.errors import ConfigError, PlanError, message
-from autoshard.memory import step_of, summary
 from autoshard.planning import Decisions, Recomputation, strategy_text, target_name
 from autoshard.planning.chunked_loss import NEEDED, plan_losses
-from autoshard.planning.cost import planned_on
-from autoshard.planning.estimate import Layout, Training, footprint, frontier, held
+from autoshard.planning.estimate import Layout, Training, footprint, held
 from autoshard.program import Program
 from autoshard.runtime.collectives import data_axes
 
-_MOST_TRIALS = 8
-_MOST_TRIES = 4
-_BY_OPERATOR = "aot_eager"
 _SAFE = 2
 """An estimate this many times below the budget needs no count."""
-_COUNTED = 0.999
-_PREDICTED = 0.95
-"""The part of a budget that Inductor's code may be predicted to need: see tests/memory."""
 
 
 class BudgetTooSmall(PlanError):
@@ -91,16 +81,20 @@ def recompute(
         planned.plan_losses(default, fits=not chunked)
     if fits or (chunked and _fits(build(), budget)):
         return
-    failed: list[tuple[int, Decisions, Recomputation]] = []
-    for each in candidates:
+    trials, tried = Trials(budget), list[tuple[Tried, Decisions]]()
+
+    def fits_with(each: Decisions, last_first: bool = False) -> bool:
         planned.take(each)
         planned.plan_losses(each, fits=not chunked)
-        found, needed = _decide(each, build, budget)
-        if needed <= budget:
-            return
-        if found is not None:
-            failed.append((needed, each, found))
-    needed, least, found = min(failed, key=lambda one: one[0])
+        tried.append((_decide(each, build, trials, last_first), each))
+        return tried[-1][0].needed <= budget
+
+    if any(map(fits_with, candidates)):
+        return
+    passed_over = sorted((one for one in tried if not one[0].counted), key=_needs)
+    if any(fits_with(each, last_first=True) for _, each in passed_over):
+        return
+    (found, needed, _), least = min((one for one in tried if one[0].counted), key=_needs)
     told = BudgetTooSmall(budget, needed)
     if not assumed:
         raise told
@@ -109,30 +103,35 @@ def recompute(
     least.recomputation = found
 
 
+def _needs(tried: tuple[Tried, Decisions]) -> int:
+    return tried[0].needed
+
+
 def _decide(
-    decisions: Decisions, build: Callable[[], Program], budget: int
-) -> tuple[Recomputation | None, int]:
-    """The choice for one placement, which it gets, and the bytes that a step needs with it."""
-    decisions.recomputation = None
+    decisions: Decisions, build: Callable[[], Program], trials: Trials, last_first: bool
+) -> Tried:
+    """The choice for one placement, which it gets. last_first: as in `Trials.quickest`."""
+    decisions.recomputation, budget = None, trials.budget
     free = build()
-    if _fits(free, budget):
-        return None, 0
+    before = 0 if _is_sure(free, budget) else counted(free)
+    if before <= int(budget * counted_part(free.config.inner)):
+        return Tried(None, 0)
     key = (_operators(free), budget)
     shared = bool(data_axes(free.mesh.axes))
     if shared and key in _decided:
         # data-parallel ranks compile other lengths at other times, and gather in one order
         decisions.recomputation = _decided[key]
-        return decisions.recomputation, budget
+        return Tried(decisions.recomputation, budget)
 
     def chosen(one: Recomputation) -> Program:
         decisions.recomputation = one
         return build()
 
-    found, needed = _smallest(free, chosen, budget)
-    decisions.recomputation = found
-    if shared and needed <= budget:
-        _decided[key] = found
-    return found, needed
+    found = trials.quickest(free, before, chosen, last_first)
+    decisions.recomputation = found.chosen
+    if shared and found.needed <= budget:
+        _decided[key] = found.chosen
+    return found
 
 
 _decided: dict[tuple[str, int], Recomputation | None] = {}
@@ -193,105 +192,4 @@ def _is_sure(free: Program, budget: int) -> bool:
 
 def _fits(free: Program, budget: int) -> bool:
     """Whether a step stays within the budget as it is."""
-    return _is_sure(free, budget) or _counted(free) <= int(budget * counted_part(free.config.inner))
-
-
-def _counted(free: Program) -> int:
-    return summary(step_of(free, inner=_BY_OPERATOR)).peak
-
-
-def counted_part(inner: str) -> float:
-    """The part of a budget that may be counted: what is left is for what the count misses, a few
-    scalars, or some percent of what Inductor's code allocates."""
-    return _PREDICTED if inner == "inductor" else _COUNTED
-
-
-def _smallest(
-    free: Program, build: Callable[[Recomputation], Program], budget: int
-) -> tuple[Recomputation, int]:
-    """The quickest choice with which a step fits, else the last one, and the bytes it needs."""
-    coded = free.config.inner == "inductor"  # which allocates in an order of its own
-    part = counted_part(free.config.inner)
-    room, search = int(budget * part), _Search(free, _counted(free))
-
-    def need(index: int) -> tuple[Recomputation, int]:
-        chosen = search.choices.recomputation(index)
-        return chosen, summary(step_of(build(chosen))).peak if coded else search.peak(index)
-
-    target, last = room, len(search.points) - 1
-    for _ in range(_MOST_TRIES):
-        found = search.run(target)
-        if found is None:
-            break
-        chosen, peak = need(found)
-        if peak <= room:
-            return chosen, budget
-        target -= peak - room
-    chosen, peak = need(last)
-    return chosen, budget if peak <= room else math.ceil(peak / part) + 1
-
-
-class Bisection:
-    """The search for the quickest of choices that fits, counting few of them.
-
-    estimates: bytes of each choice, by rising seconds; more: bytes that were counted beside those,
-    at the last trial. cheapest: the index of the quickest whose estimate fits so many bytes; None:
-    there is none. count: the bytes of one.
-    """
-
-    def __init__(
-        self,
-        estimates: Sequence[int],
-        more: int,
-        cheapest: Callable[[int], int | None],
-        count: Callable[[int], int],
-    ) -> None:
-        self.estimates, self.more, self.cheapest, self.count = estimates, more, cheapest, count
-        self.counted: dict[int, int] = {}
-
-    def run(self, budget: int) -> int | None:
-        """The index of the quickest choice found to fit; None: there is none."""
-        low, high = 0, len(self.estimates)
-        for _ in range(_MOST_TRIALS):
-            if low >= high:
-                break
-            guess = self._guess(low, high, budget)
-            if self.peak(guess) <= budget:
-                high = guess
-            else:
-                low = guess + 1
-        if high < len(self.estimates):
-            return high
-        last = len(self.estimates) - 1  # not reached, where trials ran out
-        return last if low <= last and self.peak(last) <= budget else None
-
-    def peak(self, index: int) -> int:
-        """Bytes with the choice of an index, operator by operator."""
-        if index not in self.counted:
-            self.counted[index] = self.count(index)
-        self.more = self.counted[index] - self.estimates[index]
-        return self.counted[index]
-
-    def _guess(self, low: int, high: int, budget: int) -> int:
-        found = self.cheapest(budget - self.more)
-        return max(low, min(high - 1, len(self.estimates) if found is None else found))
-
-
-class _Search(Bisection):
-    """That of a program. before: bytes that were counted without a choice."""
-
-    def __init__(self, free: Program, before: int) -> None:
-        self.free = free
-        cluster = planned_on(free.hardware)
-        host = free.config.host_memory
-        graph = (free.serial, free.decisions)
-        self.choices = frontier(*graph, free.axis.size, cluster, host_memory=host)
-        self.points = self.choices.points
-        self.graphs = free.choices()
-        more = before - self.choices.free[0].peak if self.points else 0
-        peaks = [one.peak for one in self.points]
-        super().__init__(peaks, more, self.choices.cheapest, self._count)
-
-    def _count(self, index: int) -> int:
-        graphs = self.graphs(self.choices.recomputation(index))
-        return summary(step_of(self.free, graphs=graphs)).peak
+    return _is_sure(free, budget) or counted(free) <= int(budget * counted_part(free.config.inner))

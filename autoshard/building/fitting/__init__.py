@@ -1,0 +1,11 @@
+"""Programs within a memory budget, as counted: what is kept, and what is computed again."""
+
+from __future__ import annotations
+
+from autoshard.building.fitting.placements import (
+    BudgetTooSmall,
+    chunk_as_first,
+    recompute,
+    refuse_eager,
+)
+from autoshard.building.fitting.trials import Bisection, counted_part
