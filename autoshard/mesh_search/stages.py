@@ -332,10 +332,10 @@ class GraphStages:
             parts[rank] = replace(part, activations=SavedForBackward(saved, transient))
         if not chosen:
             return one
-        both = [list(each) for each in zip(*seconds)]
+        ahead, back = ([each[i] for each in seconds] for i in (0, 1))
         key = (one.microbatches, *seconds)
         if key not in self._timelines:
-            made = timeline(self.schedule, one.microbatches, *both, self.chunks)
+            made = timeline(self.schedule, one.microbatches, ahead, back, self.chunks)
             self._timelines[key] = made
         times = self._timelines[key]
         return replace(one, parts=parts, seconds=tuple(seconds), times=times, chosen=chosen)
