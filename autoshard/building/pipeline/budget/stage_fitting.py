@@ -95,7 +95,9 @@ def _chosen(program: PipelineProgram, rank: int, config: Config) -> dict[int, Re
     found = search.run(room)
     if found is None:
         least = min(free, search.peak(len(steps) - 1))
-        raise StageTooLarge(program, rank, math.ceil((budget * part - room + least) / part), budget)
+        raise StageTooLarge(
+            program, rank, math.ceil((budget * part - room + least) / part) + 1, budget
+        )
     return choices.at(found)
 
 
