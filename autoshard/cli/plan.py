@@ -144,6 +144,8 @@ def _staged(row: MeshPrice, found: MeshSearch, arguments: argparse.Namespace) ->
     from autoshard.tracing import trace
 
     options, entries = options_and_entries(arguments.model, arguments.option)
+    if row.recomputation is None:  # stages that fit as they are need no count
+        options.pop("memory_budget", None)
     dtype, samples = getattr(torch, arguments.dtype), arguments.batch * row.microbatches
     call = load_on_meta(arguments.model, samples, arguments.sequence, dtype, entries)
     checkpoint_layers(call.model, arguments.checkpointing)

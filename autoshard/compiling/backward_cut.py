@@ -70,7 +70,7 @@ def cut_backward(
     read = backward.graph.find_nodes(op="placeholder")
     for node, arrived in zip(outputs[len(results) :], read):
         if node is not None and node.name != arrived.name:
-            node._rename(arrived.name)  # the state of a generator, where an operator runs again
+            node.name = arrived.name  # the state of a generator, where an operator runs again
     names = {node.name for node in given}
     saved = [n for n in outputs[len(results) :] if n is not None and n.name not in names]
     names |= {node.name for node in saved}

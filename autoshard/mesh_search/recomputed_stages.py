@@ -15,7 +15,7 @@ from torch import fx
 from autoshard.building import Planned
 from autoshard.planning import Recomputation
 from autoshard.planning.cost import Cluster
-from autoshard.planning.estimate import Frontier, Point, RankValue, Training, Walk
+from autoshard.planning.estimate import Cuts, Frontier, Point, RankValue, Training, Walk
 from autoshard.planning.kept_values import JoinedChoices
 
 
@@ -35,6 +35,7 @@ class StageChoices:
         self.planned, self.given = planned, (n, machine, training)
         self.nodes: list[fx.Node] = list(planned.serial.graph.nodes)
         self.regions = any("ac_graph_id" in node.meta for node in self.nodes)
+        self._cuts: Cuts = {}
         self._spans: dict[tuple[int, int, bool], Frontier] = {}
         self._alike: dict[Any, Frontier] = {}
         self._keeping: dict[tuple[int, int], Frontier] = {}
@@ -74,7 +75,7 @@ class StageChoices:
             values = self._walk.of(self.nodes[stage.start : stage.end])
             text = (several, *map(_text, values))
             if text not in self._alike:
-                self._alike[text] = Frontier(values, several=several)
+                self._alike[text] = Frontier(values, several=several, known=self._cuts)
             self._spans[key] = self._alike[text]
         found = self._spans[key]
         of = (id(found), stage.live)

@@ -332,11 +332,11 @@ class GraphStages:
             parts[rank] = replace(part, activations=SavedForBackward(saved, transient))
         if not chosen:
             return one
-        forward, backward = map(list, zip(*seconds))
+        ahead, back = ([each[i] for each in seconds] for i in (0, 1))
         key = (one.microbatches, *seconds)
         if key not in self._timelines:
-            given = (self.schedule, one.microbatches, forward, backward, self.chunks)
-            self._timelines[key] = timeline(*given)
+            made = timeline(self.schedule, one.microbatches, ahead, back, self.chunks)
+            self._timelines[key] = made
         times = self._timelines[key]
         return replace(one, parts=parts, seconds=tuple(seconds), times=times, chosen=chosen)
 

@@ -28,7 +28,7 @@ from autoshard.planning.operators import (
 )
 from autoshard.planning.outer import Outer, on_rank
 from autoshard.planning.plan import GraphPlan, PipelinePlan, Plan, strategy_text
-from autoshard.planning.prices import TRAINED_BYTES, Prices
+from autoshard.planning.prices import Prices
 from autoshard.planning.sizes import Size, is_one, same, same_shape
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.two_axes import TwoAxes, plan_both

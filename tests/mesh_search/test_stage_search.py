@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+import autoshard
+from autoshard.building.pipeline.traced import TracedPipeline
 from autoshard.errors import PlanError
 from autoshard.mesh_search.factorisations import refusal
 from autoshard.mesh_search.search import MeshSearch, search_meshes
@@ -27,10 +29,27 @@ class Layers(nn.Module):
         return x.square().mean() if loss else x
 
 
-def search(world: int, batches: int = 1, loss: bool = True, **options: Any) -> MeshSearch:
+class Gated(nn.Module):
+    """Layers that keep much more than what travels between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(HIDDEN, 2 * HIDDEN) for _ in range(3))
+        self.down = nn.ModuleList(nn.Linear(2 * HIDDEN, HIDDEN) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, loss: bool = True) -> torch.Tensor:
+        for up, down in zip(self.up, self.down):
+            wide = up(x)
+            x = x + down(torch.sigmoid(wide) * torch.tanh(wide))
+        return x.square().mean()
+
+
+def search(
+    world: int, batches: int = 1, loss: bool = True, made: Any = Layers, **options: Any
+) -> MeshSearch:
     torch.compiler.reset()
     with torch.device("meta"):
-        model, x = Layers(), torch.empty(ROWS, HIDDEN)
+        model, x = made(), torch.empty(ROWS, HIDDEN)
     return search_meshes(
         model,
         (x, loss),
@@ -71,6 +90,34 @@ def test_pp_is_tried_between_nodes_beside_what_runs_with_it() -> None:
     for row in rows:
         assert row.refused == refusal(row.mesh)
         assert row.timing.step > row.timing.compute + row.timing.exposed
+
+
+def test_stages_that_do_not_fit_compute_again_each_as_much_as_it_must() -> None:
+    """As the program does, whose stages are counted; early stages keep more micro-batches."""
+    asked: dict[str, Any] = {"mesh": {"pp": 3}, "made": Gated}
+    (free,) = search(3, 4, **asked).rows
+    assert free.pipeline is not None and free.recomputation is None
+    budget = int(0.7 * free.memory.total)
+    (row,) = search(3, 4, memory_budget=budget, **asked).rows
+    again, one = row.recomputation, row.pipeline
+    assert row.fits and one is not None and again is not None and again.spared > 0
+    slower = [a[1] - b[1] for a, b in zip(one.seconds, free.pipeline.seconds)]
+    assert slower[0] > 0 == slower[2] and again.seconds == pytest.approx(12 * slower[0])
+    assert row.timing.step > free.timing.step
+    torch.compiler.reset()
+    with torch.device("meta"):
+        model, x = Gated(), torch.empty(12 * ROWS, HIDDEN)
+    options: dict[str, Any] = {"mesh": {"pp": 3}, "microbatches": 12, "inner": "aot_eager"}
+    options["memory_budget"] = budget + x.nbytes  # the batch is counted beside stages
+    traced = autoshard.trace(model, (x,), hardware="h100", **options)
+    assert isinstance(traced, TracedPipeline) and 0 in traced.program.recomputed
+    first = traced.memory()[0]
+    counted = first.peak - first.shared + 2 * first.parameters
+    assert budget >= one.memory[0].total == pytest.approx(counted, rel=0.15)
+    (small,) = search(3, 4, memory_budget=budget // 2, **asked).rows
+    assert not small.fits and "with all recomputed that can be" in small.unfit
+    (eager,) = search(3, 4, memory_budget=budget, inner="eager", **asked).rows
+    assert not eager.fits and eager.recomputation is None
 
 
 def test_what_no_pipeline_runs_is_not_tried() -> None:

@@ -101,6 +101,7 @@ class TracedPipeline:
                 f"{number} on rank {number % ranks}",
                 str(sum(node.op == "call_function" for node in stage.graph.graph.nodes)),
                 f"{1e3 * self.program.stage_seconds(number):.3g}",
+                _again(self.program, number),
                 human([*plan.sent_bytes, 0][number]),
                 human(held.parameters),
                 human(held.gradients),
@@ -111,13 +112,19 @@ class TracedPipeline:
         ]
 
 
-_HEADER = ["stage", "operators", "ms", "sends", "params", "grads", "keeps", "peak"]
+_HEADER = ["stage", "operators", "ms", "again", "sends", "params", "grads", "keeps", "peak"]
 
 _NOTE = (
-    "ms: of a micro-batch, forward and backward; sends: of a micro-batch, and its gradient comes "
+    "ms: of a micro-batch, forward and backward; again: ms of it that are computed again, under "
+    "memory_budget; sends: of a micro-batch, and its gradient comes "
     "back; keeps: micro-batches whose activations are there at once, and of zb1 those of which the "
     "gradients of weights wait; peak: without the optimizer."
 )
+
+
+def _again(program: PipelineProgram, number: int) -> str:
+    one = program.recomputed.get(number)
+    return f"{1e3 * one.seconds:.3g}" if one else "-"
 
 
 def _kept(held: StageMemory) -> str:

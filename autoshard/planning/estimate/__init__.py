@@ -14,6 +14,7 @@ from autoshard.planning.estimate.recomputable import (
     takes_no_time,
     values_of,
 )
+from autoshard.planning.estimate.recomputation import Cuts
 from autoshard.planning.estimate.segments import merged, segments_of
 from autoshard.planning.estimate.step_profile import Profile, profile, with_recomputation
 from autoshard.planning.estimate.traffic import (

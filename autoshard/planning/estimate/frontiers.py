@@ -29,7 +29,7 @@ from autoshard.planning.estimate.recomputable import (
     takes_no_time,
     values_of,
 )
-from autoshard.planning.estimate.recomputation import Choices, Fate
+from autoshard.planning.estimate.recomputation import Choices, Cuts, Fate
 from autoshard.planning.estimate.segments import merged, segments_of
 from autoshard.planning.estimate.training import Training
 from autoshard.runtime.errors import ConfigError, message
@@ -65,11 +65,15 @@ class Frontier:
     """The choices of one planned graph on a rank, by rising time and falling memory.
 
     host_memory: bytes that may be kept on the host. several: whether several micro-batches are kept
-    at once, as beside pp: then the last segment is as the others.
+    at once, as beside pp: then the last segment is as the others. known: as of `Choices`.
     """
 
     def __init__(
-        self, values: Sequence[RankValue], host_memory: int = 0, several: bool = False
+        self,
+        values: Sequence[RankValue],
+        host_memory: int = 0,
+        several: bool = False,
+        known: Cuts | None = None,
     ) -> None:
         segments = segments_of(values)
         self.values = list(values) if several else kept_in_the_last(values, segments)
@@ -78,7 +82,7 @@ class Frontier:
         points: list[Point] = []
         length = 1
         while length <= _LONGEST and values:
-            choices = Choices(values, merged(segments, length))
+            choices = Choices(values, merged(segments, length), known)
             if length > 1 and choices.count <= 2:
                 break
             for charge in (math.inf, *(_CHARGES if host_memory else ())):

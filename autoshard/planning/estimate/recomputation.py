@@ -41,6 +41,10 @@ class Fate(IntEnum):
     HOST = 3
 
 
+Cuts = dict[tuple[object, ...], tuple[Fate, ...]]
+"""The fates of the values of a part, by the prices and its text."""
+
+
 @dataclass(frozen=True)
 class _Part:
     """Values that are decided together. text: equal in equal parts, whose values have equal
@@ -53,10 +57,13 @@ class _Part:
 class Choices:
     """The choices that values in segments leave, for any price.
 
-    Values that cross a border are not computed again.
+    Values that cross a border are not computed again. known: cuts that others have made, of equal
+    parts.
     """
 
-    def __init__(self, values: Sequence[RankValue], segments: Sequence[int]) -> None:
+    def __init__(
+        self, values: Sequence[RankValue], segments: Sequence[int], known: Cuts | None = None
+    ) -> None:
         self.values, self.segments = values, segments
         self.count = segments[-1] + 1 if segments else 0
         self.compute = [0.0] * self.count
@@ -65,7 +72,7 @@ class Choices:
             self.compute[segment] += one.seconds
         self.crosses = _crossing(values, segments)
         self.parts = self._parts()
-        self._solved: dict[tuple[object, ...], tuple[Fate, ...]] = {}
+        self._solved: Cuts = {} if known is None else known
         self.solved = 0
         """Cuts that were made: equal parts share one."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from autoshard.planning.estimate.frontiers import Frontier, Point
+from autoshard.planning.estimate import Frontier, Point
 
 
 class JoinedChoices:

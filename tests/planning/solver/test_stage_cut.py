@@ -24,8 +24,14 @@ def every_cut(
         for stage, (a, b) in enumerate(itertools.pairwise(ends)):
             stored = sum(size for size, at in chain.stored if any(a <= i < b for i in at))
             update = stored * chain.update / microbatches
-            costs.append(sum(chain.seconds[a:b]) + chain.sent[a] + chain.sent[b] + update)
-            memory.append(stored + min(microbatches, stages - stage) * sum(chain.kept[a:b]))
+            own, live = sum(chain.seconds[a:b]), min(microbatches, stages - stage)
+            costs.append(own + chain.sent[a] + chain.sent[b] + update)
+            memory.append(stored + live * sum(chain.kept[a:b]))
+            if budget is not None and memory[-1] > budget:
+                for part, beside, slower in chain.again:  # the first that fits is the quickest
+                    if stored + part * live * sum(chain.kept[a:b]) + beside <= budget:
+                        costs[-1], memory[-1] = costs[-1] + slower * own, budget
+                        break
             if any(stage not in chain.homes.get(i, (stage,)) for i in range(a, b)):
                 break
         else:
@@ -60,6 +66,8 @@ def test_the_search_finds_what_trying_every_cut_finds(seed: int) -> None:
     chain = some_chain(draw, draw.randint(stages, 10), stages)
     microbatches = draw.choice([1, 2, 8])
     budget = draw.choice([None, 30.0, 60.0])
+    if draw.random() < 0.5:
+        chain = replace(chain, again=((0.75, 2.0, 0.1), (0.5, 2.0, 0.2), (0.2, 5.0, 0.5)))
     found = cut_stages(chain, stages, microbatches, budget)
     expected = every_cut(chain, stages, microbatches, budget)
     if expected is None:

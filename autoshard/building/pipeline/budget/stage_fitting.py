@@ -49,16 +49,22 @@ class StageTooLarge(PlanError):
 def fit_stages(program: PipelineProgram, ranks: Iterable[int], config: Config) -> None:
     """Decide what the stages of some ranks compute again, under the options' budget.
 
-    Raises StageTooLarge where a rank does not fit whatever is computed again, and ConfigError where
-    the inner compiler computes nothing again.
+    Raises StageTooLarge where ranks do not fit whatever is computed again, of the one that needs
+    most, and ConfigError where the inner compiler computes nothing again.
     """
     if config.memory_budget is None or program.microbatch.loss is None:
         return
+    failed: list[StageTooLarge] = []
     for rank in ranks:
         if _SAFE * sum(program.plan.cut.memory[rank :: program.ranks]) > config.memory_budget:
             if config.inner == "eager":
                 refuse_eager(config.memory_budget)
-            program.recomputed.update(_chosen(program, rank, config))
+            try:
+                program.recomputed.update(_chosen(program, rank, config))
+            except StageTooLarge as error:
+                failed.append(error)
+    if failed:
+        raise max(failed, key=lambda error: error.needed)
 
 
 def lines_of_recomputation(program: PipelineProgram) -> list[str]:
@@ -89,7 +95,9 @@ def _chosen(program: PipelineProgram, rank: int, config: Config) -> dict[int, Re
     found = search.run(room)
     if found is None:
         least = min(free, search.peak(len(steps) - 1))
-        raise StageTooLarge(program, rank, math.ceil((budget * part - room + least) / part), budget)
+        raise StageTooLarge(
+            program, rank, math.ceil((budget * part - room + least) / part) + 1, budget
+        )
     return choices.at(found)
 
 

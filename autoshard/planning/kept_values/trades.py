@@ -14,8 +14,7 @@ from torch import fx
 
 from autoshard.planning.cost import Cluster
 from autoshard.planning.decisions import Decisions, value_text
-from autoshard.planning.estimate.frontiers import frontier
-from autoshard.planning.estimate.segments import segments_of
+from autoshard.planning.estimate import frontier, segments_of
 
 _MOST_STEPS = 32
 
