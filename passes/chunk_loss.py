@@ -175,8 +175,8 @@ class ChunkLoss:
         for size in [n for i in returned for n in results[i].meta["val"].shape]:
             if not isinstance(size, int) and not compat.size_symbols(size) <= given.keys():
                 raise LeftWhole(
-                    f"the model returns its logits, one size of which, {size}, only the values of "
-                    "its inputs tell"
+                    f"the model returns its logits, a size of which ({size}) depends on values "
+                    "of its inputs"
                 )
         if max(returned) >= gm.meta[N_OUTPUTS]:
             raise LeftWhole("its logits are written to an input")
