@@ -243,8 +243,7 @@ def test_without_gradients_returned_logits_are_given() -> None:
     "name", ["", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "gpt2"))]
 )
 def test_logits_of_a_compiled_step_are_withheld(name: str) -> None:
-    """In one process, at every size, which Dynamo makes a symbol at the second; and what reads them
-    is told the option. name: of a model of transformers."""
+    """In one process, at sizes that are symbols from the second on; readers are told the option."""
     model, serial = (NextTokens(MODELS[name]) if name else Head("returned") for _ in range(2))
     classes = WORDS if name else V
     options = {"chunk_loss": True, "inner": "aot_eager", "mesh": {"tp": 1}}
@@ -253,8 +252,7 @@ def test_logits_of_a_compiled_step_are_withheld(name: str) -> None:
         ids = torch.randint(0, classes, (rows, length))
         loss, logits = compiled(ids)
         want = serial(ids)[0]
-        for each in (loss, want):
-            each.backward()
+        (loss + want).backward()
         torch.testing.assert_close(loss, want)
         for p, q in zip(model.parameters(), serial.parameters()):
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6 if name else 1e-7)
@@ -271,24 +269,20 @@ def test_logits_of_a_compiled_step_are_withheld(name: str) -> None:
 
 def test_withheld_logits_have_the_sizes_of_the_callers_batch() -> None:
     """Whatever part of it a rank has."""
-    torch.compiler.reset()
     ids = torch.randint(0, V, (B, S))
-    for dim in (0, 1):
-        compat.mark_dynamic(ids, dim)
+    compat.mark_dynamic(ids, (0, 1))
     asked = [{"mesh": mesh, "chunk_loss": True} for mesh in MESHES[1:]]
     found, values = programs(Head("returned"), (ids,), asked)
     for program in found:
         assert reasons(program) == [""]
         others = [values] * (program.mesh.batches - 1)
         assert max(verify_program(program, values, others=others).norms.values()) < 1e-5
-        sizes = {B: 6, S: 300}
-        given = [sizes[v] if isinstance(v, int) else v for v in values]
+        given = [{B: 6, S: 300}[v] if isinstance(v, int) else v for v in values]
         assert backend._withholding(program)((None, None), given)[1].shape == (6, 300, V)
 
 
-def test_logits_of_rows_that_values_choose_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.compiler.reset()
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_logits_of_rows_that_values_choose_are_given() -> None:
     asked = [{"mesh": {"tp": 1}, "chunk_loss": True}]
     ((program,), _) = programs(Head("returned rows"), (torch.randint(0, V, (B, S)),), asked)
     assert reasons(program)[0].endswith("depends on values of its inputs")
