@@ -253,7 +253,8 @@ def _runner(
     sharded = [i for i, real in enumerate(reals) if isinstance(real, DTensor)]
     states = local.meta[OUTPUT_STATES]
     extents = local.meta[OUTPUT_EXTENTS]
-    present = _withholding(program, _presenter(program, states, extents, config))
+    present = _presenter(program, states, extents, config)
+    withhold = _withholding(program)
 
     arrivals = Arrivals(_arriving(program, inputs), local.meta.get(MUTATED, ()))
     waiting: list[PendingInput] = local.meta.get(PENDING_INPUTS, [])
@@ -272,7 +273,7 @@ def _runner(
                 values[i] = shard
             outputs = compiled(*values)
             give_back(taken)
-            presented = present(outputs)
+            presented = withhold(present(outputs), values)
             keep_copies(presented, copied)
             return presented
 
@@ -348,17 +349,22 @@ _IN_CHUNKS = (
 )
 
 
-def _withholding(program: Program, present: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`present`, with stand-ins for the logits that the graph never makes whole."""
+def _withholding(program: Program) -> Callable[[Any, Sequence[Any]], Any]:
+    """What puts stand-ins among the caller's outputs, for the logits that the graph never makes
+    whole. Their sizes are those that the inputs of the call have."""
     positions = program.graph_module.meta.get(WITHHELD, ())
     if not positions:
-        return present
-    results: Any = program.whole.graph.output_node().args[0]
-    shapes = {i: torch.empty_like(results[i].meta["val"], device="meta") for i in positions}
+        return lambda outputs, values: outputs
+    graph = program.whole.graph
+    results: Any = graph.output_node().args[0]
+    places = compat.symbol_places(n.meta["val"] for n in graph.find_nodes(op="placeholder"))
+    kept = {i: results[i].meta["val"] for i in positions}
 
-    def run(outputs: Any) -> Any:
-        made = list(present(outputs))
-        for i, like in shapes.items():
+    def run(outputs: Any, values: Sequence[Any]) -> Any:
+        made, numbers = list(outputs), {symbol: values[i] for symbol, i in places.items()}
+        for i, val in kept.items():
+            sizes = [compat.size_at(size, numbers) for size in val.shape]
+            like = torch.empty(sizes, dtype=val.dtype, device="meta")
             made[i] = Withheld(like, i, *_IN_CHUNKS)
         return tuple(made)
 

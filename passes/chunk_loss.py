@@ -37,6 +37,7 @@ from autoshard.planning.chunked_loss import (
     head_of,
     is_loss,
 )
+from autoshard.runtime import compat
 from autoshard.runtime.chunked_loss import as_text, chunked_cross_entropy, rows_a_chunk
 from autoshard.runtime.collectives import I, chunk_size
 from autoshard.runtime.graph_meta import (
@@ -170,10 +171,13 @@ class ChunkLoss:
             raise LeftWhole(
                 "the model returns its logits, which chunk_loss=True withholds in training"
             )
-        if any(not isinstance(n, int) for i in returned for n in results[i].meta["val"].shape):
-            raise LeftWhole(
-                "the model returns its logits, of sizes that are known at run time only"
-            )
+        given = compat.symbol_places(n.meta["val"] for n in gm.graph.find_nodes(op="placeholder"))
+        for size in [n for i in returned for n in results[i].meta["val"].shape]:
+            if not isinstance(size, int) and not compat.size_symbols(size) <= given.keys():
+                raise LeftWhole(
+                    f"the model returns its logits, a size of which ({size}) depends on values "
+                    "of its inputs"
+                )
         if max(returned) >= gm.meta[N_OUTPUTS]:
             raise LeftWhole("its logits are written to an input")
         return returned

@@ -98,10 +98,12 @@ from autoshard.runtime.compat.symbolic import (
     FunctionalTensorMode,
     is_traceable_wrapper_subclass,
     same_storage,
+    size_at,
     size_expression,
     size_hint,
     size_symbols,
     storage_key,
+    symbol_places,
     unknown_size,
 )
 from autoshard.runtime.compat.symmetric import (

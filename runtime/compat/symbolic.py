@@ -5,6 +5,7 @@ Torch documents these classes and gives them no public module.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ __all__ = [
     "FunctionalTensorMode",
     "is_traceable_wrapper_subclass",
     "same_storage",
+    "size_at",
     "size_expression",
     "size_hint",
     "size_symbols",
+    "symbol_places",
     "unknown_size",
 ]
 
@@ -35,6 +38,21 @@ def size_expression(size: torch.SymInt) -> Any:
 def size_symbols(size: Any) -> frozenset[Any]:
     """The symbols a symbolic size is made of."""
     return frozenset(size_expression(size).free_symbols)
+
+
+def symbol_places(values: Iterable[Any]) -> dict[Any, int]:
+    """The symbols that are among the values of a graph's placeholders, and the position of each:
+    Dynamo hands a graph every symbol of its inputs' sizes as an input of its own."""
+    return {
+        size_expression(size): place
+        for place, size in enumerate(values)
+        if isinstance(size, torch.SymInt) and size_expression(size).is_Symbol
+    }
+
+
+def size_at(size: int | torch.SymInt, numbers: Mapping[Any, int]) -> int:
+    """The number that a size is where its symbols are `numbers`."""
+    return size if isinstance(size, int) else int(size_expression(size).xreplace(numbers))
 
 
 def size_hint(size: torch.SymInt) -> int | None:

@@ -13,11 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 import autoshard
+from autoshard import backend
 from autoshard.errors import AutoshardError
 from autoshard.passes.base import Context
 from autoshard.passes.chunk_loss import ChunkLoss
 from autoshard.planning.plan import Plan
 from autoshard.program import Program
+from autoshard.runtime import compat
 from autoshard.runtime.chunked_loss import CHUNKED_LOSS, as_text, chunked_cross_entropy, sizes
 from autoshard.runtime.chunked_loss.sizes import rows_a_chunk
 from autoshard.runtime.graph_meta import CHUNKED
@@ -47,7 +49,10 @@ class Head(nn.Module):
             self.head.requires_grad_(False)
 
     def forward(self, ids: T) -> Any:
-        logits = self.head(torch.tanh(self.mix(self.embed(ids))))
+        hidden = torch.tanh(self.mix(self.embed(ids)))
+        if self.kind == "returned rows":
+            hidden, ids = hidden[ids > V // 2], ids[ids > V // 2]
+        logits = self.head(hidden)
         if self.kind == "softcap":
             logits = 30.0 * torch.tanh(logits / 30.0)
         if self.kind == "padded":
@@ -64,7 +69,7 @@ class Head(nn.Module):
             loss = loss + 1e-3 * logits.logsumexp(-1).square().mean()
         if self.kind == "returned copy":  # accelerate casts all outputs under bf16
             return loss, logits.double()
-        return (loss, logits) if self.kind == "returned" else loss
+        return (loss, logits) if self.kind.startswith("returned") else loss
 
 
 def made(
@@ -234,29 +239,53 @@ def test_without_gradients_returned_logits_are_given() -> None:
     assert reasons(alone) == [""] and largest(alone) < B * S * V // 2
 
 
-def test_logits_of_a_compiled_step_are_withheld() -> None:
-    """In one process; and what reads them is told the option."""
-    model, ids = Head("returned"), torch.randint(0, V, (B, S))
-    want, _ = model(ids)
-    want.backward()
-    wanted = {name: p.grad for name, p in model.named_parameters()}
-    model.zero_grad()
-    torch.compiler.reset()
+@pytest.mark.parametrize(
+    "name", ["", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "gpt2"))]
+)
+def test_logits_of_a_compiled_step_are_withheld(name: str) -> None:
+    """In one process, at sizes that are symbols from the second on; readers are told the option."""
+    model, serial = (NextTokens(MODELS[name]) if name else Head("returned") for _ in range(2))
+    classes = WORDS if name else V
     options = {"chunk_loss": True, "inner": "aot_eager", "mesh": {"tp": 1}}
     compiled: Any = torch.compile(model, backend="autoshard", options=options)
-    loss, logits = compiled(ids)
-    loss.backward()
-    torch.testing.assert_close(loss, want)
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, wanted[name], rtol=1e-5, atol=1e-7)
-    passed_on = logits.detach().bfloat16().cpu().clone()
-    assert (passed_on.dtype, logits.dtype) == (torch.bfloat16, torch.float32)
-    for each in (logits, passed_on):
-        assert each.shape == (B, S, V)
-        with pytest.raises(AutoshardError, match="chunk_loss=True never makes whole"):
-            each.argmax(-1)
+    for rows, length in ((B, S), (3, 300), (4, 257)):
+        ids = torch.randint(0, classes, (rows, length))
+        loss, logits = compiled(ids)
+        want = serial(ids)[0]
+        (loss + want).backward()
+        torch.testing.assert_close(loss, want)
+        for p, q in zip(model.parameters(), serial.parameters()):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6 if name else 1e-7)
+        passed_on = logits.detach().bfloat16().cpu().clone()
+        assert (passed_on.dtype, logits.dtype) == (torch.bfloat16, torch.float32)
+        for each in (logits, passed_on):
+            assert each.shape == (rows, length, classes)
+            with pytest.raises(AutoshardError, match="chunk_loss=True never makes whole"):
+                each.argmax(-1)
+    assert [reasons(program) for program in autoshard.programs(model)] == [[""], [""]]
     with torch.no_grad():
-        assert compiled(ids)[1].argmax(-1).shape == (B, S)
+        assert compiled(ids)[1].argmax(-1).shape == (rows, length)
+
+
+def test_withheld_logits_have_the_sizes_of_the_callers_batch() -> None:
+    """Whatever part of it a rank has."""
+    ids = torch.randint(0, V, (B, S))
+    compat.mark_dynamic(ids, (0, 1))
+    asked = [{"mesh": mesh, "chunk_loss": True} for mesh in MESHES[1:]]
+    found, values = programs(Head("returned"), (ids,), asked)
+    for program in found:
+        assert reasons(program) == [""]
+        others = [values] * (program.mesh.batches - 1)
+        assert max(verify_program(program, values, others=others).norms.values()) < 1e-5
+        given = [{B: 6, S: 300}[v] if isinstance(v, int) else v for v in values]
+        assert backend._withholding(program)((None, None), given)[1].shape == (6, 300, V)
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_logits_of_rows_that_values_choose_are_given() -> None:
+    asked = [{"mesh": {"tp": 1}, "chunk_loss": True}]
+    ((program,), _) = programs(Head("returned rows"), (torch.randint(0, V, (B, S)),), asked)
+    assert reasons(program)[0].endswith("depends on values of its inputs")
 
 
 def test_memory_is_what_a_step_holds() -> None:
