@@ -87,8 +87,11 @@ class Trials:
         if last_first:
             smallest = self._code(search, last, build)
             found = search.run(room - (self.beside or 0)) if smallest <= room else None
-            peak = self._code(search, found, build) if found is not None and found < last else None
-            return told(found, peak) if peak is not None and peak <= room else told(last, smallest)
+            if found is not None and found < last:
+                peak = self._code(search, found, build)
+                if peak <= room:
+                    return told(found, peak)
+            return told(last, smallest)
         for _ in range(_MOST_TRIES):
             found = search.run(room - (self.beside or 0))
             if found is None:
