@@ -20,7 +20,7 @@ the forward and backward graphs that AOTAutograd makes of this one.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -40,6 +40,7 @@ from autoshard.passes.base import (
     set_region,
     user_line,
 )
+from autoshard.passes.memory_order import in_order, reads_strides
 from autoshard.planning import (
     Decisions,
     Strategy,
@@ -196,6 +197,8 @@ class Rewriting:
             if isinstance(leaf, fx.Node):
                 if self._is_tensor(leaf):
                     leaves[i] = self._read(leaf, next(states), node)
+                    if strategy.impl is None and reads_strides(node):
+                        leaves[i] = in_order(leaves[i], value(leaf), self._before(node))
                 else:
                     leaves[i] = self.local[leaf]
         args, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -226,6 +229,12 @@ class Rewriting:
             # autograd may save what it reads, and the write-back changes it in place
             return self._emit(source, aten.clone.default, (new,))
         return new
+
+    def _before(self, node: fx.Node) -> Callable[..., fx.Node]:
+        """Emits an operator of its arguments, on behalf of `node`."""
+        return lambda target, *args: emit(
+            self.graph, node, target, args, provenance=Localize.name, custom=_origin(node)
+        )
 
     def _sizes(self, node: fx.Node, args: tuple[Any, ...], state: State) -> tuple[Any, ...]:
         """Entry d of a view-like operator's size list, made local."""
