@@ -170,7 +170,7 @@ class Rewriting:
         states = [*self.decisions.outputs[: self.n_outputs], *stored]
         for result, state in zip(results, states, strict=True):
             if isinstance(result, fx.Node) and self._is_tensor(result):
-                local.append(self.convert(result, state, node))
+                local.append(self._handed_out(self.convert(result, state, node), result, node))
                 dim = shard_dim(state)
                 extent = None if dim is None else value(result).shape[dim]
                 self.output_extents.append(extent if isinstance(extent, int) else None)
@@ -228,6 +228,13 @@ class Rewriting:
         if source in self.mutated and user.meta.get(DIFF):
             # autograd may save what it reads, and the write-back changes it in place
             return self._emit(source, aten.clone.default, (new,))
+        return new
+
+    def _handed_out(self, new: fx.Node, result: fx.Node, output: fx.Node) -> fx.Node:
+        """A gathered output with the strides that the user's code was told of it."""
+        uneven = new.target is redistribute and new.args[4] is not None
+        if uneven or (new.target is redistribute and not value(result).is_contiguous()):
+            return in_order(new, value(result), self._before(output))
         return new
 
     def _before(self, node: fx.Node) -> Callable[..., fx.Node]:

@@ -120,7 +120,7 @@ class _Arranging:
                 return False  # nobody stores it otherwise
             raise self.refused(source)
         here = _from(base, wanted)
-        memory = self.rows(base if base is source else self.make(aten.detach.default, base))
+        memory = self.rows(base if base is source else self.detached(base))
         if base is not source and source.meta.get(DIFF):  # what is behind a view has no gradient
             memory = self.written(memory, _from(base, self.own(source)), source)
         if writes:
@@ -152,6 +152,12 @@ class _Arranging:
                 raise self.refused(source)
             reach += (size - 1) * stride
         return _Pattern(list(val.shape), list(val.stride()), val.storage_offset())
+
+    def detached(self, base: fx.Node) -> fx.Node:
+        """The value without its gradient."""
+        made = self.make(aten.detach.default, base)
+        made.meta[DIFF] = False
+        return made
 
     def unexpanded(self, source: fx.Node) -> fx.Node:
         """A value without its expanded dims, whose elements are one in memory."""
