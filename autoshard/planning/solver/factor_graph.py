@@ -31,13 +31,13 @@ from autoshard.planning.solver.elimination import (
     condition,
     elimination_order,
 )
-from autoshard.planning.solver.mini_buckets import MiniBuckets
+from autoshard.planning.solver.mini_buckets import MiniBuckets, refined
 from autoshard.runtime.errors import PlanError
 
 _PARTS = (2**14, 2**17, 2**20, 2**22)
 """The most entries of a mini-bucket, tried one after another."""
-_MOST_IN_PARTS = 2**30
-"""The most entries that a pass of mini-buckets may have, where one before has found something."""
+_MOST_IN_PARTS = 2**28
+"""The most entries that a pass of mini-buckets may have, as a rule."""
 _ROUNDING = 1e-12
 """Sums in two orders may differ by such a part."""
 
@@ -209,16 +209,20 @@ class FactorGraph:
         best: dict[int, int] = {}
         width = work = 0
         for limit in _PARTS:
-            if limit * len(order) > _MOST_IN_PARTS and best:
-                break
             run = MiniBuckets(factors, order, sizes, limit)
-            chosen = run.assignment()
-            cost = math.fsum(f.table[tuple(chosen.get(v, 0) for v in f.scope)] for f in factors)
-            if cost < least:
-                least, best = cost, chosen
+            found = [run.assignment()]
             bound, width, work = max(bound, run.bound), max(width, run.width), work + run.work
+            last = limit == _PARTS[-1] or 4 * run.work > _MOST_IN_PARTS
+            if last and best:
+                better, more = refined(factors, sizes, best)
+                found, work = [*found, better], work + more
+            for one in found:
+                cost = math.fsum(f.table[tuple(one.get(v, 0) for v in f.scope)] for f in factors)
+                if cost < least:
+                    least, best = cost, one
             if least - bound <= _ROUNDING * abs(least):
                 bound = least
+            if last or bound == least:
                 break
         if not best:
             return None

@@ -11,12 +11,25 @@ unrolled recurrence, whose steps all read the same weights, is solved so in thou
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
-from autoshard.planning.solver.elimination import Factor, Table, aligned
+from autoshard.planning.solver.elimination import (
+    Elimination,
+    Factor,
+    Repeated,
+    Table,
+    aligned,
+    condition,
+    elimination_order,
+)
+
+_EASY = 2**12
+_SWEEPS = 3
 
 
 class MiniBuckets:
@@ -108,3 +121,34 @@ class MiniBuckets:
 
     def _entries(self, scope: set[int]) -> int:
         return math.prod(self._sizes[v] for v in scope)
+
+
+def refined(
+    factors: list[Factor], sizes: Sequence[int], chosen: dict[int, int]
+) -> tuple[dict[int, int], int]:
+    """A better assignment than a good one, and the entries computed: the variables without which
+    every table is small get another value each in turn, and the rest is the cheapest exactly."""
+    scopes, known = [factor.scope for factor in factors], Repeated()
+    cutset: tuple[int, ...] = ()
+    while True:
+        order, buckets = elimination_order(sizes, scopes, without=cutset)
+        large = [b for b in buckets if math.prod(sizes[v] for v in b) > _EASY]
+        if not large:
+            break
+        count = Counter(v for bucket in large for v in bucket)
+        cutset = (*cutset, max(count, key=lambda v: (count[v], -v)))
+    work, least = 0, math.inf
+    fixed = {variable: chosen.get(variable, 0) for variable in cutset}
+    for _ in range(_SWEEPS):
+        before = least
+        for variable, value in itertools.product(cutset, range(max(sizes))):
+            if value >= sizes[variable] or (value == fixed[variable] and least < math.inf):
+                continue
+            tried = fixed | {variable: value}
+            run = Elimination(condition(factors, tried), order, known)
+            work += run.work
+            if run.cost < least:
+                least, fixed, chosen = run.cost, tried, run.assignment() | tried
+        if least == before:
+            break
+    return chosen, work
