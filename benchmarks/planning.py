@@ -24,6 +24,9 @@ A second table is `autoshard.plan`, the search for a mesh, by depth and by the s
 With --axial instead: what cp_splits="any" gains, by the planner's charge, for a block with
 attention along the sequence and then along the batch, by mesh.
 
+With --unrolled STEPS ...: a recurrence that is unrolled, whose steps all read the same weights: the
+table entries and seconds of its plan, and by how much another may be cheaper.
+
 Seconds are processor time of the one process and thread at work: a quiet machine's clock shows
 the same, and a busy one's does not disturb the figures.
 """
@@ -222,6 +225,44 @@ def axial() -> None:
         )
 
 
+class Unrolled(torch.nn.Module):
+    """A state space that mixes channels, a step of Python for each token."""
+
+    def __init__(self, width: int, states: int) -> None:
+        super().__init__()
+        linear = torch.nn.Linear
+        self.up, self.down = linear(width, width), linear(width, width)
+        self.write, self.read = linear(width, states), linear(width, states)
+        self.mix = torch.nn.Parameter(torch.zeros(width, width))
+        self.decay = torch.nn.Parameter(torch.zeros(width, states))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, tokens, width]; the same."""
+        x, made = self.up(x), []
+        write, read = self.write(x), self.read(x)
+        state = x.new_zeros(x.shape[0], *self.decay.shape)
+        for t in range(x.shape[1]):
+            kept = torch.einsum("de,ben->bdn", self.mix, torch.exp(-self.decay) * state)
+            state = kept + torch.einsum("bd,bn->bdn", x[:, t], write[:, t])
+            made.append(torch.einsum("bdn,bn->bd", state, read[:, t]))
+        return self.down(torch.stack(made, 1))
+
+
+def unrolled(lengths: list[int]) -> None:
+    """Print the size of the plan of each length."""
+    print(table(("steps", "variables", "work", "plan", "gap")))
+    for steps in lengths:
+        torch.compiler.reset()
+        with torch.device("meta"):
+            model, x = Unrolled(16, 8), torch.zeros(4, steps, 16)
+        watch = Stopwatch()
+        with mock.patch.object(build, "plan_graph", watch.around("plan", build.plan_graph)):
+            made = autoshard.trace(model, (x,), mesh={"tp": 2}).decisions
+        seconds, gap = watch.seconds["plan"], made.gap / made.seconds
+        row = (steps, made.variables, made.work, seconds, gap)
+        print("| " + " | ".join(map(text, row)) + " |", flush=True)
+
+
 def main() -> None:
     """Measure each depth and print the table as it grows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -231,7 +272,11 @@ def main() -> None:
     parser.add_argument("--world", type=int, nargs="*", default=(8, 64))
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--axial", action="store_true", help="what splitting the batch on cp gains")
+    parser.add_argument("--unrolled", type=int, nargs="+", help="steps of a recurrence")
     options = parser.parse_args()
+    if options.unrolled:
+        unrolled(options.unrolled)
+        return
     if options.axial:
         axial()
         return

@@ -16,8 +16,8 @@
   shape, aliases, dropout that drops nothing, detach of what has no gradient.
 - Copies go where nobody can tell: not where the memory of the copy reaches an output, and nowhere
   in a graph with an operator that depends on strides.
-- as_strided reads a copy whose memory is arranged as it was in the trace: shards that are gathered
-  are arranged otherwise, and its strides would then find other elements.
+- What as_strided reads or writes is a copy whose memory is arranged as it was in the trace, before
+  anything else is rewritten (memory_order.py).
 - repeat_interleave loses `output_size`, which says what its other arguments say, of the whole.
 - embedding and embedding_bag lose `sparse`: the gradient of a stored parameter is dense, and the
   kernels of compilers know no other.
@@ -39,8 +39,8 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autoshard.errors import PlanError, message
-from autoshard.passes.base import Context, Report, emit, user_line
+from autoshard.passes.base import Context, Report, emit
+from autoshard.passes.memory_order import arrange, reads_strides
 from autoshard.planning import same_shape
 from autoshard.runtime.graph_meta import DIFF
 
@@ -66,14 +66,6 @@ _LOOKUPS = (
     aten.embedding_bag.padding_idx,
     aten._embedding_bag.default,
 )
-_NEED_STRIDES = frozenset(
-    [
-        aten.as_strided.default,
-        aten.as_strided_scatter.default,
-        aten.view_as_complex.default,
-        aten.view.dtype,
-    ]
-)
 
 
 @dataclass(frozen=True)
@@ -86,8 +78,9 @@ class Canonicalize:
     def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
         """Rewrite `gm.graph` in place."""
         graph, report = gm.graph, Report(self.name)
+        arrange(graph, ctx.axis.size, report, self.name)
         escaping = _escaping(graph)
-        strides = next((node for node in graph.nodes if _needs_strides(node)), None)
+        strides = next((node for node in graph.nodes if reads_strides(node)), None)
         for node in list(graph.nodes):
             if node.op != "call_function":
                 continue
@@ -97,7 +90,10 @@ class Canonicalize:
             elif node.target in _COPIES and _is_plain_copy(node):
                 self._copy(graph, node, escaping, strides, report)
             elif (same := _identity(node)) is not None:
-                self._drop(graph, node, same, report)
+                if strides is not None and node.meta["val"].stride() != same.meta["val"].stride():
+                    report.skip(node, f"{strides.name} depends on strides")
+                else:
+                    self._drop(graph, node, same, report)
             elif node.target in _RESHAPES:
                 report.hits += _reshape(node)
             elif node.target is aten.type_as.default:
@@ -110,8 +106,6 @@ class Canonicalize:
                 report.hits += _dense(node)
             elif node.target is aten.repeat_interleave.self_int:
                 report.hits += _unsaid(node)
-            elif node.target is aten.as_strided.default:
-                report.hits += _arranged(graph, node, ctx)
         graph.eliminate_dead_code()
         return report
 
@@ -228,57 +222,6 @@ def _shares_memory(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and any(
         result.alias_info is not None for result in node.target._schema.returns
     )
-
-
-def _needs_strides(node: fx.Node) -> bool:
-    """Whether the node's value or legality depends on the strides of its operands."""
-    if node.op != "call_function" or node.target is operator.getitem:
-        return False
-    if node.target in _NEED_STRIDES:
-        return True
-    return bool(node.all_input_nodes) and (
-        isinstance(node.target, torch._ops.HigherOrderOperator)
-        or (isinstance(node.target, OpOverload) and node.target.namespace != "aten")
-    )
-
-
-def _arranged(graph: fx.Graph, node: fx.Node, ctx: Context) -> bool:
-    """Give as_strided memory arranged as its strides assume, whatever the strides of its operand.
-
-    Raises PlanError on several ranks where the operand has gaps: what is in them nobody knows.
-    """
-    source: Any = node.args[0]
-    val = source.meta["val"]
-    order = _memory_order(val)
-    if order is None:
-        if ctx.axis.size == 1:
-            return False
-        told = message(
-            "as_strided reads the memory behind a view with gaps, which its shards lack",
-            where=user_line(node),
-            remedy="Use unfold or indices, or call as_strided on x.contiguous().",
-        )
-        raise PlanError(told)
-    offset: Any = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
-    given = 0 if offset is None else offset - val.storage_offset()
-    with graph.inserting_before(node):
-        turned = emit(graph, node, aten.permute.default, (source, order), provenance="canonicalize")
-        packed = {"memory_format": torch.contiguous_format}
-        copy = emit(graph, node, aten.clone.default, (turned,), packed, provenance="canonicalize")
-    node.args, node.kwargs = (copy, *node.args[1:3], given), {}
-    return True
-
-
-def _memory_order(val: torch.Tensor) -> list[int] | None:
-    """The dims from the slowest in memory to the fastest; None where the memory has gaps."""
-    dims = range(val.dim())
-    order = sorted(dims, key=lambda dim: (val.stride(dim), val.shape[dim]), reverse=True)
-    expected = 1
-    for dim in reversed(order):
-        if val.shape[dim] != 1 and val.stride(dim) != expected:
-            return None
-        expected *= val.shape[dim]
-    return order
 
 
 def _reshape(node: fx.Node) -> bool:

@@ -20,7 +20,7 @@ the forward and backward graphs that AOTAutograd makes of this one.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -40,6 +40,7 @@ from autoshard.passes.base import (
     set_region,
     user_line,
 )
+from autoshard.passes.memory_order import in_order, reads_strides
 from autoshard.planning import (
     Decisions,
     Strategy,
@@ -169,7 +170,7 @@ class Rewriting:
         states = [*self.decisions.outputs[: self.n_outputs], *stored]
         for result, state in zip(results, states, strict=True):
             if isinstance(result, fx.Node) and self._is_tensor(result):
-                local.append(self.convert(result, state, node))
+                local.append(self._handed_out(self.convert(result, state, node), result, node))
                 dim = shard_dim(state)
                 extent = None if dim is None else value(result).shape[dim]
                 self.output_extents.append(extent if isinstance(extent, int) else None)
@@ -196,6 +197,8 @@ class Rewriting:
             if isinstance(leaf, fx.Node):
                 if self._is_tensor(leaf):
                     leaves[i] = self._read(leaf, next(states), node)
+                    if strategy.impl is None and reads_strides(node):
+                        leaves[i] = in_order(leaves[i], value(leaf), self._before(node))
                 else:
                     leaves[i] = self.local[leaf]
         args, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -226,6 +229,19 @@ class Rewriting:
             # autograd may save what it reads, and the write-back changes it in place
             return self._emit(source, aten.clone.default, (new,))
         return new
+
+    def _handed_out(self, new: fx.Node, result: fx.Node, output: fx.Node) -> fx.Node:
+        """A gathered output with the strides that the user's code was told of it."""
+        uneven = new.target is redistribute and new.args[4] is not None
+        if uneven or (new.target is redistribute and not value(result).is_contiguous()):
+            return in_order(new, value(result), self._before(output))
+        return new
+
+    def _before(self, node: fx.Node) -> Callable[..., fx.Node]:
+        """Emits an operator of its arguments, on behalf of `node`."""
+        return lambda target, *args: emit(
+            self.graph, node, target, args, provenance=Localize.name, custom=_origin(node)
+        )
 
     def _sizes(self, node: fx.Node, args: tuple[Any, ...], state: State) -> tuple[Any, ...]:
         """Entry d of a view-like operator's size list, made local."""

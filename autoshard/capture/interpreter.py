@@ -190,6 +190,10 @@ class Interpreter(fx.Interpreter):
         return torch.full((), args[0], dtype=dtype, device=device)
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target == "set_":
+            told = "a tensor is given the memory of another (set_), which a functional graph lacks"
+            where = source_line(self.state.node.meta.get("stack_trace"))
+            raise CaptureError(message(told, where=where, remedy="Use the other tensor itself."))
         with self.state.at(args, kwargs):
             return super().call_method(target, args, kwargs)
 

@@ -222,6 +222,8 @@ class Rebuild:
                 source = self._derived(node, aten.expand_as.default, (source, destination), {})
         if destination.meta[DIFF] and not hidden:
             self.overwritten.add(source)  # an ordinary write: what was there gets no gradient
+        # as_strided finds the elements of what was written to by its strides, not by the source's
+        self._value(source, want, source.meta[DIFF])
         return source
 
     def _derived(self, like: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node:

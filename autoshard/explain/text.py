@@ -93,7 +93,12 @@ def _headline(facts: Facts) -> str:
 
 
 def _held(built: Built) -> str:
-    held = built.decisions.held
+    held, gap = built.decisions.held, built.decisions.gap
+    if gap:
+        return (
+            f"Not surely the cheapest plan: others may be {_milliseconds(gap)} cheaper at most "
+            f"({gap / built.decisions.seconds:.1%}), as charged; to know would take too long"
+        )
     if not held:
         return ""
     names = ", ".join(node.name for node in held[:4]) + (", ..." if len(held) > 4 else "")

@@ -73,8 +73,9 @@ class Decisions:
 
     copies: the state of each shared copy. stored: of each parameter. outputs: of each output.
     offered: the strategies each node could choose from; declined: why others were not offered.
-    seconds: of a step, as the planner charges it. variables, width, work: the size of the solver's
-    problem (see `Solution`). held: nodes whose value was not chosen by cost. prices: what a
+    seconds: of a step, as the planner charges it. variables, width, work, gap: the size of the
+    solver's problem, and the seconds by which another plan may be cheaper, as far as is known (see
+    `Solution`). held: nodes whose value was not chosen by cost. prices: what a
     change of state was charged. unbalanced: causal attention whose ranks do unequal work, and why.
     recomputation: what is computed again in backward; None: what the compiler likes. others: under
     a budget, further plans to try. unbudgeted: the plan without the budget, which may be this one.
@@ -97,6 +98,7 @@ class Decisions:
     work: int
     prices: AxisPrices
     held: list[fx.Node]
+    gap: float = 0.0
     unbalanced: list[str] = field(default_factory=list)
     recomputation: Recomputation | None = None
     others: tuple[Decisions, ...] = ()

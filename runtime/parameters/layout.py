@@ -122,9 +122,16 @@ def extents(
 
 
 def wrap_local(
-    local: torch.Tensor, shape: torch.Size, states: Mapping[str, State], device_mesh: DeviceMesh
+    local: torch.Tensor,
+    shape: torch.Size,
+    states: Mapping[str, State],
+    device_mesh: DeviceMesh,
+    stride: Sequence[int] | None = None,
 ) -> DTensor:
-    """A DTensor of global `shape` around this rank's part. No communication, no check."""
+    """A DTensor of global `shape` around this rank's part. No communication, no check.
+
+    stride: of the whole, which code that reads it sees; a part is stored as rows all the same.
+    """
     home = next((r for r in map(home_rank, states.values()) if r is not None), None)
     if home is not None:
         device_mesh = home_mesh(device_mesh, home)
@@ -136,8 +143,21 @@ def wrap_local(
         placements_of(states, axes_of(device_mesh), len(shape)),
         run_check=False,
         shape=shape,
-        stride=_contiguous_stride(shape),
+        stride=tuple(stride or _contiguous_stride(shape)),
     )
+
+
+def dense_stride(x: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides of a tensor without its gaps; None where it is stored as rows."""
+    return None if x.is_contiguous() else torch.empty_like(x, device="meta").stride()
+
+
+def in_strides(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """`x` with its dims in memory as strides without gaps have them; a copy where it has others."""
+    if x.stride() == tuple(stride):
+        return x
+    order = sorted(range(x.dim()), key=lambda dim: (stride[dim], x.shape[dim]), reverse=True)
+    return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
 
 
 def like(x: DTensor, local: torch.Tensor) -> DTensor:

@@ -23,6 +23,7 @@ from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters.access import install
 from autoshard.runtime.parameters.eager import as_parameter, as_stored, unsharded
 from autoshard.runtime.parameters.layout import (
+    dense_stride,
     from_first_rank,
     local_part,
     owned,
@@ -233,6 +234,7 @@ def _store(
     device_mesh = mesh.device_mesh
     assert device_mesh is not None
     shape = tensor.shape
+    stride = dense_stride(tensor)
     if isinstance(tensor, DTensor):
         whole = unshard_parameter(tensor).detach()
     else:
@@ -243,7 +245,7 @@ def _store(
     if part.is_meta and allocate_meta:
         part = torch.empty(part.shape, dtype=part.dtype, device=device_mesh.device_type)
         part.fill_(float("nan")) if part.is_floating_point() else part.zero_()
-    return as_stored(wrap_local(owned(part), shape, states, device_mesh))
+    return as_stored(wrap_local(owned(part), shape, states, device_mesh, stride))
 
 
 def _repoint_containers(moved: Mapping[nn.Parameter, nn.Parameter], owners: Owners) -> None:

@@ -30,7 +30,13 @@ from autoshard.runtime.parameters.data_unsharding import (
     unshard,
 )
 from autoshard.runtime.parameters.gradients import GradientLayouts, accumulate, unalias
-from autoshard.runtime.parameters.layout import extents, local_bounds, part_like, stored_states
+from autoshard.runtime.parameters.layout import (
+    extents,
+    in_strides,
+    local_bounds,
+    part_like,
+    stored_states,
+)
 from autoshard.runtime.parameters.record import pending_of, policy_of
 
 
@@ -96,7 +102,7 @@ def unshard_parameter(
             x = _FromHome.apply(x, home, axis, shape)
             continue
         x = redistribute(x, states[axis.name], I, axis, uneven.get(axis.name))
-    return x
+    return x if parameter.is_contiguous() else in_strides(x, parameter.stride())
 
 
 class _FromHome(torch.autograd.Function):

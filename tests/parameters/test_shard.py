@@ -1,4 +1,5 @@
-"""`autoshard.shard` before the first call, models on the meta device, and DTensor outputs."""
+"""`autoshard.shard` before the first call, models on the meta device, parameters in another order
+of memory, and DTensor outputs."""
 
 from __future__ import annotations
 
@@ -6,9 +7,11 @@ import copy
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from models import CASES
+from side_by_side import Pair, check
 
 
 def train_from_meta(name: str, tp: int) -> dict[str, Any]:
@@ -74,3 +77,29 @@ def test_outputs_as_dtensors_are_whole_and_differentiable(gloo2: Any) -> None:
     for placements, difference, gradient in gloo2(dtensor_outputs):
         assert placements == ["S(2)"]
         assert difference < 1e-5 and gradient < 1e-6
+
+
+class Turned(nn.Module):
+    """A parameter whose memory is not that of its rows, and what reads it so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 8).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        read = self.weight.as_strided((8, 8), self.weight.stride(), 3)
+        return x @ self.weight + (x @ read + self.weight.t().view(-1)[8:16]).repeat(1, 2)
+
+
+def turned() -> dict[str, Any]:
+    torch.manual_seed(0)
+    pair, x = Pair(Turned()), torch.randn(4, 8)
+    pair.train([lambda model: model(x).square().mean()] * 2)
+    assert pair.model.weight.stride() == pair.serial.weight.stride() == (1, 8)
+    strided = [model.weight.as_strided((4, 4), (9, 2)) for model in (pair.model, pair.serial)]
+    torch.testing.assert_close(*strided)
+    return pair.result()
+
+
+def test_a_parameter_keeps_its_strides(gloo2: Any) -> None:
+    check(gloo2(turned), share=1.0)

@@ -14,7 +14,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 from autoshard.passes.base import Context, Report
 from autoshard.passes.canonicalize import Canonicalize
 from autoshard.runtime.collectives.axis import Axis
+from autoshard.runtime.collectives.redistribution import redistribute
 from autoshard.runtime.graph_meta import MUTATED
+from autoshard.verification.program_check import verify_program
 from capturing import Recorder, check
 from traced import programs
 
@@ -165,21 +167,97 @@ class Packed(fx.Interpreter):
         return made.contiguous() if isinstance(made, T) else made
 
 
-def test_as_strided_finds_its_elements_in_values_that_were_gathered() -> None:
+def arranged(model: nn.Module, x: T) -> None:
+    """The serial graph, its values laid out as rows, has the values and gradients of the model."""
     torch.compiler.reset()
-    x, model = torch.randn(2, 6, 8), Windows()
     (program,), values = programs(model, (x,), [{"mesh": {"tp": 2}}])
-    found = Packed(program.serial).run(*values)
-    torch.testing.assert_close(found[0], model(x))
+    weights = list(model.parameters())
+    pairs = [Packed(program.serial).run(*values)[0], model(x)]
+    noise = torch.randn_like(pairs[1])
+    (have, want) = (torch.autograd.grad(y, weights, noise, allow_unused=True) for y in pairs)
+    torch.testing.assert_close(pairs[0], pairs[1])
+    torch.testing.assert_close(have, want)
 
 
-def test_as_strided_over_gaps_is_refused_with_the_line() -> None:
-    def gaps(m: Fn, x: T) -> T:
-        return m.lin(x)[:, ::2].as_strided((4, 4), (8, 1)) * 2
+def test_as_strided_finds_its_elements_in_values_that_were_gathered() -> None:
+    arranged(Windows(), torch.randn(2, 6, 8))
+
+
+def written_whole(m: Fn, x: T) -> T:
+    y = torch.zeros(8, 4)
+    y[:, :] = m.lin(x).t()
+    return y.as_strided((3, 6), (10, 1)).sin()
+
+
+def written_in_place(m: Fn, x: T) -> T:
+    y = m.lin(x).t() * 1
+    y.as_strided((2, 3), (1, 9)).mul_(3)
+    return y
+
+
+def behind_gaps(m: Fn, x: T) -> T:
+    return m.lin(x)[1::2, ::2].as_strided((4, 8), (8, 1), 0).sin()
+
+
+def before_and_after(m: Fn, x: T) -> T:
+    return m.lin(x).split(4, -1)[1][1].as_strided((3, 4), (8, 1), 4).sin()
+
+
+def expanded(m: Fn, x: T) -> T:
+    return m.lin(x)[:, None].expand(4, 3, 8).as_strided((4, 2, 6), (8, 0, 1)).sin()
+
+
+def copied(m: Fn, x: T) -> T:
+    made = torch.empty_strided((8, 4), (4, 1)).copy_(m.lin(x).t())
+    return torch.as_strided_copy(made, (2, 8), (16, 1)).sin()
+
+
+@pytest.mark.parametrize(
+    "fn", [written_whole, written_in_place, behind_gaps, before_and_after, expanded, copied]
+)
+def test_memory_is_as_it_was_traced(fn: Callable[..., Any]) -> None:
+    """As autograd has it, which sees nothing of what is behind a view."""
+    arranged(Fn(fn), torch.randn(4, 8))
+
+
+def test_as_strided_over_elements_that_share_memory_is_refused_with_the_line() -> None:
+    def shared(m: Fn, x: T) -> T:
+        return m.lin(x).unfold(1, 2, 1).as_strided((4, 4), (8, 1)) * 2
 
     told = r"(?s)PlanError: .*gaps.*test_canonicalize.py:.*unfold"
     with pytest.raises(BackendCompilerFailed, match=told):
-        canonical(gaps, torch.randn(4, 8))
+        canonical(shared, torch.randn(4, 8))
+
+
+@torch.library.custom_op("memory::as_rows", mutates_args=())
+def as_rows(x: T) -> T:
+    """As a kernel that was told that its rows are contiguous."""
+    return x.as_strided(x.shape, (x.shape[1], 1)).clone()
+
+
+@as_rows.register_fake
+def _(x: T) -> T:
+    return torch.empty(x.shape)
+
+
+as_rows.register_autograd(lambda ctx, grad: grad)
+
+
+def test_a_kernel_of_the_users_finds_what_was_gathered_unevenly_as_it_was_traced() -> None:
+    model = nn.Sequential(nn.Linear(64, 65), nn.ReLU(), Calls(as_rows), nn.Linear(65, 64))
+    (program,), values = programs(model, (torch.randn(128, 64),), [{"mesh": {"tp": 2}}])
+    gathered = [n for n in program.graph_module.graph.nodes if n.target is redistribute]
+    assert any(node.args[4] == 65 for node in gathered)
+    assert verify_program(program, values).worst[1] < 1e-5
+
+
+class Calls(nn.Module):
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: T) -> T:
+        return self.fn(x)
 
 
 def test_copy_before_an_operator_that_needs_strides_stays() -> None:

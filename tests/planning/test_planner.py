@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 import autoshard
 from autoshard.planning.rules import strategies
+from autoshard.planning.solver import factor_graph
 from autoshard.planning.solver.factor_graph import FactorGraph
 from autoshard.program import Program
 from autoshard.runtime.collectives.states import I, shard_dim
@@ -42,13 +43,24 @@ def planned(name: str, **options: Any) -> Program:
 
 @pytest.mark.slow
 def test_a_graph_too_entangled_for_the_exact_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an unrolled recurrence is; here the solver is allowed next to nothing."""
+    """As an unrolled recurrence is; here the solver is allowed next to nothing: mini-buckets find a
+    plan, and by how much others may be cheaper, else what is in the way is held."""
     case = CASES["llama"]
     model, batch = WithLoss(case), (case.make_batch(0),)
     (exact,), _ = programs(model, batch, [{"mesh": {"tp": 2}}])
     assert not exact.decisions.held and "Not the cheapest" not in exact.explain()
     _, _, *others = FactorGraph.__init__.__defaults__ or ()
     monkeypatch.setattr(FactorGraph.__init__, "__defaults__", (256, 20_000, *others))
+    (proved,), _ = programs(model, batch, [{"mesh": {"tp": 2}}])
+    assert proved.decisions.gap == 0 and "cheapest plan" not in proved.explain()
+    assert proved.decisions.seconds == pytest.approx(exact.decisions.seconds, rel=1e-12)
+    monkeypatch.setattr(factor_graph, "_PARTS", (32,))
+    (parted,), values = programs(model, batch, [{"mesh": {"tp": 2}}])
+    above = parted.decisions.seconds - exact.decisions.seconds
+    assert 0 < parted.decisions.gap and above <= parted.decisions.gap
+    assert "Not surely the cheapest plan: " in parted.explain()
+    assert verify_program(parted, values).worst[1] < 1e-5
+    monkeypatch.setattr(FactorGraph, "bounded", lambda self: None)
     (held,), values = programs(model, batch, [{"mesh": {"tp": 2}}])
     assert held.decisions.held
     assert exact.decisions.seconds < held.decisions.seconds

@@ -66,6 +66,7 @@ def decided(
         variables=variables,
         width=solution.width,
         work=solution.work,
+        gap=solution.gap,
         prices=prices,
         held=held,
         unbalanced=ordered.unbalanced,
@@ -89,14 +90,17 @@ def decided(
 def _solved(problem: Problem) -> tuple[Solution, list[fx.Node]]:
     """The cheapest assignment, and the nodes whose value or copy was not chosen by cost.
 
-    Where a graph is too entangled for the exact minimum (a recurrence that is unrolled), the values
-    in the way are held, as a rule replicated, and the plan is the cheapest of the rest.
+    Where a graph is too entangled for the exact elimination (a recurrence that is unrolled), the
+    assignment is that of mini-buckets, with its gap; where they find none that is allowed, the
+    values in the way are held, as a rule replicated, and the plan is the cheapest of the rest.
     """
     held: set[int] = set()
     while True:
         try:
             solution = problem.graph.solve()
         except TooWide as wide:
+            if not held and (bounded := problem.graph.bounded()):
+                return bounded, []
             for variable, allowed in wide.entangled.items():
                 values = range(problem.graph.size(variable))
                 keep_only(problem, variable, [i == allowed for i in values])

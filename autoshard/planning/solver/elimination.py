@@ -166,7 +166,7 @@ def _minimise(variable: int, bucket: list[Factor], repeated: Repeated) -> tuple[
     sizes = {v: size for f in bucket for v, size in zip(f.scope, f.table.shape)}
 
     def least() -> Table:
-        return _least([_aligned(f, axes) for f in bucket])
+        return _least([aligned(f, axes) for f in bucket])
 
     places = [tuple(place[v] for v in f.scope) for f in bucket]
     table = repeated.message([f.table for f in bucket], places, least)
@@ -188,13 +188,12 @@ def _least(tables: list[Table]) -> Table:
     return least
 
 
-def _aligned(factor: Factor, axes: tuple[int, ...]) -> Table:
+def aligned(factor: Factor, axes: tuple[int, ...]) -> Table:
     """The factor's table with one axis for each of `axes`, of size 1 where it has no such one."""
-    lead = factor.scope.index(axes[0])
-    table = np.moveaxis(factor.table, lead, 0)
-    present = set(factor.scope)
+    place = {v: i for i, v in enumerate(factor.scope)}
+    table = factor.table.transpose([place[v] for v in axes if v in place])
     sizes = iter(table.shape)
-    return table.reshape([next(sizes) if v in present else 1 for v in axes])
+    return table.reshape([next(sizes) if v in place else 1 for v in axes])
 
 
 def condition(factors: list[Factor], fixed: dict[int, int]) -> list[Factor]:

@@ -31,7 +31,15 @@ from autoshard.planning.solver.elimination import (
     condition,
     elimination_order,
 )
+from autoshard.planning.solver.mini_buckets import MiniBuckets, refined
 from autoshard.runtime.errors import PlanError
+
+_PARTS = (2**14, 2**17, 2**20, 2**22)
+"""The most entries of a mini-bucket, tried one after another."""
+_MOST_IN_PARTS = 2**28
+"""The most entries that a pass of mini-buckets may have, as a rule."""
+_ROUNDING = 1e-12
+"""Sums in two orders may differ by such a part."""
 
 
 class Infeasible(PlanError):
@@ -57,12 +65,14 @@ class Solution:
     cost: the sum of all costs at that assignment.
     width: the most variables that one table joined (treewidth of the order used, plus one).
     work: table entries computed; grows linearly with the length of a graph of bounded width.
+    gap: by how much a cheaper assignment may be cheaper; 0 of the minimum.
     """
 
     assignment: list[int]
     cost: float
     width: int
     work: int
+    gap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +97,7 @@ class FactorGraph:
     def __init__(
         self,
         table_limit: int = 2**26,
-        work_limit: int = 2**33,
+        work_limit: int = 2**27,
         order: Callable[..., tuple[list[int], list[tuple[int, ...]]]] = elimination_order,
     ) -> None:
         self._order = order
@@ -170,11 +180,7 @@ class FactorGraph:
         if self._prepared is None or self._prepared.finite != finite:
             self._prepared = self._prepare(costs, finite)
         prepared = self._prepared
-        factors = list(prepared.factors)
-        for variable, values in enumerate(prepared.domains):
-            if len(values) > 1:
-                own = self._repeated.table(costs[variable][values])
-                factors.append(Factor((variable,), own))
+        factors = self._with_unary(prepared.domains, prepared.factors, costs)
 
         best: dict[int, int] = {}
         least = math.inf
@@ -189,6 +195,51 @@ class FactorGraph:
         assignment = [int(v[best.get(i, 0)]) for i, v in enumerate(prepared.domains)]
         return Solution(assignment, self._cost(assignment, costs), width, work)
 
+    def bounded(self) -> Solution | None:
+        """A good assignment, where `solve` raises TooWide, and its gap: 0 where mini-buckets show
+        that it is the minimum. None where they find none that is allowed.
+
+        Their tables grow until the gap is closed, or the work would.
+        """
+        domains = self._consistent_domains(self._unary)
+        factors = self._with_unary(domains, self._reduced(domains), self._unary)
+        sizes = [len(values) for values in domains]
+        order, _ = self._order(sizes, [factor.scope for factor in factors])
+        least, bound = math.inf, -math.inf
+        best: dict[int, int] = {}
+        width = work = 0
+        for limit in _PARTS:
+            run = MiniBuckets(factors, order, sizes, limit)
+            found = [run.assignment()]
+            bound, width, work = max(bound, run.bound), max(width, run.width), work + run.work
+            last = limit == _PARTS[-1] or 4 * run.work > _MOST_IN_PARTS
+            if last and best:
+                better, more = refined(factors, sizes, best)
+                found, work = [*found, better], work + more
+            for one in found:
+                cost = math.fsum(f.table[tuple(one.get(v, 0) for v in f.scope)] for f in factors)
+                if cost < least:
+                    least, best = cost, one
+            if least - bound <= _ROUNDING * abs(least):
+                bound = least
+            if last or bound == least:
+                break
+        if not best:
+            return None
+        assignment = [int(v[best.get(i, 0)]) for i, v in enumerate(domains)]
+        cost = self._cost(assignment, self._unary)
+        return Solution(assignment, cost, width, work, least - bound)
+
+    def _with_unary(
+        self, domains: list[NDArray[np.intp]], factors: list[Factor], unary: list[Table]
+    ) -> list[Factor]:
+        own = [
+            Factor((variable,), self._repeated.table(unary[variable][values]))
+            for variable, values in enumerate(domains)
+            if len(values) > 1
+        ]
+        return [*factors, *own]
+
     def _cost(self, assignment: list[int], unary: list[Table]) -> float:
         terms = [cost[value] for cost, value in zip(unary, assignment, strict=True)]
         for scope, table in self._tables.items():
@@ -197,18 +248,7 @@ class FactorGraph:
 
     def _prepare(self, unary: list[Table], finite: tuple[bytes, ...]) -> _Prepared:
         domains = self._consistent_domains(unary)
-        factors = []
-        cut: dict[tuple[int, bytes], Table] = {}  # equal tables cut alike are one array again
-        for scope, table in self._tables.items():
-            kept = tuple(v for v in scope if len(domains[v]) > 1)
-            if not kept:
-                continue
-            key = (id(table), b"|".join(domains[v].tobytes() for v in scope))
-            if key not in cut:
-                whole = all(len(domains[v]) == self._sizes[v] for v in scope)
-                reduced = table if whole else table[np.ix_(*(domains[v] for v in scope))]
-                cut[key] = reduced.reshape([len(domains[v]) for v in kept])
-            factors.append(Factor(kept, cut[key]))
+        factors = self._reduced(domains)
         sizes = [len(values) for values in domains]
         scopes = [factor.scope for factor in factors]
         cutset: tuple[int, ...] = ()
@@ -235,6 +275,22 @@ class FactorGraph:
                     for variable in bucket:
                         count[variable] += 1
             cutset += (max(range(len(sizes)), key=lambda v: (count[v], -v)),)
+
+    def _reduced(self, domains: list[NDArray[np.intp]]) -> list[Factor]:
+        """The factors over values that survive, without variables of one value."""
+        factors = []
+        cut: dict[tuple[int, bytes], Table] = {}  # equal tables cut alike are one array again
+        for scope, table in self._tables.items():
+            kept = tuple(v for v in scope if len(domains[v]) > 1)
+            if not kept:
+                continue
+            key = (id(table), b"|".join(domains[v].tobytes() for v in scope))
+            if key not in cut:
+                whole = all(len(domains[v]) == self._sizes[v] for v in scope)
+                reduced = table if whole else table[np.ix_(*(domains[v] for v in scope))]
+                cut[key] = reduced.reshape([len(domains[v]) for v in kept])
+            factors.append(Factor(kept, cut[key]))
+        return factors
 
     def _consistent_domains(self, unary: list[Table]) -> list[NDArray[np.intp]]:
         """Values of each variable left when those that some table forbids outright are removed."""

@@ -11,7 +11,7 @@ from autoshard.runtime.collectives import Axis
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters.accumulation import microbatch_of
 from autoshard.runtime.parameters.eager.partial_reductions import resolved
-from autoshard.runtime.parameters.layout import like
+from autoshard.runtime.parameters.layout import in_strides, like
 from autoshard.runtime.parameters.unsharding import unshard_parameter
 
 READ_EVERYWHERE = (
@@ -39,4 +39,5 @@ def unsharded(x: DTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     outside, plain = compat.outside_transforms(), compat.plain_attributes()
     with outside, plain, announced(what, axes, READ_EVERYWHERE):
         # what is gathered along an inner dim has other strides than `x` says
-        return unshard_parameter(resolved(x), microbatch_of(x), dtype).contiguous()
+        whole = unshard_parameter(resolved(x), microbatch_of(x), dtype)
+        return in_strides(whole, x.stride())

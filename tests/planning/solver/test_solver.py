@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from networkx.algorithms.approximation import treewidth_min_degree
 
+from autoshard.planning.solver import factor_graph
 from autoshard.planning.solver.elimination import elimination_order
 from autoshard.planning.solver.factor_graph import FactorGraph, Infeasible, TooWide
 from autoshard.planning.solver.min_fill import fill_order
@@ -83,6 +84,52 @@ def test_optimal_on_random_graphs(limits: dict[str, Any]) -> None:
         branched += bool(graph._prepared and graph._prepared.cutset)
     assert 100 < feasible < 400
     assert (branched > 20) == ("table_limit" in limits)
+
+
+def test_mini_buckets_bound_the_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small they are; and say where they have found it."""
+    found = proved = 0
+    for limits in ((1,), (20,), (1, 20, 2**14)):
+        monkeypatch.setattr(factor_graph, "_PARTS", limits)
+        for seed in range(200):
+            sizes, unary, factors = random_problem(seed)
+            best = brute_force(sizes, unary, factors)
+            if math.isinf(best):
+                continue
+            bounded = build(sizes, unary, factors).bounded()
+            if bounded is None:
+                continue
+            cost = total(tuple(bounded.assignment), unary, factors)
+            assert best <= cost == bounded.cost <= best + bounded.gap + 1e-9
+            found, proved = found + 1, proved + (bounded.gap == 0)
+    assert 0 < proved < found and found > 200
+
+
+def unrolled(steps: int) -> FactorGraph:
+    """A recurrence that is unrolled: each step reads weights that all share, so that the exact
+    elimination joins all of them in one table."""
+    rng = np.random.default_rng(0)
+    graph = FactorGraph()
+    weights = [graph.variable(6, rng.random(6) * steps) for _ in range(12)]
+    reads = [rng.random((6, 6)) for _ in weights]
+    moves, state = rng.random((6, 6)), graph.variable(6)
+    for _ in range(steps):
+        before, state = state, graph.variable(6)
+        graph.add((before, state), moves)
+        for weight, cost in zip(weights, reads, strict=True):
+            made = graph.variable(6)
+            graph.add((weight, made), cost)
+            graph.add((made, state), moves)
+    return graph
+
+
+def test_an_unrolled_recurrence_takes_work_in_its_length() -> None:
+    with pytest.raises(TooWide):
+        unrolled(16).solve()
+    found = [unrolled(steps).bounded() for steps in (8, 16, 32)]
+    assert [one and one.gap for one in found] == [0.0] * 3
+    few, more, most = (one.work for one in found if one is not None)
+    assert most < 2**20 and 1.9 < (most - more) / (more - few) < 2.1
 
 
 def test_other_unary_costs_without_building_again() -> None:

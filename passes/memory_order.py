@@ -1,0 +1,221 @@
+"""A library for passes: operators that read memory by strides, in graphs whose values are gathered.
+
+The strides of a captured graph are those of the serial model. A rank's value is laid out as its
+own operators leave it, and a gathered or a stored one as rows, so that `as_strided` with the
+strides of the trace would find other elements. `arrange` gives it memory as it was in the trace,
+before anything else is rewritten; `in_order` does so for the operand of one rank.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from autoshard.errors import PlanError, message
+from autoshard.passes.base import Report, emit, user_line
+from autoshard.runtime.graph_meta import DIFF
+
+aten = torch.ops.aten
+
+_READS = (aten.as_strided.default, aten.as_strided_copy.default)
+_WRITE = aten.as_strided_scatter.default
+_BY_STRIDES = frozenset([*_READS, _WRITE, aten.view_as_complex.default, aten.view.dtype])
+# Operators of these ask every operand for its strides.
+_KNOWN = ("aten", "autoshard")
+
+
+class _Pattern(NamedTuple):
+    """Places in memory: those of a tensor of this size, with these strides, from there."""
+
+    size: Sequence[Any]
+    stride: Sequence[Any]
+    start: Any
+
+    def within(self, elements: Any) -> bool:
+        """Whether all of them are in the first `elements`; a size that is counted when the graph
+        runs is trusted."""
+        numbers = [*self.size, *self.stride, self.start, elements]
+        if not all(isinstance(n, int) for n in numbers) or 0 in self.size:
+            return True
+        last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride))
+        return bool(0 <= self.start and self.start + last < elements)
+
+
+def reads_strides(node: fx.Node) -> bool:
+    """Whether the node's value, or whether it may run, depends on the strides of its operands."""
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    if node.target in _BY_STRIDES or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True
+    return isinstance(node.target, OpOverload) and node.target.namespace not in _KNOWN
+
+
+def memory_order(val: torch.Tensor) -> list[int] | None:
+    """The dims from the slowest in memory to the fastest; None where the memory has gaps, or where
+    elements share it."""
+    dims = range(val.dim())
+    order = sorted(dims, key=lambda dim: (val.stride(dim), val.shape[dim]), reverse=True)
+    expected = 1
+    for dim in reversed(order):
+        if val.shape[dim] != 1 and val.stride(dim) != expected:
+            return None
+        expected *= val.shape[dim]
+    return order
+
+
+def in_order(node: fx.Node, traced: torch.Tensor, make: Callable[..., fx.Node]) -> fx.Node:
+    """A rank's operand in the order of memory that it was traced in: a copy where it is in another.
+
+    make: emits an operator with its arguments.
+    """
+    order = memory_order(traced)
+    if order is None:
+        return node
+    if order == sorted(order):
+        return make(aten.contiguous.default, node)
+    rows = make(aten.contiguous.default, make(aten.permute.default, node, order))
+    return make(aten.permute.default, rows, [order.index(dim) for dim in range(len(order))])
+
+
+def arrange(graph: fx.Graph, ranks: int, report: Report, name: str) -> None:
+    """Give what reads or writes by strides memory arranged as its strides assume.
+
+    name: the pass that asks. Raises PlanError for memory that no value of the graph has.
+    """
+    for node in list(graph.nodes):
+        if node.target in _READS or node.target is _WRITE:
+            with graph.inserting_before(node):
+                report.hits += _Arranging(graph, node, name).run(ranks)
+
+
+class _Arranging:
+    """The rewriting of one operator."""
+
+    def __init__(self, graph: fx.Graph, node: fx.Node, name: str) -> None:
+        self.graph, self.node, self.name = graph, node, name
+
+    def make(self, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node before the one that is rewritten."""
+        return emit(self.graph, self.node, target, args, kwargs, provenance=self.name)
+
+    def run(self, ranks: int) -> bool:
+        """Whether the node was rewritten."""
+        node, writes = self.node, self.node.target is _WRITE
+        source, *rest = [*node.args, *node.kwargs.values()]
+        part = rest.pop(0) if writes else None
+        assert isinstance(source, fx.Node)
+        if not writes:
+            source = self.unexpanded(source)
+        size, stride, start = [*rest, None][:3]
+        start = source.meta["val"].storage_offset() if start is None else start
+        wanted = _Pattern(size, stride, start)  # type: ignore[arg-type]
+        base = self.base(source, wanted, views=not writes)
+        if base is None:
+            if ranks == 1 and source.op == "placeholder" and not source.meta.get(DIFF):
+                return False  # nobody stores it otherwise
+            raise self.refused(source)
+        here = _from(base, wanted)
+        memory = self.rows(base if base is source else self.detached(base))
+        if base is not source and source.meta.get(DIFF):  # what is behind a view has no gradient
+            memory = self.written(memory, _from(base, self.own(source)), source)
+        if writes:
+            new = self.turned_back(self.written(memory, here, part), base)
+        else:
+            new = self.make(aten.as_strided.default, memory, *here)
+        node.replace_all_uses_with(new)
+        self.graph.erase_node(node)
+        return True
+
+    def base(self, source: fx.Node, pattern: _Pattern, views: bool) -> fx.Node | None:
+        """The value whose memory, without gaps, has the pattern: the source or what it views."""
+        at: fx.Node | None = source
+        while at is not None:
+            val = at.meta["val"]
+            if isinstance(val, torch.Tensor) and memory_order(val) is not None:
+                if _from(at, pattern).within(val.numel()):
+                    return at
+            at = _viewed(at) if views else None
+        return None
+
+    def own(self, source: fx.Node) -> _Pattern:
+        """The places of a view's elements, no two of them the same."""
+        val = source.meta["val"]
+        numbers = [*val.shape, *val.stride(), val.storage_offset()]
+        reach = 0
+        for stride, size in sorted(zip(val.stride(), val.shape)):
+            if size != 1 and stride <= reach or not all(isinstance(n, int) for n in numbers):
+                raise self.refused(source)
+            reach += (size - 1) * stride
+        return _Pattern(list(val.shape), list(val.stride()), val.storage_offset())
+
+    def detached(self, base: fx.Node) -> fx.Node:
+        """The value without its gradient."""
+        made = self.make(aten.detach.default, base)
+        made.meta[DIFF] = False
+        return made
+
+    def unexpanded(self, source: fx.Node) -> fx.Node:
+        """A value without its expanded dims, whose elements are one in memory."""
+        val = source.meta["val"]
+        for dim in range(val.dim()):
+            if val.shape[dim] != 1 and val.stride(dim) == 0:
+                source = self.make(aten.slice.Tensor, source, dim, 0, 1)
+        return source
+
+    def rows(self, base: fx.Node) -> fx.Node:
+        """The value with its dims in the order of memory, in memory of its own."""
+        turned = self.make(aten.permute.default, base, memory_order(base.meta["val"]))
+        return self.make(aten.clone.default, turned, memory_format=torch.contiguous_format)
+
+    def turned_back(self, rows: fx.Node, base: fx.Node) -> fx.Node:
+        """`rows` with its dims where `base` has them."""
+        order = memory_order(base.meta["val"])
+        assert order is not None
+        return self.make(aten.permute.default, rows, [order.index(d) for d in range(len(order))])
+
+    def written(self, rows: fx.Node, pattern: _Pattern, part: Any) -> fx.Node:
+        """The memory with a part written to it: by index, since torch's gradient of
+        as_strided_scatter is that of what was overwritten."""
+        flat = self.make(aten.reshape.default, rows, [-1])
+        ones = self.make(aten.ones_like.default, flat, dtype=torch.int64)
+        places = self.make(aten.sub.Tensor, self.make(aten.cumsum.default, ones, 0), 1)
+        index = self.make(aten.as_strided.default, places, *pattern)
+        index, part = (self.make(aten.reshape.default, one, [-1]) for one in (index, part))
+        made = self.make(aten.scatter.src, flat, 0, index, part)
+        return self.make(aten.view_as.default, made, rows)
+
+    def refused(self, source: fx.Node) -> PlanError:
+        """Says of what."""
+        op = str(self.node.target).removeprefix("aten.").split(".")[0]
+        val = source.meta["val"]
+        return PlanError(
+            message(
+                f"{op} reads memory behind a view with gaps (shape {tuple(val.shape)}, strides "
+                f"{tuple(val.stride())}), which its shards lack",
+                where=user_line(self.node),
+                remedy="Use unfold or indices, or call as_strided on x.contiguous().",
+            )
+        )
+
+
+def _from(base: fx.Node, pattern: _Pattern) -> _Pattern:
+    """The pattern, counted from where the memory of `base` starts."""
+    behind = base.meta["val"].storage_offset()
+    return pattern._replace(start=pattern.start - behind) if behind else pattern
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """What a node is a view of, if it is one."""
+    if node.op != "call_function":
+        return None
+    if node.target is operator.getitem:  # of the views that split and unbind make
+        return _viewed(node.all_input_nodes[0])
+    schema = node.target._schema if isinstance(node.target, OpOverload) else None
+    if schema is None or schema.is_mutable or all(one.alias_info is None for one in schema.returns):
+        return None
+    return node.all_input_nodes[0]
