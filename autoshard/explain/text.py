@@ -146,8 +146,7 @@ def _other_placements(built: Built) -> str:
         return f"placements on {axis.name} were decided before what is kept: {reason}{before}"
     gap = plan.placements.gap(plan)
     if gap is None:
-        why = " with zero='auto'" if plan.weights else " with a mixture on ep" if plan.on_ep else ""
-        told = f"by how much others could be quicker is not known{why}"
+        told = "by how much others could be quicker is not known"
     else:
         than = f"is more than {_milliseconds(gap)} quicker" if gap else "is quicker"
         told = f"none with any choice in these segments that needs no more {than}, as charged"

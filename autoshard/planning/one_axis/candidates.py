@@ -52,7 +52,9 @@ def with_kept_values(
     """
     hardware, plans = default.hardware, list(apart)
     cluster, host = planned_on(hardware), bool(request.host_memory)
-    search = KeptSearch(gm, default, n, cluster, request.layout.shard, host)
+    # with choices on dp_shard bytes are those of a rank
+    shard = 1 if request.layout.chooses else request.layout.shard
+    search = KeptSearch(gm, default, n, cluster, shard, host)
 
     def made(prices: Prices) -> Decisions:
         plans.append(solve(gm, n, hardware, request, prices, search=search))
