@@ -2,8 +2,8 @@
 
 Both are planned together, exactly, where the graph trains (planning/two_axes); else cp is planned
 on the whole graph as if tp had one rank, which is also what a plan file is followed by. Under a
-memory budget that the two exceed, plans of cp at dearer bytes are laid out too, each with tp's
-placements and what is kept decided together, and the quickest that fits is taken.
+memory budget that they fit by recomputation alone, plans of cp at dearer bytes are laid out too,
+each with tp's placements and what is kept decided together, and the quickest that fits is taken.
 The graph of a rank of cp then has the collectives over cp as operators, whose rules are known
 (planning/rules/outer_axis.py), and is planned on tp like any other, or cut into the stages of pp.
 Every cp rank has the same graph, because only dims are split that cp divides. Weights are whole in
@@ -126,27 +126,26 @@ def lay_out(
         return found
     byte = first.prices.parameter_byte
     others = both_at_dearer_bytes(serial, machine, asked, found.outer.decisions, byte)
-    return within_budget(found, (partial(laid_out, one, both.seconds) for one in others))
+    return quickest(found, (partial(laid_out, one, both.seconds) for one in others))
 
 
-def within_budget(default: LaidOut, others: Iterable[Callable[[], LaidOut]]) -> LaidOut:
-    """The quickest of those that are estimated to fit the memory budget; else the one that needs
-    least. So none is predicted slower than `default`."""
-    found = [default]
+def quickest(default: LaidOut, others: Iterable[Callable[[], LaidOut]]) -> LaidOut:
+    """The quickest of those that are estimated to fit the memory budget, where `default` is one.
+    Else `default`: an estimate may be above what its graphs need, which are counted later."""
+    best, tried, budget = default, 1, default.request.memory_budget
+    least = default.estimate(default.decisions)
+    if budget is None or least.least > budget:
+        return default
     for make in others:
+        tried += 1
         try:
-            found.append(make())
+            one = make()
         except PlanError:  # what trains its weights is too much
             continue
-
-    def order(one: LaidOut) -> tuple[bool, float]:
         what = one.estimate(one.decisions)
-        assert one.request.memory_budget is not None
-        fits = what.least <= one.request.memory_budget
-        return not fits, what.seconds if fits else what.least
-
-    best = min(found, key=order)
-    outer = replace(best.outer, tried=len(found), dearer=best is not default)
+        if what.least <= budget and what.seconds < least.seconds:
+            best, least = one, what
+    outer = replace(best.outer, tried=tried, dearer=best is not default)
     return replace(best, outer=outer, request=replace(best.request, outer=outer))
 
 
