@@ -1,7 +1,9 @@
 """A mesh with two planned axes: the first, cp, is planned and laid out; tp is planned on its rank.
 
 Both are planned together, exactly, where the graph trains (planning/two_axes); else cp is planned
-on the whole graph as if tp had one rank, which is also what a plan file is followed by.
+on the whole graph as if tp had one rank, which is also what a plan file is followed by. Under a
+memory budget that they fit by recomputation alone, plans of cp at dearer bytes are laid out too,
+each with tp's placements and what is kept decided together, and the quickest that fits is taken.
 The graph of a rank of cp then has the collectives over cp as operators, whose rules are known
 (planning/rules/outer_axis.py), and is planned on tp like any other, or cut into the stages of pp.
 Every cp rank has the same graph, because only dims are split that cp divides. Weights are whole in
@@ -10,22 +12,27 @@ it: they are stored by rows, and gathered with those of the data-parallel axes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from torch import fx
 
 from autoshard.config import Config
+from autoshard.errors import PlanError
 from autoshard.passes import Localize, RankParts, rank_program
 from autoshard.planning import (
     Decisions,
     Outer,
     Plan,
+    PlanEstimate,
     Request,
     TwoAxes,
+    both_at_dearer_bytes,
     plan_both,
     plan_graph,
+    priced,
     with_graph,
 )
 from autoshard.planning.cost import Hardware
@@ -50,6 +57,12 @@ class LaidOut:
     def seconds(self) -> float:
         """Of a step, as the planner charges it, whatever the budget."""
         return self.decisions.compared
+
+    def estimate(self, decisions: Decisions) -> PlanEstimate:
+        """What a step takes and needs with a plan of the inner axis, under the memory budget."""
+        budget = self.request.memory_budget
+        assert budget is not None
+        return priced(self.graph, decisions.prices.n, decisions, self.request, budget)
 
 
 def lay_out(
@@ -104,11 +117,36 @@ def lay_out(
     if both is None:
         return laid_out(plan_graph(serial, axis.size, machine, request), None)
     found = laid_out(both, both.seconds)
-    if not found.outer.gap(found.decisions):
+    if found.outer.gap(found.decisions):
+        # a value in three states over cp at once, which the bound counts in part
+        apart = laid_out(plan_graph(serial, axis.size, machine, request), both.seconds)
+        found = min(found, apart, key=lambda one: one.seconds)
+    first = found.decisions.unbudgeted
+    if first is None or found.estimate(first).fits:
         return found
-    # a value in three states over cp at once, which the bound counts in part
-    apart = laid_out(plan_graph(serial, axis.size, machine, request), both.seconds)
-    return min(found, apart, key=lambda one: one.seconds)
+    byte = first.prices.parameter_byte
+    others = both_at_dearer_bytes(serial, machine, asked, found.outer.decisions, byte)
+    return quickest(found, (partial(laid_out, one, both.seconds) for one in others))
+
+
+def quickest(default: LaidOut, others: Iterable[Callable[[], LaidOut]]) -> LaidOut:
+    """The quickest of those that are estimated to fit the memory budget, where `default` is one.
+    Else `default`: an estimate may be above what its graphs need, which are counted later."""
+    best, tried, budget = default, 1, default.request.memory_budget
+    least = default.estimate(default.decisions)
+    if budget is None or least.least > budget:
+        return default
+    for make in others:
+        tried += 1
+        try:
+            one = make()
+        except PlanError:  # what trains its weights is too much
+            continue
+        what = one.estimate(one.decisions)
+        if what.least <= budget and what.seconds < least.seconds:
+            best, least = one, what
+    outer = replace(best.outer, tried=tried, dearer=best is not default)
+    return replace(best, outer=outer, request=replace(best.request, outer=outer))
 
 
 def placed(

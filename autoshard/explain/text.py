@@ -16,6 +16,7 @@ from autoshard.planning import (
     ROWS,
     WAYS,
     WEIGHTS,
+    Outer,
     contiguous_share,
     is_mixture,
     is_view,
@@ -144,19 +145,28 @@ def _other_placements(built: Built) -> str:
     plan, axis = built.decisions, built.axis
     if axis.size == 1 or plan.recomputation is None:
         return ""
-    first = built.outer.axis.name if built.outer is not None else ""
-    before = f"; {first} has the plan that it has without a budget" if first else ""
+    before = _outer_plan(built.outer) if built.outer is not None else ""
     if plan.placements is None:
         reason = plan.apart or "the step was estimated to fit as it is"
         return f"placements on {axis.name} were decided before what is kept: {reason}{before}"
     gap = plan.placements.gap(plan)
     if gap is None:
-        why = " with zero='auto'" if plan.weights else " with a mixture on ep" if plan.on_ep else ""
-        told = f"by how much others could be quicker is not known{why}"
+        told = "by how much others could be quicker is not known"
     else:
         than = f"is more than {_milliseconds(gap)} quicker" if gap else "is quicker"
         told = f"none with any choice in these segments that needs no more {than}, as charged"
     return f"placements on {axis.name} were decided together with what is kept: {told}{before}"
+
+
+def _outer_plan(outer: Outer) -> str:
+    """Which plan the axis has that was laid out before, under the budget."""
+    which = (
+        "has a plan of dearer bytes"
+        if outer.dearer
+        else "has the plan that it has without a budget"
+    )
+    of = f", the quickest of {outer.tried} that were laid out" if outer.tried > 1 else ""
+    return f"; {outer.axis.name} {which}{of}"
 
 
 def _cuda_graph(built: Built) -> str:

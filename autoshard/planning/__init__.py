@@ -14,7 +14,13 @@ from autoshard.planning.mixtures import (
     not_of_zero,
     way_of,
 )
-from autoshard.planning.one_axis import at_dearer_bytes, plan_graph, with_kept_values
+from autoshard.planning.one_axis import (
+    PlanEstimate,
+    at_dearer_bytes,
+    plan_graph,
+    priced,
+    with_kept_values,
+)
 from autoshard.planning.operators import (
     LOOKUPS,
     LOSSES,
@@ -31,7 +37,7 @@ from autoshard.planning.plan import GraphPlan, PipelinePlan, Plan, strategy_text
 from autoshard.planning.prices import Prices
 from autoshard.planning.sizes import Size, is_one, same, same_shape
 from autoshard.planning.strategy import Strategy, operands, value
-from autoshard.planning.two_axes import TwoAxes, plan_both
+from autoshard.planning.two_axes import TwoAxes, both_at_dearer_bytes, plan_both
 from autoshard.planning.values import (
     global_bytes,
     is_trained,

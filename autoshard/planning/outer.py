@@ -42,6 +42,8 @@ class Outer:
     axis: Axis
     parameters: Mapping[fx.Node, str]
     bound: float | None = None
+    tried: int = 1
+    dearer: bool = False
 
     def gap(self, decisions: Decisions) -> float | None:
         """The part of the cost of both plans, with `decisions` on the inner axis, by which two

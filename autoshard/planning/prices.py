@@ -85,6 +85,20 @@ class StoredOnBatchAxis(Protocol):
 
     def choice(self, node: fx.Node, state: State, price: float, travels: bool = False) -> str: ...
 
+    def charges(
+        self, node: fx.Node, state: State, price: float, travels: bool = False
+    ) -> dict[str, float]: ...
+
+
+class GatheredOverEp(Protocol):
+    """What ep charges a stack that is gathered there for its mixture (expert_axis/axis.py). size:
+    ranks of ep."""
+
+    @property
+    def size(self) -> int: ...
+
+    def gathered(self, stack: fx.Node, reader: fx.Node, state: State, price: float) -> float: ...
+
 
 class AxisPrices:
     """The prices of one graph on an axis of `n` ranks of `hardware`.
@@ -92,7 +106,8 @@ class AxisPrices:
     parameters: the placeholders of parameters. sequence_parallel: whether an activation may be
     split along the sequence or the batch. prices: those of a stored byte. name: of the axis.
     fusing: which collectives are one operator with the products beside them; None: none.
-    batch: dp_shard, where each parameter has a choice there; else its axes are not planned.
+    batch: dp_shard, where each parameter has a choice there; else its axes are not planned. on_ep:
+    the axis over which stacks of experts may be gathered.
     """
 
     def __init__(
@@ -105,10 +120,11 @@ class AxisPrices:
         name: str = "tp",
         fusing: cost.Fusing | None = None,
         batch: StoredOnBatchAxis | None = None,
+        on_ep: GatheredOverEp | None = None,
     ) -> None:
         self.n, self.hardware, self.parameters, self.name = n, hardware, parameters, name
         self.link = hardware.links[name]
-        self.fusing, self.batch = fusing, batch
+        self.fusing, self.batch, self.on_ep = fusing, batch, on_ep
         self.sequence_parallel = sequence_parallel
         self.activation_byte = prices.activation_byte or 2.0 / hardware.memory_bandwidth
         self.gathers_weights, self.spreads_batch = prices.gathers_weights, prices.spreads_batch

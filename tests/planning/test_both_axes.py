@@ -224,3 +224,24 @@ def test_a_model_whose_layers_split_batch_and_sequence_is_the_serial_one(
     assert found.worst[1] < 1e-5, found.worst
     assert program.decisions.seconds < 0.9 * alone.decisions.seconds
     assert program.outer is None or program.outer.gap(program.decisions) == 0
+
+
+def test_under_a_budget_another_plan_of_cp_runs_where_it_is_predicted_quicker() -> None:
+    arguments = asked(11, 8)
+    inner = arguments[1]
+    inner.memory_budget, inner.budget_is_known = 10**9, False
+    free = lay_out(*arguments)
+    assert free.outer.tried == 1
+    needs = free.estimate(free.decisions)
+    part = int(0.6 * (needs.least - needs.resident))
+    for budget, dearer in ((needs.resident + part, True), (needs.resident, False)):
+        inner.memory_budget = budget
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(first_axis, "both_at_dearer_bytes", lambda *_: iter(()))
+            before = lay_out(*arguments)
+        found = lay_out(*arguments)
+        own, other = (one.estimate(one.decisions) for one in (found, before))
+        assert (found.outer.dearer, found.outer.tried > 1) == (dearer, dearer)
+        assert not dearer or (own.least <= budget and own.seconds < other.seconds)
+        plans = [one.outer.decisions.graph_plan() for one in (found, before)]
+        assert (plans[0] != plans[1]) == dearer

@@ -18,10 +18,11 @@ from autoshard.planning.cost import Cluster
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate import SLOWS, Training, Walk, merged, segments_of, values_of
 from autoshard.planning.kept_values.charges import charged
+from autoshard.planning.kept_values.held_weights import held_weights
 from autoshard.planning.kept_values.problem import KeptValues
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Problem
-from autoshard.planning.solver import Solution, TooWide
+from autoshard.planning.solver import TooWide
 
 _LOWEST, _HIGHEST = 1e-14, 1e-6
 _TRIES = 7
@@ -37,7 +38,8 @@ class Dual:
     """The dual of a budget on one graph.
 
     prices: of the planner without a budget. shard: ranks among which training states are split
-    besides. host: whether values may wait on the host. problem: the planner's at given prices.
+    besides; 1 where the planner charges the bytes of a rank, as for choices on dp_shard. host:
+    whether values may wait on the host. problem: the planner's at given prices.
     """
 
     gm: fx.GraphModule
@@ -86,7 +88,8 @@ class Dual:
         walk = Walk(self.gm, decisions, self.n, self.cluster, Training())
         charge = SLOWS if self.host else math.inf
         solution, kept = KeptValues(walk, problem, segments, price, charge).solve()
-        return solution.cost, kept + _stored(problem, prices, solution) / self.shard
+        held = sum(one.held for one in held_weights(problem, prices, problem.read(solution)[0]))
+        return solution.cost, kept + held / self.shard
 
 
 def segments_by_node(
@@ -98,12 +101,3 @@ def segments_by_node(
     for one, segment in zip(values, merged(segments_of(values), length)):
         segments.setdefault(one.key[0], segment)
     return segments
-
-
-def _stored(problem: Problem, prices: AxisPrices, solution: Solution) -> float:
-    """Bytes of what trains the weights."""
-    seconds = 0.0
-    for node in prices.parameters:
-        at = solution.assignment[problem.variables[node]]
-        seconds += prices.storage(node, problem.domains[node][at].output)  # type: ignore[arg-type]
-    return seconds / prices.parameter_byte

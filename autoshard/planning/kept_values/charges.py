@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 
 from torch import fx
 
 from autoshard.planning.decisions import Decisions
+from autoshard.planning.kept_values.held_weights import held_weights, read_once
 from autoshard.planning.prices import AxisPrices
 from autoshard.planning.problem import Problem
 from autoshard.planning.strategy import operands
@@ -26,16 +28,18 @@ class Charged:
 def charged(problem: Problem, prices: AxisPrices, plan: Decisions) -> Charged | None:
     """What `problem`, at its `prices`, charges a plan that may have been made at others: values
     take the ways and weights are gathered as often as they are there. None where the plan is none
-    of the problem's, or weights have choices on dp_shard or ep, whose bytes have no one price."""
-    if prices.batch is not None or problem.stacks:
+    of the problem's, or several operators read a stack that ep may leave where it is."""
+    if not read_once(problem):
         return None
+    prices = copy(prices)
+    prices.parts = plan.prices.parts
     try:
         seconds = sum(_variables(problem, plan))
-    except ValueError:
+        weights = list(held_weights(problem, prices, plan.strategies, plan.weights))
+    except (KeyError, ValueError):
         return None
-    held = 0.0
-    for node, state in plan.stored.items():
-        held += prices.storage(node, state) / prices.parameter_byte
+    seconds += sum(one.more for one in weights)
+    held = sum(one.held for one in weights)
     for source, have, want in _changes(problem, plan):
         seconds += prices.change(have, want, prices.moved(source))
         weight = prices.gathered(source, have, want)
@@ -70,10 +74,10 @@ def _changes(problem: Problem, plan: Decisions) -> Iterator[tuple[fx.Node, State
     ends = zip(results, problem.outputs, plan.outputs, strict=True)  # type: ignore[arg-type]
     reads += [(result, state) for result, entry, state in ends if entry is not None]
     for source in dict.fromkeys(source for source, _ in reads):
-        if (copy := plan.copies.get(source)) is not None:
-            yield source, plan.state(source), copy
+        if (shared := plan.copies.get(source)) is not None:
+            yield source, plan.state(source), shared
     for source, want in reads:
-        have, copy = plan.state(source), plan.copies.get(source)
-        if want != copy:
+        have, shared = plan.state(source), plan.copies.get(source)
+        if want != shared:
             route = plan.route(source, want)
-            yield source, copy if len(route) > 1 and copy else have, want
+            yield source, shared if len(route) > 1 and shared else have, want

@@ -32,6 +32,7 @@ from autoshard.planning.kept_values.fates import (
     ReadValue,
     edge_table,
 )
+from autoshard.planning.mixtures import ROWS
 from autoshard.planning.problem import Problem
 from autoshard.planning.solver import FactorGraph, Solution, fill_order
 from autoshard.planning.strategy import Strategy, operands, value
@@ -174,6 +175,9 @@ class KeptValues:
 
     def _known_of(self, node: fx.Node, strategy: Strategy) -> Known:
         self.walk.decisions.strategies[node] = strategy
+        on_ep, stacks = self.walk.decisions.prices.on_ep, self.base.stacks.get(node, ())
+        size = on_ep.size if on_ep is not None and strategy.on_ep == ROWS else 1
+        self.walk.times.parts = {stack: size for stack, _ in stacks}
         state = output_state(strategy, None if isinstance(strategy.output, str) else 0)
         return Known(
             inner=self.walk.inner(node, strategy),

@@ -34,6 +34,7 @@ def builder_of(
         stored[node] = request.stored.get(node) or _checked(node, name, wanted.get(name))
     results = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
     domains = _output_domains(gm, results, n, request)
+    on_ep = expert_axis(gm, n, hardware, request, prices.batch_second)
     axis = AxisPrices(
         n,
         hardware,
@@ -43,6 +44,7 @@ def builder_of(
         request.axis,
         fusing=request.fusing,
         batch=batch_axis(n, hardware, request, prices.batch_second),
+        on_ep=on_ep,
     )
     return Builder(
         gm,
@@ -55,7 +57,7 @@ def builder_of(
         even=request.even,
         contiguous=contiguous,
         beside=request.beside,
-        on_ep=expert_axis(gm, n, hardware, request, prices.batch_second),
+        on_ep=on_ep,
         origin=origin or (request.outer.origin(gm) if request.outer else None),
         splits_batch=request.splits_batch,
     )

@@ -18,7 +18,7 @@ from autoshard.planning.problem import Problem
 
 PlanPrice = TypeVar("PlanPrice")
 
-_PLACEMENTS = 3
+_PLACEMENTS, _HIGHEST = 3, 1e-6
 """Prices of a byte at which placements are tried; at the highest a gigabyte costs a thousand
 seconds a step."""
 
@@ -28,10 +28,15 @@ def at_dearer_bytes(
 ) -> Iterator[Decisions]:
     """Plans at rising prices of a byte, for a rank that has less memory than `default` takes; the
     same for every layout whose weights have no choice."""
-    hardware, low, high = default.hardware, default.prices.parameter_byte, 1e-6
+    hardware = default.hardware
+    for price in dearer(default.prices.parameter_byte):
+        yield solve(gm, n, hardware, request, of_a_byte(price, hardware, request))
+
+
+def dearer(byte: float) -> Iterator[float]:
+    """Rising prices of a byte, above that without a budget."""
     for step in range(1, _PLACEMENTS + 1):
-        price = low * (high / low) ** (step / _PLACEMENTS)
-        yield solve(gm, n, hardware, request, _prices(price, hardware, request))
+        yield byte * (_HIGHEST / byte) ** (step / _PLACEMENTS)
 
 
 def with_kept_values(
@@ -52,7 +57,9 @@ def with_kept_values(
     """
     hardware, plans = default.hardware, list(apart)
     cluster, host = planned_on(hardware), bool(request.host_memory)
-    search = KeptSearch(gm, default, n, cluster, request.layout.shard, host)
+    # with choices on dp_shard bytes are those of a rank
+    shard = 1 if request.layout.chooses else request.layout.shard
+    search = KeptSearch(gm, default, n, cluster, shard, host)
 
     def made(prices: Prices) -> Decisions:
         plans.append(solve(gm, n, hardware, request, prices, search=search))
@@ -70,7 +77,9 @@ def with_kept_values(
     search.tell(plans, problem)
 
 
-def _prices(price: float, hardware: Hardware, request: Request) -> Prices:
+def of_a_byte(price: float, hardware: Hardware, request: Request) -> Prices:
+    """The prices at which a stored byte costs so much, and one that passes through memory no
+    less."""
     least = 2.0 / hardware.memory_bandwidth
     spreads = request.prices.spreads_batch
     return Prices(price, max(price, least), spreads_batch=spreads)

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from autoshard.planning.two_axes.plan import TwoAxes, plan_both
+from autoshard.planning.two_axes.plan import TwoAxes, both_at_dearer_bytes, plan_both
