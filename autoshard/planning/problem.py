@@ -9,7 +9,7 @@ rank builds the same problem.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from autoshard.planning import cost, rules
 from autoshard.planning.context_parallel import (
@@ -198,17 +197,30 @@ class Builder:
 
     def signature(self, node: fx.Node) -> tuple[Any, ...]:
         """Equal for nodes that have the same strategies and costs: repeated layers share both."""
-        leaves, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
-        described = tuple(
-            self._describe_value(leaf) if isinstance(leaf, fx.Node) else repr(leaf)
-            for leaf in leaves
+        described = (
+            self._describe(node.args),
+            tuple(node.kwargs),
+            self._describe(node.kwargs.values()),
         )
-        return (node.target, str(spec), described, differentiable(node), self._weighted[node])
+        return (node.target, *described, differentiable(node), self._weighted[node])
+
+    def _describe(self, arguments: Iterable[Any]) -> tuple[Any, ...]:
+        found: list[Any] = []
+        for one in arguments:
+            if isinstance(one, fx.Node):
+                found.append(self._describe_value(one))
+            elif isinstance(one, (tuple, list)):
+                found.append((type(one), self._describe(one)))
+            elif isinstance(one, dict):
+                found.append((type(one), tuple(one), self._describe(one.values())))
+            else:
+                found.append((type(one), repr(one)))
+        return tuple(found)
 
     def _describe_value(self, node: fx.Node) -> Any:
         val = value(node)
         if isinstance(val, torch.Tensor):
-            shape = tuple((str(e), cost.hint(e)) for e in val.shape)
+            shape = tuple(e if type(e) is int else (str(e), cost.hint(e)) for e in val.shape)
             made_of = (self._weighted.get(node), self._weights and node in self._weights)
             return (shape, val.dtype, bool(node.meta.get(DIFF)), *made_of)
         return (type(val).__name__, str(val))

@@ -116,7 +116,7 @@ def least(
     """The joint sum; the least of every placement with its minimum cut, and the fates there."""
     gm, n, hardware, request = given
     search = KeptSearch(gm, one_axis.plan_graph(*given), n, planned_on(hardware), 1)
-    search.price, search.charge, search.segments = price, charge, segments
+    search.price, search.charge, search.before.segments = price, charge, segments
     builder = one_axis.builder_of(gm, n, hardware, request, request.prices)
     problem = builder.build()
     found, _ = search.solved(builder.prices, problem)

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import numpy as np
 from torch import fx
 
 from autoshard.planning.cost import Cluster
@@ -28,7 +29,7 @@ from autoshard.planning.estimate.recomputable import (
     takes_no_time,
     values_of,
 )
-from autoshard.planning.estimate.recomputation import Choices, Fate
+from autoshard.planning.estimate.recomputation import Choices, Cuts, Fate, as_fates
 from autoshard.planning.estimate.segments import merged, segments_of
 from autoshard.planning.estimate.training import Training
 from autoshard.runtime.errors import ConfigError, message
@@ -63,10 +64,14 @@ class Point:
 class Frontier:
     """The choices of one planned graph on a rank, by rising time and falling memory.
 
-    host_memory: bytes that may be kept on the host.
+    host_memory: bytes that may be kept on the host. cuts: those of other plans of the graph, which
+    are added to.
     """
 
-    def __init__(self, values: Sequence[RankValue], host_memory: int = 0) -> None:
+    def __init__(
+        self, values: Sequence[RankValue], host_memory: int = 0, cuts: Cuts | None = None
+    ) -> None:
+        cuts = {} if cuts is None else cuts
         segments = segments_of(values)
         self.values, self.host_memory = kept_in_the_last(values, segments), host_memory
         values = self.values
@@ -74,7 +79,7 @@ class Frontier:
         points: list[Point] = []
         length = 1
         while length <= _LONGEST and values:
-            choices = Choices(values, merged(segments, length))
+            choices = Choices(values, merged(segments, length), cuts)
             if length > 1 and choices.count <= 2:
                 break
             for charge in (math.inf, *(_CHARGES if host_memory else ())):
@@ -145,10 +150,12 @@ def frontier(
     cluster: Cluster,
     training: Training | None = None,
     host_memory: int | None = None,
+    cuts: Cuts | None = None,
 ) -> Frontier:
     """The choices that a planned graph leaves on a rank of an axis of `n`.
 
     host_memory: bytes of its host that the rank may keep values in; None: it keeps none there.
+    cuts: as of `Frontier`.
     Raises ConfigError where it may and the cluster does not say how fast the host is reached.
     """
     if host_memory and cluster.device.host is None:
@@ -161,7 +168,7 @@ def frontier(
             )
         )
     values = values_of(gm, decisions, n, cluster, training or Training())
-    return Frontier(values, host_memory or 0)
+    return Frontier(values, host_memory or 0, cuts)
 
 
 def kept_in_the_last(values: Sequence[RankValue], segments: Sequence[int]) -> list[RankValue]:
@@ -183,22 +190,15 @@ class _Sums:
     """
 
     def __init__(self, choices: Choices, price: float, charge: float) -> None:
-        self.price, count = price, choices.count
-        self.fates = choices.fates(price, _PRICES[0], charge + SLOWS)
-        self.kept, self.again, self.sent = [0] * count, [0] * count, [0] * count
-        repeated, transfers = [0.0] * count, [0.0] * count
-        for one, segment, fate in zip(choices.values, choices.segments, self.fates):
-            if fate is Fate.KEPT:
-                self.kept[segment] += one.nbytes
-            elif fate is Fate.HOST:
-                self.sent[segment] += one.nbytes
-                self.again[segment] += one.nbytes
-                transfers[segment] += one.transfer
-            if fate is Fate.AGAIN:
-                self.again[segment] += one.nbytes * one.held + one.inner
-                repeated[segment] += one.seconds
-            else:
-                self.kept[segment] += one.inner
+        self.price = price
+        self.fates = fates = choices.fates_at(price, _PRICES[0], charge + SLOWS)
+        again, sent = fates == Fate.AGAIN, fates == Fate.HOST
+        size, inner = choices.sizes, choices.inner
+        self.kept = choices.bytes_by_segment(np.where(fates == Fate.KEPT, size, 0) + inner * ~again)
+        self.again = choices.bytes_by_segment(choices.made * again + size * sent)
+        self.sent = choices.bytes_by_segment(size * sent)
+        repeated = choices.by_segment(np.where(again, choices.seconds, 0.0))
+        transfers = choices.by_segment(np.where(sent, choices.transfers, 0.0))
         self.seconds = [
             again
             + SLOWS * moved
@@ -220,19 +220,17 @@ class _Length:
     def __init__(self, choices: Choices, charge: float, length: int) -> None:
         self.choices, self.charge, self.length = choices, charge, length
         self.sums: list[_Sums] = []
-        for price in _PRICES:
-            one = _Sums(choices, price, charge)
-            if not self.sums or one.fates != self.sums[-1].fates:
+        for one in _at_each_price(choices, charge):
+            if not self.sums or not np.array_equal(one.fates, self.sums[-1].fates):
                 self.sums.append(one)
 
     def fates(self, point: Point) -> list[Fate]:
         """The fate of each value at a point of this length."""
-        after = self.sums[point.which].fates
-        if not point.border:
-            return after
-        before = self.sums[point.which + 1].fates
-        segments = self.choices.segments
-        return [b if s < point.border else a for a, b, s in zip(after, before, segments)]
+        found = self.sums[point.which].fates
+        if point.border:
+            before = self.sums[point.which + 1].fates
+            found = np.where(self.choices.places < point.border, before, found)
+        return as_fates(found)
 
     def points(self, length: int) -> Iterator[Point]:
         """A point for each price, and for each border between two."""
@@ -266,6 +264,20 @@ class _Length:
         if host and self.charge > 1:
             return 0.0
         return max(one.total[1] + one.price * (one.total[0] - kept) for one in self.sums)
+
+
+def _at_each_price(choices: Choices, charge: float) -> list[_Sums]:
+    """The sums at each price. Of a range at whose ends the fates are the same, those at an end."""
+    last = len(_PRICES) - 1
+    found = {at: _Sums(choices, _PRICES[at], charge) for at in (0, last)}
+    ranges = [(0, last)]
+    while ranges:
+        low, high = ranges.pop()
+        if high - low > 1 and not np.array_equal(found[low].fates, found[high].fates):
+            middle = (low + high) // 2
+            found[middle] = _Sums(choices, _PRICES[middle], charge)
+            ranges += [(low, middle), (middle, high)]
+    return [found[at] for at in sorted(found)]
 
 
 def _undominated(points: Sequence[Point]) -> list[Point]:

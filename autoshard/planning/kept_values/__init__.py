@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from autoshard.planning.kept_values.search import KeptSearch
+from autoshard.planning.kept_values.search import KeptBefore, KeptSearch
