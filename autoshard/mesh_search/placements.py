@@ -23,7 +23,8 @@ from autoshard.building import Planned
 from autoshard.mesh_search.factorisations import AxisSizes
 from autoshard.mesh_search.prices import Asked, MeshPrice, MeshPrices
 from autoshard.planning import Decisions, at_dearer_bytes, operands, value, with_kept_values
-from autoshard.planning.cost import numel
+from autoshard.planning.cost import numel, planned_on
+from autoshard.planning.kept_values import KeptBefore
 
 _NEARLY = 1.01
 """Norm weights and biases are less than a hundredth of a model."""
@@ -49,7 +50,7 @@ class Placements:
         planned = self.first.planned
         request = replace(planned.request, layout=asked.layout(mesh))
         graph = (planned.serial, self.first.n, request, planned.decisions)
-        for _ in with_kept_values(*graph, price, lambda row: row.fits):
+        for _ in with_kept_values(*graph, price, lambda row: row.fits, before=self._kept_before):
             if not before.fits and _is_too_much([row.memory.total for row, _ in found], asked):
                 return before
         halves = asked.training.microbatches * self.first.spared  # which no candidate has yet
@@ -91,6 +92,11 @@ class Placements:
         taken.take(replace(one.planned.decisions, recomputation=None))
         made.planned, made.spared = taken, self.spared(taken)
         return made
+
+    @cached_property
+    def _kept_before(self) -> KeptBefore:
+        one, first = self.first.planned, self.first
+        return KeptBefore(one.serial, one.decisions, first.n, planned_on(one.decisions.hardware))
 
     @cached_property
     def _at_dearer_bytes(self) -> list[Decisions]:

@@ -15,6 +15,7 @@ from autoshard.planning import Decisions, Plan, Recomputation, is_mixture
 from autoshard.planning.chunked_loss import chunks_of
 from autoshard.planning.cost import Cluster
 from autoshard.planning.estimate import (
+    Cuts,
     Footprint,
     Frontier,
     HostUpdate,
@@ -95,8 +96,10 @@ class MeshPrices:
         config: Config,
         training: Training,
         spared: float = 0.0,
+        cuts: Cuts | None = None,
     ) -> None:
         self.spared = spared  # as of `timing`
+        self.cuts_made: Cuts = {} if cuts is None else cuts
         self.planned, self.n, self.machine, self.training = planned, n, machine, training
         self.config = config
         self.order, self.host_memory = config.order, config.host_memory
@@ -126,13 +129,17 @@ class MeshPrices:
         """The prices of another plan of the graph; what halves spare is not known of it."""
         decisions.unbudgeted = self.planned.decisions
         planned = replace(self.planned, decisions=decisions)
-        return MeshPrices(planned, self.n, self.machine, self.config, self.training)
+        given = (planned, self.n, self.machine, self.config, self.training)
+        return MeshPrices(*given, cuts=self.cuts_made)
 
     @cached_property
     def frontier(self) -> Frontier:
         """Less memory for more time."""
-        graph = (self.planned.serial, self.smaller)
-        return frontier(*graph, self.n, self.machine, self.training, self.host_memory)
+        return self._frontier(self.planned, self.smaller)
+
+    def _frontier(self, planned: Planned, decisions: Decisions) -> Frontier:
+        graph, beside = (planned.serial, decisions), (self.host_memory, self.cuts_made)
+        return frontier(*graph, self.n, self.machine, self.training, *beside)
 
     def row(self, mesh: AxisSizes, asked: Asked) -> MeshPrice:
         """The price of a mesh without pp."""
@@ -201,8 +208,7 @@ class MeshPrices:
         if chunks_of(self.smaller.losses).gradients:
             planned = replace(planned, decisions=replace(planned.decisions, losses={}))
             free = self._profile(planned.decisions)
-            graph = (planned.serial, planned.decisions)
-            choices = frontier(*graph, self.n, self.machine, self.training, self.host_memory)
+            choices = self._frontier(planned, planned.decisions)
         given = (self.machine, self.order, self.training, self.cuts)
         return GraphStages(planned, free, choices, *given)
 

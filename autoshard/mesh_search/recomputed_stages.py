@@ -75,7 +75,7 @@ class StageChoices:
             values = self._walk.of(self.nodes[stage.start : stage.end])
             text = (several, *map(_text, values))
             if text not in self._alike:
-                self._alike[text] = Frontier(values, several=several, known=self._cuts)
+                self._alike[text] = Frontier(values, several=several, cuts=self._cuts)
             self._spans[key] = self._alike[text]
         found = self._spans[key]
         of = (id(found), stage.live)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
 
 import torch
 from torch import fx
@@ -13,23 +12,6 @@ from autoshard.planning.strategy import operands, value
 from autoshard.planning.values import fusible
 
 
-def stages(gm: fx.GraphModule) -> dict[fx.Node, int]:
-    """Number of unfused operators on the longest way to each node.
-
-    A residual stream is read at the next stage: it is written, whatever fuses.
-    """
-    found: dict[fx.Node, int] = {}
-    for node in gm.graph.nodes:
-        before = max((found[source] for source in node.all_input_nodes), default=0)
-        found[node] = before + (not fusible(node))
-    return found
-
-
-def joined(source: fx.Node, user: fx.Node, stage: Mapping[fx.Node, int]) -> bool:
-    """Whether `user` reads `source` inside one kernel, so that nothing goes through memory."""
-    return fusible(source) and fusible(user) and stage[source] == stage[user]
-
-
 class Kernels:
     """The kernels of a graph: what each operator reads from memory, and what it writes there.
 
@@ -37,8 +19,10 @@ class Kernels:
     """
 
     def __init__(self, gm: fx.GraphModule, fused: bool = True) -> None:
+        self._fusible = {node: fusible(node) for node in gm.graph.nodes}
         alone = {node: i for i, node in enumerate(gm.graph.nodes)}
-        self.stage = stages(gm) if fused else alone
+        self.stage = self._stages() if fused else alone
+        self._written: dict[fx.Node, bool] = {}
         self.base: dict[fx.Node, fx.Node] = {}
         self.readers: dict[fx.Node, list[fx.Node]] = {}
         for node in gm.graph.nodes:
@@ -47,6 +31,22 @@ class Kernels:
             if source is None:
                 for one in dict.fromkeys(self.base[other] for other in node.all_input_nodes):
                     self.readers.setdefault(one, []).append(node)
+
+    def _stages(self) -> dict[fx.Node, int]:
+        """Number of unfused operators on the longest way to each node.
+
+        A residual stream is read at the next stage: it is written, whatever fuses.
+        """
+        found: dict[fx.Node, int] = {}
+        for node, fuses in self._fusible.items():
+            before = max((found[source] for source in node.all_input_nodes), default=0)
+            found[node] = before + (not fuses)
+        return found
+
+    def joins(self, source: fx.Node, user: fx.Node) -> bool:
+        """Whether `user` reads `source` inside one kernel, so that nothing goes through memory."""
+        both = self._fusible[source] and self._fusible[user]
+        return both and self.stage[source] == self.stage[user]
 
     def is_view(self, node: fx.Node) -> bool:
         """Whether `node` is another name for memory that an earlier node made."""
@@ -57,14 +57,17 @@ class Kernels:
         if self.is_view(node):
             return []
         bases = dict.fromkeys(self.base[tensor] for tensor in operands(node))
-        return [base for base in bases if not joined(base, node, self.stage)]
+        return [base for base in bases if not self.joins(base, node)]
 
     def writes(self, node: fx.Node) -> bool:
         """Whether the value goes to memory, because another kernel reads it; no for a view."""
         if self.is_view(node):
             return False
-        readers = self.readers.get(node, [])
-        return not readers or any(not joined(node, reader, self.stage) for reader in readers)
+        if node not in self._written:
+            readers = self.readers.get(node, [])
+            every = all(self.joins(node, reader) for reader in readers)
+            self._written[node] = not (readers and every)
+        return self._written[node]
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:

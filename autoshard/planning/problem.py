@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from autoshard.planning import cost, rules
 from autoshard.planning.context_parallel import (
@@ -37,6 +36,7 @@ from autoshard.planning.prices import AxisPrices
 from autoshard.planning.solver import FactorGraph, Solution
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.values import (
+    as_key,
     differentiable,
     global_bytes,
     is_lookup,
@@ -198,17 +198,14 @@ class Builder:
 
     def signature(self, node: fx.Node) -> tuple[Any, ...]:
         """Equal for nodes that have the same strategies and costs: repeated layers share both."""
-        leaves, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
-        described = tuple(
-            self._describe_value(leaf) if isinstance(leaf, fx.Node) else repr(leaf)
-            for leaf in leaves
-        )
-        return (node.target, str(spec), described, differentiable(node), self._weighted[node])
+        kwargs, of = node.kwargs, self._describe_value
+        described = (as_key(node.args, of), tuple(kwargs), as_key(kwargs.values(), of))
+        return (node.target, *described, differentiable(node), self._weighted[node])
 
     def _describe_value(self, node: fx.Node) -> Any:
         val = value(node)
         if isinstance(val, torch.Tensor):
-            shape = tuple((str(e), cost.hint(e)) for e in val.shape)
+            shape = tuple(e if type(e) is int else (str(e), cost.hint(e)) for e in val.shape)
             made_of = (self._weighted.get(node), self._weights and node in self._weights)
             return (shape, val.dtype, bool(node.meta.get(DIFF)), *made_of)
         return (type(val).__name__, str(val))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.runtime.collectives import State
+
+_NESTED = frozenset({tuple, list, fx.immutable_collections.immutable_list})
+_FLAT = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 
 
 class ImplCollective(NamedTuple):
@@ -60,9 +63,16 @@ def value(node: fx.Node) -> Any:
 
 def operands(node: fx.Node) -> list[fx.Node]:
     """Tensor-valued arguments, every appearance, in the order of args then kwargs."""
-    leaves = pytree.arg_tree_leaves(*node.args, **node.kwargs)
-    return [
-        leaf
-        for leaf in leaves
-        if isinstance(leaf, fx.Node) and isinstance(value(leaf), torch.Tensor)
-    ]
+    leaves = _leaves((*node.args, *node.kwargs.values()))
+    return [leaf for leaf in leaves if isinstance(value(leaf), torch.Tensor)]
+
+
+def _leaves(arguments: Iterable[Any]) -> Iterator[fx.Node]:
+    """The nodes among arguments, in the order of pytree, of which flat ones need nothing."""
+    for one in arguments:
+        if isinstance(one, fx.Node):
+            yield one
+        elif type(one) in _NESTED:
+            yield from _leaves(one)
+        elif type(one) not in _FLAT:
+            yield from (leaf for leaf in pytree.tree_leaves(one) if isinstance(leaf, fx.Node))

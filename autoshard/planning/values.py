@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -112,3 +113,18 @@ def tensor_bytes(result: Any) -> int:
     for extent in result.shape:
         size *= cost.hint(extent)
     return size
+
+
+def as_key(arguments: Iterable[Any], of: Callable[[fx.Node], Any]) -> tuple[Any, ...]:
+    """The arguments of a node as a key, in which each node among them is what `of` says of it."""
+    found: list[Any] = []
+    for one in arguments:
+        if isinstance(one, fx.Node):
+            found.append(of(one))
+        elif isinstance(one, (tuple, list)):
+            found.append((type(one), as_key(one, of)))
+        elif isinstance(one, dict):
+            found.append((type(one), tuple(one), as_key(one.values(), of)))
+        else:
+            found.append((type(one), repr(one)))
+    return tuple(found)

@@ -42,10 +42,12 @@ def asked(seed: int, operators: int, mesh: Mapping[str, int] = TP, zero: int | s
     """What `plan_graph` is given for a drawn graph on a drawn machine; with an axis ep, a mixture
     of experts."""
     given = replace(machine(seed), host=Link(1e-9, 10 ** (8 + seed % 3), 1e9))
-    model, x = Drawn(seed, operators), torch.randn(2, 8, 16, requires_grad=bool(seed % 2))
+    options: dict[str, Any] = {"mesh": dict(mesh), "zero": zero}
     if "ep" in mesh:
-        model, x = Mixture("one", inner=256), torch.randn(8, 8)
-    return given_to("plan_graph", model, x, given, mesh=dict(mesh), zero=zero)
+        mixture, x = Mixture("one", inner=256), torch.randn(8, 8)
+        return given_to("plan_graph", mixture, x, given, **options)
+    x = torch.randn(2, 8, 16, requires_grad=bool(seed % 2))
+    return given_to("plan_graph", Drawn(seed, operators), x, given, **options)
 
 
 def every_assignment(problem: Problem, most: float) -> Iterator[tuple[Solution, float]]:
@@ -117,7 +119,7 @@ def least(
     """The joint sum; the least of every placement with its minimum cut, and the fates there."""
     gm, n, hardware, request = given
     search = KeptSearch(gm, one_axis.plan_graph(*given), n, planned_on(hardware), 1)
-    search.price, search.charge, search.segments = price, charge, segments
+    search.price, search.charge, search.before.segments = price, charge, segments
     builder = one_axis.builder_of(gm, n, hardware, request, request.prices)
     problem = builder.build()
     found, _ = search.solved(builder.prices, problem)

@@ -19,6 +19,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import numpy as np
 from torch import fx
 
 from autoshard.planning.cost import Cluster
@@ -29,7 +30,7 @@ from autoshard.planning.estimate.recomputable import (
     takes_no_time,
     values_of,
 )
-from autoshard.planning.estimate.recomputation import Choices, Cuts, Fate
+from autoshard.planning.estimate.recomputation import Choices, Cuts, Fate, as_fates
 from autoshard.planning.estimate.segments import merged, segments_of
 from autoshard.planning.estimate.training import Training
 from autoshard.runtime.errors import ConfigError, message
@@ -64,17 +65,19 @@ class Point:
 class Frontier:
     """The choices of one planned graph on a rank, by rising time and falling memory.
 
-    host_memory: bytes that may be kept on the host. several: whether several micro-batches are kept
-    at once, as beside pp: then the last segment is as the others. known: as of `Choices`.
+    host_memory: bytes that may be kept on the host. cuts: those of other plans of the graph, which
+    are added to. several: whether several micro-batches are kept at once, as beside pp: then the
+    last segment is as the others.
     """
 
     def __init__(
         self,
         values: Sequence[RankValue],
         host_memory: int = 0,
+        cuts: Cuts | None = None,
         several: bool = False,
-        known: Cuts | None = None,
     ) -> None:
+        cuts = {} if cuts is None else cuts
         segments = segments_of(values)
         self.values = list(values) if several else kept_in_the_last(values, segments)
         self.host_memory, values = host_memory, self.values
@@ -82,7 +85,7 @@ class Frontier:
         points: list[Point] = []
         length = 1
         while length <= _LONGEST and values:
-            choices = Choices(values, merged(segments, length), known)
+            choices = Choices(values, merged(segments, length), cuts)
             if length > 1 and choices.count <= 2:
                 break
             for charge in (math.inf, *(_CHARGES if host_memory else ())):
@@ -162,10 +165,12 @@ def frontier(
     cluster: Cluster,
     training: Training | None = None,
     host_memory: int | None = None,
+    cuts: Cuts | None = None,
 ) -> Frontier:
     """The choices that a planned graph leaves on a rank of an axis of `n`.
 
     host_memory: bytes of its host that the rank may keep values in; None: it keeps none there.
+    cuts: as of `Frontier`.
     Raises ConfigError where it may and the cluster does not say how fast the host is reached.
     """
     if host_memory and cluster.device.host is None:
@@ -178,7 +183,7 @@ def frontier(
             )
         )
     values = values_of(gm, decisions, n, cluster, training or Training())
-    return Frontier(values, host_memory or 0)
+    return Frontier(values, host_memory or 0, cuts)
 
 
 def kept_in_the_last(values: Sequence[RankValue], segments: Sequence[int]) -> list[RankValue]:
@@ -201,22 +206,15 @@ class _Sums:
     """
 
     def __init__(self, choices: Choices, price: float, last: float, charge: float) -> None:
-        self.price, count = price, choices.count
-        self.fates = choices.fates(price, last, charge + SLOWS)
-        self.kept, self.again, self.sent = [0] * count, [0] * count, [0] * count
-        repeated, transfers = [0.0] * count, [0.0] * count
-        for one, segment, fate in zip(choices.values, choices.segments, self.fates):
-            if fate is Fate.KEPT:
-                self.kept[segment] += one.nbytes
-            elif fate is Fate.HOST:
-                self.sent[segment] += one.nbytes
-                self.again[segment] += one.nbytes
-                transfers[segment] += one.transfer
-            if fate is Fate.AGAIN:
-                self.again[segment] += one.nbytes * one.held + one.inner
-                repeated[segment] += one.seconds
-            else:
-                self.kept[segment] += one.inner
+        self.price = price
+        self.fates = fates = choices.fates_at(price, last, charge + SLOWS)
+        again, sent = fates == Fate.AGAIN, fates == Fate.HOST
+        size, inner = choices.sizes, choices.inner
+        self.kept = choices.bytes_by_segment(np.where(fates == Fate.KEPT, size, 0) + inner * ~again)
+        self.again = choices.bytes_by_segment(choices.made * again + size * sent)
+        self.sent = choices.bytes_by_segment(size * sent)
+        repeated = choices.by_segment(np.where(again, choices.seconds, 0.0))
+        transfers = choices.by_segment(np.where(sent, choices.transfers, 0.0))
         self.seconds = [
             again
             + SLOWS * moved
@@ -238,19 +236,17 @@ class _Length:
     def __init__(self, choices: Choices, charge: float, length: int, several: bool) -> None:
         self.choices, self.charge, self.length = choices, charge, length
         self.sums: list[_Sums] = []
-        for price in _PRICES:
-            one = _Sums(choices, price, price if several else _PRICES[0], charge)
-            if not self.sums or one.fates != self.sums[-1].fates:
+        for one in _at_each_price(choices, charge, several):
+            if not self.sums or not np.array_equal(one.fates, self.sums[-1].fates):
                 self.sums.append(one)
 
     def fates(self, point: Point) -> list[Fate]:
         """The fate of each value at a point of this length."""
-        after = self.sums[point.which].fates
-        if not point.border:
-            return after
-        before = self.sums[point.which + 1].fates
-        segments = self.choices.segments
-        return [b if s < point.border else a for a, b, s in zip(after, before, segments)]
+        found = self.sums[point.which].fates
+        if point.border:
+            before = self.sums[point.which + 1].fates
+            found = np.where(self.choices.places < point.border, before, found)
+        return as_fates(found)
 
     def points(self, length: int) -> Iterator[Point]:
         """A point for each price, and for each border between two."""
@@ -284,6 +280,24 @@ class _Length:
         if host and self.charge > 1:
             return 0.0
         return max(one.total[1] + one.price * (one.total[0] - kept) for one in self.sums)
+
+
+def _at_each_price(choices: Choices, charge: float, several: bool) -> list[_Sums]:
+    """The sums at each price. Of a range at whose ends the fates are the same, those at an end."""
+
+    def sums(at: int) -> _Sums:
+        return _Sums(choices, _PRICES[at], _PRICES[at if several else 0], charge)
+
+    last = len(_PRICES) - 1
+    found = {at: sums(at) for at in (0, last)}
+    ranges = [(0, last)]
+    while ranges:
+        low, high = ranges.pop()
+        if high - low > 1 and not np.array_equal(found[low].fates, found[high].fates):
+            middle = (low + high) // 2
+            found[middle] = sums(middle)
+            ranges += [(low, middle), (middle, high)]
+    return [found[at] for at in sorted(found)]
 
 
 def _undominated(points: Sequence[Point]) -> list[Point]:

@@ -13,7 +13,7 @@ from autoshard.planning import cost
 from autoshard.planning.chunked_loss import Losses, chunks_of
 from autoshard.planning.cost import Cluster
 from autoshard.planning.estimate.training import Training
-from autoshard.planning.fusion import Kernels, joined
+from autoshard.planning.fusion import Kernels
 from autoshard.planning.mixtures import inner_bytes
 from autoshard.planning.operators import (
     ADDED_PRODUCTS,
@@ -34,7 +34,8 @@ read them; the difference, the exponential and the scale read and write them."""
 
 class OperatorTimes:
     """The operators of a graph on one rank of an axis of `n`, at the rates the cluster gets. parts:
-    of how many parts of a parameter a rank uses one, where it is not the whole."""
+    of how many parts of a parameter a rank uses one, where it is not the whole. kernels: of the
+    graph, where they are known."""
 
     def __init__(
         self,
@@ -44,10 +45,11 @@ class OperatorTimes:
         training: Training,
         parts: Mapping[fx.Node, int] = MappingProxyType({}),
         losses: Losses | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         self.n, self.cluster, self.parts = n, cluster, parts
         self.chunked = chunks_of(losses or {})
-        self.kernels = Kernels(gm, training.compiled)
+        self.kernels = kernels or Kernels(gm, training.compiled)
         self.float8 = set(gm.graph.find_nodes(op="call_function", target=FLOAT8_LINEAR))
         if training.float8 and not self.float8:
             self.float8 = set(self._products(gm)[:-1])
@@ -68,7 +70,7 @@ class OperatorTimes:
         seen: set[fx.Node] = set()
         for tensor, want in zip(operands(node), strategy.inputs):
             base = self.kernels.base[tensor]
-            if base in seen or joined(base, node, self.kernels.stage):
+            if base in seen or self.kernels.joins(base, node):
                 continue
             seen.add(base)
             size = tensor_bytes(value(tensor)) / self._split(want) / self.parts.get(base, 1)

@@ -79,7 +79,8 @@ class Walk:
         self.gm, self.decisions, self.n = gm, decisions, n
         self.saving = Saving(gm, decisions, n, training.compiled)
         parts, losses = decisions.prices.parts, decisions.losses
-        self.times = OperatorTimes(gm, n, cluster, training, parts, losses)
+        kernels = self.saving.kernels
+        self.times = OperatorTimes(gm, n, cluster, training, parts, losses, kernels)
         self.cluster, self.link = cluster, cluster.real(decisions.prices.link)
         self.found: list[RankValue] = []
         self.place: dict[ValueKey, int] = {}

@@ -20,9 +20,13 @@ S. Zhang, 2022) with seconds in the place of bans. Equal layers are solved once.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.planning.estimate.recomputable import RankValue
 from autoshard.planning.solver import UNCUT, minimum_cut
@@ -41,24 +45,63 @@ class Fate(IntEnum):
     HOST = 3
 
 
-Cuts = dict[tuple[object, ...], tuple[Fate, ...]]
-"""The fates of the values of a part, by the prices and its text."""
+Fates = NDArray[np.int8]
+_EACH = tuple(Fate)
+
+
+def as_fates(numbers: Fates) -> list[Fate]:
+    """Fates of numbers."""
+    return [_EACH[number] for number in numbers.tolist()]
+
+
+Shape = tuple[tuple[object, ...], ...]
+"""What the cut of values depends on, in order: equal in equal layers."""
+
+
+class Cut:
+    """The cheapest choices of values that are decided together, by price and charge. fates: by
+    charge, those of the prices that were solved, rising."""
+
+    def __init__(self) -> None:
+        self.fates: dict[float, tuple[list[float], list[Fates]]] = {}
+
+    def known(self, price: float, charge: float) -> Fates | None:
+        """The fates at a price: those solved there, or on both sides of it, if they are the same.
+        A choice costs its seconds and its bytes at their price: the cheapest at two prices is the
+        cheapest between."""
+        prices, found = self.fates.setdefault(charge, ([], []))
+        at = bisect_left(prices, price)
+        if at == len(prices):
+            return None
+        if prices[at] == price or (at and np.array_equal(found[at - 1], found[at])):
+            return found[at]
+        return None
+
+    def add(self, price: float, charge: float, fates: Fates) -> None:
+        prices, found = self.fates[charge]
+        at = bisect_left(prices, price)
+        prices.insert(at, price)
+        found.insert(at, fates)
+
+
+Cuts = dict[Shape, Cut]
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Values that are decided together. text: equal in equal parts, whose values have equal
-    fates in order."""
+    """Parts that are decided alike. values: a row for each, of positions in order. ends: whether
+    they are in the last segment."""
 
-    values: tuple[int, ...]
-    text: tuple[tuple[object, ...], ...]
+    values: NDArray[np.intp]
+    ends: bool
+    cut: Cut
 
 
 class Choices:
     """The choices that values in segments leave, for any price.
 
-    Values that cross a border are not computed again. known: cuts that others have made, of equal
-    parts.
+    Values that cross a border are not computed again. known: the cuts of parts, which other choices
+    may share, and add to.
     """
 
     def __init__(
@@ -71,37 +114,57 @@ class Choices:
         for one, segment in zip(values, segments):
             self.compute[segment] += one.seconds
         self.crosses = _crossing(values, segments)
-        self.parts = self._parts()
-        self._solved: Cuts = {} if known is None else known
         self.solved = 0
         """Cuts that were made: equal parts share one."""
+        self.places = np.array(segments, np.intp)
+        self.sizes = np.array([one.nbytes for one in values], float)
+        self.inner = np.array([one.inner for one in values], float)
+        self.made = self.sizes * [one.held for one in values] + self.inner
+        """Bytes that are there where a value is computed again."""
+        self.seconds = np.array([one.seconds for one in values], float)
+        self.transfers = np.array([one.transfer for one in values], float)
+        fixed = [one.needed and self._stays(i) for i, one in enumerate(values)]
+        self._fixed = np.array(fixed, bool)
+        self._at_end = self.places == self.count - 1
+        self.parts = self._parts(fixed, {} if known is None else known)
 
     def fates(self, price: float, last: float, charge: float = math.inf) -> list[Fate]:
         """The fate of each value, at `price` seconds a kept byte; `last`: in the last segment, of
         which nothing goes to the host. charge: seconds for one of a transfer; infinite: none is."""
-        found = [Fate.UNREAD] * len(self.values)
-        end = self.segments[-1] if self.segments else 0
-        for i, one in enumerate(self.values):
-            if one.needed and self._stays(i):
-                own = math.inf if self.segments[i] == end else charge
-                found[i] = _kept(one, price, own)
+        return as_fates(self.fates_at(price, last, charge))
+
+    def fates_at(self, price: float, last: float, charge: float = math.inf) -> Fates:
+        """`fates` as numbers."""
+        found = np.full(len(self.values), Fate.UNREAD, np.int8)
+        found[self._fixed] = Fate.KEPT
+        if not math.isinf(charge):
+            with np.errstate(invalid="ignore"):  # what cannot be sent, at no charge
+                cheaper = self.transfers * charge < self.sizes * price
+            found[self._fixed & cheaper & ~self._at_end] = Fate.HOST
         for part in self.parts:
-            ends = self.segments[part.values[0]] == end
-            here, own = (last, math.inf) if ends else (price, charge)
-            key = (here, own, part.text)
-            if key not in self._solved:
+            here, own = (last, math.inf) if part.ends else (price, charge)
+            fates = part.cut.known(here, own)
+            if fates is None:
                 self.solved += 1
-                self._solved[key] = self._cut(part.values, here, own)
-            for i, fate in zip(part.values, self._solved[key]):
-                found[i] = fate
+                fates = self._cut(part.values[0].tolist(), here, own)
+                part.cut.add(here, own, fates)
+            found[part.values] = fates
         return found
+
+    def by_segment(self, each: NDArray[np.float64]) -> list[float]:
+        """The sum of a number of each value, by segment."""
+        sums: list[float] = np.bincount(self.places, each, self.count).tolist()
+        return sums
+
+    def bytes_by_segment(self, each: NDArray[np.float64]) -> list[int]:
+        """The sum of bytes of each value, by segment."""
+        return list(map(int, self.by_segment(each)))
 
     def _stays(self, i: int) -> bool:
         """Whether a value cannot be computed again."""
         return self.values[i].once or self.crosses[i]
 
-    def _parts(self) -> list[_Part]:
-        fixed = [one.needed and self._stays(i) for i, one in enumerate(self.values)]
+    def _parts(self, fixed: Sequence[bool], known: Cuts) -> list[_Part]:
         root = list(range(len(self.values)))
 
         def find(i: int) -> int:
@@ -116,13 +179,20 @@ class Choices:
                     if not fixed[source]:
                         a, b = find(i), find(source)
                         root[max(a, b)] = min(a, b)
-        groups: dict[int, list[int]] = {}
+        members: dict[int, list[int]] = {}
         for i in range(len(self.values)):
             if not fixed[i]:
-                groups.setdefault(find(i), []).append(i)
-        return [_Part(tuple(members), self._text(members)) for members in groups.values()]
+                members.setdefault(find(i), []).append(i)
+        alike: dict[tuple[Shape, bool], list[list[int]]] = {}
+        for each in members.values():
+            ends = self.segments[each[0]] == self.count - 1
+            alike.setdefault((self._shape(each), ends), []).append(each)
+        return [
+            _Part(np.array(rows), ends, known.setdefault(shape, Cut()))
+            for (shape, ends), rows in alike.items()
+        ]
 
-    def _text(self, members: Sequence[int]) -> tuple[tuple[object, ...], ...]:
+    def _shape(self, members: Sequence[int]) -> Shape:
         place = {i: k for k, i in enumerate(members)}
         return tuple(
             (
@@ -142,7 +212,7 @@ class Choices:
         """Whether a value may be kept: inside a region of the user's it is computed again."""
         return self.values[i].again < 0 or self._stays(i)
 
-    def _cut(self, members: Sequence[int], price: float, charge: float) -> tuple[Fate, ...]:
+    def _cut(self, members: Sequence[int], price: float, charge: float) -> Fates:
         place = {i: k for k, i in enumerate(members)}
         edges, source, sink = [], 2 * len(members), 2 * len(members) + 1
         for k, i in enumerate(members):
@@ -168,7 +238,7 @@ class Choices:
             else:
                 there = backward[2 * k + 1]
                 fates.append(_kept(self.values[i], price, charge) if there else Fate.UNREAD)
-        return tuple(fates)
+        return np.array(fates, np.int8)
 
 
 def _kept(one: RankValue, price: float, charge: float) -> Fate:

@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 from autoshard.planning.kept_values.joined_choices import JoinedChoices
-from autoshard.planning.kept_values.search import KeptSearch
+from autoshard.planning.kept_values.search import KeptBefore, KeptSearch
 from autoshard.planning.kept_values.trades import PartTrade, part_trade

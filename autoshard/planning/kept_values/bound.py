@@ -9,14 +9,22 @@ the smallest such difference is found by bisection.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
 
 from autoshard.planning.cost import Cluster
 from autoshard.planning.decisions import Decisions
-from autoshard.planning.estimate import SLOWS, Training, Walk, merged, segments_of, values_of
+from autoshard.planning.estimate import (
+    SLOWS,
+    RankValue,
+    Training,
+    Walk,
+    merged,
+    segments_of,
+    values_of,
+)
 from autoshard.planning.kept_values.charges import charged
 from autoshard.planning.kept_values.held_weights import held_weights
 from autoshard.planning.kept_values.problem import KeptValues
@@ -24,7 +32,8 @@ from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Problem
 from autoshard.planning.solver import TooWide
 
-_LOWEST, _HIGHEST = 1e-14, 1e-6
+LOWEST, HIGHEST = 1e-14, 1e-6
+"""Seconds a kept byte: at the lowest a gigabyte costs ten microseconds, at the highest 1000 s."""
 _TRIES = 7
 _ROUNDING = 1e-9
 """Sums in two orders may differ by such a part."""
@@ -59,8 +68,9 @@ class Dual:
         if chosen is None or own is None or self.prices.parameter_byte is None:
             return None
         most = own.held / self.shard + chosen.kept
-        segments = segments_by_node(self.gm, plan, self.n, self.cluster, chosen.length)
-        least, low, high = math.inf, math.log(_LOWEST), math.log(_HIGHEST)
+        values = values_of(self.gm, plan, self.n, self.cluster, Training())
+        segments = segments_by_node(values, chosen.length)
+        least, low, high = math.inf, math.log(LOWEST), math.log(HIGHEST)
         for _ in range(_TRIES):
             if least <= _ROUNDING * own.seconds:
                 return 0.0
@@ -92,11 +102,8 @@ class Dual:
         return solution.cost, kept + held / self.shard
 
 
-def segments_by_node(
-    gm: fx.GraphModule, plan: Decisions, n: int, cluster: Cluster, length: int = 1
-) -> dict[fx.Node, int]:
-    """The segment of what each node makes under a plan, `length` neighbours joined to one."""
-    values = values_of(gm, plan, n, cluster, Training())
+def segments_by_node(values: Sequence[RankValue], length: int = 1) -> dict[fx.Node, int]:
+    """The segment of what each node makes, `length` neighbours joined to one."""
     segments: dict[fx.Node, int] = {}
     for one, segment in zip(values, merged(segments_of(values), length)):
         segments.setdefault(one.key[0], segment)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,9 +30,9 @@ from autoshard.planning.kept_values.fates import (
     KEPT,
     UNREAD,
     PriceChange,
-    ReadValue,
     edge_table,
 )
+from autoshard.planning.kept_values.readers import ValueReader, edges
 from autoshard.planning.mixtures import ROWS
 from autoshard.planning.problem import Problem
 from autoshard.planning.solver import FactorGraph, Solution, fill_order
@@ -47,15 +48,13 @@ _MOST_PLACES = 3
 """Segments of readers, of which a copy knows in which one it is computed again."""
 
 
-@dataclass(frozen=True)
-class _ValueReader:
-    """A reader of a value. place: its segment; -1 where it makes nothing."""
+class _SourceTables(NamedTuple):
+    """Of a value: what its copy's fates cost, by themselves and with the producer, where there is
+    one; and the table of each reader, None where that is all zeros."""
 
-    variable: int
-    wanted: tuple[State, ...]
-    read: tuple[bool, ...]
-    view: bool
-    place: int
+    own: np.ndarray | None
+    copy: np.ndarray | None
+    readers: list[np.ndarray | None]
 
 
 class Known(NamedTuple):
@@ -96,6 +95,8 @@ class KeptValues:
         """By variable: (bytes that are kept, seconds of what is not) of each pair."""
         self._extra: dict[tuple[int, ...], list[tuple[tuple[int, ...], np.ndarray]]] = {}
         self._edges: dict[Any, np.ndarray] = {}
+        self._sources: dict[Any, _SourceTables] = {}
+        self._wanted: dict[tuple[int, int], tuple[State, ...]] = {}
         self._needs: dict[fx.Node, list[list[tuple[fx.Node, State]]]] = {}
         self._stay: set[fx.Node] = set()
         """What another segment reads in every placement."""
@@ -204,12 +205,15 @@ class KeptValues:
     # Edges
 
     def _read(self) -> None:
-        readers: dict[fx.Node, list[_ValueReader]] = {}
+        readers: dict[fx.Node, list[ValueReader]] = {}
         for node, variable in self.base.variables.items():
             view = self.kernels.is_view(node)
             for position, source in enumerate(operands(node)):
-                wanted = tuple(one.inputs[position] for one in self.base.domains[node])
-                needs = self._needs.get(node)
+                of = (id(self.base.domains[node]), position)  # equal layers have one domain
+                if of not in self._wanted:
+                    inputs = tuple(one.inputs[position] for one in self.base.domains[node])
+                    self._wanted[of] = inputs
+                wanted, needs = self._wanted[of], self._needs.get(node)
                 read = tuple(
                     needs is not None and (source, want) in needs[i]
                     for i, want in enumerate(wanted)
@@ -217,7 +221,7 @@ class KeptValues:
                 if (view and position == 0) or self._computes(node):
                     place = -1 if view else self.segments[node]
                     readers.setdefault(source, []).append(
-                        _ValueReader(variable, wanted, read, view, place)
+                        ValueReader(variable, of, wanted, read, view, place)
                     )
         for source, variable in self.base.copies.items():
             if self._is_there(source) or source not in readers:
@@ -226,55 +230,70 @@ class KeptValues:
             if not self._is_there(source):
                 self._edges_of(source, found)
 
-    def _edges_of(self, source: fx.Node, found: list[_ValueReader]) -> None:
+    def _edges_of(self, source: fx.Node, found: list[ValueReader]) -> None:
         owner, index = producer(source)
         x, copy = self.base.variables[owner], self.base.copies.get(source)
-        states = tuple(output_state(one, index) for one in self.base.domains[owner])
         copies = tuple(self.base.copy_domains[source]) if copy is not None else None
         of = [one for one in found if not one.view]
         base = self.kernels.base[source]
         start = self.segments.get(base, min((one.place for one in of), default=0))
-        uses = len(found) + sum(one is source for one in self._results())
+        uses = len(found) + sum(one is source for one in self._results)
+        moved = self.walk.decisions.prices.moved(source)
+        of_value = (moved, tuple(value(source).shape), value(source).dtype)
+        key = (
+            *(id(self.base.domains[owner]), index, self.fates[x], copies, uses, of_value),
+            *((one.alike(start, self.last), self.fates[one.variable]) for one in found),
+        )
         again = tuple(sorted({one.place - start for one in of}))
         if len(again) > _MOST_PLACES:
             again = (ANYWHERE,)
-        moved = self.walk.decisions.prices.moved(source)
-        of_value = (moved, tuple(value(source).shape), value(source).dtype)
-        if copy is not None and copies is not None:
+        if copy is not None:
             self.fates[copy] = (UNREAD, KEPT, *range(AGAIN, AGAIN + len(again)))
+        if key not in self._sources:
+            states = tuple(output_state(one, index) for one in self.base.domains[owner])
+            given = (source, found, states, self.fates[x], copies, again, start, uses, of_value)
+            self._sources[key] = self._tables_of(*given)
+        tables = self._sources[key]
+        if copy is not None and tables.own is not None and tables.copy is not None:
+            self.own[copy] = tables.own
+            self._put((x, copy), tables.copy)
+        for one, table in zip(found, tables.readers):
+            if table is not None:
+                self._put((x, one.variable) if copy is None else (x, copy, one.variable), table)
+
+    def _tables_of(
+        self,
+        source: fx.Node,
+        found: list[ValueReader],
+        states: tuple[State, ...],
+        fates: tuple[int, ...],
+        copies: tuple[State, ...] | None,
+        again: tuple[int, ...],
+        start: int,
+        uses: int,
+        of_value: object,
+    ) -> _SourceTables:
+        of = [one for one in found if not one.view]
+        tables = _SourceTables(None, None, [])
+        if copies is not None:
             first = min((one.place for one in of), default=self.last)
             ends = tuple(start + one == self.last for one in again)
-            self.own[copy] = self._own_of_copy(source, copies, first == self.last, len(again))
-            key = ("copy", states, self.fates[x], copies, again, ends, of_value)
+            own = self._own_of_copy(source, copies, first == self.last, len(again))
+            key = ("copy", states, fates, copies, again, ends, of_value)
             if key not in self._edges:
-                self._edges[key] = self._of_copy(source, states, self.fates[x], copies, again, ends)
-            self._put((x, copy), self._edges[key])
-        held = [{forward_value(want): None for want in one.wanted} for one in of]
-        for one in found:
-            beside = [other for other in of if other is not one]
-            edge = ReadValue(
-                have=states,
-                fates=self.fates[x],
-                copies=copies,
-                again=again,
-                wanted=one.wanted,
-                read=one.read,
-                near=tuple(_near(want, beside, start) for want in one.wanted),
-                alike=tuple(_alike(want, beside) for want in one.wanted),
-                shared=tuple(_shared(want, held, uses, copy is not None) for want in one.wanted),
-                reader=self.fates[one.variable],
-                view=one.view,
-                place=0 if one.view else one.place - start,
-                ends=one.place == self.last,
-                others=any(other.place == start for other in beside),
-            )
+                self._edges[key] = self._of_copy(source, states, fates, copies, again, ends)
+            tables = _SourceTables(own, self._edges[key], [])
+        fates_of = [self.fates[one.variable] for one in found]
+        value_of = (states, fates, copies, again)
+        for edge in edges(value_of, found, fates_of, start, self.last, uses):
             if (edge, of_value) not in self._edges:
                 change = self.walk.decisions.prices.change_cost(source)
                 self._edges[edge, of_value] = edge_table(edge, self._changes(source), change)
-            if np.any(self._edges[edge, of_value]):
-                scope = (x, one.variable) if copy is None else (x, copy, one.variable)
-                self._put(scope, self._edges[edge, of_value])
+            table = self._edges[edge, of_value]
+            tables.readers.append(table if np.any(table) else None)
+        return tables
 
+    @cached_property
     def _results(self) -> list[Any]:
         return list(self.walk.gm.graph.output_node().args[0])  # type: ignore[arg-type]
 
@@ -368,26 +387,3 @@ def _sum(
         equation = "".join(letters[v] for v in variables) + "->" + "".join(letters.values())
         total = total + np.einsum(equation, one)
     return np.asarray(total)
-
-
-def _near(want: State, beside: list[_ValueReader], start: int) -> frozenset[int]:
-    """Segments, counted from `start`, of readers that may want the same value."""
-    held = forward_value(want)
-    return frozenset(
-        one.place - start
-        for one in beside
-        if any(forward_value(other) == held for other in one.wanted)
-    )
-
-
-def _alike(want: State, beside: list[_ValueReader]) -> tuple[State, ...]:
-    """A state and the other names that readers may have for its value."""
-    others = {other for one in beside for other in one.wanted}
-    return tuple(sorted({want, *(s for s in others if forward_value(s) == forward_value(want))}))
-
-
-def _shared(want: State, held: list[dict[State, None]], uses: int, copied: bool) -> int:
-    """The readers that may share one change of state without the copy: were it all of them, the
-    copy would be in that state."""
-    count = sum(forward_value(want) in one for one in held)
-    return max(1, count - (copied and count == uses))

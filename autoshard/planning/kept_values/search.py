@@ -12,15 +12,13 @@ from torch import fx
 from autoshard.planning.cost import Cluster
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate import SLOWS, Training, Walk, values_of
-from autoshard.planning.kept_values.bound import Dual, Problems, segments_by_node
+from autoshard.planning.kept_values.bound import HIGHEST, LOWEST, Dual, Problems, segments_by_node
 from autoshard.planning.kept_values.problem import KeptValues, Known
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Problem
 from autoshard.planning.solver import Solution, TooWide
 from autoshard.planning.strategy import Strategy
 
-_LOWEST, _HIGHEST = 1e-14, 1e-6
-"""Seconds a kept byte: at the lowest a gigabyte costs ten microseconds, at the highest 1000 s."""
 _TRIES = 6
 _DEAR = 1e-9
 """Above this price what passes through memory is charged it too: the peak has some of that."""
@@ -28,12 +26,27 @@ _DEAR = 1e-9
 Priced = TypeVar("Priced")
 
 
+class KeptBefore:
+    """What all searches with one plan without a budget know of it, whatever the layout.
+
+    segments: by node. regions: whether the user's are computed again. known: operators under
+    strategies, added to.
+    """
+
+    def __init__(self, gm: fx.GraphModule, default: Decisions, n: int, cluster: Cluster) -> None:
+        values = values_of(gm, default, n, cluster, Training())
+        self.segments = segments_by_node(values)
+        self.regions = any(one.again >= 0 for one in values)
+        self.known: dict[tuple[fx.Node, Strategy], Known] = {}
+
+
 class KeptSearch:
     """A bisection over the price of a byte; the solution at each price is exact. With a host there
     is one where nothing goes there, and one where all of the way there is hidden.
 
     default: the plan without a budget, whose values give the segments. shard: ranks among which
-    training states are split besides. host: whether values may wait on the host.
+    training states are split besides. host: whether values may wait on the host. before: what other
+    searches with the same plan know.
     """
 
     def __init__(
@@ -44,16 +57,15 @@ class KeptSearch:
         cluster: Cluster,
         shard: int,
         host: bool = False,
+        before: KeptBefore | None = None,
     ) -> None:
         self.gm, self.default, self.n, self.cluster, self.shard = gm, default, n, cluster, shard
-        values = values_of(gm, default, n, cluster, Training())
-        self.segments = segments_by_node(gm, default, n, cluster)
+        self.before = before or KeptBefore(gm, default, n, cluster)
         self.charges = (math.inf, SLOWS) if host else (math.inf,)
         self.price, self.charge, self.kept = 0.0, math.inf, 0.0
-        self._known: dict[tuple[fx.Node, Strategy], Known] = {}
         self.refused = ""
         """Why placements were planned by themselves; empty where they were not."""
-        if any(one.again >= 0 for one in values):
+        if self.before.regions:
             self.refused = "your regions of activation checkpointing are computed again"
 
     @property
@@ -77,7 +89,7 @@ class KeptSearch:
         try:
             for charge in self.charges if self.allowed else ():
                 self.charge = charge
-                low, high = math.log(_LOWEST), math.log(_HIGHEST)
+                low, high = math.log(LOWEST), math.log(HIGHEST)
                 for _ in range(_TRIES):
                     self.price = math.exp((low + high) / 2)
                     decisions = plan(self._prices())
@@ -99,7 +111,7 @@ class KeptSearch:
         TooWide."""
         decisions = replace(self.default, strategies=dict(self.default.strategies), prices=prices)
         walk = Walk(self.gm, decisions, self.n, self.cluster, Training())
-        of = (self.segments, self.price, self.charge, self._known)
+        of = (self.before.segments, self.price, self.charge, self.before.known)
         joint = KeptValues(walk, problem, *of)
         solution, self.kept = joint.solve()
         return solution, []

@@ -10,7 +10,7 @@ from torch import fx
 from autoshard.planning.asked import Request, constrain
 from autoshard.planning.cost import Hardware, planned_on
 from autoshard.planning.decisions import Decisions
-from autoshard.planning.kept_values import KeptSearch
+from autoshard.planning.kept_values import KeptBefore, KeptSearch
 from autoshard.planning.one_axis.builder import builder_of
 from autoshard.planning.one_axis.solution import solve
 from autoshard.planning.prices import AxisPrices, Prices
@@ -47,19 +47,20 @@ def with_kept_values(
     price: Callable[[Decisions], PlanPrice],
     fits: Callable[[PlanPrice], bool],
     apart: Sequence[Decisions] = (),
+    before: KeptBefore | None = None,
 ) -> Iterator[PlanPrice]:
     """Plans for such a rank whose placements and kept values are decided together, at the prices of
     a bisection.
 
     price: decides what each computes again, and leaves it in its `recomputation`; fits: whether it
     stays within the memory of a rank of `request.layout`. apart: plans whose placements were
-    decided by themselves; all are told what is known of the others.
+    decided by themselves; all are told what is known of the others. before: as of `KeptSearch`.
     """
     hardware, plans = default.hardware, list(apart)
     cluster, host = planned_on(hardware), bool(request.host_memory)
     # with choices on dp_shard bytes are those of a rank
     shard = 1 if request.layout.chooses else request.layout.shard
-    search = KeptSearch(gm, default, n, cluster, shard, host)
+    search = KeptSearch(gm, default, n, cluster, shard, host, before)
 
     def made(prices: Prices) -> Decisions:
         plans.append(solve(gm, n, hardware, request, prices, search=search))

@@ -21,8 +21,8 @@ Table = NDArray[np.float64]
 
 # Sizes as logarithms in fixed point: sums of integers do not depend on the order of additions.
 LOG_UNIT = 1 << 20
-# Largest piece of a table held at once; a bigger one is minimised in slices of its variable.
-_BLOCK = 1 << 18
+# Entries of a message from which on its sum is made value by value of the variable.
+_WIDE = 256
 
 
 @dataclass(frozen=True)
@@ -174,17 +174,24 @@ def _minimise(variable: int, bucket: list[Factor], repeated: Repeated) -> tuple[
 
 
 def _least(tables: list[Table]) -> Table:
-    """The sum of tables, least over their first axis."""
-    sizes = np.broadcast_shapes(*(t.shape for t in tables))
-    step = max(1, _BLOCK * sizes[0] // math.prod(sizes))
-    least: Table | None = None
-    for start in range(0, sizes[0], step):
-        total = tables[0][start : start + step]
+    """The sum of tables, least over their first axis.
+
+    A wide sum is made for one value of that at a time: what numpy adds keeps the layout of the
+    tables, in which that axis may be the innermost, and a minimum over such a one is slow.
+    """
+    size, *rest = np.broadcast_shapes(*(t.shape for t in tables))
+    if len(tables) == 1 or math.prod(rest) < _WIDE:
+        total = tables[0]
         for table in tables[1:]:
-            total = total + table[start : start + step]
-        part = np.minimum.reduce(total, axis=0)
-        least = part if least is None else np.minimum(least, part, out=least)
-    assert least is not None
+            total = total + table
+        found: Table = np.minimum.reduce(total, axis=0)
+        return found
+    least, one = np.full(rest, np.inf), np.empty(rest)
+    for i in range(size):
+        np.add(tables[0][i], tables[1][i], out=one)
+        for table in tables[2:]:
+            np.add(one, table[i], out=one)
+        np.minimum(least, one, out=least)
     return least
 
 

@@ -29,11 +29,12 @@ def fill_order(
     for scope in scopes:
         for a, b in itertools.permutations([v for v in scope if v not in dropped], 2):
             neighbours[a][b] = None
+    linked = [set(near) for near in neighbours]
 
     def key(variable: int) -> tuple[int, int, int]:
-        near = neighbours[variable]
-        pairs = itertools.combinations(near, 2)
-        fill = sum(bits[a] + bits[b] for a, b in pairs if b not in neighbours[a])
+        near = linked[variable]
+        # of a neighbour, those that it is not joined to yet: few are looked at, even of a hub's
+        fill = sum(bits[a] * (len(near) - 1 - len(near & linked[a])) for a in near)
         return fill, bits[variable] + sum(bits[other] for other in near), variable
 
     latest = {variable: key(variable) for variable in active}
@@ -52,13 +53,16 @@ def fill_order(
         tables.append((variable, *group))
         for other in group:
             del neighbours[other][variable]
+            linked[other].discard(variable)
         joins = [(a, b) for a, b in itertools.combinations(group, 2) if b not in neighbours[a]]
         for a, b in joins:
             neighbours[a][b] = neighbours[b][a] = None
+            linked[a].add(b)
+            linked[b].add(a)
         # what has a new neighbour, or a new join of two of its neighbours, has another key
         changed = dict.fromkeys(group)
         for a, b in joins:
-            changed.update((one, None) for one in neighbours[a] if one in neighbours[b])
+            changed.update(dict.fromkeys(linked[a] & linked[b]))
         for one in changed:
             latest[one] = key(one)
             heapq.heappush(heap, latest[one])
