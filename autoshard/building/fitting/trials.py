@@ -71,7 +71,7 @@ class Trials:
         last_first: whether only a placement whose last choice fits is worth more code.
         """
         part = counted_part(free.config.inner)
-        room, search = int(self.budget * part), _Choices(free, before)
+        room, search = int(self.budget * part), _ProgramSearch(free, before)
         last = len(search.estimates) - 1
         if last < 0:
             return Tried(None, math.ceil(before / part) + 1)
@@ -104,7 +104,9 @@ class Trials:
             return told(last, predicted, counted=False)
         return told(last, self._code(search, last, build))
 
-    def _code(self, search: _Choices, index: int, build: Callable[[Recomputation], Program]) -> int:
+    def _code(
+        self, search: _ProgramSearch, index: int, build: Callable[[Recomputation], Program]
+    ) -> int:
         """Bytes of a step by the code of a choice."""
         peak = summary(step_of(build(search.choices.recomputation(index)))).peak
         self.beside = peak - search.peak(index)
@@ -158,7 +160,7 @@ class Bisection:
         return max(low, min(high - 1, len(self.estimates) if found is None else found))
 
 
-class _Choices(Bisection):
+class _ProgramSearch(Bisection):
     """That of a program. before: bytes that were counted without a choice."""
 
     def __init__(self, free: Program, before: int) -> None:
