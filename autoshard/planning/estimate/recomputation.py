@@ -54,7 +54,7 @@ def as_fates(numbers: Fates) -> list[Fate]:
     return [_EACH[number] for number in numbers.tolist()]
 
 
-Shape = tuple[tuple[object, ...], ...]
+CutKey = tuple[tuple[object, ...], ...]
 """What the cut of values depends on, in order: equal in equal layers."""
 
 
@@ -84,7 +84,7 @@ class Cut:
         found.insert(at, fates)
 
 
-Cuts = dict[Shape, Cut]
+Cuts = dict[CutKey, Cut]
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Choices:
         for i in range(len(self.values)):
             if not fixed[i]:
                 members.setdefault(find(i), []).append(i)
-        alike: dict[tuple[Shape, bool], list[list[int]]] = {}
+        alike: dict[tuple[CutKey, bool], list[list[int]]] = {}
         for each in members.values():
             ends = self.segments[each[0]] == self.count - 1
             alike.setdefault((self._shape(each), ends), []).append(each)
@@ -192,7 +192,7 @@ class Choices:
             for (shape, ends), rows in alike.items()
         ]
 
-    def _shape(self, members: Sequence[int]) -> Shape:
+    def _shape(self, members: Sequence[int]) -> CutKey:
         place = {i: k for k, i in enumerate(members)}
         return tuple(
             (
