@@ -71,6 +71,7 @@ from autoshard.runtime.parameters import (
     has_policy,
     is_eager_value,
     keep_copies,
+    note_attributes,
     on_backward_done,
     pending_of,
     policy_of,
@@ -130,7 +131,7 @@ def _store_what_is_left(models: list[nn.Module], options: dict[str, Any]) -> Non
 
 
 compat.trace_as_ours(autoshard)
-compat.after_first_call(_store_what_is_left)
+compat.after_first_call(_store_what_is_left, note_attributes)
 
 
 def _compile(

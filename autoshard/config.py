@@ -291,7 +291,8 @@ class Config:
     initial_weights: str = _choice(
         "broadcast",
         ("broadcast", "trust"),
-        "Take rank 0's initial weights, or trust that all ranks hold the same.",
+        "Take rank 0's initial weights and buffers, or trust that all ranks hold the same; buffers "
+        "are compared.",
     )
     microbatches: int | None = _option(
         None,

@@ -19,7 +19,7 @@ from autoshard.runtime import compat
 from autoshard.runtime.agreement import attempt, wait_at_most
 from autoshard.runtime.collectives import State
 from autoshard.runtime.mesh import Mesh, init_mesh, start_world
-from autoshard.runtime.parameters import cast_parameters
+from autoshard.runtime.parameters import cast_parameters, note_attributes
 
 
 def shard(
@@ -59,6 +59,7 @@ def _shard(
     config: Config,
     device: str,
 ) -> None:
+    note_attributes(model)
     batch = pytree.tree_leaves((args, kwargs))
     if any(p.is_meta for p in model.parameters()):
         args, kwargs = pytree.tree_map_only(

@@ -31,6 +31,20 @@ def batch_inputs(inputs: Sequence[compat.GraphInput]) -> list[Input]:
     ]
 
 
+def _held_inputs(inputs: Sequence[compat.GraphInput]) -> list[Input]:
+    """The tensors of a graph that the model holds as attributes: the caller may have set them.
+    Buffers are rank 0's where the model has parameters, which were stored with them."""
+    trained = any(isinstance(item.real, nn.Parameter) for item in inputs)
+    return [
+        Input(index, f"self.{item.name}")
+        for index, item in enumerate(inputs)
+        if isinstance(item.real, torch.Tensor)
+        and not isinstance(item.real, nn.Parameter)
+        and item.of_model
+        and not (trained and "._buffers[" in item.source)
+    ]
+
+
 def batch_shapes(inputs: Sequence[compat.GraphInput]) -> str:
     """The shapes of this rank's batch, for error texts."""
     given = ((item.name, inputs[item.position].real) for item in batch_inputs(inputs))
@@ -42,9 +56,9 @@ def batch_checker(
 ) -> Callable[[list[Any]], None] | None:
     """A function that checks or replaces the batch in the arguments of each call of one graph; None
     where the options ask for neither. axes: those whose ranks are given the same."""
-    batch = batch_inputs(inputs)
+    batch, held = batch_inputs(inputs), _held_inputs(inputs)
     axes = [axis for axis in axes if axis.size > 1]
-    if not axes or not batch:
+    if not axes or not (batch or held):
         return None
     if config.check_batches == "never" and not config.broadcast_inputs:
         return None
@@ -54,7 +68,7 @@ def batch_checker(
         for index, item in enumerate(inputs)
         if item.real is None and not compat.size_symbols(item.fake) <= settled
     ]
-    return _BatchCheck(batch, sizes, axes, config)
+    return _BatchCheck(batch, held, sizes, axes, config)
 
 
 def _settled(inputs: Sequence[compat.GraphInput]) -> set[Any]:
@@ -67,12 +81,18 @@ def _settled(inputs: Sequence[compat.GraphInput]) -> set[Any]:
 
 
 class _BatchCheck:
-    """The batch of one graph: compared in the first calls and at new sizes, or sent."""
+    """The batch of one graph: compared in the first calls and at new sizes, or sent. held: what
+    the model holds is compared only, since graphs may write to it."""
 
     def __init__(
-        self, batch: list[Input], sizes: list[int], axes: Sequence[Axis], config: Config
+        self,
+        batch: list[Input],
+        held: list[Input],
+        sizes: list[int],
+        axes: Sequence[Axis],
+        config: Config,
     ) -> None:
-        self.batch, self.sizes, self.axes = batch, sizes, axes
+        self.batch, self.held, self.sizes, self.axes = batch, held, sizes, axes
         self.send, self.checks = config.broadcast_inputs, config.check_batches
         self.calls = 0
         self.seen: set[tuple[int, ...]] = set()
@@ -86,7 +106,7 @@ class _BatchCheck:
             often = self.checks == "always" or self.calls <= CHECKED
             if often or key not in self.seen:
                 self.seen.add(key)
-                self._compare(values, f"call {self.calls}", often and not self.send)
+                self._compare(values, f"call {self.calls}", often)
         for axis in self.axes if self.send else ():
             send_batch(values, self.batch, axis)
 
@@ -95,7 +115,12 @@ class _BatchCheck:
         failed: BatchMismatchError | None = None
         for axis in self.axes:
             try:
-                compare_batch(values, self.batch, axis, call, contents, failed is not None)
+                differs = failed is not None
+                if self.batch:
+                    own = contents and not self.send
+                    compare_batch(values, self.batch, axis, call, own, differs)
+                if self.held:
+                    compare_batch(values, self.held, axis, call, contents, differs)
             except BatchMismatchError as error:
                 failed = failed or error
         if failed is not None:

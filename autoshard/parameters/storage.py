@@ -22,6 +22,7 @@ from autoshard.runtime.parameters import (
     set_choice,
     set_planned,
     set_policy,
+    settle_buffers,
     shard_parameters,
     unstorable,
 )
@@ -57,7 +58,7 @@ def store(
         for parameter, (state, choice) in planned.items()
     }
     states.update(_resting(models, states.keys(), mesh))
-    moved = _moved(states, planned, mesh, config, alive)
+    moved = _moved(states, planned, models, mesh, config, alive)
     for parameter, (_, choice) in planned.items():
         set_planned(parameter, True)  # one that stays where it is stored
         set_choice(moved.get(parameter, parameter), choice)
@@ -83,7 +84,7 @@ def store_at_home(
         for p, (state, choice) in planned.items()
     }
     states |= {p: {"pp": H(0) if p.dim() else I, **data_states(p.dim(), mesh.axes)} for p in left}
-    moved = _moved(states, planned, mesh, config, alive)
+    moved = _moved(states, planned, models, mesh, config, alive)
     for parameter, (_, choice) in planned.items():
         set_planned(parameter, True)  # one that stays where it is stored
         set_choice(moved.get(parameter, parameter), choice)
@@ -99,7 +100,7 @@ def store_unplanned(models: Sequence[nn.Module], mesh: Mesh, config: Config) -> 
     states = _resting(models, (), mesh)
     if states:
         _refuse_other_wrappers(models)
-        _moved(states, (), mesh, config)
+        _moved(states, (), models, mesh, config)
 
 
 def _refuse_other_wrappers(models: Iterable[nn.Module]) -> None:
@@ -121,6 +122,7 @@ def _refuse_other_wrappers(models: Iterable[nn.Module]) -> None:
 def _moved(
     states: Mapping[nn.Parameter, Mapping[str, State]],
     planned: Container[nn.Parameter],
+    models: Sequence[nn.Module],
     mesh: Mesh,
     config: Config,
     alive: Holders | None = None,
@@ -128,6 +130,7 @@ def _moved(
     set_policy(states, use_by(config, mesh))
     broadcast = config.initial_weights == "broadcast"
     moved = shard_parameters(states, mesh, broadcast=broadcast, alive=alive)
+    settle_buffers(models, mesh, send=broadcast)
     for old, new in moved.items():
         set_planned(new, old in planned)
     return moved

@@ -45,7 +45,7 @@ def compare_batch(
     that on an outer axis was found to differ: a rank of this axis that found none then raises too.
     """
     lines = [
-        f"input {number} ({item.name}): {_described(args[item.position], contents)}"
+        f"input {number} ({item.name}): {described(args[item.position], contents)}"
         for number, item in enumerate(inputs)
     ]
     lines.append(f"differs from that of another rank: {differs}")
@@ -93,7 +93,8 @@ def _derived(tensor: Any) -> bool:
     return bool(tensor.requires_grad) and not tensor.is_leaf
 
 
-def _described(tensor: torch.Tensor, contents: bool) -> str:
+def described(tensor: torch.Tensor, contents: bool = True) -> str:
+    """The dtype and shape of a tensor, and a hash of its values where it has some of its own."""
     text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
     if not contents or _derived(tensor) or tensor.is_meta:
         return text

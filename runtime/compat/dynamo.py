@@ -118,9 +118,12 @@ def _is_ours(backend: Any) -> bool:
     return False
 
 
-def after_first_call(hook: Callable[[list[nn.Module], dict[str, Any]], None]) -> None:
+def after_first_call(
+    hook: Callable[[list[nn.Module], dict[str, Any]], None], given: Callable[[nn.Module], None]
+) -> None:
     """Have `hook(models, options)` called after the first call of whatever is compiled with our
-    backend: Dynamo does not tell a backend of frames that it skips.
+    backend: Dynamo does not tell a backend of frames that it skips. `given(module)` is called when
+    a module is handed to torch.compile with it.
 
     models: those that the call concerns: the module itself, by `torch.compile(model)` or
     `model.compile()`; of a function those among its arguments, closure and globals.
@@ -137,6 +140,8 @@ def after_first_call(hook: Callable[[list[nn.Module], dict[str, Any]], None]) ->
             backend = getattr(backend, "_torchdynamo_orig_backend", None)
         if not isinstance(fn, FunctionType | MethodType) or not _is_ours(backend):
             return made  # of a module, this is called with the module's `__call__` as well
+        if isinstance(module := getattr(fn, "__self__", None), nn.Module):
+            given(module)
         waiting = [getattr(backend, "kwargs", {}).get("options") or {}]
 
         @never_a_frame

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autoshard.runtime.parameters.access import cast_parameters, casting
 from autoshard.runtime.parameters.accumulation import discard_pending, no_sync, on_backward_done
+from autoshard.runtime.parameters.buffers import note_attributes, settle_buffers
 from autoshard.runtime.parameters.data_unsharding import (
     ACCUMULATE,
     FLUSH,
