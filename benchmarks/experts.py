@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from autoshard.verification.distance import furthest
 from data_parallel import Contestant, Measured, figures, race, report
 
 
@@ -146,7 +147,8 @@ def main() -> None:
         one.contestant.module.zero_grad()
         if dist.get_rank() == 0:
             print(f"{name}: loss {losses[name]:.6f}", flush=True)
-    if max(losses.values()) - min(losses.values()) > 1e-3:
+    first = next(iter(losses.values()))
+    if furthest(abs(loss - first) for loss in losses.values()) > 1e-3:
         raise SystemExit(f"the contestants compute different losses: {losses}")
     race(measured, args.steps, batch)
     rows = figures(measured)

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard.verification.distance import furthest
 
 STEPS = 8
 
@@ -65,7 +66,7 @@ def main() -> int:
     with torch.no_grad():
         ways = (models["host"], models["device"], begun)
         pairs = [*zip(*(model.parameters() for model in ways))]
-        differs = max(float((a - b).abs().max() / (b - c).abs().max()) for a, b, c in pairs)
+        differs = furthest(float((a - b).abs().max() / (b - c).abs().max()) for a, b, c in pairs)
     rows = {
         name: {
             "ms": 1e3 * statistics.median(seconds[name][2:]),

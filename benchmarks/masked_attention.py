@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from autoshard.runtime.masked_attention import MASKED_ATTENTION
+from autoshard.verification.distance import furthest
 
 T = torch.Tensor
 HEADS, SHARED, WIDTH = 8, 2, 64
@@ -65,7 +66,7 @@ def with_gradients(attend: Callable[..., T], inputs: list[T], weight: T) -> list
 
 def error(found: list[T], wanted: list[T]) -> float:
     """The largest relative error of a result or a gradient, by its norm."""
-    return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, wanted))
+    return furthest(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, wanted))
 
 
 def cost(run: Callable[[], Any], device: str) -> tuple[float, float]:

@@ -196,7 +196,7 @@ def check(measured: dict[str, Step], serial: Callable[[], float]) -> None:
     """Raise where a contestant's first loss is not the serial model's."""
     want = serial()
     for name, one in measured.items():
-        if abs(one.loss - want) > 1e-4 * want:
+        if not abs(one.loss - want) <= 1e-4 * want:
             raise SystemExit(f"{name}: loss {one.loss}, serial {want}")
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 import autoshard
 from autoshard.runtime.parameters import unshard_parameter
+from autoshard.verification.distance import furthest
 from llama_model import Llama, Shape, WithLoss
 
 SHAPE = Shape(vocab=512, width=128, hidden=256, layers=2, heads=4, length=64)
@@ -73,7 +74,7 @@ def row(options: dict[str, Any], device: str) -> dict[str, float]:
     for (name, wanted), found in zip(serial.named_parameters(), sharded.parameters(), strict=True):
         moved = (wanted - before[name]).norm().item()
         error = (unshard_parameter(found).detach() - wanted).norm().item()
-        worst = max(worst, error / max(moved, 1e-12))
+        worst = furthest([worst, error / max(moved, 1e-12)])
     return {
         "loss_error": float((losses - torch.tensor(expected)).abs().max()),
         "parameter_error": worst,
@@ -96,7 +97,7 @@ def main() -> int:
         try:
             inner = {} if args.device == "cuda" else {"inner": "aot_eager"}
             found: dict[str, Any] = row({**options, **inner}, args.device)
-            found["equal"] = max(found.values()) < LIMIT
+            found["equal"] = furthest(found.values()) < LIMIT
             said = (
                 f"loss {found['loss_error']:.1e}, parameters {found['parameter_error']:.1e}, "
                 f"{'equal' if found['equal'] else 'DIFFERENT'}"

@@ -96,9 +96,11 @@ class ProcessJob:
             ("parameter", name, None): p.detach().clone() for name, p in model.named_parameters()
         }
         run = Run(self.subject, model, self._call(model, drawn), parts, self.lr)
+        told = False
         for step in range(self.steps):
             local_world.report(folder, f"serial model: step {step + 1} of {self.steps}")
             values = run.step(step)
+            told = told or _remark_on_non_finite(values, notes)
             truth = exact(step)
             write(folder / f"step {step}", expectations(values, before, truth, self.tolerance))
             before = {key: value for key, value in values.items() if key[0] == "parameter"}
@@ -227,6 +229,20 @@ def draws(model: nn.Module, args: Any, kwargs: Any) -> bool:
     drew = not torch.equal(before, torch.get_rng_state())
     torch.set_rng_state(before)
     return drew
+
+
+def _remark_on_non_finite(values: Mapping[Key, torch.Tensor], notes: list[str]) -> bool:
+    """Whether the serial model's own loss, gradients or parameters are not finite, with a note:
+    that the ranks' are not either proves little. (An output may be: masked scores.)"""
+    names = [
+        f"{key[0]} {key[1]}"
+        for key, value in values.items()
+        if key[0] in ("loss", "gradient", "parameter") and not value.isfinite().all()
+    ]
+    if names:
+        more = f" and {len(names) - 3} more" * (len(names) > 3)
+        notes.append(f"NaN or infinity in the serial model itself: {', '.join(names[:3])}{more}")
+    return bool(names)
 
 
 def placements(model: nn.Module) -> dict[str, str]:

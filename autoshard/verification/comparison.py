@@ -1,6 +1,6 @@
 """A comparison: how far one side is from the other, in units a person can judge, and may be.
 
-Every quantity is measured by the norm of its difference; what that is relative to, and what is
+Every quantity is measured by the norm of its `difference`; what that is relative to, and what is
 tolerated, is in `expectations` and in docs/verification.md.
 """
 
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from autoshard.verification.distance import difference, finite, furthest, norm
 from autoshard.verification.subject import Key
 
 FLOORS = {
@@ -20,6 +21,8 @@ FLOORS = {
     torch.float32: 1e-5,
     torch.float16: 4e-3,
     torch.bfloat16: 3e-2,
+    torch.complex128: 1e-10,
+    torch.complex64: 1e-5,
 }
 """The smallest tolerance by the model's dtype."""
 FACTOR, CEILING = 8.0, 0.25
@@ -53,8 +56,7 @@ class Comparison:
     @property
     def excess(self) -> float:
         """The error in units of the tolerance."""
-        ratio = self.error / max(self.tolerance, 1e-30)
-        return ratio if ratio == ratio else _BROKEN
+        return furthest([self.error / max(self.tolerance, 1e-30)])
 
 
 class Expected(NamedTuple):
@@ -77,9 +79,9 @@ def expectations(
     same run in float64, as far as there is one. tolerance: of all, in place of the default.
     """
     sizes = {
-        key: norm(t - before[key] if key in before else t)
+        key: norm(finite(t - before[key] if key in before else t))
         for key, t in found.items()
-        if t.is_floating_point()
+        if t.is_floating_point() or t.is_complex()
     }
     largest = {
         kind: max([size for key, size in sizes.items() if key[0] == kind], default=0.0)
@@ -94,10 +96,11 @@ def expectations(
         scale = max(sizes[key], 1e-2 * largest.get(key[0], 0.0)) or 1.0
         allowed = floor_of(value) if tolerance is None else tolerance
         if tolerance is None and key in truth and truth[key].shape == value.shape:
-            own = norm(value.double() - truth[key].double()) / scale
+            exact = truth[key]
+            own = norm(finite(difference(value.to(exact.dtype), exact))) / scale
             allowed = max(allowed, min(FACTOR * own, CEILING))
         if key[0] == "parameter":  # the rounding of the parameter itself
-            allowed += 4 * torch.finfo(value.dtype).eps * norm(value) / scale
+            allowed += 4 * torch.finfo(value.dtype).eps * norm(finite(value)) / scale
         expected[key] = Expected(value, scale, allowed)
     return expected
 
@@ -139,26 +142,10 @@ def compare(
 
 
 def _error(got: torch.Tensor, expected: Expected) -> float:
-    want = expected.value
-    if got.shape != want.shape or got.dtype != want.dtype:
-        return _BROKEN
-    if not want.is_floating_point():
-        return float((got != want).double().mean()) if want.numel() else 0.0
-    finite = torch.isfinite(want)
-    if not bool(finite.all()):  # masked scores are -inf on both sides
-        if not bool((got[~finite].nan_to_num() == want[~finite].nan_to_num()).all()):
-            return _BROKEN
-        got, want = got[finite], want[finite]
-    return norm(got.double() - want.double()) / expected.scale
-
-
-def norm(tensor: torch.Tensor) -> float:
-    """The 2-norm of all elements, summed in float64."""
-    return (
-        float(tensor.detach().double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).norm())
-        if (tensor.numel())
-        else 0.0
-    )
+    apart = difference(got, expected.value)
+    if expected.value.is_floating_point() or expected.value.is_complex():
+        return norm(apart) / expected.scale
+    return float(apart.sum()) / max(apart.numel(), 1)
 
 
 def floor_of(value: nn.Module | torch.Tensor) -> float:

@@ -7,6 +7,7 @@ gradient of one loss). Ranks run in lockstep threads, so no process group is nee
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -46,6 +47,7 @@ from autoshard.runtime.collectives import (
 from autoshard.runtime.graph_meta import N_OUTPUTS, WITHHELD
 from autoshard.runtime.mesh import Mesh, data_coordinate
 from autoshard.runtime.parameters import local_part, owned
+from autoshard.verification.distance import difference, finite, furthest, largest, norm
 
 _SEED = torch.ops.autoshard.random_seed.default
 
@@ -65,9 +67,19 @@ class Differences:
 
     @property
     def worst(self) -> tuple[str, float]:
-        """(name, difference) of the entry that is furthest off."""
-        every = {**self.outputs, **self.gradients}
-        return max(every.items(), key=lambda item: item[1], default=("nothing compared", 0.0))
+        """(name, difference) of the entry that is furthest off; infinite where nothing was
+        compared."""
+        return _worst({**self.outputs, **self.gradients})
+
+    @property
+    def worst_by_norm(self) -> tuple[str, float]:
+        """The same, of outputs and `norms`."""
+        return _worst({**self.outputs, **self.norms})
+
+
+def _worst(found: dict[str, float]) -> tuple[str, float]:
+    every = found or {"nothing compared": math.inf}
+    return max(every.items(), key=lambda item: furthest([item[1]]))
 
 
 def split(tensor: torch.Tensor, state: State, n: int) -> list[torch.Tensor]:
@@ -241,8 +253,9 @@ def _compare_gradients(
     wanted = _serial_gradients(program, placeholders, [run.values for run in serial])
     # Some gradients are zero but for rounding (a key's bias under softmax): the yardstick is the
     # largest gradient of the model, or a hundredth of the largest norm.
-    largest = max((float(g.abs().max()) for g in wanted.values() if g.numel()), default=0.0)
-    floor = 1e-2 * max((float(g.norm()) for g in wanted.values()), default=0.0)
+    finites = [finite(g) for g in wanted.values()]
+    scale = max(map(largest, finites), default=0.0)
+    floor = 1e-2 * max(map(norm, finites), default=0.0)
     for (i, index), want in wanted.items():
         node = placeholders[i]
         name = program.parameters.get(node, node.name)
@@ -258,8 +271,16 @@ def _compare_gradients(
         parts: list[Any] = [getattr(rank.values[i], "grad", None) for rank in held]
         assert all(part is not None for part in parts), f"{name}: no gradient on some rank"
         got = _join_mesh(parts, lengths, states)
-        found.gradients[name] = _difference(got, want, largest)
-        found.norms[name] = float((got - want).norm()) / max(float(want.norm()), floor, 1e-30)
+        found.gradients[name] = _difference(got, want, scale)
+        yardstick = max(norm(finite(want)), floor, 1e-30)
+        found.norms[name] = norm(difference(got, want)) / yardstick
+    for i, node in enumerate(placeholders):
+        for r, rank in enumerate(ranks):
+            grad = getattr(rank.values[i], "grad", None)
+            index = None if node in program.parameters else r // shared
+            if grad is not None and (i, index) not in wanted and grad.any():
+                name = program.parameters.get(node, node.name)
+                found.gradients[name] = found.norms[name] = math.inf  # the serial graph has none
 
 
 def _mesh_sizes(program: Program) -> dict[str, int]:
@@ -340,8 +361,7 @@ def _backward(outputs: Sequence[Any], grads: Sequence[torch.Tensor | None]) -> N
 def _difference(got: torch.Tensor, want: torch.Tensor, scale: float | None = None) -> float:
     if got.shape != want.shape or got.dtype != want.dtype:
         raise AssertionError(f"got {got.shape} {got.dtype}, serial has {want.shape} {want.dtype}")
-    if not want.is_floating_point():
-        return float((got != want).any())
     if scale is None:
-        scale = float(want.abs().max()) if want.numel() else 0.0
-    return float((got - want).abs().max()) / max(scale, 1e-30) if want.numel() else 0.0
+        exact = not (want.is_floating_point() or want.is_complex())
+        scale = 1.0 if exact else largest(finite(want))
+    return largest(difference(got, want)) / max(scale, 1e-30)

@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autoshard.capture.serial_graph import capture
+from side_by_side import difference
 
 Rewrite = Callable[[fx.GraphModule], None]
 
@@ -161,10 +162,8 @@ def close(
             continue
         assert (w.shape, w.dtype) == (h.shape, h.dtype), f"{what} {i}: {h.dtype} {h.shape}"
         assert w.requires_grad == h.requires_grad, f"{what} {i}: requires_grad {h.requires_grad}"
-        if w.numel():
-            bound = tolerance * max(1.0, w.detach().abs().max().item())
-            error = (w.detach().double() - h.detach().double()).abs().max().item()
-            assert error <= bound, f"{what} {i}: differs by {error}"
+        error = difference(h, w, floor=1.0)
+        assert error <= tolerance, f"{what} {i}: differs by {error} of the largest entry"
 
 
 def _plain(result: Any) -> Any:

@@ -127,6 +127,11 @@ def _unreduced(ctx: Any, grad: torch.Tensor) -> Any:
     return (grad, *[None] * 4) if ctx.back[:2] == (P, I) else _backward(ctx, grad)
 
 
+def _nan(ctx: Any, grad: torch.Tensor) -> Any:
+    first, *rest = _backward(ctx, grad)
+    return (first * float("nan"), *rest)
+
+
 def _summed(x: torch.Tensor, src: str, axis: Axis, extent: int | None = None) -> torch.Tensor:
     return _change(x, src, R, axis, extent)
 
@@ -148,6 +153,9 @@ FAULTS: dict[str, Fault] = {
     "gradient_not_reduced": Fault(
         collectives._Redistribute, "backward", staticmethod(_unreduced), spared=("output", "loss")
     ),
+    "gradient_nan": Fault(
+        collectives._Redistribute, "backward", staticmethod(_nan), spared=("output", "loss")
+    ),
     "data_sum_for_mean": Fault(
         data_parallel, "unshard", _summed, mesh=(("dp_shard", 2),), spared=("output", "loss")
     ),
@@ -161,8 +169,8 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-def gradient_not_reduced() -> Any:
+def gradient_nan() -> Any:
     """A factory that plants a fault in the backward alone, for good in this process."""
-    fault = FAULTS["gradient_not_reduced"]
+    fault = FAULTS["gradient_nan"]
     setattr(fault.place, fault.name, fault.faulty)
     return fault.make()

@@ -11,9 +11,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.collectives import CHOICES, ONCE, TWICE, WHOLE
+from autoshard.verification.distance import furthest
 from joined_batch import Sizes, part, train
 from models import CASES
-from side_by_side import whole
+from side_by_side import difference, whole
 
 
 def mixture(tp: int, name: str = "mlp") -> Any:
@@ -102,7 +103,7 @@ def there(folder: str, sizes: Sizes, name: str = "mlp", ways: int = 2) -> tuple[
         step()
         its_step()
         pairs = zip(model.parameters(), moved.parameters(), strict=True)
-        worst = max(worst, *(float((whole(p) - whole(q)).abs().max()) for p, q in pairs))
+        worst = furthest([worst, *(difference(p, whole(q), 1.0) for p, q in pairs)])
     found = [choice_of(p) for p in moved.parameters()]
     (program,) = programs(moved)
     named = dict(moved.named_parameters())

@@ -16,9 +16,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 import autoshard
 from autoshard.errors import AutoshardError
 from autoshard.parameters.meta_buffers import initialise_buffers
+from autoshard.verification.distance import furthest
 from joined_batch import Sizes, part, whole
 from live_storages import LiveStorages
 from models import CASES
+from side_by_side import difference
 
 
 class Counted:
@@ -97,8 +99,8 @@ def from_file(name: str, sizes: Sizes, source: str, target: str) -> dict[str, An
     case.loss(serial, batch).backward()
     result["loss"] = float((loss - expected).detach().abs())
     wanted = dict(serial.named_parameters())
-    result["gradient"] = max(
-        float((whole(p.grad) - wanted[key].grad).abs().max()) for key, p in model.named_parameters()
+    result["gradient"] = furthest(
+        difference(p.grad, wanted[key].grad, 1.0) for key, p in model.named_parameters()
     )
     with torch.no_grad():
         for p in model.parameters():

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard.passes.base import Context
@@ -25,6 +24,8 @@ from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.data_parallel_axes import data_axes, gathering_axes
 from autoshard.runtime.collectives.lockstep import run_mesh
 from autoshard.runtime.parameters.layout import local_part
+from autoshard.verification.distance import furthest
+from side_by_side import difference
 from traced import builder
 
 T = torch.Tensor
@@ -103,26 +104,22 @@ def uneven_tokens(loss_tokens: str, inner: str, few: int = 3) -> dict[str, float
     compiled: Any = torch.compile(model, backend="autoshard", options=options)
     loss = compiled(*arguments)
     loss.backward()
-    worst = 0.0
-    for name, p in model.named_parameters():
-        assert p.grad is not None
-        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-        worst = max(worst, float((grad - wanted[name]).abs().max()))
+    errors = [difference(p.grad, wanted[name], 1.0) for name, p in model.named_parameters()]
     mean = loss.detach().clone()
     dist.all_reduce(mean)
-    return {"gradient": worst, "loss": abs(float(mean) / 2 - float(want))}
+    return {"gradient": furthest(errors), "loss": abs(float(mean) / 2 - float(want))}
 
 
 @pytest.mark.parametrize("loss_tokens", ["global", "by hand", "local"])
 def test_uneven_tokens_of_data_parallel_ranks(gloo2: Any, loss_tokens: str) -> None:
     for found in gloo2(uneven_tokens, loss_tokens, "aot_eager"):
-        right = max(found["gradient"], found["loss"]) < 1e-6
+        right = furthest([found["gradient"], found["loss"]]) < 1e-6
         assert right == (loss_tokens != "local"), found
 
 
 def test_a_rank_without_tokens_adds_nothing(gloo2: Any) -> None:
     for found in gloo2(uneven_tokens, "global", "aot_eager", few=0):
-        assert max(found.values()) < 1e-6, found
+        assert furthest(found.values()) < 1e-6, found
 
 
 class Classes(nn.Module):
@@ -178,8 +175,8 @@ def test_tokens_that_cp_and_tp_split_again(data: str, on_tp: str) -> None:
             pairs.append((part, local_part(whole.grad, states, axes)))
         (loss,) = run(*values)
         loss.backward()
-        return float(loss.detach()), max(float((p.grad - g).abs().max()) for p, g in pairs)
+        return float(loss.detach()), furthest(difference(p.grad, g, 1.0) for p, g in pairs)
 
     found = run_mesh(mesh, rank, prepare=graph)
-    assert max(worst for _, worst in found) < 1e-6
+    assert furthest(worst for _, worst in found) < 1e-6
     assert sum(loss for loss, _ in found) / 8 == pytest.approx(float(want.detach()), rel=1e-6)

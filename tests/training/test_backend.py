@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autoshard.verification.distance import furthest
 from models import CASES
 from models_plain import MLP, Regression, vectors
 from side_by_side import Pair, check, difference, whole
@@ -103,7 +104,7 @@ def optimizers(make: str, when: str, **settings: Any) -> dict[str, Any]:
             one.step()
             one.zero_grad()
     wanted = dict(pair.serial.named_parameters())
-    values = max(difference(p, wanted[k]) for k, p in pair.model.named_parameters())
+    values = furthest(difference(p, wanted[k]) for k, p in pair.model.named_parameters())
     state = [
         (type(value).__name__, value.to_local().shape == p.to_local().shape)
         for p in pair.model.parameters()

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from autoshard.verification.distance import furthest
 from gloo_pool import GlooPool
+from side_by_side import difference
 
 #: Operators of the process group, as the profiler names them -> as the ledger does.
 NAMES = {
@@ -58,10 +60,8 @@ def one_step(mesh: dict[str, int], inner: str, zero: int = 3) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         compiled(x).backward()
     serial(x).backward()
-    errors = [
-        float((p.grad.full_tensor() - q.grad).abs().max())  # type: ignore[union-attr]
-        for p, q in zip(model.parameters(), serial.parameters())
-    ]
+    pairs: Any = zip(model.parameters(), serial.parameters())
+    errors = [difference(p.grad, q.grad, 1.0) for p, q in pairs]
     events = sorted(recorded.events() or (), key=lambda event: event.time_range.start)
     names = [e.name for e in events if e.name in (*NAMES, *PRODUCTS, WAIT)]
     # one wait a result of a merged gather, one after another
@@ -72,7 +72,7 @@ def one_step(mesh: dict[str, int], inner: str, zero: int = 3) -> dict[str, Any]:
     return {
         "names": names,
         "ledger": dict(Counter(c.op for c in program.collectives())),
-        "error": max(errors),
+        "error": furthest(errors),
         "storages": sorted(storages.values()),
     }
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from autoshard.verification.distance import furthest
 from joined_batch import Sizes, part
 from models import CASES
-from side_by_side import whole
+from side_by_side import difference, whole
 
 pytestmark = pytest.mark.slow
 
@@ -78,35 +79,35 @@ def moved(
             assert torch.equal(whole(mine), whole(theirs)), key
     step()
     other_step()
-    return max(float((whole(p) - whole(q)).abs().max()) for p, q in pairs)
+    return furthest(difference(p, whole(q), 1.0) for p, q in pairs)
 
 
 def test_between_meshes_of_four(gloo4: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         mesh = {"dp_shard": 2, "tp": 2}
-        assert max(gloo4(moved, folder, mesh, {"dp_shard": 4})) < 1e-6
+        assert furthest(gloo4(moved, folder, mesh, {"dp_shard": 4})) < 1e-6
     with tempfile.TemporaryDirectory() as folder:
         mesh = {"dp_replicate": 2, "dp_shard": 2}
-        assert max(gloo4(moved, folder, {"dp_shard": 4}, mesh)) < 1e-6
+        assert furthest(gloo4(moved, folder, {"dp_shard": 4}, mesh)) < 1e-6
 
 
 def test_from_tp_to_fsdp(gloo2: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        assert max(gloo2(moved, folder, {"tp": 2}, {"dp_shard": 2})) < 1e-6
+        assert furthest(gloo2(moved, folder, {"tp": 2}, {"dp_shard": 2})) < 1e-6
     with tempfile.TemporaryDirectory() as folder:
-        assert max(gloo2(moved, folder, {"dp_shard": 2}, {"tp": 2})) < 1e-6
+        assert furthest(gloo2(moved, folder, {"dp_shard": 2}, {"tp": 2})) < 1e-6
 
 
 def test_experts_from_tp_to_ep(gloo4: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         meshes = {"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "ep": 2}
-        assert max(gloo4(moved, folder, *meshes, "mixtral")) < 1e-5
+        assert furthest(gloo4(moved, folder, *meshes, "mixtral")) < 1e-5
 
 
 @pytest.mark.parametrize("ways", [("rows", "weights"), ("weights", "rows")])
 def test_experts_that_travel_and_stay(gloo2: Any, ways: tuple[str, str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        assert max(gloo2(moved, folder, {"ep": 2}, {"ep": 2}, "mixtral", ways)) < 1e-5
+        assert furthest(gloo2(moved, folder, {"ep": 2}, {"ep": 2}, "mixtral", ways)) < 1e-5
 
 
 @pytest.mark.slow
@@ -114,7 +115,7 @@ def test_experts_on_two_axes_and_back(gloo4: Any) -> None:
     meshes = {"ep": 2, "tp": 2}, {"dp_shard": 2, "ep": 2}
     for first, second in (meshes, meshes[::-1]):
         with tempfile.TemporaryDirectory() as folder:
-            assert max(gloo4(moved, folder, first, second, "mixtral")) < 1e-5
+            assert furthest(gloo4(moved, folder, first, second, "mixtral")) < 1e-5
 
 
 @pytest.mark.slow
@@ -122,7 +123,7 @@ def test_experts_on_two_axes_and_back(gloo4: Any) -> None:
 def test_from_cp_and_tp(gloo4: Any, other: Sizes) -> None:
     for meshes in (({"cp": 2, "tp": 2}, other), (other, {"cp": 2, "tp": 2})):
         with tempfile.TemporaryDirectory() as folder:
-            assert max(gloo4(moved, folder, *meshes, "llama")) < 1e-5
+            assert furthest(gloo4(moved, folder, *meshes, "llama")) < 1e-5
 
 
 def save(folder: str, model: nn.Module, optimizer: Any) -> None:

@@ -10,8 +10,9 @@ import torch
 
 import autoshard
 from autoshard import backend
+from autoshard.verification.distance import furthest
 from models import CASES
-from side_by_side import whole
+from side_by_side import difference
 
 
 def apart() -> dict[str, Any]:
@@ -52,7 +53,7 @@ def apart() -> dict[str, Any]:
             (serial(*own) / len(parts)).backward()
         for p, q in zip(model.parameters(), serial.parameters()):
             assert p.grad is not None and q.grad is not None
-            worst = max(worst, float((whole(p.grad) - q.grad).abs().max() / q.grad.abs().max()))
+            worst = furthest([worst, difference(p.grad, q.grad)])
         model.zero_grad()
         serial.zero_grad()
     return {"stored": first, "worst": worst, "programs": len(autoshard.programs(model))}

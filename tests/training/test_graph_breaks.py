@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from autoshard.verification.distance import furthest
 from models import CASES
 from models_plain import MLP, Regression, vectors
 from side_by_side import Pair, check, difference, whole
@@ -200,7 +201,7 @@ def mutated() -> dict[str, Any]:
         pair.forward(lambda m: m(batches[0]))
     wanted = dict(pair.serial.named_buffers())
     buffers = {k: whole(v) for k, v in pair.model.named_buffers()}
-    worst = max(float((b.double() - wanted[k].double()).abs().max()) for k, b in buffers.items())
+    worst = furthest(difference(b, wanted[k], 1.0) for k, b in buffers.items())
     return {
         **pair.result(),
         "buffers": worst,

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard.verification.distance import furthest
 from joined_batch import Sizes, whole
+from side_by_side import difference
 from token_net import Net, batch
 
 
@@ -75,9 +77,9 @@ def scaled(sizes: Sizes, how: str, micro: int) -> dict[str, Any]:
         scales.append((ours.get_scale(), theirs.get_scale()))
         skipped.append(all(torch.equal(whole(p), b) for p, b in zip(model.parameters(), before)))
         if step != 1:
-            worst = max(worst, abs(norms[0] - norms[1]) / norms[1])
+            worst = furthest([worst, abs(norms[0] - norms[1]) / norms[1]])
     for p, q in zip(model.parameters(), serial.parameters()):
-        worst = max(worst, float((whole(p) - q).detach().abs().max()))
+        worst = furthest([worst, difference(p, q, 1.0)])
     return {"worst": worst, "scales": scales, "skipped": skipped}
 
 

@@ -54,7 +54,7 @@ def test_a_fault_through_processes(
 ) -> None:
     """By the command, from the name of a factory that plants the fault where it is called; all the
     others are planted in one process, by test_planted_faults.py."""
-    assert main(["verify", "faults:gradient_not_reduced", "--mesh", "tp=2"]) == 1
+    assert main(["verify", "faults:gradient_nan", "--mesh", "tp=2"]) == 1
     told = capsys.readouterr()
     assert "DIFFERENT: mesh tp=2" in told.out and "WRONG" in told.out
     right = [line for line in told.out.splitlines() if line.startswith(("loss", "output"))]

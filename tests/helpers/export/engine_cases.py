@@ -14,6 +14,8 @@ from autoshard.export.rank_graph.plan import InferencePlan, plan_inference
 from autoshard.export.rank_graph.weights import read_weights
 from autoshard.export.spec import EngineSpec
 from autoshard.export.weight_source import WeightSource
+from autoshard.verification.distance import furthest
+from side_by_side import difference_by_norm
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
@@ -119,9 +121,8 @@ def expected(name: str, length: int | None) -> list[torch.Tensor]:
 
 def error(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
     """The largest relative difference, by norm, of any pair."""
-    return max(
-        ((f.float() - w).norm() / w.norm()).item() for f, w in zip(found, wanted, strict=True)
-    )
+    pairs = zip(found, wanted, strict=True)
+    return furthest(difference_by_norm(f.float(), w) for f, w in pairs)
 
 
 def difference(
@@ -129,7 +130,7 @@ def difference(
 ) -> float:
     """The largest `error` of any rank's outputs for `feeds`."""
     wanted = expected(name, length)
-    return max(error([out["logits"] for out in rank], wanted) for rank in outputs)
+    return furthest(error([out["logits"] for out in rank], wanted) for rank in outputs)
 
 
 def greedy(name: str, prompts: Sequence[Sequence[int]], steps: int) -> list[list[int]]:

@@ -49,9 +49,11 @@ from autoshard.export.to_tensorrt.build import build
 from autoshard.export.to_tensorrt.engine import builder_module, checked_network
 from autoshard.export.to_tensorrt.interpreter import LoneInterpreter
 from autoshard.export.weight_source import WeightSource
+from autoshard.verification.distance import furthest
 from families import FAMILIES, VOCABULARY, Family
 from network_runs import interpret
 from onnx_evaluator import evaluate
+from side_by_side import difference_by_norm
 
 PAGE = Path(__file__).parents[3] / "docs" / "export_matrix.md"
 CACHED = " + cache"
@@ -168,19 +170,12 @@ def compare(family: Family, model: nn.Module, ranks: Ranks, run: Run) -> str:
         for have, want in zip(found, wanted, strict=True):
             outputs = {name: have[name] for name in names}
             for value in want:  # a graph has its outputs in an order of its own
-                alike = {n: error(out, value) for n, out in outputs.items()}
+                alike = {n: difference_by_norm(out, value) for n, out in outputs.items()}
                 best = min(alike, key=alike.__getitem__)
-                worst = max(worst, alike[best])
+                worst = furthest([worst, alike[best]])
             if len(names) < len({tuple(value.shape) for value in want}):
                 return f"WRONG: {len(names)} outputs, not {len(want)}"
     return EQUAL if worst < TOLERANCE else f"WRONG: differs by {worst:.1g} of the norm"
-
-
-def error(have: torch.Tensor, want: torch.Tensor) -> float:
-    """The difference relative to the norm."""
-    if have.shape != want.shape:
-        return float("inf")
-    return float((have - want).norm() / want.norm())
 
 
 def directory(family: Family, model: nn.Module) -> str:
@@ -227,7 +222,7 @@ def checkpoint(family: Family, model: nn.Module, tp: int) -> str:
     call = family.call(1, 9)
     (wanted, *_) = outputs_of(model, call, True)
     found = trtllm_reader.logits(config, ranks, call["input_ids"][0])
-    worst = error(found[:, : wanted.shape[-1]], wanted[0])
+    worst = difference_by_norm(found[:, : wanted.shape[-1]], wanted[0])
     return EQUAL if worst < LOGITS else f"WRONG: differs by {worst:.1g} of the norm"
 
 

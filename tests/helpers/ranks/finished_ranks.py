@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,7 +30,8 @@ from autoshard.runtime.collectives import (
 from autoshard.runtime.collectives.redistribution import reduce_scatter
 from autoshard.runtime.graph_meta import N_OUTPUTS
 from autoshard.runtime.mesh import offline_mesh
-from autoshard.verification.program_check import join, split
+from autoshard.verification.program_check import Differences, join, split
+from side_by_side import difference
 
 _c10d = torch.ops._c10d_functional
 
@@ -170,15 +172,19 @@ def worst_difference(
 
     with torch.no_grad():
         ranks = run_ranks(n, run)
-    found = [(0.0, "nothing")]
+    found = {}
     for i, (want, state) in enumerate(zip(outputs, states)):
         got = join([rank[0][i] for rank in ranks], "I" if state == "R" else state)
-        found.append((_difference(got, want), f"output {i}"))
+        found[f"output {i}"] = difference(got, want)
     for i, (want, state) in enumerate(zip(grads, stored)):
+        name = first.parameters.get(inputs[i], inputs[i].name)
+        parts = [rank[1][i] for rank in ranks]
         if want is not None:
-            got = join([rank[1][i] for rank in ranks], gradient_value(state))
-            found.append((_difference(got, want), first.parameters.get(inputs[i], inputs[i].name)))
-    return max(found)
+            found[name] = difference(join(parts, gradient_value(state)), want)
+        elif any(part is not None and part.any() for part in parts):
+            found[name] = math.inf
+    name, worst = Differences(found).worst
+    return worst, name
 
 
 def _serial(program: Program, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
@@ -196,7 +202,3 @@ def _serial(program: Program, values: Sequence[Any]) -> tuple[list[Any], list[An
     torch.autograd.backward([out for out, _ in pairs], [noise for _, noise in pairs])
     grads = [getattr(leaf, "grad", None) for leaf in leaves]
     return [out.detach() for out in outputs], given, grads
-
-
-def _difference(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got - want).abs().max()) / (float(want.abs().max()) or 1.0)

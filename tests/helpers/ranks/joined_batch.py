@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autoshard.verification.distance import finite, furthest, norm
 from model_case import Batch, Case
 from models import CASES
-from side_by_side import whole
+from side_by_side import difference, difference_by_norm
 
 Sizes = dict[str, int]
 
@@ -61,16 +62,18 @@ def compare(model: nn.Module, serial: nn.Module, worst: dict[str, Any]) -> None:
     """Each gradient relative to its own norm, or to a thirtieth of the largest where that is more:
     some (a bias before BatchNorm, of an attention's keys) are nothing but rounding of its terms."""
     wanted = dict(serial.named_parameters())
-    floor = max(float(p.grad.norm()) for p in wanted.values() if p.grad is not None) / 30
+    assert dict(model.named_parameters()).keys() == wanted.keys()
+    floor = max(norm(finite(p.grad)) for p in wanted.values() if p.grad is not None) / 30
     for key, p in model.named_parameters():
         want = wanted[key].grad
         assert (p.grad is None) == (want is None), f"{key}: gradient {p.grad}, serial {want}"
         if want is None or p.grad is None:
             continue
         assert isinstance(p.grad, DTensor) and p.grad.placements == p.placements, key
-        error = float((whole(p.grad) - want).norm()) / max(float(want.norm()), floor)
-        if error > worst["gradient"]:
-            worst["gradient"], worst["where"] = error, key
+        error = difference_by_norm(p.grad, want, floor)
+        worst["gradient"] = furthest([worst["gradient"], error])
+        if worst["gradient"] == error:
+            worst["where"] = key
 
 
 def train(
@@ -119,22 +122,20 @@ def train(
             with autoshard.no_sync(compiled) if early else contextlib.nullcontext():
                 loss = case.loss(compiled, part(batch, ranks, rank))
                 (loss / count).backward()
-            worst["loss"] = max(worst["loss"], float(abs(loss - expected) / abs(expected)))
+            worst["loss"] = furthest([worst["loss"], difference(loss, expected)])
         compare(model, serial, worst)
-        norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        found = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         want = torch.nn.utils.clip_grad_norm_(serial.parameters(), 1.0)
-        worst["norm"] = max(worst["norm"], float(abs(norm - want) / want))
+        worst["norm"] = furthest([worst["norm"], difference(found, want)])
         for one in (optimizer, reference):
             one.step()
             one.zero_grad()
     wanted = dict(serial.named_parameters())
-    worst["parameter"] = max(
-        float((whole(p) - wanted[key]).abs().max() / wanted[key].abs().max().clamp(min=1.0))
-        for key, p in model.named_parameters()
+    worst["parameter"] = furthest(
+        difference(p, wanted[key], 1.0) for key, p in model.named_parameters()
     )
-    worst["buffer"] = max(
-        (float((b - buffers[rank][key]).abs().max()) for key, b in model.named_buffers()),
-        default=0.0,
+    worst["buffer"] = furthest(
+        [0.0, *(difference(b, buffers[rank][key], 1.0) for key, b in model.named_buffers())]
     )
     worst["programs"] = len(autoshard.programs(model))
     worst["local"] = sum(

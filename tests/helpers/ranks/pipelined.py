@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.planning import Plan
+from autoshard.verification.distance import furthest
 from model_case import SEQ, Batch, Case
 from models import CASES
 from side_by_side import Pair, difference, whole
@@ -108,7 +109,7 @@ def moved(
     step()
     other_step()
     pairs = zip(model.parameters(), other.parameters())
-    return max(difference(a, whole(b)) for a, b in pairs)
+    return furthest(difference(a, whole(b)) for a, b in pairs)
 
 
 def read(name: str, mesh: dict[str, int]) -> dict[str, Any]:
@@ -132,7 +133,8 @@ def read(name: str, mesh: dict[str, int]) -> dict[str, Any]:
     except (autoshard.AutoshardError, RuntimeError) as error:
         found["again"] = str(error)
     state = autoshard.full_state_dict(model, rank0_only=False)
-    found["state"] = max(difference(state[key], value) for key, value in before.items())
+    assert state.keys() == before.keys()
+    found["state"] = furthest(difference(state[key], value) for key, value in before.items())
     p = next(model.parameters())
     found["sum"] = difference(p.sum(), before[next(iter(before))].sum())
     with torch.no_grad():

@@ -65,17 +65,18 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def assert_same(model: nn.Module, serial: nn.Module, tolerance: float = 1e-6) -> None:
     """Values and gradients of every parameter, by name."""
+    close: Any = functools.partial(
+        torch.testing.assert_close, rtol=tolerance, atol=tolerance, equal_nan=True
+    )
     expected = dict(serial.named_parameters())
     assert [n for n, _ in model.named_parameters()] == list(expected)
     for name, p in model.named_parameters():
-        torch.testing.assert_close(whole(p), expected[name], rtol=tolerance, atol=tolerance)
+        close(whole(p), expected[name], msg=name)
         if expected[name].grad is None:
             assert p.grad is None, name
         else:
             assert isinstance(p.grad, DTensor) == isinstance(p, DTensor), name
-            torch.testing.assert_close(
-                whole(p.grad), expected[name].grad, rtol=tolerance, atol=tolerance, msg=name
-            )
+            close(whole(p.grad), expected[name].grad, msg=name)
 
 
 def local_fraction(model: nn.Module) -> float:

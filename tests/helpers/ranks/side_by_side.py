@@ -10,6 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autoshard.verification import distance
+from autoshard.verification.distance import finite, furthest, largest, norm
+
 TOLERANCE = 1e-5
 
 Loss = Callable[[Any], torch.Tensor]
@@ -20,10 +23,17 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def difference(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The largest difference relative to the largest entry wanted."""
-    scale = float(want.detach().abs().max()) or 1.0
-    return float((whole(got).detach() - want.detach()).abs().max()) / scale
+def difference(got: torch.Tensor, want: torch.Tensor, floor: float = 0.0) -> float:
+    """The largest difference relative to the largest entry wanted, or to a floor that is more;
+    infinite where shapes or dtypes differ, or which elements are no numbers."""
+    scale = max(largest(finite(want)), floor) or 1.0
+    return largest(distance.difference(whole(got), want)) / scale
+
+
+def difference_by_norm(got: torch.Tensor, want: torch.Tensor, floor: float = 0.0) -> float:
+    """The norm of the difference relative to that of what is wanted, or to a floor that is more."""
+    scale = max(norm(finite(want)), floor) or 1.0
+    return norm(distance.difference(whole(got), want)) / scale
 
 
 class Pair:
@@ -39,30 +49,32 @@ class Pair:
     def backward(self, loss: Loss) -> None:
         """Forward and backward of both; compares the losses."""
         got, want = loss(self.compiled), loss(self.serial)
-        self.loss = max(self.loss, difference(got, want))
+        self.loss = furthest([self.loss, difference(got, want)])
         got.backward()
         want.backward()
 
     def forward(self, output: Loss) -> None:
         """Both without backward; compares the outputs as losses."""
         got, want = output(self.compiled), output(self.serial)
-        self.loss = max(self.loss, difference(got, want))
+        self.loss = furthest([self.loss, difference(got, want)])
 
     def compare_gradients(self) -> None:
         """Every gradient relative to its own norm, or to a hundredth of the largest where that is
         more: the bias of an attention's keys has a gradient that is nothing but rounding."""
         wanted = dict(self.serial.named_parameters())
+        assert dict(self.model.named_parameters()).keys() == wanted.keys()
         grads = [p.grad for p in wanted.values() if p.grad is not None]
-        floor = 1e-2 * max(float(g.norm()) for g in grads)
+        floor = 1e-2 * max(norm(finite(g)) for g in grads)
         for name, parameter in self.model.named_parameters():
             got, want = parameter.grad, wanted[name].grad
             if want is None:
                 assert got is None or not whole(got).any(), f"{name}: serial has no gradient"
                 continue
             assert got is not None, f"{name}: no gradient"
-            error = float((whole(got) - want).norm()) / max(float(want.norm()), floor)
-            if not error <= self.gradient:
-                self.gradient, self.where = error, name
+            error = difference_by_norm(got, want, floor)
+            self.gradient = furthest([self.gradient, error])
+            if self.gradient == error:
+                self.where = name
 
     def train(self, losses: list[Loss], lr: float = 0.05) -> None:
         """One step of SGD for each loss."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from autoshard.program import Program
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.lockstep import run_ranks
 from autoshard.runtime.collectives.states import I, forward_value, gradient_value
+from autoshard.verification.distance import difference, finite, norm
 from autoshard.verification.program_check import join, split
 
 
@@ -82,9 +84,5 @@ def sharded_step(program: Program, values: Sequence[Any], seed: int = 0) -> Step
 def error(got: Step, want: Step) -> float:
     """The norm of the difference of all gradients relative to the norm of those wanted."""
     assert set(got.gradients) == set(want.gradients)
-    difference = sum(
-        (got.gradients[name].double() - grad.double()).square().sum()
-        for name, grad in want.gradients.items()
-    )
-    norm = sum(grad.double().square().sum() for grad in want.gradients.values())
-    return float(torch.as_tensor(difference / norm).sqrt())
+    apart = [norm(difference(got.gradients[k], grad)) for k, grad in want.gradients.items()]
+    return math.hypot(*apart) / math.hypot(*(norm(finite(g)) for g in want.gradients.values()))

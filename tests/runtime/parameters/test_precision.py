@@ -17,7 +17,9 @@ from autoshard.errors import ConfigError
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.lockstep import run_ranks
 from autoshard.runtime.collectives.redistribution import reduce_wide
+from autoshard.verification.distance import furthest
 from joined_batch import Sizes, part, whole
+from side_by_side import difference
 from token_net import Net, batch
 
 DDP = {"dp_replicate": 2}
@@ -178,7 +180,7 @@ def run(sizes: Sizes, options: dict[str, Any], micro: int) -> dict[str, Any]:
             assert isinstance(p.grad, DTensor) and p.grad.dtype is F32
             got = whole(p.grad)
             exact = exact and torch.equal(got, want.float())
-            worst = max(worst, float((got - want).abs().max() / want.abs().max()))
+            worst = furthest([worst, difference(got, want.float())])
     eager = float(whole(compiled._orig_mod(batch(0)).detach()))
     low = {k: p.to(p.dtype) for k, p in serial.named_parameters()}
     return {

@@ -25,6 +25,10 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """The largest relative difference of a token's outputs, by norm, that rounding makes."""
 
 _TOKENS, _PROMPT = 12, 6
+_REMEDY = (
+    "Export without a cache (no max_length), and report the model: its graph was taken for one "
+    "that a cache can continue."
+)
 
 
 def whole_graph(gm: fx.GraphModule) -> fx.GraphModule:
@@ -173,9 +177,15 @@ def _part(
 
 def _compare(name: str, have: torch.Tensor, want: torch.Tensor, start: int) -> None:
     tolerance = TOLERANCE.get(want.dtype, 0.0)
+    if have.shape != want.shape:
+        raise export_error(
+            f"token {start} with the cache has {name} of shape {[*have.shape]}, in the whole "
+            f"sequence {[*want.shape]}",
+            remedy=_REMEDY,
+        )
     for i, (one, other) in enumerate(zip(have.flatten(1).double(), want.flatten(1).double())):
         finite = other.isfinite()
-        same = torch.equal(finite, one.isfinite())
+        same = torch.allclose(one[~finite], other[~finite], rtol=0, atol=0, equal_nan=True)
         error = float((one - other)[finite].norm() / other[finite].norm().clamp_min(1e-30))
         if same and error <= tolerance:
             continue
@@ -184,6 +194,5 @@ def _compare(name: str, have: torch.Tensor, want: torch.Tensor, start: int) -> N
             f"token {start + i} with the cache is not the token of the whole sequence: {name} "
             f"differs by {error:.2g} of its norm, {tolerance:.2g} is rounding; the largest is "
             f"entry {tokens[0]}, not {tokens[1]}",
-            remedy="Export without a cache (no max_length), and report the model: its graph was "
-            "taken for one that a cache can continue.",
+            remedy=_REMEDY,
         )
