@@ -104,8 +104,8 @@ def _largest(node: ast.AST) -> bool:
             floor = any(isinstance(a, ast.Constant) for a in node.args)
             return _measures(node) and not floor
         case ast.Assign(targets=[target], value=value):
-            own = ast.unparse(target)
             calls = [each for each in ast.walk(value) if _is_call(each, "max")]
+            own = ast.unparse(target) if calls else ""
             again = any(own == ast.unparse(a) for c in calls for a in ast.walk(c))
             return again and not _SIZES.fullmatch(own)
     return any(
