@@ -57,4 +57,5 @@ from autoshard.runtime.collectives.states import (
     placement_words,
     shard_dim,
     step,
+    with_dim,
 )

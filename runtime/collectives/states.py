@@ -64,6 +64,11 @@ def shard_dim(state: State) -> int | None:
     return int(state[2:-1]) if state[0] in "SZ" else None
 
 
+def with_dim(state: State, dim: int) -> State:
+    """A state S(d) or Z(d) of another dim: the order of the rows is kept."""
+    return f"{state[0]}({dim})"
+
+
 def is_head_tail(state: State) -> bool:
     """Whether the state is Z(d)."""
     return state[0] == "Z"

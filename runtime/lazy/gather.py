@@ -17,27 +17,18 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autoshard.runtime import compat
-from autoshard.runtime.collectives import (
-    Axis,
-    I,
-    P,
-    S,
-    State,
-    convert,
-    gradient_state,
-    redistribute,
-    shard_dim,
-)
+from autoshard.runtime.collectives import Axis, I, P, S, State, chunk_size, shard_dim
 from autoshard.runtime.lazy.part_operators import (
     COPIES,
     FILLS,
     JOINS,
     VIEWS,
+    OnPart,
     argmax_of_parts,
     on_part,
     split_dim_of_join,
 )
-from autoshard.runtime.lazy.part_or_whole import OuterPart, PartOrWhole, ViewOfPart
+from autoshard.runtime.lazy.part_or_whole import OuterPart, PartOf, PartOrWhole, ViewOfPart
 
 aten = torch.ops.aten
 
@@ -73,8 +64,8 @@ class LazyGather(torch.Tensor):
     def state_on(self, axis: Axis) -> State:
         """The state of the values on an axis; I on another one than theirs, and of parts on two
         axes, which no graph takes so."""
-        alone = self._value.axis == axis and self._value.outer is None
-        return self._value.state if alone else I
+        place = self._value.part_of
+        return place.state if place.axis == axis and place.outer is None else I
 
     @property
     def part(self) -> torch.Tensor:
@@ -138,19 +129,18 @@ class LazyGather(torch.Tensor):
     def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
         if self.gathered:
             return repr(self.full_tensor())
-        value = self._value
-        also = "" if value.outer is None else f", {value.outer[0]} on {value.outer[1].name}"
+        state, axis, _, outer = self._value.part_of
+        also = "" if outer is None else f", {outer[0]} on {outer[1].name}"
         return (
-            f"LazyGather(shape={tuple(self.shape)}, dtype={self.dtype}, {value.state} on "
-            f"{value.axis.name}{also}; call .full_tensor() on every rank for its values)"
+            f"LazyGather(shape={tuple(self.shape)}, dtype={self.dtype}, {state} on "
+            f"{axis.name}{also}; call .full_tensor() on every rank for its values)"
         )
 
     # Dynamo compares the flattened form at different times: it must not depend on whether the
     # values have been read.
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        value = self._value
-        return ["_local"], (value.state, value.axis, value.extent, None, value.outer)
+        return ["_local"], self._value.part_of
 
     @property
     def _local(self) -> torch.Tensor:
@@ -160,7 +150,7 @@ class LazyGather(torch.Tensor):
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: Any, shape: Any, stride: Any
     ) -> LazyGather:
-        return LazyGather(PartOrWhole(inner["_local"], *context), shape, False, stride)
+        return LazyGather(PartOrWhole(inner["_local"], context), shape, False, stride)
 
 
 class Arrivals:
@@ -187,7 +177,7 @@ class Arrivals:
 def give_back(taken: Sequence[tuple[PartOrWhole, torch.Tensor]]) -> None:
     """Write parts that a graph has changed into wholes that somebody has read before."""
     for value, part in taken:
-        value.read().copy_(convert(part, value.state, I, value.axis, value.extent))
+        value.read().copy_(value.part_of.gather(part))
 
 
 def wrap_outputs(
@@ -230,27 +220,16 @@ def lazy(
     """This rank's part in state S(d) or P as a LazyGather of the whole; differentiable."""
     if extent is not None and extent % axis.size == 0:
         extent = None
+    part_of = PartOf(state, axis, extent, outer)
     if local.requires_grad and torch.is_grad_enabled():
-        return _Wrap.apply(local, state, axis, extent, outer)  # type: ignore[no-any-return]
-    return _wrap(local, state, axis, extent, outer=outer)
+        return _Wrap.apply(local, part_of)  # type: ignore[no-any-return]
+    return _wrap(local, part_of)
 
 
-def _wrap(
-    local: torch.Tensor,
-    state: State,
-    axis: Axis,
-    extent: int | None,
-    dtype: torch.dtype | None = None,
-    outer: OuterPart = None,
-) -> LazyGather:
-    shape = list(local.shape)
-    dim = shard_dim(state)
-    if dim is not None:
-        shape[dim] = shape[dim] * axis.size if extent is None else extent
-    if outer is not None and (dim := shard_dim(outer[0])) is not None:
-        shape[dim] *= outer[1].size
-    value = PartOrWhole(local.detach(), state, axis, extent, dtype, outer)
-    return LazyGather(value, shape, False)
+def _wrap(local: torch.Tensor, part_of: PartOf, dtype: torch.dtype | None = None) -> LazyGather:
+    if part_of.extent is not None:  # of a part of one row or none strides say nothing: ranks would
+        local = local.contiguous()  # decide unlike what a view is of
+    return LazyGather(PartOrWhole(local.detach(), part_of, dtype), part_of.shape(local), False)
 
 
 ON_PARTS = (*COPIES, *VIEWS, *JOINS, *FILLS, aten.argmax.default)
@@ -267,8 +246,8 @@ def _on_part(func: Any, args: Any, kwargs: Any) -> Any:
         return None
     if any(isinstance(one, LazyGather) for one in pytree.tree_leaves(rest)):
         return None
-    value, dim = source._value, shard_dim(source._value.state)
-    if dim is None or value.outer is not None:
+    value, dim = source._value, source._value.part_of.dim
+    if dim is None:
         return None
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != source.device.type:
@@ -279,22 +258,22 @@ def _on_part(func: Any, args: Any, kwargs: Any) -> Any:
     if func is aten.argmax.default:
         return _argmax(source, *rest, **kwargs)
     found = on_part(func, source.shape, dim, value.local, rest)
-    if found is None or (func is aten.view.default and not value.local.is_contiguous()):
+    if found is None:
+        return None
+    if func is aten.view.default and not (source.is_contiguous() and value.local.is_contiguous()):
         return None
     if func in VIEWS:
-        return _view(source, func, rest, found.args, S(found.dim))
+        return _view(source, func, rest, found)
     part, whole = value.local, kwargs.get("dtype") or source.dtype
     if func is aten._to_copy.default and part.dtype.itemsize < whole.itemsize:
         kwargs = {**kwargs, "dtype": part.dtype}  # it is gathered in fewer bytes
     local = func(part, *found.args, **kwargs)
-    return _wrap(local, S(found.dim), value.axis, value.extent, whole)
+    return _wrap(local, value.part_of.along(found.dim), whole)
 
 
-def _view(
-    source: LazyGather, func: Any, args: Sequence[Any], of_part: Sequence[Any], state: State
-) -> LazyGather:
-    value, part = source._value, func(source._value.local, *of_part)
-    view = ViewOfPart(value, lambda whole: func(whole, *args), part, state)
+def _view(source: LazyGather, func: Any, args: Sequence[Any], found: OnPart) -> LazyGather:
+    value, part = source._value, func(source._value.local, *found.args)
+    view = ViewOfPart(value, lambda whole: func(whole, *args), part, found.dim)
     shown = torch.empty_strided(source.shape, source.stride(), device="meta", dtype=source.dtype)
     shown = func(shown, *args)
     return LazyGather(view, shown.shape, False, shown.stride())
@@ -305,27 +284,27 @@ def _joined(func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyGat
     which `cat` passes over."""
     joined = [one for one in tensors if func is aten.stack.default or one.shape != (0,)]
     values = [one._value for one in joined if isinstance(one, LazyGather) and not one.gathered]
-    if len(values) < len(joined) or len({one.dtype for one in tensors}) > 1:
+    if not values or len(values) < len(joined) or len({one.dtype for one in tensors}) > 1:
         return None
-    first, *others = values
-    split = shard_dim(first.state)
-    if split is None or any(one.outer is not None for one in values):
+    part_of = values[0].part_of
+    if part_of.dim is None or any(one.part_of != part_of for one in values):
         return None
-    alike = (first.state, first.axis, first.extent)
-    if any((one.state, one.axis, one.extent) != alike for one in others):
-        return None
-    after = split_dim_of_join(func, joined[0].dim(), split, dim)
+    after = split_dim_of_join(func, joined[0].dim(), part_of.dim, dim)
     if after is None:
         return None
-    return _wrap(func([one.local for one in values], dim), S(after), first.axis, first.extent)
+    return _wrap(func([one.local for one in values], dim), part_of.along(after))
 
 
 def _argmax(source: LazyGather, dim: int | None = None, keepdim: bool = False) -> Any:
     value = source._value
-    if dim is None or dim % source.dim() != shard_dim(value.state):
+    state, axis, *_ = value.part_of
+    if dim is None or state != S(dim % source.dim()):  # in another order, its places are others
         return None
     dim %= source.dim()
-    return argmax_of_parts(value.local, dim, keepdim, value.axis, source.shape[dim])
+    rows = source.shape[dim]
+    if not source.is_floating_point() or chunk_size(rows, axis.size) * (axis.size - 1) >= rows:
+        return None  # a rank without rows has no greatest
+    return argmax_of_parts(value.local, dim, keepdim, axis, rows)
 
 
 def _read(tensor: LazyGather) -> torch.Tensor:
@@ -338,25 +317,16 @@ def _look(tensor: LazyGather) -> torch.Tensor:
 
 class _Wrap(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        local: torch.Tensor,
-        state: State,
-        axis: Axis,
-        extent: int | None,
-        outer: OuterPart,
-    ) -> LazyGather:
-        ctx.of = [(state, axis)] if outer is None else [outer, (state, axis)]
-        return _wrap(local, state, axis, extent, outer=outer)
+    def forward(ctx: Any, local: torch.Tensor, part_of: PartOf) -> LazyGather:  # type: ignore[override]
+        ctx.part_of = part_of
+        return _wrap(local, part_of)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         # whoever reads the whole does so on every rank alike: its gradient is replicated
         if isinstance(grad, LazyGather):
             grad = grad.full_tensor()
-        for state, axis in ctx.of:
-            grad = redistribute(grad, I, gradient_state(state), axis)
-        return grad, None, None, None, None
+        return ctx.part_of.cut_gradient(grad), None
 
 
 class _Read(torch.autograd.Function):

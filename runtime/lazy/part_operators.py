@@ -75,9 +75,13 @@ def on_part(
     if func is aten.index.Tensor:
         return _indexed(dim, args)
     if func is aten.expand.default:
+        if shape[dim] == 1:  # to be repeated along the split dim
+            return None
         return _with_size(args, dim + len(args[0]) - rank, local.shape[dim])
-    after = _dim_of_view(shape, dim, args[0])
-    return None if after is None else _with_size(args, after, local.shape[dim])
+    known = math.prod(size for size in args[0] if size != -1)
+    sizes = [math.prod(shape) // known if size == -1 else size for size in args[0]]
+    after = _dim_of_view(shape, dim, sizes)
+    return None if after is None else _with_size((sizes,), after, local.shape[dim])
 
 
 def split_dim_of_join(func: Any, rank: int, dim: int, along: int) -> int | None:
@@ -98,11 +102,9 @@ def _with_size(args: tuple[Any, ...], dim: int, size: int) -> OnPart:
 
 def _dim_of_view(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> int | None:
     """The dim of a view that is `dim` of the whole, unsplit and joined to no other."""
-    known = math.prod(size for size in sizes if size != -1)
-    found = [math.prod(shape) // known if size == -1 else size for size in sizes]
     before = math.prod(shape[:dim])
-    for after, size in enumerate(found):
-        if size == shape[dim] and math.prod(found[:after]) == before:
+    for after, size in enumerate(sizes):
+        if size == shape[dim] and math.prod(sizes[:after]) == before:
             return after
     return None
 

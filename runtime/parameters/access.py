@@ -190,6 +190,11 @@ class Stored:
 class StoredRNN(Stored):
     """The RNN family keeps its weights in a second list, and in weak references to them."""
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(protocol)
+        reduced[2]["_flat_weights"] = self._flat_weights  # where it loads there is no property
+        return reduced
+
     @property
     def _flat_weights(self) -> list[Any]:
         names: list[str] = self._flat_weights_names  # type: ignore[attr-defined]

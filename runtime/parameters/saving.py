@@ -32,7 +32,8 @@ _REMEDY = (
 def full_state_dict(
     source: nn.Module | Optimizer | Mapping[str, Any], *, rank0_only: bool = True
 ) -> dict[str, Any]:
-    """The state dict with whole tensors on the CPU in place of stored ones, to be saved.
+    """The state dict with whole tensors on the CPU in place of stored ones, to be saved: copies,
+    which the next step leaves as they are.
 
     source: a model, an optimizer, or a state dict of one, also inside of other containers. Every
     rank calls it; the mesh's first rank gets the state, the others an empty dict, or all the state
@@ -48,20 +49,32 @@ def full_state_dict(
     keeps = not rank0_only or _is_first(axes)
     wholes: dict[Any, torch.Tensor] = {}
 
-    def whole(x: DTensor) -> Any:
-        # by the part's storage, not the object: state_dict() makes two objects of a tied parameter
-        key = compat.storage_key(compat.local_of(x)), x.shape, x.dtype, tuple(x.placements)
+    def whole(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if x.layout is not torch.strided:
+            return x.detach().clone()
+        own = compat.local_of(x) if isinstance(x, DTensor) else x
+        # by the storage, not the object: state_dict() makes two objects of a tied parameter
+        at = compat.storage_key(own), own.storage_offset(), own.stride()
+        key = at, x.shape, x.dtype, tuple(x.placements) if isinstance(x, DTensor) else None
         if key not in wholes:
             with torch.no_grad():
-                gathered = unsharded(x).detach()
-            wholes[key] = gathered.cpu() if keeps else gathered.new_empty(0)
+                made = unsharded(x).detach() if isinstance(x, DTensor) else x.detach()
+            wholes[key] = _copied(made, own) if keeps else made.new_empty(0)
         return wholes[key]
 
     split = {axis for leaf in leaves if isinstance(leaf, DTensor) for axis in gathered_axes(leaf)}
     met = [axis for axis in axes if axis in split]
     with announced("gathering of a state dict", met, _REMEDY):
-        leaves = [whole(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
+        leaves = [whole(leaf) for leaf in leaves]
     return pytree.tree_unflatten(leaves, tree) if keeps else {}
+
+
+def _copied(whole: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """The whole on the CPU, in memory other than that of the tensor it was made of."""
+    copied = whole.cpu()
+    return copied.clone() if compat.same_storage(copied, own) else copied
 
 
 def _axes(leaves: list[Any]) -> tuple[Axis, ...]:

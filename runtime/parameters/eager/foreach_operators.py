@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import compat
 from autoshard.runtime.parameters.eager.gathering import unsharded
+from autoshard.runtime.parameters.eager.partial_reductions import resolved
 from autoshard.runtime.parameters.layout import like, part_like
 
 
@@ -28,6 +29,9 @@ def apply_to_lists(
     if any(ours) and not all(ours):
         return _apart(func, ours, args, kwargs)
     with compat.plain_attributes(), torch.no_grad():
+        for x in first:
+            if not x.dim() and type(x) is cls:
+                resolved(x)
         if not any(ours):
             return func(*map(_whole, args), **_values(kwargs, _whole))
 
@@ -75,10 +79,11 @@ def _part(x: torch.Tensor, first: DTensor) -> torch.Tensor:
     """The part of `x` that goes with the part of `first`."""
     if not isinstance(x, DTensor):
         return x if x.dim() == 0 or x.shape != first.shape else compat.local_of(part_like(x, first))
+    if x.dim() == 0:
+        return compat.local_of(resolved(x))
     if (
         compat.spec_of(x) is compat.spec_of(first)
         or compat.spec_of(x).placements == compat.spec_of(first).placements
-        or x.dim() == 0
     ):
         return compat.local_of(x)
     return compat.local_of(part_like(unsharded(x), first))

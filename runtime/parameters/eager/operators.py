@@ -26,7 +26,7 @@ from autoshard.runtime.errors import AutoshardError, message
 from autoshard.runtime.parameters.eager import operator_names as names
 from autoshard.runtime.parameters.eager.foreach_operators import apply_to_lists
 from autoshard.runtime.parameters.eager.gathering import unsharded
-from autoshard.runtime.parameters.eager.partial_reductions import is_partial, stacked
+from autoshard.runtime.parameters.eager.partial_reductions import is_partial, resolved, stacked
 from autoshard.runtime.parameters.eager.whole_views import keep_views
 from autoshard.runtime.parameters.layout import (
     from_first_rank,
@@ -58,8 +58,10 @@ def apply(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, 
     if kwargs.get("out") is not None:
         return _into(cls, func, args, dict(kwargs))
     op, writes = names.operator(name)
-    if writes and args and isinstance(args[0], torch.Tensor) and type(args[0]) is not cls:
-        return _on_whole(cls, func, args, kwargs)
+    if writes and args and isinstance(args[0], torch.Tensor):
+        if type(args[0]) is not cls:
+            return _on_whole(cls, func, args, kwargs)
+        resolved(args[0])
     found = NotImplemented
     if op in names.ELEMENTWISE and (args or not writes):
         found = _on_parts(cls, func, op, writes, args, kwargs)
@@ -121,6 +123,7 @@ def assign(x: DTensor, value: torch.Tensor) -> None:
     Not a copy into the old storage, which another tensor may have been told to keep: the values of
     before, to be set back after an evaluation of averaged ones.
     """
+    resolved(x)
     with compat.plain_attributes(), torch.no_grad():
         new = value.detach()
         if not isinstance(new, DTensor):
@@ -283,7 +286,7 @@ def _write(
 
 
 def _draw_like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    x = args[0]
+    x = resolved(args[0])
     whole = func(compat.local_of(x).new_empty(x.shape), *args[1:], **kwargs)
     with compat.plain_attributes(), torch.no_grad():
         return part_like(from_first_rank(whole, x.device_mesh), x)

@@ -21,12 +21,16 @@ def is_partial(x: DTensor) -> bool:
 
 
 def resolved(x: DTensor) -> DTensor:
-    """`x`, reduced where it is Partial."""
+    """`x`, reduced where it is Partial: once, so that what writes to it writes to the sum."""
     if not is_partial(x):
         return x
     with compat.plain_attributes():
         placements = [Replicate() if p.is_partial() else p for p in x.placements]
-        return x.redistribute(placements=placements)
+        found = x.redistribute(placements=placements)
+        if x.requires_grad:  # its history is of the addend
+            return found
+        compat.set_stored(x, found)
+        return x
 
 
 def stacked(cls: type[DTensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -23,6 +23,7 @@ from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters.eager import operators
 from autoshard.runtime.parameters.eager.gathering import unsharded
 from autoshard.runtime.parameters.eager.operators import assign
+from autoshard.runtime.parameters.eager.partial_reductions import resolved
 from autoshard.runtime.parameters.layout import home_of, like, local_bounds, stored_states
 from autoshard.runtime.parameters.record import copy_record
 
@@ -78,14 +79,15 @@ class StoredTensor(DTensor):
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole, as DTensor's own."""
-        if home_of(self) is None:
-            return super().full_tensor(grad_placements=grad_placements)
-        return unsharded(self)
+        x = resolved(self)
+        if home_of(x) is None:
+            return DTensor.full_tensor(x, grad_placements=grad_placements)
+        return unsharded(x)
 
     # What torch.distributed.checkpoint asks of a tensor: DTensor has no placement of one rank alone
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        if home_of(self) is None:
+        if home_of(resolved(self)) is None:
             return super().__create_write_items__(fqn, object)  # type: ignore[no-any-return]
         return [
             WriteItem(
@@ -101,7 +103,7 @@ class StoredTensor(DTensor):
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        if home_of(self) is None:
+        if home_of(resolved(self)) is None:
             return super().__create_chunk_list__()  # type: ignore[no-any-return]
         bounds = local_bounds(self.shape, stored_states(self), axes_of(self.device_mesh))
         sizes = torch.Size([high - low for low, high in bounds])

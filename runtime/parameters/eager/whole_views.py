@@ -87,6 +87,21 @@ class WholeView(torch.Tensor):
             out = marked(out, source)
         return out
 
+    # copies and files are of the values: nobody writes to the stored tensor through them
+
+    @compat.never_a_frame
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+    @compat.never_a_frame
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo.setdefault(id(self), self._plain().clone())
+
+    def _plain(self) -> torch.Tensor:
+        self._source.refresh()
+        with compat.plain_attributes():
+            return self.detach().as_subclass(torch.Tensor)
+
 
 def keep_views(out: Any, wholes: Iterable[tuple[DTensor, torch.Tensor]]) -> Any:
     """`out`, its tensors that are views of a gathered whole as WholeViews."""

@@ -23,12 +23,12 @@ ROWS = 15  # which two ranks do not divide
 
 
 def models(axis: str) -> tuple[nn.Sequential, nn.Sequential]:
-    """A model stored by rows, by columns and whole, and the same one as it was."""
+    """A model stored by rows, by columns and, on dp_replicate, whole; the same one as it was."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, ROWS), nn.GELU(), nn.Linear(ROWS, 4))
     serial = copy.deepcopy(model)
     first, last = model[0], model[2]
-    states = {first.weight: "S(0)", first.bias: "S(0)", last.weight: "S(1)", last.bias: "I"}
+    states = {first.weight: "S(0)", first.bias: "S(0)", last.weight: "S(1)", last.bias: "S(0)"}
     if axis == "dp_replicate":
         states = dict.fromkeys(states, "I")
     mesh = init_mesh({axis: 2}, "cpu")
@@ -137,6 +137,35 @@ def files(model: nn.Sequential) -> list[Any]:
     return [*again.parameters(), *copy.deepcopy(model).parameters()]
 
 
+def sums_written_to(model: nn.Sequential) -> list[Any]:
+    """Norms, means and extremes, of which each rank has its share until something looks at them."""
+    model(batch()).square().mean().backward()
+    grad, found = model[2].bias.grad, []
+    sums = (torch.norm, torch.mean, torch.sum, torch.amax, torch.min, lambda g: g.norm(p=1))
+    writes: tuple[Callable[[torch.Tensor], Any], ...] = (
+        lambda n: n.clamp_(min=0.01).mul_(0.5),
+        lambda n: n.add_(1e-2),
+        lambda n: n.copy_(torch.tensor(2.0)),
+        lambda n: n.__setitem__(..., 3.0),
+        lambda n: n.view(1).mul_(2),
+        lambda n: n.data.add_(1),
+        lambda n: n.masked_fill_(torch.tensor(True), 4.0),
+        lambda n: torch.add(n, 1, out=n),
+        lambda n: setattr(n, "data", torch.tensor(5.0)),
+        lambda n: found.append(torch.rand_like(n) * 0),
+        lambda n: torch._foreach_add_([n, n.clone()], 1.0),
+        lambda n: found.extend(torch._foreach_add([n, grad.norm()], [grad.max(), n])),
+        lambda n: grad.mul_(n.clamp_(max=1.0)),
+    )
+    for total in sums:
+        for write in writes:
+            found.append(total(grad))
+            write(found[-1])
+    norms = list(torch._foreach_norm([p.grad for p in model.parameters()]))
+    torch._foreach_clamp_min_(norms, 0.1)
+    return [*found, *norms, *torch._foreach_mul(norms, 2.0), copy.deepcopy(grad.norm())]
+
+
 def initialised(model: nn.Sequential) -> None:
     first, last = model[0], model[2]
     nn.init.xavier_uniform_(first.weight)
@@ -168,6 +197,7 @@ CASES: dict[str, Case] = {
     "views": views,
     "data swapped": swapped,
     "files": files,
+    "sums written to": sums_written_to,
     "init": initialised,
     "leaf": refused(lambda m: m[0].weight.mul_(2)),
     "view of a leaf": refused(lambda m: m[0].weight[0].mul_(2)),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils import _pytree as pytree
 
 import autoshard
 from autoshard.errors import AutoshardError
@@ -73,6 +76,42 @@ def test_the_first_rank_gets_the_whole(gloo2: GlooPool) -> None:
     keys = ["embed.weight", "head.weight", "head.bias", "one.weight", "one.bias"]
     assert first == (keys, True, True, ["Tensor"])
     assert second == ([], True, True, [])
+
+
+def kept(axis: str | None) -> list[str]:
+    """Names of what a later step changes in a state dict that was made whole before."""
+    model = nn.Sequential(Tied(), nn.BatchNorm1d(4))
+    if axis is not None:
+        mesh = init_mesh({axis: 2}, "cpu")
+        rows = "S(0)" if axis == "dp_shard" else "I"
+        states = {p: {axis: rows if p.dim() > 1 else "I"} for p in model.parameters()}
+        shard_parameters(states, mesh, broadcast=True)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        sum(p.square().sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        for buffer in model.buffers():
+            buffer.add_(1)
+
+    step()
+    both = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state = autoshard.full_state_dict(both, rank0_only=False)
+    before = copy.deepcopy(state)
+    step()
+    changed = pytree.tree_map(
+        lambda x, y: not torch.equal(x, y) if torch.is_tensor(x) else x != y, state, before
+    )
+    tied = state["model"]["0.embed.weight"] is state["model"]["0.head.weight"]
+    paths = pytree.tree_flatten_with_path(changed)[0]
+    return [pytree.keystr(path) for path, x in paths if x] + ([] if tied else ["tied"])
+
+
+def test_a_state_dict_made_whole_is_a_copy(gloo2: GlooPool) -> None:
+    """Where a rank holds a part, where it holds the whole, and where nothing is stored."""
+    assert kept(None) == []
+    for axis in ("dp_shard", "dp_replicate", "tp"):
+        assert gloo2(kept, axis) == [[], []], axis
 
 
 def pretrained(folder: str) -> tuple[bool, list[str]]:
@@ -175,7 +214,8 @@ def test_saved_on_one_rank(gloo2: GlooPool, tmp_path: Path, how: str) -> None:
 
 
 def surgery() -> tuple[str, list[bool]]:
-    """What DDP says of a stored model, and parametrizations taken off, either way."""
+    """What DDP says of a stored model; parametrizations taken off, either way; copies and files of
+    modules that hold a parameter twice, and of what eager code makes of one."""
     model, plain = stored(Tied()), Tied()
     text = ""
     try:
@@ -189,10 +229,30 @@ def surgery() -> tuple[str, list[bool]]:
             parametrize.remove_parametrizations(one.one, "weight", leave_parametrized=leave)
         same.append(torch.allclose(model.one.weight.full_tensor(), plain.one.weight))
         same.append(type(model.one).__name__ == "Linear" and not model.one._modules)
+    x = torch.ones(2, 3, 4)
+    for rnn in (nn.LSTM(4, 3, proj_size=2), nn.GRU(4, 3, 2, bidirectional=True)):
+        want = rnn(x)[0]
+        stored(rnn)
+        copies = (copy.deepcopy(rnn), *through_files(rnn), *through_files([rnn])[1])
+        same += [torch.allclose(one(x)[0], want) for one in copies]
+    row, norm = plain.embed.weight.detach()[1], plain.one.weight.detach().norm()
+    view = model.embed.weight.data[1]
+    copies = (copy.deepcopy(view), *through_files(view))
+    view.add_(1)
+    same += [torch.equal(one, row) and type(one) is torch.Tensor for one in copies]
+    same += [torch.allclose(one, norm) for one in through_files(model.one.weight.data.norm())]
     return text, same
 
 
-def test_wrappers_and_parametrizations(gloo2: GlooPool) -> None:
+def through_files(what: Any) -> list[Any]:
+    """What pickle and torch.save read of what they wrote."""
+    file = io.BytesIO()
+    torch.save(what, file)
+    file.seek(0)
+    return [pickle.loads(pickle.dumps(what)), torch.load(file, weights_only=False)]
+
+
+def test_wrappers_parametrizations_and_copies(gloo2: GlooPool) -> None:
     for text, same in gloo2(surgery):
         assert text.startswith("DistributedDataParallel of a Tied whose parameters are stored")
-        assert same == [True] * 4
+        assert same == [True] * 17
