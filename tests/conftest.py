@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from exhaustive import is_left_to_others
+from exhaustive import drawn, is_left_to_others, seed
 from gloo_pool import COLLECTION, GlooPool
 
 # Before anything imports torch: the suite runs several processes on few cores, and never
@@ -25,10 +25,24 @@ gc.set_threshold(*COLLECTION)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark those of the slow tests that `exhaustive.py` lists."""
-    for item in items:
-        if item.get_closest_marker("slow") and is_left_to_others(item.nodeid):
+    """Mark those of the slow tests that `exhaustive.py` lists, but those that it draws."""
+    left = [
+        item
+        for item in items
+        if item.get_closest_marker("slow")
+        and (is_left_to_others(item.nodeid) or item.get_closest_marker("exhaustive"))
+    ]
+    chosen = drawn([item.nodeid for item in left], seed())
+    for item in left:
+        item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "exhaustive"]
+        if item.nodeid not in chosen:
             item.add_marker(pytest.mark.exhaustive)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """What repeats this draw of rows."""
+    del config
+    return [f"rows of tests/exhaustive.py are drawn by AUTOSHARD_ROWS={seed() or '(none)'}"]
 
 
 @pytest.fixture(autouse=True)

@@ -2,11 +2,19 @@
 
 CI runs a row's neighbours: the same code, another model or mesh. Run these before a release, and
 after a change to what one is about (`make test-exhaustive ARGS="-k mixture"`).
+
+A share of them is drawn for CI by the commit, another at each: a third of the models that README
+lists and no other row holds, and `OTHERS` of all the rest.
 """
 
 from __future__ import annotations
 
+import os
+import random
 import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
 
 #: File, test, and what the row's id begins with (empty: every row). `training/test_scenarios.py`
 #: marks its own.
@@ -87,6 +95,11 @@ ROWS = {
         "test_equal": "mesh2",
     },
 }
+#: What README lists as tested and these rows alone hold, of which CI runs one in `SHARE`.
+LISTED = "tests/training/test_backend.py::test_other_models"
+SHARE = 3
+#: How many of all the other rows it runs: with `LISTED` about two minutes of two cores.
+OTHERS = 3
 _ID = re.compile(r"tests/(?P<file>[^:]+)::(?P<test>\w+)(?:\[(?P<row>.*\]))?$")
 
 
@@ -95,3 +108,23 @@ def is_left_to_others(test: str) -> bool:
     found = _ID.match(test)
     rows = ROWS.get(found["file"], {}).get(found["test"]) if found else None
     return rows is not None and re.match(rows, found["row"] or "") is not None  # type: ignore[index]
+
+
+def seed() -> str:
+    """What the rows are drawn by: AUTOSHARD_ROWS, or the commit; empty, and none are, without."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
+    given = os.environ.get("AUTOSHARD_ROWS")
+    if given is None:
+        given = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return given
+
+
+def drawn(rows: Sequence[str], seed: str) -> set[str]:
+    """The ids, of the rows that CI leaves out, of those that it runs this time."""
+    if not seed:
+        return set()
+    draw, ordered = random.Random(seed), sorted(rows)
+    listed = [row for row in ordered if row.startswith(LISTED)]
+    others = [row for row in ordered if not row.startswith(LISTED)]
+    found = draw.sample(listed, -(-len(listed) // SHARE))
+    return {*found, *draw.sample(others, min(OTHERS, len(others)))}

@@ -22,6 +22,12 @@ OPEN = ("autoshard", "autoshard.runtime")
 Edges = Mapping[str, Set[str]]
 
 
+def module_of(name: str) -> str:
+    """The module of a file of the repository: runtime/mesh.py is autoshard.runtime.mesh."""
+    folder, *parts = Path(name).with_suffix("").parts
+    return ".".join((PACKAGES[folder], *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
 def imported_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of each import outside of TYPE_CHECKING; `from a import b` gives a.b."""
     for node in ast.iter_child_nodes(tree):

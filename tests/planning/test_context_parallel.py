@@ -219,6 +219,13 @@ def test_a_region_is_in_head_tail_order_where_all_of_it_can_be(outputs: str) -> 
         assert again[0].plan.text() == made[0].plan.text()
 
 
+def test_a_length_that_twice_the_ranks_do_not_divide_stays_contiguous() -> None:
+    batch = {name: value[:1, :6] for name, value in CASES["llama"].make_batch(0).items()}
+    made, values = programs(model_of("llama"), [batch], [{"cp": 2}], "cpu")
+    assert "4 does not divide the rows" in made[0].decisions.unbalanced[0]
+    assert verify_program(made[0], values[0]).worst[1] < 1e-5
+
+
 def test_lengths_that_change_are_split() -> None:
     """Symbolic ones in contiguous parts."""
     batch = CASES["llama"].make_batch(0)

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,11 +15,16 @@ from torch import nn
 import autoshard
 from autoshard.errors import ConfigError
 from autoshard.mesh_search import search_meshes
+from autoshard.planning.batch_axis import weights as batch_weights
+from autoshard.planning.batch_axis.weights import BatchAxis
 from autoshard.planning.cost import Cluster, cluster
 from autoshard.planning.cost.clusters import Efficiency
 from autoshard.planning.cost.machines import Link
 from autoshard.planning.estimate import Layout, Training, host_update
+from autoshard.planning.estimate.activations import SavedForBackward
+from autoshard.planning.estimate.memory import RankHolds, footprint
 from autoshard.planning.estimate.weights import Weight
+from autoshard.runtime.collectives import TWICE
 
 WEIGHTS = [
     Weight(name=f"w{i}", shape=(1000, 1000), itemsize=2, trained=i < 10, use=i, again=True)
@@ -136,3 +142,23 @@ def test_a_budget_counts_what_stays_on_the_device() -> None:
     assert fits.memory().peak <= budget
     with pytest.raises(autoshard.AutoshardError, match="no plan fits memory_budget"):
         trace(mesh={"tp": 2}, memory_budget=budget)
+
+
+def test_buffers_are_a_part_of_what_a_rank_holds() -> None:
+    kept = RankHolds(weights=(), activations=SavedForBackward(5, 3), buffers=7)
+    found = footprint(kept, Layout(), Training())
+    assert (found.activations, found.buffers, found.total) == (8, 7, 15)
+
+
+def test_a_choice_for_a_weight_is_charged_for_its_update() -> None:
+    """AdamW's pass over a half of 64 elements: the gradient is read, the weight and both moments
+    are read and written."""
+    weight = Weight(name="w", shape=(8, 8), itemsize=4, trained=True, use=0, again=True)
+    axes: Any = mock.Mock(second=0.0, layout=Layout(shard=2))
+    axes.weight.return_value, axes.took.return_value = weight, 0.0
+    with (
+        mock.patch.object(BatchAxis, "_possible", lambda *_: [TWICE]),
+        mock.patch.object(batch_weights, "_is_read_in_backward", lambda node: True),
+    ):
+        charged = BatchAxis(axes=axes, bandwidth=100.0).charges(mock.Mock(), "I", 0.0)
+    assert charged == {TWICE: pytest.approx(32 * 4 * (1 + 2 * 3) / 100.0)}

@@ -107,3 +107,16 @@ def test_ranks_that_run_different_collectives_are_told() -> None:
 
     with pytest.raises(RuntimeError, match="ranks disagree on the collective"):
         run_ranks(2, rank)
+
+
+def test_a_rank_to_which_no_row_travels_has_a_row_of_zeros() -> None:
+    """Kernels of GPUs take no tensor without rows."""
+
+    def rank(axis: Axis) -> torch.Tensor:
+        counts = torch.tensor([[2, 0], [2, 2]] if axis.rank == 0 else [[2, 0], [0, 0]])
+        sent = torch.full((2, 3), float(axis.rank + 1))
+        return torch.ops.autoshard.dispatch_rows(sent, counts, 2, axis.rank, axis.group)
+
+    first, second = run_ranks(2, rank)
+    assert first.tolist() == [[1.0] * 3] * 2 + [[2.0] * 3] * 2
+    assert second.tolist() == [[0.0] * 3]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from autoshard.runtime.offloading import staging
 from autoshard.runtime.offloading.staging import Copies, Staged, Staging
+from autoshard.runtime.operators import host_memory
 
 
 def given(count: int = 7) -> list[Staged]:
@@ -126,3 +128,13 @@ def test_the_streams_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         *("host waits for there 4", "copy on back"),
         *("now waits for there", "now waits for back"),
     ]
+
+
+def test_a_value_that_comes_from_the_host_is_waited_for() -> None:
+    """What the copy moves is another device's; on one device there is nothing to wait for."""
+    here, there = torch.ones(2), torch.ones(2, device="meta")
+    for moved, waited in ((there, [there]), (here, [])):
+        transfers = mock.Mock()
+        with mock.patch.object(host_memory.compat, "transfers", lambda made=transfers: made):
+            assert host_memory._wait(moved, here) is moved
+        assert [call.args[0] for call in transfers.wait_tensor.call_args_list] == waited

@@ -25,6 +25,8 @@ def test_a_difference_stays_one() -> None:
     assert at == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
     other, _ = compared([first] * 2 + [second] + [alike] * (2 * EVERY))
     assert other.digest != same.digest and len(same.lines) <= 64
+    graphs = [Call(what, ["a"]) for what in ("the forward", "another forward")]
+    assert compared(graphs[:1])[0].digest != compared(graphs[1:])[0].digest
     swapped = compared([second, first])[0], compared([first, second])[0]
     assert swapped[0].digest != swapped[1].digest
     assert swapped[0].lines[0].startswith("call 1: the forward with 2 parameters (a, c; ")
