@@ -22,6 +22,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autoshard.verification.distance import difference, finite, largest
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 
 READINGS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -116,9 +118,10 @@ def apart(got: list[torch.Tensor], want: list[torch.Tensor], tolerance: float) -
     """Whether a value or a gradient is not the serial model's."""
     if [x.shape for x in got] != [x.shape for x in want]:
         return True
-    scale = max((x.abs().max() for x in want if x.numel()), default=torch.tensor(1.0))
+    scale = max((largest(finite(x)) for x in want), default=1.0)
     return not all(
-        bool(((a - b).abs() <= tolerance * (b.abs() + scale)).all()) for a, b in zip(got, want)
+        bool((difference(a, b) <= tolerance * (b.abs().clamp(max=scale) + scale)).all())
+        for a, b in zip(got, want)
     )
 
 

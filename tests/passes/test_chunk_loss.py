@@ -20,7 +20,6 @@ from autoshard.planning.plan import Plan
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.chunked_loss import CHUNKED_LOSS, as_text, chunked_cross_entropy, sizes
-from autoshard.runtime.chunked_loss.row_functions import apply
 from autoshard.runtime.chunked_loss.sizes import rows_a_chunk
 from autoshard.runtime.graph_meta import CHUNKED
 from autoshard.runtime.operators.vocabulary import MEAN, SUM
@@ -396,14 +395,3 @@ def a_step(inner: str) -> float:
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_two_processes_split_the_classes(gloo2: Any, inner: str) -> None:
     assert furthest(gloo2(a_step, inner)) < 1e-7
-
-
-def test_a_result_that_the_derivative_reads_is_kept() -> None:
-    """A chunk of logits is written over, where tanh is not the last function of it."""
-    x = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
-    for functions, kept in (([("mul", 2.0), ("tanh",)], True), ([("tanh",), ("mul", 2.0)], False)):
-        made = apply(x.detach(), functions)
-        assert made.keeps_result is kept
-        want = torch.tanh(x * 2.0) if kept else torch.tanh(x) * 2.0
-        (wanted,) = torch.autograd.grad(want.sum(), x)
-        torch.testing.assert_close(made.pull(torch.ones_like(x)), wanted)
