@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-exhaustive check export-matrix bench gpu clean
+.PHONY: help demo test test-slow test-exhaustive check replay export-matrix bench gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ check: $(VENV)/dev.stamp ## lint, formatting and types
 	@rm -rf build/types && mkdir -p build/types/autoshard
 	@ln -s $(CURDIR)/autoshard/* $(CURDIR)/passes $(CURDIR)/runtime build/types/autoshard/
 	MYPYPATH=build/types $(BIN)/mypy -p autoshard
+
+replay: $(VENV)/dev.stamp ## a line of digests for each of many programs (ARGS="--against FILE")
+	@$(BIN)/python tests/replay/replay.py $(ARGS)
 
 export-matrix: $(VENV)/dev.stamp ## write docs/export_matrix.md: every family to every target (minutes)
 	$(BIN)/python tests/helpers/export/export_matrix.py $(ARGS)
