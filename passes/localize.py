@@ -227,7 +227,7 @@ class Rewriting:
         new = self.convert(source, state, user)
         if source in self.mutated and user.meta.get(DIFF):
             # autograd may save what it reads, and the write-back changes it in place
-            return self._emit(source, aten.clone.default, (new,))
+            return self._before(source)(aten.clone.default, new)
         return new
 
     def _handed_out(self, new: fx.Node, result: fx.Node, output: fx.Node) -> fx.Node:

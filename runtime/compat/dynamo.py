@@ -13,10 +13,11 @@ import torch
 import torch._dynamo.variables.builtin as _builtins
 from torch import fx, nn
 from torch._dynamo.eval_frame import _TorchDynamoContext
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis, unimplemented
 from torch._dynamo.guards import get_verbose_code_parts
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
+from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Guard
 from torch.distributed.tensor import DTensor
 
@@ -41,12 +42,14 @@ def trace_as_ours(backend: Callable[..., Any]) -> None:
     - a stored tensor that eager code gives to a frame as an argument, as the whole (`READ_WHOLE`),
       as a module's own parameter is: Dynamo's DTensor does not meet plain tensors in an operator.
 
-    Frames of other backends are traced by torch's own functions, with the user's settings.
+    Frames of other backends are traced by torch's own functions, with the user's settings; of a
+    stored tensor the attribute `data` is a stored tensor in these, too, and no DTensor.
     """
     setattr(backend, _OURS, True)
     for owner, name, extend in (
         (VariableBuilder, "wrap_module", _with_rnn),
         (VariableBuilder, "wrap_tensor", _with_wholes),
+        (TensorVariable, "method_attr_data", _with_stored_data),
         # since torch 2.13
         (getattr(_builtins, "SetAttrBuiltinVariable", None), "_call_setattr", _with_leaves),
         (_builtins.BuiltinVariable, "call_setattr", _with_leaves),
@@ -91,14 +94,31 @@ def _with_leaves(original: Callable[..., Any]) -> Callable[..., Any]:
 READ_WHOLE: dict[type, Callable[[Any], torch.Tensor]] = {}
 """By class of a tensor, the function by which our graphs read what it stands for."""
 
+ONLY_IN_OURS: set[type] = set()
+"""Classes of tensors that graphs of other backends do not take."""
+
 
 def _with_wholes(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrap_tensor(self: Any, value: Any) -> Any:
-        found, output = original(self, value), self.tx.output
-        read = READ_WHOLE.get(type(value))
+        read, output = READ_WHOLE.get(type(value)), self.tx.output
+        if read is None and type(value) not in ONLY_IN_OURS:
+            return original(self, value)
+        if not _is_ours(output.compiler_fn):
+            if read is None or not value.is_leaf:  # whose fake would be a DTensor
+                unimplemented(
+                    gb_type="autoshard: what eager code made of a stored parameter",
+                    context=f"{type(value).__name__} of shape {tuple(value.shape)}",
+                    explanation="Writes and gradients go to the parameter by way of eager code.",
+                    hints=[
+                        "Hand over the parameter, under no_grad, and make the value of it there."
+                    ],
+                )
+            with torch._dynamo.config.patch(_STATIC):
+                return original(self, value)
+        found = original(self, value)
         held = getattr(getattr(self.source, "base", None), "member", None) == "_parameters"
-        if read is None or held or not _is_ours(output.compiler_fn):
+        if read is None or held:
             return found  # of `_parameters`: `access` reads it itself
         wholes = output.__dict__.setdefault("_autoshard_wholes", {})
         if self.source not in wholes:
@@ -109,6 +129,20 @@ def _with_wholes(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrap_tensor
 
 
+_STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
+"""Settings for stored tensors: Dynamo has no source for the symbolic sizes of their parts."""
+
+
+def _with_stored_data(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method_attr_data(self: Any, tx: Any) -> Any:
+        if type(self.proxy.node.meta.get("example_value")) in READ_WHOLE:
+            return self.call_method(tx, "detach", [], {})
+        return original(self, tx)
+
+    return method_attr_data
+
+
 def _is_ours(backend: Any) -> bool:
     """Whether `backend`, or what Dynamo and torch.compile wrapped, was given to `trace_as_ours`."""
     for _ in range(8):
@@ -116,6 +150,13 @@ def _is_ours(backend: Any) -> bool:
             return backend is not None
         backend = getattr(backend, "__wrapped__", None) or getattr(backend, "compiler_fn", None)
     return False
+
+
+@torch.compiler.assume_constant_result
+def traced_as_ours() -> bool:
+    """Whether what Dynamo traces now is compiled by our backend; a constant in that trace."""
+    tx: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
+    return _is_ours(tx.output.compiler_fn)
 
 
 def after_first_call(

@@ -85,10 +85,11 @@ def is_static_address(tensor: torch.Tensor) -> bool:
     return getattr(tensor, "_dynamo_static_input_type", None) is not None
 
 
-def version_of(tensor: DTensor) -> tuple[int, int]:
-    """What differs between two times where the part has been written to, or has new storage."""
+def version_of(tensor: DTensor) -> tuple[int, int, int]:
+    """What differs between two times where the part has been written to, or has new storage. A
+    compiled write may count for the part or for the whole."""
     local = tensor._local_tensor
-    return id(local), local._version
+    return id(local), local._version, tensor._version
 
 
 def writes_to(tensor: torch.Tensor) -> int:

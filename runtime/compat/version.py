@@ -40,6 +40,7 @@ torch._dynamo.eval_frame._TorchDynamoContext
 torch._dynamo.exc.TensorifyScalarRestartAnalysis
 torch._dynamo.exc.TorchDynamoException
 torch._dynamo.exc.UnspecializeRestartAnalysis
+torch._dynamo.exc.unimplemented
 torch._dynamo.guards.get_verbose_code_parts
 torch._dynamo.lookup_backend
 torch._dynamo.mark_dynamic
@@ -51,6 +52,7 @@ torch._dynamo.variables.builder.VariableBuilder.wrap_module
 torch._dynamo.variables.builder.VariableBuilder.wrap_tensor
 torch._dynamo.variables.builder.wrap_fx_proxy
 torch._dynamo.variables.builtin.BuiltinVariable
+torch._dynamo.variables.tensor.TensorVariable.method_attr_data
 torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
 torch._functionalize_has_data_mutation
 torch._guards.CompileContext.current_compile_id

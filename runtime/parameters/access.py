@@ -2,8 +2,9 @@
 
 A module that owns stored parameters gets a subclass of its own class with one property a
 parameter. `_parameters`, `state_dict` keys, `named_parameters`, `isinstance` and the class's name
-do not change; `type(module) is nn.Linear` does. What Dynamo traces reads the whole weight, one
-`unshard_parameter` node each access; eager code reads the stored parameter itself (`StoredTensor`).
+do not change; `type(module) is nn.Linear` does. What Dynamo traces for our backend reads the whole
+weight, one `unshard_parameter` node each access; eager code, and what other backends compile, reads
+the stored parameter itself (`StoredTensor`).
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.utils import parametrize
 
 from autoshard.runtime import compat
 from autoshard.runtime.parameters.accumulation import begin
 from autoshard.runtime.parameters.data_unsharding import SINGLE, ParameterPolicy
-from autoshard.runtime.parameters.eager import StoredTensor, unsharded
+from autoshard.runtime.parameters.eager import StoredTensor, WholeView, unsharded
 from autoshard.runtime.parameters.layout import part_like
 from autoshard.runtime.parameters.owners import Owners, find_owners
 from autoshard.runtime.parameters.record import policy_of, set_policy
@@ -64,15 +66,22 @@ def _install(module: nn.Module, names: Sequence[str]) -> None:
 
 def _registered(module: nn.Module, name: str, parameter: torch.Tensor | None) -> None:
     """Make a stored parameter readable in graphs by a module that gets it later: under another
-    name (`weight_orig` of pruning), or in another model."""
+    name (`weight_orig` of pruning), or in another model. A graph that Dynamo makes has it as is."""
     if isinstance(parameter, StoredTensor) and not (
-        isinstance(module, Stored) and name in module._autoshard.names
+        compat.compiling() or (isinstance(module, Stored) and name in module._autoshard.names)
     ):
         _install(module, [name])
 
 
 register_module_parameter_registration_hook(_registered)
 compat.READ_WHOLE[StoredTensor] = unshard_parameter
+# in a forward, Dynamo would make graphs of them, in which the original is no parameter
+compat.never_a_frame(parametrize.register_parametrization)
+compat.never_a_frame(parametrize.remove_parametrizations)
+parametrize.ParametrizationList.__init__ = compat.not_traced(  # type: ignore[method-assign]
+    parametrize.ParametrizationList.__init__
+)
+compat.ONLY_IN_OURS.add(WholeView)
 
 
 def cast_parameters(parameters: Sequence[nn.Parameter], policy: ParameterPolicy) -> list[nn.Module]:
@@ -251,11 +260,13 @@ def _whole(name: str, dtype: torch.dtype | None) -> property:
         parameter = self._parameters[name]
         if parameter is None or (dtype is None and not isinstance(parameter, DTensor)):
             return parameter
-        if not torch.compiler.is_dynamo_compiling():
-            # a plain parameter does not know its dtype of compute, as a StoredTensor does: a
-            # forward that Dynamo left to eager code would multiply tensors of two dtypes
-            if isinstance(parameter, DTensor) or not compat.called_from("forward", 1):
-                return parameter
+        tracing = torch.compiler.is_dynamo_compiling()
+        if isinstance(parameter, DTensor) and not (tracing and compat.traced_as_ours()):
+            return parameter
+        # a plain parameter does not know its dtype of compute, as a StoredTensor does: a
+        # forward that Dynamo left to eager code would multiply tensors of two dtypes
+        if not tracing and not compat.called_from("forward", 1):
+            return parameter
         # without gradients there is nothing to accumulate, and no variant to compile
         sync = self._autoshard_sync if torch.is_grad_enabled() else SINGLE
         return unshard_parameter(parameter, sync, dtype)

@@ -193,7 +193,7 @@ def _move(
     for module, key in owners.modules[old]:
         module._parameters[key] = new
     if not isinstance(old, DTensor):
-        if compat.is_in_a_graph(old):
+        if old.requires_grad and compat.is_in_a_graph(old):
             _pass_on_gradient(old, *owners.modules[old][0])
         else:
             # Dynamo, in whose backend call this runs, still holds the object: free what it holds.

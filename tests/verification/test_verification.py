@@ -161,3 +161,37 @@ def test_values_and_placeholders_are_paired() -> None:
     nodes: list[fx.Node] = [n for n in program.serial.graph.nodes if n.op == "placeholder"]
     for node, value in zip(nodes, values, strict=True):
         assert tuple(node.meta["val"].shape) == tuple(value.shape)
+
+
+class _Quantised(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return (x / largest * 7).round() * largest / 7
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class Observed(nn.Module):
+    """Fake quantization by a running maximum, which forward reads and then updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.register_buffer("largest", torch.ones(()))
+        self.largest: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        y = _Quantised.apply(h, self.largest)
+        with torch.no_grad():
+            self.largest.mul_(0.9).add_(h.abs().amax(), alpha=0.1)
+        return self.down(y).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_an_operator_of_the_users_reads_a_buffer_that_forward_updates() -> None:
+    made, values = programs(Observed(), (torch.randn(8, 8),), [{"mesh": {"tp": 2}}])
+    report = verify_program(made[0], values)
+    assert report.worst[1] < TOLERANCE, report.worst

@@ -6,3 +6,4 @@ from autoshard.runtime.parameters.eager.gathering import gathered_axes, unsharde
 from autoshard.runtime.parameters.eager.graph_inputs import EagerValues, is_eager_value
 from autoshard.runtime.parameters.eager.handed_copies import check_copies, keep_copies
 from autoshard.runtime.parameters.eager.stored_tensor import StoredTensor, as_parameter, as_stored
+from autoshard.runtime.parameters.eager.whole_views import WholeView

@@ -7,7 +7,7 @@ A method, a function of `torch` and an operator sign of one name do the same: `m
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 FREE = frozenset(
     """
@@ -16,6 +16,7 @@ FREE = frozenset(
     is_pinned is_same_size get_device has_names requires_grad_ retain_grad register_hook
     register_post_accumulate_grad_hook backward grad detach_ record_stream is_shared
     __hash__ __len__ __delete__ result_type _foreach_norm _foreach_max _foreach_min
+    sym_size sym_stride sym_numel sym_storage_offset
     """.split()
 )
 """What asks for no value, or belongs to autograd: DTensor's own, as it is."""
@@ -57,6 +58,14 @@ _WRITES = frozenset(
     f"__i{name}__"
     for name in "add and floordiv lshift mod mul or pow rshift sub truediv xor div".split()
 )
+
+
+@functools.cache
+def name_of(func: Any) -> str:
+    """The name of a function of torch; of one of torch.ops.aten without its overload."""
+    if getattr(func, "namespace", "") == "aten":
+        return func.__name__.partition(".")[0]  # type: ignore[no-any-return]
+    return func.__name__  # type: ignore[no-any-return]
 
 
 class OperatorName(NamedTuple):

@@ -41,7 +41,7 @@ from autoshard.runtime.parameters.record import copy_record, policy_of
 
 def apply(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The result of `func`, one of whose operands is of `cls`, the class of stored tensors."""
-    name = func.__name__
+    name = names.name_of(func)
     if name == "__get__":
         if func.__self__.__name__ in names.VIEW_ATTRIBUTES:
             return _on_whole(cls, func, args, kwargs)
@@ -104,6 +104,28 @@ def apply_in_transform(
             )
         )
     return _on_whole(cls, func, args, kwargs)
+
+
+def apply_in_trace(
+    cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """As `apply`, in a graph that any compiler traces: an optimizer's step, say.
+
+    What cannot be in a graph breaks it, and eager code does it.
+    """
+    name = names.name_of(func)
+    stored = [a for a in pytree.tree_leaves((args, kwargs)) if type(a) is cls]
+    traced = (compat.FakeTensor, compat.FunctionalTensor)
+    asks = name in names.MEMORY or (
+        name in ("__get__", "__set__") and func.__self__.__name__ not in names.VIEW_ATTRIBUTES
+    )
+    if asks or not any(isinstance(compat.local_of(a), traced) for a in stored):
+        return native(cls, func, args, kwargs)  # what a compiler asks of a tensor
+    free = name == "detach" or name in names.FREE or name[0] == "_" != name[1]
+    if not free and torch.is_grad_enabled() and any(a.requires_grad for a in stored):
+        # whose policy says how gradients are reduced, and which no fake has
+        raise NotImplementedError(f"{name} of a stored tensor that needs a gradient")
+    return apply(cls, func, args, kwargs)
 
 
 def _kept_whole(x: DTensor) -> torch.Tensor:
@@ -243,8 +265,15 @@ def _reduced(
     if type(out) is not cls:
         return out
     with compat.plain_attributes():
-        wait = is_partial(out) and not out.requires_grad
+        wait = is_partial(out) and not out.requires_grad and not compat.compiling()
     return out if wait else unsharded(out)
+
+
+def _drawn(whole: torch.Tensor, x: DTensor) -> torch.Tensor:
+    """The values of the mesh's first rank."""
+    if compat.compiling():
+        raise NotImplementedError(f"random numbers of a stored tensor of shape {tuple(x.shape)}")
+    return from_first_rank(whole, x.device_mesh)
 
 
 def _into(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -254,7 +283,7 @@ def _into(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, 
     with torch.no_grad():
         for to, value in zip(*([t] if isinstance(t, torch.Tensor) else t for t in (target, found))):
             if type(to) is cls and not isinstance(value, DTensor):
-                value = from_first_rank(value.detach(), to.device_mesh)
+                value = _drawn(value.detach(), to)
             to.copy_(value)
     return target
 
@@ -280,7 +309,7 @@ def _write(
     func(*new_args, **new_kwargs)
     with compat.plain_attributes(), torch.no_grad():
         if draws:
-            whole = from_first_rank(whole, target.device_mesh)
+            whole = _drawn(whole, target)
         write_whole(whole, target)
     return target
 
@@ -289,7 +318,7 @@ def _draw_like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     x = resolved(args[0])
     whole = func(compat.local_of(x).new_empty(x.shape), *args[1:], **kwargs)
     with compat.plain_attributes(), torch.no_grad():
-        return part_like(from_first_rank(whole, x.device_mesh), x)
+        return part_like(_drawn(whole, x), x)
 
 
 def _on_whole(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -43,11 +43,16 @@ class StoredTensor(DTensor):
         if torch.compiler.is_dynamo_compiling():  # in a graph it is read as the whole by `access`
             with compat.plain_attributes():
                 return func(*args, **(kwargs or {}))
-        if compat.compiling():  # what Dynamo asks of it while it traces is of a DTensor
-            return operators.native(cls, func, args, kwargs or {})
+        if compat.compiling():
+            return operators.apply_in_trace(cls, func, args, kwargs or {})
         if compat.transforming():
             return operators.apply_in_transform(cls, func, args, kwargs or {})
         return operators.apply(cls, func, args, kwargs or {})
+
+    @staticmethod
+    def __tensor_unflatten__(*args: Any, **kwargs: Any) -> StoredTensor:
+        """As DTensor's own, by which compilers trace it and make their results, of this class."""
+        return as_stored(DTensor.__tensor_unflatten__(*args, **kwargs))
 
     @compat.never_a_frame
     def __reduce_ex__(self, protocol: Any) -> Any:

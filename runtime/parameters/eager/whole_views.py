@@ -104,10 +104,19 @@ class WholeView(torch.Tensor):
 
 
 def keep_views(out: Any, wholes: Iterable[tuple[DTensor, torch.Tensor]]) -> Any:
-    """`out`, its tensors that are views of a gathered whole as WholeViews."""
+    """`out`, its tensors that are views of a gathered whole as WholeViews.
+
+    A graph of another compiler has none: it breaks there.
+    """
     for base, whole in wholes:
-        if is_sharded(base):
+        if not is_sharded(base):
+            continue
+        if not compat.compiling():
             out = marked(out, Source(base, whole))
+            continue
+        tensors = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+        if any(compat.same_storage(x, whole) for x in tensors):
+            raise NotImplementedError(f"a view of a stored tensor of shape {tuple(base.shape)}")
     return out
 
 

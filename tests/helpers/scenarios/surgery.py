@@ -53,6 +53,57 @@ class LowRank(nn.Module):
         return weight + self.b @ self.a
 
 
+class Adapted(nn.Module):
+    """A parametrization on and off in each forward, as PEFT's `target_parameters` have it."""
+
+    def __init__(self, net: Net, frozen: bool) -> None:
+        super().__init__()
+        self.net, self.plus = net, LowRank(*net.up.weight.shape)
+        net.up.weight.requires_grad_(not frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = self.net.up
+        needs = up.weight.requires_grad
+        parametrize.register_parametrization(up, "weight", self.plus)
+        up.parametrizations["weight"].original.requires_grad_(needs)
+        try:
+            y: torch.Tensor = self.net(x)
+        finally:
+            parametrize.remove_parametrizations(up, "weight", leave_parametrized=False)
+        return y
+
+
+def parametrized_in_forward(job: Job) -> None:
+    """The weight below trains or is frozen; its optimizer's state stays its own."""
+    for frozen in (True, False):
+        model = Adapted(job.net(), frozen)
+        compiled = job.compile(model)
+        left = [p for p in model.parameters() if p.requires_grad]
+        job.train(compiled, torch.optim.SGD(left, lr=0.1, momentum=0.9), 3)
+        job.record_model(model, f"frozen {frozen}")
+        job.record(f"frozen {frozen} keys", [*model.state_dict()])
+        job.is_stored(model, "net.up.weight")
+
+
+def frozen_below_a_view(job: Job) -> None:
+    """Parameters frozen before the first call, of which something that was read is alive."""
+    for how in ("weight_norm", "read", "view"):
+        net = job.net()
+        kept = net.down.weight * 2 if how == "read" else net.down.weight.detach().view(-1)
+        before = kept.detach().clone()
+        if how == "weight_norm":
+            nn.utils.weight_norm(net.down)
+            net.down.weight_g.requires_grad_(False)
+        else:
+            net.down.weight.requires_grad_(False)
+        compiled = job.compile(net)
+        trained = [p for p in net.parameters() if p.requires_grad]
+        job.train(compiled, torch.optim.SGD(trained, lr=0.1), 2)
+        job.record_model(net, how)
+        job.record_model(net, how, gradients=True)
+        assert how == "weight_norm" or torch.equal(kept, before)  # that trains the same memory
+
+
 def weight_norm(net: Net) -> None:
     parametrizations.weight_norm(net.up)
 

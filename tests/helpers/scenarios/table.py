@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from scenarios import (
     calls,
+    compiled,
     copies,
     derivatives,
     habits,
@@ -87,6 +88,9 @@ TRAINING: dict[str, Scenario] = {
     "states on the host": optimizers.offloaded,
     "Embedding(sparse=True)": optimizers.sparse_embedding,
     "Embedding(max_norm=1)": optimizers.bounded_embedding,
+    "a compiled step of an optimizer": compiled.optimizer_step,
+    "a compiled update of parameter, gradient and state": compiled.update_of_parts,
+    "compiled functions that leave the graph": compiled.broken_graphs,
 }
 
 DERIVATIVES: dict[str, Scenario] = {
@@ -125,6 +129,8 @@ SURGERY: dict[str, Scenario] = {
     "prune": around_the_first_call(surgery.pruned, surgery.pruned_for_good),
     "prune globally": around_the_first_call(surgery.pruned_globally),
     "layers frozen": around_the_first_call(surgery.frozen, surgery.thawed),
+    "a parametrization on and off in forward": surgery.parametrized_in_forward,
+    "frozen below a live view": surgery.frozen_below_a_view,
     "layers frozen and thawed between steps": surgery.frozen_between_steps,
     "double, bfloat16, half": surgery.cast,
     "weights tied later": surgery.tied_later,
@@ -230,11 +236,15 @@ QUICK = (
     "parameters_to_vector, vector_to_parameters",
     "optimizer in backward",
     "GradScaler",
+    "a compiled step of an optimizer",
+    "a compiled update of parameter, gradient and state",
     "gradient penalties",
     "AveragedModel",
     "deepcopy",
     "state dict files",
     "load_state_dict of plain values",
+    "a parametrization on and off in forward",
+    "frozen below a live view",
     "layers frozen and thawed between steps",
     "prune",
     "weights tied later",
