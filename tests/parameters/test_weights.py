@@ -17,10 +17,10 @@ import autoshard
 from autoshard.errors import AutoshardError
 from autoshard.parameters.meta_buffers import initialise_buffers
 from autoshard.verification.distance import furthest
-from joined_batch import Sizes, part, whole
+from joined_batch import Sizes, part
 from live_storages import LiveStorages
 from models import CASES
-from side_by_side import difference
+from side_by_side import difference, whole
 
 
 class Counted:

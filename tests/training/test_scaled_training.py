@@ -10,8 +10,8 @@ from torch import nn
 
 import autoshard
 from autoshard.verification.distance import furthest
-from joined_batch import Sizes, whole
-from side_by_side import difference
+from joined_batch import Sizes
+from side_by_side import difference, whole
 from token_net import Net, batch
 
 

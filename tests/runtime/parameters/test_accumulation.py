@@ -18,9 +18,9 @@ from autoshard.errors import AutoshardError
 from autoshard.program import Program
 from autoshard.runtime.parameters.record import pending_of
 from autoshard.verification.distance import furthest
-from joined_batch import Sizes, check, part, train, whole
+from joined_batch import Sizes, check, part, train
 from models import CASES
-from side_by_side import difference
+from side_by_side import difference, whole
 
 
 @functools.cache

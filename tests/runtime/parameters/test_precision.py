@@ -18,8 +18,8 @@ from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.lockstep import run_ranks
 from autoshard.runtime.collectives.redistribution import reduce_wide
 from autoshard.verification.distance import furthest
-from joined_batch import Sizes, part, whole
-from side_by_side import difference
+from joined_batch import Sizes, part
+from side_by_side import difference, whole
 from token_net import Net, batch
 
 DDP = {"dp_replicate": 2}
