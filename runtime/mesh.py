@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import math
 import os
 from collections.abc import Mapping
@@ -28,8 +27,6 @@ PLANNED = ("cp", "tp")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LIMIT = timedelta(minutes=10)  # of collectives, and of what `timeout` says where it is not given
 _HOME = ":"
-_meshes: dict[tuple[object, ...], Mesh] = {}
-_homes: dict[tuple[object, ...], DeviceMesh] = {}
 
 
 @dataclass(frozen=True)
@@ -106,21 +103,28 @@ def init_mesh(sizes: Mapping[str, int] | DeviceMesh | None, device_type: str) ->
         return Mesh(tuple(Axis(name, 1, 0, "") for name in ordered), None)
     if not ordered:
         ordered = {"tp": 1}
-    # the group's identity is part of the key: a world that was destroyed and started again has
-    # other groups
-    key = (device_type, tuple(ordered.items()), id(dist.group.WORLD))
-    if key not in _meshes:
-        lines = [f"{name} {size}" for name, size in ordered.items()] + [device_type]
-        group = dist.group.WORLD
-        assert group is not None
-        everyone = Axis("world", world, dist.get_rank(), group.group_name)
-        agree("mesh", " ".join(lines), lines, everyone)
-        mesh = init_device_mesh(device_type, tuple(ordered.values()), mesh_dim_names=tuple(ordered))
-        _meshes[key] = Mesh(axes_of(mesh), mesh)
-    return _limited(_meshes[key])
+    return _limited(_made(device_type, tuple(ordered.items())))
 
 
-def groups_of(mesh: Mesh, name: str) -> list[list[int]]:
+@compat.once_a_world
+def _made(device_type: str, sizes: tuple[tuple[str, int], ...]) -> Mesh:
+    """The mesh of all processes. Collective in the whole world."""
+    lines = [*(f"{name} {size}" for name, size in sizes), device_type]
+    group = dist.group.WORLD
+    assert group is not None
+    everyone = Axis("world", dist.get_world_size(), dist.get_rank(), group.group_name)
+    agree("mesh", " ".join(lines), lines, everyone)
+    names, extents = zip(*sizes, strict=True)
+    mesh = init_device_mesh(device_type, extents, mesh_dim_names=names)
+    return Mesh(axes_of(mesh), mesh)
+
+
+@compat.once_a_world
+def _of(device_mesh: DeviceMesh) -> Mesh:
+    return Mesh(axes_of(device_mesh), device_mesh)
+
+
+def groups_of(mesh: Mesh, name: str) -> tuple[tuple[int, ...], ...]:
     """The ranks of each group of the axis of that name, of a mesh with processes: on all the same.
 
     What makes groups of its own has to make all of them, on every rank.
@@ -129,8 +133,7 @@ def groups_of(mesh: Mesh, name: str) -> list[list[int]]:
     assert device_mesh is not None
     at = (device_mesh.mesh_dim_names or ()).index(name)
     grid = device_mesh.mesh.movedim(at, -1)
-    found: list[list[int]] = grid.reshape(-1, grid.shape[-1]).tolist()
-    return found
+    return tuple(map(tuple, grid.reshape(-1, grid.shape[-1]).tolist()))
 
 
 def data_coordinate(mesh: Mesh) -> int:
@@ -158,14 +161,9 @@ def offline_mesh(sizes: Mapping[str, int], rank: int) -> Mesh:
     return Mesh(tuple(reversed(axes)), None)
 
 
+@compat.once_a_world
 def axes_of(device_mesh: DeviceMesh) -> tuple[Axis, ...]:
-    """The axes of a torch mesh as this rank sees them, in the mesh's order."""
-    return _axes_of(device_mesh, id(dist.group.WORLD))
-
-
-@functools.lru_cache(maxsize=64)
-def _axes_of(device_mesh: DeviceMesh, world: int) -> tuple[Axis, ...]:
-    """Of a world, by its identity: the groups of one that has ended have lost their names.
+    """The axes of a torch mesh as this rank sees them, in the mesh's order.
 
     torch numbers the groups of a world, so that the groups of an axis differ in name, and with them
     the graphs that name them: they get one name, of the axis, by which compiled graphs are shared.
@@ -183,6 +181,7 @@ def _axes_of(device_mesh: DeviceMesh, world: int) -> tuple[Axis, ...]:
     return tuple(axes)
 
 
+@compat.once_a_world
 def home_mesh(device_mesh: DeviceMesh, rank: int) -> DeviceMesh:
     """The same mesh for tensors that are at home on a rank of pp; the name of the axis says so.
 
@@ -192,16 +191,13 @@ def home_mesh(device_mesh: DeviceMesh, rank: int) -> DeviceMesh:
     own = tuple(f"pp{_HOME}{rank}" if home_of_name(n) is not None else n for n in names)
     if own == names:
         return device_mesh
-    key = (device_mesh, rank)
-    if key not in _homes:
-        groups = [device_mesh.get_group(name) for name in names]
-        _homes[key] = DeviceMesh.from_group(
-            groups[0] if len(groups) == 1 else groups,
-            device_mesh.device_type,
-            mesh=device_mesh.mesh,
-            mesh_dim_names=own,
-        )
-    return _homes[key]
+    groups = [device_mesh.get_group(name) for name in names]
+    return DeviceMesh.from_group(
+        groups[0] if len(groups) == 1 else groups,
+        device_mesh.device_type,
+        mesh=device_mesh.mesh,
+        mesh_dim_names=own,
+    )
 
 
 def home_of_name(name: str) -> int | None:
@@ -233,10 +229,7 @@ def _of_device_mesh(device_mesh: DeviceMesh) -> Mesh:
                 remedy="Compile only on the ranks of the mesh.",
             )
         )
-    key = (device_mesh,)
-    if key not in _meshes:
-        _meshes[key] = Mesh(axes_of(device_mesh), device_mesh)
-    return _limited(_meshes[key])
+    return _limited(_of(device_mesh))
 
 
 def _limited(mesh: Mesh) -> Mesh:

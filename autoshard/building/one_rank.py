@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -13,7 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.building.batch_choices import choices_made, layout_of, with_choices
 from autoshard.building.first_axis import lay_out, placed
-from autoshard.building.fitting import BudgetTooSmall, chunk_as_first, recompute
+from autoshard.building.fitting import (
+    BudgetTooSmall,
+    chunk_as_first,
+    recompute,
+    remembered_by,
+)
 from autoshard.building.given_plan import load_plan
 from autoshard.building.local_passes import local_passes
 from autoshard.building.mean_warning import warn_of_no_mean
@@ -108,13 +114,16 @@ def build_program(
         )
 
     budget = config.memory_budget or room
+    owned = [item.real for item in inputs if isinstance(item.real, nn.Parameter)]
+    remembered = remembered_by(owned, mesh.axes, [microbatch, *config.lines()])
     if budget is not None and is_trained(serial):
         if config.host_memory and any(_on_gpu(node) for node in serial.graph.nodes):
             compat.transfers()  # or raises
         first = offline_mesh({one.name: one.size for one in mesh.axes}, 0)
         assumed = config.memory_budget is None
         try:
-            recompute(planned, lambda: built(first, SILENT), budget, assumed, config.inner)
+            made = functools.partial(built, first, SILENT)
+            recompute(planned, made, budget, assumed, config.inner, remembered)
         except BudgetTooSmall as small:
             # other plans are candidates at another budget: the one that is named is tried
             raised = replace(config, memory_budget=small.needed)
@@ -125,7 +134,7 @@ def build_program(
                 raise BudgetTooSmall(budget, larger.needed) from None
             raise
     elif config.chunk_loss == "auto" and data_axes(mesh.axes):
-        chunk_as_first(planned)
+        chunk_as_first(planned, remembered)
     decisions = planned.decisions
     if axis.size > 1:
         guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)

@@ -44,7 +44,10 @@ class Choice:
     line: str = ""
 
 
-_chosen: dict[tuple[str, int], Choice] = {}
+@compat.once_a_world
+def _chosen() -> dict[str, Choice]:
+    """By kind of device."""
+    return {}
 
 
 def choose(
@@ -69,17 +72,17 @@ def choose(
     for item in inputs:
         real = item.real
         if isinstance(real, nn.Parameter) and isinstance(real, DTensor) and is_planned(real):
-            kept = [one for one in _chosen.values() if _is_of(real.device_mesh, one)]
+            kept = [one for one in _chosen().values() if _is_of(real.device_mesh, one)]
             return kept[0] if kept else Choice(real.device_mesh)
     world = start_world(device)
     if world == 1:
         return Choice(None)
-    key = (device, id(dist.group.WORLD))
-    if key not in _chosen:
+    chosen = _chosen()
+    if device not in chosen:
         if batch is None:
             batch = [i.real for i in inputs if not i.of_model]
-        _chosen[key] = _search(gm, example_inputs, inputs, config, device, batch)
-    return _chosen[key]
+        chosen[device] = _search(gm, example_inputs, inputs, config, device, batch)
+    return chosen[device]
 
 
 def _is_of(mesh: DeviceMesh, choice: Choice) -> bool:

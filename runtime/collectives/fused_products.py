@@ -30,7 +30,13 @@ from autoshard.runtime.collectives.states import I, P, S
 from autoshard.runtime.errors import ConfigError, message
 
 _Key = tuple[Any, ...]
-_measured: dict[_Key, bool] = {}
+
+
+@compat.once_a_world
+def _measured() -> dict[_Key, bool]:
+    """Whether the fused way is the quicker one; ranks measure together."""
+    return {}
+
 
 _library = torch.library.Library("autoshard", "FRAGMENT")
 _library.define(
@@ -130,13 +136,14 @@ def _chosen(
 def _is_quicker(fused: Callable[[], Any], plain: Callable[[], Any], axis: Axis, key: _Key) -> bool:
     """Whether `fused` took less time than `plain`, on the slowest rank of each; measured once for
     a key. Collective at its first call with it."""
-    if key not in _measured:
+    measured = _measured()
+    if key not in measured:
         if compat.is_capturing():  # a CUDA graph, of a program that has not run before
             return False
         took = torch.tensor([compat.gpu_milliseconds(run) for run in (fused, plain)])
         first, second = all_reduce(took.to(key[1]), "max", axis).tolist()
-        _measured[key] = first < second
-    return _measured[key]
+        measured[key] = first < second
+    return measured[key]
 
 
 def _fake_gather_matmul(

@@ -58,6 +58,7 @@ from autoshard.runtime.compat.groups import (
     is_of_a_collective,
     misses_a_rank,
     name_group,
+    once_a_world,
     process_group,
     set_group_limit,
 )

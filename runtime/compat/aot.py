@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._decomp import decompositions
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
 
@@ -23,6 +25,26 @@ def taking_a_list(gm: fx.GraphModule) -> Any:
     from torch._dynamo.utils import GmWrapper  # by which torch's compiled autograd does the same
 
     return GmWrapper(gm, tuple)
+
+
+def _train_recurrent_layers() -> None:
+    """Have an LSTM of which something is trained be traced in steps.
+
+    torch 2.13 asks only whether the first layer's input needs a gradient: where it does not
+    (features, a frozen embedding), all layers become oneDNN's kernel for inference, which saves
+    nothing for the backward of their weights.
+    """
+    usual = decompositions.select_one_layer_lstm_function
+
+    def one_layer(input: Any, hx: Any, params: Any) -> Any:
+        given = itertools.chain(hx, *params)
+        trained = torch.is_grad_enabled() and any(one.requires_grad for one in given)
+        return decompositions.one_layer_lstm if trained else usual(input, hx, params)
+
+    decompositions.select_one_layer_lstm_function = one_layer
+
+
+_train_recurrent_layers()
 
 
 def aot_eager(

@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def once_a_world(function: Callable[P, T]) -> Callable[P, T]:
+    """`functools.cache` for what is true of the process group that runs now: with another one, or
+    without one, nothing is known. Arguments are given by position.
+
+    The group itself is compared and kept: its `id`, and the names of groups, may be those of a
+    later one.
+    """
+    known: dict[Any, T] = {}
+    of: Any = None
+
+    @functools.wraps(function)
+    def asked(*args: P.args, **kwargs: P.kwargs) -> T:
+        nonlocal of
+        if of is not (world := dist.group.WORLD):
+            of = world
+            known.clear()
+        if args not in known:
+            known[args] = function(*args, **kwargs)
+        return known[args]
+
+    return asked
 
 
 def process_group(name: str) -> Any:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from autoshard.runtime.compat.groups import process_group
+from autoshard.runtime.compat.groups import once_a_world, process_group
 from autoshard.runtime.compat.modes import real_tensors
 
 
@@ -24,7 +23,7 @@ def is_running(group: str) -> bool:
     return True
 
 
-@functools.cache
+@once_a_world
 def has_symmetric_memory(group: str) -> bool:
     """Whether the ranks of a group are GPUs that reach each other's memory.
 

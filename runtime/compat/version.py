@@ -35,6 +35,8 @@ torch._C._functorch.is_functorch_wrapped_tensor
 torch._C._is_any_autocast_enabled
 torch._C._set_grad_enabled
 torch._C._will_engine_execute_node
+torch._decomp.decompositions.one_layer_lstm
+torch._decomp.decompositions.select_one_layer_lstm_function
 torch._dynamo.config.allow_rnn
 torch._dynamo.eval_frame._TorchDynamoContext
 torch._dynamo.exc.TensorifyScalarRestartAnalysis

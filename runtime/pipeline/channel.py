@@ -63,11 +63,14 @@ class GroupChannel:
         self,
         axis: Axis,
         device: torch.device,
-        all_groups: Sequence[Sequence[int]],
+        all_groups: tuple[tuple[int, ...], ...],
         around: bool = False,
     ) -> None:
         self.rank, self.device = axis.rank, device
-        first, *others = [_other_group(axis, all_groups, i) for i in range(3 if around else 1)]
+        made = [_other_group(axis.group, all_groups, i) for i in range(3 if around else 1)]
+        for group in made:
+            limit_group(group.group_name)
+        first, *others = made
         self.groups: list[Any] = [compat.process_group(axis.group), first]
         self.groups += others or self.groups
         self.under_way: list[tuple[Any, torch.Tensor]] = []
@@ -114,15 +117,10 @@ class GroupChannel:
             work.wait(timedelta(seconds=limit))
 
 
-_others: dict[tuple[str, int, int], Any] = {}
-
-
-def _other_group(axis: Axis, all_groups: Sequence[Sequence[int]], number: int) -> Any:
-    """Another group of the ranks of an axis. Collective in the world at first."""
-    key = axis.group, number, id(dist.group.WORLD)
-    if key not in _others:
-        own = dist.get_process_group_ranks(compat.process_group(axis.group))
-        made = [dist.new_group(list(ranks)) for ranks in all_groups]
-        _others[key] = made[[list(ranks) for ranks in all_groups].index(own)]
-    limit_group(_others[key].group_name)
-    return _others[key]
+@compat.once_a_world
+def _other_group(own: str, all_groups: tuple[tuple[int, ...], ...], number: int) -> Any:
+    """Another group of the ranks of the group `own`, which is one of all. Collective in the world
+    at first."""
+    ranks = dist.get_process_group_ranks(compat.process_group(own))
+    made = [dist.new_group(list(one)) for one in all_groups]
+    return made[all_groups.index(tuple(ranks))]

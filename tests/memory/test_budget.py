@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
+import autoshard
 from autoshard.errors import ConfigError
 from live_storages import LiveStorages, measure_step
 from models_hf import llama
@@ -179,6 +181,36 @@ def test_ranks_stay_within_their_budget(gloo2: Any, sizes: dict[str, int]) -> No
         assert found["peak"] <= budget, (sizes, budget, found["peak"])
         for got, expected in zip(found["gradients"], want, strict=True):
             torch.testing.assert_close(got, expected, rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard"])
+def test_a_longer_batch_stays_within_the_budget(axis: str) -> None:
+    """What the first batch computes again may be too little for a longer one. Where another choice
+    gathers in the same order it is taken, also by a second model of the same operators."""
+    dist.init_process_group("fake", rank=0, world_size=2)
+
+    def peaks(budget: int | None, rows: tuple[int, ...]) -> Any:
+        torch.compiler.reset()
+        layers = (nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), nn.GELU())
+        model = nn.Sequential(*layers, *copy.deepcopy(layers))
+        options = {"mesh": {axis: 2}, "inner": "aot_eager", "memory_budget": budget}
+        run = torch.compile(model, backend="autoshard", dynamic=False, options=options)
+        for n in rows:
+            run(torch.ones(n, 8)).sum().backward()
+        return [program.memory().peak for program in autoshard.programs(model)]
+
+    try:
+        free, long = peaks(None, (512, 1024))
+        budget = int(0.9 * long)
+        alone, shorter = peaks(budget, (1024, 512))
+        assert max(free, alone, shorter) <= budget
+        if axis == "dp_replicate":
+            assert peaks(budget, (512, 1024)) == [free, alone]
+        else:
+            with pytest.raises(BackendCompilerFailed, match="BudgetTooSmall.*largest batch first"):
+                peaks(budget, (512, 1024))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.slow

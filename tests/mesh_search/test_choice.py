@@ -32,7 +32,7 @@ def batch_of(rank: int) -> torch.Tensor:
 def train(batches: list[int], **options: Any) -> dict[str, Any]:
     """One step without a mesh, on batch `batches[rank]`: what was chosen; gradients as serial."""
     torch.compiler.reset()
-    choice._chosen.clear()
+    choice._chosen().clear()
     if not dist.is_initialized():
         autoshard.shard(nn.Linear(1, 1), (torch.ones(1, 1),), mesh={"dp_shard": 2})
     rank = dist.get_rank()
@@ -71,7 +71,7 @@ def test_batches_decide_and_ranks_agree(gloo2: GlooPool, batches: list[int]) -> 
 def planned_dtypes() -> list[list[str]]:
     """The dtypes of the parameters in the graph for which a mesh is chosen, and when it runs."""
     torch.compiler.reset()
-    choice._chosen.clear()
+    choice._chosen().clear()
     seen: list[str] = []
     original = choice.search_captured
 
@@ -102,7 +102,7 @@ def test_a_mesh_is_chosen_for_the_dtypes_it_computes_in(gloo2: GlooPool) -> None
 
 def fail_without_memory() -> str:
     torch.compiler.reset()
-    choice._chosen.clear()
+    choice._chosen().clear()
     options = {"inner": "eager", "memory_budget": 1000}
     with pytest.raises(Exception, match="no mesh of 2 ranks fits") as raised:
         torch.compile(make(), backend="autoshard", options=options)(batch_of(0))
@@ -117,7 +117,7 @@ def test_all_ranks_hear_that_nothing_fits(gloo2: GlooPool) -> None:
 
 def follow(path: str) -> list[Any]:
     torch.compiler.reset()
-    choice._chosen.clear()
+    choice._chosen().clear()
     model = make()
     torch.compile(model, backend="autoshard", options={"inner": "eager", "plan": path})(batch_of(0))
     (program,) = autoshard.programs(model)

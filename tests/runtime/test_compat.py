@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -57,3 +58,19 @@ def test_inputs_are_named_by_where_dynamo_found_them() -> None:
         "extra.0": ("self", True),
         "L.more.mask": ("mask", False),
     }
+
+
+@pytest.mark.parametrize("frozen", ["", "weight_ih_l0 bias_hh_l1"])
+def test_an_lstm_whose_input_needs_no_gradient_trains(frozen: str) -> None:
+    """torch would trace oneDNN's kernel for inference, which has no backward."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    serial = nn.LSTM(4, 3, num_layers=2, batch_first=True)
+    for name in frozen.split():
+        serial.get_parameter(name).requires_grad_(False)
+    model, features = copy.deepcopy(serial), torch.randn(2, 3, 4)
+    options = {"rng": "invariant", "inner": "aot_eager"}
+    for each in (serial, torch.compile(model, backend="autoshard", options=options)):
+        each(features)[0].square().sum().backward()
+    for want, got in zip(serial.parameters(), model.parameters()):
+        torch.testing.assert_close(got.grad, want.grad)

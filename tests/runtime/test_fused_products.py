@@ -51,7 +51,8 @@ def test_the_quicker_way_is_measured_once_for_all_ranks(monkeypatch: pytest.Monk
         return next(times)
 
     reached = {"here": True, "apart": False}
-    monkeypatch.setattr(fused, "_measured", {})
+    measured_before: dict[Any, bool] = {}
+    monkeypatch.setattr(fused, "_measured", lambda: measured_before)
     monkeypatch.setattr(compat, "has_symmetric_memory", reached.__getitem__)
     monkeypatch.setattr(compat, "is_capturing", lambda: False)
     monkeypatch.setattr(compat, "gpu_milliseconds", measured)

@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from autoshard.runtime import compat
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.redistribution import all_gather
 from autoshard.runtime.errors import ConfigError
-from autoshard.runtime.mesh import init_mesh, offline_mesh
+from autoshard.runtime.mesh import groups_of, home_mesh, init_mesh, offline_mesh
+from autoshard.runtime.pipeline import GroupChannel
 from gloo_pool import GlooPool
 
 
@@ -96,3 +98,22 @@ def test_groups_of_each_axis(gloo4: GlooPool) -> None:
         [[0, 2], [2, 3]],
         [[1, 3], [2, 3]],
     ]
+
+
+def test_a_new_world_has_groups_of_its_own() -> None:
+    """Also where its objects lie where those of the last one lay, and its meshes are equal."""
+    for _ in range(4):
+        dist.init_process_group("fake", rank=0, world_size=4)
+        try:
+            given = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+            for mesh in (init_mesh({"pp": 2, "tp": 2}, "cpu"), init_mesh(given, "cpu")):
+                channel = GroupChannel(mesh.axes[0], torch.device("cpu"), groups_of(mesh, "pp"))
+                homes = home_mesh(mesh.device_mesh, 1).get_all_groups()
+                for group in (*channel.groups, *homes, *map(_group_of, mesh.axes)):
+                    assert compat.process_group(group.group_name) is group
+        finally:
+            dist.destroy_process_group()
+
+
+def _group_of(axis: Axis) -> Any:
+    return compat.process_group(axis.group)

@@ -7,5 +7,6 @@ from autoshard.building.fitting.placements import (
     chunk_as_first,
     recompute,
     refuse_eager,
+    remembered_by,
 )
 from autoshard.building.fitting.trials import Bisection, counted_part

@@ -8,36 +8,71 @@ memory is counted (trials.py), for one placement after another, the quickest fir
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-from torch import fx
+from torch import fx, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoshard.building.fitting.trials import Trials, Tried, counted, counted_part
+from autoshard.compiling import Collective, collectives_of
 from autoshard.errors import ConfigError, PlanError, message
 from autoshard.planning import Decisions, Recomputation, strategy_text, target_name
 from autoshard.planning.chunked_loss import NEEDED, plan_losses
 from autoshard.planning.estimate import Layout, Training, footprint, held
 from autoshard.program import Program
-from autoshard.runtime.collectives import data_axes
+from autoshard.runtime.collectives import Axis, data_axes
+from autoshard.runtime.parameters import is_planned
 
 _SAFE = 2
 """An estimate this many times below the budget needs no count."""
 
 
-class BudgetTooSmall(PlanError):
-    """No plan fits a budget of `budget` bytes a rank; one was found that needs `needed`."""
+_ALL = "with all recomputed that can be"
+_AS_FIRST = (
+    "with what the model's first batch computes again, as data-parallel ranks gather in one order"
+)
 
-    def __init__(self, budget: int, needed: int) -> None:
+Remembered = dict[str, Any]
+"""What the first graph of some operators has decided, by a hash of these: what it computes again,
+and whether its losses go by chunks."""
+
+
+class BudgetTooSmall(PlanError):
+    """No plan fits a budget of `budget` bytes a rank; one was found that needs `needed`. bound:
+    whether another choice than the first graph's would fit."""
+
+    def __init__(self, budget: int, needed: int, bound: bool = False) -> None:
         self.needed = needed
+        longest = "run the model's largest batch first, " if bound else ""
         super().__init__(
             message(
-                f"no plan fits memory_budget={budget:,} bytes a rank: with all recomputed that can "
-                f"be, a step needs {needed:,} bytes, {needed - budget:,} more",
-                remedy=f"Raise the budget to {needed:,}, or use a smaller batch or more ranks.",
+                f"no plan fits memory_budget={budget:,} bytes a rank: "
+                f"{_AS_FIRST if bound else _ALL}, a step needs {needed:,} bytes, "
+                f"{needed - budget:,} more",
+                remedy=f"Raise the budget to {needed:,}, {longest}or use a smaller batch or more "
+                "ranks.",
             )
         )
+
+
+_remembered: Any = WeakTensorKeyDictionary()
+"""By stored parameter, then by options."""
+
+
+def remembered_by(
+    parameters: Sequence[nn.Parameter], axes: Sequence[Axis], options: Sequence[str]
+) -> Remembered:
+    """What graphs of a stored model with these options share on the data-parallel axes of a mesh,
+    whose ranks compile other lengths at other times and gather in one order; nothing elsewhere."""
+    stored = [p for p in parameters if isinstance(p, DTensor) and is_planned(p)]
+    if not stored or not data_axes(axes):
+        return {}
+    of_model = _remembered.setdefault(stored[0], {})
+    return of_model.setdefault("\n".join(options), {})  # type: ignore[no-any-return]
 
 
 class Revisable(Protocol):
@@ -55,14 +90,20 @@ class Revisable(Protocol):
 
 
 def recompute(
-    planned: Revisable, build: Callable[[], Program], budget: int, assumed: bool, inner: str
+    planned: Revisable,
+    build: Callable[[], Program],
+    budget: int,
+    assumed: bool,
+    inner: str,
+    remembered: Remembered,
 ) -> None:
     """Decide what is computed again so that a step stays within `budget` bytes a rank.
 
     build: makes the program of the decisions as they are, for the first rank, whose parts are the
     largest: all ranks decide on the same one. assumed: nobody asked for the budget: where nothing
     fits it, what needs least is taken, with a warning; otherwise BudgetTooSmall is raised, and
-    ConfigError where `inner`, the inner compiler, computes nothing again.
+    ConfigError where `inner`, the inner compiler, computes nothing again. remembered: what earlier
+    graphs have decided, and where this one says it.
     """
     if inner == "eager":
         return _say_that_all_is_kept(build(), budget, assumed)
@@ -76,26 +117,30 @@ def recompute(
     fits = _fits(free, budget)
     chooses = free.config.chunk_loss == "auto"
     chunked = chooses and not fits and planned.plan_losses(default, fits=False)
-    if chooses and data_axes(free.mesh.axes):
-        chunked = _chunked.setdefault((_operators(free), budget), chunked)
-        planned.plan_losses(default, fits=not chunked)
+    if chooses:
+        first = remembered.setdefault(f"chunked {_operators(free)}", chunked)
+        if first != chunked:
+            chunked = first
+            planned.plan_losses(default, fits=not chunked)
     if fits or (chunked and _fits(build(), budget)):
-        return
+        if remembered.setdefault(_again(free), None) is None:
+            return
     trials, tried = Trials(budget), list[tuple[Tried, Decisions]]()
 
     def fits_with(each: Decisions, last_first: bool = False) -> bool:
         planned.take(each)
         planned.plan_losses(each, fits=not chunked)
-        tried.append((_decide(each, build, trials, last_first), each))
-        return tried[-1][0].needed <= budget
+        found = _decide(each, build, trials, last_first, remembered)
+        tried.append((found, each))
+        return found.needed <= budget
 
     if any(map(fits_with, candidates)):
         return
     passed_over = sorted((one for one in tried if not one[0].counted), key=_needs)
     if any(fits_with(each, last_first=True) for _, each in passed_over):
         return
-    (found, needed, _), least = min((one for one in tried if one[0].counted), key=_needs)
-    told = BudgetTooSmall(budget, needed)
+    (found, needed, _, bound), least = min((one for one in tried if one[0].counted), key=_needs)
+    told = BudgetTooSmall(budget, needed, bound)
     if not assumed:
         raise told
     warnings.warn(str(told), stacklevel=2)
@@ -108,42 +153,70 @@ def _needs(tried: tuple[Tried, Decisions]) -> int:
 
 
 def _decide(
-    decisions: Decisions, build: Callable[[], Program], trials: Trials, last_first: bool
+    decisions: Decisions,
+    build: Callable[[], Program],
+    trials: Trials,
+    last_first: bool,
+    remembered: Remembered,
 ) -> Tried:
-    """The choice for one placement, which it gets. last_first: as in `Trials.quickest`."""
-    decisions.recomputation, budget = None, trials.budget
-    free = build()
-    before = 0 if _is_sure(free, budget) else counted(free)
-    if before <= int(budget * counted_part(free.config.inner)):
-        return Tried(None, 0)
-    key = (_operators(free), budget)
-    shared = bool(data_axes(free.mesh.axes))
-    if shared and key in _decided:
-        # data-parallel ranks compile other lengths at other times, and gather in one order
-        decisions.recomputation = _decided[key]
-        return Tried(decisions.recomputation, budget)
+    """The choice for one placement, which it gets: that of the first graph of its operators where
+    it fits, or another with which collectives of the data-parallel axes have the same order.
+    last_first: as in `Trials.quickest`."""
+    budget = trials.budget
 
-    def chosen(one: Recomputation) -> Program:
+    def built(one: Recomputation | None) -> Program:
         decisions.recomputation = one
         return build()
 
-    found = trials.quickest(free, before, chosen, last_first)
+    free = built(None)
+    room, key = int(budget * counted_part(free.config.inner)), _again(free)
+    before = 0 if _is_sure(free, budget) else counted(free)
+    known, first = key in remembered, remembered.get(key)
+    usual = free if first is None else built(first)
+    needed = before if first is None else counted(usual)
+    if needed <= room and (known or first is None):
+        remembered.setdefault(key, first)
+        return Tried(first, needed)
+    found = trials.quickest(free, before, built, last_first)
+    if known and found.needed <= budget and _order(built(found.chosen)) != _order(usual):
+        decisions.recomputation = first
+        return Tried(first, math.ceil(needed / counted_part(free.config.inner)) + 1, bound=True)
     decisions.recomputation = found.chosen
-    if shared and found.needed <= budget:
-        _decided[key] = found.chosen
+    if found.needed <= budget:
+        remembered.setdefault(key, found.chosen)
     return found
 
 
-_decided: dict[tuple[str, int], Recomputation | None] = {}
-_chunked: dict[tuple[str, int], bool] = {}
+def _order(program: Program) -> list[str]:
+    """The collectives of the data-parallel axes, as ranks that meet there must issue them."""
+    axes = {axis.name for axis in data_axes(program.mesh.axes)}
+    return [
+        f"{one.phase} {one.op} {one.axis} {one.bytes} {one.change} {_parameters(one)}"
+        for one in collectives_of(program)
+        if one.axis in axes
+    ]
 
 
-def chunk_as_first(planned: Revisable) -> None:
+def _parameters(one: Collective) -> list[str]:
+    """The inputs of the graph that a collective gathers."""
+    above, ready = dict.fromkeys([one.node]), [one.node] if one.op == "all_gather" else []
+    while ready:
+        new = [node for node in ready.pop().all_input_nodes if node not in above]
+        above.update(dict.fromkeys(new))
+        ready += new
+    return sorted(node.name for node in above if node.op == "placeholder")
+
+
+def _again(program: Program) -> str:
+    return f"again {_operators(program)}"
+
+
+def chunk_as_first(planned: Revisable, remembered: Remembered) -> None:
     """Have losses by chunks, or whole, as in the first graph of the same operators, where no
     budget is known: a loss by chunks gathers a weight once, and data-parallel ranks, which compile
     other lengths at other times, gather in one order."""
     chunked = any(one.chunked for one in planned.decisions.losses.values())
-    first = _chunked.setdefault((_operators(planned), 0), chunked)
+    first = remembered.setdefault(f"chunked {_operators(planned)}", chunked)
     if first != chunked:
         how = NEEDED if first else None
         n = planned.decisions.prices.n

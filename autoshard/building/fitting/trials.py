@@ -32,11 +32,13 @@ _SURELY = 1.05
 
 class Tried(NamedTuple):
     """What one placement needs. chosen: what it computes again; None: nothing. needed: bytes, at
-    most those of the budget where it fits. counted: whether they are; else they are predicted."""
+    most those of the budget where it fits. counted: whether they are; else they are predicted.
+    bound: whether the first graph's choice is kept, where another would need less."""
 
     chosen: Recomputation | None
     needed: int
     counted: bool = True
+    bound: bool = False
 
 
 def counted_part(inner: str) -> float:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
+import torch
 from torch import fx
 
 from autoshard.building.first_axis import lay_out
@@ -122,7 +123,8 @@ def _with_plan(
     graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(whole.graph, made))  # type: ignore[arg-type]
     for node, copy in made.items():
-        if node.op == "call_function" and producer(node)[0] in decisions.strategies:
+        of_plan = node.op == "call_function" and producer(node)[0] in decisions.strategies
+        if of_plan and isinstance(value(node), torch.Tensor):  # several have a name each
             text = value_text((node, forward_value(decisions.state(node))))
             copy.meta["custom"] = {**copy.meta.get("custom", {}), VALUE: text}
     local = fx.GraphModule(whole, graph)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
@@ -14,27 +15,24 @@ from autoshard.export.spec import Extent
 from autoshard.export.to_tensorrt.convert import convert
 from autoshard.export.to_tensorrt.converters import Lowering
 
-_logs: dict[int, Any] = {}
-
 _NEEDED = {"fp8": 89, "fp8_channel": 89, "int4": 80}
 """The compute capability, times ten, that layouts of quantized weights need."""
 
 
+@functools.cache
 def log_of(trt: Any) -> Any:
     """The one logger of a process: TensorRT warns of a second. Errors are kept in `.errors`."""
-    if id(trt) not in _logs:
 
-        class Log(trt.ILogger):  # type: ignore[misc, name-defined]
-            def __init__(self) -> None:
-                super().__init__()
-                self.errors: list[str] = []
+    class Log(trt.ILogger):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.errors: list[str] = []
 
-            def log(self, severity: Any, text: str) -> None:
-                if severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR):
-                    self.errors.append(text)
+        def log(self, severity: Any, text: str) -> None:
+            if severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR):
+                self.errors.append(text)
 
-        _logs[id(trt)] = Log()
-    return _logs[id(trt)]
+    return Log()
 
 
 @dataclass

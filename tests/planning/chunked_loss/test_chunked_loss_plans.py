@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoshard.building.fitting import placements as fitting
+from autoshard.building import one_rank
 from autoshard.mesh_search.search import search_meshes
 from autoshard.planning.chunked_loss import LARGE
 from autoshard.planning.cost import cluster
@@ -168,11 +168,12 @@ def test_meshes_are_priced_with_it() -> None:
 
 def test_data_parallel_ranks_keep_the_first_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank whose next batch is longer gathers a weight as often as the others."""
-    monkeypatch.setattr(fitting, "_chunked", {})
+    of_model: dict[str, Any] = {}
+    monkeypatch.setattr(one_rank, "remembered_by", lambda *_: of_model)
     first, longer = (
         on_meta(65_536, 64, rows, dtype=torch.float32)({"dp_shard": 2}) for rows in (1024, 8192)
     )
     assert told(first) == told(longer) == []
-    fitting._chunked.clear()
+    of_model.clear()
     assert told(on_meta(65_536, 64, 8192, dtype=torch.float32)({"dp_shard": 2})) == [""]
     assert told(on_meta(65_536, 64, 2048, dtype=torch.float32)({"dp_shard": 2})) == [""]
