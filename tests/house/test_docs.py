@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard.planning.cost.clusters import cluster
 from autoshard.planning.rules import registry
 from autoshard.planning.rules.table import RULES
 
@@ -113,3 +114,33 @@ def test_the_page_of_variables_names_every_pass_and_variable() -> None:
     assert all(f"`{name}`" in page for name in pipeline.ORDER)
     variables = set(re.findall(r"AUTOSHARD_\w+", Path(debugging.__file__).read_text()))
     assert len(variables) == 5 and variables <= set(re.findall(r"AUTOSHARD_\w+", page))
+
+
+def block(language: str) -> str:
+    found = re.search(
+        rf"```{language}\n(.*?)```", (DOC.parent / "planning.md").read_text(), re.DOTALL
+    )
+    assert found is not None
+    return found[1]
+
+
+def test_the_python_of_planning_md_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(block("python"), {})
+    assert capsys.readouterr().out
+    assert autoshard.Plan.load("plan.json").mesh
+
+
+def test_the_cluster_file_is_the_built_in_h100(tmp_path: Path) -> None:
+    (tmp_path / "file.yaml").write_text(block("yaml"))
+    read, known = cluster(str(tmp_path / "file.yaml")), cluster("h100")
+    assert (read.inside, read.between, read.per_node) == (
+        known.inside,
+        known.between,
+        known.per_node,
+    )
+    assert read.efficiency == known.efficiency
+    assert read.device.flops == known.device.flops
+    assert read.device.memory_bytes == known.device.memory_bytes
