@@ -41,14 +41,14 @@ from autoshard.compiling import (
 from autoshard.config import Config, Precision
 from autoshard.errors import ConfigError, message
 from autoshard.mesh_search import choose
-from autoshard.parameters import store, store_unplanned
+from autoshard.parameters import expect_reduced, store, store_what_is_left
 from autoshard.passes import PendingInput
 from autoshard.planning import is_view
 from autoshard.program import Program
 from autoshard.program_registry import ProgramHandle, register
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import CollectiveRegion, agree, attempt, wait_at_most
-from autoshard.runtime.collectives import State, data_axes, shard_dim
+from autoshard.runtime.collectives import State, shard_dim
 from autoshard.runtime.graph_meta import (
     ENABLE_GRAD,
     FACTS,
@@ -71,7 +71,6 @@ from autoshard.runtime.parameters import (
     has_policy,
     is_eager_value,
     keep_copies,
-    note_attributes,
     on_backward_done,
     pending_of,
     policy_of,
@@ -116,22 +115,8 @@ def _is_built_alone(options: Mapping[str, Any]) -> bool:
     return in_float8 or bool(BY_NAME & options.keys())
 
 
-def _store_what_is_left(models: list[nn.Module], options: dict[str, Any]) -> None:
-    """Store models whose frames Dynamo left to eager code, on a mesh whose ranks have batches of
-    their own: nothing else would reduce their gradients, and the ranks would train apart."""
-    parameter = next((p for model in models for p in model.parameters()), None)
-    config = Config.from_options(options)
-    if parameter is None or config.mesh is None:
-        return
-    mesh = init_mesh(config.mesh, parameter.device.type)
-    if data_axes(mesh.axes):
-        with attempt():
-            wait_at_most(config.timeout)
-            store_unplanned(models, mesh, config)
-
-
 compat.trace_as_ours(autoshard)
-compat.after_first_call(_store_what_is_left, note_attributes)
+compat.watch_compiles(expect_reduced, store_what_is_left)
 
 
 def _compile(

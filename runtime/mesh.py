@@ -261,10 +261,17 @@ def _ordered(sizes: Mapping[str, int]) -> dict[str, int]:
     return {name: sizes[name] for name in AXIS_ORDER if name in sizes}
 
 
+def world_size() -> int:
+    """The number of processes, whether or not they have a process group yet."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if all(map(os.environ.get, _TORCHRUN)) else 1
+
+
 def start_world(device_type: str) -> int:
     """The number of processes; starts the default process group where torchrun asks for one."""
     if not dist.is_initialized():
-        if not all(os.environ.get(name) for name in _TORCHRUN):
+        if not all(map(os.environ.get, _TORCHRUN)):
             return 1
         if device_type == "cpu":
             backend = "gloo"

@@ -92,15 +92,17 @@ def store_at_home(
 
 
 def store_unplanned(models: Sequence[nn.Module], mesh: Mesh, config: Config) -> None:
-    """Store every parameter of models that no graph was planned of: Dynamo left them to eager code.
+    """Store every parameter of models that no graph was planned of, and of those that they are a
+    part of: Dynamo left them to eager code.
 
     Their gradients are then reduced over the data-parallel axes, and a later graph decides anew.
     Collective over the mesh.
     """
-    states = _resting(models, (), mesh)
-    if states:
+    left = [p for model in models for p in model.parameters() if _is_whole(p)]
+    if left:
+        models = models_of(left)
         _refuse_other_wrappers(models)
-        _moved(states, (), models, mesh, config)
+        _moved(_resting(models, (), mesh), (), models, mesh, config)
 
 
 def _refuse_other_wrappers(models: Iterable[nn.Module]) -> None:

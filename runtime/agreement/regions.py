@@ -137,7 +137,7 @@ def announced(what: str, axes: Sequence[Axis], remedy: str = REMEDY) -> Iterator
     if not axes or compat.compiling():
         yield
         return
-    note = f"{_users_line()}; every rank has to do it"
+    note = f"{users_line()}; every rank has to do it"
     for axis in axes:
         agree(what, what, [], axis, note=note, error=CollectiveError, remedy=remedy)
     with CollectiveRegion(f"the {what} ({note})", axes):
@@ -149,7 +149,7 @@ def _with_processes(axes: Sequence[Axis]) -> list[Axis]:
     return [axis for axis in axes if axis.size > 1 and ":" not in axis.group]
 
 
-def _users_line() -> str:
+def users_line() -> str:
     """The innermost `file:line` of this thread that is neither torch's nor ours."""
     frame = inspect.currentframe()
     assert frame is not None

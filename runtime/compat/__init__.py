@@ -30,11 +30,11 @@ from autoshard.runtime.compat.autograd import (
 from autoshard.runtime.compat.dynamo import (
     ONLY_IN_OURS,
     READ_WHOLE,
-    after_first_call,
     lighten_guards,
     specialize_floats,
     trace_as_ours,
     traced_as_ours,
+    watch_compiles,
 )
 from autoshard.runtime.compat.frames import (
     RESTARTS,

@@ -37,6 +37,7 @@ torch._C._set_grad_enabled
 torch._C._will_engine_execute_node
 torch._decomp.decompositions.one_layer_lstm
 torch._decomp.decompositions.select_one_layer_lstm_function
+torch._dynamo.OptimizedModule
 torch._dynamo.config.allow_rnn
 torch._dynamo.eval_frame._TorchDynamoContext
 torch._dynamo.exc.TensorifyScalarRestartAnalysis
@@ -76,9 +77,11 @@ torch.distributed.tensor._dtensor_spec.DTensorSpec
 torch.distributed.tensor.DTensor._spec
 torch.distributed.tensor.placement_types._StridedShard
 torch.multiprocessing.reductions.StorageWeakRef
+torch.nn.Module._call_impl
 torch.ops._c10d_functional
 torch.utils._python_dispatch._disable_current_modes
 torch.utils._python_dispatch.is_traceable_wrapper_subclass
+torch.utils._pytree
 """.split()
 """Every private name that the files of this folder use, those of compilers excepted. What they ask
 for with a default, because some versions lack it, is not here."""

@@ -30,6 +30,7 @@ from autoshard.runtime.parameters.layout import (
     owned,
     stored_states,
 )
+from autoshard.runtime.parameters.optimizers import expect_stored
 from autoshard.runtime.parameters.owners import Holders, models_of, related_parameters
 from autoshard.runtime.parameters.record import (
     choice_of,

@@ -1,13 +1,25 @@
-"""Optimizers that exist already when parameters become shards."""
+"""Optimizers that exist already when parameters become shards, and steps on what is not one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autoshard.runtime import compat
+from autoshard.runtime.agreement import users_line
+from autoshard.runtime.collectives import data_axes
+from autoshard.runtime.errors import AutoshardError, message
+from autoshard.runtime.mesh import axes_of, world_size
+from autoshard.runtime.parameters.eager import StoredTensor
+from autoshard.runtime.parameters.owners import models_of
 
 Store = Callable[[torch.Tensor], torch.Tensor]
 
@@ -54,3 +66,85 @@ def _move(name: str, value: Any, shape: torch.Size, shard: Store, replicate: Sto
     if value.shape == shape:
         return shard(value)
     return replicate(value) if value.dim() else value
+
+
+Why = Callable[[torch.Tensor], str]
+_given: weakref.WeakKeyDictionary[nn.Module, Why] = weakref.WeakKeyDictionary()
+
+
+def expect_stored(model: nn.Module, why: Why) -> None:
+    """Have the step of an optimizer on a parameter of `model` that is not stored be an error.
+
+    why: asked at such a step, of the parameter: why it should be stored; "" where it need not be.
+    """
+    _watch_steps()
+    _given[model] = why
+
+
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_check_step)
+
+
+@compat.not_traced
+def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Raise AutoshardError where nothing reduced a gradient over the data-parallel ranks: of a
+    parameter that is not stored, of a given model or beside stored ones in the optimizer."""
+    if world_size() == 1:
+        return None
+    _refuse_unreduced(optimizer)
+    held = {**dict(enumerate(args)), **kwargs}
+    closures = [key for key, value in held.items() if value is not optimizer and callable(value)]
+    if not closures:
+        return None
+    for key in closures:  # what it computes is stepped on without another hook
+        held[key] = functools.partial(_then_refuse, optimizer, held[key])
+    return tuple(held[i] for i in range(len(args))), {key: held[key] for key in kwargs}
+
+
+def _then_refuse(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+    loss = closure()
+    _refuse_unreduced(optimizer)
+    return loss
+
+
+def _refuse_unreduced(optimizer: Optimizer) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    plain = [p for p in parameters if not isinstance(p, DTensor) and p.grad is not None]
+    if not plain:
+        return
+    why = _why_reduced(parameters, {id(p) for p in plain})
+    if not why:
+        return
+    names = {id(p): n for m in models_of(plain) for n, p in m.named_parameters()}
+    found = [
+        names.get(id(p), f"a {type(p).__name__} {tuple(p.shape)} of no module").replace(
+            "_orig_mod.", ""
+        )
+        for p in plain
+    ]
+    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+    raise AutoshardError(
+        message(
+            f"{type(optimizer).__name__}.step(): {len(plain)} of {len(parameters)} parameters have "
+            f"gradients that nothing reduced over the data-parallel ranks: {', '.join(found[:5])}"
+            f"{more}; {why}",
+            where=users_line(),
+            remedy="Compute them by what torch.compile returned, compiled(x) or compiled.method(x) "
+            "(model.compile() compiles model(x) alone). What is trained beside a compiled model "
+            "has to be in one module with it, or to have an optimizer of its own and gradients "
+            "that you reduce.",
+        )
+    )
+
+
+def _why_reduced(parameters: Iterable[torch.Tensor], plain: set[int]) -> str:
+    """Why plain parameters should have been reduced; "" where they need not be."""
+    for model, why in list(_given.items()):
+        found = next((p for p in model.parameters() if id(p) in plain), None)
+        if found is not None and (reason := why(found)):
+            return reason
+    for p in parameters:
+        if isinstance(p, StoredTensor) and (axes := data_axes(axes_of(p.device_mesh))):
+            return f"others of this optimizer are stored along {', '.join(a.name for a in axes)}"
+    return ""

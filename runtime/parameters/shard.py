@@ -17,7 +17,7 @@ from torch.optim import SparseAdam
 
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree
-from autoshard.runtime.collectives import I, State
+from autoshard.runtime.collectives import I, State, all_reduce, data_axes
 from autoshard.runtime.errors import AutoshardError, message
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters.access import install
@@ -33,6 +33,7 @@ from autoshard.runtime.parameters.layout import (
 )
 from autoshard.runtime.parameters.optimizers import repoint, state_summary
 from autoshard.runtime.parameters.owners import Holders, Owners, find_owners, is_keyed
+from autoshard.runtime.parameters.record import policy_of
 from autoshard.runtime.parameters.unsharding import unshard_parameter
 from autoshard.runtime.parameters.wrappers import replace_functions
 
@@ -183,7 +184,7 @@ def _move(
     shape = old.shape
     new = as_parameter(store(old, states), old.requires_grad)
     if old.grad is not None:
-        new.grad = store(old.grad, states)
+        new.grad = store(_reduced(old, mesh), states)
         old.grad = None
     for key, value in old.__dict__.items():
         new.__dict__.setdefault(key, value)
@@ -202,6 +203,20 @@ def _move(
         old._autoshard_moved = name  # type: ignore[attr-defined]
         old.__class__ = MovedParameter
     return new
+
+
+def _reduced(parameter: nn.Parameter, mesh: Mesh) -> torch.Tensor:
+    """The gradient that a parameter has when it is stored: of a backward through the model itself,
+    which knew of no mesh, it is that of this rank's batch."""
+    grad = parameter.grad
+    assert grad is not None
+    if isinstance(parameter, DTensor):
+        return grad
+    average = policy_of(parameter).average
+    for axis in data_axes(mesh.axes):
+        grad = all_reduce(grad.to(mesh.device_mesh.device_type), "sum", axis)  # type: ignore[union-attr]
+        grad = grad / axis.size if average else grad
+    return grad
 
 
 def _pass_on_gradient(old: nn.Parameter, module: nn.Module, name: str) -> None:

@@ -50,8 +50,9 @@ class Job:
     def __init__(self, sizes: Sizes | None, folder: str, inner: str = "aot_eager") -> None:
         self.sizes, self.folder, self.inner = sizes, folder, inner
         self.ranks = math.prod((sizes or {}).get(axis, 1) for axis in DATA_AXES)
-        # the axes from the outermost: the data-parallel ones, then tp
-        self.rank = process() // (sizes or {}).get("tp", 1) if sizes else 0
+        # the axes from the outermost: the data-parallel ones, then those that share a batch
+        shared = math.prod(n for axis, n in (sizes or {}).items() if axis not in DATA_AXES)
+        self.rank = process() // shared if sizes else 0
         self.found: dict[str, Any] = {}
         self.refusable = False  # an AutoshardError in place of the result is right as well
         self.tolerance = TOLERANCE
@@ -149,19 +150,19 @@ class Job:
     def record_model(self, model: nn.Module, when: str = "", gradients: bool = False) -> None:
         """Every parameter (or its gradient) and buffer, whole."""
         for name, parameter in model.named_parameters():
-            name = name.removeprefix("_orig_mod.")
+            name = name.replace("_orig_mod.", "")
             value = parameter.grad if gradients else parameter
             self.record(f"{when} {'gradient of ' if gradients else ''}{name}", value)
         for name, buffer in model.named_buffers():
-            self.record(f"{when} {name.removeprefix('_orig_mod.')}", buffer)
+            self.record(f"{when} {name.replace('_orig_mod.', '')}", buffer)
 
     def is_stored(self, model: nn.Module, name: str) -> None:
         """The parameter is split over the mesh in the sharded run: else nothing was tested."""
         if self.sharded:
             parameter = dict(model.named_parameters())[name]
             assert isinstance(parameter, DTensor), f"{name} is not stored"
-            if self.sizes == {"dp_replicate": 2}:
-                return  # whole on every rank
+            if self.sizes in ({"dp_replicate": 2}, {"pp": 2}):
+                return  # whole on every rank, or on one
             assert parameter.to_local().shape != parameter.shape, f"{name} is whole"
 
 

@@ -15,6 +15,7 @@ from scenarios import (
     derivatives,
     habits,
     libraries,
+    methods,
     optimizers,
     reads,
     surgery,
@@ -165,6 +166,23 @@ CALLS: dict[str, Scenario] = {
     "nn.DataParallel around": wrappers.data_parallel_threads,
 }
 
+METHODS: dict[str, Scenario] = {
+    "methods: actor-critic": methods.actor_critic,
+    "methods: a regularizer before the first call": methods.regularizer_first,
+    "methods: encode, decode": methods.encoder_decoder,
+    "methods: a loss": methods.whole_loss,
+    "methods: training_step": methods.training_step,
+    "methods: one that is disabled": methods.untraced("hidden"),
+    "methods: a graph break": methods.untraced("broken"),
+    "methods: generate of one's own": methods.generation,
+    "methods: a loop over time": methods.recurrence,
+    "the model itself in place of the compiled one": methods.uncompiled,
+    "the model itself for the first microbatch": methods.gradients_before,
+    "only a part is compiled": methods.parts,
+    "a part of the compiled model": methods.part_of_the_compiled,
+    "a head beside the compiled model": methods.beside,
+}
+
 HABITS: dict[str, Scenario] = {
     "SWA: SWALR, weights taken over": habits.stochastic_averaging,
     "zero_grad(set_to_none=False)": habits.zeroed_gradients,
@@ -188,6 +206,7 @@ SCENARIOS: dict[str, Scenario] = {
     **COPIES,
     **SURGERY,
     **CALLS,
+    **METHODS,
     **HABITS,
 }
 
