@@ -21,7 +21,10 @@ def refuse_mutated(serial: fx.GraphModule, parameters: Mapping[fx.Node, str]) ->
         if placeholders[i] not in parameters:
             continue
         name, what = parameters[placeholders[i]], "writes to its parameter"
-        remedy = "Write to it outside the compiled call, or make it a buffer."
+        remedy = (
+            "Write to it outside the compiled call (a method: call that of the model which was "
+            "given to torch.compile), or make it a buffer."
+        )
         if new.target is torch.ops.aten.embedding_renorm.default:
             what = "renormalises (max_norm) the rows it looks up of"
             remedy = (

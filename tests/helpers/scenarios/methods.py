@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -62,9 +61,7 @@ class Agent(nn.Module):
         return WIDTH
 
 
-def steps(
-    job: Job, net: nn.Module, loss: Callable[[int], torch.Tensor], count: int = 3, **options: Any
-) -> None:
+def steps(job: Job, net: nn.Module, loss: Callable[[int], torch.Tensor], count: int = 3) -> None:
     """Three steps of AdamW; losses, gradients and parameters are recorded."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-3)
     for step in range(count):
@@ -335,6 +332,27 @@ def uncompiled(job: Job) -> None:
         lbfgs.step(closure)
     net.zero_grad()
     job.train(compiled, torch.optim.SGD(net.parameters(), lr=0.1), 2)
+
+
+def unreached(job: Job) -> None:
+    """torch.compile that is disabled; a method of a model that `model.compile()` compiles."""
+    net = Autoencoder()
+    if job.sharded:
+        made = torch.compile(net, backend="autoshard", options=job.options(), disable=True)
+        assert made is net
+    job.loss(net).backward()
+    with refused(job, "disable=True"):
+        torch.optim.SGD(net.parameters(), lr=0.0).step()
+    net = Autoencoder()
+    if job.sharded:
+        net.compile(backend="autoshard", options=job.options())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    job.loss(lambda x: net.decode(net.encode(x))).backward()
+    with refused(job, "model.compile()"):
+        optimizer.step()
+    optimizer.zero_grad()
+    job.loss(net)
+    steps(job, net, lambda step: job.loss(lambda x: net.decode(net.encode(x)), step))
 
 
 def parts(job: Job) -> None:

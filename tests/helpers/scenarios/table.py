@@ -177,6 +177,7 @@ METHODS: dict[str, Scenario] = {
     "methods: generate of one's own": methods.generation,
     "methods: a loop over time": methods.recurrence,
     "the model itself in place of the compiled one": methods.uncompiled,
+    "torch.compile disabled, methods beside model.compile()": methods.unreached,
     "the model itself for the first microbatch": methods.gradients_before,
     "only a part is compiled": methods.parts,
     "a part of the compiled model": methods.part_of_the_compiled,
@@ -270,6 +271,9 @@ QUICK = (
     "functional_call",
     "mixture with torch.where",
     "mixture, dynamo.disable",
+    "methods: actor-critic",
+    "only a part is compiled",
+    "the model itself in place of the compiled one",
 )
 
 #: Scenarios that are also run under Inductor, and on four ranks, dp_shard with tp.
