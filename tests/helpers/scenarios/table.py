@@ -17,6 +17,7 @@ from scenarios import (
     libraries,
     methods,
     optimizers,
+    partly_compiled,
     reads,
     surgery,
     wrappers,
@@ -176,12 +177,12 @@ METHODS: dict[str, Scenario] = {
     "methods: a graph break": methods.untraced("broken"),
     "methods: generate of one's own": methods.generation,
     "methods: a loop over time": methods.recurrence,
-    "the model itself in place of the compiled one": methods.uncompiled,
-    "torch.compile disabled, methods beside model.compile()": methods.unreached,
-    "the model itself for the first microbatch": methods.gradients_before,
-    "only a part is compiled": methods.parts,
-    "a part of the compiled model": methods.part_of_the_compiled,
-    "a head beside the compiled model": methods.beside,
+    "the model itself in place of the compiled one": partly_compiled.uncompiled,
+    "torch.compile disabled, methods beside model.compile()": partly_compiled.unreached,
+    "the model itself for the first microbatch": partly_compiled.gradients_before,
+    "only a part is compiled": partly_compiled.parts,
+    "a part of the compiled model": partly_compiled.part_of_the_compiled,
+    "a head beside the compiled model": partly_compiled.beside,
 }
 
 HABITS: dict[str, Scenario] = {
