@@ -27,6 +27,7 @@ from autoshard.runtime.compat.autograd import (
     outside_transforms,
     transforming,
 )
+from autoshard.runtime.compat.compiled_modules import watch_compiles
 from autoshard.runtime.compat.dynamo import (
     ONLY_IN_OURS,
     READ_WHOLE,
@@ -34,7 +35,6 @@ from autoshard.runtime.compat.dynamo import (
     specialize_floats,
     trace_as_ours,
     traced_as_ours,
-    watch_compiles,
 )
 from autoshard.runtime.compat.frames import (
     RESTARTS,
@@ -42,6 +42,7 @@ from autoshard.runtime.compat.frames import (
     RestartTrace,
     TraceError,
     allow_in_graph,
+    artifact,
     backend_error,
     backend_fakes,
     called_from,
@@ -139,7 +140,6 @@ from autoshard.runtime.compat.tensors import (
     wrapper_tensor,
     writes_to,
 )
-from autoshard.runtime.compat.trace import artifact
 from autoshard.runtime.compat.transformers import (
     apply_gate,
     choose_causal_loss,

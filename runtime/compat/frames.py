@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch._dynamo.exc
+import torch._logging
 from torch import fx
 from torch._dynamo.exc import (
     TensorifyScalarRestartAnalysis,
@@ -198,3 +199,12 @@ def registered_backend(name: str) -> Callable[..., Any]:
     """The function torch.compile(backend=name) calls, which only Dynamo's registry knows."""
     found: Callable[..., Any] = torch._dynamo.lookup_backend(name)
     return found
+
+
+def artifact(name: str, text: Callable[[], str]) -> None:
+    """Record a text under `name` with the compilation in progress, for tlparse; `text` is called
+    only where TORCH_TRACE asks for a trace. torch has no public name for it.
+    """
+    torch._logging.trace_structured(  # type: ignore[attr-defined]
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
+    )
