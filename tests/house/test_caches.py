@@ -30,6 +30,8 @@ CACHES = {
     "autoshard/building/fitting/placements.py _remembered": "stored parameter, options, operators",
     "autoshard/capture/guards.py _split_sizes": "code, source and dim: more guards, never less",
     "autoshard/program_registry.py _handles": "a number that is never given again",
+    "runtime/compat/compiled_modules.py compiled": "the method of one compiled module",
+    "runtime/parameters/optimizers.py _given": "the module",
     "runtime/parameters/buffers.py _given": "the module",
     "runtime/parameters/buffers.py _settled": "the module, which is stored once",
     "runtime/compat/tensors.py _specs": "the mesh's id, which lives as long as the spec",
@@ -52,6 +54,7 @@ CACHES = {
     "runtime/parameters/access.py stored_class": "class, names and dtype",
     "runtime/parameters/eager/operator_names.py name_of": "the function",
     "runtime/parameters/eager/operator_names.py operator": "the name",
+    "runtime/parameters/optimizers.py _watch_steps": "nothing: torch's hook is set once",
     "runtime/parameters/gradients.py _references_of_unshared": "this Python",
     # registers, filled when modules are imported
     "autoshard/export/to_tensorrt/converters/network.py CONVERTERS": "the operator",
