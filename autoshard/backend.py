@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.building import (
+    agree_on_unsharded,
     agreed_facts,
     batch_checker,
     build_agreed,
@@ -139,14 +140,15 @@ def _compile(
     cp_rank = 0 if mesh.outer is None else mesh.outer.rank
     TRACKER.place(mesh.planned.rank, data_coordinate(mesh), cp_rank)
     _cast_inputs(inputs, use_by(config, mesh))
-    if mesh.axis("pp").size > 1:
-        return pipelined(gm, example_inputs, inputs, mesh, config, device)
     plain = unsharded_settings(config)
     if mesh.size == 1 and not _is_built_alone(options):
         return compile_local(gm, list(example_inputs), config.inner, inductor=plain)
     if settings().unsharded:
         refuse_unsharded({axis.name: axis.size for axis in mesh.axes})
+        agree_on_unsharded(inputs, mesh, config)
         return compile_local(gm, list(example_inputs), config.inner, inductor=plain)
+    if mesh.axis("pp").size > 1:
+        return pipelined(gm, example_inputs, inputs, mesh, config, device)
     facts = agreed_facts(inputs, mesh.sharing, config)
     program = build_agreed(gm, example_inputs, inputs, mesh, config, device, facts)
     program.chosen = choice.line

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from autoshard.building import batch_facts, build_program
-from autoshard.building.pipeline import TracedPipeline, build_pipeline, fit_stages, refuse_options
+from autoshard.building.pipeline import TracedPipeline, build_pipeline, fit_stages
 from autoshard.capture import example_device, intercept
 from autoshard.compiling import use_by
 from autoshard.config import Config
@@ -59,7 +59,6 @@ def trace(
     use = use_by(settings, offline)
     stages = offline.axis("pp").size
     if stages > 1:
-        refuse_options(settings)
 
         def cut(
             gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: list[compat.GraphInput]

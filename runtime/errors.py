@@ -38,6 +38,10 @@ class CollectiveError(AutoshardError):
     """A collective, or a read of a stored parameter, to which a rank did not come."""
 
 
+class OutputError(AutoshardError, OSError):
+    """A file that cannot be written."""
+
+
 class ShardingRuleError(AutoshardError, ValueError):
     """A sharding rule that cannot be read, or that contradicts its operator."""
 
@@ -51,6 +55,14 @@ def message(what: str, *, where: str | None = None, remedy: str | None = None) -
     """
     text = f"{what} ({where})." if where else f"{what}."
     return f"{text} {remedy}" if remedy else text
+
+
+def shown(value: object) -> str:
+    """`repr` of what somebody gave, which may hold an integer of more digits than Python prints."""
+    try:
+        return repr(value)
+    except ValueError:
+        return f"a {type(value).__name__} with an integer of more digits than are printed"
 
 
 def source_line(stack_trace: str | None) -> str | None:

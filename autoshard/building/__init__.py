@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from autoshard.building.all_ranks import build_agreed, unplanned_parameters
+from autoshard.building.all_ranks import (
+    agree_on_unsharded,
+    build_agreed,
+    comparison,
+    unplanned_parameters,
+)
 from autoshard.building.batch_check import batch_checker
+from autoshard.building.compared import digest_of
 from autoshard.building.known_values import agreed_facts, batch_facts, holds
 from autoshard.building.local_passes import seconds_spared
 from autoshard.building.one_rank import build_program, plan_captured

@@ -9,18 +9,13 @@ import torch
 from torch import fx, nn
 
 from autoshard.building.batch_check import batch_shapes
-from autoshard.building.data_ranks import (
-    agree_on_data_axes,
-    digest_of,
-    loss_lines,
-    node_line,
-    program_options,
-)
+from autoshard.building.compared import Compared, compared, digest_of
+from autoshard.building.data_ranks import agree_on_data_axes
 from autoshard.building.device_room import device_room
 from autoshard.building.one_rank import build_program
 from autoshard.compiling import settings
 from autoshard.config import Config
-from autoshard.planning import fingerprint, strategy_text, value
+from autoshard.planning import fingerprint, strategy_text
 from autoshard.planning.cost import hardware_of
 from autoshard.program import Program
 from autoshard.runtime import compat
@@ -51,41 +46,87 @@ def build_agreed(
     program = build_program(
         gm, example_inputs, inputs, mesh, config, machine, facts=facts, room=room
     )
-    wishes = settings().text()  # of the environment, which may differ between machines
-    lines = [wishes, f"hardware: {machine.name}", *plan_lines(program)]
-    if config.rng == "tracker":  # values that all ranks hold are drawn from states of one seed
-        lines.append(f"torch.initial_seed() {torch.initial_seed()}")
-    for axis in reversed(mesh.sharing):
-        agree("plan", digest_of(lines), lines, axis, note=batch_shapes(inputs))
+    own = comparison(program, machine.name, tensors_of(inputs))
     new = bool(unplanned_parameters(inputs, program))
-    options = program_options(program)
-    agree_on_data_axes(mesh, program.serial, program.parameters, options, inputs, new)
+    agree_on_program(program.serial, own, inputs, mesh, config, new)
     return program
 
 
-def plan_lines(program: Program) -> list[str]:
-    """The lines that ranks compare: options, each parameter's placement, and each node with its
-    constants, shape, dtype and strategy."""
-    lines = [f"gradients: {program.microbatch}", *program.config.lines()]
-    for node, name in program.parameters.items():
-        frozen = "" if value(node).requires_grad else ", frozen"
-        choice = program.plan.weights.get(name, "")
-        lines.append(f"parameter {name}: {program.plan.parameters[name]}{frozen} {choice}".rstrip())
-    strategies = program.decisions.strategies
-    for node in program.serial.graph.nodes:
-        text = f": {strategy_text(strategies[node])}" if node in strategies else ""
-        lines.append(f"{node_line(node, program.parameters)}{text}")
-    copies = program.plan.graphs[fingerprint(program.serial)].copies
+def agree_on_program(
+    serial: fx.GraphModule,
+    own: Compared,
+    inputs: list[compat.GraphInput],
+    mesh: Mesh,
+    config: Config,
+    new: bool,
+) -> None:
+    """Raise PlanMismatchError on all ranks of the mesh where what they built differs.
+
+    new: whether parameters of the graph are about to be stored.
+    """
+    lines = own.lines()
+    if config.rng == "tracker":  # values that all ranks hold are drawn from states of one seed
+        lines.append(f"torch.initial_seed() {torch.initial_seed()}")
+    _compare(lines, inputs, mesh)
+    agree_on_data_axes(mesh, serial, own, inputs, new)
+
+
+def agree_on_unsharded(inputs: list[compat.GraphInput], mesh: Mesh, config: Config) -> None:
+    """Raise PlanMismatchError on all ranks where only some run the model unsharded."""
+    _compare([settings().text(), *config.lines()], inputs, mesh)
+
+
+def _compare(lines: list[str], inputs: list[compat.GraphInput], mesh: Mesh) -> None:
+    for axis in (*reversed(mesh.sharing), mesh.axis("pp")):
+        agree("plan", digest_of(lines), lines, axis, note=batch_shapes(inputs))
+
+
+def comparison(program: Program, machine: str, tensors: Mapping[str, torch.Tensor]) -> Compared:
+    """What ranks compare of a program for `machine`, whose parameters are `tensors`."""
+    return compared(
+        program.serial,
+        program.parameters,
+        tensors,
+        program.config,
+        machine,
+        program.microbatch,
+        _choice_lines(program),
+        _plan_lines(program),
+    )
+
+
+def tensors_of(inputs: Sequence[compat.GraphInput]) -> dict[str, nn.Parameter]:
+    """The parameters among the inputs of a graph, by name."""
+    return {item.name: item.real for item in inputs if isinstance(item.real, nn.Parameter)}
+
+
+def _choice_lines(program: Program) -> list[str]:
+    """What was chosen for the batch and the memory of a program: losses, and what is kept."""
     chosen = program.decisions.recomputation
-    if chosen is not None:
-        lines.append(f"computed again: {', '.join(sorted(chosen.again))}")
-        lines.append(f"on the host: {', '.join(sorted(chosen.sent))}")
-    lines.append(f"losses by chunks: {', '.join(loss_lines(program)) or 'none'}")
+    again = [] if chosen is None else sorted(chosen.again)
+    sent = [] if chosen is None else sorted(chosen.sent)
+    losses = [node.name for node, one in program.decisions.losses.items() if one.chunked]
+    return [
+        f"losses by chunks: {', '.join(losses) or 'none'}",
+        f"computed again, in the memory there is: {', '.join(again) or 'nothing'}",
+        f"on the host, in the memory there is: {', '.join(sent) or 'nothing'}",
+    ]
+
+
+def _plan_lines(program: Program) -> list[str]:
+    """The placement of each parameter, and the strategy of each operator."""
+    lines = []
+    for name in program.parameters.values():
+        choice = program.plan.weights.get(name, "")
+        lines.append(f"parameter {name}: {program.plan.parameters[name]} {choice}".rstrip())
+    copies = program.plan.graphs[fingerprint(program.serial)].copies
     lines += [f"copy of {name}: {state}" for name, state in copies.items()]
+    made = [(program.axis.name, program.decisions)]
     if program.outer is not None:
-        first = program.outer.decisions.strategies.items()
-        on = program.outer.axis.name
-        lines += [f"{node.name} on {on}: {strategy_text(strategy)}" for node, strategy in first]
+        made.append((program.outer.axis.name, program.outer.decisions))
+    for on, decisions in made:
+        found = decisions.strategies.items()
+        lines += [f"{node.name} on {on}: {strategy_text(one)}" for node, one in found]
     return lines
 
 

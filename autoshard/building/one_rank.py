@@ -74,6 +74,7 @@ def build_program(
     the memory budget cannot be met.
     """
     axis = mesh.planned
+    config.refuse({one.name: one.size for one in mesh.axes})
     if mesh.axis("pp").size > 1:
         raise ConfigError(
             message(
@@ -170,7 +171,7 @@ def plan_captured(
     masks = facts if config.recover_masks else None
     exchanges = mesh.axis("ep").size > 1
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
-    float8 = _float8(placeholders, inputs, mesh, config)
+    float8 = _float8(placeholders, inputs, config)
     sequences = mesh.axis("cp").size > 1
     tracked, ranges = config.rng == "tracker", not even and config.inner != "tensorrt"
     prepare(serial, axis, tracked, watch, masks, exchanges, float8, sequences, ranges)
@@ -241,21 +242,12 @@ def plan_captured(
 def _float8(
     placeholders: Sequence[fx.Node],
     inputs: Sequence[compat.GraphInput],
-    mesh: Mesh,
     config: Config,
 ) -> Float8Products | None:
-    """The pass that the option `precision` asks for; an axis that it does not know is an error."""
+    """The pass that the option `precision` asks for."""
     recipe = Precision.of(config.precision).matmul
     if recipe is None:
         return None
-    if beside := [name for name in ("cp", "ep") if mesh.axis(name).size > 1]:
-        raise ConfigError(
-            message(
-                f"options['precision'] has matmul={recipe!r} beside {beside[0]} in the mesh, which "
-                "is not supported yet",
-                remedy=f"Leave matmul out, or {beside[0]}: float8 runs on tp and the data axes.",
-            )
-        )
     given = zip(placeholders, inputs, strict=True)
     names = [node.name for node, item in given if isinstance(item.real, nn.Parameter)]
     return Float8Products(recipe, frozenset(names))

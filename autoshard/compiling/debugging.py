@@ -32,6 +32,7 @@ from autoshard.runtime.mesh import PLANNED
 _log = logging.getLogger("autoshard.passes")
 _graphs = logging.getLogger("autoshard.graphs")
 _programs = itertools.count()
+_SAME_BATCH = ("pp", *PLANNED)
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,10 @@ class Settings:
 
     def text(self) -> str:
         """The settings that change a program: ranks whose texts differ must not run together."""
-        return f"passes left out {list(self.left_out)}, stop after {self.stop_after!r}"
+        return (
+            f"AUTOSHARD_UNSHARDED={int(self.unsharded)}, passes left out {list(self.left_out)}, "
+            f"stop after {self.stop_after!r}"
+        )
 
 
 def settings() -> Settings:
@@ -94,13 +98,14 @@ def settings() -> Settings:
 
 def refuse_unsharded(sizes: Mapping[str, int]) -> None:
     """Raise ConfigError where running unsharded would lose the sum of the gradients."""
-    data = {name: size for name, size in sizes.items() if name not in PLANNED and size > 1}
+    data = {name: size for name, size in sizes.items() if name not in _SAME_BATCH and size > 1}
     if data:
         spelled = ", ".join(f"{name}={size}" for name, size in data.items())
         raise ConfigError(
             message(
                 f"AUTOSHARD_UNSHARDED=1 on a mesh with {spelled}: gradients would not be reduced",
-                remedy="Use it with a tp axis alone, where every rank then does the same.",
+                remedy="Use it on axes whose ranks share a batch (cp, tp, pp): every rank does the "
+                "same there.",
             )
         )
 

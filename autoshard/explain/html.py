@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 from importlib import resources
-from pathlib import Path
 
 from autoshard.compiling import Built
 from autoshard.explain.page_data import page_data
+from autoshard.runtime.output_file import write_whole
 
 
 def write_page(built: Built, path: str | os.PathLike[str]) -> None:
     """Write the page to `path`."""
-    Path(path).write_text(page(built), encoding="utf-8")
+    write_whole(path, page(built), "page of the plan")
 
 
 def page(built: Built) -> str:

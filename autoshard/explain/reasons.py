@@ -78,7 +78,7 @@ def whole(built: Built) -> list[Whole]:
             found.append(
                 Whole("parameter", name, reason(built, node), module_path(user), user_line(user))
             )
-    for node in built.serial.graph.nodes:
+    for node in built.whole.graph.nodes:  # not those that laying out cp has put there
         if node.op == "call_function" and node.meta.get(DIFF) and operands(node):
             why = _no_rule(node)
             if why:

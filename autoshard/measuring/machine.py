@@ -17,6 +17,7 @@ from autoshard.measuring.links import Fit, Sample, collective_times, fitted
 from autoshard.planning.cost import Cluster, cluster_of
 from autoshard.runtime.agreement import from_first, gather, world_axis
 from autoshard.runtime.mesh import start_world
+from autoshard.runtime.output_file import write_whole
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Measured:
 
     def save(self, path: Path) -> None:
         """Write the cluster file."""
-        path.write_text(json.dumps(self.description(), indent=1) + "\n")
+        write_whole(path, json.dumps(self.description(), indent=1) + "\n", "cluster file")
 
 
 def measure_machine(

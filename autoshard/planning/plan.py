@@ -13,7 +13,6 @@ import json
 import math
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from autoshard.planning.strategy import Strategy
@@ -21,6 +20,7 @@ from autoshard.runtime.collectives import CHOICES, State, is_state
 from autoshard.runtime.errors import PlanError
 from autoshard.runtime.input_file import MOST_RANKS, FileEntry, read_json
 from autoshard.runtime.mesh import AXIS_ORDER
+from autoshard.runtime.output_file import write_whole
 
 PLAN_VERSION = 2
 
@@ -117,8 +117,8 @@ class Plan:
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to `path`."""
-        Path(path).write_text(self.text())
+        """Write the plan to `path`; OutputError where that fails, and what was there stays."""
+        write_whole(path, self.text(), "plan")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:

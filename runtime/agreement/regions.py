@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -53,6 +54,7 @@ class CollectiveRegion:
     ) -> None:
         self._what, self._axes = what, axes
         self._exchange: StoreExchange | None = None
+        self._entered = 0.0
         self._met = tuple(name_of(members(axis)) for axis in _with_processes(met))
         self._calls = [
             (name_of(members(axis)), axis, Call(what, names))
@@ -61,7 +63,7 @@ class CollectiveRegion:
         ]
 
     def __enter__(self) -> None:
-        exchange = current_exchange()
+        exchange, self._entered = current_exchange(), time.monotonic()
         if exchange is not None:
             exchange.enter(self._what)
             if self._calls:
@@ -115,7 +117,8 @@ class CollectiveRegion:
         here = f"rank {exchange.rank} was in {self._what}"
         if compat.misses_a_rank(error):
             peers = {m: axis.name for axis in self._axes for m in members(axis)}
-            failure = exchange.roll_call(self._what, peers)
+            waited, gone = time.monotonic() - self._entered, compat.has_lost_a_rank(error)
+            failure = exchange.roll_call(self._what, peers, waited, gone)
         else:
             failure = exchange.fail(exchange.rank, f"{text}, in {self._what}")
         raise CollectiveError(message(f"{failure}; {here}", remedy=FAILED)) from error

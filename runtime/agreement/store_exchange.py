@@ -122,17 +122,20 @@ class StoreExchange:
         """Tell whoever waits, now or later, that this process has ended, and how."""
         self._tell({"state": _ENDED, "what": story})
 
-    def roll_call(self, here: str, peers: Mapping[int, str]) -> PeerFailed:
+    def roll_call(
+        self, here: str, peers: Mapping[int, str], waited: float, gone: bool = False
+    ) -> PeerFailed:
         """Why a collective did not end: the failure of the rank that did not come.
 
-        here: where this rank is. peers: the axis of each rank that shares one with this one. All
+        here: where this rank is. peers: the axis of each rank that shares one with this one.
+        waited: seconds in the collective. gone: whether a connection was closed meanwhile. All
         ranks that miss another are here within moments of each other; whoever is not is stopped, or
         elsewhere. Takes up to a quarter of `limit`, and half a minute at most.
         """
         if self.failure is None:
             grace = min(max(1.0, self.limit / 4), 30.0)
             try:
-                within(2 * grace + SPARE, lambda: self._roll_call(here, peers, grace))
+                within(2 * grace + SPARE, lambda: self._roll_call(here, peers, grace, waited, gone))
             except PeerFailed:
                 pass
             except StoreLost as lost:
@@ -267,7 +270,9 @@ class StoreExchange:
         place: dict[str, Any] = json.loads(self._store.get(self._place(member)))
         return place
 
-    def _roll_call(self, here: str, peers: Mapping[int, str], grace: float) -> None:
+    def _roll_call(
+        self, here: str, peers: Mapping[int, str], grace: float, waited: float, gone: bool
+    ) -> None:
         """Raise PeerFailed with the world's first failure."""
         self._put(self._missed(self.rank), here)
         others = [rank for rank in range(dist.get_world_size()) if rank != self.rank]
@@ -288,11 +293,15 @@ class StoreExchange:
             late = next((rank for rank in missing if not self._waits(rank)), missing[0])
             if time.monotonic() - started > grace * (1 if late in peers else 1.5):
                 axis = f" of axis {peers[late]}" if late in peers else ""
-                raise self._fail(
-                    late,
-                    f"did not come to a collective{axis} within {self.limit:g} seconds, where rank "
-                    f"{self.rank} waited ({here}); it is stopped, gone, or busy elsewhere",
+                where = f"where rank {self.rank} waited ({here})"
+                story = (
+                    f"died without a word: its connection was closed after {waited:.3g} seconds "
+                    f"in a collective{axis}, {where}; out of memory, or killed"
+                    if gone
+                    else f"did not come to a collective{axis} within {waited:.3g} seconds, "
+                    f"{where}; it is stopped, or busy elsewhere"
                 )
+                raise self._fail(late, story)
             time.sleep(_LOOK / 4 * max(1, len(others) / 8))
 
     def _waits(self, rank: int) -> bool:

@@ -56,6 +56,7 @@ from autoshard.runtime.compat.frames import (
 )
 from autoshard.runtime.compat.groups import (
     group_limit,
+    has_lost_a_rank,
     is_of_a_collective,
     misses_a_rank,
     name_group,

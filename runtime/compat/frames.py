@@ -52,7 +52,7 @@ class GraphInput:
     source: the expression by which Dynamo finds the value, such as `L['x']`. name: the dotted
     path, `a.weight` of the compiled module's own `a.weight`, `L.x` of an argument x. key: the last
     name on the way that is an argument's or a dict's. of_model: whether the value is an attribute
-    of the compiled module: a parameter or a buffer. real: the value of this call, None for a
+    of a module: a parameter, a buffer or another tensor. real: the value of this call, None for a
     symbolic size. fake: what the graph was traced with.
     """
 
@@ -82,18 +82,28 @@ def graph_inputs(gm: fx.GraphModule) -> list[GraphInput]:
         printed = getattr(source, "name", node.name)
         example = getattr(record, "example", None)
         path, key = _source_path(source)
-        own = path[:1] == ("L",) and path[1:2] in (("self",), ("fn",))
+        # Dynamo guards on what it reached through a module as such, wherever that came from
+        of_model = "NN_MODULE" in getattr(getattr(source, "guard_source", None), "name", "")
+        first = _first_argument() if of_model else ""
+        own = path[:1] == ("L",) and path[1:2] in (("self",), ("fn",), (first,))
         found.append(
             GraphInput(
                 source=printed() if callable(printed) else printed,  # a property since 2.12
                 name=".".join(path[2:] if own and len(path) > 2 else path) or node.name,
                 key=key,
-                of_model=path[:2] == ("L", "self"),
+                of_model=of_model,
                 real=example if isinstance(example, torch.Tensor) else None,
                 fake=node.meta.get("example_value"),
             )
         )
     return found
+
+
+def _first_argument() -> str:
+    """The name of the first argument of a compiled frame that is a method: `self`, mostly."""
+    code = compiled_code()
+    is_method = code is not None and "." in code.co_qualname.rpartition("<locals>.")[2]
+    return code.co_varnames[0] if code is not None and is_method and code.co_argcount else ""
 
 
 def _source_path(source: Any) -> tuple[tuple[str, ...], str]:

@@ -88,5 +88,15 @@ def is_of_a_collective(error: BaseException) -> bool:
 
 def misses_a_rank(error: BaseException) -> bool:
     """Whether a collective ended because a rank did not come, or has gone."""
+    return _is_late(error) or has_lost_a_rank(error)
+
+
+def has_lost_a_rank(error: BaseException) -> bool:
+    """Whether a collective ended because the connection to a rank was closed."""
     text = str(error).lower()
-    return any(each in text for each in ("timed out", "timeout", "connection", "broken pipe"))
+    return not _is_late(error) and ("connection" in text or "broken pipe" in text)
+
+
+def _is_late(error: BaseException) -> bool:
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -74,3 +75,54 @@ def test_an_lstm_whose_input_needs_no_gradient_trains(frozen: str) -> None:
         each(features)[0].square().sum().backward()
     for want, got in zip(serial.parameters(), model.parameters()):
         torch.testing.assert_close(got.grad, want.grad)
+
+
+class Counting(nn.Module):
+    """A parameter, a buffer and a plain tensor; the first argument has a name of its own."""
+
+    def __init__(own) -> None:  # noqa: N805
+        super().__init__()
+        own.weight, own.plain = nn.Parameter(torch.ones(4)), torch.ones(4)
+        own.register_buffer("seen", torch.ones(4))
+
+    def forward(own, x: torch.Tensor) -> torch.Tensor:  # noqa: N805
+        return x * own.weight + own.seen + own.plain
+
+
+model = Counting()
+
+
+def closure() -> Any:
+    inner = Counting()
+    return lambda x: inner(x)
+
+
+@pytest.mark.parametrize(
+    ("called", "before"),
+    [
+        (model, ""),
+        (model.forward, ""),
+        (nn.Sequential(Counting()), "0."),
+        (closure(), "L.inner."),
+        (lambda x: model(x), "G.model."),
+        (functools.partial(lambda net, x: net(x), model), "args.0."),
+        ({"net": model}, "L.given.net."),
+    ],
+)
+def test_a_models_tensors_are_no_batch(called: Any, before: str) -> None:
+    """However the model came into what is compiled."""
+    found: list[compat.GraphInput] = []
+
+    def backend(gm: torch.fx.GraphModule, example: Any) -> Any:
+        found.extend(compat.graph_inputs(gm))
+        return gm.forward
+
+    torch.compiler.reset()
+    x = torch.ones(2, 4)
+    if isinstance(called, dict):
+        torch.compile(lambda given: given["net"](given["x"]), backend=backend)({**called, "x": x})
+    else:
+        torch.compile(called, backend=backend)(x)
+    own = {item.name for item in found if item.of_model}
+    assert own == {f"{before}{name}" for name in ("weight", "seen", "plain")}
+    assert len(found) == 4

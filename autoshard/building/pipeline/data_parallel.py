@@ -1,4 +1,4 @@
-"""Data-parallel ranks beside the stages of a pipeline: what they compare, gather and reduce."""
+"""Data-parallel ranks beside the stages of a pipeline: what they gather and reduce."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Sequence
 
 from torch.distributed.tensor import DTensor
 
-from autoshard.building.data_ranks import agree_on_data_axes
 from autoshard.building.pipeline.program import PipelineProgram
 from autoshard.compiling import use_by
 from autoshard.config import Config
 from autoshard.planning.cost import default_bucket_bytes, fill_buckets, reference_bytes
-from autoshard.runtime import compat
 from autoshard.runtime.agreement import CollectiveRegion
 from autoshard.runtime.collectives import Axis, I, gathering_axes, home_rank, shard_dim
 from autoshard.runtime.mesh import Mesh
@@ -23,20 +21,6 @@ from autoshard.runtime.parameters import (
     deferred_at,
     stored_states,
 )
-
-
-def agree_on_batches(
-    program: PipelineProgram,
-    inputs: Sequence[compat.GraphInput],
-    mesh: Mesh,
-    config: Config,
-    microbatch: str,
-    new: bool,
-) -> None:
-    """Raise PlanMismatchError on all ranks where those of a data-parallel axis differ."""
-    options = [f"gradients: {microbatch}", *config.lines()]
-    serial = program.microbatch.serial
-    agree_on_data_axes(mesh, serial, program.parameters, options, inputs, new)
 
 
 def stage_unsharding(

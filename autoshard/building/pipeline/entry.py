@@ -11,13 +11,13 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.building.all_ranks import unplanned
-from autoshard.building.batch_check import batch_checker, batch_shapes
-from autoshard.building.data_ranks import digest_of, node_line
+from autoshard.building.all_ranks import agree_on_program, tensors_of, unplanned
+from autoshard.building.batch_check import batch_checker
+from autoshard.building.compared import compared, digest_of
 from autoshard.building.pipeline.budget import fit_stages, lines_of_recomputation
-from autoshard.building.pipeline.data_parallel import agree_on_batches, stage_unsharding
+from autoshard.building.pipeline.data_parallel import stage_unsharding
 from autoshard.building.pipeline.microbatch import shared_graph
-from autoshard.building.pipeline.program import PipelineProgram, build_pipeline, refuse_options
+from autoshard.building.pipeline.program import PipelineProgram, build_pipeline
 from autoshard.building.pipeline.rank import rank_pipeline
 from autoshard.compiling import compile_local, traced_microbatch
 from autoshard.config import Config
@@ -45,21 +45,26 @@ def pipelined(
 
     The first graph of a model stores its parameters, and has Dynamo trace again.
     """
-    refuse_options(config)
     if not any(isinstance(item.real, nn.Parameter) for item in inputs):
         return compile_local(gm, list(example_inputs), config.inner)
     _refuse_symbols(inputs)
     axis = mesh.axis("pp")
     sharing, machine = mesh.sharing[::-1], hardware_of(device)
     program = build_pipeline(gm, example_inputs, inputs, axis.size, config, machine, mesh.axes)
-    lines = [*config.lines(), *program.lines()]
     artifact("autoshard_pipeline", lambda: "\n".join([*program.lines(), "", program.picture()]))
-    lines += [node_line(n, program.parameters) for n in program.microbatch.serial.graph.nodes]
-    for one in (*sharing, axis):
-        agree("pipeline", digest_of(lines), lines, one, note=batch_shapes(inputs))
-    new = unplanned(inputs, program.microbatch.serial, program.placed())
-    microbatch = traced_microbatch(gm)
-    agree_on_batches(program, inputs, mesh, config, microbatch, new=bool(new))
+    serial, microbatch = program.microbatch.serial, traced_microbatch(gm)
+    own = compared(
+        serial,
+        program.parameters,
+        tensors_of(inputs),
+        config,
+        machine.name,
+        microbatch,
+        (),
+        program.lines(),
+    )
+    new = unplanned(inputs, serial, program.placed())
+    agree_on_program(serial, own, inputs, mesh, config, bool(new))
     if new:
         raise compat.RestartTrace(keep=store_at_home(new, mesh, config))
     train = torch.is_grad_enabled()  # Dynamo has a program for each mode

@@ -95,7 +95,8 @@ def cut_batch(
             message(
                 f"the model writes to {name} in forward, and pp runs it in micro-batches, on one "
                 "of the stages",
-                remedy="Put batch norm in eval mode, or leave pp out of the mesh.",
+                remedy="Update a counter or an average outside of the compiled model, put a module "
+                "that does it by itself (batch norm) in eval mode, or leave pp out of the mesh.",
             )
         )
     if not sum_over_tokens(serial, ranks) and ranks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -182,6 +181,7 @@ def build_pipeline(
     beside: the other axes of the mesh: on cp, dp_shard and ep a stage's parameters are split
     between calls, on cp and tp its operators.
     """
+    config.refuse({**{one.name: one.size for one in beside}, "pp": ranks})
     config, asked = followed(config, Mesh(tuple(beside), None), ranks)
     known = all(is_planned(i.real) for i in inputs if isinstance(i.real, nn.Parameter))
     serial = capture(gm, example_inputs, lowered_dtypes(list(inputs)), inference=known)
@@ -285,27 +285,3 @@ def _microbatches(config: Config, samples: int, ranks: int, plan: Plan | None) -
             )
         )
     return asked
-
-
-def refuse_options(config: Config) -> None:
-    """Raise ConfigError for options that a mesh with pp does not obey."""
-    asked = {
-        "inner": config.inner == "tensorrt",
-        "rng": config.rng == "tracker",
-        "outputs": config.outputs != "lazy",
-        "host_memory": config.host_memory is not None,
-        "cuda_graphs": config.cuda_graphs,
-        "inductor": config.inductor is not None,
-        "fuse_collectives": config.fuse_collectives is True,
-        "overlap_halves": config.overlap_halves is True,
-        "chunk_loss": config.chunk_loss is True,
-    }
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise ConfigError(
-                message(
-                    f"options['{name}']={reprlib.repr(getattr(config, name))} beside pp in the "
-                    "mesh is not supported yet",
-                    remedy=f"Leave {name} out, or pp.",
-                )
-            )

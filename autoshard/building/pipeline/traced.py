@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import textwrap
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import fx
 
@@ -14,6 +13,7 @@ from autoshard.building.pipeline.stage_memory import StageCount
 from autoshard.explain import human, pipeline_page, table
 from autoshard.memory import StageMemory
 from autoshard.planning import Plan
+from autoshard.runtime.output_file import write_whole
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class TracedPipeline:
             for rank, own in enumerate(spans)
         ]
         page = pipeline_page(summary, _HEADER, self._rows(), _NOTE, stages, ranks)
-        Path(path).write_text(page, encoding="utf-8")
+        write_whole(path, page, "page of the plan")
 
     def _lines(self) -> list[str]:
         first, *stages = self.program.stage_lines()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autoshard.building import build_program
+from autoshard.building import build_program, comparison, digest_of
 from autoshard.capture import intercept
 from autoshard.config import Config
 from autoshard.export.errors import ExportError, export_error
@@ -42,6 +41,7 @@ from autoshard.export.rank_graph.tidy import on_cpu, propagate, tidy
 from autoshard.export.serial_graph import parameter_names, scan_of, unwrapped
 from autoshard.export.spec import EngineSpec
 from autoshard.passes import Localize, rank_program
+from autoshard.planning import value
 from autoshard.planning.cost import hardware
 from autoshard.program import Program
 from autoshard.runtime import compat
@@ -175,10 +175,9 @@ class InferencePlan:
     def check_same(self, job: Axis) -> None:
         """Raise ExportError on every rank of the job where their plans differ: engines of
         different plans would hang, or be wrong together."""
-        lines = [f"parameter {name}: {state}" for name, state in self.program.stored().items()]
-        lines += [f"graph {name}" for name in sorted(self.program.plan.graphs)]
-        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-        agree("plan of the engines", digest, lines, job, error=ExportError)
+        tensors = {name: value(node) for node, name in self.program.parameters.items()}
+        lines = comparison(self.program, str(self.spec.hardware), tensors).lines()
+        agree("plan of the engines", digest_of(lines), lines, job, error=ExportError)
 
     def _check(self) -> None:
         """Refuse random numbers, mutation, and a scan of no known length."""

@@ -1,4 +1,4 @@
-"""Data-parallel ranks that differ in an option, a constant or what they train: an error on all."""
+"""Ranks that differ in an option, a constant or what they train: an error on all."""
 
 from __future__ import annotations
 
@@ -45,6 +45,8 @@ def told(what: str, mesh: dict[str, int], rows: int) -> tuple[str, str]:
     if what in changes and other:
         options[what] = changes[what]
     step = torch.compile(model, backend="autoshard", options=options)
+    if what == "unsharded" and other:
+        os.environ["AUTOSHARD_UNSHARDED"] = "1"
     try:
         for number in range(3):
             x = torch.ones(4, 8 + (rows if other else 0), 64)
@@ -57,6 +59,8 @@ def told(what: str, mesh: dict[str, int], rows: int) -> tuple[str, str]:
     except Exception as error:
         cause = compat.backend_error(error) or error
         return type(cause).__name__, str(cause)
+    finally:
+        os.environ.pop("AUTOSHARD_UNSHARDED", None)
     return "", ""
 
 
@@ -68,6 +72,8 @@ CASES = [
     ("eps", REPLICATE, 1, ["LayerNorm.eps = 1e-05", "LayerNorm.eps = 0.001"]),
     ("zero", SHARD, 0, ["rank 0: option zero: 3", "rank 1: option zero: 2"]),
     ("gradient_reduction", REPLICATE, 0, ["'average'", "option gradient_reduction: 'sum'"]),
+    ("requires_grad", {"pp": 2}, 0, ["out.weight", "requires_grad True", "requires_grad False"]),
+    ("unsharded", {"tp": 2}, 0, ["AUTOSHARD_UNSHARDED=0", "rank 1: AUTOSHARD_UNSHARDED=1"]),
     ("precision", SHARD, 1, ["rank 0: option precision: None", "bfloat16"]),
 ]
 

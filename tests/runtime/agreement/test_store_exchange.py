@@ -206,7 +206,7 @@ def test_an_exchange_costs_few_requests(monkeypatch: pytest.MonkeyPatch) -> None
     assert store.calls["get"] == store.calls["delete_key"] == 0, store.calls
 
 
-def missing(ranks: Ranks, absent: int, told: str = "") -> list[str]:
+def missing(ranks: Ranks, absent: int, told: str = "", gone: bool = False) -> list[str]:
     """What the roll call of ranks that miss one another says, where one does not come to it."""
 
     def job(rank: int, exchange: StoreExchange) -> str:
@@ -217,7 +217,7 @@ def missing(ranks: Ranks, absent: int, told: str = "") -> list[str]:
             return ""
         try:
             peers = {(rank + 1) % N: "tp"} if rank == 1 else {}
-            return str(exchange.roll_call("the forward", peers))
+            return str(exchange.roll_call("the forward", peers, 1.5, gone))
         finally:
             ranks.left.append(rank)
             if len(ranks.left) == N - 1:
@@ -230,8 +230,13 @@ def test_a_roll_call_names_the_rank_that_is_not_there(ranks: Ranks) -> None:
     """Rank 2 shares an axis with rank 1, and does not answer; rank 0 hears of it."""
     zero, one, _ = missing(ranks, 2)
     assert zero == one
-    assert "rank 2: did not come to a collective of axis tp within 3 seconds" in one
+    assert "rank 2: did not come to a collective of axis tp within 1.5 seconds" in one
     assert "where rank 1 waited (the forward)" in one
+
+
+def test_a_rank_whose_connection_closed_is_said_to_be_dead(ranks: Ranks) -> None:
+    _, one, _ = missing(ranks, 2, gone=True)
+    assert "rank 2: died without a word: its connection was closed after 1.5 seconds" in one
 
 
 def test_a_roll_call_prefers_what_the_rank_said(ranks: Ranks) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.errors import ConfigError, message
+from autoshard.config.acting import ACTING, refuse
+from autoshard.errors import ConfigError, message, shown
 from autoshard.planning import Plan
 from autoshard.runtime.mesh import AXIS_ORDER
 from autoshard.runtime.operators import FLOAT8_RECIPES
@@ -346,6 +347,12 @@ class Config:
                     )
                 )
 
+    def refuse(self, sizes: Mapping[str, int]) -> None:
+        """Raise ConfigError for an option that a mesh of these sizes does not obey."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values["precision"] = Precision.of(self.precision).matmul
+        refuse(values, axis_sizes(self.mesh), sizes)
+
     @property
     def order(self) -> tuple[str, int]:
         """The schedule of a pipeline, and the stages of each rank."""
@@ -380,13 +387,15 @@ class Config:
 
     @classmethod
     def table(cls) -> str:
-        """The options as a Markdown table: name, default, allowed values, meaning."""
-        rows = ["| option | default | takes | meaning |", "|---|---|---|---|"]
+        """The options as a Markdown table: name, default, allowed values, axes, meaning."""
+        rows = ["| option | default | takes | acts on | meaning |", "|---|---|---|---|---|"]
         for field in dataclasses.fields(cls):
-            values, doc = field.metadata["values"], field.metadata["doc"]
-            rows.append(f"| `{field.name}` | `{field.default!r}` | {values} | {doc} |")
+            values, doc, on = field.metadata["values"], field.metadata["doc"], ACTING[field.name]
+            rows.append(
+                f"| `{field.name}` | `{field.default!r}` | {values} | {on.text()} | {doc} |"
+            )
         return "\n".join(rows)
 
 
 def _show(value: Any) -> str:
-    return str(axis_sizes(value)) if isinstance(value, DeviceMesh) else repr(value)
+    return str(axis_sizes(value)) if isinstance(value, DeviceMesh) else shown(value)

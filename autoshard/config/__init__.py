@@ -1,0 +1,6 @@
+"""The options of the backend, checked."""
+
+from __future__ import annotations
+
+from autoshard.config.acting import ACTING, Acting
+from autoshard.config.options import Config, Precision, axis_sizes
