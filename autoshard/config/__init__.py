@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-from autoshard.config.acting import ACTING, Acting
-from autoshard.config.options import Config, Precision, axis_sizes
+from autoshard.config.acting import ACTING
+from autoshard.config.options import Config, Precision

@@ -349,8 +349,7 @@ class Config:
 
     def refuse(self, sizes: Mapping[str, int]) -> None:
         """Raise ConfigError for an option that a mesh of these sizes does not obey."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        values["precision"] = Precision.of(self.precision).matmul
+        values = {**vars(self), "precision": Precision.of(self.precision).matmul}
         refuse(values, axis_sizes(self.mesh), sizes)
 
     @property
