@@ -17,7 +17,7 @@ from torch import fx
 import engine_cases
 from autoshard import render
 from autoshard.building import batch_facts, build_program
-from autoshard.building.pipeline import TracedPipeline, build_pipeline, fit_stages, refuse_options
+from autoshard.building.pipeline import TracedPipeline, build_pipeline, fit_stages
 from autoshard.building.pipeline.stage_memory import StageCount
 from autoshard.capture import capture, intercept
 from autoshard.compiling import lowered_dtypes, use_by
@@ -119,7 +119,6 @@ def _made(row: Row, graph: Sequence[Any]) -> Program | TracedPipeline | MeshSear
         return search_captured(captured, inputs, meshes, whole, config)
     mesh = offline_mesh(row.mesh, row.rank)
     if (stages := row.mesh.get("pp", 1)) > 1:
-        refuse_options(config)
         pipeline = build_pipeline(gm, example, inputs, stages, config, machine, mesh.axes)
         fit_stages(pipeline, range(stages), config)
         return TracedPipeline(pipeline)
