@@ -235,8 +235,14 @@ def test_lstm_under_autocast() -> None:
         def forward(self, x: T) -> T:
             return self.lstm(x)[0]
 
+    x = torch.randn(3, 2, 8)
+    try:
+        with bf16():
+            Model()(x)
+    except RuntimeError as error:  # of processors without kernels for it
+        pytest.skip(f"torch itself has no LSTM in bfloat16 here: {error}")
     with torch._dynamo.config.patch(allow_rnn=True):
-        check(Model(), [torch.randn(3, 2, 8)], around=bf16, tolerance=2e-2)
+        check(Model(), [x], around=bf16, tolerance=2e-2)
 
 
 def test_banned_operator_says_what_to_use() -> None:

@@ -47,6 +47,13 @@ def sharding_backend(
     return gm.forward
 
 
+def stand_in(log: list[str]) -> Callable[..., Any]:
+    """`sharding_backend` as Dynamo traces for our own backend: stored parameters are read whole."""
+    backend = functools.partial(sharding_backend, log=log)
+    compat.trace_as_ours(backend)
+    return backend
+
+
 def compiled_pair(make: Callable[[], nn.Module], rank: int) -> tuple[Any, ...]:
     """A serial model, its equal to be sharded, and the compiled one. Ranks start apart: rank 0's
     weights must reach rank 1."""
@@ -55,7 +62,7 @@ def compiled_pair(make: Callable[[], nn.Module], rank: int) -> tuple[Any, ...]:
     torch.manual_seed(3 + rank)
     model = make()
     log: list[str] = []
-    compiled = torch.compile(model, backend=functools.partial(sharding_backend, log=log))
+    compiled = torch.compile(model, backend=stand_in(log))
     return serial, model, compiled, log
 
 
