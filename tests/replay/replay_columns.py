@@ -206,7 +206,9 @@ def _search(made: MeshSearch) -> Replay:
 
 def _rounded(timing: Any) -> str:
     figures = (timing.step, timing.compute, timing.exposed, timing.optimizer)
-    sent = {axis: (f"{one.nbytes:.6g}", one.count) for axis, one in sorted(timing.traffic.items())}
+    sent = {
+        axis: (f"{one.nbytes:.6g}", one.collectives) for axis, one in sorted(timing.traffic.items())
+    }
     return f"{' '.join(f'{each:.6g}' for each in figures)} {sent}"
 
 
