@@ -135,7 +135,7 @@ def _compile(
     mesh = init_mesh(choice.mesh, device)
     check_inductor(config, device)
     if config.inner == "tensorrt":
-        check_serving({axis.name: axis.size for axis in mesh.axes}, device)
+        check_serving(mesh.sizes, device)
     draw_apart(data_coordinate(mesh))
     cp_rank = 0 if mesh.outer is None else mesh.outer.rank
     TRACKER.place(mesh.planned.rank, data_coordinate(mesh), cp_rank)
@@ -144,7 +144,7 @@ def _compile(
     if mesh.size == 1 and not _is_built_alone(options):
         return compile_local(gm, list(example_inputs), config.inner, inductor=plain)
     if settings().unsharded:
-        refuse_unsharded({axis.name: axis.size for axis in mesh.axes})
+        refuse_unsharded(mesh.sizes)
         agree_on_unsharded(inputs, mesh, config)
         return compile_local(gm, list(example_inputs), config.inner, inductor=plain)
     if mesh.axis("pp").size > 1:

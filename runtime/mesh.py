@@ -22,7 +22,10 @@ AXIS_ORDER = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 """Outermost first: ranks next to each other share the tp axis, which communicates most."""
 
 PLANNED = ("cp", "tp")
-"""The axes whose ranks are given the same batch; the planner decides what each does with it."""
+"""The axes on which the planner decides what each rank does with the batch that all are given."""
+
+SAME_BATCH = ("pp", *PLANNED)
+"""The axes whose ranks are given the same batch."""
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LIMIT = timedelta(minutes=10)  # of collectives, and of what `timeout` says where it is not given
@@ -38,6 +41,11 @@ class Mesh:
 
     axes: tuple[Axis, ...]
     device_mesh: DeviceMesh | None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks by axis name."""
+        return {axis.name: axis.size for axis in self.axes}
 
     def axis(self, name: str) -> Axis:
         """The axis of that name; one of size 1 where the mesh has none."""

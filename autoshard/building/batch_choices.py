@@ -24,7 +24,7 @@ def layout_of(config: Config, mesh: Mesh, plan: Plan | None, trains: bool) -> La
     """
     told = bool(plan and plan.weights)
     chooses = config.zero == "auto" or told
-    sizes = {one.name: one.size for one in mesh.axes}
+    sizes = mesh.sizes
     zero = ("auto" if trains or told else 3) if chooses else config.zero
     return Layout.of(sizes, zero, config.bucket_bytes, config.defer_reduction)
 

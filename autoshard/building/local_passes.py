@@ -80,8 +80,7 @@ def _halves(planned: Planned, mesh: Mesh, config: Config) -> list[Pass]:
     halving = halving_for(config.overlap_halves)
     if halving is None or mesh.planned.size == 1 or config.inner in ("eager", "tensorrt"):
         return []
-    sizes = {axis.name: axis.size for axis in mesh.axes}
-    machine, link = machine_and_link(planned.decisions.hardware, sizes, mesh.planned.name)
+    machine, link = machine_and_link(planned.decisions.hardware, mesh.sizes, mesh.planned.name)
     placeholders = planned.serial.graph.find_nodes(op="placeholder")
     positions = frozenset(i for i, n in enumerate(placeholders) if n in planned.parameters)
     return [SplitHalves(positions, halving, machine, link)]

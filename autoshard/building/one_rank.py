@@ -74,7 +74,7 @@ def build_program(
     the memory budget cannot be met.
     """
     axis = mesh.planned
-    config.refuse({one.name: one.size for one in mesh.axes})
+    config.refuse(mesh.sizes)
     if mesh.axis("pp").size > 1:
         raise ConfigError(
             message(
@@ -120,7 +120,7 @@ def build_program(
     if budget is not None and is_trained(serial):
         if config.host_memory and any(_on_gpu(node) for node in serial.graph.nodes):
             compat.transfers()  # or raises
-        first = offline_mesh({one.name: one.size for one in mesh.axes}, 0)
+        first = offline_mesh(mesh.sizes, 0)
         assumed = config.memory_budget is None
         try:
             made = functools.partial(built, first, SILENT)

@@ -134,8 +134,7 @@ class Built:
 
     def machine_and_link(self) -> tuple[Cluster, Link]:
         """The machine that the plan is for, and the link of the planned axis."""
-        sizes = {axis.name: axis.size for axis in self.mesh.axes}
-        return machine_and_link(self.hardware, sizes, self.axis.name)
+        return machine_and_link(self.hardware, self.mesh.sizes, self.axis.name)
 
     def _specialized(self, made: ForwardBackward) -> ForwardBackward:
         specialize(made.forward, self.axis, False, self.watch)

@@ -27,12 +27,11 @@ from autoshard.errors import AutoshardError, ConfigError, message
 from autoshard.passes import OPTIONAL, ORDER, Report, Watch
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.compat import artifact
-from autoshard.runtime.mesh import PLANNED
+from autoshard.runtime.mesh import SAME_BATCH
 
 _log = logging.getLogger("autoshard.passes")
 _graphs = logging.getLogger("autoshard.graphs")
 _programs = itertools.count()
-_SAME_BATCH = ("pp", *PLANNED)
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def settings() -> Settings:
 
 def refuse_unsharded(sizes: Mapping[str, int]) -> None:
     """Raise ConfigError where running unsharded would lose the sum of the gradients."""
-    data = {name: size for name, size in sizes.items() if name not in _SAME_BATCH and size > 1}
+    data = {name: size for name, size in sizes.items() if name not in SAME_BATCH and size > 1}
     if data:
         spelled = ", ".join(f"{name}={size}" for name, size in data.items())
         raise ConfigError(

@@ -14,7 +14,7 @@ from typing import Any
 
 from autoshard.errors import ConfigError, message
 from autoshard.runtime.collectives import DATA_AXES
-from autoshard.runtime.mesh import AXIS_ORDER, PLANNED
+from autoshard.runtime.mesh import AXIS_ORDER, PLANNED, SAME_BATCH
 
 
 def _asks(value: Any) -> bool:
@@ -48,7 +48,6 @@ class Acting:
         return f"{found}; not beside {', '.join(self.refused)}" if self.refused else found
 
 
-_SHARES = ("pp", *PLANNED)  # axes whose ranks are given the same batch
 _GATHERS = (*DATA_AXES, "cp")  # axes over which weights are gathered or reduced
 _NOT_PP = Acting(refused=("pp",))
 
@@ -78,8 +77,8 @@ ACTING: dict[str, Acting] = {
     "recover_masks": Acting(),
     "loss_tokens": Acting(DATA_AXES),
     "chunk_loss": _NOT_PP,
-    "broadcast_inputs": Acting(_SHARES),
-    "check_batches": Acting(_SHARES),
+    "broadcast_inputs": Acting(SAME_BATCH),
+    "check_batches": Acting(SAME_BATCH),
     "timeout": Acting(AXIS_ORDER),
     "initial_weights": Acting(AXIS_ORDER),
     "microbatches": Acting(("pp",), needed=True),

@@ -84,7 +84,7 @@ class Alternative:
 
 def alternatives(built: Built) -> list[Alternative]:
     """The plan of `built` first, then those with a name; empty for a world of one rank."""
-    sizes = {axis.name: axis.size for axis in built.mesh.axes if axis.size > 1}
+    sizes = {name: size for name, size in built.mesh.sizes.items() if size > 1}
     if not sizes:
         return []
     n, world, hardware = built.axis.size, built.mesh.size, built.hardware
@@ -135,7 +135,7 @@ def _mixtures(built: Built) -> Iterator[tuple[str, Decisions]]:
 
 def _request(built: Built, sequence: bool, prices: Prices, whole: bool = False) -> Request:
     """whole: of data parallelism alone."""
-    sizes = {} if whole else {axis.name: axis.size for axis in built.mesh.axes}
+    sizes = {} if whole else built.mesh.sizes
     chunked = any(one.chunked for one in built.decisions.losses.values())
     return Request(
         parameters=built.parameters,

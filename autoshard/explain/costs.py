@@ -133,7 +133,7 @@ def hidden(built: Built, one: Collective, windows: Mapping[fx.Node, float]) -> f
 def seconds(built: Built, one: Collective) -> float:
     """Predicted seconds of one collective on its axis."""
     machine = planned_on(built.hardware)
-    sizes = {axis.name: axis.size for axis in built.mesh.axes}
+    sizes = built.mesh.sizes
     link = machine.real(machine.links(sizes)[one.axis])
     served = built.joint.backward is None
     return cost.collective_seconds(_like(one.op), one.bytes, sizes[one.axis], link, served)

@@ -20,7 +20,7 @@ def page_data(built: Built) -> Json:
     facts = Facts(built)
     timeline = [(moment.node or moment.phase, moment.bytes) for moment in facts.moments]
     return {
-        "mesh": {axis.name: axis.size for axis in built.mesh.axes},
+        "mesh": built.mesh.sizes,
         "axis": built.axis.name,
         "hardware": built.hardware.name,
         "graph": module_graph(facts),

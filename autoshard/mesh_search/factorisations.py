@@ -55,7 +55,7 @@ def two_planned(world: int, machine: Cluster, stages: bool = True) -> list[AxisS
 def checked(mesh: Mapping[str, int], world: int) -> AxisSizes:
     """The axes of a mesh that is asked for. Raises ConfigError where it does not fit the world."""
     inner = beside_pp(mesh)
-    sizes = {axis.name: axis.size for axis in offline_mesh(inner, 0).axes}
+    sizes = offline_mesh(inner, 0).sizes
     if mesh.get("pp", 1) > 1:
         offline_mesh({"pp": mesh["pp"]}, 0)
         sizes = {"pp": mesh["pp"], **sizes}

@@ -285,7 +285,7 @@ def _compare_gradients(
 
 def _mesh_sizes(program: Program) -> dict[str, int]:
     """By name, the planned axis last; a mesh without it has one of size 1."""
-    sizes = {axis.name: axis.size for axis in program.mesh.axes}
+    sizes = program.mesh.sizes
     planned = sizes.pop(program.axis.name, 1)
     return {**sizes, program.axis.name: planned}
 

@@ -118,7 +118,7 @@ def verify(
     if steps < 1:
         raise ConfigError(message(f"steps={steps}", remedy="Give at least 1."))
     Config.from_options({**options, "mesh": dict(mesh), "timeout": timeout})
-    sizes = {axis.name: axis.size for axis in offline_mesh(dict(mesh), 0).axes}
+    sizes = offline_mesh(dict(mesh), 0).sizes
     subject = Subject(
         source=_on_cpu(model), args=args, kwargs=kwargs, dtype=dtype, loss=loss, seed=seed
     )

@@ -255,7 +255,7 @@ def refuse_eager(budget: int, assumed: bool = False) -> None:
 def _is_sure(free: Program, budget: int) -> bool:
     """Whether the estimate of a step is so far below the budget that it needs no count."""
     kept = held(free.serial, free.decisions, free.parameters, free.axis.size)
-    sizes = {one.name: one.size for one in free.mesh.axes}
+    sizes = free.mesh.sizes
     layout = Layout.of(
         sizes, free.config.zero, free.config.bucket_bytes, free.config.defer_reduction
     )

@@ -181,7 +181,7 @@ def build_pipeline(
     beside: the other axes of the mesh: on cp, dp_shard and ep a stage's parameters are split
     between calls, on cp and tp its operators.
     """
-    config.refuse({**{one.name: one.size for one in beside}, "pp": ranks})
+    config.refuse({**Mesh(tuple(beside), None).sizes, "pp": ranks})
     config, asked = followed(config, Mesh(tuple(beside), None), ranks)
     known = all(is_planned(i.real) for i in inputs if isinstance(i.real, nn.Parameter))
     serial = capture(gm, example_inputs, lowered_dtypes(list(inputs)), inference=known)
