@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,8 @@ from autoshard.capture import capture, intercept
 from autoshard.compiling import lowered_dtypes, use_by
 from autoshard.config import Config
 from autoshard.errors import ConfigError, PlanError
+from autoshard.export.rank_graph.plan import plan_inference
+from autoshard.export.spec import EngineSpec
 from autoshard.mesh_search.factorisations import candidates
 from autoshard.mesh_search.search import AXES, MeshSearch, search_captured
 from autoshard.passes import WAIT
@@ -91,7 +94,8 @@ def _of_one_trace(rows: Sequence[Row]) -> list[Replay]:
     def plan(*graph: Any) -> list[Any]:
         return [_tried(lambda row=row: _made(row, graph)) for row in rows]
 
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Dynamo's, of what transformers caches
         stack.enter_context(torch.set_grad_enabled(not one.served))
         if use.param is not None:
             stack.enter_context(casting(one.model, use))
@@ -214,7 +218,10 @@ def _rounded(timing: Any) -> str:
 
 def _engine(row: Row) -> Replay:
     torch.compiler.reset()
-    plan = engine_cases.plan(row.model, row.mesh.get("tp", 1), length=row.engine)
+    spec = EngineSpec(
+        mesh=row.mesh or {"tp": 1}, dynamic=engine_cases.DYNAMIC, max_length=row.engine
+    )
+    plan = plan_inference(engine_cases.make(row.model, num_hidden_layers=1), spec)
     graph = plan.rank_graph(row.rank)
     ports = [f"{port.role} {port.name} {port.shape} {port.dtype}" for port in graph.inputs]
     ports += [f"-> {port.role} {port.name} {port.shape}" for port in graph.outputs]

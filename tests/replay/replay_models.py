@@ -18,7 +18,7 @@ from model_case import HIDDEN, LAYERS, SEQ, VOCAB, Batch, Case, floats, ids, ret
 from models import CASES
 from models_dropout import dropped
 from models_hf import hf, llama
-from models_plain import Mixture
+from models_plain import Gated, Mixture
 
 #: Models whose batch has values that a trace reads: padding.
 WITH_VALUES = ("bert", "roberta")
@@ -90,21 +90,34 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
 
 
-class Routed(nn.Module):
-    """A mixture of experts and the mean of its squares."""
+class Squares(nn.Module):
+    """The mean of the squares of what a body makes of rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, body: nn.Module, flat: bool = False) -> None:
         super().__init__()
-        self.mixture = Mixture(hidden=HIDDEN, inner=HIDDEN)
+        self.body, self.flat = body, flat
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.mixture(x.flatten(0, 1)).square().mean()
+        y: Tensor = self.body(x.flatten(0, 1) if self.flat else x).square().mean()
         return y
+
+
+def _routed() -> nn.Module:
+    return Squares(Mixture(hidden=HIDDEN, inner=HIDDEN), flat=True)
+
+
+def _rows(step: int) -> Batch:
+    return {"x": floats(step, SEQ, HIDDEN)}
 
 
 def _long(step: int) -> Batch:
     text = torch.zeros(2, 512, dtype=torch.long)
     return {"input_ids": text, "labels": text}
+
+
+def _short(step: int) -> Batch:
+    text = ids(step, length=8)
+    return {"input_ids": text, "labels": text.clone()}
 
 
 def _prompt() -> Replayed:
@@ -148,15 +161,16 @@ def _decoder(name: str, batch: Callable[[int], Batch] = tokens, **options: Any) 
 _MAMBA = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "state_size": 8}
 _CASES: dict[str, Case] = {
     "decoder": _decoder("decoder"),
+    "gated": Case("gated", lambda: Squares(Gated(HIDDEN)), _rows, returned_loss),
     "lowered": _decoder("lowered"),
     "checkpointed": _decoder("checkpointed", again=True),
     "layers": _decoder("layers", layers=2),
     "wide": _decoder("wide", _long, width=256),
-    "routed": Case("routed", Routed, lambda step: {"x": floats(step, SEQ, HIDDEN)}, returned_loss),
-    "mamba": Case("mamba", hf("MambaForCausalLM", "MambaConfig", **_MAMBA), tokens),
+    "routed": Case("routed", _routed, _rows, returned_loss),
+    "mamba": Case("mamba", hf("MambaForCausalLM", "MambaConfig", **_MAMBA), _short),
     "gpt2_dropout": dropped("gpt2"),
 }
 _CASES |= {
     f"{name}_1": _shallow(_CASES.get(name) or CASES[name])
-    for name in "llama gpt2_dropout bert t5 vit mixtral whisper mamba".split()
+    for name in "llama gpt2_dropout bert t5 vit mamba".split()
 }

@@ -20,39 +20,43 @@ from autoshard.runtime.mesh import AXIS_ORDER
 QUICK = """
 decoder tp=2
 decoder tp=4 rank=3
-decoder tp=2 sequence_parallel=False outputs=replicate
-decoder tp=2 outputs=dtensor
 decoder tp=2 memory_budget=1000000
 decoder tp=2 chunk_loss=True
 decoder cp=2
-decoder cp=4 rank=3
 decoder dp_shard=2
-decoder dp_shard=2 zero=1 microbatch=flush
-decoder dp_shard=2 zero=2 microbatch=accumulate
 decoder dp_shard=4 zero=auto
 decoder dp_shard=2 memory_budget=1400000 host_memory=100000000
-decoder dp_shard=2 precision={'reduce':'bfloat16','accumulate':'float32'}
-decoder dp_shard=2 chunk_loss=True
-decoder dp_replicate=2 gradient_reduction=sum bucket_bytes=100000
-decoder dp_replicate=2 dp_shard=2 zero=2
 decoder dp_shard=2 tp=2 rank=3
-decoder dp_replicate=2 tp=2 loss_tokens=global
 decoder cp=2 tp=2
-decoder dp_shard=2 cp=2
-decoder dp_replicate=2 dp_shard=2 tp=2
+gated tp=2
+gated tp=3 rank=2
+gated tp=2 outputs=dtensor
+gated tp=2 precision={'matmul':'float8'}
+gated cp=2
+gated dp_shard=2 zero=2 microbatch=accumulate
+gated dp_shard=2 precision={'reduce':'bfloat16','accumulate':'float32'}
+gated dp_replicate=2 gradient_reduction=sum bucket_bytes=100000
+gated dp_replicate=2 dp_shard=2 zero=2 defer_reduction=True
+gated dp_replicate=2 tp=2 loss_tokens=global
+gated dp_shard=2 cp=2
+gated dp_shard=2 zero=1 microbatch=flush
+gated dp_replicate=2 dp_shard=2 tp=2
+gated dp_shard=2 tp=2 zero=auto
+gated pp=2
+gated pp=2 schedule=gpipe microbatches=2
+gated pp=2 dp_shard=2 zero=auto memory_budget=600000
+gated pp=2 cp=2
+gated world=8
 lowered dp_shard=2 precision={'param':'bfloat16','reduce':'float32'}
-lowered tp=2 precision={'param':'bfloat16','reduce':'float32'}
 checkpointed tp=2 recompute_collectives=all
 checkpointed dp_shard=2 recompute_collectives=none
 layers pp=2
 layers pp=2 schedule=interleaved microbatches=2
 layers pp=2 schedule=zb1 tp=2
-layers pp=2 dp_shard=2 zero=auto
-layers pp=2 cp=2
 layers world=8
 wide tp=4 hardware=h100
+wide tp=4 sequence_parallel=False
 wide tp=2 fuse_collectives=True
-wide cp=2 tp=2 hardware=h100
 wide tp=4 memory_budget=12000000
 wide world=8 hardware=h100 memory_budget=20000000
 routed ep=2
@@ -61,30 +65,26 @@ routed ep=2 tp=2
 routed tp=2
 routed dp_shard=2 ep=2
 routed cp=2 tp=2
+routed pp=2 ep=2
 routed world=4
 llama_1 tp=2
 llama_1 dp_shard=2 rng=tracker
-llama_1 cp=2
 prompt tp=2
 prompt dp_shard=2
 decoding tp=2
 gpt2_dropout_1 tp=2
 bert_1 tp=2
-bert_1 cp=2 recover_masks=False
 t5_1 tp=2
 vit_1 tp=2
-mixtral_1 ep=2
 mamba_1 tp=2
-gemma3 tp=2
 resnet tp=2
-lstm tp=2
 llama engine=64 tp=2
 """
 
 _MODELS = (
     "llama llama_gqa llama_uneven llama_tied wide_llama lowered_llama checkpointed_llama gpt2 "
     "gpt2_dropout bert t5 vit mixtral mistral qwen3 gemma3 gpt_neox opt bart roberta clip whisper "
-    "resnet mamba mlp twice lstm transformer convnet lora"
+    "resnet mamba mlp twice lstm transformer convnet lora decoder"
 ).split()
 _SEQUENCES = "llama wide_llama llama_gqa gpt2 mistral qwen3 mixtral bert".split()
 _EVERYWHERE = """
