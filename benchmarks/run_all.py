@@ -29,7 +29,6 @@ RUNS: dict[str, tuple[str, ...]] = {
     "two_ranks": (*TWO, str(HERE / "two_ranks.py")),
     "data_parallel": (*TWO, str(HERE / "data_parallel.py")),
     "pipeline": (*TWO, str(HERE / "pipeline.py")),
-    "kept_values": (str(HERE / "kept_values.py"),),
     "recompute": (str(HERE / "recompute.py"),),
     "export": (str(HERE / "export.py"),),
     "long_context": (*TWO, str(HERE / "long_context.py")),

@@ -16,7 +16,6 @@ from autoshard.planning import (
     ROWS,
     WAYS,
     WEIGHTS,
-    Outer,
     contiguous_share,
     is_mixture,
     is_view,
@@ -38,7 +37,7 @@ def explain(built: Built, width: int | None = None) -> str:
         built.chosen,
         _held(built),
         _recomputed(built),
-        _other_placements(built),
+        _outer_plan(built),
         text_costs.dearest(facts, columns),
         text_costs.by_module(facts, columns),
         _parameters(facts, columns),
@@ -140,33 +139,18 @@ def _recomputed(built: Built) -> str:
     )
 
 
-def _other_placements(built: Built) -> str:
-    """What is known of other placements under the budget."""
-    plan, axis = built.decisions, built.axis
-    if axis.size == 1 or plan.recomputation is None:
-        return ""
-    before = _outer_plan(built.outer) if built.outer is not None else ""
-    if plan.placements is None:
-        reason = plan.apart or "the step was estimated to fit as it is"
-        return f"placements on {axis.name} were decided before what is kept: {reason}{before}"
-    gap = plan.placements.gap(plan)
-    if gap is None:
-        told = "by how much others could be quicker is not known"
-    else:
-        than = f"is more than {_milliseconds(gap)} quicker" if gap else "is quicker"
-        told = f"none with any choice in these segments that needs no more {than}, as charged"
-    return f"placements on {axis.name} were decided together with what is kept: {told}{before}"
-
-
-def _outer_plan(outer: Outer) -> str:
+def _outer_plan(built: Built) -> str:
     """Which plan the axis has that was laid out before, under the budget."""
+    outer = built.outer
+    if outer is None or built.decisions.recomputation is None:
+        return ""
     which = (
         "has a plan of dearer bytes"
         if outer.dearer
         else "has the plan that it has without a budget"
     )
     of = f", the quickest of {outer.tried} that were laid out" if outer.tried > 1 else ""
-    return f"; {outer.axis.name} {which}{of}"
+    return f"under the budget {outer.axis.name} {which}{of}"
 
 
 def _cuda_graph(built: Built) -> str:

@@ -1,9 +1,9 @@
 """The plan of a row that is short of memory: what the backend would choose under that budget.
 
-Where the cheapest plan does not fit as it is, placements are planned at dearer bytes, and together
-with what is kept (planning/one_axis/), each with the least recomputation with which it fits. The
-cheapest plan with its own is one of these candidates, so that no row is predicted slower than with
-placements first. What a plan needs is estimated here, where the backend counts it.
+Where the cheapest plan does not fit as it is, placements are planned at dearer bytes
+(planning/one_axis/), each with the least recomputation with which it fits. The cheapest plan with
+its own is one of these candidates, so that no row is predicted slower than with it. What a plan
+needs is estimated here, where the backend counts it.
 
 Rows are tried in the order of what they do if nothing is computed again, until one that was tried
 does more than the next could: of those that are left, which cannot be recommended, only those are
@@ -22,9 +22,8 @@ from functools import cached_property
 from autoshard.building import Planned
 from autoshard.mesh_search.factorisations import AxisSizes
 from autoshard.mesh_search.prices import Asked, MeshPrice, MeshPrices
-from autoshard.planning import Decisions, at_dearer_bytes, operands, value, with_kept_values
-from autoshard.planning.cost import numel, planned_on
-from autoshard.planning.kept_values import KeptBefore
+from autoshard.planning import at_dearer_bytes, value
+from autoshard.planning.cost import numel
 
 _NEARLY = 1.01
 """Norm weights and biases are less than a hundredth of a model."""
@@ -36,7 +35,6 @@ class Placements:
     def __init__(self, first: MeshPrices, spared: Callable[[Planned], float]) -> None:
         """first: the cheapest plan, whatever the memory. spared: as of `timing`, of another."""
         self.first, self.spared = first, spared
-        self._made: dict[object, MeshPrices] = {}
 
     def most(self, mesh: AxisSizes, asked: Asked) -> float:
         """The utilisation of the cheapest plan, if it had all the memory it needs."""
@@ -45,46 +43,19 @@ class Placements:
     def better(self, before: MeshPrice, asked: Asked) -> MeshPrice:
         """The row of a mesh without pp, with the quickest plan that fits; where none does, as it
         was, with the cheapest plan."""
-        mesh, found = before.mesh, list[tuple[MeshPrice, MeshPrices]]()
-        price = self._pricing(mesh, asked, found)
-        planned = self.first.planned
-        request = replace(planned.request, layout=asked.layout(mesh))
-        graph = (planned.serial, self.first.n, request, planned.decisions)
-        for _ in with_kept_values(*graph, price, lambda row: row.fits, before=self._kept_before):
-            if not before.fits and _is_too_much([row.memory.total for row, _ in found], asked):
-                return before
+        found = list[tuple[MeshPrice, MeshPrices]]()
         halves = asked.training.microbatches * self.first.spared  # which no candidate has yet
         most = before.timing.step + halves if before.fits else math.inf
-        for decisions in self._at_dearer_bytes:
+        for made in self._at_dearer_bytes:
             quickest = min([most, *(row.timing.step for row, _ in found if row.fits)])
-            if self._made_of(decisions).row(mesh, _boundless(asked)).timing.step < quickest:
-                price(decisions)
+            if made.row(before.mesh, _boundless(asked)).timing.step < quickest:
+                found.append((made.row(before.mesh, asked), made))
         fitting = [one for one in found if one[0].fits]
         best = min(fitting, key=lambda one: one[0].timing.step, default=None)
         if best is None or best[0].timing.step >= most:
             return before
-        row = self._taken(best[1]).row(mesh, asked)
+        row = self._taken(best[1]).row(before.mesh, asked)
         return before if before.fits and row.timing.step > before.timing.step else row
-
-    def _pricing(
-        self, mesh: AxisSizes, asked: Asked, found: list[tuple[MeshPrice, MeshPrices]]
-    ) -> Callable[[Decisions], MeshPrice]:
-        """What adds the row that a plan makes to `found`."""
-
-        def price(decisions: Decisions) -> MeshPrice:
-            made = self._made_of(decisions)
-            row = made.row(mesh, asked)
-            decisions.recomputation = row.recomputation
-            found.append((row, made))
-            return row
-
-        return price
-
-    def _made_of(self, decisions: Decisions) -> MeshPrices:
-        key = _known_by(decisions)
-        if key not in self._made:
-            self._made[key] = self.first.following(decisions)
-        return self._made[key]
 
     def _taken(self, one: MeshPrices) -> MeshPrices:
         """The same prices with their plan as a file has it, and what halves spare."""
@@ -94,14 +65,10 @@ class Placements:
         return made
 
     @cached_property
-    def _kept_before(self) -> KeptBefore:
-        one, first = self.first.planned, self.first
-        return KeptBefore(one.serial, one.decisions, first.n, planned_on(one.decisions.hardware))
-
-    @cached_property
-    def _at_dearer_bytes(self) -> list[Decisions]:
+    def _at_dearer_bytes(self) -> list[MeshPrices]:
         one = self.first.planned
-        return list(at_dearer_bytes(one.serial, self.first.n, one.request, one.decisions))
+        given = (one.serial, self.first.n, one.request, one.decisions)
+        return list(map(self.first.following, at_dearer_bytes(*given)))
 
     def may_gain(self, before: MeshPrice, asked: Asked) -> bool:
         """Whether another plan may be quicker, or fit. With zero="auto" the plan is of the row's
@@ -154,27 +121,5 @@ def within_memory(
     return [*found.values(), *beside]
 
 
-def _is_too_much(totals: Sequence[int], asked: Asked) -> bool:
-    """Whether plans at dearer and dearer bytes, none of which fits, gain less than is missing."""
-    if min(totals) <= asked.limit or len(totals) < 2:
-        return False
-    return totals[-2] - totals[-1] < totals[-1] - asked.limit
-
-
 def _boundless(asked: Asked) -> Asked:
     return replace(asked, limit=sys.maxsize)
-
-
-def _known_by(decisions: Decisions) -> object:
-    """Equal for plans that the estimate cannot tell apart: placements, ways through shared copies,
-    and which weights are gathered again in backward."""
-    plan = decisions.graph_plan()
-    ways = []
-    for node, strategy in decisions.strategies.items():
-        for source, want in zip(operands(node), strategy.inputs):
-            if source in decisions.stored or source in decisions.copies:
-                route = decisions.route(source, want)
-                again = decisions.gathers_again(source, decisions.state(source), route[0])
-                ways.append((route, again))
-    stored = tuple(decisions.stored.values())
-    return tuple(plan.nodes.items()), tuple(plan.copies.items()), stored, tuple(ways)

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from autoshard.building import Planned
-from autoshard.planning import Recomputation
+from autoshard.planning import JoinedChoices, Recomputation
 from autoshard.planning.cost import Cluster
 from autoshard.planning.estimate import Cuts, Frontier, Point, RankValue, Training, Walk
-from autoshard.planning.kept_values import JoinedChoices
 
 
 class StageSpan(NamedTuple):

@@ -14,13 +14,7 @@ from autoshard.planning.mixtures import (
     not_of_zero,
     way_of,
 )
-from autoshard.planning.one_axis import (
-    PlanEstimate,
-    at_dearer_bytes,
-    plan_graph,
-    priced,
-    with_kept_values,
-)
+from autoshard.planning.one_axis import PlanEstimate, at_dearer_bytes, plan_graph, priced
 from autoshard.planning.operators import (
     LOOKUPS,
     LOSSES,
@@ -33,6 +27,7 @@ from autoshard.planning.operators import (
     unflattened,
 )
 from autoshard.planning.outer import Outer, on_rank
+from autoshard.planning.part_choices import JoinedChoices, PartTrade, part_trade
 from autoshard.planning.plan import GraphPlan, PipelinePlan, Plan, strategy_text
 from autoshard.planning.prices import Prices
 from autoshard.planning.sizes import Size, is_one, same, same_shape

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import fx
 
@@ -60,13 +59,6 @@ class Recomputation:
     length: int = 1
 
 
-class OtherPlacements(Protocol):
-    """What is known of a graph's other placements under a budget."""
-
-    def gap(self, plan: Decisions) -> float | None:
-        """The seconds of a step by which others may be quicker; None: not known."""
-
-
 @dataclass(kw_only=True)
 class Decisions:
     """The solution for one graph, in terms of its nodes.
@@ -81,9 +73,8 @@ class Decisions:
     a budget, further plans to try. unbudgeted: the plan without the budget, which may be this one.
     weights: what dp_shard does with each parameter (`CHOICES`), where that was chosen. on_ep: of
     each mixture of experts with a choice on ep, the seconds that either is charged there.
-    placements: under a budget, what is known of others; apart: why they were not decided with what
-    is kept. charged: where this plan was made at other prices than the request's, the `seconds` of
-    that made at those. losses: those that go by chunks of rows, and large ones that do not.
+    charged: where this plan was made at other prices than the request's, the `seconds` of that made
+    at those. losses: those that go by chunks of rows, and large ones that do not.
     """
 
     strategies: dict[fx.Node, Strategy]
@@ -104,8 +95,6 @@ class Decisions:
     others: tuple[Decisions, ...] = ()
     unbudgeted: Decisions | None = None
     weights: dict[fx.Node, str] = field(default_factory=dict)
-    placements: OtherPlacements | None = field(default=None, repr=False, compare=False)
-    apart: str = ""
     on_ep: dict[fx.Node, dict[str, float]] = field(default_factory=dict)
     charged: float | None = None
     losses: Losses = field(default_factory=dict)

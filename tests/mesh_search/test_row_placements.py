@@ -69,9 +69,9 @@ def part(row: MeshPrice, share: float) -> int:
 def test_a_row_has_the_plan_that_the_backend_chooses(
     whole: MeshPrice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    budget = part(whole, 0.7)
+    budget = part(whole, 0.4)
     before, row = priced(TP, budget)
-    assert before.fits and row.fits and row.timing.step < 0.98 * before.timing.step
+    assert not before.fits and row.fits, "a plan that needs less"
     assert row.plan.graphs != before.plan.graphs and row.memory.total <= budget
     row.plan.save(tmp_path / "plan.json")
     given: dict[str, Any] = {"mesh": TP, "hardware": "h100"}
@@ -89,7 +89,7 @@ def test_a_row_has_the_plan_that_the_backend_chooses(
 
 @pytest.mark.parametrize(
     ("mesh", "share"),
-    [(TP, 0.4), (TP, 0.1), ({"cp": 8}, 0.6), ({"cp": 2, "tp": 4}, 0.6)],
+    [(TP, 0.7), (TP, 0.1), ({"cp": 8}, 0.6), ({"cp": 2, "tp": 4}, 0.6)],
 )
 def test_no_row_is_slower_than_with_placements_first(
     whole: MeshPrice, mesh: dict[str, int], share: float
@@ -100,7 +100,7 @@ def test_no_row_is_slower_than_with_placements_first(
     else:
         assert row.fits or row == before
     if mesh == TP:
-        assert not before.fits and row.fits == (share == 0.4), "a plan that needs less"
+        assert before.fits == row.fits == (share == 0.7)
 
 
 def test_rows_that_cannot_be_recommended_are_left() -> None:

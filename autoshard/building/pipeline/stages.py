@@ -18,9 +18,8 @@ from torch import fx
 from autoshard.building.pipeline.microbatch import MicrobatchGraph
 from autoshard.building.pipeline.stage_graphs import PipelineStage, of_shared_values, stage_graphs
 from autoshard.errors import ConfigError, PlanError, message
-from autoshard.planning import cost, is_view, tensor_bytes, value
+from autoshard.planning import PartTrade, cost, is_view, part_trade, tensor_bytes, value
 from autoshard.planning.cost import Hardware, Link, planned_on
-from autoshard.planning.kept_values import PartTrade, part_trade
 from autoshard.planning.solver import Chain, StageCut, cut_chunks
 from autoshard.runtime.collectives import WHOLE
 from autoshard.runtime.graph_meta import DIFF, OWN_AXIS, REDUCED_DTYPE, STORED_DTYPE, VALUE

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from autoshard.planning.estimate.activations import SavedForBackward, Saving
-from autoshard.planning.estimate.frontiers import SLOWS, Frontier, Point, frontier
+from autoshard.planning.estimate.frontiers import Frontier, Point, frontier
 from autoshard.planning.estimate.memory import Footprint, footprint, held
 from autoshard.planning.estimate.mesh import Timing, timing, update_seconds
 from autoshard.planning.estimate.on_host import HostUpdate, host_update
-from autoshard.planning.estimate.recomputable import (
-    RankValue,
-    Walk,
-    makes_tensors,
-    takes_no_time,
-    values_of,
-)
+from autoshard.planning.estimate.recomputable import RankValue, Walk
 from autoshard.planning.estimate.recomputation import Cuts
-from autoshard.planning.estimate.segments import merged, segments_of
+from autoshard.planning.estimate.segments import segments_of
 from autoshard.planning.estimate.step_profile import Profile, profile, with_recomputation
 from autoshard.planning.estimate.traffic import (
     Sent,

@@ -12,8 +12,8 @@ from autoshard.planning.batch_axis import least_charged, within_room
 from autoshard.planning.chunked_loss import plan_losses
 from autoshard.planning.cost import Hardware, planned_on
 from autoshard.planning.decisions import Decisions
-from autoshard.planning.one_axis.candidates import at_dearer_bytes, with_kept_values
-from autoshard.planning.one_axis.estimated import PlanEstimate, estimates, priced
+from autoshard.planning.one_axis.candidates import at_dearer_bytes
+from autoshard.planning.one_axis.estimated import estimates, priced
 from autoshard.planning.one_axis.solution import solve
 from autoshard.planning.values import is_trained
 from autoshard.runtime.errors import PlanError
@@ -72,15 +72,8 @@ def _within_budget(
         )
         return best.decisions
     if n > 1 and not found[0].surely:
-
-        def price(decisions: Decisions) -> PlanEstimate:
-            return priced(gm, n, decisions, request, budget)
-
-        found += map(price, at_dearer_bytes(gm, n, request, default))
-        apart = [one.decisions for one in found]
-        found += with_kept_values(
-            gm, n, request, default, price, lambda one: one.least <= budget, apart
-        )
+        dearer = at_dearer_bytes(gm, n, request, default)
+        found += [priced(gm, n, one, request, budget) for one in dearer]
     for one in found:
         one.decisions.charged = default.compared
     # the quickest of those that fit; then those that are estimated to need least

@@ -9,7 +9,6 @@ from autoshard.planning.chunked_loss import plan_losses
 from autoshard.planning.cost import Hardware
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.head_tail import HeadTail
-from autoshard.planning.kept_values import KeptSearch
 from autoshard.planning.mixtures import WEIGHTS
 from autoshard.planning.one_axis.builder import builder_of
 from autoshard.planning.prices import AxisPrices, Prices
@@ -24,20 +23,18 @@ def solve(
     request: Request,
     prices: Prices,
     contiguous: bool = False,
-    search: KeptSearch | None = None,
 ) -> Decisions:
-    """The cheapest plan at given prices. contiguous: as of `Builder`. search: decides what is kept
-    for backward, too. Raises PlanError where the graph does not offer what a plan file says, and
-    TooWide of a `search`."""
+    """The cheapest plan at given prices. contiguous: as of `Builder`. Raises PlanError where the
+    graph does not offer what a plan file says."""
     builder = builder_of(gm, n, hardware, request, prices, contiguous)
     problem = builder.build()
     if request.plan:
         constrain(gm, problem, request.plan)
-    solution, held = _solved(problem) if search is None else search.solved(builder.prices, problem)
+    solution, held = _solved(problem)
     read = (*problem.read(solution), problem.output_states(solution))
     ordered = HeadTail(gm.graph, n, *read, request.contiguous_outputs)
     if ordered.unbalanced and not contiguous:  # which costs more than was thought
-        return solve(gm, n, hardware, request, prices, True, search)
+        return solve(gm, n, hardware, request, prices, True)
     variables = len(problem.variables) + len(problem.copies)
     made = decided(ordered, problem, solution, variables, builder.prices, request, held)
     made.losses = plan_losses(gm, made, n, request.chunking)

@@ -15,10 +15,9 @@ from torch import fx
 
 from autoshard.building.pipeline.program import PipelineProgram
 from autoshard.building.pipeline.stages import BACKWARD
-from autoshard.planning import Recomputation, value_text
+from autoshard.planning import JoinedChoices, Recomputation, value_text
 from autoshard.planning.cost import planned_on
 from autoshard.planning.estimate import Frontier, RankValue, Training, Walk
-from autoshard.planning.kept_values import JoinedChoices
 from autoshard.runtime.graph_meta import VALUE
 from autoshard.runtime.pipeline import most_kept
 
