@@ -74,8 +74,8 @@ def _beside_rivals(devices: int) -> dict[str, Section]:
             share=0.2,
         ),
         "overlap": Section(
-            about="layers on tp: in halves of the batch, and with fused collectives",
-            command=_ranks(count, "halves.py"),
+            about="layers on tp, with and without fused collectives",
+            command=_ranks(count, "fused.py"),
             share=0.1,
         ),
     }

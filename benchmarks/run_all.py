@@ -41,7 +41,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "warm_start": (str(HERE / "warm_start.py"),),
     "small_sums": (*TWO, str(HERE / "small_sums.py")),
     "read_outputs": (*TWO, str(HERE / "read_outputs.py")),
-    "halves": (*TWO, str(HERE / "halves.py")),
+    "fused": (*TWO, str(HERE / "fused.py")),
 }
 
 

@@ -37,7 +37,6 @@ from autoshard.passes.float8_products import Float8Products, ProductFound
 from autoshard.passes.fuse_collectives import FuseCollectives
 from autoshard.passes.fuse_inference_layers import FuseInferenceLayers
 from autoshard.passes.global_token_mean import GlobalTokenMean
-from autoshard.passes.interleave_halves import InterleaveHalves
 from autoshard.passes.localize import Localize
 from autoshard.passes.match_experts import MixtureFound
 from autoshard.passes.pipeline import (
@@ -51,4 +50,3 @@ from autoshard.passes.pipeline import (
 )
 from autoshard.passes.rank_parts import RankParts
 from autoshard.passes.recover_masks import ONES, POSITIONS, MaskFound, unrepeated
-from autoshard.passes.split_halves import SplitHalves

@@ -22,7 +22,6 @@ from autoshard.passes.float8_products import Float8Products
 from autoshard.passes.fuse_collectives import FuseCollectives
 from autoshard.passes.fuse_inference_layers import FuseInferenceLayers
 from autoshard.passes.global_token_mean import GlobalTokenMean
-from autoshard.passes.interleave_halves import InterleaveHalves
 from autoshard.passes.invariant_random import InvariantRandom
 from autoshard.passes.keep_on_host import keep_on_host
 from autoshard.passes.localize import Localize
@@ -31,7 +30,6 @@ from autoshard.passes.recover_masks import RecoverMasks
 from autoshard.passes.reduce_scatter_by_all_to_all import ReduceScatterByAllToAll
 from autoshard.passes.schedule_collectives import ScheduleCollectives
 from autoshard.passes.shift_labels import ShiftLabels
-from autoshard.passes.split_halves import SplitHalves
 from autoshard.passes.split_recurrent import SplitRecurrent
 from autoshard.passes.unflatten_losses import UnflattenLosses
 from autoshard.passes.unflatten_products import UnflattenProducts
@@ -60,7 +58,7 @@ PIPELINE = (
     Stage(
         "local",
         (
-            *(Localize, ExchangeExperts, DataParallel, GlobalTokenMean, SplitHalves),
+            *(Localize, ExchangeExperts, DataParallel, GlobalTokenMean),
             *(FuseInferenceLayers, ChunkLoss),
         ),
     ),
@@ -68,7 +66,7 @@ PIPELINE = (
     Stage(
         "graphs",
         (
-            *(BucketParameters, FuseCollectives, DelayWeightProducts, InterleaveHalves),
+            *(BucketParameters, FuseCollectives, DelayWeightProducts),
             *(BucketGradients, ScheduleCollectives),
         ),
     ),
@@ -167,12 +165,10 @@ def finish(
     backward: bool,
     watch: Watch = SILENT,
     fuse: FuseCollectives | None = None,
-    halves: InterleaveHalves | None = None,
 ) -> list[Report]:
     """Fuse, bucket and schedule the collectives of one of AOTAutograd's graphs, in place.
 
-    fuse: the pass that joins those of activations to products, where any are to be. halves: the
-    one that orders the halves of a graph, where it has some. A gradient is
+    fuse: the pass that joins those of activations to products, where any are to be. A gradient is
     reduced on the planned axis first, where its weight was used as R, then over those that its
     weight was gathered on, the inner one before the outer one.
     """
@@ -183,7 +179,8 @@ def finish(
         BucketParameters(bucket_bytes, axis.group if backward and axis.name == "tp" else ""),
         ScheduleCollectives(bucket_bytes=bucket_bytes),
     ]
-    passes += [one for one in (fuse, halves) if one is not None]
+    if fuse is not None:
+        passes.append(fuse)
     if backward:
         passes.append(BucketGradients(groups, bucket_bytes))
         if axis.size > 1:

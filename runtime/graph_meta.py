@@ -39,9 +39,6 @@ MIXTURES = "mixtures"
 FLOAT8 = "float8"
 """Counter of ProductFound: products in float8, and those left. Float8Products; explain."""
 
-SPLIT_HALVES = "split_halves"
-"""planning.halves.Found: what runs on two halves of its rows. SplitHalves; explain, Built."""
-
 CHUNKED = "chunked_loss"
 """Counter of LossFound: losses by chunks of rows, and those left whole. ChunkLoss; explain."""
 
@@ -103,9 +100,6 @@ VALUE = "autoshard_value"
 
 HOST = "autoshard_host"
 """bool: a value that the plan keeps in the host's memory for backward. `set_fate`; keep_on_host."""
-
-HALF = "autoshard_half"
-"""int: the half of the rows, 0 or 1, that the node computes with. SplitHalves; InterleaveHalves."""
 
 NO_GRAD = "autoshard.no_grad"
 """bool: the node was made inside a no_grad region; gone when capture returns. capture; capture."""

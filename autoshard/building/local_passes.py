@@ -18,15 +18,11 @@ from autoshard.passes import (
     GlobalTokenMean,
     Localize,
     Pass,
-    SplitHalves,
-    rank_program,
 )
 from autoshard.planning import gathered_stacks, is_trained
-from autoshard.planning.cost import machine_and_link
-from autoshard.planning.halves import Found, halving_for
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import data_axes, gathering_axes
-from autoshard.runtime.graph_meta import SPLIT_HALVES, STORED_DTYPE
+from autoshard.runtime.graph_meta import STORED_DTYPE
 from autoshard.runtime.mesh import Mesh
 
 
@@ -42,8 +38,6 @@ def local_passes(
     passes: list[Pass] = [Localize(planned.decisions, config.recompute_collectives)]
     if not is_trained(planned.serial):
         passes.append(FuseInferenceLayers(config.small_sums == "symmetric_memory"))
-    else:
-        passes += _halves(planned, mesh, config)
     passes += ChunkLoss.of(planned.decisions.losses, config.chunk_loss)
     axes = gathering_axes(mesh.axes)
     if not axes and not dtypes:
@@ -73,24 +67,3 @@ def local_passes(
     if config.loss_tokens == "global" and data_axes(mesh.axes):
         passes.append(GlobalTokenMean(data_axes(mesh.axes)))
     return passes
-
-
-def _halves(planned: Planned, mesh: Mesh, config: Config) -> list[Pass]:
-    """The pass that cuts layers in halves, where the options ask for it and tp has ranks."""
-    halving = halving_for(config.overlap_halves)
-    if halving is None or mesh.planned.size == 1 or config.inner in ("eager", "tensorrt"):
-        return []
-    machine, link = machine_and_link(planned.decisions.hardware, mesh.sizes, mesh.planned.name)
-    placeholders = planned.serial.graph.find_nodes(op="placeholder")
-    positions = frozenset(i for i, n in enumerate(placeholders) if n in planned.parameters)
-    return [SplitHalves(positions, halving, machine, link)]
-
-
-def seconds_spared(planned: Planned, mesh: Mesh, config: Config) -> float:
-    """Predicted seconds of a step on one batch that halves of it spare; 0 where none may."""
-    passes = _halves(planned, mesh, config)
-    if not passes or not is_trained(planned.serial):
-        return 0.0
-    local, _ = rank_program(planned.serial, [Localize(planned.decisions), *passes], mesh.planned)
-    found: Found = local.meta[SPLIT_HALVES]
-    return found.spared

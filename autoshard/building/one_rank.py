@@ -31,7 +31,6 @@ from autoshard.errors import ConfigError, message
 from autoshard.explain import check_strict, explain_plan
 from autoshard.passes import SILENT, Float8Products, GlobalTokenMean, Watch, prepare, rank_program
 from autoshard.planning import (
-    Prices,
     Request,
     is_trained,
     on_rank,
@@ -206,7 +205,6 @@ def plan_captured(
         lazy_outputs=config.outputs != "replicate",
         contiguous_outputs=config.outputs == "dtensor",
         outputs_read=config.outputs != "sharded",
-        prices=Prices(spreads_batch=config.overlap_halves is not True),
         memory_budget=config.memory_budget or room,
         budget_is_known=config.memory_budget is not None,
         host_memory=config.host_memory,

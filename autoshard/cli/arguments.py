@@ -120,12 +120,13 @@ def options_and_entries(
     What is no option is an entry, where the model has a configuration; a factory has none, and
     ConfigError names the closest option.
     """
-    from autoshard.config import Config
+    from autoshard.config import Config, refuse_removed
     from autoshard.model_source import is_factory
 
     named = dict(given)
     if "mesh" in named:
         raise ConfigError(message("--option mesh=...", remedy="The mesh is given by --mesh."))
+    refuse_removed(named)
     if is_factory(model):
         Config.from_options(named)
     known = {field.name for field in dataclasses.fields(Config)}

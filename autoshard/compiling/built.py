@@ -17,7 +17,6 @@ from autoshard.config import Config
 from autoshard.passes import (
     SILENT,
     FuseCollectives,
-    InterleaveHalves,
     Report,
     Watch,
     finish,
@@ -26,8 +25,7 @@ from autoshard.passes import (
     specialize,
 )
 from autoshard.planning import Decisions, Outer, Plan, Recomputation
-from autoshard.planning.cost import Cluster, Hardware, Link, machine_and_link
-from autoshard.planning.halves import Found
+from autoshard.planning.cost import Hardware, machine_and_link
 from autoshard.runtime.collectives import Axis, I, State, gathering_axes
 from autoshard.runtime.compat import (
     ForwardBackward,
@@ -36,7 +34,7 @@ from autoshard.runtime.compat import (
     forward_backward,
     inductor_step,
 )
-from autoshard.runtime.graph_meta import SPLIT_HALVES, STORED_DTYPE
+from autoshard.runtime.graph_meta import STORED_DTYPE
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import SINGLE
 
@@ -115,26 +113,15 @@ class Built:
 
     def _finish(self, graph: fx.GraphModule, backward: bool) -> list[Report]:
         fuse = self.fusing(backward)
-        halves = InterleaveHalves(*self.machine_and_link()) if self.on_halves else None
-        size = self.config.bucket_bytes
-        return finish(graph, self.mesh, size, backward, self.watch, fuse, halves)
+        return finish(graph, self.mesh, self.config.bucket_bytes, backward, self.watch, fuse)
 
     def fusing(self, backward: bool) -> FuseCollectives | None:
         """The pass that joins collectives to products, where the plan was priced with it."""
         fusing = self.decisions.prices.fusing
         if fusing is None or self.axis.size == 1:
             return None
-        return FuseCollectives(fusing, *self.machine_and_link(), backward)
-
-    @property
-    def on_halves(self) -> bool:
-        """Whether a part of the graph runs on two halves of its rows."""
-        found: Found | None = self.graph_module.meta.get(SPLIT_HALVES)
-        return bool(found and found.collectives)
-
-    def machine_and_link(self) -> tuple[Cluster, Link]:
-        """The machine that the plan is for, and the link of the planned axis."""
-        return machine_and_link(self.hardware, self.mesh.sizes, self.axis.name)
+        known = machine_and_link(self.hardware, self.mesh.sizes, self.axis.name)
+        return FuseCollectives(fusing, *known, backward)
 
     def _specialized(self, made: ForwardBackward) -> ForwardBackward:
         specialize(made.forward, self.axis, False, self.watch)
@@ -158,8 +145,7 @@ class Built:
         fusing = self.fusing(False)  # the only pass there that reads this rank's number
         many = [axis for axis in self.mesh.axes if axis.size > 1]
         axes = many if fusing else [axis._replace(rank=0) for axis in many]
-        halves = self.machine_and_link() if self.on_halves else None
-        return f"{axes} {options} {fusing} {halves} {self.watch.key()}"
+        return f"{axes} {options} {fusing} {self.watch.key()}"
 
     def stored(self) -> dict[str, State]:
         """The stored state of each parameter on the axis."""

@@ -4,3 +4,4 @@ from __future__ import annotations
 
 from autoshard.config.acting import ACTING
 from autoshard.config.options import Config, Precision, axis_sizes
+from autoshard.config.removed import refuse_removed

@@ -70,7 +70,6 @@ ACTING: dict[str, Acting] = {
     "rng": Acting(refused=("pp",), asks=lambda value: value == "tracker"),
     "small_sums": Acting(("tp",)),
     "fuse_collectives": Acting(("tp",), refused=("pp",)),
-    "overlap_halves": Acting(PLANNED, refused=("pp",)),
     "cuda_graphs": _NOT_PP,
     "inductor": _NOT_PP,
     "recompute_collectives": Acting(PLANNED),

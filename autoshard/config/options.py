@@ -12,6 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.config.acting import ACTING, refuse
+from autoshard.config.removed import refuse_removed
 from autoshard.errors import ConfigError, message, shown
 from autoshard.planning import Plan
 from autoshard.runtime.mesh import AXIS_ORDER
@@ -232,13 +233,6 @@ class Config:
         "beside them: 'auto' where that is predicted, and measured, to be quicker, on GPUs of one "
         "machine (overlap.md). No GPU has run it yet.",
     )
-    overlap_halves: bool | str = _choice(
-        False,
-        (False, "auto", True),
-        "Whether layers on tp run on two halves of the batch, so that the collectives of one pass "
-        "beside the products of the other: 'auto' where that is predicted to be quicker "
-        "(overlap.md).",
-    )
     cuda_graphs: bool = _flag(
         False,
         "Capture the kernels and collectives of a program as a CUDA graph, and replay it "
@@ -336,16 +330,14 @@ class Config:
                         remedy=f"Leave out {name}, or inner.",
                     )
                 )
-        done = {"fuse_collectives": "fused", "overlap_halves": "hidden"}
-        for name, what in done.items():
-            if getattr(self, name) is True and self.inner in ("eager", "tensorrt"):
-                raise ConfigError(
-                    message(
-                        f"options['{name}'] is True, and inner={self.inner!r} has no graph "
-                        f"in which collectives are {what}",
-                        remedy=f"Leave out {name}, or inner.",
-                    )
+        if self.fuse_collectives is True and self.inner in ("eager", "tensorrt"):
+            raise ConfigError(
+                message(
+                    f"options['fuse_collectives'] is True, and inner={self.inner!r} has no graph "
+                    "in which collectives are fused",
+                    remedy="Leave out fuse_collectives, or inner.",
                 )
+            )
 
     def refuse(self, sizes: Mapping[str, int]) -> None:
         """Raise ConfigError for an option that a mesh of these sizes does not obey."""
@@ -371,6 +363,7 @@ class Config:
     def from_options(cls, options: Mapping[str, Any] | None) -> Config:
         """The Config of an options dict; an unknown option is an error naming the closest one."""
         names = [field.name for field in dataclasses.fields(cls)]
+        refuse_removed(options or ())
         for name in options or {}:
             if name not in names:
                 closest = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)

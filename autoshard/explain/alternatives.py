@@ -38,8 +38,6 @@ from autoshard.planning.estimate import (
     profile,
     timing,
 )
-from autoshard.planning.halves import Found
-from autoshard.runtime.graph_meta import SPLIT_HALVES
 
 # How much dearer than by default a saved activation is, so that what can be split along the
 # sequence is. Dearer still, and the gathered copies that sequence parallelism saves for the
@@ -159,13 +157,11 @@ def _priced(
     bucket_bytes = built.config.bucket_bytes
     one = profile(built.serial, decisions, built.parameters, n, machine, bucket_bytes)
     layout = Layout.of(sizes, built.config.zero if name == "this plan" else 3, bucket_bytes)
-    halves: Found | None = built.graph_module.meta.get(SPLIT_HALVES)
-    spared = halves.spared if halves and decisions is built.decisions else 0.0
     return Alternative(
         name=name,
         mesh=dict(sizes),
         profile=one,
         memory=footprint(one, layout, training),
-        timing=timing(one, layout, training, machine, links, spared),
+        timing=timing(one, layout, training, machine, links),
         batches=batches,
     )

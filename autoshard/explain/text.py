@@ -50,7 +50,6 @@ def explain(built: Built, width: int | None = None) -> str:
         _without_gradient(facts),
         text_costs.collectives(facts, columns),
         text_costs.fused(facts, columns),
-        text_costs.halves(facts, columns),
         _inference_layers(built),
         _cuda_graph(built),
         text_costs.beside(facts, columns),

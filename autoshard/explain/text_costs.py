@@ -7,15 +7,13 @@ from collections import Counter, defaultdict
 
 from autoshard.compiling import Built
 from autoshard.explain.alternatives import Alternative
-from autoshard.explain.costs import Cost, cause, folded, hidden, named, seconds, short
+from autoshard.explain.costs import Cost, cause, folded, named, short
 from autoshard.explain.facts import Facts
 from autoshard.explain.reasons import operator_name
 from autoshard.explain.tables import clipped, human, milliseconds, table
 from autoshard.passes import module_path
 from autoshard.planning import attention_form
-from autoshard.planning.halves import Found
 from autoshard.runtime.collectives import in_words
-from autoshard.runtime.graph_meta import HALF, SPLIT_HALVES
 
 
 def dearest(facts: Facts, width: int) -> str:
@@ -113,31 +111,6 @@ def fused(facts: Facts, width: int) -> str:
     ]
     header = ["apart from products", "count", "because", "module", "line"]
     return "\n".join([*lines, table(header, rows, width, right=(1,))] if rows else lines)
-
-
-def halves(facts: Facts, width: int) -> str:
-    """What runs on two halves of its rows, what of its collectives that hides, and why the rest
-    stays whole; nothing where none was to."""
-    built = facts.built
-    found: Found | None = built.graph_module.meta.get(SPLIT_HALVES)
-    if found is None:
-        return ""
-    if not found.collectives:
-        return "\n".join(
-            textwrap.wrap(f"on two halves (overlap_halves): nothing, {found.reason}", width)
-        )
-    own = [one for one in facts.collectives if HALF in (one.node.meta.get("custom") or {})]
-    took = sum(seconds(built, one) for one in own)
-    covered = sum(hidden(built, one, facts.windows) for one in own)
-    assert found.seconds is not None
-    said = (
-        f"on two halves of the rows (overlap_halves): {found.collectives} changes of state, "
-        f"{len(own)} collectives a step of {milliseconds(took)} ms, of which matrix products may "
-        f"hide {_share(covered, took)}; predicted with these products: {found.seconds.text()}"
-    )
-    if found.reason:
-        said += f". The rest stays whole: {found.reason}"
-    return "\n".join(textwrap.wrap(said, width))
 
 
 def _row(one: Cost) -> list[str]:

@@ -19,7 +19,6 @@ from copy import copy
 from dataclasses import replace
 from functools import cached_property
 
-from autoshard.building import Planned
 from autoshard.mesh_search.factorisations import AxisSizes
 from autoshard.mesh_search.prices import Asked, MeshPrice, MeshPrices
 from autoshard.planning import at_dearer_bytes, value
@@ -32,9 +31,9 @@ _NEARLY = 1.01
 class Placements:
     """The plans of one graph on one size of its axes, by the mesh of a row."""
 
-    def __init__(self, first: MeshPrices, spared: Callable[[Planned], float]) -> None:
-        """first: the cheapest plan, whatever the memory. spared: as of `timing`, of another."""
-        self.first, self.spared = first, spared
+    def __init__(self, first: MeshPrices) -> None:
+        """first: the cheapest plan, whatever the memory."""
+        self.first = first
 
     def most(self, mesh: AxisSizes, asked: Asked) -> float:
         """The utilisation of the cheapest plan, if it had all the memory it needs."""
@@ -44,8 +43,7 @@ class Placements:
         """The row of a mesh without pp, with the quickest plan that fits; where none does, as it
         was, with the cheapest plan."""
         found = list[tuple[MeshPrice, MeshPrices]]()
-        halves = asked.training.microbatches * self.first.spared  # which no candidate has yet
-        most = before.timing.step + halves if before.fits else math.inf
+        most = before.timing.step if before.fits else math.inf
         for made in self._at_dearer_bytes:
             quickest = min([most, *(row.timing.step for row, _ in found if row.fits)])
             if made.row(before.mesh, _boundless(asked)).timing.step < quickest:
@@ -58,10 +56,10 @@ class Placements:
         return before if before.fits and row.timing.step > before.timing.step else row
 
     def _taken(self, one: MeshPrices) -> MeshPrices:
-        """The same prices with their plan as a file has it, and what halves spare."""
+        """The same prices with their plan as a file has it."""
         taken, made = replace(one.planned), copy(one)
         taken.take(replace(one.planned.decisions, recomputation=None))
-        made.planned, made.spared = taken, self.spared(taken)
+        made.planned = taken
         return made
 
     @cached_property

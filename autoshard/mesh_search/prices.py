@@ -95,10 +95,8 @@ class MeshPrices:
         machine: Cluster,
         config: Config,
         training: Training,
-        spared: float = 0.0,
         cuts: Cuts | None = None,
     ) -> None:
-        self.spared = spared  # as of `timing`
         self.cuts_made: Cuts = {} if cuts is None else cuts
         self.planned, self.n, self.machine, self.training = planned, n, machine, training
         self.config = config
@@ -126,7 +124,7 @@ class MeshPrices:
         )
 
     def following(self, decisions: Decisions) -> MeshPrices:
-        """The prices of another plan of the graph; what halves spare is not known of it."""
+        """The prices of another plan of the graph."""
         decisions.unbudgeted = self.planned.decisions
         planned = replace(self.planned, decisions=decisions)
         given = (planned, self.n, self.machine, self.config, self.training)
@@ -148,7 +146,7 @@ class MeshPrices:
         losses = self.planned.decisions if one is self.free else self.smaller
         held = footprint(one, layout, training)
         links = self.machine.links(mesh)
-        took = timing(one, layout, training, self.machine, links, self.spared)
+        took = timing(one, layout, training, self.machine, links)
         return MeshPrice(
             mesh=dict(mesh),
             memory=held,

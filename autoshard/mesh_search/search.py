@@ -14,13 +14,12 @@ import gc
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from typing import Any
 
 from torch import fx, nn
 
-from autoshard.building import batch_facts, plan_captured, seconds_spared
+from autoshard.building import batch_facts, plan_captured
 from autoshard.capture import capture, intercept
 from autoshard.compiling import lowered_dtypes, say_stored, use_by
 from autoshard.config import Config
@@ -192,10 +191,9 @@ def search_captured(
         planned.decisions.recomputation = None  # which is a row's own
         first_asked, to_fit = losses
         planned.request = replace(planned.request, chunking=first_asked, chunking_to_fit=to_fit)
-        spared = partial(seconds_spared, mesh=first, config=config)
         n = first.planned.size
-        choices = MeshPrices(planned, n, machine, config, training, spared(planned))
-        placements = Placements(choices, spared)
+        choices = MeshPrices(planned, n, machine, config, training)
+        placements = Placements(choices)
         for mesh in meshes:
             if keys[_key(mesh)] == key and _is_useful(mesh, choices.free, len(meshes)):
                 if "pp" not in mesh:

@@ -35,8 +35,6 @@ class Prices:
     Activations cost two more passes over memory, which is what a saved tensor causes.
 
     gathers_weights: whether a matrix that is stored split may be gathered for its use.
-    spreads_batch: whether an activation may be split along its first dim; where it is not, halves
-    can be cut along it.
     batch_second: seconds of a step that a second of the data-parallel axes' collectives is charged,
     where what dp_shard does with each weight is chosen.
     """
@@ -44,7 +42,6 @@ class Prices:
     parameter_byte: float | None = None
     activation_byte: float | None = None
     gathers_weights: bool = True
-    spreads_batch: bool = True
     batch_second: float = 1.0
 
 
@@ -127,7 +124,7 @@ class AxisPrices:
         self.fusing, self.batch, self.on_ep = fusing, batch, on_ep
         self.sequence_parallel = sequence_parallel
         self.activation_byte = prices.activation_byte or 2.0 / hardware.memory_bandwidth
-        self.gathers_weights, self.spreads_batch = prices.gathers_weights, prices.spreads_batch
+        self.gathers_weights = prices.gathers_weights
         self.parameter_byte = prices.parameter_byte or self._default_parameter_byte()
         self.computed: set[fx.Node] = set()
         """What a graph without gradients computes of its parameters: its activations."""
@@ -256,9 +253,8 @@ class AxisPrices:
         return moved.nbytes, self._repeated(src, dst, moved)
 
     def _forbidden(self, src: State, dst: State, moved: MovedValue) -> bool:
-        if moved.spreads(src, dst):
-            if not self.sequence_parallel or (not self.spreads_batch and shard_dim(dst) == 0):
-                return True
+        if moved.spreads(src, dst) and not self.sequence_parallel:
+            return True
         matrix = not moved.activation and moved.last > 0
         return matrix and not self.gathers_weights and _is_gather(src, dst, moved)
 

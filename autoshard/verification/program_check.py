@@ -22,11 +22,9 @@ from autoshard.passes import (
     FuseInferenceLayers,
     Localize,
     Pass,
-    SplitHalves,
     rank_program,
 )
 from autoshard.planning import gathered_stacks, on_rank
-from autoshard.planning.halves import Halving
 from autoshard.program import Program
 from autoshard.runtime.collectives import (
     Axis,
@@ -192,10 +190,6 @@ def _rank_graph(
         gathered = gathered_stacks(program.serial, strategies)
         ep = [axis for axis in axes if axis.name == "ep"]
         passes += [ExchangeExperts(axis, spread, outer, gathered) for axis in ep]
-    if program.on_halves:
-        positions = (i for i, node in enumerate(placeholders) if node in program.parameters)
-        machine, link = program.machine_and_link()
-        passes.append(SplitHalves(frozenset(positions), Halving(True), machine, link))
     graph = rank_program(program.serial, passes, axes[-1])[0]
     if (outer := outer_axis(axes)) is not None:
         on_rank(graph, outer)

@@ -39,7 +39,6 @@ OTHER: dict[str, Any] = {
     "rng": "tracker",
     "small_sums": "symmetric_memory",
     "fuse_collectives": True,
-    "overlap_halves": True,
     "cuda_graphs": True,
     "inductor": {"max_autotune": True},
     "recompute_collectives": "none",

@@ -43,10 +43,8 @@ def timing(
     training: Training,
     cluster: Cluster,
     links: Mapping[str, Link],
-    spared: float = 0.0,
 ) -> Timing:
-    """The time of a step on a rank; `links` at the data sheet's rates, by axis. spared: seconds of
-    a batch that running it in halves spares (planning/halves).
+    """The time of a step on a rank; `links` at the data sheet's rates, by axis.
 
     A collective on tp or cp, or of experts' rows, is waited for where it stands, but for what a
     product hides that it is one operator with; those of a bucket of parameters overlap.
@@ -87,7 +85,6 @@ def timing(
         passes = _pass_seconds(segments, alone, slows)
         passes += (times - 1) * _pass_seconds(silent, alone, slows)
         repeated = [one for one in data if one.op == "all_gather"]
-    passes -= times * spared
     update = update_seconds(profile, layout, training, cluster)
     sent = sent_by_axis([*data, *waited, *[*repeated, *waited] * (times - 1)], ranks, real)
     busy = times * compute

@@ -37,5 +37,4 @@ def of_a_byte(price: float, hardware: Hardware, request: Request) -> Prices:
     """The prices at which a stored byte costs so much, and one that passes through memory no
     less."""
     least = 2.0 / hardware.memory_bandwidth
-    spreads = request.prices.spreads_batch
-    return Prices(price, max(price, least), spreads_batch=spreads)
+    return Prices(price, max(price, least))

@@ -1,11 +1,9 @@
-"""Layers on two halves of the batch beside layers on the whole: milliseconds of a step, on tp.
+"""Collectives that are one operator with the products beside them: milliseconds of a step, on tp.
 
-    torchrun --nproc-per-node=2 benchmarks/halves.py [--device cuda] [--json PATH]
+    torchrun --nproc-per-node=2 benchmarks/fused.py [--device cuda] [--json PATH]
 
-Contestants take turns; a row a size, with their ratios to the whole. On CPUs a collective is
-computed by the cores that the products need, so that nothing is spared and the ratio may be above
-1: what it shows there is what two halves cost. On CUDA "fused" runs beside them: sequence
-parallelism, whose collectives are one operator with the products beside them.
+Contestants take turns; a row a size, with their ratios to layers whose collectives stand alone. On
+CPUs a fused operator is the collective and then the products, so that nothing is spared.
 """
 
 from __future__ import annotations
@@ -25,12 +23,10 @@ from data_parallel import start, together
 
 ROUNDS = 6
 CONTESTANTS: dict[str, dict[str, Any]] = {
-    "whole": {"overlap_halves": False},
-    "halves": {"overlap_halves": True},
+    "alone": {"sequence_parallel": False},
+    "sequence parallel": {},
+    "fused": {"fuse_collectives": True},
 }
-
-
-FUSED = {"sequence_parallel": True, "fuse_collectives": True}
 
 
 class Layer(nn.Module):
@@ -52,7 +48,7 @@ def step_of(width: int, x: torch.Tensor, options: dict[str, Any]) -> Callable[[]
     """One forward and backward of four layers."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer(width) for _ in range(4))).to(x.device, x.dtype)
-    settings = {"mesh": {"tp": dist.get_world_size()}, "sequence_parallel": False, **options}
+    settings = {"mesh": {"tp": dist.get_world_size()}, **options}
     compiled = torch.compile(model, backend="autoshard", options=settings)
 
     def step() -> None:
@@ -64,7 +60,7 @@ def step_of(width: int, x: torch.Tensor, options: dict[str, Any]) -> Callable[[]
 
 
 def main() -> None:
-    """Time both and print a line a size on rank 0."""
+    """Time them and print a line a size on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--widths", type=int, nargs="+", help="128 512; on CUDA 2048 4096")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -72,14 +68,11 @@ def main() -> None:
     args = parser.parse_args()
     device, first = start(args.device), dist.get_rank() == 0
     on_cuda = device.type == "cuda"
-    contestants = {**CONTESTANTS, "fused": FUSED} if on_cuda else CONTESTANTS
     rows = []
-    if first and not on_cuda:
-        print("on CPUs the cores that compute also communicate: above 1 is to be expected")
     for width in args.widths or ([2048, 4096] if on_cuda else [128, 512]):
         x = torch.randn(4, 2048 if on_cuda else 128, width, device=device)
         x = x.bfloat16() if on_cuda else x
-        steps = {name: step_of(width, x, options) for name, options in contestants.items()}
+        steps = {name: step_of(width, x, options) for name, options in CONTESTANTS.items()}
         best = dict.fromkeys(steps, float("inf"))
         for _ in range(ROUNDS):
             for name, step in steps.items():
@@ -92,7 +85,7 @@ def main() -> None:
                 best[name] = min(best[name], 200 * (time.perf_counter() - started))
         rows.append({"width": width, **best})
         if first:
-            said = [f"{n} {ms:.2f} ms ({ms / best['whole']:.2f})" for n, ms in best.items()]
+            said = [f"{n} {ms:.2f} ms ({ms / best['alone']:.2f})" for n, ms in best.items()]
             print(f"width {width}: {', '.join(said)}", flush=True)
     if first and args.json is not None:
         args.json.write_text(json.dumps({"ranks": dist.get_world_size(), "rows": rows}, indent=2))
