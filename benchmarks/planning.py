@@ -21,9 +21,6 @@ A second table is `autoshard.plan`, the search for a mesh, by depth and by the s
     depth, time  layers, and total seconds, in units of the first row of the same world: linear
                  planning has time <= depth
 
-With --axial instead: what cp_splits="any" gains, by the planner's charge, for a block with
-attention along the sequence and then along the batch, by mesh.
-
 With --unrolled STEPS ...: a recurrence that is unrolled, whose steps all read the same weights: the
 table entries and seconds of its plan, and by how much another may be cheaper.
 
@@ -187,44 +184,6 @@ def text(cell: float) -> str:
     return f"{cell:,}" if isinstance(cell, int) else f"{cell:.2f}"
 
 
-class Axial(torch.nn.Module):
-    """Attention along dim 1, then along dim 0, and a feed-forward net."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        linear = torch.nn.Linear
-        self.rows, self.columns = linear(width, 3 * width), linear(width, 3 * width)
-        self.up, self.down = linear(width, 4 * width), linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, sequence, width] -> a mean of squares."""
-        x = x + self._attend(self.rows, x)
-        x = x + self._attend(self.columns, x.transpose(0, 1)).transpose(0, 1)
-        return (x + self.down(torch.nn.functional.gelu(self.up(x)))).square().mean()
-
-    def _attend(self, product: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        heads = (one.unflatten(-1, (4, -1)).transpose(1, 2) for one in product(x).chunk(3, -1))
-        made = torch.nn.functional.scaled_dot_product_attention(*heads)
-        return made.transpose(1, 2).flatten(2)
-
-
-def axial() -> None:
-    """Print the charge of a step, in milliseconds, with sequences split alone, and with any."""
-    with torch.device("meta"):
-        model, x = Axial(256), torch.zeros(64, 256, 256)
-    print(table(("mesh", "sequence", "any", "ratio")))
-    for mesh in ({"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}, {"cp": 4, "tp": 2}):
-        found = []
-        for splits in ("sequence", "any"):
-            torch.compiler.reset()
-            program = autoshard.trace(model, (x,), mesh=mesh, cp_splits=splits)
-            found.append(1e3 * program.decisions.seconds)
-        told = " x ".join(f"{name}={n}" for name, n in mesh.items())
-        print(
-            f"| {told} | {found[0]:.1f} | {found[1]:.1f} | {found[1] / found[0]:.2f} |", flush=True
-        )
-
-
 class Unrolled(torch.nn.Module):
     """A state space that mixes channels, a step of Python for each token."""
 
@@ -271,14 +230,10 @@ def main() -> None:
     parser.add_argument("--cp", type=int, default=1, help="beside tp, planned together with it")
     parser.add_argument("--world", type=int, nargs="*", default=(8, 64))
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--axial", action="store_true", help="what splitting the batch on cp gains")
     parser.add_argument("--unrolled", type=int, nargs="+", help="steps of a recurrence")
     options = parser.parse_args()
     if options.unrolled:
         unrolled(options.unrolled)
-        return
-    if options.axial:
-        axial()
         return
 
     torch.set_num_threads(1)

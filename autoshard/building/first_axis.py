@@ -85,7 +85,6 @@ def lay_out(
         plan=plan,
         even=True,
         beside=mesh.planned.size,
-        splits_batch=config.cp_splits == "any",
     )
 
     def laid_out(decisions: Decisions, bound: float | None) -> LaidOut:

@@ -213,7 +213,6 @@ def plan_captured(
         layout=layout,
         chosen=choices_made(placeholders, inputs, layout) if layout.chooses else {},
         even=even,
-        splits_batch=config.cp_splits == "any",
         ep_exchange=config.ep_exchange,
         chunking=chunking,
         chunking_to_fit=chunking_to_fit,

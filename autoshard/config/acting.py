@@ -56,7 +56,6 @@ ACTING: dict[str, Acting] = {
     "zero": Acting(("dp_shard", "ep", "cp")),  # cp beside tp stores weights as dp_shard does
     "defer_reduction": Acting(("dp_shard", "ep")),
     "sequence_parallel": Acting(PLANNED),
-    "cp_splits": Acting(("cp",)),
     "ep_exchange": Acting(("ep",)),
     "inner": Acting(refused=("pp",), asks=lambda value: value == "tensorrt"),
     "plan": Acting(),

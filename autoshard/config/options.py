@@ -153,12 +153,6 @@ class Config:
     sequence_parallel: bool = _flag(
         True, "Let the planner shard activations over the sequence; False forbids it."
     )
-    cp_splits: str = _choice(
-        "sequence",
-        ("sequence", "any"),
-        "What `cp` splits of activations: the sequence, or, layer by layer, the sequence or the "
-        "batch, whichever is cheaper (context_parallel.md).",
-    )
     ep_exchange: str = _choice(
         "auto",
         ("auto", "rows", "weights"),

@@ -7,6 +7,10 @@ from collections.abc import Iterable
 from autoshard.errors import ConfigError, message
 
 REMOVED = {
+    "cp_splits": (
+        "cp splits the sequence, as it did by default",
+        "Leave it out; dp_shard splits the batch.",
+    ),
     "overlap_halves": (
         "no GPU has shown that layers on two halves of a batch are quicker",
         "Leave it out; fuse_collectives=True is another way to hide collectives on tp.",

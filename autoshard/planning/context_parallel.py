@@ -72,21 +72,21 @@ def stored_by_rows(node: fx.Node, states: Sequence[State]) -> list[State]:
 
 
 def along_the_sequence(
-    node: fx.Node, found: Sequence[Strategy], weights: WeightsOnly, batch: bool = False
+    node: fx.Node, found: Sequence[Strategy], weights: WeightsOnly
 ) -> list[Strategy]:
     """The strategies of `found` that use weights whole; where one is a matrix, those that split the
-    sequence, if there are any; of attention those that split heads or rows. batch: or samples."""
+    sequence, if there are any; of attention those that split heads or rows."""
     sources = operands(node)
     if is_mixture(node):  # stacks are stored by experts, and may stay so
         return [one for one in found if shard_dim(one.inputs[0]) is not None] or list(found)
     if packet(node) in ATTENTION:
-        return [one for one in found if _splits_attention(node, one, batch)] or list(found)
+        return [one for one in found if _splits_attention(node, one)] or list(found)
     used = [i for i, source in enumerate(sources) if source in weights]
     if not used or len(used) == len(sources):
         return list(found)
     whole = [one for one in found if all(shard_dim(one.inputs[i]) is None for i in used)]
     if any(value(sources[i]).dim() > 1 for i in used):
-        split = [one for one in whole if _splits_tokens(node, one, batch)]
+        split = [one for one in whole if _splits_tokens(node, one)]
         return split or whole or list(found)
     return whole or list(found)
 
@@ -138,19 +138,18 @@ def unequal(node: fx.Node, strategy: Strategy) -> bool:
     return strategy.impl in BALANCED and window in ((), (None,))
 
 
-def _splits_attention(node: fx.Node, strategy: Strategy, batch: bool = False) -> bool:
-    """Whether each rank attends with its heads or with its rows of the queries; batch: or for its
-    samples."""
+def _splits_attention(node: fx.Node, strategy: Strategy) -> bool:
+    """Whether each rank attends with its heads or with its rows of the queries."""
     rank = value(operands(node)[0]).dim()
     dim = None if isinstance(strategy.output, tuple) else shard_dim(strategy.output)
-    return dim in (rank - 3, rank - 2) or (batch and dim is not None and dim < rank - 3)
+    return dim in (rank - 3, rank - 2)
 
 
-def _splits_tokens(node: fx.Node, strategy: Strategy, batch: bool) -> bool:
+def _splits_tokens(node: fx.Node, strategy: Strategy) -> bool:
     """Whether each rank makes its part of the sequence of `[batch, sequence, .., features]`, or of
-    `[tokens, features]`; batch: or of the batch."""
+    `[tokens, features]`."""
     made = value(node)
     if not isinstance(made, torch.Tensor) or not isinstance(strategy.output, str):
         return False
     dim = shard_dim(strategy.output)
-    return dim is not None and (0 if batch or made.dim() < 3 else 1) <= dim < made.dim() - 1
+    return dim is not None and (0 if made.dim() < 3 else 1) <= dim < made.dim() - 1

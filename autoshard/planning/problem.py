@@ -94,7 +94,7 @@ class Builder:
     contiguous: whether causal attention by rows is charged the work of contiguous parts. beside:
     ranks of the axis that is planned after this one. on_ep: the axis ep, over which rows travel to
     experts or experts to rows; None: there is none. origin: of the graph of a rank of another
-    axis, what it was made of. splits_batch: whether cp may split the batch, too.
+    axis, what it was made of.
     """
 
     def __init__(
@@ -111,10 +111,9 @@ class Builder:
         beside: int = 1,
         on_ep: ExpertAxis | None = None,
         origin: Origin | None = None,
-        splits_batch: bool = False,
     ) -> None:
         self.gm, self.prices, self.n = gm, prices, prices.n
-        self.beside, self.on_ep, self.splits_batch = beside, on_ep, splits_batch
+        self.beside, self.on_ep = beside, on_ep
         self.stacks = None if on_ep is None else StackTables(on_ep, prices)
         self.stored, self.arriving = stored, arriving
         self.inference = not is_trained(gm)
@@ -224,7 +223,7 @@ class Builder:
             else:
                 if self.beside > 1:
                     found = with_heads_as_one(node, found, self.n, self.beside)
-                found = along_the_sequence(node, found, self._weights, self.splits_batch)
+                found = along_the_sequence(node, found, self._weights)
                 if self.contiguous:
                     found = [contiguously(node, one, self.n) for one in found]
             if not self._weighted[node] and not differentiable(node):

@@ -26,7 +26,6 @@ OTHER: dict[str, Any] = {
     "zero": 2,
     "defer_reduction": True,
     "sequence_parallel": False,
-    "cp_splits": "any",
     "ep_exchange": "weights",
     "inner": "tensorrt",
     "precision": {"matmul": "float8"},

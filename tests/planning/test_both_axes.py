@@ -22,8 +22,7 @@ from autoshard.planning.prices import Prices
 from autoshard.planning.strategy import operands
 from autoshard.planning.two_axes import TwoAxes
 from autoshard.runtime.collectives.states import State
-from autoshard.verification.program_check import verify_program
-from traced import drawn_links, given_to, programs
+from traced import drawn_links, given_to
 
 BOTH = {"cp": 2, "tp": 2}
 _ONE = (F.gelu, torch.sin, lambda x: x.sum(1, keepdim=True), lambda x: x.softmax(-1))
@@ -168,62 +167,6 @@ def test_a_value_in_three_states_over_cp_leaves_a_gap_that_is_told() -> None:
     assert gap is not None and 0 < gap < 1
     assert both.outer.bound == pytest.approx((1 - gap) * both.seconds)
     assert both.seconds <= apart(arguments) * (1 + 1e-9)
-
-
-def splits(decisions: Decisions) -> set[str]:
-    """The dims that cp splits of what operators make: of the batch, of the sequence."""
-    states = {node: one.output for node, one in decisions.strategies.items()}
-    made = {str(state) for node, state in states.items() if node.op == "call_function"}
-    return made & {"S(0)", "S(1)"}
-
-
-def test_no_two_plans_are_cheaper_where_cp_may_split_the_batch() -> None:
-    less = 0
-    for seed in (1, 3, 5):
-        arguments = asked(seed, 3, cp_splits="any")
-        both, exact = lay_out(*arguments), least(arguments)
-        assert both.seconds == pytest.approx(exact, rel=1e-9), seed
-        assert both.outer.bound == pytest.approx(exact, rel=1e-6), seed
-        sequence = lay_out(*asked(seed, 3)).seconds
-        assert both.seconds <= sequence * (1 + 1e-9), seed
-        less += both.seconds < 0.999 * sequence
-    assert less
-
-
-class Axial(nn.Module):
-    """Attention along the sequence, then along the batch, as an MSA transformer's: each needs the
-    whole of one dim, and no more than a part of the other."""
-
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.rows, self.columns = nn.Linear(width, 3 * width), nn.Linear(width, 3 * width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, sequence, features] -> a mean of squares."""
-        x = x + self._attend(self.rows, x)
-        x = x + self._attend(self.columns, x.transpose(0, 1)).transpose(0, 1)
-        return (x + self.down(F.gelu(self.up(x)))).square().mean()
-
-    def _attend(self, product: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        heads = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in product(x).chunk(3, -1))
-        made: torch.Tensor = F.scaled_dot_product_attention(*heads)
-        return made.transpose(1, 2).flatten(2)
-
-
-@pytest.mark.parametrize("mesh", [BOTH, {"cp": 2}])
-def test_a_model_whose_layers_split_batch_and_sequence_is_the_serial_one(
-    mesh: dict[str, int],
-) -> None:
-    asked = [{"mesh": mesh, "cp_splits": "any"}, {"mesh": mesh}]
-    (program, alone), values = programs(Axial(), (torch.randn(16, 16, 32),), asked)
-    of = program.outer.decisions if program.outer else program.decisions
-    assert splits(of) == {"S(0)", "S(1)"}
-    found = verify_program(program, values)
-    assert found.worst[1] < 1e-5, found.worst
-    assert program.decisions.seconds < 0.9 * alone.decisions.seconds
-    assert program.outer is None or program.outer.gap(program.decisions) == 0
 
 
 def test_under_a_budget_another_plan_of_cp_runs_where_it_is_predicted_quicker() -> None:

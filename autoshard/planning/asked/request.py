@@ -32,9 +32,9 @@ class Request:
     graph a step is made. even: whether only dims are split that the axis divides, and no shape
     depends on values (of a graph that is exported, or is planned on another axis afterwards).
     beside: ranks of that axis. fusing: which collectives are one operator with the products beside
-    them; None: none. outer: of the graph of a rank of another axis, the plan of that. splits_batch:
-    whether cp may split the batch, too. ep_exchange: as in Config. chunking: what is asked of
-    losses; chunking_to_fit: where the default plan does not fit the budget.
+    them; None: none. outer: of the graph of a rank of another axis, the plan of that. ep_exchange:
+    as in Config. chunking: what is asked of losses; chunking_to_fit: where the default plan does
+    not fit the budget.
     """
 
     parameters: Mapping[fx.Node, str]
@@ -57,7 +57,6 @@ class Request:
     beside: int = 1
     outer: Outer | None = None
     fusing: Fusing | None = None
-    splits_batch: bool = False
     ep_exchange: str = "auto"
     chunking: Chunking | None = None
     chunking_to_fit: Chunking | None = None

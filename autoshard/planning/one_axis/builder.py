@@ -59,7 +59,6 @@ def builder_of(
         beside=request.beside,
         on_ep=on_ep,
         origin=origin or (request.outer.origin(gm) if request.outer else None),
-        splits_batch=request.splits_batch,
     )
 
 
