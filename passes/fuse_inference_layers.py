@@ -47,11 +47,10 @@ class _Norm(NamedTuple):
 
 @dataclass(frozen=True)
 class FuseInferenceLayers:
-    """low_latency: whether small sums on GPUs may have another kernel than the backend's."""
+    """The regions between two products of a layer, each as one operator."""
 
     name: ClassVar[str] = "fuse_inference_layers"
     optional: ClassVar[bool] = True
-    low_latency: bool = False
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
         """Rewrite in place the regions of a graph that has no gradients."""
@@ -103,8 +102,6 @@ class FuseInferenceLayers:
             options["gather"] = True
             if len(gathered.args) > 4 and gathered.args[4] is not None:
                 options["extent"] = gathered.args[4]
-        if self.low_latency:
-            options["low_latency"] = True
         forward = I if split is None else forward_value(str(state))
         with graph.inserting_before(last):
             if shaped is not None:

@@ -37,7 +37,7 @@ def local_passes(
     """The passes that make the planned graph one rank's, with their options."""
     passes: list[Pass] = [Localize(planned.decisions, config.recompute_collectives)]
     if not is_trained(planned.serial):
-        passes.append(FuseInferenceLayers(config.small_sums == "symmetric_memory"))
+        passes.append(FuseInferenceLayers())
     passes += ChunkLoss.of(planned.decisions.losses, config.chunk_loss)
     axes = gathering_axes(mesh.axes)
     if not axes and not dtypes:

@@ -67,7 +67,6 @@ ACTING: dict[str, Acting] = {
     "bucket_bytes": Acting(_GATHERS),
     "outputs": Acting(PLANNED, refused=("pp",), asks=lambda value: value != "lazy"),
     "rng": Acting(refused=("pp",), asks=lambda value: value == "tracker"),
-    "small_sums": Acting(("tp",)),
     "fuse_collectives": Acting(("tp",), refused=("pp",)),
     "cuda_graphs": _NOT_PP,
     "inductor": _NOT_PP,

@@ -214,12 +214,6 @@ class Config:
         ("invariant", "tracker"),
         "Random numbers that do not depend on the mesh, or one random state a rank.",
     )
-    small_sums: str = _choice(
-        "backend",
-        ("backend", "symmetric_memory"),
-        "How GPUs sum the few kilobytes of a decode step: as all else, or by reading each other's "
-        "memory, for axes on one machine (generation.md).",
-    )
     fuse_collectives: bool | str = _choice(
         False,
         (False, "auto", True),

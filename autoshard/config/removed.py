@@ -15,6 +15,10 @@ REMOVED = {
         "no GPU has shown that layers on two halves of a batch are quicker",
         "Leave it out; fuse_collectives=True is another way to hide collectives on tp.",
     ),
+    "small_sums": (
+        "no GPU has shown that kernels over symmetric memory are quicker than NCCL",
+        "Leave it out; NCCL sums, as it did by default.",
+    ),
 }
 """By name: why an option is gone, and what to do instead."""
 

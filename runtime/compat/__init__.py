@@ -116,10 +116,7 @@ from autoshard.runtime.compat.symmetric import (
     gpu_milliseconds,
     has_symmetric_memory,
     is_capturing,
-    is_running,
     matmul_scatter,
-    symmetric_buffer,
-    symmetric_sum,
 )
 from autoshard.runtime.compat.tensors import (
     detached_locals,

@@ -12,17 +12,6 @@ from autoshard.runtime.compat.groups import once_a_world, process_group
 from autoshard.runtime.compat.modes import real_tensors
 
 
-def is_running(group: str) -> bool:
-    """Whether the name is that of a process group of this process."""
-    if not dist.is_initialized():
-        return False
-    try:
-        process_group(group)
-    except (RuntimeError, ValueError):
-        return False
-    return True
-
-
 @once_a_world
 def has_symmetric_memory(group: str) -> bool:
     """Whether the ranks of a group are GPUs that reach each other's memory.
@@ -44,30 +33,6 @@ def has_symmetric_memory(group: str) -> bool:
         every = torch.tensor([reached], dtype=torch.int32, device="cuda")
         dist.all_reduce(every, dist.ReduceOp.MIN, group=members)
         return bool(every.item())
-
-
-def symmetric_buffer(group: str, nbytes: int, like: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """A tensor like `like` in the group's symmetric memory, which has `nbytes`; whether the switch
-    between the ranks sums."""
-    from torch.distributed import _symmetric_memory as symmetric
-
-    memory = symmetric.get_symm_mem_workspace(group, nbytes)  # type: ignore[arg-type]
-    buffer = memory.get_buffer(memory.rank, like.shape, like.dtype)
-    return buffer, bool(memory.multicast_ptr)
-
-
-def symmetric_sum(kernel: str, buffer: torch.Tensor, x: torch.Tensor, group: str) -> torch.Tensor:
-    """The sum of the ranks' `x` by way of `buffer`.
-
-    kernel: "one_shot", "two_shot" or "multimem".
-    """
-    operators = torch.ops.symm_mem
-    if kernel == "one_shot":
-        return operators.one_shot_all_reduce_copy(buffer, x, "sum", group)  # type: ignore[no-any-return]
-    buffer.copy_(x)
-    if kernel == "two_shot":
-        return operators.two_shot_all_reduce_out(buffer, "sum", group, torch.empty_like(x))  # type: ignore[no-any-return]
-    return operators.multimem_all_reduce_(buffer, "sum", group).clone()  # type: ignore[no-any-return]
 
 
 def gather_matmul(

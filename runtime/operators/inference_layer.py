@@ -2,8 +2,8 @@
 are reduced, added to the residual and normalised, and gathered where they are split.
 
 Megatron-Core has it as the layers of `inference_layers`; vLLM fuses the same at each all-reduce.
-The reduction is the part whose kernel is chosen, by `low_latency_sum`; the arithmetic around it is
-left to Inductor, which makes one kernel of it.
+The reduction is the backend's; the arithmetic around it is left to Inductor, which makes one kernel
+of it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 
 from autoshard.runtime.collectives import Axis, I, P, State, convert
-from autoshard.runtime.operators.low_latency import has_low_latency, low_latency_sum
 
 aten = torch.ops.aten
 
@@ -30,21 +29,15 @@ def reduce_add_norm(
     weigh_wide: bool = False,
     gather: bool = False,
     extent: int | None = None,
-    low_latency: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The new residual, in `state`, and its norm over the last dim, whole where `gather`.
 
     partial: this rank's addend. residual: in `state`, which is I or S(d). norm: "layer", or "rms";
     "written rms" is the one that models spell out, computed in `wide` and weighed before
     (`weigh_wide`) or after it is cast back. extent: of the dim that `state` splits, where the axis
-    does not divide it. low_latency: whether a sum on GPUs may have another kernel than NCCL's. For
-    graphs without gradients.
+    does not divide it. For graphs without gradients.
     """
-    if low_latency and state == I and has_low_latency(partial, axis):
-        reduced = low_latency_sum(partial, axis)
-    else:
-        reduced = convert(partial, P, state, axis)
-    total = residual + reduced
+    total = residual + convert(partial, P, state, axis)
     if norm == "rms":
         normed = aten.rms_norm(total, total.shape[-1:], weight, eps)
     elif norm == "layer":

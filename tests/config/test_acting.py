@@ -36,7 +36,6 @@ OTHER: dict[str, Any] = {
     "bucket_bytes": 1000,
     "outputs": "replicate",
     "rng": "tracker",
-    "small_sums": "symmetric_memory",
     "fuse_collectives": True,
     "cuda_graphs": True,
     "inductor": {"max_autotune": True},

@@ -10,7 +10,9 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from autoshard.cli.arguments import options_and_entries
 from autoshard.config import Config
+from autoshard.config.removed import REMOVED
 from autoshard.errors import AutoshardError, ConfigError
 
 
@@ -35,6 +37,15 @@ def test_options_become_fields() -> None:
 def test_unknown_option_names_the_closest(name: str, closest: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown autoshard option '{name}'.*'{closest}'"):
         Config.from_options({name: 1})
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_option_says_that_it_was_and_what_to_do(name: str) -> None:
+    said = f"option '{name}' was removed: .*Leave it out"
+    with pytest.raises(ConfigError, match=said):
+        Config.from_options({name: True})
+    with pytest.raises(ConfigError, match=said):  # where other names are a model's own
+        options_and_entries("LlamaConfig", [("zero", 2), (name, True)])
 
 
 def test_unknown_option_like_no_other_lists_all() -> None:

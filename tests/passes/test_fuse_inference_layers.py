@@ -19,9 +19,7 @@ from autoshard.runtime.collectives.axis import Axis, chunk_bounds
 from autoshard.runtime.collectives.lockstep import run_ranks
 from autoshard.runtime.collectives.redistribution import redistribute
 from autoshard.runtime.collectives.states import shard_dim
-from autoshard.runtime.operators import low_latency
 from autoshard.runtime.operators.inference_layer import reduce_add_norm
-from autoshard.runtime.operators.low_latency import MOST_BYTES, kernel_of
 from autoshard.verification.program_check import verify_program
 from traced import programs
 
@@ -203,32 +201,3 @@ def test_a_decode_step_in_launches_and_in_bytes(family: str) -> None:
         assert sum(count for (op, _), count in moved.items() if op == "all_reduce") == 6
         if family == "GPT2":  # the text takes seconds
             assert "6 x a sum, the residual and a norm" in program.explain()
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "n", "multicast", "kernel"),
-    [
-        (8192, 2, False, "one_shot"),
-        (MOST_BYTES, 2, False, "one_shot"),
-        (MOST_BYTES + 16, 2, True, "nccl"),
-        (100, 2, False, "nccl"),
-        (512 * 1024, 4, False, "one_shot"),
-        (1024 * 1024, 4, False, "two_shot"),
-        (512 * 1024, 8, False, "two_shot"),
-        (512 * 1024, 8, True, "multimem"),
-        (64 * 1024, 8, True, "one_shot"),
-    ],
-)
-def test_a_kernel_is_chosen_by_bytes_and_ranks(
-    nbytes: int, n: int, multicast: bool, kernel: str
-) -> None:
-    assert kernel_of(nbytes, n, multicast) == kernel
-
-
-def test_another_kernel_only_where_there_are_gpus() -> None:
-    axis = Axis("tp", 2, 0, "offline:tp")
-    assert not low_latency.has_low_latency(torch.ones(4), axis)
-    assert not low_latency.has_low_latency(torch.ones(4, device="meta"), axis)
-    operators = torch.ops.symm_mem
-    for name in ("one_shot_all_reduce_copy", "two_shot_all_reduce_out", "multimem_all_reduce_"):
-        assert str(getattr(operators, name).default._schema).startswith(f"symm_mem::{name}(Tensor")

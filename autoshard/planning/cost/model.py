@@ -13,8 +13,8 @@ reduce-scatter, of the local tensor for an all-to-all.
     one-shot sum      n-1        (n-1) * size
 
 In a graph without gradients a small all-reduce is charged as a one-shot sum, for which each rank
-reads the addends of all others: so it is done on CPUs (passes/all_reduce_by_all_gather.py), and
-with symmetric memory on GPUs.
+reads the addends of all others: so it is done on CPUs (passes/all_reduce_by_all_gather.py). NCCL's
+is charged alike.
 
 Operators follow the roofline model (S. Williams, A. Waterman, D. Patterson, "Roofline",
 Communications of the ACM 52(4), 2009).
