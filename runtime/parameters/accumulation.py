@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from autoshard.runtime import compat
 from autoshard.runtime.errors import AutoshardError, message
 from autoshard.runtime.parameters.data_unsharding import ACCUMULATE, FLUSH, SINGLE
 from autoshard.runtime.parameters.pending import Pending
@@ -126,6 +127,7 @@ def _watch_optimizers() -> None:
         register_optimizer_step_pre_hook(_refuse_pending)
 
 
+@compat.not_traced
 def _refuse_pending(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Raise where sums are pending: the step would silently train on a part of the gradient."""
     waiting = 0

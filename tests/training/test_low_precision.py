@@ -99,7 +99,10 @@ def test_an_lstm_under_autocast_has_the_gradients_of_eager_torch() -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
     model, ids = Recurrent(), torch.randint(64, (4, 12))
-    model(ids)[0].backward()
+    try:
+        model(ids)[0].backward()
+    except RuntimeError as error:  # of processors without kernels for it
+        pytest.skip(f"torch itself has no LSTM in bfloat16 here: {error}")
     (program,), values = programs(model, (ids,), [{"mesh": {"tp": 2}}])
     for found in (serial_step(program, values), sharded_step(program, values)):
         for name, parameter in model.named_parameters():
