@@ -13,8 +13,7 @@ from autoshard.building.pipeline import TracedPipeline, build_pipeline, fit_stag
 from autoshard.capture import example_device, intercept
 from autoshard.compiling import use_by
 from autoshard.config import Config
-from autoshard.planning.cost import Hardware, hardware_of
-from autoshard.planning.cost import hardware as known_hardware
+from autoshard.planning.cost import Cluster, cluster, cluster_of
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import offline_mesh
@@ -29,7 +28,7 @@ def trace(
     mesh: Mapping[str, int],
     rank: int = 0,
     dynamic: bool | None = None,
-    hardware: str | Hardware | None = None,
+    hardware: str | Cluster | None = None,
     microbatch: str = SINGLE,
     **options: Any,
 ) -> Program | TracedPipeline:
@@ -39,10 +38,10 @@ def trace(
     model: any unsharded module; on the meta device it costs no memory, whatever its size. It is
         neither changed nor run. args, kwargs: an example batch, on the model's device.
     mesh: sizes by axis name, such as {"tp": 8}. dynamic: as in torch.compile.
-    hardware: the machine to plan for, or a key of `planning.cost.HARDWARE` such as "h100"; None
-        for that of the model's device. microbatch: "single", or the program that runs in
-        `no_sync` ("accumulate") or after it ("flush"). options: any other field of
-        `autoshard.Config`.
+    hardware: the cluster to plan for: the name of a built-in one such as "h100", a cluster
+        file, or a `Cluster`; None for that of the model's device. microbatch: "single", or the
+        program that runs in `no_sync` ("accumulate") or after it ("flush"). options: any other
+        field of `autoshard.Config`.
 
     Needs no process group. With pp sizes are fixed, and `dynamic` is left out. Raises what
     torch.compile(fullgraph=True) raises where the model breaks the graph, ConfigError for options
@@ -52,9 +51,10 @@ def trace(
     if microbatch not in MICROBATCH:
         raise ValueError(f"microbatch={microbatch!r} is not one of {', '.join(MICROBATCH)}")
     settings = Config.from_options({"mesh": dict(mesh), **options})
-    machine = hardware or hardware_of(example_device(model, (args, kwargs)))
-    if isinstance(machine, str):
-        machine = known_hardware(machine)
+    if hardware is None:
+        machine = cluster_of(example_device(model, (args, kwargs)))
+    else:
+        machine = cluster(hardware)
     offline = offline_mesh(dict(mesh), rank)
     use = use_by(settings, offline)
     stages = offline.axis("pp").size

@@ -107,11 +107,11 @@ def megatron(model: nn.Module, ids: torch.Tensor, machine: Cluster, n: int) -> P
         gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: list[compat.GraphInput]
     ) -> Plan:
         captured = capture(gm, example_inputs, lowered_dtypes(inputs))
-        device, mesh = machine.planned({"tp": n}), offline_mesh({"tp": n}, 0)
-        made = plan_captured(captured, inputs, mesh, Config(), device, facts=batch_facts(inputs))
-        dear = Prices(None, 5 * 2.0 / device.memory_bandwidth, gathers_weights=False)
+        here, mesh = machine.on({"tp": n}), offline_mesh({"tp": n}, 0)
+        made = plan_captured(captured, inputs, mesh, Config(), here, facts=batch_facts(inputs))
+        dear = Prices(None, 5 * 2.0 / here.device.memory_bandwidth, gathers_weights=False)
         request = replace(made.request, prices=dear)
-        decisions = plan_graph(made.serial, n, device, request)
+        decisions = plan_graph(made.serial, n, here, request)
         return with_graph(None, decisions, request, made.serial, n)
 
     found: Plan = intercept(model, (ids,), None, plan)

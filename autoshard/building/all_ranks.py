@@ -16,7 +16,7 @@ from autoshard.building.one_rank import build_program
 from autoshard.compiling import settings
 from autoshard.config import Config
 from autoshard.planning import fingerprint, strategy_text
-from autoshard.planning.cost import hardware_of
+from autoshard.planning.cost import cluster_of
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree
@@ -41,7 +41,7 @@ def build_agreed(
     Raises PlanMismatchError on all ranks where they did not. One that fails raises its own error,
     and the others PlanMismatchError with it (`attempt` tells them).
     """
-    machine = hardware_of(device)
+    machine = cluster_of(device)
     room = device_room(device) if config.memory_budget is None else None
     program = build_program(
         gm, example_inputs, inputs, mesh, config, machine, facts=facts, room=room

@@ -35,7 +35,7 @@ from autoshard.planning import (
     priced,
     with_graph,
 )
-from autoshard.planning.cost import Hardware
+from autoshard.planning.cost import Machine
 from autoshard.runtime.collectives import Axis, R
 from autoshard.runtime.mesh import Mesh
 
@@ -71,7 +71,7 @@ def lay_out(
     mesh: Mesh,
     axis: Axis,
     config: Config,
-    machine: Hardware,
+    machine: Machine,
     plan: Plan | None,
 ) -> LaidOut:
     """Plan both axes of a graph. inner: what is asked of the inner one, by the placeholders of

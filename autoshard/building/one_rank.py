@@ -40,7 +40,7 @@ from autoshard.planning import (
     with_graph,
 )
 from autoshard.planning.chunked_loss import chunking_of
-from autoshard.planning.cost import Hardware, fusing_for, planned_on
+from autoshard.planning.cost import Cluster, Machine, fusing_for
 from autoshard.planning.estimate import Training
 from autoshard.program import Program
 from autoshard.runtime import compat
@@ -58,13 +58,13 @@ def build_program(
     inputs: list[compat.GraphInput],
     mesh: Mesh,
     config: Config,
-    machine: Hardware,
+    cluster: Cluster,
     microbatch: str | None = None,
     even: bool = False,
     facts: Mapping[int, str] = MappingProxyType({}),
     room: int | None = None,
 ) -> Program:
-    """Plan one Dynamo graph on the axis tp for `machine`; rewrite it for one rank of the mesh.
+    """Plan one Dynamo graph on the axis tp of a mesh on `cluster`; rewrite it for one rank.
 
     microbatch: what its backward does with gradients (`unshard.MICROBATCH`); None: what the graph
     was traced for. even: whether only dims are split that the axis divides.
@@ -88,6 +88,7 @@ def build_program(
     watch = DebugWatch(settings(), mesh.axes)
     captured = capture(gm, example_inputs, dtypes, inference=_is_stored(inputs))
     say_stored(captured, inputs, config)
+    machine = cluster.on(mesh.sizes)
     planned = plan_captured(captured, inputs, mesh, config, machine, watch, even, facts, room)
     serial = planned.serial
 
@@ -127,7 +128,7 @@ def build_program(
         except BudgetTooSmall as small:
             # other plans are candidates at another budget: the one that is named is tried
             raised = replace(config, memory_budget=small.needed)
-            given = (gm, example_inputs, inputs, mesh, raised, machine, microbatch, even, facts)
+            given = (gm, example_inputs, inputs, mesh, raised, cluster, microbatch, even, facts)
             try:
                 build_program(*given, room)
             except BudgetTooSmall as larger:
@@ -154,7 +155,7 @@ def plan_captured(
     inputs: list[compat.GraphInput],
     mesh: Mesh,
     config: Config,
-    machine: Hardware,
+    machine: Machine,
     watch: Watch = SILENT,
     even: bool = False,
     facts: Mapping[int, str] = MappingProxyType({}),
@@ -217,7 +218,7 @@ def plan_captured(
         chunking=chunking,
         chunking_to_fit=chunking_to_fit,
         fusing=fusing_for(
-            config.fuse_collectives, any(map(_on_gpu, placeholders)), axis.size, planned_on(machine)
+            config.fuse_collectives, any(map(_on_gpu, placeholders)), axis.size, machine
         ),
     )
     outer, first = None, None

@@ -144,7 +144,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     },
     "hardware": {
         "metavar": "NAME",
-        "help": "the machine to plan for: a100, h100 (default), h200, b200 or cpu",
+        "help": "the machine to plan for: a100, h100 (default), h200, b200, cpu, or a file",
     },
     "option": {
         "type": named_value,

@@ -154,7 +154,7 @@ def _staged(row: MeshPrice, found: MeshSearch, arguments: argparse.Namespace) ->
         call.args,
         call.kwargs,
         mesh=row.mesh,
-        hardware=found.cluster.planned(row.mesh),
+        hardware=found.cluster,
         microbatches=row.microbatches,
         **options,
     )

@@ -25,7 +25,7 @@ from autoshard.passes import (
     specialize,
 )
 from autoshard.planning import Decisions, Outer, Plan, Recomputation
-from autoshard.planning.cost import Hardware, machine_and_link
+from autoshard.planning.cost import Machine
 from autoshard.runtime.collectives import Axis, I, State, gathering_axes
 from autoshard.runtime.compat import (
     ForwardBackward,
@@ -76,9 +76,9 @@ class Built:
         return self.serial if self.outer is None else self.outer.serial
 
     @property
-    def hardware(self) -> Hardware:
+    def machine(self) -> Machine:
         """The machine that the plan is for."""
-        return self.decisions.hardware
+        return self.decisions.machine
 
     @cached_property
     def joint(self) -> ForwardBackward:
@@ -120,8 +120,8 @@ class Built:
         fusing = self.decisions.prices.fusing
         if fusing is None or self.axis.size == 1:
             return None
-        known = machine_and_link(self.hardware, self.mesh.sizes, self.axis.name)
-        return FuseCollectives(fusing, *known, backward)
+        link = self.machine.real_links[self.axis.name]
+        return FuseCollectives(fusing, self.machine, link, backward)
 
     def _specialized(self, made: ForwardBackward) -> ForwardBackward:
         specialize(made.forward, self.axis, False, self.watch)

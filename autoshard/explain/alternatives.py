@@ -27,7 +27,6 @@ from autoshard.planning import (
     way_of,
 )
 from autoshard.planning.chunked_loss import chunking_of
-from autoshard.planning.cost import planned_on
 from autoshard.planning.estimate import (
     Footprint,
     Layout,
@@ -85,10 +84,10 @@ def alternatives(built: Built) -> list[Alternative]:
     sizes = {name: size for name, size in built.mesh.sizes.items() if size > 1}
     if not sizes:
         return []
-    n, world, hardware = built.axis.size, built.mesh.size, built.hardware
+    n, world, machine = built.axis.size, built.mesh.size, built.machine
     outer = 1 if built.outer is None else built.outer.axis.size
     found = [_priced("this plan", built, built.decisions, sizes, 1)]
-    dear = Prices(None, _DEAR * 2.0 / hardware.memory_bandwidth, gathers_weights=False)
+    dear = Prices(None, _DEAR * 2.0 / machine.device.memory_bandwidth, gathers_weights=False)
     if n > 1:
         alone = built.outer is None  # of two planned axes, cp stays as it is
         tp = {"tp" if name == built.axis.name and alone else name: n for name, n in sizes.items()}
@@ -96,7 +95,7 @@ def alternatives(built: Built) -> list[Alternative]:
             ("Megatron TP", False, Prices(gathers_weights=False)),
             ("Megatron TP+SP", True, dear),
         ):
-            decisions = plan_graph(built.serial, n, hardware, _request(built, sequence, prices))
+            decisions = plan_graph(built.serial, n, machine, _request(built, sequence, prices))
             found.append(_priced(name, built, decisions, tp, 1))
         found += [_priced(way, built, made, tp, 1) for way, made in _mixtures(built)]
     serial = (
@@ -104,7 +103,7 @@ def alternatives(built: Built) -> list[Alternative]:
         if built.outer is None
         else replace(built, serial=built.whole, parameters=built.outer.parameters, outer=None)
     )
-    whole = plan_graph(serial.serial, 1, hardware, _request(serial, True, Prices(), whole=True))
+    whole = plan_graph(serial.serial, 1, machine, _request(serial, True, Prices(), whole=True))
     for name, axis in (("FSDP (ZeRO-3)", "dp_shard"), ("DDP", "dp_replicate")):
         if sizes != {axis: world} or (axis == "dp_shard" and built.config.zero != 3):
             found.append(_priced(name, serial, whole, {axis: world}, n * outer))
@@ -128,7 +127,7 @@ def _mixtures(built: Built) -> Iterator[tuple[str, Decisions]]:
             nodes = {node.name: texts[way] for node, texts in offered.items()}
             plan = Plan(built.axis.name, n, graphs={key: GraphPlan(nodes)})
             request = replace(_request(built, True, Prices()), plan=plan)
-            yield way, plan_graph(built.serial, n, built.hardware, request)
+            yield way, plan_graph(built.serial, n, built.machine, request)
 
 
 def _request(built: Built, sequence: bool, prices: Prices, whole: bool = False) -> Request:
@@ -151,10 +150,9 @@ def _request(built: Built, sequence: bool, prices: Prices, whole: bool = False) 
 def _priced(
     name: str, built: Built, decisions: Decisions, sizes: Mapping[str, int], batches: int
 ) -> Alternative:
-    machine = planned_on(built.hardware)
+    machine = built.machine.on(sizes)
     training = Training(states=built.config.optimizer_states)
-    links, n = machine.links(sizes), decisions.prices.n
-    bucket_bytes = built.config.bucket_bytes
+    n, bucket_bytes = decisions.prices.n, built.config.bucket_bytes
     one = profile(built.serial, decisions, built.parameters, n, machine, bucket_bytes)
     layout = Layout.of(sizes, built.config.zero if name == "this plan" else 3, bucket_bytes)
     return Alternative(
@@ -162,6 +160,6 @@ def _priced(
         mesh=dict(sizes),
         profile=one,
         memory=footprint(one, layout, training),
-        timing=timing(one, layout, training, machine, links),
+        timing=timing(one, layout, training, machine),
         batches=batches,
     )

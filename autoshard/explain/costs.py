@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from autoshard.compiling import Built, Collective
 from autoshard.passes import WAIT, start_of
 from autoshard.planning import cost
-from autoshard.planning.cost import START_SECONDS, planned_on
+from autoshard.planning.cost import START_SECONDS
 from autoshard.runtime.chunked_loss import CHUNKED_LOSS
 from autoshard.runtime.collectives import EXCHANGES, FUSED_PRODUCTS, P
 
@@ -100,7 +100,7 @@ def hidden_windows(built: Built) -> dict[fx.Node, float]:
     Two collectives in flight at once count the same products, so it is what can be hidden at most.
     Of one that is one operator with its products, these.
     """
-    machine = planned_on(built.hardware)
+    machine = built.machine
     share = machine.efficiency
     found: dict[fx.Node, float] = {}
     for gm in (built.joint.forward, built.joint.backward):
@@ -132,11 +132,9 @@ def hidden(built: Built, one: Collective, windows: Mapping[fx.Node, float]) -> f
 
 def seconds(built: Built, one: Collective) -> float:
     """Predicted seconds of one collective on its axis."""
-    machine = planned_on(built.hardware)
-    sizes = built.mesh.sizes
-    link = machine.real(machine.links(sizes)[one.axis])
+    ranks, link = built.mesh.axis(one.axis).size, built.machine.real_links[one.axis]
     served = built.joint.backward is None
-    return cost.collective_seconds(_like(one.op), one.bytes, sizes[one.axis], link, served)
+    return cost.collective_seconds(_like(one.op), one.bytes, ranks, link, served)
 
 
 def sent(built: Built, one: Collective) -> float:

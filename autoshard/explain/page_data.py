@@ -22,7 +22,7 @@ def page_data(built: Built) -> Json:
     return {
         "mesh": built.mesh.sizes,
         "axis": built.axis.name,
-        "hardware": built.hardware.name,
+        "hardware": built.machine.name,
         "graph": module_graph(facts),
         "parameters": [_parameter(group) for group in facts.parameters],
         "collectives": [_collective(one) for one in facts.costs],

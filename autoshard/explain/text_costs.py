@@ -137,7 +137,7 @@ def _where(one: Cost, width: int) -> list[str]:
 
 def _totals(facts: Facts, found: list[Cost], width: int) -> list[str]:
     """What a rank sends in each phase, about how long that takes, and the count of each kind."""
-    machine, lines = facts.built.hardware.name, []
+    machine, lines = facts.built.machine.name, []
     for phase in ("forward", "backward") if facts.trains else ("forward",):
         these = [one for one in found if one.phase == phase]
         lines.append(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autoshard.export.errors import export_error
-from autoshard.planning.cost import hardware
+from autoshard.planning.cost import cluster
 from autoshard.runtime.input_file import MOST_RANKS
 
 DIMS = ("batch", "sequence")
@@ -46,8 +46,8 @@ class EngineSpec:
     the computation; None: as they are. dynamic: (minimum, optimum, maximum) of "batch", dim 0 of
     every input, and of "sequence", dim 1; a size that is not named is that of the example.
     max_length: tokens of a key-value cache, None for none. all_logits: with a cache, the logits of
-    every token and not of each row's last alone. hardware: the machine to plan for, a key of
-    `planning.cost.hardware.HARDWARE`. quantize: the layout of the weights of linear layers and
+    every token and not of each row's last alone. hardware: the cluster to plan for, a
+    built-in one or a file. quantize: the layout of the weights of linear layers and
     experts, one of those that `autoshard.export.huggingface` has; None: none is quantized.
 
     Raises ExportError for values that no engine can have.
@@ -70,7 +70,7 @@ class EngineSpec:
             )
         if not isinstance(self.hardware, str):
             raise export_error(f"hardware {_short(self.hardware)} is no name of a machine")
-        hardware(self.hardware)  # ConfigError, naming the closest
+        cluster(self.hardware)  # ConfigError, naming the closest
 
     @property
     def tp(self) -> int:

@@ -71,23 +71,25 @@ class Measured:
 
     def description(self) -> dict[str, Any]:
         """The body of a cluster file. Rates are what a program gets, so that no efficiency is left
-        to be assumed; a link that was not measured is the data sheet's."""
-        links = {}
-        for kind, sheet in (("inside", self.base.inside), ("between", self.base.between)):
-            fit = self.fits.get(kind)
-            share = self.base.efficiency.links
-            latency = sheet.latency if fit is None else fit.latency
-            bandwidth = share * sheet.bandwidth if fit is None else fit.bandwidth
-            links[kind] = {
-                "microseconds": _digits(1e6 * latency),
-                "gigabytes_per_second": _digits(bandwidth / 1e9),
-            }
+        to be assumed; a link that was not measured is the data sheet's, as is the host's memory."""
+        sheet, share, links = self.base.device, self.base.efficiency, {}
+        known = {"inside": self.base.inside, "between": self.base.between, "host": sheet.host}
+        for kind, link in known.items():
+            if one := self.fits.get(kind) or (link and self.base.real(link)):
+                links[kind] = {
+                    "microseconds": _digits(1e6 * one.latency),
+                    "gigabytes_per_second": _digits(one.bandwidth / 1e9),
+                }
+        if sheet.host is not None:
+            rate = share.memory * sheet.host_memory_bandwidth
+            links["host"]["memory_gigabytes_per_second"] = _digits(rate / 1e9)
         kinds = ("float8", "half", "float32", "float64")
         return {
             "name": self.name,
+            "kind": sheet.kind,
             "devices_per_node": self.base.per_node,
             "memory": {
-                "gigabytes": _digits(self.base.device.memory_bytes / 1e9),
+                "gigabytes": _digits(sheet.memory_bytes / 1e9),
                 "gigabytes_per_second": _digits(self.memory / 1e9),
             },
             "tera_flops": {kind: _digits(self.rate(kind) / 1e12) for kind in kinds},
@@ -96,11 +98,11 @@ class Measured:
                 "compute": 1,
                 "memory": 1,
                 "links": 1,
-                "fits": self.base.efficiency.fits,
-                "attention": self.base.efficiency.attention,
+                "fits": share.fits,
+                "attention": share.attention,
                 "float8": 1,
-                "overlap": self.base.efficiency.overlap,
-                "narrow": self.base.efficiency.narrow,
+                "overlap": share.overlap,
+                "narrow": share.narrow,
             },
         }
 

@@ -145,8 +145,7 @@ class MeshPrices:
         one, chosen = self.within(asked.limit, layout)
         losses = self.planned.decisions if one is self.free else self.smaller
         held = footprint(one, layout, training)
-        links = self.machine.links(mesh)
-        took = timing(one, layout, training, self.machine, links)
+        took = timing(one, layout, training, self.machine.on(mesh))
         return MeshPrice(
             mesh=dict(mesh),
             memory=held,

@@ -80,7 +80,7 @@ def search_meshes(
 
     model, args, kwargs: as for `autoshard.trace`; on the meta device nothing is allocated. The
         batch is that of one data-parallel rank.
-    hardware: a key of `planning.cost.HARDWARE`, a cluster file, or a Cluster. mesh: only this
+    hardware: the name of a built-in cluster, a file, or a Cluster. mesh: only this
         one, instead of all factorisations with tp, cp or, where rows can travel to experts, ep
         inside a node, and those of pp between nodes with tp inside; where none of them fits, also
         those with cp and tp. training: dtypes and optimizer.
@@ -156,8 +156,7 @@ def search_captured(
         training = replace(training, states="host")
     # the budget is one of the whole rank: rows are held to it, not the plan of the tp axis alone
     limit, config = config.memory_budget, replace(config, memory_budget=None)
-    # a CPU's memory, which others use too, is no budget
-    losses = chunking_of(config.chunk_loss, limit is not None or machine.name != "cpu")
+    losses = chunking_of(config.chunk_loss, limit is not None or machine.device.kind != "cpu")
     limit = limit or machine.usable_bytes
     if len(meshes) > 1 and not any(str(n.target) in PRODUCTS for n in captured.graph.nodes):
         meshes = [mesh for mesh in meshes if "ep" not in mesh]
@@ -180,13 +179,20 @@ def search_captured(
         stages = {"pp": 2} if axes.get("tp") == 1 and "cp" in axes else {}
         serial = copied(captured)
         say_stored(serial, inputs, config)
-        device, first = machine.planned(axes), offline_mesh({**stages, **axes}, 0)
+        first = offline_mesh({**stages, **axes}, 0)
         # a plan with choices uses the memory that there is; a stage is a part of its graph
         pp = axes.get("pp", 1)
         room = limit if chooses and pp == 1 else None
         runs = replace(training, microbatches=pp * training.microbatches)
         planned = plan_captured(
-            serial, inputs, first, config, device, facts=facts, room=room, training=runs
+            serial,
+            inputs,
+            first,
+            config,
+            machine.on(first.sizes),
+            facts=facts,
+            room=room,
+            training=runs,
         )
         planned.decisions.recomputation = None  # which is a row's own
         first_asked, to_fit = losses

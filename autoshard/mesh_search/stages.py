@@ -134,7 +134,7 @@ class GraphStages:
     ) -> tuple[Profile, Footprint, Timing, PipelinePrice] | None:
         """The largest stage, the memory of its ranks, and a step, in which each computes again what
         it must to hold at most `limit` bytes. None: no such cut."""
-        links = {name: self.machine.real(x) for name, x in self.machine.links(mesh).items()}
+        links = self.machine.on(mesh).real_links
         key = mesh["pp"], microbatches, layout.experts, links["pp"]
         if key not in self._scheduled:
             self._scheduled[key] = self._schedule(*key)
@@ -248,7 +248,7 @@ class GraphStages:
         """What is waited for inside of a stage, on an axis ep of `experts` ranks."""
         if experts not in self._waited:
             ranks = {**self.ranks, "ep": experts}
-            links = {name: self.machine.real(x) for name, x in self.machine.links(ranks).items()}
+            links = self.machine.on(ranks).real_links
             travel = [one.sent for one in self.whole.exchanges] if experts > 1 else []
             sent = [*self.whole.sent, *chain.from_iterable(travel)]
             found = [[0.0] * len(self.nodes) for _ in range(2)]

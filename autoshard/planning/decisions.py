@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autoshard.planning.chunked_loss import Losses
-from autoshard.planning.cost import Hardware
+from autoshard.planning.cost import Machine
 from autoshard.planning.plan import GraphPlan, strategy_text
 from autoshard.planning.prices import AxisPrices
 from autoshard.planning.strategy import Strategy
@@ -107,9 +107,9 @@ class Decisions:
         return one.seconds if one.charged is None else one.charged
 
     @property
-    def hardware(self) -> Hardware:
+    def machine(self) -> Machine:
         """The machine the graph was planned for."""
-        return self.prices.hardware
+        return self.prices.machine
 
     def state(self, node: fx.Node) -> State:
         """The state in which `node`'s own value is produced."""

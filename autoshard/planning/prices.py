@@ -10,7 +10,7 @@ import numpy as np
 from torch import fx
 
 from autoshard.planning import cost
-from autoshard.planning.cost import Hardware
+from autoshard.planning.cost import Machine
 from autoshard.planning.strategy import value
 from autoshard.planning.values import differentiable, global_bytes
 from autoshard.runtime.collectives import P, R, State, shard_dim
@@ -110,7 +110,7 @@ class AxisPrices:
     def __init__(
         self,
         n: int,
-        hardware: Hardware,
+        machine: Machine,
         parameters: Collection[fx.Node],
         sequence_parallel: bool,
         prices: Prices,
@@ -119,11 +119,11 @@ class AxisPrices:
         batch: StoredOnBatchAxis | None = None,
         on_ep: GatheredOverEp | None = None,
     ) -> None:
-        self.n, self.hardware, self.parameters, self.name = n, hardware, parameters, name
-        self.link = hardware.links[name]
+        self.n, self.machine, self.parameters, self.name = n, machine, parameters, name
+        self.link = machine.links[name]
         self.fusing, self.batch, self.on_ep = fusing, batch, on_ep
         self.sequence_parallel = sequence_parallel
-        self.activation_byte = prices.activation_byte or 2.0 / hardware.memory_bandwidth
+        self.activation_byte = prices.activation_byte or 2.0 / machine.device.memory_bandwidth
         self.gathers_weights = prices.gathers_weights
         self.parameter_byte = prices.parameter_byte or self._default_parameter_byte()
         self.computed: set[fx.Node] = set()
@@ -135,7 +135,7 @@ class AxisPrices:
 
     def link_of(self, axis: str) -> cost.Link:
         """The link of another axis by its name; "": of the planned one."""
-        return self.hardware.links[axis] if axis else self.link
+        return self.machine.links[axis] if axis else self.link
 
     def _default_parameter_byte(self) -> float:
         sizes = [global_bytes(node) for node in self.parameters if value(node).dim() > 1]
@@ -195,7 +195,7 @@ class AxisPrices:
             for one in nodes
             if one is source or cost.multiplies(one, source)
         )
-        return cost.node_seconds(flops / self.n, 0, value(source).dtype, self.hardware)
+        return cost.node_seconds(flops / self.n, 0, value(source).dtype, self.machine.device)
 
     def change_cost(self, source: fx.Node) -> Callable[[State, State], float]:
         """Seconds to move `source`'s value between two states, as the factors charge it."""

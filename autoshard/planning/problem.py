@@ -280,7 +280,7 @@ class Builder:
                 read_in = [b / self.on_ep.read(strategy, i) for i, b in enumerate(read_in)]
             moved = kept + inner + sum(read_in)
             own = flops * strategy.share / self.n if sharded else flops
-            seconds = cost.node_seconds(own, moved, dtype, self.prices.hardware)
+            seconds = cost.node_seconds(own, moved, dtype, self.prices.machine.device)
             if diff:
                 seconds = 3 * seconds + kept * self.prices.activation_byte
             seconds += strategy.waits * cost.WAIT_SECONDS

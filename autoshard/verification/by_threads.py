@@ -18,7 +18,7 @@ from autoshard.building import batch_facts, build_program
 from autoshard.capture import intercept
 from autoshard.config import Config
 from autoshard.errors import ConfigError, message
-from autoshard.planning.cost import hardware_of
+from autoshard.planning.cost import cluster_of
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import I, placement_words
@@ -104,7 +104,7 @@ def _traced(
     ) -> Program:
         values.extend(int(e) if i.real is None else i.real for i, e in zip(inputs, example))
         return build_program(
-            gm, example, inputs, mesh, config, hardware_of("cpu"), facts=batch_facts(inputs)
+            gm, example, inputs, mesh, config, cluster_of("cpu"), facts=batch_facts(inputs)
         )
 
     return intercept(model, part[0], part[1], plan, dynamic=False), values

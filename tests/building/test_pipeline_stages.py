@@ -20,7 +20,7 @@ from autoshard.building.pipeline.traced import TracedPipeline
 from autoshard.capture import intercept
 from autoshard.config import Config
 from autoshard.errors import CaptureError, ConfigError, PlanError
-from autoshard.planning.cost.machines import hardware
+from autoshard.planning.cost.clusters import cluster
 from autoshard.runtime.collectives.states import shard_dim
 from autoshard.runtime.pipeline.channel import ValueMeta
 from autoshard.runtime.pipeline.schedules import timeline
@@ -77,7 +77,7 @@ def graph_of(model: nn.Module, args: Sequence[Any]) -> tuple[Any, ...]:
 
 def cut(graph: tuple[Any, ...], stages: int, **options: Any) -> PipelineProgram:
     config = Config.from_options({"mesh": {"pp": stages}, **options})
-    program = build_pipeline(*graph, stages, config, hardware("cpu"))
+    program = build_pipeline(*graph, stages, config, cluster("cpu"))
     fit_stages(program, range(stages), config)
     return program
 

@@ -18,7 +18,7 @@ from autoshard.building.pipeline.program import build_pipeline
 from autoshard.capture import intercept
 from autoshard.config import ACTING, Config
 from autoshard.errors import ConfigError
-from autoshard.planning.cost.machines import hardware
+from autoshard.planning.cost.clusters import cluster
 from autoshard.runtime.mesh import offline_mesh
 
 #: A value of each option that is not its default and that asks for something.
@@ -101,7 +101,7 @@ def text() -> Callable[..., str]:
 
     def build(mesh: Mapping[str, int], **options: Any) -> str:
         config = Config.from_options({"mesh": mesh, "inner": "aot_eager", **options})
-        offline, machine = offline_mesh(mesh, 0), hardware("cpu")
+        offline, machine = offline_mesh(mesh, 0), cluster("cpu")
         lines = []
         if mesh.get("pp", 1) > 1:
             pipeline = build_pipeline(*graph, mesh["pp"], config, machine, offline.axes)

@@ -16,7 +16,6 @@ from autoshard.explain.costs import Cost, cause, seconds, sent
 from autoshard.explain.facts import Facts
 from autoshard.passes.bucketing import GATHER_TOGETHER
 from autoshard.planning.cost import model as cost
-from autoshard.planning.cost import planned_on
 from autoshard.program import Program
 from models_hf import llama
 
@@ -117,15 +116,13 @@ def test_costs_are_all_collectives_sorted(meshes: list[Program]) -> None:
 
 def test_each_axis_is_priced_by_its_own_size_and_link(meshes: list[Program]) -> None:
     made = meshes[1]
-    machine = planned_on(made.hardware)
-    links = machine.links({"dp_shard": 2, "tp": 2})
     by_axis: dict[str, Cost] = {}
     for one in Facts(made).costs:
         if one.count == 1:
             by_axis.setdefault(one.axis, one)
     assert set(by_axis) == {"dp_shard", "tp"}
     for name, one in by_axis.items():
-        wanted = cost.collective_seconds(one.op, one.bytes, 2, machine.real(links[name]))
+        wanted = cost.collective_seconds(one.op, one.bytes, 2, made.machine.real_links[name])
         assert one.seconds == pytest.approx(wanted)
 
 
@@ -144,8 +141,8 @@ def test_this_plan_is_priced_like_its_collectives(meshes: list[Program]) -> None
 def test_a_plan_takes_the_seconds_that_autoshard_plan_says(meshes: list[Program]) -> None:
     model, batch = llama_and_batch()
     torch.compiler.reset()
-    mesh, name = {"dp_shard": 2, "tp": 2}, meshes[1].hardware.name
-    (row,) = autoshard.search_meshes(model, (), batch, world=4, mesh=mesh, hardware=name).rows
+    mesh, machine = {"dp_shard": 2, "tp": 2}, meshes[1].machine
+    (row,) = autoshard.search_meshes(model, (), batch, world=4, mesh=mesh, hardware=machine).rows
     first = alternatives(meshes[1])[0]
     assert first.seconds == row.timing.step and first.memory == row.memory
     assert first.timing.traffic == row.timing.traffic
@@ -193,7 +190,7 @@ def test_values_that_come_out_of_tuples_are_priced() -> None:
     first = alternatives(made)[0]
     # two linears and the attention, forward and backward: at least their share of the work
     flops = 3 * 2 * 64 * 64 * (192 + 64) / 2
-    assert first.timing.compute > flops / made.hardware.peak(torch.float32)
+    assert first.timing.compute > flops / made.machine.device.peak(torch.float32)
     assert "scaled_dot_product_attention" in made.explain()
 
 

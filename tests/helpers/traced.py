@@ -4,6 +4,7 @@ work; and the values of their inputs, so that one process can verify them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from autoshard.building.known_values import batch_facts
 from autoshard.building.one_rank import build_program
 from autoshard.capture import intercept
 from autoshard.config import Config
-from autoshard.planning.cost.machines import Hardware, Link, hardware
+from autoshard.planning.cost.clusters import Cluster, Machine, cluster
+from autoshard.planning.cost.machines import Link
 from autoshard.planning.values import global_bytes
 from autoshard.program import Program
 from autoshard.runtime import compat
@@ -56,7 +58,7 @@ def builder(
     ) -> Program:
         config = Config.from_options({"mesh": dict(mesh), **QUICKLY, **options})
         offline = offline_mesh(dict(mesh), rank)
-        machine, facts = hardware(hardware_name), batch_facts(found[2])
+        machine, facts = cluster(hardware_name), batch_facts(found[2])
         return build_program(*found, offline, config, machine, microbatch, facts=facts)
 
     return build
@@ -80,7 +82,7 @@ def programs(
             values.append(compat.size_hint(item.fake) if item.real is None else item.real)
         for each in options:
             settings = {**QUICKLY, **each}
-            machine = hardware(settings.pop("hardware", "cpu"))
+            machine = cluster(settings.pop("hardware", "cpu"))
             config = Config.from_options(settings)
             mesh = offline_mesh(dict(settings["mesh"]), 0)
             facts = batch_facts(inputs)
@@ -91,16 +93,29 @@ def programs(
     return made, values
 
 
-def drawn_links(seed: int, names: Iterable[str]) -> dict[str, Link]:
-    """Links of any latency and bandwidth, so that any axis may be the dearer one."""
+@dataclass(frozen=True)
+class DrawnCluster(Cluster):
+    """A CPU whose axes have drawn links, so that any of them may be the dearer one."""
+
+    drawn: Mapping[str, Link] = field(default_factory=dict, hash=False)
+
+    def on(self, sizes: Mapping[str, int]) -> Machine:
+        """The cluster laid out as a mesh, with the drawn links."""
+        laid = super().on(sizes)
+        return replace(laid, links={**laid.links, **self.drawn})
+
+
+def drawn_cluster(seed: int, names: Iterable[str]) -> DrawnCluster:
+    """One of which the axes of these names have links of any latency and bandwidth."""
     draw = np.random.default_rng(seed)
-    return {
+    links = {
         name: Link(10 ** draw.uniform(-7, -4), 10 ** draw.uniform(7, 10), 1e9) for name in names
     }
+    return DrawnCluster(**vars(cluster("cpu")), drawn=links)
 
 
 def given_to(
-    planner: str, model: nn.Module, x: torch.Tensor, machine: Hardware, **options: Any
+    planner: str, model: nn.Module, x: torch.Tensor, machine: Cluster, **options: Any
 ) -> tuple[Any, ...]:
     """The arguments with which a function of the planner is called for the graph of `model(x)`.
 

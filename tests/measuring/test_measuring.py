@@ -71,6 +71,10 @@ def test_one_process_writes_a_file_that_plan_reads(
     assert read.efficiency.compute == read.efficiency.links == 1
     sheet = cluster("cpu")  # its link, at the rate that a program was assumed to get of it
     assert read.inside.bandwidth == pytest.approx(0.8 * sheet.inside.bandwidth, rel=1e-3)
+    host, known = read.device.host, sheet.device.host
+    assert host is not None and known is not None and read.device.kind == sheet.device.kind
+    assert host.bandwidth == pytest.approx(0.8 * known.bandwidth, rel=1e-3)
+    assert read.device.host_memory_bandwidth == 0.8 * sheet.device.host_memory_bandwidth
 
 
 @pytest.mark.parametrize("name", ["machine.yaml", "nowhere/machine.json"])

@@ -66,9 +66,8 @@ def priced_and_traced(mesh: Axes, made: Any, samples: int) -> tuple[MeshPrice, T
     )
     torch.compiler.reset()
     model, batch = made(samples * MICROBATCHES)
-    machine = found.cluster.planned(mesh)
     traced: Any = autoshard.trace(
-        model, kwargs=batch, mesh=mesh, hardware=machine, microbatches=MICROBATCHES
+        model, kwargs=batch, mesh=mesh, hardware=found.cluster, microbatches=MICROBATCHES
     )
     return found.rows[0], traced
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,14 @@ from torch import fx, nn
 
 from autoshard.building import first_axis
 from autoshard.building.first_axis import lay_out
-from autoshard.planning.cost.machines import Hardware, hardware
+from autoshard.planning.cost.clusters import Cluster, Machine
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.one_axis.builder import builder_of
 from autoshard.planning.prices import Prices
 from autoshard.planning.strategy import operands
 from autoshard.planning.two_axes import TwoAxes
 from autoshard.runtime.collectives.states import State
-from traced import drawn_links, given_to
+from traced import drawn_cluster, given_to
 
 BOTH = {"cp": 2, "tp": 2}
 _ONE = (F.gelu, torch.sin, lambda x: x.sum(1, keepdim=True), lambda x: x.softmax(-1))
@@ -55,10 +54,9 @@ class Drawn(nn.Module):
         return values[-1]
 
 
-def machine(seed: int) -> Hardware:
+def machine(seed: int) -> Cluster:
     """A drawn machine: either axis may be the dearer one."""
-    cpu = hardware("cpu")
-    return replace(cpu, links={**cpu.links, **drawn_links(seed, ("cp", "tp"))})
+    return drawn_cluster(seed, ("cp", "tp"))
 
 
 def asked(seed: int, operators: int, **options: Any) -> tuple[Any, ...]:
@@ -67,9 +65,9 @@ def asked(seed: int, operators: int, **options: Any) -> tuple[Any, ...]:
     return given_to("lay_out", Drawn(seed, operators), x, machine(seed), mesh=BOTH, **options)
 
 
-def every_outer_plan(gm: fx.GraphModule, hardware: Hardware, asked: TwoAxes) -> Iterator[Decisions]:
+def every_outer_plan(gm: fx.GraphModule, machine: Machine, asked: TwoAxes) -> Iterator[Decisions]:
     """Each plan of the outer axis, whatever it costs; those that move alike once."""
-    builder = builder_of(gm, asked.ranks[0], hardware, asked.outer, Prices())
+    builder = builder_of(gm, asked.ranks[0], machine, asked.outer, Prices())
     problem = builder.build()
     nodes, copied = list(problem.domains), list(problem.copy_domains)
     sizes = [len(problem.domains[node]) for node in nodes]
@@ -116,8 +114,8 @@ def least(arguments: tuple[Any, ...]) -> float:
     graph that it leaves a rank."""
     plans: list[Decisions] = []
 
-    def listed(gm: fx.GraphModule, hardware: Hardware, asked: TwoAxes) -> None:
-        plans.extend(every_outer_plan(gm, hardware, asked))
+    def listed(gm: fx.GraphModule, machine: Machine, asked: TwoAxes) -> None:
+        plans.extend(every_outer_plan(gm, machine, asked))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(first_axis, "plan_both", listed)

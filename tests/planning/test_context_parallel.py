@@ -19,7 +19,7 @@ from autoshard.capture import intercept
 from autoshard.config import Config
 from autoshard.explain import explain_plan
 from autoshard.planning.context_parallel import contiguous_share
-from autoshard.planning.cost.machines import hardware
+from autoshard.planning.cost.clusters import cluster
 from autoshard.planning.cost.model import ring_bytes
 from autoshard.planning.operators import ATTENTION, packet
 from autoshard.program import Program
@@ -51,7 +51,7 @@ def programs(
         for mesh in meshes if len(values) == 1 else meshes[:1]:
             config, at = Config.from_options({"mesh": mesh, **options}), offline_mesh(mesh, 0)
             facts = batch_facts(inputs)
-            one = build_program(gm, example, inputs, at, config, hardware(machine), facts=facts)
+            one = build_program(gm, example, inputs, at, config, cluster(machine), facts=facts)
             if len(values) == 1:
                 made.append(one)
         return one
@@ -235,7 +235,7 @@ def test_lengths_that_change_are_split() -> None:
     def plan(gm: Any, example: Sequence[Any], inputs: list[Any]) -> Any:
         values = [int(e) if i.real is None else i.real for i, e in zip(inputs, example)]
         config, at = Config.from_options({"mesh": {"cp": 2}}), offline_mesh({"cp": 2}, 0)
-        made.append(build_program(gm, example, inputs, at, config, hardware("cpu")))
+        made.append(build_program(gm, example, inputs, at, config, cluster("cpu")))
         assert verify_program(made[-1], values).worst[1] < 1e-5
         return made[-1]
 

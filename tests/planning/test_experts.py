@@ -251,7 +251,7 @@ def test_an_export_has_no_shapes_that_depend_on_the_router() -> None:
     torch.compiler.reset()
     program = builder(Tokens("packed"), (torch.randn(64, 8),))({"tp": 2})
     request = Request(parameters=program.parameters, even=True)
-    exported = plan_graph(program.serial, 2, program.hardware, request)
+    exported = plan_graph(program.serial, 2, program.machine, request)
     (node,) = mixtures(program)
     assert {OWNED, TOKENS} <= {way_of(one) for one in exported.offered[node]} < {"", *WAYS}
     assert BOTH in {way_of(one) for one in offered(program)}

@@ -35,7 +35,6 @@ ROUND = Cluster(  # 1000 operations and 1e9 bytes a second: the arithmetic is wh
         dict.fromkeys(("float8", "half", "float32", "float64"), 1000.0),
         1e9,
         10**9,
-        {"tp": SLOW, "dp_shard": SLOW, "dp_replicate": SLOW},
     ),
     8,
     SLOW,
@@ -64,14 +63,14 @@ def meta_llama(**sizes: int) -> tuple[nn.Module, dict[str, Any]]:
 
 def test_links_follow_the_layout_of_ranks() -> None:
     h100 = cluster("h100")
-    links = h100.links({"dp_replicate": 2, "dp_shard": 8, "tp": 4})
+    links = h100.on({"dp_replicate": 2, "dp_shard": 8, "tp": 4}).links
     assert links["tp"] == h100.inside
     # two of its eight ranks in each node: two links to the network, every second step crosses
     assert links["dp_shard"].bandwidth == 2 * h100.between.bandwidth
     assert links["dp_shard"].latency == (h100.between.latency + h100.inside.latency) / 2
     assert links["dp_replicate"] == h100.between
-    assert h100.links({"dp_shard": 64})["dp_shard"].bandwidth == 8 * h100.between.bandwidth
-    assert h100.links({"dp_shard": 4, "tp": 2})["dp_shard"] == h100.inside
+    assert h100.on({"dp_shard": 64}).links["dp_shard"].bandwidth == 8 * h100.between.bandwidth
+    assert h100.on({"dp_shard": 4, "tp": 2}).links["dp_shard"] == h100.inside
 
 
 def test_candidates_are_all_factorisations_with_tp_in_a_node() -> None:
@@ -204,7 +203,7 @@ def test_gradients_that_wait_for_the_last_microbatch_are_whole_and_reduced_once(
     held = [footprint(profile, layout, training).gradients for layout in (now, later)]
     assert held == [14_000_000_000 // 8, 14_000_000_000]
     assert footprint(profile, later, Training()).gradients == held[0], "one batch waits for none"
-    took = [timing(profile, one, training, machine, machine.links(sizes)) for one in (now, later)]
+    took = [timing(profile, one, training, machine.on(sizes)) for one in (now, later)]
     gathers, reduction = 2 * 7 / 8 * 14_000_000_000, 7 / 8 * 14_000_000_000
     sent = [one.traffic["dp_shard"].nbytes for one in took]
     assert sent == pytest.approx([4 * (gathers + reduction), 4 * gathers + reduction])
@@ -216,8 +215,8 @@ def test_volumes_are_those_of_the_ledger() -> None:
     nbytes = 14_000_000_000
 
     def sent(layout: Layout) -> dict[str, float]:
-        links = machine.links({"dp_replicate": layout.replicate, "dp_shard": layout.shard})
-        took = timing(profile, layout, training, machine, links)
+        sizes = {"dp_replicate": layout.replicate, "dp_shard": layout.shard}
+        took = timing(profile, layout, training, machine.on(sizes))
         return {axis: one.nbytes for axis, one in took.traffic.items()}
 
     assert sent(Layout(replicate=8)) == {"dp_replicate": pytest.approx(2 * 7 / 8 * nbytes)}

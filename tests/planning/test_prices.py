@@ -11,7 +11,7 @@ from torch import nn
 import autoshard
 from autoshard.explain.alternatives import alternatives
 from autoshard.planning import cost
-from autoshard.planning.cost.machines import hardware
+from autoshard.planning.cost.clusters import cluster
 from autoshard.planning.estimate.traffic import tp_collectives
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.values import global_bytes
@@ -20,7 +20,7 @@ from autoshard.verification.program_check import verify_program
 from models_hf import llama
 from traced import builder, programs
 
-H100 = hardware("h100")
+H100 = cluster("h100").on({"tp": 8})
 
 
 class Block(nn.Module):

@@ -29,7 +29,7 @@ from autoshard.export.spec import EngineSpec
 from autoshard.mesh_search.factorisations import candidates
 from autoshard.mesh_search.search import AXES, MeshSearch, search_captured
 from autoshard.passes import WAIT
-from autoshard.planning.cost import cluster, hardware, planned_on
+from autoshard.planning.cost import cluster
 from autoshard.planning.estimate import Layout, Training, profile, timing
 from autoshard.program import Program
 from autoshard.runtime.mesh import offline_mesh
@@ -115,12 +115,12 @@ def _config(row: Row) -> Config:
 
 
 def _made(row: Row, graph: Sequence[Any]) -> Program | TracedPipeline | MeshSearch:
-    config, machine = _config(row), hardware(row.hardware)
+    config, machine = _config(row), cluster(row.hardware)
     gm, example, inputs = graph
     if row.world:
-        captured, whole = capture(gm, example, lowered_dtypes(inputs)), cluster(row.hardware)
-        meshes = candidates(row.world, whole, AXES, stages=True)
-        return search_captured(captured, inputs, meshes, whole, config)
+        captured = capture(gm, example, lowered_dtypes(inputs))
+        meshes = candidates(row.world, machine, AXES, stages=True)
+        return search_captured(captured, inputs, meshes, machine, config)
     mesh = offline_mesh(row.mesh, row.rank)
     if (stages := row.mesh.get("pp", 1)) > 1:
         pipeline = build_pipeline(gm, example, inputs, stages, config, machine, mesh.axes)
@@ -144,13 +144,13 @@ def _read(made: Any) -> Replay:
 def _program(made: Program) -> Replay:
     axes, graphs, memory = made.mesh.axes, made.running, made.memory()
     sizes = {axis.name: axis.size for axis in axes if axis.size > 1}
-    machine, training = planned_on(made.hardware), Training(states=made.config.optimizer_states)
+    machine, training = made.machine, Training(states=made.config.optimizer_states)
     config, n = made.config, made.decisions.prices.n
     profiled = profile(
         made.serial, made.decisions, made.parameters, n, machine, config.bucket_bytes, training
     )
     layout = Layout.of(sizes, config.zero, config.bucket_bytes, config.defer_reduction)
-    took = timing(profiled, layout, training, machine, machine.links(sizes))
+    took = timing(profiled, layout, training, machine)
     lines = [
         f"{one.phase} {one.op} {one.axis} {one.bytes} {one.module} {one.change} {one.reader}"
         f"{' fused' if one.fused else ''}"

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from autoshard.memory import step_of, summary
 from autoshard.planning import Recomputation
-from autoshard.planning.cost import planned_on
 from autoshard.planning.estimate import frontier
 from autoshard.program import Program
 
@@ -167,7 +166,7 @@ class _ProgramSearch(Bisection):
 
     def __init__(self, free: Program, before: int) -> None:
         self.free = free
-        cluster = planned_on(free.hardware)
+        cluster = free.machine
         host = free.config.host_memory
         graph = (free.serial, free.decisions)
         self.choices = frontier(*graph, free.axis.size, cluster, host_memory=host)

@@ -23,7 +23,7 @@ from autoshard.compiling import compile_local, traced_microbatch
 from autoshard.config import Config
 from autoshard.errors import ConfigError, message
 from autoshard.parameters import store_at_home
-from autoshard.planning.cost import hardware_of
+from autoshard.planning.cost import cluster_of
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree
 from autoshard.runtime.collectives import Axis
@@ -49,7 +49,7 @@ def pipelined(
         return compile_local(gm, list(example_inputs), config.inner)
     _refuse_symbols(inputs)
     axis = mesh.axis("pp")
-    sharing, machine = mesh.sharing[::-1], hardware_of(device)
+    sharing, machine = mesh.sharing[::-1], cluster_of(device)
     program = build_pipeline(gm, example_inputs, inputs, axis.size, config, machine, mesh.axes)
     artifact("autoshard_pipeline", lambda: "\n".join([*program.lines(), "", program.picture()]))
     serial, microbatch = program.microbatch.serial, traced_microbatch(gm)

@@ -38,7 +38,7 @@ from autoshard.planning import (
     value_text,
     with_graph,
 )
-from autoshard.planning.cost import Hardware
+from autoshard.planning.cost import Machine
 from autoshard.planning.estimate import Layout, Training
 from autoshard.runtime.collectives import Axis, State, data_states, forward_value
 from autoshard.runtime.graph_meta import OUTPUT_STATES, VALUE
@@ -50,7 +50,7 @@ def split_operators(
     names: Mapping[fx.Node, str],
     stored: Mapping[fx.Node, State],
     axes: Sequence[Axis],
-    machine: Hardware,
+    machine: Machine,
     config: Config,
     layout: Layout,
     plan: Plan | None = None,
@@ -110,7 +110,7 @@ def _with_plan(
     microbatch: MicrobatchGraph,
     decisions: Decisions | None,
     n: int,
-    machine: Hardware,
+    machine: Machine,
     request: Request,
 ) -> MicrobatchGraph:
     """The micro-batch with the plan by which stages choose what they keep. Where nobody asked for

@@ -21,7 +21,7 @@ from autoshard.config import Config
 from autoshard.errors import CaptureError, ConfigError, message
 from autoshard.passes import prepare
 from autoshard.planning import Plan, Recomputation, is_trained, value
-from autoshard.planning.cost import Hardware
+from autoshard.planning.cost import Cluster
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import (
     CHOICES,
@@ -172,7 +172,7 @@ def build_pipeline(
     inputs: Sequence[compat.GraphInput],
     ranks: int,
     config: Config,
-    hardware: Hardware,
+    cluster: Cluster,
     beside: Sequence[Axis] = (),
 ) -> PipelineProgram:
     """Capture Dynamo's graph, and cut it. Raises CaptureError, ConfigError and PlanError, on all
@@ -225,15 +225,16 @@ def build_pipeline(
     layout = layout_of(config, Mesh(tuple(beside), None), asked, is_trained(serial))
     chosen = choices_made(nodes, inputs, layout) if layout.chooses else {}
     refuse_twice(asked, layout)
+    machine = cluster.on({**Mesh(tuple(beside), None).sizes, "pp": ranks})
     microbatch, made = split_operators(
-        microbatch, parameters, split, beside, hardware, config, layout, asked, chosen
+        microbatch, parameters, split, beside, machine, config, layout, asked, chosen
     )
     live = [most_kept(schedule, shape, rank) for rank in range(ranks)]
     shards = {axis.name: axis.size for axis in gathering_axes(beside)}
     shards.pop("dp_replicate", None)
     homes, cuts = {**homes_of(asked, parameters), **stored}, cuts_of(asked, microbatch)
     budget = config.memory_budget
-    plan = plan_stages(microbatch, live, hardware, homes, budget, shards, cuts)
+    plan = plan_stages(microbatch, live, machine, homes, budget, shards, cuts)
     return PipelineProgram(
         microbatch=microbatch,
         plan=plan,

@@ -19,7 +19,7 @@ from autoshard.building.pipeline.microbatch import MicrobatchGraph
 from autoshard.building.pipeline.stage_graphs import PipelineStage, of_shared_values, stage_graphs
 from autoshard.errors import ConfigError, PlanError, message
 from autoshard.planning import PartTrade, cost, is_view, part_trade, tensor_bytes, value
-from autoshard.planning.cost import Hardware, Link, planned_on
+from autoshard.planning.cost import Machine
 from autoshard.planning.solver import Chain, StageCut, cut_chunks
 from autoshard.runtime.collectives import WHOLE
 from autoshard.runtime.graph_meta import DIFF, OWN_AXIS, REDUCED_DTYPE, STORED_DTYPE, VALUE
@@ -35,13 +35,12 @@ BACKWARD = 2.0
 @dataclass(kw_only=True)
 class StagePlan:
     """stages: in order; ranks take them in turn. homes: the rank that stores each parameter of the
-    micro-batch's graph. cut: the search's answer. link: between neighbours. stage_seconds: of a
-    micro-batch, each. firsts: the first operator of each stage but the first."""
+    micro-batch's graph. cut: the search's answer. stage_seconds: of a micro-batch, each.
+    firsts: the first operator of each stage but the first."""
 
     stages: list[PipelineStage]
     homes: list[int]
     cut: StageCut
-    link: Link
     stage_seconds: list[float]
     sent_bytes: list[int]
     firsts: list[str]
@@ -50,7 +49,7 @@ class StagePlan:
 def plan_stages(
     microbatch: MicrobatchGraph,
     kept: Sequence[Sequence[int]],
-    hardware: Hardware,
+    machine: Machine,
     stored: Mapping[fx.Node, int],
     budget: int | None,
     shards: Mapping[str, int] = MappingProxyType({}),
@@ -81,10 +80,9 @@ def plan_stages(
                 remedy="Give pp fewer ranks.",
             )
         )
-    link = hardware.links["dp_replicate"]
     known = [stored.get(node) for node in microbatch.parameters]
     allowed = [h if h is None else frozenset(range(h, stages, ranks)) for h in known]
-    chain = _chain(microbatch, operators, ends, hardware, link, allowed, shards)
+    chain = _chain(microbatch, operators, ends, machine, allowed, shards)
     chains = [chain, replace(chain, homes={})] if chain.homes else [chain]
     if chain.again:  # where the estimate does not fit, the count of the stages has the last word
         chains.append(replace(chains[-1], kept=[0.0] * len(chain.kept)))
@@ -118,7 +116,6 @@ def plan_stages(
         stages=made,
         homes=homes,
         cut=found,
-        link=link,
         stage_seconds=[sum(chain.seconds[a:b]) for a, b in zip(starts, starts[1:])],
         sent_bytes=[sum(tensor_bytes(value(n)) for n in stage.sent) for stage in made[:-1]],
         firsts=[run[0].name for run in runs[1:]],
@@ -182,17 +179,17 @@ def _chain(
     microbatch: MicrobatchGraph,
     operators: Sequence[fx.Node],
     ends: Sequence[int],
-    hardware: Hardware,
-    link: Link,
+    machine: Machine,
     known: Sequence[frozenset[int] | None],
     shards: Mapping[str, int],
 ) -> Chain:
+    link = machine.links["pp"]
     live, trade = _live(microbatch.local, operators), _trade(microbatch)
     unit = {node: u for u, (a, b) in enumerate(zip(ends, ends[1:])) for node in operators[a:b]}
     seconds, kept = [0.0] * (len(ends) - 1), [0.0] * (len(ends) - 1)
     for node in operators:
         forward = cost.node_seconds(
-            cost.node_flops(node), cost.node_bytes(node), _dtype(node), hardware
+            cost.node_flops(node), cost.node_bytes(node), _dtype(node), machine.device
         )
         graded = bool(node.meta.get(DIFF))
         seconds[unit[node]] += forward * (1 + BACKWARD * graded)
@@ -220,7 +217,7 @@ def _chain(
         sent=[*sent, 0.0],
         kept=kept,
         stored=stored,
-        update=2 / hardware.memory_bandwidth,  # read and written
+        update=2 / machine.device.memory_bandwidth,  # read and written
         homes=homes,
         again=[
             (one.part, one.beside, one.seconds / (1 + BACKWARD))
@@ -234,7 +231,7 @@ def _trade(microbatch: MicrobatchGraph) -> PartTrade | None:
     one = microbatch.planned
     if one is None:
         return None
-    return part_trade(one.graph, one.decisions, one.n, planned_on(one.decisions.hardware))
+    return part_trade(one.graph, one.decisions, one.n, one.decisions.machine)
 
 
 def held_bytes(

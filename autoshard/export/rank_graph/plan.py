@@ -42,7 +42,7 @@ from autoshard.export.serial_graph import parameter_names, scan_of, unwrapped
 from autoshard.export.spec import EngineSpec
 from autoshard.passes import Localize, rank_program
 from autoshard.planning import value
-from autoshard.planning.cost import hardware
+from autoshard.planning.cost import cluster
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree
@@ -215,7 +215,7 @@ def plan_inference(model: nn.Module, spec: EngineSpec) -> InferencePlan:
     names = parameter_names(traced)
     arguments = {id(leaf) for leaf in pytree.tree_leaves(call)}
     config = Config(mesh={"tp": spec.tp}, sequence_parallel=False, outputs="replicate")
-    machine, mesh = hardware(spec.hardware), offline_mesh({"tp": spec.tp}, 0)
+    machine, mesh = cluster(spec.hardware), offline_mesh({"tp": spec.tp}, 0)
     plans: list[InferencePlan] = []
 
     def plan(

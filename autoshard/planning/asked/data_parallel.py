@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from autoshard.planning.asked.request import Request
-from autoshard.planning.cost import (
-    HARDWARE,
-    Hardware,
-    default_bucket_bytes,
-    planned_on,
-    reference_bytes,
-)
+from autoshard.planning.cost import Machine, default_bucket_bytes, reference_bytes
 from autoshard.planning.estimate import DataAxes
 from autoshard.planning.strategy import value
 from autoshard.planning.values import global_bytes
 
 
-def data_axes(n: int, hardware: Hardware, request: Request, second: float) -> DataAxes:
+def data_axes(n: int, machine: Machine, request: Request, second: float) -> DataAxes:
     """The axes beside the planned one of `n` ranks. second: as in `DataAxes`."""
     layout, parameters = request.layout, request.parameters
     ranks = {"dp_shard": layout.shard // layout.inner, "dp_replicate": layout.replicate}
@@ -29,7 +23,7 @@ def data_axes(n: int, hardware: Hardware, request: Request, second: float) -> Da
         n=n,
         layout=layout,
         ranks=ranks,
-        links=planned_on(hardware).links(ranks) if hardware.name in HARDWARE else hardware.links,
+        links=machine.links,
         second=second,
         bucket=max(1, layout.bucket_bytes or limit),
     )

@@ -7,7 +7,7 @@ from torch import fx
 from autoshard.planning.asked.data_parallel import data_axes
 from autoshard.planning.asked.followed_plan import fingerprint
 from autoshard.planning.asked.request import Request
-from autoshard.planning.cost import Hardware
+from autoshard.planning.cost import Machine
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.expert_axis import ExpertAxis
 from autoshard.planning.mixtures import ROWS, WEIGHTS
@@ -16,7 +16,7 @@ from autoshard.planning.problem import Problem
 
 
 def expert_axis(
-    gm: fx.GraphModule, n: int, hardware: Hardware, request: Request, second: float
+    gm: fx.GraphModule, n: int, machine: Machine, request: Request, second: float
 ) -> ExpertAxis | None:
     """The axis ep of a request; None where its mesh has none."""
     layout = request.layout
@@ -25,7 +25,7 @@ def expert_axis(
     plan = request.plan.graphs.get(fingerprint(gm)) if request.plan else None
     lines = plan.nodes.items() if plan is not None else ()
     return ExpertAxis(
-        axes=data_axes(n, hardware, request, second),
+        axes=data_axes(n, machine, request, second),
         parameters=request.parameters.keys(),
         # stacks are gathered once a step there, for all micro-batches, which no price knows
         exchange="rows" if layout.staged and request.ep_exchange == "auto" else request.ep_exchange,
@@ -33,9 +33,9 @@ def expert_axis(
     )
 
 
-def chooses_on_ep(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request) -> bool:
+def chooses_on_ep(gm: fx.GraphModule, n: int, machine: Machine, request: Request) -> bool:
     """Whether a mixture of experts has a choice on ep."""
-    axis = expert_axis(gm, n, hardware, request, 1.0)
+    axis = expert_axis(gm, n, machine, request, 1.0)
     return axis is not None and any(len(axis.ways(node)) > 1 for node in gm.graph.nodes)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from autoshard.planning.asked import Request, data_axes
-from autoshard.planning.cost import Hardware
+from autoshard.planning.cost import Machine
 from autoshard.planning.estimate import (
     DataAxes,
     Sent,
@@ -113,7 +113,7 @@ class BatchAxis:
         return 1 / self.training.microbatches if waits or self.axes.layout.staged else 1.0
 
 
-def batch_axis(n: int, hardware: Hardware, request: Request, second: float) -> BatchAxis | None:
+def batch_axis(n: int, machine: Machine, request: Request, second: float) -> BatchAxis | None:
     """The batch axis of a request; None where its mesh has none, or `zero` decides."""
     if not request.layout.chooses:
         return None
@@ -122,8 +122,8 @@ def batch_axis(n: int, hardware: Hardware, request: Request, second: float) -> B
     given = {node: named[name] for node, name in request.parameters.items() if name in named}
     given.update(request.chosen)
     return BatchAxis(
-        axes=data_axes(n, hardware, request, second),
-        bandwidth=hardware.memory_bandwidth,
+        axes=data_axes(n, machine, request, second),
+        bandwidth=machine.device.memory_bandwidth,
         given=given,
         training=request.training,
         experts=experts_of(parameters[0].graph) if parameters else {},

@@ -8,7 +8,7 @@ from autoshard.planning.cost.bucket_size import (
     fill_buckets,
     reference_bytes,
 )
-from autoshard.planning.cost.clusters import Cluster, cluster, machine_and_link, planned_on
+from autoshard.planning.cost.clusters import DEFAULT_HARDWARE, Cluster, Machine, cluster
 from autoshard.planning.cost.fused import (
     START_SECONDS,
     Fusing,
@@ -17,7 +17,7 @@ from autoshard.planning.cost.fused import (
     multiplies,
     product_flops,
 )
-from autoshard.planning.cost.machines import DEFAULT_HARDWARE, HARDWARE, Hardware, Link, hardware
+from autoshard.planning.cost.machines import Hardware, Link
 from autoshard.planning.cost.model import (
     COLLECTIVES,
     ONE_SHOT_BYTES,
@@ -33,4 +33,4 @@ from autoshard.planning.cost.model import (
     outer_dim,
     ring_bytes,
 )
-from autoshard.planning.cost.this_machine import cluster_of, hardware_of
+from autoshard.planning.cost.this_machine import cluster_of

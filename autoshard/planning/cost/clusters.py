@@ -13,23 +13,25 @@ says which axis stays inside a node. A description in a file (JSON, or YAML with
     host: {microseconds: 10, gigabytes_per_second: 64, memory_gigabytes_per_second: 76.8}
     efficiency: {compute: 0.58, memory: 0.8, links: 0.8, fits: 0.92, attention: 0.38}
 
-Bandwidths are one rank's, in one direction. `host`, its memory and `efficiency` may be left out.
+Bandwidths are one rank's, in one direction. `host`, its memory and `efficiency` may be left out,
+and so may `kind`, which is gpu, or cpu.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from autoshard.planning.cost.machines import HARDWARE, Hardware, Link, hardware
-from autoshard.runtime.collectives import DATA_AXES
+from autoshard.planning.cost.machines import Hardware, Link
 from autoshard.runtime.errors import ConfigError, message
 from autoshard.runtime.input_file import MOST_RANKS, FileEntry, parsed, read_json
-from autoshard.runtime.mesh import AXIS_ORDER, PLANNED
+from autoshard.runtime.mesh import AXIS_ORDER
 
 MOST_BYTES = 2**16
 """Bytes of the largest cluster file: PyYAML reads about a megabyte in ten seconds."""
@@ -118,14 +120,15 @@ class Cluster:
             self.inside.copy_bandwidth,
         )
 
-    def links(self, sizes: Mapping[str, int]) -> dict[str, Link]:
-        """The link of each axis of a mesh of these sizes, at the data sheet's rates."""
-        found, stride = {}, 1
+    def on(self, sizes: Mapping[str, int]) -> Machine:
+        """The cluster with its ranks laid out as a mesh of these sizes, by axis name."""
+        links, stride = {}, 1
         for name in reversed(AXIS_ORDER):
             size = sizes.get(name, 1)
-            found[name] = self.link(size, stride)
+            links[name] = self.link(size, stride)
             stride *= size
-        return found
+        own = {one.name: getattr(self, one.name) for one in fields(Cluster)}
+        return Machine(**own, links=links)
 
     def host_seconds(self, nbytes: int) -> float:
         """Seconds to send bytes to the host, or to fetch them; infinite where no link is known."""
@@ -139,40 +142,129 @@ class Cluster:
         share = self.efficiency
         return Link(link.latency, link.bandwidth * share.links, link.copy_bandwidth * share.memory)
 
-    def planned(self, sizes: Mapping[str, int]) -> Hardware:
-        """The planner's description of the cluster for a mesh of these sizes."""
-        return replace(self.device, links=self.links(sizes))
+
+@dataclass(frozen=True)
+class Machine(Cluster):
+    """A cluster whose ranks are laid out as a mesh: the one description that every price of a plan
+    is taken from. links: of each axis of the mesh, at the data sheet's rates."""
+
+    links: Mapping[str, Link] = field(default_factory=dict, hash=False)
+
+    @cached_property
+    def real_links(self) -> Mapping[str, Link]:
+        """The link of each axis at the rate that a program gets of it."""
+        return {axis: self.real(link) for axis, link in self.links.items()}
 
 
-def planned_on(hardware: Hardware) -> Cluster:
-    """The cluster that a plan for `hardware` is priced on."""
-    if hardware.name in HARDWARE:
-        return cluster(hardware.name)
-    return Cluster(hardware, 8, hardware.links["tp"], hardware.links["dp_shard"])
+def _machine(
+    name: str,
+    *,
+    tera_flops: tuple[float, float, float, float],
+    memory: tuple[float, float],
+    inside: tuple[float, float],
+    between: tuple[float, float],
+    host: tuple[float, float],
+    host_memory: float,
+    kind: str = "gpu",
+) -> Cluster:
+    """memory: (GB, GB/s); inside a node, between nodes, host: (microseconds, GB/s a rank);
+    host_memory: GB/s a rank."""
+    rates = dict(zip(("float8", "half", "float32", "float64"), tera_flops, strict=True))
+    size, bandwidth = memory
+
+    def link(figures: tuple[float, float]) -> Link:
+        return Link(figures[0] * 1e-6, figures[1] * 1e9, bandwidth * 1e9)
+
+    device = Hardware(
+        name,
+        {kind: rate * 1e12 for kind, rate in rates.items()},
+        bandwidth * 1e9,
+        int(size * 1e9),
+        link(host),
+        host_memory * 1e9,
+        kind,
+    )
+    return Cluster(device, 8, link(inside), link(between), EFFICIENCIES.get(name, Efficiency()))
 
 
-def machine_and_link(
-    hardware: Hardware, sizes: Mapping[str, int], axis: str
-) -> tuple[Cluster, Link]:
-    """The cluster that a plan for `hardware` is priced on, and the link of one axis of a mesh, at
-    the rate that programs get of it. sizes: of the mesh, by axis name."""
-    machine = planned_on(hardware)
-    return machine, machine.real(machine.links(sizes)[axis])
+# Data sheets of the manufacturers: dense rates (without structured sparsity), memory as sold, and
+# links in one direction. They are used to compare plans; what predicts a step's time takes parts
+# of them. float32 is the rate torch uses unless told otherwise (no TF32). Latencies are no figures
+# of data sheets: about what one step of a small collective takes on NVLink and on InfiniBand. The
+# host is reached over PCIe of 16 lanes: generation 4 (a100), else 5. Of its memory a rank has an
+# eighth of the bandwidth: a DGX has two processors of eight channels, of 8 bytes, by their data
+# sheets DDR4-3200 (EPYC 7742, DGX A100), DDR5-4800 (Xeon 8480C, DGX H100 and H200) and DDR5-5600
+# (Xeon 8570, DGX B200).
+HARDWARE: Mapping[str, Cluster] = {
+    machine.name: machine
+    for machine in (
+        _machine(
+            "a100",
+            tera_flops=(312, 312, 19.5, 19.5),  # no float8: it runs as half
+            memory=(80, 2039),
+            inside=(1.5, 300),
+            between=(5, 25),
+            host=(10, 32),
+            host_memory=51.2,
+        ),
+        _machine(
+            "h100",
+            tera_flops=(1979, 989, 67, 67),
+            memory=(80, 3350),
+            inside=(1.5, 450),
+            between=(5, 50),
+            host=(10, 64),
+            host_memory=76.8,
+        ),
+        _machine(
+            "h200",
+            tera_flops=(1979, 989, 67, 67),
+            memory=(141, 4800),
+            inside=(1.5, 450),
+            between=(5, 50),
+            host=(10, 64),
+            host_memory=76.8,
+        ),
+        _machine(
+            "b200",
+            tera_flops=(4500, 2250, 75, 37),
+            memory=(180, 7700),
+            inside=(1.5, 900),
+            between=(5, 50),
+            host=(10, 64),
+            host_memory=89.6,
+        ),
+        # A few cores of a server, and gloo between processes of one machine: typical, not sold.
+        _machine(
+            "cpu",
+            tera_flops=(0.05, 0.05, 0.1, 0.05),
+            memory=(16, 20),
+            inside=(20, 2),
+            between=(50, 1),
+            host=(5, 10),
+            host_memory=20,
+            kind="cpu",
+        ),
+    )
+}
+
+
+DEFAULT_HARDWARE = "h100"
+"""The machine to plan for where nobody names one, and what an unknown GPU counts as."""
 
 
 def cluster(source: str | Cluster) -> Cluster:
-    """A built-in cluster (a key of HARDWARE: eight GPUs a node, or a pair of CPU processes), or
+    """A built-in cluster (a key of HARDWARE: eight GPUs or CPU processes a node), or
     the one that a .json, .yaml or .yml file describes. ConfigError where there is neither."""
     if isinstance(source, Cluster):
         return source
     if Path(source).suffix in (".json", ".yaml", ".yml"):
         return read_cluster(Path(source))
-    if source not in HARDWARE:
-        hardware(source)  # raises, naming the closest
-    machine = HARDWARE[source]
-    per_node = 2 if source == "cpu" else 8
-    share = EFFICIENCIES.get(source, Efficiency())
-    return Cluster(machine, per_node, machine.links["tp"], machine.links["dp_shard"], share)
+    if source in HARDWARE:
+        return HARDWARE[source]
+    near = difflib.get_close_matches(source, HARDWARE, n=1)
+    meant = f" Did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"unknown hardware {source!r}; known: {', '.join(HARDWARE)}.{meant}")
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -182,7 +274,7 @@ def read_cluster(path: Path) -> Cluster:
         body = read_json(path, what, ConfigError, remedy, MOST_BYTES)
     else:
         body = parsed(path, what, ConfigError, _yaml(path), "YAML", remedy, MOST_BYTES)
-    body.only((*_SIZES, "name", "devices_per_node", "tera_flops", "host", "efficiency"))
+    body.only((*_SIZES, "name", "kind", "devices_per_node", "tera_flops", "host", "efficiency"))
     figures = {name: _figures(body.entry(name), sizes) for name, sizes in _SIZES.items()}
     gigabytes, bandwidth = figures["memory"]
     inside, between = (
@@ -202,9 +294,9 @@ def read_cluster(path: Path) -> Cluster:
         {kind: rate * 1e12 for kind, rate in zip(_RATES, rates)},
         bandwidth * 1e9,
         int(gigabytes * 1e9),
-        {**dict.fromkeys(PLANNED, inside), **dict.fromkeys(DATA_AXES, between)},
         host,
         host_memory,
+        body.optional("kind", "gpu").text("gpu", "cpu"),
     )
     per_node = body.entry("devices_per_node").integer(1, MOST_RANKS)
     given = body.optional("efficiency", {})

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoshard.planning.cost import WAIT_SECONDS, Cluster, Link
+from autoshard.planning.cost import WAIT_SECONDS, Cluster, Link, Machine
 from autoshard.planning.estimate.on_host import host_update
 from autoshard.planning.estimate.overlap import Segment, step_seconds
 from autoshard.planning.estimate.step_profile import Profile
@@ -41,15 +41,14 @@ def timing(
     profile: Profile,
     layout: Layout,
     training: Training,
-    cluster: Cluster,
-    links: Mapping[str, Link],
+    machine: Machine,
 ) -> Timing:
-    """The time of a step on a rank; `links` at the data sheet's rates, by axis.
+    """The time of a step on a rank.
 
     A collective on tp or cp, or of experts' rows, is waited for where it stands, but for what a
     product hides that it is one operator with; those of a bucket of parameters overlap.
     """
-    real = {name: cluster.real(link) for name, link in links.items()}
+    real = machine.real_links
     planned = dict.fromkeys(PLANNED, profile.n)  # which of the two, each collective says
     if layout.outer > 1:
         planned["cp"] = layout.outer
@@ -77,7 +76,7 @@ def timing(
         segments.append(Segment(sum(forward[start:end]), sum(backward[start:end]), **took))
     times, compute = training.microbatches, profile.compute
     alone = sum(forward) + sum(backward)
-    slows = 1 - cluster.efficiency.overlap
+    slows = 1 - machine.efficiency.overlap
     passes = times * _pass_seconds(segments, alone, slows)
     repeated = data
     if layout.deferred:  # the first microbatches reduce nothing
@@ -85,7 +84,7 @@ def timing(
         passes = _pass_seconds(segments, alone, slows)
         passes += (times - 1) * _pass_seconds(silent, alone, slows)
         repeated = [one for one in data if one.op == "all_gather"]
-    update = update_seconds(profile, layout, training, cluster)
+    update = update_seconds(profile, layout, training, machine)
     sent = sent_by_axis([*data, *waited, *[*repeated, *waited] * (times - 1)], ranks, real)
     busy = times * compute
     return Timing(passes + update, busy, passes - busy, update, sent)

@@ -7,7 +7,7 @@ from torch import fx
 
 from autoshard.planning.asked import Request, expert_axis
 from autoshard.planning.batch_axis import batch_axis
-from autoshard.planning.cost import Hardware
+from autoshard.planning.cost import Machine
 from autoshard.planning.outer import Origin
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Builder
@@ -21,7 +21,7 @@ from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS
 def builder_of(
     gm: fx.GraphModule,
     n: int,
-    hardware: Hardware,
+    machine: Machine,
     request: Request,
     prices: Prices,
     contiguous: bool = False,
@@ -34,16 +34,16 @@ def builder_of(
         stored[node] = request.stored.get(node) or _checked(node, name, wanted.get(name))
     results = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
     domains = _output_domains(gm, results, n, request)
-    on_ep = expert_axis(gm, n, hardware, request, prices.batch_second)
+    on_ep = expert_axis(gm, n, machine, request, prices.batch_second)
     axis = AxisPrices(
         n,
-        hardware,
+        machine,
         stored.keys(),
         request.sequence_parallel,
         prices,
         request.axis,
         fusing=request.fusing,
-        batch=batch_axis(n, hardware, request, prices.batch_second),
+        batch=batch_axis(n, machine, request, prices.batch_second),
         on_ep=on_ep,
     )
     return Builder(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from autoshard.planning.asked import Request
-from autoshard.planning.cost import Hardware
+from autoshard.planning.cost import Machine
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.one_axis.solution import solve
 from autoshard.planning.prices import Prices
@@ -22,9 +22,9 @@ def at_dearer_bytes(
 ) -> Iterator[Decisions]:
     """Plans at rising prices of a byte, for a rank that has less memory than `default` takes; the
     same for every layout whose weights have no choice."""
-    hardware = default.hardware
+    machine = default.machine
     for price in dearer(default.prices.parameter_byte):
-        yield solve(gm, n, hardware, request, of_a_byte(price, hardware, request))
+        yield solve(gm, n, machine, request, of_a_byte(price, machine, request))
 
 
 def dearer(byte: float) -> Iterator[float]:
@@ -33,8 +33,8 @@ def dearer(byte: float) -> Iterator[float]:
         yield byte * (_HIGHEST / byte) ** (step / _PLACEMENTS)
 
 
-def of_a_byte(price: float, hardware: Hardware, request: Request) -> Prices:
+def of_a_byte(price: float, machine: Machine, request: Request) -> Prices:
     """The prices at which a stored byte costs so much, and one that passes through memory no
     less."""
-    least = 2.0 / hardware.memory_bandwidth
+    least = 2.0 / machine.device.memory_bandwidth
     return Prices(price, max(price, least))

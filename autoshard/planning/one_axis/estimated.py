@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autoshard.planning.asked import Request
-from autoshard.planning.cost import planned_on
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate import Profile, footprint, frontier, profile, timing
 from autoshard.planning.strategy import Strategy
@@ -52,9 +51,8 @@ def estimates(
 
 
 def _profiled(gm: fx.GraphModule, n: int, decisions: Decisions, request: Request) -> Profile:
-    cluster = planned_on(decisions.hardware)
     bucket_bytes, training = request.layout.bucket_bytes, request.training
-    return profile(gm, decisions, request.parameters, n, cluster, bucket_bytes, training)
+    return profile(gm, decisions, request.parameters, n, decisions.machine, bucket_bytes, training)
 
 
 def priced(
@@ -66,20 +64,16 @@ def priced(
     free: Profile | None = None,
 ) -> PlanEstimate:
     training, layout = request.training, request.layout
-    cluster = planned_on(decisions.hardware)
-    shard = layout.shard // (layout.outer * layout.experts)
-    sizes = {"cp": layout.outer, "dp_shard": shard, "dp_replicate": layout.replicate}
-    sizes["ep"] = layout.experts
-    sizes[request.axis] = n
+    machine = decisions.machine
     free = free or _profiled(gm, n, decisions, request)
     held = footprint(free, layout, training)
     resident = held.parameters + held.gradients + held.optimizer + held.buffers
     of_weights = resident - held.buffers + held.buckets
-    seconds = timing(free, layout, training, cluster, cluster.links(sizes)).step
+    seconds = timing(free, layout, training, machine).step
     if held.total <= budget:
         surely = held.total <= _SURE * budget
         return PlanEstimate(decisions, seconds, resident, held.total, True, surely, of_weights)
-    choices = frontier(gm, decisions, n, cluster, host_memory=request.host_memory)
+    choices = frontier(gm, decisions, n, machine, host_memory=request.host_memory)
     beside = held.total - free.activations.saved
     least = min([held.total, *(beside + point.peak for point in choices.points[-1:])])
     index = choices.cheapest(budget - beside)

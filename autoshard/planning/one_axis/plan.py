@@ -10,7 +10,7 @@ from torch import fx
 from autoshard.planning.asked import Request, chooses_on_ep
 from autoshard.planning.batch_axis import least_charged, within_room
 from autoshard.planning.chunked_loss import plan_losses
-from autoshard.planning.cost import Hardware, planned_on
+from autoshard.planning.cost import Machine
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.one_axis.candidates import at_dearer_bytes
 from autoshard.planning.one_axis.estimated import estimates, priced
@@ -19,37 +19,37 @@ from autoshard.planning.values import is_trained
 from autoshard.runtime.errors import PlanError
 
 
-def plan_graph(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request) -> Decisions:
+def plan_graph(gm: fx.GraphModule, n: int, machine: Machine, request: Request) -> Decisions:
     """The cheapest plan of `gm` on an axis of `n` ranks; with a `memory_budget`, of those that fit.
 
     Raises PlanError where a loaded plan asks for what the graph does not offer, and where no
     plan can fit `memory_budget` bytes a rank.
     """
-    default = _cheapest(gm, n, hardware, request)
+    default = _cheapest(gm, n, machine, request)
     trains = is_trained(gm)
     if request.memory_budget is None or not (trains or request.budget_is_known):
         return default
-    return _within_budget(gm, n, hardware, request, default, request.memory_budget)
+    return _within_budget(gm, n, machine, request, default, request.memory_budget)
 
 
-def _cheapest(gm: fx.GraphModule, n: int, hardware: Hardware, request: Request) -> Decisions:
+def _cheapest(gm: fx.GraphModule, n: int, machine: Machine, request: Request) -> Decisions:
     """The cheapest plan at the request's prices."""
     layout, trains = request.layout, is_trained(gm)
-    chooses = layout.chooses or (trains and chooses_on_ep(gm, n, hardware, request))
+    chooses = layout.chooses or (trains and chooses_on_ep(gm, n, machine, request))
     if not chooses or layout.staged:  # beside pp no compute hides what weights send
-        return solve(gm, n, hardware, request, request.prices)
+        return solve(gm, n, machine, request, request.prices)
     return least_charged(
-        lambda prices: solve(gm, n, hardware, request, prices),
+        lambda prices: solve(gm, n, machine, request, prices),
         estimates(gm, n, request, sys.maxsize),
         request.prices,
-        planned_on(hardware).efficiency.overlap,
+        machine.efficiency.overlap,
     )
 
 
 def _within_budget(
     gm: fx.GraphModule,
     n: int,
-    hardware: Hardware,
+    machine: Machine,
     request: Request,
     default: Decisions,
     budget: int,
@@ -64,7 +64,7 @@ def _within_budget(
         found = [priced(gm, n, default, request, budget)]
     if request.layout.chooses and found[0].fits:
         best = within_room(
-            lambda prices: solve(gm, n, hardware, request, prices),
+            lambda prices: solve(gm, n, machine, request, prices),
             estimates(gm, n, request, budget),
             found[0],
             request.prices,

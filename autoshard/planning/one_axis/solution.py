@@ -6,7 +6,7 @@ from torch import fx
 
 from autoshard.planning.asked import Request, constrain, keep_only, note_choices
 from autoshard.planning.chunked_loss import plan_losses
-from autoshard.planning.cost import Hardware
+from autoshard.planning.cost import Machine
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.head_tail import HeadTail
 from autoshard.planning.mixtures import WEIGHTS
@@ -19,14 +19,14 @@ from autoshard.planning.solver import Solution, TooWide
 def solve(
     gm: fx.GraphModule,
     n: int,
-    hardware: Hardware,
+    machine: Machine,
     request: Request,
     prices: Prices,
     contiguous: bool = False,
 ) -> Decisions:
     """The cheapest plan at given prices. contiguous: as of `Builder`. Raises PlanError where the
     graph does not offer what a plan file says."""
-    builder = builder_of(gm, n, hardware, request, prices, contiguous)
+    builder = builder_of(gm, n, machine, request, prices, contiguous)
     problem = builder.build()
     if request.plan:
         constrain(gm, problem, request.plan)
@@ -34,7 +34,7 @@ def solve(
     read = (*problem.read(solution), problem.output_states(solution))
     ordered = HeadTail(gm.graph, n, *read, request.contiguous_outputs)
     if ordered.unbalanced and not contiguous:  # which costs more than was thought
-        return solve(gm, n, hardware, request, prices, True)
+        return solve(gm, n, machine, request, prices, True)
     variables = len(problem.variables) + len(problem.copies)
     made = decided(ordered, problem, solution, variables, builder.prices, request, held)
     made.losses = plan_losses(gm, made, n, request.chunking)

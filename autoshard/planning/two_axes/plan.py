@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autoshard.planning.asked import Request, fingerprint
-from autoshard.planning.cost import Hardware
+from autoshard.planning.cost import Machine
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.head_tail import HeadTail
 from autoshard.planning.one_axis import builder_of, dearer, decided, may_be_sharded, of_a_byte
@@ -35,7 +35,7 @@ class TwoAxes:
 
 
 def plan_both(
-    gm: fx.GraphModule, hardware: Hardware, asked: TwoAxes, prices: Prices | None = None
+    gm: fx.GraphModule, machine: Machine, asked: TwoAxes, prices: Prices | None = None
 ) -> Decisions | None:
     """The outer plan of the cheapest two; its `seconds` are the least that any two plans cost, by
     what the planner of the inner axis charges on a rank's graph. prices: of bytes, on both axes.
@@ -45,17 +45,17 @@ def plan_both(
     """
     plan = asked.outer.plan
     given = plan is not None and fingerprint(gm) in plan.graphs
-    return None if given or not _is_plain(gm) else _solve(gm, hardware, asked, prices or Prices())
+    return None if given or not _is_plain(gm) else _solve(gm, machine, asked, prices or Prices())
 
 
 def both_at_dearer_bytes(
-    gm: fx.GraphModule, hardware: Hardware, asked: TwoAxes, default: Decisions, byte: float
+    gm: fx.GraphModule, machine: Machine, asked: TwoAxes, default: Decisions, byte: float
 ) -> Iterator[Decisions]:
     """Other outer plans than `default`, each of the cheapest two at a price of a byte above `byte`,
     for a rank that has less memory than those take; each once."""
     known = [default.graph_plan()]
     for price in dearer(byte):
-        found = plan_both(gm, hardware, asked, of_a_byte(price, hardware, asked.inner))
+        found = plan_both(gm, machine, asked, of_a_byte(price, machine, asked.inner))
         if found is not None and (plan := found.graph_plan()) not in known:
             known.append(plan)
             yield found
@@ -63,16 +63,16 @@ def both_at_dearer_bytes(
 
 def _solve(
     gm: fx.GraphModule,
-    hardware: Hardware,
+    machine: Machine,
     asked: TwoAxes,
     prices: Prices,
     contiguous: bool = False,
 ) -> Decisions | None:
     n, m = asked.ranks
-    outer = builder_of(gm, n, hardware, asked.outer, prices, contiguous)
+    outer = builder_of(gm, n, machine, asked.outer, prices, contiguous)
     alone = outer.build()
     origin = Origin(gm, outer.prices)
-    inner = builder_of(gm, m, hardware, asked.inner, prices, origin=origin)
+    inner = builder_of(gm, m, machine, asked.inner, prices, origin=origin)
     results = gm.graph.output_node().args[0]
     sharded = [may_be_sharded(gm, i, one, asked.inner) for i, one in enumerate(results)]  # type: ignore[arg-type, union-attr]
     problem = JointBuilder(outer, alone, inner, asked.parts, sharded).build()
@@ -83,7 +83,7 @@ def _solve(
     read = problem.read(solution, alone)
     ordered = HeadTail(gm.graph, n, *read, asked.outer.contiguous_outputs)
     if ordered.unbalanced and not contiguous:  # which costs more than was thought
-        return _solve(gm, hardware, asked, prices, contiguous=True)
+        return _solve(gm, machine, asked, prices, contiguous=True)
     variables = len(problem.variables) + len(problem.copies)
     return decided(ordered, alone, solution, variables, outer.prices, asked.outer, [])
 

@@ -21,12 +21,12 @@ from autoshard.export.spec import EngineSpec
 from autoshard.export.to_tensorrt.build import build, check_capabilities
 from autoshard.export.to_tensorrt.engine import checked_network
 from autoshard.export.weight_source import WeightSource
-from autoshard.planning.cost.machines import hardware
+from autoshard.planning.cost.clusters import cluster
 from network_runs import interpret
 from onnx_evaluator import evaluate
 
 aten = torch.ops.aten
-H100 = hardware("h100")
+H100 = cluster("h100").device
 EXPERTS, CHOSEN, INNER = 16, 2, 48
 LENGTH = 64
 

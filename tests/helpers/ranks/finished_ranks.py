@@ -15,7 +15,8 @@ from autoshard.building.one_rank import build_program
 from autoshard.capture import intercept
 from autoshard.config import Config
 from autoshard.planning import Plan, Prices, Request, plan_graph, with_graph
-from autoshard.planning.cost.machines import Link, hardware
+from autoshard.planning.cost.clusters import cluster
+from autoshard.planning.cost.machines import Link
 from autoshard.program import Program
 from autoshard.runtime.collectives import (
     FUSED_PRODUCTS,
@@ -35,16 +36,19 @@ from side_by_side import difference
 
 _c10d = torch.ops._c10d_functional
 
-H100 = hardware("h100")
+H100 = cluster("h100")
 _SLOWER = 1e-6
 SLOW = replace(
-    H100,
-    name="slow",
-    flops={kind: rate * _SLOWER for kind, rate in H100.flops.items()},
-    memory_bandwidth=H100.memory_bandwidth * _SLOWER,
+    H100.on({}),
+    device=replace(
+        H100.device,
+        name="slow",
+        flops={kind: rate * _SLOWER for kind, rate in H100.device.flops.items()},
+        memory_bandwidth=H100.device.memory_bandwidth * _SLOWER,
+    ),
     links={
         name: Link(link.latency, link.bandwidth * _SLOWER, link.copy_bandwidth * _SLOWER)
-        for name, link in H100.links.items()
+        for name, link in H100.on({}).links.items()
     },
 )
 """On it a small model takes as long as a large one, so that plans are those of large ones."""
@@ -101,7 +105,7 @@ def megatron(build: Callable[..., Program], n: int, sequence: bool) -> Plan:
     """The plan of tensor parallelism, or of that and sequence parallelism, by whatever costs: of a
     small model the cheapest one may be another."""
     program = build({"tp": n})
-    prices = Prices(1e-3, 10.0 / SLOW.memory_bandwidth if sequence else None, False)
+    prices = Prices(1e-3, 10.0 / SLOW.device.memory_bandwidth if sequence else None, False)
     request = Request(parameters=program.parameters, sequence_parallel=sequence, prices=prices)
     decisions = plan_graph(program.serial, n, SLOW, request)
     return with_graph(None, decisions, request, program.serial, n)

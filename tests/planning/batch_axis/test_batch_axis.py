@@ -18,18 +18,18 @@ from torch import fx, nn
 from autoshard.planning import Plan, Request
 from autoshard.planning.batch_axis import batch_axis
 from autoshard.planning.cost import collective_seconds
-from autoshard.planning.cost.machines import Hardware, hardware
+from autoshard.planning.cost.clusters import Cluster, Machine, cluster
 from autoshard.planning.estimate import Training
 from autoshard.planning.one_axis.builder import builder_of
 from autoshard.planning.prices import Prices
 from autoshard.planning.problem import Problem
 from autoshard.planning.solver import FactorGraph
 from autoshard.runtime.collectives import CHOICES, ONCE, TWICE, WHOLE, I
-from autoshard.runtime.mesh import offline_mesh
+from autoshard.runtime.mesh import AXIS_ORDER, offline_mesh
 from autoshard.runtime.parameters import ACCUMULATE, FLUSH
 from autoshard.verification.program_check import verify_program
 from models_plain import Mixture
-from traced import builder, drawn_links, given_to, programs
+from traced import builder, drawn_cluster, given_to, programs
 
 MESH = {"dp_shard": 2, "tp": 2}
 MESHES = (MESH, {"dp_shard": 2, "ep": 2, "tp": 2}, {"ep": 2, "tp": 2})
@@ -52,14 +52,13 @@ class Drawn(nn.Module):
         return y + x if self.kind == 1 else y
 
 
-def machine(seed: int) -> Hardware:
-    """A drawn machine, under a name that no built-in one has."""
-    cpu = hardware("cpu")
-    return replace(cpu, name="drawn", links=drawn_links(seed, cpu.links))
+def machine(seed: int) -> Cluster:
+    """A machine of drawn links."""
+    return drawn_cluster(seed, AXIS_ORDER)
 
 
 def asked(
-    model: nn.Module, x: torch.Tensor, mesh: dict[str, int], machine: Hardware, **options: Any
+    model: nn.Module, x: torch.Tensor, mesh: dict[str, int], machine: Cluster, **options: Any
 ) -> tuple[fx.GraphModule, Request]:
     """The graph of a model, and what its planner is asked."""
     gm, _, _, request = given_to("plan_graph", model, x, machine, mesh=mesh, zero="auto", **options)
@@ -83,7 +82,7 @@ class Recorded(FactorGraph):
         self.made.append((variables, table))
 
 
-def least(gm: fx.GraphModule, request: Request, machine: Hardware, prices: Prices) -> float:
+def least(gm: fx.GraphModule, request: Request, machine: Machine, prices: Prices) -> float:
     """The least that any plan of tp, with any choice for each weight, costs: one table of all."""
     apart = replace(request, layout=replace(request.layout, chooses=False))
     made = builder_of(gm, 2, machine, apart, prices)
@@ -136,6 +135,7 @@ def test_no_plan_with_any_choices_is_cheaper() -> None:
         request = replace(request, layout=layout, training=Training(microbatches=runs))
         byte, second = 10.0 ** (-8 - seed % 5), (1.0, 0.2)[seed % 2]
         prices = Prices(byte, batch_second=second)
+        drawn = drawn.on(mesh)
         builder = builder_of(gm, 2, drawn, request, prices)
         problem = builder.build()
         solution = problem.graph.solve()
@@ -191,9 +191,11 @@ def test_the_charge_is_of_what_runs(mesh: dict[str, int], waits: bool, exchange:
         build(mesh, microbatch=one, **options).collectives()
         for one in (ACCUMULATE, ACCUMULATE, FLUSH)
     ]
-    _, request = asked(model, x, mesh, hardware("cpu"), **options)
+    _, request = asked(model, x, mesh, cluster("cpu"), **options)
     request = replace(request, training=Training(microbatches=3))
-    axis = batch_axis(1, replace(hardware("cpu"), memory_bandwidth=math.inf), request, 1.0)
+    here = cluster("cpu").on(mesh)
+    fast = replace(here, device=replace(here.device, memory_bandwidth=math.inf))
+    axis = batch_axis(1, fast, request, 1.0)
     assert axis is not None and {axis.axes.layout.deferred} == {waits}
     travels = exchange == "weights"
     charged = [

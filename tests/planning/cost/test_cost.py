@@ -13,7 +13,8 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from autoshard.planning.cost.machines import HARDWARE, Link, dtype_class, hardware
+from autoshard.planning.cost.clusters import HARDWARE, cluster
+from autoshard.planning.cost.machines import Link, dtype_class
 from autoshard.planning.cost.model import (
     CHANGE_SECONDS,
     change_collectives,
@@ -25,7 +26,7 @@ from autoshard.planning.cost.model import (
     node_seconds,
     ring_bytes,
 )
-from autoshard.planning.cost.this_machine import cluster_of, hardware_of
+from autoshard.planning.cost.this_machine import cluster_of
 from autoshard.runtime.collectives import step
 
 # Typed from the design's table of transitions, not derived: "-" is no collective.
@@ -146,7 +147,7 @@ def test_unknown_collective() -> None:
 
 
 def test_roofline() -> None:
-    h100 = HARDWARE["h100"]
+    h100 = cluster("h100").device
     assert node_seconds(989e12, 0, torch.bfloat16, h100) == 1.0
     assert node_seconds(989e12, 2 * 3350e9, torch.bfloat16, h100) == 2.0
     assert node_seconds(67e12, 0, torch.float32, h100) == 1.0
@@ -267,13 +268,12 @@ def test_a_size_known_at_run_time_only_counts_as_one() -> None:
 
 @pytest.mark.parametrize("name", HARDWARE)
 def test_every_machine_is_complete(name: str) -> None:
-    machine = hardware(name)
-    assert set(machine.links) == {"tp", "cp", "ep", "dp_shard", "dp_replicate"}
+    machine = cluster(name)
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int64):
-        assert machine.peak(dtype) > 0
-    assert machine.links["tp"].bandwidth > machine.links["dp_shard"].bandwidth
-    assert machine.memory_bandwidth == machine.links["tp"].copy_bandwidth
-    assert hash(machine) == hash(hardware(name))
+        assert machine.device.peak(dtype) > 0
+    assert machine.inside.bandwidth > machine.between.bandwidth
+    assert machine.device.memory_bandwidth == machine.inside.copy_bandwidth
+    assert hash(machine) == hash(cluster(name))
 
 
 def test_dtype_classes() -> None:
@@ -283,7 +283,7 @@ def test_dtype_classes() -> None:
 
 def test_unknown_hardware_names_the_closest() -> None:
     with pytest.raises(ValueError, match=r"unknown hardware 'h1000'.*Did you mean 'h100'\?"):
-        hardware("h1000")
+        cluster("h1000")
 
 
 @pytest.mark.parametrize(
@@ -306,10 +306,9 @@ def test_the_device_says_what_machine_this_is(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     here = cluster_of("cuda")
     assert (here.name, here.device.memory_bytes, here.per_node) == (known, 40 << 30, 4)
-    assert hardware_of("cuda") == here.device
 
 
 def test_offline_a_gpu_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert hardware_of("cuda") == HARDWARE["h100"]
-    assert hardware_of("cpu").name == "cpu"
+    assert cluster_of("cuda") == HARDWARE["h100"]
+    assert cluster_of("cpu").name == "cpu"

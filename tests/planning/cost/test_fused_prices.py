@@ -31,13 +31,12 @@ def test_a_step_spares_what_each_fused_collective_does() -> None:
     build, _ = layers(Layers(512), (1, 2048, 512))
     plan = megatron(build, 2, sequence=True)
     plain, program = (build({"tp": 2}, plan=plan, fuse_collectives=f) for f in (False, True))
-    machine, training, layout = cluster("h100"), Training(), Layout()
-    links = machine.links({"tp": 2})
-    real = {name: machine.real(link) for name, link in links.items()}
+    machine, training, layout = cluster("h100").on({"tp": 2}), Training(), Layout()
+    real = machine.real_links
 
     def took(one: Program) -> float:
         made = profile(one.serial, one.decisions, one.parameters, 2, machine, None, training)
-        return timing(made, layout, training, machine, links).step
+        return timing(made, layout, training, machine).step
 
     of = profile(program.serial, program.decisions, program.parameters, 2, machine, None, training)
     beside = [one for one in of.sent if one.beside]

@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 from autoshard.explain.alternatives import alternatives
 from autoshard.planning import Plan, Request, fingerprint
 from autoshard.planning.asked import expert_axis
-from autoshard.planning.cost import WAIT_SECONDS, collective_seconds, planned_on
-from autoshard.planning.cost.machines import Hardware, hardware
+from autoshard.planning.cost import WAIT_SECONDS, collective_seconds
+from autoshard.planning.cost.clusters import Cluster, Machine
 from autoshard.planning.estimate import Layout
 from autoshard.planning.mixtures import ROWS, WEIGHTS, is_mixture
 from autoshard.planning.one_axis.builder import builder_of
@@ -28,6 +28,7 @@ from autoshard.planning.plan import GraphPlan, without_ep
 from autoshard.planning.prices import Prices
 from autoshard.planning.problem import Builder
 from autoshard.program import Program
+from autoshard.runtime.mesh import AXIS_ORDER
 from autoshard.runtime.operators.bound import unbound
 from autoshard.runtime.operators.experts import (
     EXPERTS,
@@ -38,7 +39,7 @@ from autoshard.runtime.operators.experts import (
 )
 from autoshard.verification.program_check import verify_program
 from models_plain import Mixture
-from traced import builder, drawn_links, given_to, programs
+from traced import builder, drawn_cluster, given_to, programs
 
 
 class Drawn(nn.Module):
@@ -64,10 +65,9 @@ class Drawn(nn.Module):
         return x
 
 
-def machine(seed: int) -> Hardware:
-    """A drawn machine, under a name that no built-in one has."""
-    cpu = hardware("cpu")
-    return replace(cpu, name="drawn", links=drawn_links(seed, cpu.links))
+def machine(seed: int) -> Cluster:
+    """A machine of drawn links."""
+    return drawn_cluster(seed, AXIS_ORDER)
 
 
 def asked(
@@ -80,7 +80,7 @@ def asked(
 
 
 def fixed(
-    gm: fx.GraphModule, n: int, machine: Hardware, request: Request, ways: Mapping[str, str]
+    gm: fx.GraphModule, n: int, machine: Machine, request: Request, ways: Mapping[str, str]
 ) -> tuple[Builder, Any]:
     """The problem in which these mixtures have one choice on ep each, which is no choice."""
     made = builder_of(gm, n, machine, request, request.prices)
@@ -115,7 +115,7 @@ def test_no_plan_with_any_choices_is_cheaper() -> None:
     for seed in range(18):
         mesh, layers = MESHES[seed % 3], 1 + seed // 9
         gm, request = asked(seed, layers, mesh, 2 + seed % 2)
-        n, drawn = max(mesh.get("tp", 1), mesh.get("cp", 1)), machine(seed)
+        n, drawn = max(mesh.get("tp", 1), mesh.get("cp", 1)), machine(seed).on(mesh)
         byte, second = 10.0 ** (-8 - seed % 4), (1.0, 0.2)[seed % 2]
         request.prices = Prices(byte, batch_second=second)
         free = builder_of(gm, n, drawn, request, request.prices)
@@ -145,7 +145,7 @@ def test_the_choices_of_a_stack_on_ep_and_on_dp_shard_are_one() -> None:
     for seed in range(8):
         mesh = ({"dp_shard": 2, "ep": 2, "tp": 2}, {"dp_shard": 2, "ep": 2})[seed % 2]
         gm, request = asked(seed, 1, mesh, "auto")
-        n, drawn = mesh.get("tp", 1), machine(seed)
+        n, drawn = mesh.get("tp", 1), machine(seed).on(mesh)
         request.prices = Prices(10.0 ** (-8 - seed % 4), batch_second=(1.0, 0.2)[seed // 4])
         problem = builder_of(gm, n, drawn, request, request.prices).build()
         solution = problem.graph.solve()
@@ -216,8 +216,8 @@ def test_prices_are_those_of_the_estimate_and_of_the_program(
     build = builder(Layers(inner=64), (torch.randn(64, 8),))
     settings: dict[str, Any] = {"hardware_name": "h100", "bucket_bytes": 1, "zero": zero}
     free, sheet, real, charged = build(mesh, **settings), {}, {}, {}
-    machine = planned_on(free.hardware)
-    link, n = machine.links(mesh)["ep"], mesh.get("tp", 1)
+    machine, n = free.machine, mesh.get("tp", 1)
+    link = machine.links["ep"]
     for way in (ROWS, WEIGHTS):
         program = build(mesh, plan=told(free, (way, ROWS)), **settings)
         node, decisions = mixtures(program)[0], program.decisions
@@ -230,9 +230,9 @@ def test_prices_are_those_of_the_estimate_and_of_the_program(
         real[way] = alternatives(program)[0].timing.traffic["ep"].seconds
         layout = Layout.of(mesh, zero, 1)
         request = Request(parameters=program.parameters, layout=layout)
-        axis = expert_axis(program.serial, n, program.hardware, request, 1.0)
+        axis = expert_axis(program.serial, n, program.machine, request, 1.0)
         assert axis is not None
-        slower = replace(axis, axes=replace(axis.axes, links={"ep": machine.real(link)}))
+        slower = replace(axis, axes=replace(axis.axes, links={"ep": machine.real_links["ep"]}))
         stacks = [(one, node, decisions.stored[one], 0.0) for one in node.args[3]]  # type: ignore[union-attr]
         charged[way] = [
             each.rows(node, decisions.strategies[node]) - WAIT_SECONDS

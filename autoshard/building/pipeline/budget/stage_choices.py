@@ -16,7 +16,6 @@ from torch import fx
 from autoshard.building.pipeline.program import PipelineProgram
 from autoshard.building.pipeline.stages import BACKWARD
 from autoshard.planning import JoinedChoices, Recomputation, value_text
-from autoshard.planning.cost import planned_on
 from autoshard.planning.estimate import Frontier, RankValue, Training, Walk
 from autoshard.runtime.graph_meta import VALUE
 from autoshard.runtime.pipeline import most_kept
@@ -50,12 +49,8 @@ def stage_values(program: PipelineProgram, numbers: Sequence[int]) -> list[list[
     """The values that each of some stages makes."""
     planned = program.microbatch.planned
     assert planned is not None  # under a budget
-    nodes, decisions, cluster = (
-        planned.graph.graph.nodes,
-        planned.decisions,
-        planned_on(planned.decisions.hardware),
-    )
-    walk = Walk(planned.graph, decisions, planned.n, cluster, Training())
+    nodes, decisions = planned.graph.graph.nodes, planned.decisions
+    walk = Walk(planned.graph, decisions, planned.n, decisions.machine, Training())
     found = []
     for number in numbers:
         graph = program.plan.stages[number].graph.graph

@@ -15,7 +15,7 @@ from torch import fx
 from autoshard.export.rank_graph.experts.chosen_rows import blocks_of, run_chosen_rows
 from autoshard.export.rank_graph.experts.mixture import Mixture, mixtures
 from autoshard.export.spec import EngineSpec
-from autoshard.planning.cost import Hardware, hardware, node_seconds
+from autoshard.planning.cost import Hardware, cluster, node_seconds
 from autoshard.runtime import compat
 
 # Layers that find the places of the rows, beside those that both forms have: a kernel each at most.
@@ -24,7 +24,7 @@ _PLACING_SECONDS = 5e-5
 
 def run_cheaper_rows(gm: fx.GraphModule, sizes: Mapping[str, str], spec: EngineSpec) -> None:
     """Rewrite `gm.graph` in place; new nodes have no value. sizes: the name of each symbol."""
-    machine = hardware(spec.hardware)
+    machine = cluster(spec.hardware).device
     for mixture in mixtures(gm.graph):
         calls = calls_of(mixture, sizes, spec)
         chosen, every = (
