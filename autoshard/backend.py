@@ -75,6 +75,7 @@ from autoshard.runtime.parameters import (
     on_backward_done,
     pending_of,
     policy_of,
+    refuse_ddp,
     related_parameters,
     set_policy,
     unwrap,
@@ -147,6 +148,7 @@ def _compile(
         refuse_unsharded(mesh.sizes)
         agree_on_unsharded(inputs, mesh, config)
         return compile_local(gm, list(example_inputs), config.inner, inductor=plain)
+    refuse_ddp()
     if mesh.axis("pp").size > 1:
         return pipelined(gm, example_inputs, inputs, mesh, config, device)
     facts = agreed_facts(inputs, mesh.sharing, config)

@@ -15,12 +15,18 @@ from autoshard.planning import Plan
 from autoshard.runtime.agreement import attempt, wait_at_most
 from autoshard.runtime.collectives import DATA_AXES, data_axes
 from autoshard.runtime.mesh import init_mesh
-from autoshard.runtime.parameters import expect_stored, note_attributes, unstorable
+from autoshard.runtime.parameters import (
+    expect_stored,
+    note_attributes,
+    refuse_ddp,
+    unstorable,
+)
 
 
 def store_what_is_left(models: list[nn.Module], options: dict[str, Any]) -> None:
     """Store models whose frames Dynamo left to eager code, on a mesh whose ranks have batches of
     their own: nothing else would reduce their gradients, and the ranks would train apart."""
+    refuse_ddp(models)
     parameter = next((p for model in models for p in model.parameters()), None)
     config = Config.from_options(options)
     if parameter is None or config.mesh is None:
@@ -35,6 +41,7 @@ def store_what_is_left(models: list[nn.Module], options: dict[str, Any]) -> None
 def expect_reduced(model: nn.Module, options: dict[str, Any], disabled: bool) -> None:
     """Have steps on the parameters of a model be errors while no call has stored them, where its
     ranks have batches of their own. disabled: whether torch.compile returned it as it is."""
+    refuse_ddp([model])
     note_attributes(model)
     expect_stored(model, functools.partial(_why, options, disabled))
 

@@ -153,4 +153,5 @@ def _exchange(
             waited = f"this is rank {exchange.rank}, at the {here} of axis {axis.name}"
         elif before is not None:
             waited = f"rank {exchange.rank} came to the {here} of axis {axis.name} after that"
+            error = PlanMismatchError  # whatever was to be compared here
         raise error(message(f"{failure}; {waited}", remedy=f"{remedy} {FAILED}".strip())) from None

@@ -53,6 +53,7 @@ from autoshard.runtime.compat.frames import (
     never_a_frame,
     not_traced,
     registered_backend,
+    running_ddp,
 )
 from autoshard.runtime.compat.groups import (
     group_limit,

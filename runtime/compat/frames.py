@@ -18,6 +18,7 @@ from torch._dynamo.exc import (
     UnspecializeRestartAnalysis,
 )
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parallel import DistributedDataParallel
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -176,6 +177,11 @@ def compiling() -> bool:
     if torch.compiler.is_compiling() or "_compile_session_context" in vars(torch.compiler):
         return torch.compiler.is_compiling()
     return torch._guards.CompileContext.current_compile_id() is not None
+
+
+def running_ddp() -> Any:
+    """The DistributedDataParallel whose forward runs, by which Dynamo cuts graphs; None if none."""
+    return DistributedDataParallel._get_active_ddp_module()
 
 
 def called_from(name: str, above: int) -> bool:

@@ -78,6 +78,7 @@ torch.distributed.tensor.DTensor._spec
 torch.distributed.tensor.placement_types._StridedShard
 torch.multiprocessing.reductions.StorageWeakRef
 torch.nn.Module._call_impl
+torch.nn.parallel.DistributedDataParallel._get_active_ddp_module
 torch.ops._c10d_functional
 torch.utils._python_dispatch._disable_current_modes
 torch.utils._python_dispatch.is_traceable_wrapper_subclass

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from autoshard.runtime import compat
-from autoshard.runtime.errors import AutoshardError, message
+from autoshard.runtime.errors import AutoshardError, ConfigError, message
 from autoshard.runtime.parameters.eager import StoredTensor
 from autoshard.runtime.parameters.saving import (
     save_adapters_together,
@@ -60,13 +61,32 @@ def _refuse_fully_shard(
     return original(module, *args, **kwargs)
 
 
+def refuse_ddp(models: Iterable[nn.Module] = ()) -> None:
+    """Raise where one of `models` is a DistributedDataParallel, or one calls what is compiled:
+    Dynamo leaves its forward to eager code, and its reducer misses gradients of stored tensors."""
+    wrappers = [one for one in models if isinstance(one, DistributedDataParallel)]
+    for one in filter(None, [*wrappers, compat.running_ddp()]):
+        if one.process_group.size() > 1:
+            name, model = type(one).__name__, getattr(one.module, "_orig_mod", one.module)
+            raise ConfigError(
+                message(
+                    f"a {type(model).__name__} is compiled in {name}",
+                    remedy=f"{_without(name)} A script that wraps its model because RANK is set "
+                    "(`if ddp: model = DDP(model)`) needs that line off and the rest of its branch "
+                    "on: each data-parallel rank has its own batch.",
+                )
+            )
+
+
 def _check(wrapper: str, module: nn.Module) -> None:
     """Raise where a wrapper for data parallelism is given stored parameters."""
-    _refuse_stored(
-        wrapper,
-        module,
+    _refuse_stored(wrapper, module, _without(wrapper))
+
+
+def _without(wrapper: str) -> str:
+    return (
         f"Leave {wrapper} out: data parallelism is an axis of the mesh, "
-        "options={'mesh': {'dp_shard': N}} or {'dp_replicate': N}, which reduces the gradients.",
+        "options={'mesh': {'dp_shard': N}} or {'dp_replicate': N}, which reduces the gradients."
     )
 
 

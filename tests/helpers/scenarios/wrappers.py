@@ -20,22 +20,24 @@ def _started(job: Job) -> bool:
 
 
 def ddp_around(job: Job) -> None:
-    """DistributedDataParallel of the compiled model."""
+    """DistributedDataParallel of the compiled model, which it cannot reduce: refused."""
     job.refusable = True
     net = job.net()
     compiled = job.compile(net)
     model: Any = DistributedDataParallel(compiled) if _started(job) else net
     job.train(model, torch.optim.SGD(net.parameters(), lr=0.1), 2)
+    assert not job.sharded, "trained in DistributedDataParallel"
     job.record_model(net)
 
 
 def ddp_inside(job: Job) -> None:
-    """The compiled model wraps DistributedDataParallel."""
+    """The compiled model wraps DistributedDataParallel, whose forward Dynamo skips: refused."""
     job.refusable = True
     net = job.net()
     model = DistributedDataParallel(net) if _started(job) else net
     compiled = job.compile(model)
     job.train(compiled, torch.optim.SGD(net.parameters(), lr=0.1), 2)
+    assert not job.sharded, "trained in DistributedDataParallel"
     job.record_model(net)
 
 
