@@ -20,7 +20,6 @@ from autoshard.runtime.mesh import AXIS_ORDER
 QUICK = """
 decoder tp=2
 decoder tp=4 rank=3
-decoder tp=2 memory_budget=1000000
 decoder tp=2 chunk_loss=True
 decoder cp=2
 decoder dp_shard=2

@@ -30,7 +30,7 @@ def by_dim(parameter: nn.Parameter) -> State:
 
 
 def sharding_backend(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, log: list[str]
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, log: list[str], options: Any = None
 ) -> Callable[..., Any]:
     """Store the parameters, ask for another trace, and run that: unshard_parameter is exact."""
     inputs = compat.graph_inputs(gm)
@@ -62,7 +62,8 @@ def compiled_pair(make: Callable[[], nn.Module], rank: int) -> tuple[Any, ...]:
     torch.manual_seed(3 + rank)
     model = make()
     log: list[str] = []
-    compiled = torch.compile(model, backend=stand_in(log))
+    options = {"mesh": {"tp": 2}}  # on which the optimizer may step before the first call
+    compiled = torch.compile(model, backend=stand_in(log), options=options)
     return serial, model, compiled, log
 
 
