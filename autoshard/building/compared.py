@@ -66,14 +66,19 @@ def compared(
     options = [f"gradients: {gradients}", *config.lines(), *chosen]
     return Compared(
         job=[wishes, f"hardware: {machine}", *options],
-        parameters=[
-            f"parameter {name}: {tuple(one.shape)} {one.dtype}, requires_grad {one.requires_grad}"
-            for name, one in tensors.items()
-        ],
+        parameters=lines_of(tensors),
         nodes=[_node_line(node, names) for node in serial.graph.nodes],
         operators=[f"{node.op} {target_name(node)}" for node in serial.graph.nodes],
         plan=list(plan),
     )
+
+
+def lines_of(parameters: Mapping[str, torch.Tensor]) -> list[str]:
+    """What ranks compare of parameters, by name."""
+    return [
+        f"parameter {name}: {tuple(one.shape)} {one.dtype}, requires_grad {one.requires_grad}"
+        for name, one in parameters.items()
+    ]
 
 
 def digest_of(lines: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ and when parameters have been frozen or freed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoshard.building.batch_check import batch_shapes
-from autoshard.building.compared import Compared, default_floats, digest_of
+from autoshard.building.compared import Compared, default_floats, digest_of, lines_of
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree, gather
 from autoshard.runtime.collectives import data_axes
@@ -37,7 +37,8 @@ def agree_on_data_axes(
 
     new: whether parameters of the graph are about to be stored. Constants are compared whole where
     the ranks' graphs have the same operators and inputs of the same shapes; where not, those that
-    modules hold as attributes (`eps`), because others may be made of a batch's sizes.
+    modules hold as attributes (`eps`), because others may be made of a batch's sizes, and the
+    parameters of the whole model: a rank may have taken another branch.
     """
     parameters = [item.real for item in inputs if isinstance(item.real, nn.Parameter)]
     changed = [
@@ -51,26 +52,29 @@ def agree_on_data_axes(
         shapes = batch_shapes(inputs)
         note = f"{shapes}; requires_grad of {changed[0]} was set" if changed else shapes
         for axis in axes:
-            graph = [shapes, digest_of(own.operators)]
-            alike = all(each == graph for each in gather(graph, f"plan ({note})", axis))
-            constants = own.nodes if alike else _lines_of_modules(serial, parameters)
-            lines = [*own.job, *own.parameters, *constants]
+            graph = [shapes, digest_of(own.operators), sorted(set(_floats(serial.graph)))]
+            given = gather(graph, f"plan ({note})", axis)
+            if all(each[:2] == graph[:2] for each in given):
+                lines = [*own.job, *own.parameters, *own.nodes]
+            else:
+                floats = {constant for _, _, constants in given for constant in constants}
+                lines = [*own.job, *_lines_of_models(models_of(parameters), floats)]
             agree("plan", digest_of(lines), lines, axis, note=note)
     for parameter in parameters:
         _trained[parameter] = parameter.requires_grad
 
 
-def _lines_of_modules(serial: fx.GraphModule, parameters: Sequence[nn.Parameter]) -> list[str]:
-    """The attributes of the model's modules that are constants of the graph."""
-    constants = set(_floats(serial.graph))
-    lines = {
+def _lines_of_models(models: Sequence[nn.Module], constants: Container[float]) -> list[str]:
+    """The parameters of models, and the attributes of their modules that are among constants."""
+    parameters = {name: one for model in reversed(models) for name, one in model.named_parameters()}
+    attributes = {
         f"{type(module).__name__}.{name} = {each!r}"
-        for model in models_of(list(parameters))
+        for model in models
         for module in model.modules()
         for name, each in vars(module).items()
         if type(each) is float and each in constants
     }
-    return sorted(lines)
+    return [*lines_of(parameters), *sorted(attributes)]
 
 
 def _floats(graph: fx.Graph) -> Iterator[Any]:

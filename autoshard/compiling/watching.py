@@ -3,8 +3,9 @@ the rank that is missing from a collective."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import fx
 
 from autoshard.planning.cost import COLLECTIVES
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import CollectiveRegion
+from autoshard.runtime.agreement import Call, CollectiveRegion, reducing, will_reduce
 from autoshard.runtime.collectives import (
     DATA_AXES,
     Axis,
@@ -38,7 +39,12 @@ def watched(
     gathered, reduced = _moved(local)
     name = "the {} of a compiled graph".format
     forward = CollectiveRegion(name("forward"), axes, _met(local, axes), gathered)
-    backward = CollectiveRegion(name("backward"), axes, moved=reduced)
+    backward = CollectiveRegion(name("backward"), axes)
+    calls = [
+        (axis, Call(name("backward"), reduced[axis.name]))
+        for axis in axes
+        if reduced.get(axis.name)
+    ]
     refusal = message(
         "a second derivative through a compiled graph, which AOTAutograd does not compile "
         "(create_graph=True, a penalty on a gradient, a product with the Hessian)",
@@ -47,12 +53,22 @@ def watched(
     )
     armed = False
 
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        with backward, reducing(axis for axis, _ in calls):
+            yield
+
     def run(*values: Any) -> Any:
         nonlocal armed
         with forward:
             outputs = compiled(*values)
-        if not armed and torch.is_grad_enabled():
-            armed = compat.around_backward(outputs, backward, refusal)
+        node = compat.compiled_node(outputs) if torch.is_grad_enabled() else None
+        if node is not None:
+            if not armed:
+                compat.around_backward(node, around, refusal)
+                armed = True
+            for axis, call in calls:
+                will_reduce(node, [axis], call, axis.name in gathered)
         return outputs
 
     return run

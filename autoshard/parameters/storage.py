@@ -53,6 +53,9 @@ def store(
     if axis.size > 1 or chooses:
         alike = parameters_of_repeats(planned, models).items()
         planned = {**planned, **{p: state for p, state in alike if _is_whole(p)}}
+    else:  # there is no other place; ranks that read others first store in the same order
+        whole = [p for model in models for p in model.parameters() if _is_whole(p)]
+        planned = {**dict.fromkeys(whole, (I, "")), **planned}
     states = {
         parameter: {axis.name: state, **data_states(parameter.dim(), mesh.axes, choice)}
         for parameter, (state, choice) in planned.items()

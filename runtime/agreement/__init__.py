@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from autoshard.runtime.agreement.backwards import (
+    REPLICAS,
+    count_stored,
+    reducing,
+    will_reduce,
+)
 from autoshard.runtime.agreement.batches import Input, compare_batch, described, send_batch
 from autoshard.runtime.agreement.consensus import agree, attempt, from_first, gather, world_axis
+from autoshard.runtime.agreement.history import Call
 from autoshard.runtime.agreement.regions import CollectiveRegion, announced, users_line
 from autoshard.runtime.agreement.worlds import limit_group, wait_at_most

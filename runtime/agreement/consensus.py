@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from autoshard.runtime import compat
@@ -74,6 +75,18 @@ def agree(
         difference = f"their lines are equal and their digests are not: {said}"
     what = f"the ranks of axis {axis.name} disagree on the {what}; {difference}"
     raise _failed(what, error, remedy)
+
+
+def ask(number: int, axis: Axis) -> bool:
+    """Whether all ranks of an axis with processes gave the same number, of 63 bits.
+
+    What each step compares: a collective of eight bytes of the host. Every rank must call it, in a
+    `CollectiveRegion`, and `agree` where the numbers differ, for the error.
+    """
+    own = torch.tensor([number], device="cpu")
+    given = own.new_empty(axis.size)
+    dist.all_gather(list(given.split(1)), own, group=compat.host_group(axis.group))
+    return len(set(given.tolist())) == 1
 
 
 def _is_said(value: Any) -> bool:

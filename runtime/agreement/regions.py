@@ -6,14 +6,14 @@ import contextlib
 import inspect
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
 from autoshard.runtime import compat
-from autoshard.runtime.agreement.consensus import FAILED, REMEDY, agree, members
+from autoshard.runtime.agreement.consensus import FAILED, REMEDY, agree, ask, members
 from autoshard.runtime.agreement.history import Call
 from autoshard.runtime.agreement.progress import name_of
 from autoshard.runtime.agreement.store_exchange import StoreExchange
@@ -27,9 +27,11 @@ _LIBRARY = tuple(
 )
 
 
-_BRANCHES = (
+BRANCHES = (
     "Every rank of a data-parallel axis has to run the same graphs. Code that depends on a rank's "
-    "own batch, such as a branch that skips an expert without tokens, must compute on all ranks."
+    "own batch, such as a branch that skips an expert without tokens, must compute on all ranks "
+    "(an image's encoder on zeros, its result times zero). On the axis dp_replicate in place of "
+    "dp_shard the branches of a training step may differ."
 )
 
 
@@ -55,10 +57,10 @@ class CollectiveRegion:
         self._what, self._axes = what, axes
         self._exchange: StoreExchange | None = None
         self._entered = 0.0
-        self._met = tuple(name_of(members(axis)) for axis in _with_processes(met))
+        self._met = tuple(name_of(members(axis)) for axis in with_processes(met))
         self._calls = [
             (name_of(members(axis)), axis, Call(what, names))
-            for axis in _with_processes(axes)
+            for axis in with_processes(axes)
             if (names := (moved or {}).get(axis.name))
         ]
 
@@ -66,24 +68,25 @@ class CollectiveRegion:
         exchange, self._entered = current_exchange(), time.monotonic()
         if exchange is not None:
             exchange.enter(self._what)
-            if self._calls:
-                self._compare(exchange)
+        self._exchange = exchange
+        if exchange is not None:
             if self._met:
                 exchange.progress.enter(self._met, self._what)
-        self._exchange = exchange
+            try:
+                self._compare(exchange)
+            except BaseException as error:
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
 
     def _compare(self, exchange: StoreExchange) -> None:
         """Count this call, and compare with the other ranks where it is time to."""
         for group, axis, call in self._calls:
             history = exchange.histories[group]
-            if not history.add(call):
-                continue
-            what, lines = "collectives of the graphs so far", history.lines
-            try:
-                agree(what, history.digest, lines, axis, error=CollectiveError, remedy=_BRANCHES)
-            except BaseException:
-                exchange.turn.leave()
-                raise
+            due = history.add(call, torch.is_grad_enabled())
+            if due and not ask(history.number, axis):
+                what, digest = "collectives of the graphs so far", f"{history.number:x}"
+                lines = history.lines
+                agree(what, digest, lines, axis, error=CollectiveError, remedy=BRANCHES)
 
     def __exit__(
         self,
@@ -136,7 +139,7 @@ def announced(what: str, axes: Sequence[Axis], remedy: str = REMEDY) -> Iterator
     nothing on axes of one rank, without processes, or while a graph is traced. For eager code, on
     every rank of the axes.
     """
-    axes = _with_processes(axes)
+    axes = with_processes(axes)
     if not axes or compat.compiling():
         yield
         return
@@ -147,7 +150,7 @@ def announced(what: str, axes: Sequence[Axis], remedy: str = REMEDY) -> Iterator
         yield
 
 
-def _with_processes(axes: Sequence[Axis]) -> list[Axis]:
+def with_processes(axes: Iterable[Axis]) -> list[Axis]:
     """Those of several ranks that are processes: not offline, nor threads in lockstep."""
     return [axis for axis in axes if axis.size > 1 and ":" not in axis.group]
 

@@ -16,16 +16,22 @@ from autoshard.runtime.compat.aot import (
 )
 from autoshard.runtime.compat.autograd import (
     AccumulateGrad,
+    after_backward,
     apply,
     around_backward,
+    compiled_node,
     drop_accumulated_hooks,
+    first_leaf,
+    has_accumulated_hooks,
     in_backward,
     in_transform,
     is_in_a_graph,
+    leaves,
     move_hooks,
     only_stores,
     outside_transforms,
     transforming,
+    will_run,
 )
 from autoshard.runtime.compat.compiled_modules import watch_compiles
 from autoshard.runtime.compat.dynamo import (
@@ -56,13 +62,16 @@ from autoshard.runtime.compat.frames import (
     running_ddp,
 )
 from autoshard.runtime.compat.groups import (
+    OwnSums,
     group_limit,
     has_lost_a_rank,
+    host_group,
     is_of_a_collective,
     misses_a_rank,
     name_group,
     once_a_world,
     process_group,
+    replace_group,
     set_group_limit,
 )
 from autoshard.runtime.compat.inductor import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,6 +16,42 @@ from autoshard.runtime.errors import AutoshardError
 def in_backward() -> bool:
     """Whether this thread runs autograd's backward now; nothing public says so."""
     return torch._C._current_graph_task_id() != -1
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Have the engine call `callback` at the end of the backward that this thread is in; where that
+    fails, it forgets it. DistributedDataParallel reduces its last gradients so."""
+    engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine.queue_callback(callback)
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward that runs now executes a node, which is no leaf's. The engine does not
+    count the root, which is the first that it runs."""
+    return node is torch._C._current_autograd_node() or torch._C._will_engine_execute_node(node)
+
+
+def first_leaf(node: Any) -> Any:
+    """The leaf that a node's first input is made of, by functions with an output an input; None
+    where there is none."""
+    at = 0
+    while node is not None and not isinstance(node, AccumulateGrad):
+        edges = node.next_functions
+        node, at = edges[at if at < len(edges) else 0] if edges else (None, 0)
+    return None if node is None else node.variable
+
+
+def leaves(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The leaves that the backwards of nodes would give a gradient."""
+    waiting, seen = list(nodes), set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, AccumulateGrad):
+            yield node.variable
+        waiting += [edge[0] for edge in node.next_functions]
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -75,47 +112,58 @@ def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
             setattr(new, name, hooks)
 
 
+def has_accumulated_hooks(leaf: torch.Tensor) -> bool:
+    """Whether a leaf has hooks of `register_post_accumulate_grad_hook`; there is no public list."""
+    return bool(leaf._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+
+
 def drop_accumulated_hooks(leaf: torch.Tensor) -> None:
     """Forget the hooks that `register_post_accumulate_grad_hook` put on a leaf; `move_hooks` has
     given another one the same dict."""
     leaf._post_accumulate_grad_hooks = None  # type: ignore[attr-defined, assignment]
 
 
-def around_backward(outputs: Any, region: AbstractContextManager[None], refusal: str) -> bool:
-    """Have the backward of the AOTAutograd graph that made `outputs` run inside `region`, now and
-    later; False where none of them is of one that records a backward.
+def compiled_node(outputs: Any) -> Any:
+    """The node of the AOTAutograd graph that made `outputs`; None where none of them is of one that
+    records a backward."""
+    for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
+        node = getattr(output, "grad_fn", None)
+        # an output that is a view of another has its own node before the graph's
+        for _ in range(3):
+            if hasattr(getattr(type(node), "_forward_cls", None), "compiled_bw"):
+                return node
+            node = next((n for n, _ in getattr(node, "next_functions", ())), None)
+    return None
+
+
+def around_backward(
+    node: Any, region: Callable[[], AbstractContextManager[None]], refusal: str
+) -> None:
+    """Have the backward of an AOTAutograd graph, whose node `node` is, run inside `region()`, now
+    and later.
 
     Nobody is called when a backward raises. The engine calls the function that the class of the
     graph's node names; AOTAutograd makes one such class a graph. Its gradients cannot be
     differentiated: whoever does gets `refusal`, and not AOTAutograd's error, which has no remedy.
     """
+    function: Any = type(node)._forward_cls
+    theirs = function.backward
 
     def refuse(_: Any) -> None:
         raise AutoshardError(refusal)
 
-    for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
-        node = getattr(output, "grad_fn", None)
-        # an output that is a view of another has its own node before the graph's
-        for _ in range(3):
-            function: Any = getattr(type(node), "_forward_cls", None)
-            if function is not None and hasattr(function, "compiled_bw"):
-                theirs = function.backward
+    def backward(*args: Any) -> Any:
+        with region():
+            try:
+                grads = theirs(*args)
+            except RuntimeError as error:  # its memory is used again
+                if torch.is_grad_enabled() and "create_graph" in str(error):
+                    raise AutoshardError(refusal) from error
+                raise
+        if torch.is_grad_enabled():
+            for made in {g.grad_fn for g in grads if hasattr(g, "grad_fn")}:
+                if made is not None:
+                    made.register_prehook(refuse)
+        return grads
 
-                def backward(*args: Any, theirs: Any = theirs) -> Any:
-                    with region:
-                        try:
-                            grads = theirs(*args)
-                        except RuntimeError as error:  # its memory is used again
-                            if torch.is_grad_enabled() and "create_graph" in str(error):
-                                raise AutoshardError(refusal) from error
-                            raise
-                    if torch.is_grad_enabled():
-                        for made in {g.grad_fn for g in grads if hasattr(g, "grad_fn")}:
-                            if made is not None:
-                                made.register_prehook(refuse)
-                    return grads
-
-                function.backward = staticmethod(backward)
-                return True
-            node = next((n for n, _ in getattr(node, "next_functions", ())), None)
-    return False
+    function.backward = staticmethod(backward)

@@ -58,6 +58,48 @@ def name_group(group: Any, name: str) -> str:
     return name if found is group else str(group.group_name)
 
 
+def replace_group(name: str, group: Any) -> None:
+    """Let torch's operators find `group` by a name that another one has now. Graphs, compiled or
+    not, look the name up at each collective."""
+    from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+
+    _unregister_process_group(name)  # type: ignore[arg-type]
+    _register_process_group(name, group)  # type: ignore[arg-type]
+
+
+_Group: Any = dist.ProcessGroup
+
+
+class OwnSums(_Group):  # type: ignore[misc]
+    """A stand-in for a process group of `size` ranks whose sums are the rank's own values, at once.
+
+    Only all-reduces run on it. torch has no public function that makes the object which they
+    return.
+    """
+
+    def allreduce(self, tensors: Any, *_: Any) -> Any:
+        from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
+            _create_work_from_future,
+        )
+
+        done: Any = torch.futures.Future()
+        done.set_result(tensors)
+        return _create_work_from_future(done)
+
+    allreduce_coalesced = allreduce
+
+
+@once_a_world
+def host_group(name: str) -> Any:
+    """The process group of a name, where it sends what lies in the host's memory; else a new one of
+    gloo, of the same ranks, all of which must ask for it at the same time."""
+    group = process_group(name)
+    if any(device.type == "cpu" for device in group._device_types):
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+
 def group_limit(group: Any) -> float | None:
     """The seconds that a collective of the group may wait, the least of its devices; None where its
     backend does not say."""

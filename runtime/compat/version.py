@@ -24,10 +24,13 @@ torch._C._DisableAutocast
 torch._C._are_functorch_transforms_active
 torch._C._autograd._saved_tensors_hooks_disable
 torch._C._autograd._saved_tensors_hooks_enable
+torch._C._current_autograd_node
 torch._C._current_graph_task_id
 torch._C._dispatch_has_kernel_for_dispatch_key
+torch._C._distributed_c10d._create_work_from_future
 torch._C._distributed_c10d._register_process_group
 torch._C._distributed_c10d._resolve_process_group
+torch._C._distributed_c10d._unregister_process_group
 torch.distributed._symmetric_memory.get_symm_mem_workspace
 torch._C._dynamo.eval_frame.set_code_exec_strategy
 torch._C._functions.AccumulateGrad
@@ -70,6 +73,8 @@ torch.amp.autocast_mode._enter_autocast
 torch.amp.autocast_mode._exit_autocast
 torch.autograd.grad_mode._enter_inference_mode
 torch.autograd.grad_mode._exit_inference_mode
+torch.autograd.Variable._execution_engine
+torch.distributed.ProcessGroup._device_types
 torch.distributed.ProcessGroup._get_backend
 torch.distributed.distributed_c10d._set_pg_timeout
 torch.distributed.tensor.DTensor._local_tensor

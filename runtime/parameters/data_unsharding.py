@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autoshard.runtime.agreement import reducing, will_reduce
 from autoshard.runtime.collectives import Axis, I, P, State, convert, gradient_value, reduce_wide
 from autoshard.runtime.errors import AutoshardError, message
 
@@ -81,7 +82,16 @@ def unshard(
         return x
     if not (x.is_floating_point() or x.is_complex()):
         return convert(x if outer is None else _gathered(x, outer), src, I, axis, extent)
-    return _Unshard.apply(x, src, axis, extent, use, pending, microbatch, outer)
+    out = _Unshard.apply(x, src, axis, extent, use, pending, microbatch, outer)
+    # no compiler traces; a graph of AOTAutograd is recorded as a whole
+    if type(out) is torch.Tensor and out.grad_fn is not None and use.gathered:
+        if microbatch != ACCUMULATE:
+            will_reduce(out.grad_fn, _reduced_axes(axis, outer))
+    return out
+
+
+def _reduced_axes(axis: Axis, outer: Gather | None) -> list[Axis]:
+    return [axis] if outer is None else [axis, outer[1]]
 
 
 def _gathered(x: torch.Tensor, over: Gather) -> torch.Tensor:
@@ -135,9 +145,11 @@ class _Unshard(torch.autograd.Function):
         if microbatch == FLUSH and ctx.pending is not None:
             grad = ctx.pending + grad
             ctx.pending.zero_()
-        if again:
-            return _Reduce.apply(grad, dtype, src, axis, extent, use, outer), *nothing
-        return _reduced_over(grad, src, axis, use, outer).to(dtype), *nothing
+        met = use.gathered and type(grad) is torch.Tensor  # no compiler traces
+        with reducing(_reduced_axes(axis, outer) if met else ()):
+            if again:
+                return _Reduce.apply(grad, dtype, src, axis, extent, use, outer), *nothing
+            return _reduced_over(grad, src, axis, use, outer).to(dtype), *nothing
 
 
 class _Reduce(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SparseAdam
 
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import agree
+from autoshard.runtime.agreement import agree, count_stored
 from autoshard.runtime.collectives import I, State, all_reduce, data_axes
 from autoshard.runtime.errors import AutoshardError, message
 from autoshard.runtime.mesh import Mesh
@@ -112,6 +112,7 @@ def shard_parameters(
             if isinstance(old, DTensor) and _same(states, stored_states(old)):
                 continue
             moved[old] = _move(old, states, owners, names[old], mesh, broadcast, allocate_meta)
+            count_stored(moved[old], mesh.axes)
         install(moved, owners)
         replace_functions()
         _repoint_containers(moved, owners)

@@ -19,6 +19,8 @@ CACHES = {
     "autoshard/building/device_room.py _smallest": "the device's kind; of all ranks of a world",
     "autoshard/mesh_search/first_call.py _chosen": "the device's kind; one mesh serves a process",
     "runtime/collectives/fused_products.py _measured": "group, device, sizes and dtypes",
+    "runtime/agreement/backwards.py _worlds": "the world's exchange",
+    "runtime/compat/groups.py host_group": "the group's name, unique in a world",
     "runtime/compat/symmetric.py has_symmetric_memory": "the group's name, unique in a world",
     "runtime/mesh.py _made": "device and sizes: all ranks are in it",
     "runtime/mesh.py _of": "the DeviceMesh: equal ones of one world have equal groups",

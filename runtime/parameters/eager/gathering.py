@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import announced
+from autoshard.runtime.agreement import REPLICAS, announced
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters.accumulation import microbatch_of
@@ -33,9 +33,11 @@ def unsharded(x: DTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         x = like(x, local.to(device))
     what = f"read of a stored tensor of shape {tuple(x.shape)}"
     with compat.plain_attributes():
-        # a gradient that comes back through the read is reduced over all data-parallel axes
+        # a gradient that comes back through the read is reduced over all data-parallel axes; on
+        # that of replicas a rank may read alone
         recorded = torch.is_grad_enabled() and x.requires_grad
         axes = axes_of(x.device_mesh) if recorded else gathered_axes(x)
+        axes = tuple(axis for axis in axes if axis.name != REPLICAS)
     outside, plain = compat.outside_transforms(), compat.plain_attributes()
     with outside, plain, announced(what, axes, READ_EVERYWHERE):
         # what is gathered along an inner dim has other strides than `x` says
