@@ -197,8 +197,9 @@ def _refusal(why: str) -> AutoshardError:
 def _read_of(node: Any) -> Call:
     """What eager code has read, by the node that it left."""
     leaf = compat.first_leaf(node)
-    place = None if leaf is None else leaf.__dict__.get(_PLACE)
-    return Call(f"read of stored parameter {place} of {tuple(leaf.shape)}", ())
+    if leaf is None:
+        return Call("read of a value computed of stored parameters", ())
+    return Call(f"read of stored parameter {leaf.__dict__.get(_PLACE)} of {tuple(leaf.shape)}", ())
 
 
 class _World:
