@@ -137,9 +137,10 @@ def _compile(
     check_inductor(config, device)
     if config.inner == "tensorrt":
         check_serving(mesh.sizes, device)
-    draw_apart(data_coordinate(mesh))
+    stream = data_coordinate(mesh)
+    draw_apart(stream)
     cp_rank = 0 if mesh.outer is None else mesh.outer.rank
-    TRACKER.place(mesh.planned.rank, data_coordinate(mesh), cp_rank)
+    TRACKER.place(mesh.planned.rank, stream, cp_rank)
     _cast_inputs(inputs, use_by(config, mesh))
     plain = unsharded_settings(config)
     if mesh.size == 1 and not _is_built_alone(options):
@@ -150,7 +151,7 @@ def _compile(
         return compile_local(gm, list(example_inputs), config.inner, inductor=plain)
     refuse_ddp()
     if mesh.axis("pp").size > 1:
-        return pipelined(gm, example_inputs, inputs, mesh, config, device)
+        return _drawing(stream, pipelined(gm, example_inputs, inputs, mesh, config, device))
     facts = agreed_facts(inputs, mesh.sharing, config)
     program = build_agreed(gm, example_inputs, inputs, mesh, config, device, facts)
     program.chosen = choice.line
@@ -163,12 +164,24 @@ def _compile(
     eager_values = EagerValues([item.real for item in inputs], written)
     facts = program.serial.meta.get(FACTS, {})
     if not facts:
-        return _entry(special, special, facts, check, eager_values)
+        return _drawing(stream, _entry(special, special, facts, check, eager_values))
     # every call may have other values: both are made now, while Dynamo takes guards for them
     general = build_agreed(gm, example_inputs, inputs, mesh, config, device, {})
     general.chosen = choice.line
     other = _runner(general, inputs, mesh, config)
-    return _entry(special, other, facts, check, eager_values)
+    return _drawing(stream, _entry(special, other, facts, check, eager_values))
+
+
+def _drawing(stream: int, run: Callable[..., Any]) -> Callable[..., Any]:
+    """What Dynamo calls: `run`, drawing as this rank's place in its mesh has it. A model that was
+    compiled since may have another mesh."""
+
+    @compat.not_traced
+    def draw_and_run(*args: Any) -> Any:
+        draw_apart(stream)
+        return run(*args)
+
+    return draw_and_run
 
 
 def _entry(
@@ -178,9 +191,8 @@ def _entry(
     check: Callable[[list[Any]], None] | None,
     eager_values: EagerValues,
 ) -> Callable[..., Any]:
-    """What Dynamo calls: the program for calls of which `facts` are true, or the one for any."""
+    """The program for calls of which `facts` are true, or the one for any."""
 
-    @compat.not_traced
     def run(*args: Any) -> Any:
         values = list(args)
         sources = eager_values.take(values)
