@@ -4,7 +4,9 @@ CI runs a row's neighbours: the same code, another model or mesh. Run these befo
 after a change to what one is about (`make test-exhaustive ARGS="-k mixture"`).
 
 A share of them is drawn for CI by the commit, another at each: a third of the models that README
-lists and no other row holds, and `OTHERS` of all the rest.
+lists and no other row holds, and `OTHERS` of all the rest. Of the slow tests that are not among
+them CI draws a share as well (`share_of`), so that each is run within a few landings and CI ends in
+time on a machine that has other things to do; AUTOSHARD_ROWS=all runs them all.
 """
 
 from __future__ import annotations
@@ -100,6 +102,9 @@ LISTED = "tests/training/test_backend.py::test_other_models"
 SHARE = 3
 #: How many of all the other rows it runs: with `LISTED` about two minutes of two cores.
 OTHERS = 3
+#: The share of the other slow tests that CI runs of a file; half of those of files not named here.
+SHARES = {"training/test_scenarios.py": 0.25}
+EVERY = "all"
 _ID = re.compile(r"tests/(?P<file>[^:]+)::(?P<test>\w+)(?:\[(?P<row>.*\]))?$")
 
 
@@ -108,6 +113,17 @@ def is_left_to_others(test: str) -> bool:
     found = _ID.match(test)
     rows = ROWS.get(found["file"], {}).get(found["test"]) if found else None
     return rows is not None and re.match(rows, found["row"] or "") is not None  # type: ignore[index]
+
+
+def share_of(test: str) -> float:
+    """The share of a file's slow tests that CI runs, of those that are in no row of `ROWS`."""
+    found = _ID.match(test)
+    return SHARES.get(found["file"], 0.5) if found else 1.0
+
+
+def rests(test: str, seed: str) -> bool:
+    """Whether CI leaves out this slow test, which is in no row of `ROWS`, at this commit."""
+    return seed not in ("", EVERY) and random.Random(f"{seed} {test}").random() >= share_of(test)
 
 
 def seed() -> str:

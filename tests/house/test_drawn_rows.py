@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from exhaustive import LISTED, OTHERS, SHARE, drawn, seed
+from exhaustive import EVERY, LISTED, OTHERS, SHARE, drawn, rests, seed, share_of
 
 ROWS = [f"{LISTED}[{i}]" for i in range(9)] + [f"tests/other.py::test_it[{i}]" for i in range(99)]
 
@@ -16,6 +16,16 @@ def test_a_share_of_the_rows_is_drawn_by_the_seed() -> None:
     assert len(found) == 9 // SHARE + OTHERS and not drawn(ROWS, "")
     landings = [drawn(ROWS, f"{i:012x}") for i in range(12)]
     assert set().union(*landings) >= set(ROWS[:9])
+
+
+def test_each_slow_test_is_run_within_a_few_landings() -> None:
+    scenarios = [f"tests/training/test_scenarios.py::test_it[{i}]" for i in range(99)]
+    for tests, share in ((scenarios, 0.25), (ROWS[9:], 0.5)):
+        landings = [[one for one in tests if not rests(one, f"{i:012x}")] for i in range(60)]
+        assert {share_of(one) for one in tests} == {share}
+        assert all(abs(len(run) / len(tests) - share) < 0.25 for run in landings)
+        assert set().union(*landings) == set(tests) and landings[0] != landings[1]
+        assert not any(rests(one, by) for one in tests for by in ("", EVERY))
 
 
 def test_the_seed_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
