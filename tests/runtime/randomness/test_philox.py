@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from autoshard.runtime.collectives.axis import Axis, chunk_bounds
 from autoshard.runtime.randomness import philox
@@ -233,3 +234,24 @@ def test_elements_of_a_part(part: Part) -> None:
     every = torch.arange(math.prod(whole)).reshape(whole)
     mine = every.narrow(part.dim, part.start, shape[part.dim])
     assert torch.equal(philox.element_index(shape, part, torch.device("cpu")), mine)
+
+
+def drawn_on_two_meshes() -> list[list[float]]:
+    """A dropout of ones on dp_shard from one seed, before and after another mesh was compiled."""
+
+    def compiled(mesh: dict[str, int]) -> Any:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
+        return torch.compile(model, backend="autoshard", options={"mesh": mesh, "inner": "eager"})
+
+    on_data, on_tp = compiled({"dp_shard": 2}), compiled({"tp": 2})
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        drawn.append((on_data(torch.ones(1, 64)) == 0).float().flatten().tolist())
+        on_tp(torch.ones(1, 64))
+    return drawn
+
+
+def test_a_model_draws_as_its_own_mesh_has_it(gloo2: Any) -> None:
+    (others, _), (before, after) = gloo2(drawn_on_two_meshes)
+    assert before == after and before != others

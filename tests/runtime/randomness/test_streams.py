@@ -396,24 +396,3 @@ def seeded_apart() -> str:
 def test_ranks_that_were_seeded_apart_are_told(gloo2: Any) -> None:
     for text in gloo2(seeded_apart):
         assert "disagree on the plan" in text and "rank 1: torch.initial_seed() 1" in text
-
-
-def drawn_on_two_meshes() -> list[list[float]]:
-    """A dropout of ones on dp_shard from one seed, before and after another mesh was compiled."""
-
-    def compiled(mesh: dict[str, int]) -> Any:
-        model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
-        return torch.compile(model, backend="autoshard", options={"mesh": mesh, "inner": "eager"})
-
-    on_data, on_tp = compiled({"dp_shard": 2}), compiled({"tp": 2})
-    drawn = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        drawn.append((on_data(torch.ones(1, 64)) == 0).float().flatten().tolist())
-        on_tp(torch.ones(1, 64))
-    return drawn
-
-
-def test_a_model_draws_as_its_own_mesh_has_it(gloo2: Any) -> None:
-    (others, _), (before, after) = gloo2(drawn_on_two_meshes)
-    assert before == after and before != others
