@@ -102,8 +102,9 @@ LISTED = "tests/training/test_backend.py::test_other_models"
 SHARE = 3
 #: How many of all the other rows it runs: with `LISTED` about two minutes of two cores.
 OTHERS = 3
-#: The share of the other slow tests that CI runs of a file; half of those of files not named here.
-SHARES = {"training/test_scenarios.py": 0.25}
+#: The share of the other slow tests that CI runs, and of those of one file.
+SHARE_OF_SLOW = 0.35
+SHARES = {"training/test_scenarios.py": 0.2}
 EVERY = "all"
 _ID = re.compile(r"tests/(?P<file>[^:]+)::(?P<test>\w+)(?:\[(?P<row>.*\]))?$")
 
@@ -118,7 +119,7 @@ def is_left_to_others(test: str) -> bool:
 def share_of(test: str) -> float:
     """The share of a file's slow tests that CI runs, of those that are in no row of `ROWS`."""
     found = _ID.match(test)
-    return SHARES.get(found["file"], 0.5) if found else 1.0
+    return SHARES.get(found["file"], SHARE_OF_SLOW) if found else 1.0
 
 
 def rests(test: str, seed: str) -> bool:

@@ -95,6 +95,7 @@ def test_keys_and_values_are_held_in_part_and_read_by_nobody() -> None:
         assert not any(one.op == "all_gather" for one in program.collectives())
 
 
+@pytest.mark.slow  # test_solver.py has the solver's part in its quick ones
 def test_plan_does_not_depend_on_the_process() -> None:
     """Hash seeds decide the order of sets and the addresses decide that of `id`."""
     texts = []

@@ -43,7 +43,13 @@ def check_each(results: list[dict[str, dict[str, Any]]], share: float) -> None:
             raise AssertionError(f"{name}: {error}") from error
 
 
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("t5", "vit", "mixtral") else [])
+        for name in SHARDED
+    ],
+)
 def test_three_steps_equal_serial_tp2(gloo2: Any, name: str) -> None:
     check_each(gloo2(train, [name], 2, "aot_eager", pool_timeout=PATIENCE), share=0.9)
 

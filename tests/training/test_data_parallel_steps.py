@@ -13,7 +13,7 @@ from joined_batch import MATRIX, Sizes, check, train
     ("name", "micro", "sizes", "zero"),
     [
         ("llama", 3, {"dp_shard": 2}, 3),
-        ("llama", 1, {"dp_replicate": 2}, 3),
+        pytest.param("llama", 1, {"dp_replicate": 2}, 3, marks=pytest.mark.slow),
         ("gpt2", 1, {"dp_shard": 2}, 2),
         ("convnet", 1, {"dp_replicate": 2}, 3),
         ("convnet", 3, {"dp_shard": 2}, 3),

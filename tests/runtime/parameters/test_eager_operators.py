@@ -263,7 +263,12 @@ def compare(axis: str, names: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "axis", ["tp", pytest.param("dp_shard", marks=pytest.mark.slow), "dp_replicate"]
+    "axis",
+    [
+        pytest.param("tp", marks=pytest.mark.slow),
+        pytest.param("dp_shard", marks=pytest.mark.slow),
+        "dp_replicate",
+    ],
 )
 def test_eager_code_sees_the_tensor_it_stands_for(gloo2: GlooPool, axis: str) -> None:
     names = [n for n in CASES if n != "Muon" or hasattr(torch.optim, "Muon")]
