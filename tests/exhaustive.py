@@ -103,8 +103,8 @@ SHARE = 3
 #: How many of all the other rows it runs: with `LISTED` about two minutes of two cores.
 OTHERS = 3
 #: The share of the other slow tests that CI runs, and of those of one file.
-SHARE_OF_SLOW = 0.35
-SHARES = {"training/test_scenarios.py": 0.2}
+SHARE_OF_SLOW = 0.25
+SHARES = {"training/test_scenarios.py": 0.15}
 EVERY = "all"
 _ID = re.compile(r"tests/(?P<file>[^:]+)::(?P<test>\w+)(?:\[(?P<row>.*\]))?$")
 
