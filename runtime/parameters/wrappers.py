@@ -38,8 +38,8 @@ def replace_functions() -> None:
     compat.replace("torch._functorch.eager_transforms", "_wrap_all_tensors", _refuse_operands)
     compat.replace("torch._functorch.vmap", "_create_batched_inputs", _refuse_mapped)
     compat.replace("torch.autograd.forward_ad", "make_dual", _refuse_dual)
-    compat.replace("torch.export._trace", "_fakify_params_buffers", _refuse_export)
-    compat.replace("torch.export._trace", "_export_to_torch_ir", _refuse_strict_export)
+    # what strict and other exports call first: Dynamo would stop at the first parameter
+    compat.replace("torch.export._trace", "_process_export_inputs", _refuse_export)
     compat.replace("transformers.modeling_utils", "PreTrainedModel.save_pretrained", save_together)
     hub = "transformers.utils.hub"
     compat.replace(hub, "PushToHubMixin._upload_modified_files", upload_once)
@@ -145,21 +145,8 @@ def _check_operands(does: str, values: Iterable[Any]) -> None:
 
 
 def _refuse_export(
-    original: Callable[..., Any], mode: Any, model: nn.Module, *args: Any, **kwargs: Any
-) -> Any:
-    _check_export(model)
-    return original(mode, model, *args, **kwargs)
-
-
-def _refuse_strict_export(
     original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """As `_refuse_export`, before Dynamo traces, which would stop at the first parameter."""
-    _check_export(model)
-    return original(model, *args, **kwargs)
-
-
-def _check_export(model: nn.Module) -> None:
     """torch.export has no form for a parameter of which the rank holds a part."""
     _refuse_stored(
         "torch.export",
@@ -167,6 +154,7 @@ def _check_export(model: nn.Module) -> None:
         "Make the model anew, load autoshard.full_state_dict(model, rank0_only=False) into it, and "
         "export that.",
     )
+    return original(model, *args, **kwargs)
 
 
 def _sizes(stored: StoredTensor) -> dict[str, int]:
