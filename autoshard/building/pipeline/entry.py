@@ -133,7 +133,7 @@ def _runner(
             found.update(others(values, given))
         return tuple(found.get(i, value) for i, value in enumerate(results))
 
-    return compat.not_traced(run)
+    return run
 
 
 def _device(kind: str) -> torch.device:
