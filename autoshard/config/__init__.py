@@ -2,6 +2,5 @@
 
 from __future__ import annotations
 
-from autoshard.config.acting import ACTING
+from autoshard.config.acting import ACTING, refuse_removed
 from autoshard.config.options import Config, Precision, axis_sizes
-from autoshard.config.removed import refuse_removed

@@ -1,14 +1,14 @@
 """The axes on which each option acts, and those beside which a value of it is refused.
 
 An option on a mesh that has none of its axes has nothing to do: docs/options.md says so, and the
-program is the one without it.
+program is the one without it. And the options that were there once (`REMOVED`).
 """
 
 from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,4 +112,31 @@ def refuse(values: Mapping[str, Any], given: Mapping[str, int], sizes: Mapping[s
                     "none",
                     remedy=f"Leave {name} out, or give the mesh {acting.on[0]}.",
                 )
+            )
+
+
+REMOVED = {
+    "cp_splits": (
+        "cp splits the sequence, as it did by default",
+        "Leave it out; dp_shard splits the batch.",
+    ),
+    "overlap_halves": (
+        "no GPU has shown that layers on two halves of a batch are quicker",
+        "Leave it out; fuse_collectives=True is another way to hide collectives on tp.",
+    ),
+    "small_sums": (
+        "no GPU has shown that kernels over symmetric memory are quicker than NCCL",
+        "Leave it out; NCCL sums, as it did by default.",
+    ),
+}
+"""By name: why an option is gone, and what to do instead."""
+
+
+def refuse_removed(names: Iterable[str]) -> None:
+    """Raise ConfigError for the first name that was an option's."""
+    for name in names:
+        if name in REMOVED:
+            why, remedy = REMOVED[name]
+            raise ConfigError(
+                message(f"autoshard option {name!r} was removed: {why}", remedy=remedy)
             )

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.config.acting import ACTING, refuse
-from autoshard.config.removed import refuse_removed
+from autoshard.config.acting import ACTING, refuse, refuse_removed
 from autoshard.errors import ConfigError, message, shown
 from autoshard.planning import Plan
 from autoshard.runtime.mesh import AXIS_ORDER

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard.cli.arguments import options_and_entries
 from autoshard.config import Config
-from autoshard.config.removed import REMOVED
+from autoshard.config.acting import REMOVED
 from autoshard.errors import AutoshardError, ConfigError
 
 
