@@ -28,6 +28,7 @@ from autoshard.passes import OPTIONAL, ORDER, Report, Watch
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.compat import artifact
 from autoshard.runtime.mesh import SAME_BATCH
+from autoshard.runtime.output_file import write_whole
 
 _log = logging.getLogger("autoshard.passes")
 _graphs = logging.getLogger("autoshard.graphs")
@@ -170,7 +171,7 @@ class DebugWatch(Watch):
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"{self._name(name, phase)}.rank{_rank()}.{side}.txt"
-            path.write_text(render(gm, axes=self.axes, modules=True))
+            write_whole(path, render(gm, axes=self.axes, modules=True), "graph")
 
 
 def _rank() -> str:

@@ -27,13 +27,15 @@ class Acting:
 
     on: the axes, of which a mesh has to have one of several ranks; none: all, and one device.
     refused: axes beside which a value for which `asks` is true is an error. needed: whether it is
-    an error, too, on a mesh of several ranks that names no axis of `on`.
+    an error, too, on a mesh of several ranks that names no axis of `on`. part: the key of the
+    option's value that this is about; empty: all of it.
     """
 
     on: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     needed: bool = False
     asks: Callable[[Any], bool] = _asks
+    part: str = ""
 
     def acts(self, sizes: Mapping[str, int]) -> bool:
         """Whether the option has something to do on a mesh of these sizes."""
@@ -59,7 +61,7 @@ ACTING: dict[str, Acting] = {
     "ep_exchange": Acting(("ep",)),
     "inner": Acting(refused=("pp",), asks=lambda value: value == "tensorrt"),
     "plan": Acting(),
-    "precision": Acting(refused=("pp", "cp", "ep")),
+    "precision": Acting(refused=("pp", "cp", "ep"), part="matmul"),
     "gradient_reduction": Acting(DATA_AXES),
     "memory_budget": Acting(),
     "host_memory": _NOT_PP,
@@ -96,13 +98,14 @@ def refuse(values: Mapping[str, Any], given: Mapping[str, int], sizes: Mapping[s
         value = values[name]
         if not acting.asks(value):
             continue
-        shown = f"options['{name}']={reprlib.repr(value)}"
+        shown = f"options['{name}']" + (f"['{acting.part}']" if acting.part else "")
+        shown = f"{shown}={reprlib.repr(value)}"
         beside = next((axis for axis in acting.refused if sizes.get(axis, 1) > 1), None)
         if beside is not None:
             raise ConfigError(
                 message(
                     f"{shown} beside {beside} in the mesh is not supported yet",
-                    remedy=f"Leave {name} out, or {beside}.",
+                    remedy=f"Leave {acting.part or name} out, or {beside}.",
                 )
             )
         if acting.needed and math.prod(given.values()) > 1 and not set(acting.on) & set(given):

@@ -10,7 +10,8 @@ import torch
 
 from autoshard.runtime.errors import AutoshardError, message
 
-MINIMUM = (2, 11)
+MINIMUM, NEWEST = (2, 11), (2, 14)
+"""The releases that were tried; pyproject.toml allows one more, whose names are probed."""
 
 PRIVATE = """
 torch.Tensor._backward_hooks
@@ -136,13 +137,18 @@ torch._functorch._activation_offloading.offload_ops.wait_tensor
 """Private names that GPUs use where values are kept on the host; torch 2.11 lacks them."""
 
 
+_TRIED = "Install torch {}.{} to {}.{}, the releases that autoshard was tried with.".format(
+    *MINIMUM, *NEWEST
+)
+
+
 def probe(names: list[str] = PRIVATE) -> None:
     """Raise AutoshardError where this torch is too old, or lacks one of `names`."""
     if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < MINIMUM:
         raise AutoshardError(
             message(
                 f"torch {torch.__version__} is too old",
-                remedy=f"Install torch {'.'.join(map(str, MINIMUM))} or later.",
+                remedy=_TRIED,
             )
         )
     missing = [name for name in names if not _exists(name)]
@@ -150,7 +156,7 @@ def probe(names: list[str] = PRIVATE) -> None:
         raise AutoshardError(
             message(
                 f"torch {torch.__version__} has no {', '.join(missing)}",
-                remedy="autoshard was written for torch 2.11 to 2.13; install one of them.",
+                remedy=_TRIED,
             )
         )
 
