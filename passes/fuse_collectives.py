@@ -50,7 +50,7 @@ from autoshard.passes.layouts import (
     split_dim,
 )
 from autoshard.planning import cost, packet, tensor_bytes
-from autoshard.planning.cost import START_SECONDS, Cluster, Fusing
+from autoshard.planning.cost import START_SECONDS, Cluster, Fusing, work_of
 from autoshard.runtime.collectives import GATHER_MATMUL, MATMUL_SCATTER, Axis, I, P
 from autoshard.runtime.graph_meta import CHANGE
 
@@ -240,18 +240,9 @@ class FuseCollectives:
 
     def _loses(self, one: Member, products: list[fx.Node], axis: Axis, copied: int = 0) -> str:
         """Why it is not worth it; "" where it is."""
-        share, device = self.cluster.efficiency, self.cluster.device
         op = "all_gather" if one.node.target is ALL_GATHER else "reduce_scatter"
         moved = cost.collective_seconds(op, one.nbytes, axis.size, self.link)
-        computed = sum(
-            cost.node_seconds(
-                cost.node_flops(product) / share.compute,
-                cost.node_bytes(product) / share.memory,
-                product.meta["val"].dtype,
-                device,
-            )
-            for product in products
-        )
+        computed = sum(self.cluster.seconds(work_of(product)) for product in products)
         copies = copied / self.link.copy_bandwidth
         if self.fusing.always or self.fusing.gain(moved, computed, copies) > 0:
             return ""

@@ -8,14 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from autoshard.compiling import Built, Collective
 from autoshard.passes import WAIT, start_of
 from autoshard.planning import cost
-from autoshard.planning.cost import START_SECONDS
+from autoshard.planning.cost import START_SECONDS, work_of
 from autoshard.runtime.chunked_loss import CHUNKED_LOSS
 from autoshard.runtime.collectives import EXCHANGES, FUSED_PRODUCTS, P
 
@@ -100,8 +98,6 @@ def hidden_windows(built: Built) -> dict[fx.Node, float]:
     Two collectives in flight at once count the same products, so it is what can be hidden at most.
     Of one that is one operator with its products, these.
     """
-    machine = built.machine
-    share = machine.efficiency
     found: dict[fx.Node, float] = {}
     for gm in (built.joint.forward, built.joint.backward):
         before: dict[fx.Node, float] = {}
@@ -112,11 +108,8 @@ def hidden_windows(built: Built) -> dict[fx.Node, float]:
                 found[node] = 0.0  # which waits by itself
             if node.target is WAIT and (start := start_of(node)) in before:
                 found.setdefault(start, elapsed - before[start])
-            elif flops := cost.node_flops(node):
-                made = pytree.tree_leaves(node.meta["val"])[0]
-                dtype = made.dtype if isinstance(made, torch.Tensor) else torch.float32
-                moved = cost.node_bytes(node) / share.memory
-                took = cost.node_seconds(flops / share.compute, moved, dtype, machine.device)
+            elif cost.node_flops(node):
+                took = built.machine.seconds(work_of(node))
                 elapsed += took
                 if node.target in FUSED_PRODUCTS:
                     found[node] = took

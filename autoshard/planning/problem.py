@@ -27,6 +27,7 @@ from autoshard.planning.context_parallel import (
     stored_by_rows,
     with_heads_as_one,
 )
+from autoshard.planning.cost import Work
 from autoshard.planning.expert_axis import ExpertAxis, StackTables
 from autoshard.planning.fusion import Kernels
 from autoshard.planning.mixtures import inner_bytes
@@ -261,7 +262,7 @@ class Builder:
         flops = float(cost.node_flops(node))
         diff = differentiable(node)
         results = value(node) if isinstance(value(node), (tuple, list)) else [value(node)]
-        dtype = next((r.dtype for r in results if isinstance(r, torch.Tensor)), torch.float32)
+        dtype, sheet = cost.dtype_made(node), self.prices.machine.sheet
         sizes_out = [tensor_bytes(r) if written else 0 for r in results]
         sizes_in = [global_bytes(t) if read else 0 for t, read in zip(tensors, reads)]
         if is_lookup(node):
@@ -280,7 +281,7 @@ class Builder:
                 read_in = [b / self.on_ep.read(strategy, i) for i, b in enumerate(read_in)]
             moved = kept + inner + sum(read_in)
             own = flops * strategy.share / self.n if sharded else flops
-            seconds = cost.node_seconds(own, moved, dtype, self.prices.machine.device)
+            seconds = sheet.seconds(Work(own, moved, dtype))
             if diff:
                 seconds = 3 * seconds + kept * self.prices.activation_byte
             seconds += strategy.waits * cost.WAIT_SECONDS

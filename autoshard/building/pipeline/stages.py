@@ -18,8 +18,8 @@ from torch import fx
 from autoshard.building.pipeline.microbatch import MicrobatchGraph
 from autoshard.building.pipeline.stage_graphs import PipelineStage, of_shared_values, stage_graphs
 from autoshard.errors import ConfigError, PlanError, message
-from autoshard.planning import PartTrade, cost, is_view, part_trade, tensor_bytes, value
-from autoshard.planning.cost import Machine
+from autoshard.planning import PartTrade, is_view, part_trade, tensor_bytes, value
+from autoshard.planning.cost import Machine, work_of
 from autoshard.planning.solver import Chain, StageCut, cut_chunks
 from autoshard.runtime.collectives import WHOLE
 from autoshard.runtime.graph_meta import DIFF, OWN_AXIS, REDUCED_DTYPE, STORED_DTYPE, VALUE
@@ -188,9 +188,7 @@ def _chain(
     unit = {node: u for u, (a, b) in enumerate(zip(ends, ends[1:])) for node in operators[a:b]}
     seconds, kept = [0.0] * (len(ends) - 1), [0.0] * (len(ends) - 1)
     for node in operators:
-        forward = cost.node_seconds(
-            cost.node_flops(node), cost.node_bytes(node), _dtype(node), machine.device
-        )
+        forward = machine.sheet.seconds(work_of(node))
         graded = bool(node.meta.get(DIFF))
         seconds[unit[node]] += forward * (1 + BACKWARD * graded)
         if trade is not None:
@@ -265,9 +263,3 @@ def sum_dtype(parameter: fx.Node) -> torch.dtype:
 def _ways(node: fx.Node) -> int:
     """The transfers of a value that crosses a cut: its gradient comes back."""
     return 2 if node.meta.get(DIFF) else 1
-
-
-def _dtype(node: fx.Node) -> torch.dtype:
-    val = value(node)
-    first = val[0] if isinstance(val, (tuple, list)) and val else val
-    return first.dtype if isinstance(first, torch.Tensor) else torch.float32

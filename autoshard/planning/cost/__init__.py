@@ -17,7 +17,7 @@ from autoshard.planning.cost.fused import (
     multiplies,
     product_flops,
 )
-from autoshard.planning.cost.machines import Hardware, Link
+from autoshard.planning.cost.machines import Link
 from autoshard.planning.cost.model import (
     COLLECTIVES,
     ONE_SHOT_BYTES,
@@ -26,11 +26,10 @@ from autoshard.planning.cost.model import (
     change_seconds,
     collective_seconds,
     hint,
-    node_bytes,
     node_flops,
-    node_seconds,
     numel,
     outer_dim,
     ring_bytes,
 )
 from autoshard.planning.cost.this_machine import cluster_of
+from autoshard.planning.cost.work import Work, dtype_made, work_of

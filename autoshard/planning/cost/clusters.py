@@ -23,12 +23,13 @@ import difflib
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from autoshard.planning.cost.machines import Hardware, Link
+from autoshard.planning.cost.machines import Hardware, Link, dtype_class
+from autoshard.planning.cost.work import Work
 from autoshard.runtime.errors import ConfigError, message
 from autoshard.runtime.input_file import MOST_RANKS, FileEntry, parsed, read_json
 from autoshard.runtime.mesh import AXIS_ORDER
@@ -136,6 +137,25 @@ class Cluster:
             return math.inf
         link = self.real(self.device.host)
         return link.latency + nbytes / link.bandwidth
+
+    def seconds(self, work: Work) -> float:
+        """Roofline time of an operator at the rates that a program gets: the slower of its
+        arithmetic and its memory traffic (S. Williams, A. Waterman, D. Patterson, "Roofline",
+        Communications of the ACM 52(4), 2009)."""
+        share, flops = self.efficiency, work.flops / self.efficiency.compute
+        if work.attention:
+            flops /= share.attention
+        elif flops and share.narrow:
+            flops *= 1 + share.narrow / work.narrowest
+        if dtype_class(work.dtype) == "float8":
+            flops /= share.float8
+        moved = work.nbytes / share.memory
+        return max(flops / self.device.peak(work.dtype), moved / self.device.memory_bandwidth)
+
+    @cached_property
+    def sheet(self) -> Cluster:
+        """The cluster at the data sheet's rates, at which plans are compared."""
+        return replace(self, efficiency=Efficiency(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0))
 
     def real(self, link: Link) -> Link:
         """The link at the rate that a program gets of it."""

@@ -1,4 +1,4 @@
-"""The cost of a state change and of an operator, in seconds.
+"""The seconds of a state change, and the operations and bytes of an operator.
 
 Collectives follow the alpha-beta model of a ring: a latency for each step, and the bytes a rank
 sends over its bandwidth. The *logical size* of a collective, everywhere in this project, is in
@@ -15,9 +15,6 @@ reduce-scatter, of the local tensor for an all-to-all.
 In a graph without gradients a small all-reduce is charged as a one-shot sum, for which each rank
 reads the addends of all others: so it is done on CPUs (passes/all_reduce_by_all_gather.py). NCCL's
 is charged alike.
-
-Operators follow the roofline model (S. Williams, A. Waterman, D. Patterson, "Roofline",
-Communications of the ACM 52(4), 2009).
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.planning import sizes as extents
-from autoshard.planning.cost.machines import Hardware, Link
+from autoshard.planning.cost.machines import Link
 from autoshard.planning.operators import (
     ADDED_PRODUCTS,
     ATTENTION,
@@ -143,11 +140,6 @@ def _conversion_seconds(
         return collective_seconds(kind, whole, n, link, one_shot) + copied
     read_and_written = {"scale": 2 * whole, "slice": 2 * shard, "pad": whole + shard}[kind]
     return read_and_written / link.copy_bandwidth
-
-
-def node_seconds(flops: float, nbytes: float, dtype: torch.dtype, hardware: Hardware) -> float:
-    """Roofline time of an operator: the slower of its arithmetic and its memory traffic."""
-    return max(flops / hardware.peak(dtype), nbytes / hardware.memory_bandwidth)
 
 
 def hint(size: int | torch.SymInt) -> int:

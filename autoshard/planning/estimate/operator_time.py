@@ -11,7 +11,7 @@ from torch import fx
 
 from autoshard.planning import cost
 from autoshard.planning.chunked_loss import Losses, chunks_of
-from autoshard.planning.cost import Cluster
+from autoshard.planning.cost import Cluster, Work
 from autoshard.planning.estimate.training import Training
 from autoshard.planning.fusion import Kernels
 from autoshard.planning.mixtures import inner_bytes
@@ -75,47 +75,36 @@ class OperatorTimes:
             seen.add(base)
             size = tensor_bytes(value(tensor)) / self._split(want) / self.parts.get(base, 1)
             moved += min(size, written) if is_lookup(node) else size
-        share = self.cluster.efficiency
-        own = strategy.share / self.n if sharded else 1.0
-        flops = cost.node_flops(node) * own / share.compute
-        if packet(node) in ATTENTION:
-            flops /= share.attention
-        elif flops and share.narrow:
-            flops *= 1 + share.narrow / self._narrowest(node, strategy)
+        flops = cost.node_flops(node) * (strategy.share / self.n if sharded else 1.0)
         dtype = dtype_of(node)
         if node in self.float8:
             dtype = torch.float8_e4m3fn
-            flops /= share.float8
             moved += self._cast(node, strategy)
-        busy = cost.node_seconds(flops, moved / share.memory, dtype, self.cluster.device)
-        return busy + strategy.waits * cost.WAIT_SECONDS
+        narrowest = self._narrowest(node, strategy)
+        work = Work(flops, moved, dtype, narrowest, packet(node) in ATTENTION)
+        return self.cluster.seconds(work) + strategy.waits * cost.WAIT_SECONDS
 
     def scaling(self, node: fx.Node) -> float:
         """Seconds of the backward of a loss by chunks: its gradients times a number."""
         one = self.chunked.gradients.get(node)
         if one is None:
             return 0.0
-        share = self.cluster.efficiency
-        moved = (one.kept + one.scaled) / share.memory
-        return cost.node_seconds(0, moved, torch.float32, self.cluster.device)
+        return self.cluster.seconds(Work(0, one.kept + one.scaled, torch.float32))
 
     def _by_chunks(self, loss: fx.Node) -> float:
         """Seconds of a loss by chunks beside its product: the products that make the gradients, and
         operators on scores that nothing joins."""
         one = self.chunked.gradients[loss]
         head = next(plan for plan in self.chunked.inside.values() if plan.chain[0] in loss.args)
-        product, share = head.chain[-1], self.cluster.efficiency
+        product = head.chain[-1]
         trained = sum(map(differentiable, head.operands[:2])) if one.kept else 0
         whole = cost.node_flops(product) * one.logits / tensor_bytes(value(product))
         narrow = value(product).dtype.itemsize
         wide = max(4, value(head.chain[0]).dtype.itemsize)
         passes = _PASSES * wide + 2 * len(head.functions) * (narrow + wide)
-        moved = one.logits / narrow * passes / share.memory
-        flops = trained * whole / share.compute
-        device, dtype = self.cluster.device, dtype_of(product)
-        return cost.node_seconds(flops, 0, dtype, device) + cost.node_seconds(
-            0, moved, dtype, device
-        )
+        products = Work(trained * whole, 0, dtype_of(product))
+        others = Work(0, one.logits / narrow * passes, products.dtype)
+        return self.cluster.seconds(products) + self.cluster.seconds(others)
 
     def _narrowest(self, node: fx.Node, strategy: Strategy) -> float:
         """The smallest of the three extents of a matrix product on a rank."""

@@ -26,7 +26,7 @@ from network_runs import interpret
 from onnx_evaluator import evaluate
 
 aten = torch.ops.aten
-H100 = cluster("h100").device
+H100 = cluster("h100").sheet
 EXPERTS, CHOSEN, INNER = 16, 2, 48
 LENGTH = 64
 

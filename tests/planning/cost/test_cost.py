@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import types
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from autoshard.planning.cost.clusters import HARDWARE, cluster
+from autoshard.planning.cost.clusters import HARDWARE, Efficiency, cluster
 from autoshard.planning.cost.machines import Link, dtype_class
 from autoshard.planning.cost.model import (
     CHANGE_SECONDS,
@@ -23,10 +24,10 @@ from autoshard.planning.cost.model import (
     hint,
     node_bytes,
     node_flops,
-    node_seconds,
     ring_bytes,
 )
 from autoshard.planning.cost.this_machine import cluster_of
+from autoshard.planning.cost.work import Work
 from autoshard.runtime.collectives import step
 
 # Typed from the design's table of transitions, not derived: "-" is no collective.
@@ -147,10 +148,20 @@ def test_unknown_collective() -> None:
 
 
 def test_roofline() -> None:
-    h100 = cluster("h100").device
-    assert node_seconds(989e12, 0, torch.bfloat16, h100) == 1.0
-    assert node_seconds(989e12, 2 * 3350e9, torch.bfloat16, h100) == 2.0
-    assert node_seconds(67e12, 0, torch.float32, h100) == 1.0
+    h100 = cluster("h100").sheet
+    assert h100.seconds(Work(989e12, 0, torch.bfloat16)) == 1.0
+    assert h100.seconds(Work(989e12, 2 * 3350e9, torch.bfloat16)) == 2.0
+    assert h100.seconds(Work(67e12, 0, torch.float32)) == 1.0
+
+
+def test_programs_get_parts_of_the_data_sheet() -> None:
+    share = Efficiency(0.5, 0.25, attention=0.1, float8=0.2, narrow=100.0)
+    machine = replace(cluster("h100"), efficiency=share)
+    assert machine.seconds(Work(989e12, 0, torch.bfloat16)) == 2.0
+    assert machine.seconds(Work(989e12, 3350e9, torch.bfloat16)) == 4.0
+    assert machine.seconds(Work(989e12, 0, torch.bfloat16, narrowest=100.0)) == 4.0
+    assert machine.seconds(Work(989e12, 0, torch.bfloat16, attention=True)) == 20.0
+    assert machine.seconds(Work(1979e12, 0, torch.float8_e4m3fn)) == 10.0
 
 
 def traced(fn: Callable[..., object], *inputs: tuple[int, ...] | torch.Tensor) -> fx.Node:

@@ -15,7 +15,7 @@ from torch import fx
 from autoshard.export.rank_graph.experts.chosen_rows import blocks_of, run_chosen_rows
 from autoshard.export.rank_graph.experts.mixture import Mixture, mixtures
 from autoshard.export.spec import EngineSpec
-from autoshard.planning.cost import Hardware, cluster, node_seconds
+from autoshard.planning.cost import Cluster, Work, cluster
 from autoshard.runtime import compat
 
 # Layers that find the places of the rows, beside those that both forms have: a kernel each at most.
@@ -24,7 +24,7 @@ _PLACING_SECONDS = 5e-5
 
 def run_cheaper_rows(gm: fx.GraphModule, sizes: Mapping[str, str], spec: EngineSpec) -> None:
     """Rewrite `gm.graph` in place; new nodes have no value. sizes: the name of each symbol."""
-    machine = cluster(spec.hardware).device
+    machine = cluster(spec.hardware).sheet
     for mixture in mixtures(gm.graph):
         calls = calls_of(mixture, sizes, spec)
         chosen, every = (
@@ -61,12 +61,12 @@ def rows(mixture: Mixture, tokens: int, chosen: bool) -> int:
     return math.prod(blocks_of(tokens, mixture.chosen, mixture.experts))
 
 
-def seconds(mixture: Mixture, tokens: int, chosen: bool, machine: Hardware) -> float:
+def seconds(mixture: Mixture, tokens: int, chosen: bool, machine: Cluster) -> float:
     """Roofline seconds of a call: products, matrices that are read (one that is looked up is read,
     written and read again), rows that are read and written."""
     val, count, matrices = mixture.out.meta["val"], rows(mixture, tokens, chosen), mixture.experts
     if chosen:
         matrices = 3 * blocks_of(tokens, mixture.chosen, mixture.experts)[0]
     nbytes = (matrices * mixture.parameters + count * mixture.widths) * val.element_size()
-    spent = node_seconds(2.0 * count * mixture.parameters, nbytes, val.dtype, machine)
+    spent = machine.seconds(Work(2.0 * count * mixture.parameters, nbytes, val.dtype))
     return spent + (_PLACING_SECONDS if chosen else 0.0)
