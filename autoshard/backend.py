@@ -60,7 +60,7 @@ from autoshard.runtime.graph_meta import (
     PENDING_INPUTS,
     WITHHELD,
 )
-from autoshard.runtime.lazy import Arrivals, LazyGather, give_back, wrap_outputs
+from autoshard.runtime.lazy_gather import Arrivals, LazyGather, give_back, wrap_outputs
 from autoshard.runtime.mesh import Mesh, data_coordinate, init_mesh, start_world
 from autoshard.runtime.parameters import (
     EagerValues,

@@ -17,7 +17,7 @@ from typing import Any
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from autoshard.runtime.errors import AutoshardError, ConfigError, message
-from autoshard.runtime.input_file import FileEntry, read_json
+from autoshard.runtime.files import FileEntry, read_json
 
 MOST_LAYERS = 4096
 """Layers, blocks or experts in one count; the deepest published models have a thousand."""

@@ -28,7 +28,7 @@ from autoshard.hf_configuration import (
 )
 from autoshard.hf_weights import load_pretrained
 from autoshard.runtime import compat
-from autoshard.runtime.input_file import is_directory, is_file
+from autoshard.runtime.files import is_directory, is_file
 
 MOST_TOKENS = 2**32
 """Tokens of a batch whose sizes are still numbers that torch can multiply."""

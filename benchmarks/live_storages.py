@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard import backend
 from autoshard.runtime import compat
-from autoshard.runtime.operators import OFFLOAD
+from autoshard.runtime.host_memory import OFFLOAD
 
 _c10d = torch.ops._c10d_functional
 _LET_GO = 0.01  # seconds

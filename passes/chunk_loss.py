@@ -38,7 +38,6 @@ from autoshard.planning.chunked_loss import (
     is_loss,
 )
 from autoshard.runtime import compat
-from autoshard.runtime.chunked_loss import as_text, chunked_cross_entropy, rows_a_chunk
 from autoshard.runtime.collectives import I, chunk_size
 from autoshard.runtime.graph_meta import (
     CHUNKED,
@@ -48,6 +47,7 @@ from autoshard.runtime.graph_meta import (
     WITHHELD,
     WITHOUT_GRADIENTS,
 )
+from autoshard.runtime.operators import as_text, chunked_cross_entropy, rows_a_chunk
 
 aten = torch.ops.aten
 

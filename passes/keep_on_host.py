@@ -29,7 +29,7 @@ from autoshard.passes.base import emit
 from autoshard.planning import tensor_bytes
 from autoshard.runtime import compat
 from autoshard.runtime.graph_meta import HOST
-from autoshard.runtime.operators import OFFLOAD, RELOAD, WAIT_TRANSFER
+from autoshard.runtime.host_memory import OFFLOAD, RELOAD, WAIT_TRANSFER
 
 _NAME = "keep_on_host"
 

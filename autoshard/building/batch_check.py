@@ -13,7 +13,7 @@ from autoshard.runtime import compat
 from autoshard.runtime.agreement import Input, compare_batch, send_batch
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.errors import BatchMismatchError
-from autoshard.runtime.lazy import LazyGather
+from autoshard.runtime.lazy_gather import LazyGather
 
 CHECKED = 2
 """First calls of a graph that are compared; the second is often the first with its own batch."""

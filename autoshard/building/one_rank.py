@@ -47,7 +47,7 @@ from autoshard.runtime import compat
 from autoshard.runtime.collectives import Axis, I, State, data_axes, data_states, gathering_axes
 from autoshard.runtime.compat import artifact
 from autoshard.runtime.graph_meta import BUFFER, DIFF
-from autoshard.runtime.lazy import LazyGather
+from autoshard.runtime.lazy_gather import LazyGather
 from autoshard.runtime.mesh import Mesh, offline_mesh
 from autoshard.runtime.parameters import is_planned, stored_states
 

@@ -47,7 +47,7 @@ from autoshard.runtime.compat import (
 )
 from autoshard.runtime.errors import CaptureError, message, source_line
 from autoshard.runtime.graph_meta import DIFF, ENABLE_GRAD, WITHOUT_GRADIENTS
-from autoshard.runtime.lazy import LazyGather
+from autoshard.runtime.lazy_gather import LazyGather
 
 GLOBAL_TYPES = (DTensor, LazyGather)
 """Tensor subclasses whose own shape is the global one; captured as plain tensors of that shape."""

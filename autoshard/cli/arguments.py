@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoshard.errors import ConfigError, message
-from autoshard.runtime.input_file import MOST_RANKS
+from autoshard.runtime.files import MOST_RANKS
 
 _MODEL = (
     "a Hugging Face directory (no code of its own is run), a configuration class of transformers "

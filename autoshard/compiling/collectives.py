@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 
 from autoshard.compiling.built import Built
 from autoshard.planning import tensor_bytes
-from autoshard.runtime.chunked_loss import CHUNKED_LOSS, reductions_of
 from autoshard.runtime.collectives import EXCHANGES, FUSED_PRODUCTS, GATHER_MATMUL
 from autoshard.runtime.graph_meta import CHANGE, LINE, MODULE, READER, READER_LINE
+from autoshard.runtime.operators import CHUNKED_LOSS, reductions_of
 
 _c10d = torch.ops._c10d_functional
 _LOGICAL_SIZE = {  # which tensor's bytes are the size of the collective: megatron's ledger

@@ -21,7 +21,7 @@ from autoshard.errors import ConfigError, message
 from autoshard.planning import is_handed_on, is_trained
 from autoshard.runtime import compat
 from autoshard.runtime.graph_meta import MUTATED, N_OUTPUTS
-from autoshard.runtime.lazy import LazyGather
+from autoshard.runtime.lazy_gather import LazyGather
 from autoshard.runtime.parameters import SINGLE
 
 CAPTURE = "triton.cudagraphs"

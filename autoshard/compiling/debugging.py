@@ -27,8 +27,8 @@ from autoshard.errors import AutoshardError, ConfigError, message
 from autoshard.passes import OPTIONAL, ORDER, Report, Watch
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.compat import artifact
+from autoshard.runtime.files import write_whole
 from autoshard.runtime.mesh import SAME_BATCH
-from autoshard.runtime.output_file import write_whole
 
 _log = logging.getLogger("autoshard.passes")
 _graphs = logging.getLogger("autoshard.graphs")

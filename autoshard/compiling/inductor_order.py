@@ -37,9 +37,9 @@ from torch import fx
 
 from autoshard.passes import ALL_REDUCE, COLLECTIVES, aten, c10d, waits_of
 from autoshard.planning import PRODUCTS, RESHAPES, packet
-from autoshard.runtime.chunked_loss import CHUNKED_LOSS
 from autoshard.runtime.collectives import EXCHANGES, FUSED_PRODUCTS
-from autoshard.runtime.operators import OFFLOAD, RELOAD, WAIT_TRANSFER
+from autoshard.runtime.host_memory import OFFLOAD, RELOAD, WAIT_TRANSFER
+from autoshard.runtime.operators import CHUNKED_LOSS
 
 
 def hold_order(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

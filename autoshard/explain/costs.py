@@ -14,8 +14,8 @@ from autoshard.compiling import Built, Collective
 from autoshard.passes import WAIT, start_of
 from autoshard.planning import cost
 from autoshard.planning.cost import START_SECONDS, work_of
-from autoshard.runtime.chunked_loss import CHUNKED_LOSS
 from autoshard.runtime.collectives import EXCHANGES, FUSED_PRODUCTS, P
+from autoshard.runtime.operators import CHUNKED_LOSS
 
 
 @dataclass(frozen=True, kw_only=True)

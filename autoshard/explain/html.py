@@ -8,7 +8,7 @@ from importlib import resources
 
 from autoshard.compiling import Built
 from autoshard.explain.page_data import page_data
-from autoshard.runtime.output_file import write_whole
+from autoshard.runtime.files import write_whole
 
 
 def write_page(built: Built, path: str | os.PathLike[str]) -> None:

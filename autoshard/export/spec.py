@@ -12,7 +12,7 @@ import torch
 
 from autoshard.export.errors import export_error
 from autoshard.planning.cost import cluster
-from autoshard.runtime.input_file import MOST_RANKS
+from autoshard.runtime.files import MOST_RANKS
 
 DIMS = ("batch", "sequence")
 """Names of the first dims of the inputs, which may vary."""

@@ -16,8 +16,8 @@ from autoshard.measuring.device import Product, memory_rate, product_rates
 from autoshard.measuring.links import Fit, Sample, collective_times, fitted
 from autoshard.planning.cost import Cluster, cluster_of
 from autoshard.runtime.agreement import from_first, gather, world_axis
+from autoshard.runtime.files import write_whole
 from autoshard.runtime.mesh import start_world
-from autoshard.runtime.output_file import write_whole
 
 
 @dataclass(frozen=True)

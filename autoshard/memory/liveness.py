@@ -18,8 +18,8 @@ from autoshard.compiling import loss_arguments
 from autoshard.passes import WAIT, start_of
 from autoshard.planning import tensor_bytes
 from autoshard.runtime import compat
-from autoshard.runtime.chunked_loss import CHUNKED_LOSS, scratch_of
-from autoshard.runtime.operators import OFFLOAD
+from autoshard.runtime.host_memory import OFFLOAD
+from autoshard.runtime.operators import CHUNKED_LOSS, scratch_of
 
 aten = torch.ops.aten
 

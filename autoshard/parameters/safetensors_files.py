@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autoshard.errors import AutoshardError, message
-from autoshard.runtime.input_file import FileEntry, is_directory, is_file, read_json
+from autoshard.runtime.files import FileEntry, is_directory, is_file, read_json
 
 _INDEX = "model.safetensors.index.json"
 _COMPLEX = ("C64",)

@@ -18,9 +18,8 @@ from typing import Any
 from autoshard.planning.strategy import Strategy
 from autoshard.runtime.collectives import CHOICES, State, is_state
 from autoshard.runtime.errors import PlanError
-from autoshard.runtime.input_file import MOST_RANKS, FileEntry, read_json
+from autoshard.runtime.files import MOST_RANKS, FileEntry, read_json, write_whole
 from autoshard.runtime.mesh import AXIS_ORDER
-from autoshard.runtime.output_file import write_whole
 
 PLAN_VERSION = 2
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.errors import ConfigError, message
 from autoshard.model_source import callable_named, model_and_call
-from autoshard.runtime.lazy import LazyGather
+from autoshard.runtime.lazy_gather import LazyGather
 from autoshard.runtime.pipeline import Withheld
 from autoshard.runtime.randomness import draw_apart
 

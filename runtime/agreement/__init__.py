@@ -8,8 +8,17 @@ from autoshard.runtime.agreement.backwards import (
     reducing,
     will_reduce,
 )
-from autoshard.runtime.agreement.batches import Input, compare_batch, described, send_batch
-from autoshard.runtime.agreement.consensus import agree, attempt, from_first, gather, world_axis
+from autoshard.runtime.agreement.consensus import (
+    Input,
+    agree,
+    attempt,
+    compare_batch,
+    described,
+    from_first,
+    gather,
+    send_batch,
+    world_axis,
+)
 from autoshard.runtime.agreement.history import Call
 from autoshard.runtime.agreement.regions import CollectiveRegion, announced, users_line
 from autoshard.runtime.agreement.worlds import limit_group, wait_at_most

@@ -24,8 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import compat
 from autoshard.runtime.agreement.consensus import agree, ask, members
-from autoshard.runtime.agreement.history import Call, History, mixed
-from autoshard.runtime.agreement.progress import name_of
+from autoshard.runtime.agreement.history import Call, History, mixed, name_of
 from autoshard.runtime.agreement.regions import BRANCHES, CollectiveRegion, with_processes
 from autoshard.runtime.agreement.store_exchange import StoreExchange
 from autoshard.runtime.agreement.worlds import current_exchange

@@ -1,17 +1,24 @@
-"""The collectives of graphs that a rank has run with a group of ranks, to be compared with theirs.
+"""What a rank has done with a group of ranks: calls, compared with theirs, and how far it has come.
 
 Data-parallel ranks have batches of their own, and may take other branches: two ranks that run other
 graphs gather or reduce other parameters with each other, and where those are of one size nothing
 fails. The ranks compare all calls so far before each of the first few that train after a backward.
 Else it would cost too many messages, and they do at the first, second, fourth, eighth... and at
 every 256th: a difference stays one, as the hash of a call is mixed with that of all before it.
+
+A rank inside of a collective cannot say so, and says nothing of it before: that would cost each
+step a message. A thread looks at the counts of collectives now and then, and tells those that stand
+still. They are proof: a rank that has entered a collective which another one has not, and which
+that one does not come to because it waits for the first at something else, waits for ever.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 EVERY = 256  # calls between two comparisons, in the long run
 TRAINING = 8  # calls after a backward that are all compared, where they train
@@ -73,3 +80,50 @@ class History:
     def lines(self) -> list[str]:
         first = self._count - len(self._latest) + 1
         return [f"call {first + i}: {line}" for i, line in enumerate(self._latest)]
+
+
+LOOK = 1.0  # seconds for which counts stand still before they are told
+
+
+def name_of(members: Sequence[int]) -> str:
+    """The name of a group of ranks in messages."""
+    return hashlib.sha256(repr(tuple(members)).encode()).hexdigest()[:12]
+
+
+class CountedRegions:
+    """The regions with collectives that this rank has entered, by the name of the group of ranks.
+
+    counts: of each group. doing: the region that was entered last. tell: called by a thread, once
+    for each time that all of it stands still; it returns False to end the thread.
+    """
+
+    def __init__(self, tell: Callable[[], bool]) -> None:
+        self.counts: dict[str, int] = {}
+        self.doing = ""
+        self._tell = tell
+        self._changes = 0
+        self._started = False
+
+    def enter(self, groups: Sequence[str], doing: str) -> None:
+        """Count a region before its first collective."""
+        for name in groups:
+            self.counts[name] = self.counts.get(name, 0) + 1
+        self.doing = doing
+        self._changes += 1
+        if not self._started:
+            self._started = True
+            threading.Thread(target=self._watch, name="autoshard-progress", daemon=True).start()
+
+    def undo(self, groups: Sequence[str]) -> None:
+        """Take back a region that failed by itself, before the others would meet it there."""
+        for name in groups:
+            self.counts[name] -= 1
+        self._changes += 1
+
+    def _watch(self) -> None:
+        seen = -1
+        while True:
+            time.sleep(LOOK)
+            still, seen = seen == self._changes, self._changes
+            if still and not self._tell():
+                return

@@ -14,8 +14,7 @@ import torch
 
 from autoshard.runtime import compat
 from autoshard.runtime.agreement.consensus import FAILED, REMEDY, agree, ask, members
-from autoshard.runtime.agreement.history import Call
-from autoshard.runtime.agreement.progress import name_of
+from autoshard.runtime.agreement.history import Call, name_of
 from autoshard.runtime.agreement.store_exchange import StoreExchange
 from autoshard.runtime.agreement.worlds import current_exchange
 from autoshard.runtime.collectives import Axis

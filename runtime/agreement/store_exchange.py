@@ -18,10 +18,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from autoshard.runtime.agreement.history import History
-from autoshard.runtime.agreement.progress import CountedRegions, name_of
-from autoshard.runtime.agreement.store_calls import StoreLost, within
-from autoshard.runtime.agreement.turns import Turn, refusal
+from autoshard.runtime.agreement.history import CountedRegions, History, name_of
+from autoshard.runtime.agreement.threads import StoreLost, Turn, refusal, within
 
 T = TypeVar("T")
 

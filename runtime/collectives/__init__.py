@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from autoshard.runtime.collectives.axis import Axis, chunk_bounds, chunk_size
-from autoshard.runtime.collectives.balanced_order import head_tail, in_order, own_chunks
+from autoshard.runtime.collectives.axis import (
+    Axis,
+    chunk_bounds,
+    chunk_size,
+    head_tail,
+    in_order,
+    own_chunks,
+)
 from autoshard.runtime.collectives.data_parallel_axes import (
     CHOICES,
     DATA_AXES,

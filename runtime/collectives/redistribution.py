@@ -17,8 +17,14 @@ import torch
 import torch.nn.functional as F
 
 from autoshard.runtime.collectives import lockstep
-from autoshard.runtime.collectives.axis import Axis, chunk_bounds, chunk_size
-from autoshard.runtime.collectives.balanced_order import head_tail, in_order, own_head_and_tail
+from autoshard.runtime.collectives.axis import (
+    Axis,
+    chunk_bounds,
+    chunk_size,
+    head_tail,
+    in_order,
+    own_head_and_tail,
+)
 from autoshard.runtime.collectives.states import (
     I,
     S,

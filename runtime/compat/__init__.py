@@ -33,7 +33,12 @@ from autoshard.runtime.compat.autograd import (
     transforming,
     will_run,
 )
-from autoshard.runtime.compat.compiled_modules import watch_compiles
+from autoshard.runtime.compat.compiled_modules import (
+    parametrized_class,
+    parametrized_subclass,
+    replace,
+    watch_compiles,
+)
 from autoshard.runtime.compat.dynamo import (
     ONLY_IN_OURS,
     READ_WHOLE,
@@ -63,10 +68,15 @@ from autoshard.runtime.compat.frames import (
 )
 from autoshard.runtime.compat.groups import (
     OwnSums,
+    gather_matmul,
+    gpu_milliseconds,
     group_limit,
     has_lost_a_rank,
+    has_symmetric_memory,
     host_group,
+    is_capturing,
     is_of_a_collective,
+    matmul_scatter,
     misses_a_rank,
     name_group,
     once_a_world,
@@ -101,11 +111,6 @@ from autoshard.runtime.compat.modes import (
     meta_constants,
     real_tensors,
 )
-from autoshard.runtime.compat.replaced import (
-    parametrized_class,
-    parametrized_subclass,
-    replace,
-)
 from autoshard.runtime.compat.symbolic import (
     FakeTensor,
     FakeTensorMode,
@@ -120,13 +125,6 @@ from autoshard.runtime.compat.symbolic import (
     storage_key,
     symbol_places,
     unknown_size,
-)
-from autoshard.runtime.compat.symmetric import (
-    gather_matmul,
-    gpu_milliseconds,
-    has_symmetric_memory,
-    is_capturing,
-    matmul_scatter,
 )
 from autoshard.runtime.compat.tensors import (
     detached_locals,

@@ -1,10 +1,18 @@
-"""What torch.compile is given with our backend, and the methods of what it returns."""
+"""What torch.compile is given with our backend, and the methods of what it returns.
+
+Functions of torch and of libraries do something of ours where parameters are stored. A method of a
+model runs as a frame of Dynamo's by what its source says.
+"""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -15,8 +23,137 @@ from torch.utils import _pytree as pytree
 
 from autoshard.runtime.compat.dynamo import OURS, is_ours
 from autoshard.runtime.compat.frames import never_a_frame
-from autoshard.runtime.compat.replaced import replace
-from autoshard.runtime.method_source import IN_PARTS, WHOLE, way_to_run
+
+_REPLACED = "_autoshard_replaced"
+
+
+def replace(module: str, name: str, by: Callable[..., Any]) -> None:
+    """Have callers of the function `name` of `module` call `by(original, *args, **kwargs)`.
+
+    name: such as "Class.method". Does nothing where the module is not imported, or has no such
+    function, as in other versions of a library; a function is replaced once. Of these libraries no
+    hook exists that is called before they read the parameters.
+    """
+    owner: Any = sys.modules.get(module)
+    *path, last = name.split(".")
+    for part in path:
+        owner = getattr(owner, part, None)
+    original = getattr(owner, last, None)
+    if original is None or hasattr(original, _REPLACED):
+        return
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return by(original, *args, **kwargs)
+
+    setattr(replaced, _REPLACED, True)
+    setattr(owner, last, replaced)
+
+
+def parametrized_class(module: nn.Module) -> type[nn.Module] | None:
+    """The class that torch.nn.utils.parametrize made for this module alone, with a property for
+    each parametrised tensor; it is deleted from that class, which must be the module's own."""
+    cls = type(module)
+    if "parametrizations" not in module._modules or not cls.__name__.startswith("Parametrized"):
+        return None
+    return cls
+
+
+def parametrized_subclass(cls: type[nn.Module], made: type[nn.Module]) -> type[nn.Module]:
+    """The class that torch would have made, as it made `made`, of another class."""
+    own = {k: v for k, v in vars(made).items() if k not in ("__dict__", "__weakref__")}
+    metaclass: Any = type(made)
+    return metaclass(made.__name__, (cls,), own)  # type: ignore[no-any-return]
+
+
+WHOLE, IN_PARTS, EAGER = "whole", "in parts", "eager"
+"""One frame; eager itself, of which each function that it calls is a frame; none at all."""
+
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_LIBRARIES = ("transformers.generation", "transformers.modeling_utils")
+_STEPS = frozenset({"backward", "manual_backward", "step"})
+
+
+def way_to_run(model: nn.Module, method: Callable[..., Any]) -> tuple[str, list[CodeType]]:
+    """How `method` of `model` runs, and the code that is to be no frame where it is IN_PARTS.
+
+    Dynamo unrolls loops. One over layers calls each of them once; one over tokens or time calls the
+    model, or one method or layer of it, each time round (`generate`, a rollout): IN_PARTS, so that
+    what it calls is compiled once. So is a method that calls such a method. EAGER: what calls
+    backward or an optimizer, whose code is not the model's; a generator or coroutine, whose frames
+    run after the call; what transformers' models inherit (`generate`); and what has no source.
+    """
+    if (method.__module__ or "").startswith(_LIBRARIES):
+        return EAGER, []
+    looping: list[CodeType] = []
+    try:
+        looks = _look(model, method, looping, set())
+    except (OSError, TypeError, SyntaxError):
+        return EAGER, []
+    return (IN_PARTS, looping) if looks == IN_PARTS else (looks, [])
+
+
+def _look(
+    model: nn.Module, method: Callable[..., Any], looping: list[CodeType], seen: set[Any]
+) -> str:
+    function = inspect.unwrap(method)
+    if function in seen or not isinstance(function, FunctionType):
+        return WHOLE
+    seen.add(function)
+    kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    if any(is_kind(function) for is_kind in kinds):
+        return EAGER
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    me = function.__code__.co_varnames[:1]
+    repeats = any(
+        _is_of_the_model(model, name)
+        for loop in ast.walk(tree)
+        if isinstance(loop, _LOOPS)
+        for name, own in _calls(loop, me)
+        if own
+    )
+    for name, own in _calls(tree, me):
+        if name in _STEPS and not own:
+            return EAGER
+        # what forward does is for whoever compiled it to know
+        for called in _definitions(model, name) if own and name != "forward" else ():
+            looks = _look(model, called, looping, seen)
+            if looks == EAGER:
+                return EAGER
+            repeats = repeats or looks == IN_PARTS
+    if repeats:
+        looping.append(function.__code__)
+    return IN_PARTS if repeats else WHOLE
+
+
+def _calls(tree: ast.AST, me: tuple[str, ...]) -> Iterator[tuple[str, bool]]:
+    """The calls in a piece of source: the name of the attribute, and whether it is one of `self`,
+    or of `super()`; `self(...)` is one of "forward"."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        if isinstance(node.func, ast.Name) and node.func.id in me:
+            yield "forward", True
+        elif isinstance(node.func, ast.Attribute):
+            of = node.func.value
+            parent = isinstance(of, ast.Call) and getattr(of.func, "id", "") == "super"
+            yield node.func.attr, parent or getattr(of, "id", None) in me
+
+
+def _is_of_the_model(model: nn.Module, name: str) -> bool:
+    """Whether an attribute is a method of the model's own class, or a layer with parameters."""
+    layer = model._modules.get(name)
+    if layer is not None:
+        return next(layer.parameters(), None) is not None
+    return bool(_definitions(model, name))
+
+
+def _definitions(model: nn.Module, name: str) -> list[Callable[..., Any]]:
+    """The functions of that name in the classes of a model that are not nn.Module's."""
+    own = [cls for cls in type(model).__mro__ if not issubclass(nn.Module, cls)]
+    found = [vars(cls)[name] for cls in own if name in vars(cls)]
+    return [each for each in found if isinstance(each, FunctionType)]
+
 
 Given = Callable[[nn.Module, dict[str, Any], bool], None]
 Called = Callable[[list[nn.Module], dict[str, Any]], None]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
-from autoshard.runtime.masked_attention.by_rows import masked_both_ends, masked_prefix
-from autoshard.runtime.masked_attention.operator import MASKED_ATTENTION
+from autoshard.runtime.masked_attention.operator import (
+    MASKED_ATTENTION,
+    masked_both_ends,
+    masked_prefix,
+)
 from autoshard.runtime.masked_attention.varlen import WIDEST_HEAD

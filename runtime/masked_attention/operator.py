@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoshard.runtime.collectives import Axis, own_chunks
 from autoshard.runtime.masked_attention import by_blocks, varlen
-from autoshard.runtime.masked_attention.ranges import document_bounds, first_keys
 
 _library = torch.library.Library("autoshard", "FRAGMENT")
 # As in runtime/randomness/operators.py: count up when an operator gives other numbers.
@@ -93,6 +93,55 @@ def _attend_backward(
     else:
         found = by_blocks.backward(*known, scale)
     return _laid_out(found[0]), _laid_out(found[1]), _laid_out(found[2])
+
+
+def first_keys(
+    documents: torch.Tensor | None, window: int | None, rows: int, keys: int, device: torch.device
+) -> torch.Tensor:
+    """The first key that each of the last `rows` positions of `keys` may see: int64 [batch, rows],
+    or [1, rows] where all sequences are alike.
+
+    documents: [batch, 1, 1, keys], a number that changes where another document begins. window: how
+    many keys a row sees at most, its own among them.
+    """
+    own = torch.arange(keys - rows, keys, device=device)
+    first = torch.zeros_like(own) if window is None else (own - (window - 1)).clamp(min=0)
+    first = first.unsqueeze(0)
+    if documents is None:
+        return first
+    at = torch.arange(keys, device=device)
+    begun = torch.where(_begins(documents), at, 0).cummax(-1).values
+    return torch.maximum(first, begun[:, keys - rows :])
+
+
+def document_bounds(
+    documents: torch.Tensor, batch: int, rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What kernels of sequences of many lengths want to know: (where each document begins among the
+    queries of all sequences, among their keys, and how many documents, most queries and most keys).
+
+    The first two are int32 [batch * keys + 1], the end repeated behind the last document; the third
+    is int64 [3] on the host, which waits for it. The queries are the last `rows` of each sequence.
+    """
+    keys = documents.shape[-1]
+    begins = _begins(documents).expand(batch, keys).reshape(-1)
+    count = batch * keys
+    place = torch.arange(count, device=documents.device)
+    number = torch.where(begins, begins.cumsum(0) - 1, count)  # the rest is written behind the end
+    ends = torch.full((count + 1,), count, device=documents.device)
+    ends = ends.scatter(0, number, place)
+    ends[count] = count
+    before = (ends % keys - (keys - rows)).clamp(min=0)
+    query_ends = ends // keys * rows + before
+    sizes = torch.stack([begins.sum(), query_ends.diff().max(), ends.diff().max()])
+    return query_ends.int(), ends.int(), sizes.cpu()
+
+
+def _begins(documents: torch.Tensor) -> torch.Tensor:
+    """bool [batch, keys]: whether a document begins at a place."""
+    numbers = documents.flatten(1)
+    changed = numbers[:, 1:] != numbers[:, :-1]
+    return torch.nn.functional.pad(changed, (1, 0), value=True)
 
 
 def _first(
@@ -212,3 +261,72 @@ def _define() -> None:
 
 _define()
 MASKED_ATTENTION = _op("masked_attention")
+
+
+def masked_prefix(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: torch.Tensor | None = None,
+    visible: torch.Tensor | None = None,
+    window: int | None = None,
+    *,
+    axis: Axis,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`MASKED_ATTENTION` of this rank's query rows, of as many as there are keys; what lies after
+    its last row, or before the window of its first, is not read."""
+    rows, length = query.shape[-2], key.shape[-2]
+    end = length if axis.rank == axis.size - 1 else (axis.rank + 1) * rows
+    masks = (documents, visible)
+    return _part(query, key, value, masks, window, end, scale, enable_gqa)
+
+
+def masked_both_ends(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: torch.Tensor | None = None,
+    visible: torch.Tensor | None = None,
+    window: int | None = None,
+    *,
+    axis: Axis,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`masked_prefix` where the rank's query rows are in head-tail order."""
+    rows = query.shape[-2] // 2
+    masks = (documents, visible)
+    return torch.cat(
+        [
+            _part(part, key, value, masks, window, (chunk + 1) * rows, scale, enable_gqa)
+            for chunk, part in zip(own_chunks(axis), query.split(rows, -2))
+        ],
+        -2,
+    )
+
+
+def _part(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    masks: tuple[torch.Tensor | None, torch.Tensor | None],
+    window: int | None,
+    end: int,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Of the query rows that stand before `end`."""
+    start = 0 if window is None else max(0, end - query.shape[-2] - window + 1)
+    documents, visible = (None if one is None else one[..., start:end] for one in masks)
+    made: torch.Tensor = MASKED_ATTENTION(
+        query,
+        *(x.narrow(-2, start, end - start) for x in (key, value)),
+        documents,
+        visible,
+        window,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+    return made

@@ -13,8 +13,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from autoshard.runtime.masked_attention.ranges import sees_any
-
 _forward = torch.ops.aten._flash_attention_forward.default
 _backward = torch.ops.aten._flash_attention_backward.default
 
@@ -67,7 +65,7 @@ def forward(
     out = out.unflatten(0, (batch, rows)).transpose(1, 2)[..., : value.shape[-1]]
     if visible is not None:
         assert first is not None
-        out = out * sees_any(visible, first)[:, None, :, None]
+        out = out * _sees_any(visible, first)[:, None, :, None]
     return out, sums.unflatten(1, (batch, rows)).transpose(0, 1)
 
 
@@ -90,7 +88,7 @@ def backward(
     width = operands[0].shape[-1]
     if visible is not None:
         assert first is not None
-        gradient = gradient * sees_any(visible, first)[:, None, :, None]
+        gradient = gradient * _sees_any(visible, first)[:, None, :, None]
     given, made = (_tokens(F.pad(x, (0, width - x.shape[-1]))) for x in (gradient, out))
     drawn = torch.zeros(2, dtype=torch.uint64, device=query.device)  # nothing is dropped
     options = {"scale": scale, "window_size_left": _left(window), "window_size_right": 0}
@@ -111,6 +109,15 @@ def backward(
         for grad, one in zip(found, (query, key, value))
     ]
     return gradients[0], gradients[1], gradients[2]
+
+
+def _sees_any(visible: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """Whether each query row sees a key: bool [batch, rows]. visible: [batch, 1, 1, keys]."""
+    until = visible.flatten(1).cumsum(-1)
+    until = torch.nn.functional.pad(until, (1, 0))  # how many are before each place
+    rows, keys = first.shape[1], until.shape[1] - 1
+    before = until.gather(1, first.expand(until.shape[0], -1))
+    return until.expand(before.shape[0], -1)[:, keys - rows + 1 :] > before
 
 
 def _left(window: int | None) -> int:

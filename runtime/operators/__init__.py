@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-from autoshard.runtime.operators.attention_by_heads import attend_by_heads
-from autoshard.runtime.operators.bound import Bound, unbound
-from autoshard.runtime.operators.causal_prefix import attend_to_both_ends, attend_to_prefix
+from autoshard.runtime.operators.attention import (
+    attend_by_heads,
+    attend_to_both_ends,
+    attend_to_prefix,
+    attend_to_shared_head,
+)
+from autoshard.runtime.operators.bound import (
+    Bound,
+    share_of_equal_mean,
+    share_of_mean,
+    unbound,
+    with_local_groups,
+)
+from autoshard.runtime.operators.chunked_loss import (
+    CHUNKED_LOSS,
+    chunked_cross_entropy,
+    reductions_of,
+    rows_a_chunk,
+    scratch_bytes,
+    scratch_of,
+)
 from autoshard.runtime.operators.expert_body import (
     ELEMENT,
     OFFS,
@@ -33,23 +51,18 @@ from autoshard.runtime.operators.float8 import (
     split_float8_linear,
 )
 from autoshard.runtime.operators.fused_dims import pieces, split_parts, unfold_parts, with_parts
-from autoshard.runtime.operators.groups import attend_to_shared_head, with_local_groups
-from autoshard.runtime.operators.host_memory import OFFLOAD, RELOAD, WAIT_TRANSFER
 from autoshard.runtime.operators.inference_layer import reduce_add_norm
-from autoshard.runtime.operators.means import share_of_equal_mean, share_of_mean
+from autoshard.runtime.operators.row_functions import RowFunction, as_text, copies_of, kept_by
 from autoshard.runtime.operators.sharded_softmax import log_softmax, logsumexp, softmax
-from autoshard.runtime.operators.token_mean import (
-    own_tokens,
-    share_of_tokens,
-    stand_in_targets,
-    stand_in_weight,
-)
 from autoshard.runtime.operators.vocabulary import (
     MEAN,
     NONE,
     loss_over_tokens,
     loss_over_tokens_and_classes,
-    token_weight,
+    own_tokens,
+    share_of_tokens,
+    stand_in_targets,
+    stand_in_weight,
     vocab_parallel_cross_entropy,
     vocab_parallel_embedding,
     vocab_parallel_nll,

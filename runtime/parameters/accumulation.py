@@ -20,8 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from autoshard.runtime import compat
 from autoshard.runtime.errors import AutoshardError, message
 from autoshard.runtime.parameters.data_unsharding import ACCUMULATE, FLUSH, SINGLE
-from autoshard.runtime.parameters.pending import Pending
-from autoshard.runtime.parameters.record import pending_of, policy_of
+from autoshard.runtime.parameters.record import Pending, pending_of, policy_of
 
 # Attributes of modules. Not in one record: Dynamo guards `_SYNC` in each call, and would guard the
 # record, too.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from autoshard.runtime.pipeline.channel import GroupChannel, ValueMeta
 from autoshard.runtime.pipeline.execution import Loan, PipelineResult, RankPipeline, RankStage
 from autoshard.runtime.pipeline.gradient_sums import summed
-from autoshard.runtime.pipeline.outputs import Withheld
 from autoshard.runtime.pipeline.schedules import (
     SCHEDULES,
     Action,
@@ -17,4 +16,4 @@ from autoshard.runtime.pipeline.schedules import (
     timeline,
 )
 from autoshard.runtime.pipeline.stage import StageProgram
-from autoshard.runtime.pipeline.step import step_loss, without_loss
+from autoshard.runtime.pipeline.step import Withheld, step_loss, without_loss

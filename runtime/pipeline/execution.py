@@ -12,9 +12,9 @@ import torch.distributed as dist
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import Axis, I, P, State, convert, shard_dim
 from autoshard.runtime.pipeline.channel import Channel, ValueMeta
-from autoshard.runtime.pipeline.outputs import Withheld
 from autoshard.runtime.pipeline.schedules import Action, forwards
 from autoshard.runtime.pipeline.stage import StageProgram, StageRun
+from autoshard.runtime.pipeline.step import Withheld
 
 
 @dataclass(frozen=True)

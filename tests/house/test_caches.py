@@ -21,7 +21,7 @@ CACHES = {
     "runtime/collectives/fused_products.py _measured": "group, device, sizes and dtypes",
     "runtime/agreement/backwards.py _worlds": "the world's exchange",
     "runtime/compat/groups.py host_group": "the group's name, unique in a world",
-    "runtime/compat/symmetric.py has_symmetric_memory": "the group's name, unique in a world",
+    "runtime/compat/groups.py has_symmetric_memory": "the group's name, unique in a world",
     "runtime/mesh.py _made": "device and sizes: all ranks are in it",
     "runtime/mesh.py _of": "the DeviceMesh: equal ones of one world have equal groups",
     "runtime/mesh.py axes_of": "the DeviceMesh: equal ones of one world have equal groups",
@@ -39,7 +39,7 @@ CACHES = {
     "runtime/compat/tensors.py _specs": "the mesh's id, which lives as long as the spec",
     # of a run, taken away when it ends
     "runtime/collectives/lockstep.py _meetings": "a number that is never given again",
-    "runtime/parameters/eager/handed_copies.py _kept": "cleared when the next graph runs",
+    "runtime/parameters/eager/graph_boundary.py _kept": "cleared when the next graph runs",
     "runtime/randomness/states.py _of_thread": "the place of a lockstep thread",
     # functions of their arguments, or of the installation
     "autoshard/compiling/any_rank.py _signature": "the function",
@@ -51,7 +51,7 @@ CACHES = {
     "runtime/compat/tensors.py transfers": "torch's operators",
     "runtime/compat/version.py probe_compilers": "torch's names",
     "runtime/errors.py _torch_folder": "where torch is installed",
-    "runtime/offloading/optimizer.py _offloaded_class": "the optimizer's class",
+    "runtime/offloaded_optimizer.py _offloaded_class": "the optimizer's class",
     "runtime/operators/expert_body.py parse": "the text of a body",
     "runtime/parameters/access.py stored_class": "class, names and dtype",
     "runtime/parameters/eager/operator_names.py name_of": "the function",

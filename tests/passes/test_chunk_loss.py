@@ -19,9 +19,9 @@ from autoshard.passes.chunk_loss import ChunkLoss
 from autoshard.planning.plan import Plan
 from autoshard.program import Program
 from autoshard.runtime import compat
-from autoshard.runtime.chunked_loss import CHUNKED_LOSS, as_text, chunked_cross_entropy, sizes
-from autoshard.runtime.chunked_loss.sizes import rows_a_chunk
 from autoshard.runtime.graph_meta import CHUNKED
+from autoshard.runtime.operators import CHUNKED_LOSS, as_text, chunked_cross_entropy, chunked_loss
+from autoshard.runtime.operators.chunked_loss import rows_a_chunk
 from autoshard.runtime.operators.vocabulary import MEAN, SUM
 from autoshard.verification.distance import furthest
 from autoshard.verification.program_check import verify_program
@@ -170,7 +170,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits beside the loss; a tied head; a softcap."""
-    monkeypatch.setattr(sizes, "_FEWEST_ROWS", 16)
+    monkeypatch.setattr(chunked_loss, "_FEWEST_ROWS", 16)
     torch.compiler.reset()
     ids = torch.randint(0, WORDS, (2, 128))
     asked = [{"mesh": mesh, "chunk_loss": True} for mesh in MESHES]

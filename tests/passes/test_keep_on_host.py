@@ -10,7 +10,7 @@ from torch import fx, nn
 from autoshard.planning import Recomputation
 from autoshard.runtime.compat import ForwardBackward, memory_of
 from autoshard.runtime.graph_meta import VALUE
-from autoshard.runtime.operators import OFFLOAD, RELOAD, WAIT_TRANSFER
+from autoshard.runtime.host_memory import OFFLOAD, RELOAD, WAIT_TRANSFER
 from traced import builder
 
 

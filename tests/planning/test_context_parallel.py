@@ -27,7 +27,7 @@ from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.redistribution import convert
 from autoshard.runtime.collectives.states import I, S, Z
 from autoshard.runtime.mesh import offline_mesh
-from autoshard.runtime.operators.causal_prefix import attend_to_both_ends, attend_to_prefix
+from autoshard.runtime.operators.attention import attend_to_both_ends, attend_to_prefix
 from autoshard.verification.program_check import verify_program
 from models import CASES
 from side_by_side import Pair

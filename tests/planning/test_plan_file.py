@@ -15,7 +15,7 @@ import autoshard
 from autoshard import Plan
 from autoshard.program import Program
 from autoshard.runtime.errors import OutputError, PlanError
-from autoshard.runtime.output_file import write_whole
+from autoshard.runtime.files import write_whole
 from autoshard.verification.program_check import verify_program
 from models_plain import MLP
 from traced import programs

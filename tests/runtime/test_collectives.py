@@ -7,8 +7,7 @@ import itertools
 import pytest
 import torch
 
-from autoshard.runtime.collectives.axis import Axis, chunk_bounds
-from autoshard.runtime.collectives.balanced_order import head_tail, in_order
+from autoshard.runtime.collectives.axis import Axis, chunk_bounds, head_tail, in_order
 from autoshard.runtime.collectives.lockstep import run_ranks
 from autoshard.runtime.collectives.redistribution import redistribute
 from autoshard.runtime.collectives.states import (

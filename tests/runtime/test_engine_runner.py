@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from autoshard.runtime.engine import Engine, TensorRT, load, read_config
-from autoshard.runtime.engine.sampling import Sampling
+from autoshard.runtime.engine.generation import Sampling
 from autoshard.runtime.errors import AutoshardError
 from tensorrt_stand_in import StandIn
 

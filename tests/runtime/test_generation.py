@@ -15,8 +15,9 @@ from torch.utils import _pytree as pytree
 from autoshard import programs
 from autoshard.building import batch_check
 from autoshard.planning import Plan
+from autoshard.runtime import lazy_gather, lazy_parts
 from autoshard.runtime.compat import FakeTensor
-from autoshard.runtime.lazy import LazyGather, gather, part_or_whole
+from autoshard.runtime.lazy_gather import LazyGather
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
@@ -129,8 +130,8 @@ def _generated(serial: Any, model: Any, name: str, how: str, asked_all: bool) ->
         mask[0, :4] = 0
         inputs |= {"attention_mask": mask}
     options = {"max_new_tokens": 6, "pad_token_id": 0, "disable_compile": True, **HOW[how]}
-    found, read = [], _counted(part_or_whole, "convert")
-    chosen = _counted(gather, "argmax_of_parts")
+    found, read = [], _counted(lazy_parts, "convert")
+    chosen = _counted(lazy_gather, "argmax_of_parts")
     compared = _counted(batch_check, "compare_batch")
     with read, chosen, compared:
         for one in (serial, model):

@@ -13,13 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from autoshard.runtime import compat
+from autoshard.runtime import compat, lazy_parts
 from autoshard.runtime.collectives import I
 from autoshard.runtime.collectives import redistribution as collectives
 from autoshard.runtime.collectives.axis import Axis, chunk_bounds
 from autoshard.runtime.collectives.lockstep import run_ranks
-from autoshard.runtime.lazy import part_operators
-from autoshard.runtime.lazy.gather import Arrivals, LazyGather, give_back, lazy, wrap_outputs
+from autoshard.runtime.lazy_gather import Arrivals, LazyGather, give_back, lazy, wrap_outputs
 from autoshard.runtime.mesh import init_mesh
 from gloo_pool import GlooPool
 
@@ -147,9 +146,9 @@ def test_the_likeliest_word_needs_no_logits(
     logits = torch.randint(-3, 3, (5, 2, 7), generator=torch.Generator().manual_seed(0)).bfloat16()
     logits[0, -1, 4] = torch.nan
     moved: list[torch.Size] = []
-    original = part_operators.all_gather
+    original = lazy_parts.all_gather
     monkeypatch.setattr(
-        part_operators, "all_gather", lambda x, axis: (moved.append(x.shape), original(x, axis))[1]
+        lazy_parts, "all_gather", lambda x, axis: (moved.append(x.shape), original(x, axis))[1]
     )
 
     def rank(axis: Axis) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.runtime.method_source import EAGER, IN_PARTS, WHOLE, way_to_run
+from autoshard.runtime.compat.compiled_modules import EAGER, IN_PARTS, WHOLE, way_to_run
 
 
 class Parent(nn.Module):

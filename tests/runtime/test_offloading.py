@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoshard
 from autoshard.errors import AutoshardError
-from autoshard.runtime.offloading import host_step, staging
-from autoshard.runtime.offloading.staging import Copies
+from autoshard.runtime import host_memory, offloaded_optimizer
+from autoshard.runtime.host_memory import Copies
 from autoshard.runtime.parameters.eager import gathering
 from autoshard.runtime.parameters.eager.stored_tensor import (
     StoredTensor,
@@ -96,7 +96,7 @@ def test_states_of_a_parameter_on_another_device_stay_on_the_host(
         def write(self, *_: Any) -> None: ...
 
     empty, gathered = torch.empty, []
-    monkeypatch.setattr(staging, "StreamCopies", lambda device: Nothing())
+    monkeypatch.setattr(host_memory, "StreamCopies", lambda device: Nothing())
     monkeypatch.setattr(
         torch, "empty", lambda *sizes, pin_memory=False, **more: empty(*sizes, **more)
     )
@@ -139,7 +139,7 @@ def test_the_fused_step_runs_beside_a_gpu_unless_another_is_asked_for() -> None:
     def settings(device: str, **asked: Any) -> Any:
         group = optim.AdamW(net().parameters(), **asked).param_groups[0]
         parameter = torch.empty(3, device=device)
-        return host_step._settings(optim.AdamW, group, parameter).get("fused")
+        return offloaded_optimizer._settings(optim.AdamW, group, parameter).get("fused")
 
     assert settings("meta") is True and settings("cpu") is None
     assert settings("meta", foreach=True) is None and settings("meta", fused=False) is False

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from autoshard.runtime.collectives import Axis, run_mesh
-from autoshard.runtime.lazy import LazyGather, wrap_outputs
+from autoshard.runtime.lazy_gather import LazyGather, wrap_outputs
 
 SHAPE = (4, 8, 6)
 Use = Callable[[torch.Tensor], torch.Tensor]

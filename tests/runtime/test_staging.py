@@ -9,9 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from autoshard.runtime.offloading import staging
-from autoshard.runtime.offloading.staging import Copies, Staged, Staging
-from autoshard.runtime.operators import host_memory
+from autoshard.runtime import host_memory
+from autoshard.runtime.host_memory import Copies, Staged, Staging
 
 
 def given(count: int = 7) -> list[Staged]:
@@ -67,7 +66,7 @@ def test_copies_that_are_made_as_late_as_their_marks_allow(
                 run()
             self.waiting = []
 
-    monkeypatch.setattr(staging, "Copies", Late)
+    monkeypatch.setattr(host_memory, "Copies", Late)
     items = given()
     Staging(torch.device("cpu")).run(items, add)
     check(items)
@@ -114,7 +113,7 @@ def test_the_streams_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "Stream", Stream)
     now = Stream(name="now")
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: now)
-    monkeypatch.setattr(staging, "_on", on)
+    monkeypatch.setattr(host_memory, "_on", on)
     monkeypatch.setattr(torch, "empty", unpinned)
     items = given(4)
     Staging(torch.device("cuda")).run(items, add)

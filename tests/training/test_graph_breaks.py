@@ -78,7 +78,7 @@ def test_a_break_with_a_tied_weight_on_both_sides(gloo2: Any) -> None:
 
 def compiled_loss() -> dict[str, Any]:
     """The logits leave one compiled function sharded and enter another."""
-    from autoshard.runtime.lazy import LazyGather
+    from autoshard.runtime.lazy_gather import LazyGather
 
     pair = Pair(Scored())
     seen: list[bool] = []

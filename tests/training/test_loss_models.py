@@ -14,13 +14,14 @@ from autoshard.planning.plan import Plan
 from autoshard.program import Program
 from autoshard.runtime.collectives.axis import Axis, chunk_bounds
 from autoshard.runtime.collectives.lockstep import run_mesh
-from autoshard.runtime.operators.token_mean import (
+from autoshard.runtime.operators.vocabulary import (
     own_tokens,
     share_of_tokens,
     stand_in_targets,
     stand_in_weight,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_nll,
 )
-from autoshard.runtime.operators.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_nll
 from autoshard.verification.program_check import verify_program
 from steps import serial_step, sharded_step
 from traced import programs

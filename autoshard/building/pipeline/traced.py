@@ -13,7 +13,7 @@ from autoshard.building.pipeline.stage_memory import StageCount
 from autoshard.explain import human, pipeline_page, table
 from autoshard.memory import StageMemory
 from autoshard.planning import Plan
-from autoshard.runtime.output_file import write_whole
+from autoshard.runtime.files import write_whole
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import torch
 from autoshard.planning import cost
 from autoshard.planning.chunked_loss.head import Head
 from autoshard.planning.strategy import value
-from autoshard.runtime.chunked_loss import copies_of, kept_by, scratch_bytes
 from autoshard.runtime.collectives import chunk_size
 from autoshard.runtime.graph_meta import DIFF
+from autoshard.runtime.operators import copies_of, kept_by, scratch_bytes
 
 
 @dataclass(frozen=True)

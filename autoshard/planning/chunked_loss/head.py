@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from autoshard.runtime import operators
-from autoshard.runtime.chunked_loss import RowFunction
 from autoshard.runtime.collectives import redistribute
+from autoshard.runtime.operators import RowFunction
 
 aten = torch.ops.aten
 _WHOLE = aten.cross_entropy_loss.default

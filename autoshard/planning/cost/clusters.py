@@ -31,7 +31,7 @@ from typing import Any
 from autoshard.planning.cost.machines import Hardware, Link, dtype_class
 from autoshard.planning.cost.work import Work
 from autoshard.runtime.errors import ConfigError, message
-from autoshard.runtime.input_file import MOST_RANKS, FileEntry, parsed, read_json
+from autoshard.runtime.files import MOST_RANKS, FileEntry, parsed, read_json
 from autoshard.runtime.mesh import AXIS_ORDER
 
 MOST_BYTES = 2**16

@@ -6,8 +6,8 @@
     to the device    the parameter
 
 The three run beside each other, and after the backward: the slowest counts, and the first read and
-the last write, beside which nothing runs. That is what runtime/offloading does. ZeRO-Offload sends
-gradients during the backward; that hides what is hidden here, since the step takes longer.
+the last write, beside which nothing runs. That is what runtime/host_memory.py does. ZeRO-Offload
+sends gradients during the backward; that hides what is hidden here, since the step takes longer.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def host_update(
         part, kept = weight.part(layout.shard), weight.kept
         stored, gradient = training.stored(kept), training.gradient(kept)
         state = training.all_state(kept)
-        # of float32 copies it converts and compares, see runtime/offloading/host_step.py
+        # of float32 copies it converts and compares, see runtime/offloaded_optimizer.py
         wide = training.recipe == "master"  # the copies are among the states
         stepped, parameter = (4, 0) if wide else (gradient, stored)
         copied = 12 + 5 * stored if wide else 0

@@ -28,7 +28,7 @@ from autoshard.runtime.collectives import State, shard_dim
 from autoshard.runtime.operators import FLOAT8_LINEAR
 
 _PASSES = 8
-"""Of a chunk's scores through memory (runtime/chunked_loss/operator.py): the maximum and the sum
+"""Of a chunk's scores through memory (runtime/operators/chunked_loss.py): the maximum and the sum
 read them; the difference, the exponential and the scale read and write them."""
 
 

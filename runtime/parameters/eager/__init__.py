@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from autoshard.runtime.parameters.eager.gathering import gathered_axes, unsharded
-from autoshard.runtime.parameters.eager.graph_inputs import EagerValues, is_eager_value
-from autoshard.runtime.parameters.eager.handed_copies import check_copies, keep_copies
+from autoshard.runtime.parameters.eager.graph_boundary import (
+    EagerValues,
+    check_copies,
+    is_eager_value,
+    keep_copies,
+)
 from autoshard.runtime.parameters.eager.stored_tensor import StoredTensor, as_parameter, as_stored
 from autoshard.runtime.parameters.eager.whole_views import WholeView

@@ -10,8 +10,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import compat
-from autoshard.runtime.parameters.eager.gathering import unsharded
-from autoshard.runtime.parameters.eager.partial_reductions import resolved
+from autoshard.runtime.parameters.eager.gathering import resolved, unsharded
 from autoshard.runtime.parameters.layout import like, part_like
 
 

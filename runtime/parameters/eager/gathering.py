@@ -1,18 +1,78 @@
-"""The whole of a stored tensor in eager code: a collective that every rank must run."""
+"""The whole of a stored tensor in eager code: a collective that every rank must run.
+
+Norms and sums of stored tensors wait with their reduction, so that many are reduced in one:
+`clip_grad_norm_` takes one norm a gradient and stacks them: each norm stays what a rank has
+(Partial) until it is read, and the stack is reduced once for all that are placed alike.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import REPLICAS, announced
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters.accumulation import microbatch_of
-from autoshard.runtime.parameters.eager.partial_reductions import resolved
 from autoshard.runtime.parameters.layout import in_strides, like
 from autoshard.runtime.parameters.unsharding import unshard_parameter
+
+
+def is_partial(x: DTensor) -> bool:
+    """Whether the ranks' values are still to be reduced."""
+    return any(placement.is_partial() for placement in compat.spec_of(x).placements)
+
+
+def resolved(x: DTensor) -> DTensor:
+    """`x`, reduced where it is Partial: once, so that what writes to it writes to the sum."""
+    if not is_partial(x):
+        return x
+    with compat.plain_attributes():
+        placements = [Replicate() if p.is_partial() else p for p in x.placements]
+        found = x.redistribute(placements=placements)
+        if x.requires_grad:  # its history is of the addend
+            return found
+        compat.set_stored(x, found)
+        return x
+
+
+def stacked(cls: type[DTensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`torch.stack` of single values, some of them Partial: a plain vector; else NotImplemented.
+
+    One collective an axis for all that are placed alike.
+    """
+    values = args[0] if len(args) == 1 and not kwargs else None
+    if not isinstance(values, (list, tuple)) or not any(
+        type(v) is cls and is_partial(v) for v in values
+    ):
+        return NotImplemented
+    groups: dict[Any, list[int]] = {}
+    with compat.plain_attributes():
+        if any(not isinstance(v, torch.Tensor) or v.dim() or v.requires_grad for v in values):
+            return NotImplemented
+        for i, value in enumerate(values):
+            placed = isinstance(value, DTensor)
+            key = (value.placements, value.device_mesh) if placed else None
+            groups.setdefault((key, value.dtype), []).append(i)
+        parts = []
+        for (key, _), at in groups.items():
+            each = [values[i] for i in at]
+            local = [compat.local_of(v) if isinstance(v, DTensor) else v for v in each]
+            vector = torch.stack(local)
+            if key is not None:
+                vector = DTensor.from_local(vector, key[1], key[0], run_check=False)
+                vector = resolved(vector).to_local()
+            parts.append(vector)
+        order = [i for at in groups.values() for i in at]
+        together = torch.cat(parts)
+        back = torch.empty(len(order), dtype=torch.long)
+        back[torch.tensor(order)] = torch.arange(len(order))
+        return together[back.to(together.device)]
+
 
 READ_EVERYWHERE = (
     "Read it on every rank; to save on one rank, call autoshard.full_state_dict(model) on every "

@@ -25,8 +25,7 @@ from autoshard.runtime import compat
 from autoshard.runtime.errors import AutoshardError, message
 from autoshard.runtime.parameters.eager import operator_names as names
 from autoshard.runtime.parameters.eager.foreach_operators import apply_to_lists
-from autoshard.runtime.parameters.eager.gathering import unsharded
-from autoshard.runtime.parameters.eager.partial_reductions import is_partial, resolved, stacked
+from autoshard.runtime.parameters.eager.gathering import is_partial, resolved, stacked, unsharded
 from autoshard.runtime.parameters.eager.whole_views import keep_views
 from autoshard.runtime.parameters.layout import (
     from_first_rank,

@@ -21,9 +21,8 @@ from torch.distributed.tensor import DTensor
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters.eager import operators
-from autoshard.runtime.parameters.eager.gathering import unsharded
+from autoshard.runtime.parameters.eager.gathering import resolved, unsharded
 from autoshard.runtime.parameters.eager.operators import assign
-from autoshard.runtime.parameters.eager.partial_reductions import resolved
 from autoshard.runtime.parameters.layout import home_of, like, local_bounds, stored_states
 from autoshard.runtime.parameters.record import copy_record
 

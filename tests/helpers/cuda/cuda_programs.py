@@ -28,7 +28,7 @@ from autoshard.compiling import any_rank, compile_local, not_captured, rank_sett
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import Axis, S
-from autoshard.runtime.lazy.gather import lazy
+from autoshard.runtime.lazy_gather import lazy
 
 torch.cuda.get_device_capability = lambda device=None: (9, 0)  # transformers asks
 

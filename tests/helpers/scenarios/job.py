@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from autoshard.errors import AutoshardError
-from autoshard.runtime.lazy import LazyGather
+from autoshard.runtime.lazy_gather import LazyGather
 from autoshard.verification.distance import difference, finite, largest
 
 Sizes = dict[str, int]

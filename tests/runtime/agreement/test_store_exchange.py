@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from autoshard.runtime.agreement import consensus as agreement
-from autoshard.runtime.agreement import progress, store_exchange
+from autoshard.runtime.agreement import history, store_exchange
 from autoshard.runtime.agreement.consensus import agree, attempt, gather
 from autoshard.runtime.agreement.store_exchange import StoreExchange
 from autoshard.runtime.collectives.axis import Axis
@@ -274,8 +274,8 @@ def test_a_rank_in_a_collective_that_waits_for_this_one(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
     """Rank 1 stands in a graph: its second, or that which the others have left."""
-    monkeypatch.setattr(progress, "LOOK", LOOK)
-    group = [progress.name_of(range(N))]
+    monkeypatch.setattr(history, "LOOK", LOOK)
+    group = [history.name_of(range(N))]
 
     def job(rank: int, exchange: StoreExchange) -> str:
         exchange.progress.enter(group, "the forward")

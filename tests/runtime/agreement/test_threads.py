@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoshard.runtime.agreement.turns import Turn
+from autoshard.runtime.agreement.threads import Turn
 from models_plain import MLP, Regression, vectors
 
 LIMIT = 4.0

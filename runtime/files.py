@@ -1,10 +1,11 @@
-"""Files that a person hands over, which may hold anything: bounded JSON, and its entries by type.
+"""Files of a user: read as what may hold anything, and written whole or not at all.
 
     body = read_json(path, "plan file", PlanError)
     size = body.entry("size").integer(1, MOST_RANKS)
 
-Whatever is wrong is an error of the reader's own class that names the file, the entry, what it
-holds and what belongs there.
+Whatever is wrong in a file that a person hands over is an error of the reader's own class that
+names the file, the entry, what it holds and what belongs there. A full disk leaves the file that is
+written over as it was.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from autoshard.runtime.errors import AutoshardError, message
+from autoshard.runtime.errors import AutoshardError, OutputError, message
 
 MOST_BYTES = 2**28
 """Bytes of the largest file that is read as text."""
@@ -219,3 +220,32 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ValueError(f"the name {twice!r} comes twice in one object")
     return made
+
+
+def write_whole(path: str | os.PathLike[str], text: str, what: str) -> None:
+    """Write a file beside `path`, and put it in its place. what: of the file, for the error.
+
+    Raises OutputError, which is an OSError too, where the system refuses; what was at `path`
+    is there still.
+    """
+    target = Path(os.path.realpath(path))  # of a link, the file that it stands for
+    if target.exists() and not target.is_file():  # a pipe or a device, which nothing can replace
+        target.write_text(text, encoding="utf-8")
+        return
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        if target.exists():
+            partial.chmod(target.stat().st_mode)
+        os.replace(partial, target)
+    except OSError as error:
+        kept = "; the file that was there is as it was" if target.exists() else ""
+        raise OutputError(
+            message(
+                f"the {what} {path} of {len(text.encode()):,} bytes cannot be written: "
+                f"{error.strerror or error}{kept}",
+                remedy="Make room there and allow this user to write, or give another path.",
+            )
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)

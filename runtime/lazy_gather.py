@@ -5,7 +5,7 @@ more than any other collective of the step. They are returned as a LazyGather: a
 global shape that gathers at its first use.
 
 Reading one is a collective: every rank of the axis must do it, or none. Its shape, dtype, device
-and repr are free, and so is what `part_operators` does on a part.
+and repr are free, and so is what `lazy_parts` does on a part.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from torch.utils import _pytree as pytree
 
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import Axis, I, P, S, State, chunk_size, shard_dim
-from autoshard.runtime.lazy.part_operators import (
+from autoshard.runtime.lazy_parts import (
     COPIES,
     FILLS,
     JOINS,
     VIEWS,
     OnPart,
+    OuterPart,
+    PartOf,
+    PartOrWhole,
+    ViewOfPart,
     argmax_of_parts,
     on_part,
     split_dim_of_join,
 )
-from autoshard.runtime.lazy.part_or_whole import OuterPart, PartOf, PartOrWhole, ViewOfPart
 
 aten = torch.ops.aten
 

@@ -1,14 +1,52 @@
-"""Causal attention where a rank holds part of the query rows, and all keys and values."""
+"""Attention where a rank holds part of the heads, or part of the query rows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
-from autoshard.runtime.collectives import Axis, own_chunks
+from autoshard.runtime.collectives import Axis, S, own_chunks, redistribute
+
+
+def attend_to_shared_head(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *args: Any,
+    op: Callable[..., torch.Tensor],
+    dim: int,
+    axis: Axis,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Attention where several ranks share a key head: each picks the one its queries attend to.
+
+    query holds this rank's heads along `dim`; key and value hold all of theirs, fewer than ranks.
+    """
+    own = axis.rank * key.shape[dim] // axis.size
+    return op(query, key.narrow(dim, own, 1), value.narrow(dim, own, 1), *args, **kwargs)
+
+
+def attend_by_heads(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *args: Any,
+    op: Callable[..., torch.Tensor],
+    axis: Axis,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Attention where each rank holds its rows of all sequences, of every head that it is given.
+
+    Which heads those are is the caller's affair: another axis may have split them before, and each
+    of its ranks exchanges its own. The axis divides their number, of queries and of keys.
+    """
+    heads, rows = S(query.dim() - 3), S(query.dim() - 2)
+    own = (redistribute(x, rows, heads, axis) for x in (query, key, value))
+    return redistribute(op(*own, *args, **kwargs), heads, rows, axis)
 
 
 def attend_to_prefix(

@@ -1,22 +1,4 @@
-"""The sum of a cross entropy over rows, and its gradients, as one operator that goes by chunks.
-
-    autoshard::chunked_loss(hidden, weight, bias, target, class_weight, ...)
-        -> (sum, gradient of hidden, of weight, of bias)
-
-`hidden` [rows, width], `weight` [classes, width], `bias` [classes] or None, `target` [rows], class
-numbers. The logits of a chunk of rows are made, their loss and at once their gradients, as Liger
-Kernel does it (Hsu et al. 2024, arXiv:2410.10989, section 3.2): the derivative of a loss is a
-number, by which backward multiplies. So each of the three products is done once, and nothing of
-rows x classes exists. It is an operator, and not its parts in the graph, since a partitioner would
-put what only gradients need into the backward, and keep the logits of all chunks for it.
-
-Gradients of weight and bias are sums over the chunks, in float32 or wider; each chunk's product has
-the dtype of the weight, as the whole product would have.
-
-Where an axis splits the classes, a chunk's maxima and sums are reduced over it: what
-`vocab_parallel_cross_entropy` reduces (runtime/operators/vocabulary.py), in as many parts as there
-are chunks, and the gradient of hidden is a partial sum.
-"""
+"""How many rows a chunk has, and the memory that it takes."""
 
 from __future__ import annotations
 
@@ -25,11 +7,46 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from autoshard.runtime.chunked_loss.row_functions import apply, copies_of, parsed, result_dtype
-from autoshard.runtime.chunked_loss.sizes import PARTS, rows_a_chunk, scratch_bytes
 from autoshard.runtime.collectives import Axis, all_reduce, chunk_bounds, chunk_size
-from autoshard.runtime.operators import token_weight
+from autoshard.runtime.operators.row_functions import apply, copies_of, parsed, result_dtype
+from autoshard.runtime.operators.vocabulary import MEAN, token_weight
+
+_FEWEST_ROWS = 256
+"""Below this a matrix product is too small to be quick."""
+
+
+def rows_a_chunk(rows: int, classes: int, width: int) -> int:
+    """Rows of which the logits are about as large as the whole hidden states.
+
+    The rule of Liger Kernel (Hsu et al. 2024, arXiv:2410.10989, section 3.2): as many chunks as
+    classes over width, the rows of one rounded up to a power of two. classes: those of the rank
+    that has most, so that all ranks have the same chunks.
+    """
+    chunks = max(1, -(-classes // width))
+    size = 1 << (-(-rows // chunks) - 1).bit_length() if rows > chunks else 1
+    return max(size, _FEWEST_ROWS)
+
+
+PARTS = 8
+"""In which a chunk's product is added to a wider sum: the product is never whole."""
+
+
+def scratch_bytes(
+    rows: int, own: int, classes: int, width: int, wide: int, narrow: int, copies: int
+) -> int:
+    """Bytes that the operator has inside at most: what it makes of a chunk's logits, and a part of
+    the weight's gradient.
+
+    own: the rank's classes. classes: those of the rank that has most. wide, narrow: bytes of an
+    element of the scores as the loss is computed, and of the weight. copies: `copies_of` what is
+    between.
+    """
+    size = min(rows, rows_a_chunk(rows, classes, width))
+    part = 0 if narrow == wide else -(-own // PARTS) * width * narrow
+    return size * own * (wide + narrow * copies) + part
+
 
 _library = torch.library.Library("autoshard", "FRAGMENT")
 # As in runtime/randomness/operators.py: count up when the operator gives other numbers.
@@ -163,3 +180,76 @@ def reductions_of(rows: int, wide: torch.dtype, hidden: Tensor, *more: Any) -> l
     lengths = [min(size, rows - start) for start in range(0, rows, size)]
     sums = 3 if smoothing else 2
     return [n * wide.itemsize * length for length in lengths for n in (1, sums)]
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of the losses, over `count` where that is given."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        class_weight: Tensor | None,
+        count: Tensor | None,
+        *options: Any,
+    ) -> Tensor:
+        total, *found = CHUNKED_LOSS(hidden, weight, bias, target, class_weight, *options)
+        ctx.save_for_backward(*found, count)
+        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+        made: Tensor = total if count is None else total / count
+        return made
+
+    @staticmethod
+    @once_differentiable  # the gradients of the gradients are not at hand
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *found, count = ctx.saved_tensors
+        # as torch has it: where no token counts, the mean is NaN and the gradients are 0
+        scale = grad if count is None else torch.where(count == 0, 0, grad / count)
+        gradients = [
+            (x * scale).to(dtype) if needed else None
+            for x, dtype, needed in zip(found, ctx.dtypes, ctx.needs_input_grad)
+        ]
+        return (*gradients, *[None] * (len(ctx.needs_input_grad) - len(gradients)))
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    *,
+    functions: str,
+    dtype: torch.dtype,
+    classes: int,
+    axis: Axis | None = None,
+    over: tuple[Axis, ...] = (),
+) -> Tensor:
+    """aten.cross_entropy_loss of `linear(hidden, weight, bias)`, after `functions`, a sum or a
+    mean, by chunks of rows (operator.py).
+
+    hidden: [..., width]; target: its shape without width, or any other of as many tokens in the
+    same order. functions: `row_functions.as_text`. dtype: of the loss. axis: splits the classes,
+    of which there are `classes`; then the result is replicated on it. over: axes that split the
+    tokens, on which the result is partial; a mean counts those of all ranks, one all-reduce of a
+    number each.
+    """
+    rows, tokens = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+    count = None
+    if reduction == MEAN:
+        wide = torch.promote_types(dtype, torch.float32)
+        count = token_weight(tokens, class_weight, ignore_index, wide).sum()
+        for one in over:
+            count = all_reduce(count, "sum", one)
+    record = torch.is_grad_enabled()
+    needs = [record and x is not None and x.requires_grad for x in (rows, weight, bias)]
+    place = (0, 1, "") if axis is None else (axis.rank, axis.size, axis.group)
+    options = (functions, ignore_index, label_smoothing, classes, needs, *place)
+    found: Tensor = _Sum.apply(rows, weight, bias, tokens, class_weight, count, *options)
+    return found.to(dtype)
