@@ -1,4 +1,4 @@
-"""Graph passes: one a file; pipeline.py holds their order."""
+"""Graph passes: one a file. What they share is in base.py and lib/, their order in pipeline.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,17 @@ from autoshard.passes.base import (
 )
 from autoshard.passes.bucket_gradients import BucketGradients
 from autoshard.passes.bucket_parameters import BucketParameters
-from autoshard.passes.bucketing import (
+from autoshard.passes.canonicalize import Canonicalize
+from autoshard.passes.chunk_loss import ChunkLoss, LossFound
+from autoshard.passes.data_parallel import DataParallel, PendingInput
+from autoshard.passes.exchange_experts import ExchangeExperts
+from autoshard.passes.expand_grouped_heads import ExpandGroupedHeads
+from autoshard.passes.float8_products import Float8Products, ProductFound
+from autoshard.passes.fuse_collectives import FuseCollectives
+from autoshard.passes.fuse_inference_layers import FuseInferenceLayers
+from autoshard.passes.global_token_mean import GlobalTokenMean
+from autoshard.passes.invariant_random import InvariantRandom
+from autoshard.passes.lib.bucketing import (
     ALL_REDUCE,
     COLLECTIVES,
     GATHERS,
@@ -29,16 +39,8 @@ from autoshard.passes.bucketing import (
     start_of,
     waits_of,
 )
-from autoshard.passes.canonicalize import Canonicalize
-from autoshard.passes.chunk_loss import ChunkLoss, LossFound
-from autoshard.passes.data_parallel import DataParallel, PendingInput
-from autoshard.passes.exchange_experts import ExchangeExperts
-from autoshard.passes.float8_products import Float8Products, ProductFound
-from autoshard.passes.fuse_collectives import FuseCollectives
-from autoshard.passes.fuse_inference_layers import FuseInferenceLayers
-from autoshard.passes.global_token_mean import GlobalTokenMean
-from autoshard.passes.localize import Localize
-from autoshard.passes.match_experts import MixtureFound
+from autoshard.passes.localize import Localize, Rewriting
+from autoshard.passes.match_experts import MatchExperts, MixtureFound
 from autoshard.passes.pipeline import (
     OPTIONAL,
     ORDER,
@@ -48,5 +50,8 @@ from autoshard.passes.pipeline import (
     rank_program,
     specialize,
 )
-from autoshard.passes.rank_parts import RankParts
-from autoshard.passes.recover_masks import ONES, POSITIONS, MaskFound, unrepeated
+from autoshard.passes.recover_masks import ONES, POSITIONS, MaskFound, RecoverMasks, unrepeated
+from autoshard.passes.shift_labels import ShiftLabels
+from autoshard.passes.split_recurrent import SplitRecurrent
+from autoshard.passes.unflatten_losses import UnflattenLosses
+from autoshard.passes.unflatten_products import UnflattenProducts

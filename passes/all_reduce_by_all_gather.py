@@ -22,7 +22,7 @@ from typing import ClassVar
 from torch import fx
 
 from autoshard.passes.base import Context, Report, emit
-from autoshard.passes.bucketing import ALL_GATHER, ALL_REDUCE, WAIT, aten, member
+from autoshard.passes.lib.bucketing import ALL_GATHER, ALL_REDUCE, WAIT, aten, member
 from autoshard.planning.cost import ONE_SHOT_BYTES
 
 

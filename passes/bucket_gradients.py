@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from autoshard.passes.base import Context, Report
-from autoshard.passes.bucketing import (
+from autoshard.passes.lib.bucketing import (
     ALL_REDUCE,
     BUCKETED_GRADIENT,
     REDUCE_SCATTER,

@@ -33,7 +33,7 @@ import torch
 from torch import fx
 
 from autoshard.passes.base import Context, Report
-from autoshard.passes.bucketing import (
+from autoshard.passes.lib.bucketing import (
     ALL_GATHER,
     GATHER_TOGETHER,
     WAIT,

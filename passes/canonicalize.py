@@ -40,7 +40,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autoshard.passes.base import Context, Report, emit
-from autoshard.passes.memory_order import arrange, reads_strides
+from autoshard.passes.lib.layouts import arrange, reads_strides
 from autoshard.planning import same_shape
 from autoshard.runtime.graph_meta import DIFF
 

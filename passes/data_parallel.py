@@ -38,7 +38,7 @@ import torch
 from torch import fx
 
 from autoshard.passes.base import Context, Report, emit, local_value, set_recomputed, set_region
-from autoshard.passes.bucketing import kind_of
+from autoshard.passes.lib.bucketing import kind_of
 from autoshard.runtime.collectives import DATA_AXES, TWICE, Axis, I, State, shard_dim
 from autoshard.runtime.graph_meta import BUCKET, CHANGE, OWN_AXIS, PENDING_INPUTS
 from autoshard.runtime.parameters import (

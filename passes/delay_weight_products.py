@@ -27,7 +27,7 @@ from typing import ClassVar
 from torch import fx
 
 from autoshard.passes.base import Context, Report
-from autoshard.passes.bucketing import COLLECTIVES, WAIT, last_collectives
+from autoshard.passes.lib.bucketing import COLLECTIVES, WAIT, last_collectives
 from autoshard.planning import PRODUCTS, is_view, packet
 
 

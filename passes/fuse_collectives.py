@@ -32,7 +32,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import fx
 
 from autoshard.passes.base import Context, Report, emit
-from autoshard.passes.bucketing import (
+from autoshard.passes.lib.bucketing import (
     ALL_GATHER,
     REDUCE_SCATTER,
     Member,
@@ -40,7 +40,7 @@ from autoshard.passes.bucketing import (
     last_collectives,
     member,
 )
-from autoshard.passes.layouts import (
+from autoshard.passes.lib.layouts import (
     Arrangement,
     above,
     below,

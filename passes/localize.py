@@ -40,7 +40,7 @@ from autoshard.passes.base import (
     set_region,
     user_line,
 )
-from autoshard.passes.memory_order import in_order, reads_strides
+from autoshard.passes.lib.layouts import as_traced, reads_strides
 from autoshard.planning import (
     Decisions,
     Strategy,
@@ -198,7 +198,7 @@ class Rewriting:
                 if self._is_tensor(leaf):
                     leaves[i] = self._read(leaf, next(states), node)
                     if strategy.impl is None and reads_strides(node):
-                        leaves[i] = in_order(leaves[i], value(leaf), self._before(node))
+                        leaves[i] = as_traced(leaves[i], value(leaf), self._before(node))
                 else:
                     leaves[i] = self.local[leaf]
         args, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -234,7 +234,7 @@ class Rewriting:
         """A gathered output with the strides that the user's code was told of it."""
         uneven = new.target is redistribute and new.args[4] is not None
         if uneven or (new.target is redistribute and not value(result).is_contiguous()):
-            return in_order(new, value(result), self._before(output))
+            return as_traced(new, value(result), self._before(output))
         return new
 
     def _before(self, node: fx.Node) -> Callable[..., fx.Node]:

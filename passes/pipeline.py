@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import fx
@@ -116,28 +116,9 @@ def run_stage(
 
 
 def prepare(
-    gm: fx.GraphModule,
-    axis: Axis,
-    tracked: bool = False,
-    watch: Watch = SILENT,
-    facts: Mapping[int, str] | None = None,
-    exchanges: bool = False,
-    float8: Float8Products | None = None,
-    sequences: bool = False,
-    ranges: bool = True,
+    gm: fx.GraphModule, axis: Axis, passes: Sequence[Pass], watch: Watch = SILENT
 ) -> list[Report]:
-    """Run the passes that precede planning, in place. tracked: see `InvariantRandom`. facts: see
-    `RecoverMasks`, which None leaves out; ranges: see there too. exchanges: see `MatchExperts`.
-    float8: that pass, where the options ask for it. sequences: whether an axis splits them
-    (`UnflattenProducts`, `ShiftLabels`, `UnflattenLosses`)."""
-    passes: list[Pass] = [Canonicalize(), ExpandGroupedHeads(), SplitRecurrent()]
-    passes += [MatchExperts(exchanges), InvariantRandom(tracked)]
-    if float8 is not None:
-        passes.append(float8)
-    if facts is not None:
-        passes += [RecoverMasks(tuple(facts.items()), ranges)]
-    if sequences:
-        passes += [UnflattenProducts(), ShiftLabels(), UnflattenLosses()]
+    """Run the passes that precede planning, in place."""
     return run_stage("serial", passes, gm, Context(axis), watch)
 
 

@@ -43,9 +43,9 @@ import torch
 from torch import fx
 
 from autoshard.passes.base import Context, Report, emit, user_line
-from autoshard.passes.index_functions import IndexFunctions, NotIndexed, input_name
-from autoshard.passes.index_values import Affine, Value, affine
-from autoshard.passes.mask_meaning import CAUSAL, DENSE, EVERYTHING, Ranges, proven
+from autoshard.passes.lib.index_functions import IndexFunctions, NotIndexed, input_name
+from autoshard.passes.lib.index_values import Affine, Value, affine
+from autoshard.passes.lib.mask_meaning import CAUSAL, DENSE, EVERYTHING, Ranges, proven
 from autoshard.planning import Size, same
 from autoshard.runtime.graph_meta import ATTENTION_MASKS, DIFF, FACTS
 from autoshard.runtime.masked_attention import MASKED_ATTENTION, WIDEST_HEAD

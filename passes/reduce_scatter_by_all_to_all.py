@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from autoshard.passes.base import Context, Report, emit
-from autoshard.passes.bucketing import REDUCE_SCATTER, WAIT, aten, c10d
+from autoshard.passes.lib.bucketing import REDUCE_SCATTER, WAIT, aten, c10d
 
 ALL_TO_ALL = c10d.all_to_all_single.default
 

@@ -32,7 +32,7 @@ from typing import ClassVar
 from torch import fx
 
 from autoshard.passes.base import Context, Report
-from autoshard.passes.bucketing import (
+from autoshard.passes.lib.bucketing import (
     ALL_REDUCE,
     BUCKETED_GRADIENT,
     COLLECTIVES,

@@ -15,28 +15,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
+import torch
 from torch import fx
 
 from autoshard.config import Config
 from autoshard.errors import PlanError
-from autoshard.passes import Localize, RankParts, rank_program
+from autoshard.passes import Localize, Rewriting, local_value, rank_program
 from autoshard.planning import (
     Decisions,
     Outer,
     Plan,
     PlanEstimate,
     Request,
+    Strategy,
     TwoAxes,
     both_at_dearer_bytes,
     plan_both,
     plan_graph,
     priced,
+    value,
     with_graph,
 )
 from autoshard.planning.cost import Machine
-from autoshard.runtime.collectives import Axis, R
+from autoshard.runtime.collectives import Axis, R, State, redistribute
+from autoshard.runtime.graph_meta import DIFF
 from autoshard.runtime.mesh import Mesh
 
 T = TypeVar("T")
@@ -63,6 +68,49 @@ class LaidOut:
         budget = self.request.memory_budget
         assert budget is not None
         return priced(self.graph, decisions.prices.n, decisions, self.request, budget)
+
+
+class RankParts(Rewriting):
+    """Single operators and changes of state of the graph of a rank of `axis` that `gm` may become.
+
+    Where two axes are planned together, the choices on the second depend on the shapes that the
+    first leaves: those of an operator, in each of its strategies, are asked for one at a time. What
+    `Localize` would emit is made, from operands that stand alone.
+
+    operand_of: the node of `gm` that each operand of a part stands for.
+    """
+
+    def __init__(self, gm: fx.GraphModule, axis: Axis) -> None:
+        chosen: Any = SimpleNamespace(strategies={}, recomputation=None)
+        super().__init__(gm, chosen, axis, "gathers", True)
+        self.operand_of: dict[fx.Node, fx.Node] = {}
+        self._operands: dict[tuple[fx.Node, State], fx.Node] = {}
+
+    def operator(self, node: fx.Node, strategy: Strategy) -> fx.Node:
+        """What runs on a rank for `node`."""
+        self.decisions.strategies[node] = strategy
+        self._call_function(node)
+        return self.local[node]
+
+    def change(self, source: fx.Node, have: State, want: State) -> fx.Node:
+        """A change of state of the value of `source`."""
+        at = self.convert(source, have, source)
+        new = self._emit(source, redistribute, (at, have, want, self.axis, None))
+        new.meta["val"] = self.tensor(value(source), want)
+        return new
+
+    def tensor(self, val: torch.Tensor, state: State) -> torch.Tensor:
+        """A value as a rank has it."""
+        return local_value(val, state, self.axis)
+
+    def convert(self, source: fx.Node, want: State, user: fx.Node) -> fx.Node:
+        """An operand in the state `want`, wherever it comes from."""
+        if (source, want) not in self._operands:
+            new = self.graph.create_node("placeholder", source.name)
+            new.meta = {"val": self.tensor(value(source), want), DIFF: source.meta.get(DIFF)}
+            self._operands[source, want] = new
+            self.operand_of[new] = source
+        return self._operands[source, want]
 
 
 def lay_out(

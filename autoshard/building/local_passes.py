@@ -1,4 +1,4 @@
-"""The passes that make a planned graph one rank's, with their options."""
+"""The passes before planning and those that make a planned graph one rank's, with their options."""
 
 from __future__ import annotations
 
@@ -11,19 +11,52 @@ from autoshard.building.planned import Planned
 from autoshard.compiling import use_by
 from autoshard.config import Config
 from autoshard.passes import (
+    Canonicalize,
     ChunkLoss,
     DataParallel,
     ExchangeExperts,
+    ExpandGroupedHeads,
+    Float8Products,
     FuseInferenceLayers,
     GlobalTokenMean,
+    InvariantRandom,
     Localize,
+    MatchExperts,
     Pass,
+    RecoverMasks,
+    ShiftLabels,
+    SplitRecurrent,
+    UnflattenLosses,
+    UnflattenProducts,
 )
 from autoshard.planning import gathered_stacks, is_trained
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import data_axes, gathering_axes
 from autoshard.runtime.graph_meta import STORED_DTYPE
 from autoshard.runtime.mesh import Mesh
+
+
+def serial_passes(
+    facts: Mapping[int, str] | None,
+    *,
+    exchanges: bool,
+    sequences: bool,
+    tracked: bool = False,
+    float8: Float8Products | None = None,
+    ranges: bool = True,
+) -> list[Pass]:
+    """The passes that precede planning. facts: see `RecoverMasks`, which None leaves out; ranges:
+    see there too. exchanges: see `MatchExperts`. sequences: whether an axis splits them. tracked:
+    see `InvariantRandom`. float8: that pass, where the options ask for it."""
+    passes: list[Pass] = [Canonicalize(), ExpandGroupedHeads(), SplitRecurrent()]
+    passes += [MatchExperts(exchanges), InvariantRandom(tracked)]
+    if float8 is not None:
+        passes.append(float8)
+    if facts is not None:
+        passes.append(RecoverMasks(tuple(facts.items()), ranges))
+    if sequences:
+        passes += [UnflattenProducts(), ShiftLabels(), UnflattenLosses()]
+    return passes
 
 
 def local_passes(

@@ -21,7 +21,7 @@ from autoshard.building.fitting import (
     remembered_by,
 )
 from autoshard.building.given_plan import load_plan
-from autoshard.building.local_passes import local_passes
+from autoshard.building.local_passes import local_passes, serial_passes
 from autoshard.building.mean_warning import warn_of_no_mean
 from autoshard.building.planned import Planned
 from autoshard.capture import capture, guard_divisible
@@ -168,13 +168,16 @@ def plan_captured(
     """
     axis = mesh.planned
     serial = captured
-    masks = facts if config.recover_masks else None
-    exchanges = mesh.axis("ep").size > 1
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
-    float8 = _float8(placeholders, inputs, config)
-    sequences = mesh.axis("cp").size > 1
-    tracked, ranges = config.rng == "tracker", not even and config.inner != "tensorrt"
-    prepare(serial, axis, tracked, watch, masks, exchanges, float8, sequences, ranges)
+    passes = serial_passes(
+        facts if config.recover_masks else None,
+        exchanges=mesh.axis("ep").size > 1,
+        sequences=mesh.axis("cp").size > 1,
+        tracked=config.rng == "tracker",
+        float8=_float8(placeholders, inputs, config),
+        ranges=not even and config.inner != "tensorrt",
+    )
+    prepare(serial, axis, passes, watch)
     placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
     parameters: dict[fx.Node, str] = {}
     stored: dict[fx.Node, State] = {}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx
 
-from autoshard.passes.bucketing import kind_of, sort_stable
+from autoshard.passes.lib.bucketing import kind_of, sort_stable
 from autoshard.planning.cost import aligned
 from autoshard.program import Program
 from bucketed import program

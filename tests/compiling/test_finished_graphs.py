@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import autoshard
-from autoshard.passes.bucketing import GATHER_TOGETHER
+from autoshard.passes.lib.bucketing import GATHER_TOGETHER
 from models_hf import llama
 
 

@@ -10,7 +10,7 @@ from torch import fx
 from autoshard.compiling.inductor_order import IN_PLACE, order_dependencies, reduce_in_place
 from autoshard.passes.base import Context
 from autoshard.passes.bucket_gradients import BucketGradients
-from autoshard.passes.bucketing import ALL_REDUCE, REDUCE_SCATTER
+from autoshard.passes.lib.bucketing import ALL_REDUCE, REDUCE_SCATTER
 from autoshard.runtime.collectives.axis import Axis
 from bucketed import between, program, reductions, wait_of
 

@@ -14,7 +14,7 @@ from autoshard.explain import text_costs as explain_costs
 from autoshard.explain.alternatives import alternatives
 from autoshard.explain.costs import Cost, cause, seconds, sent
 from autoshard.explain.facts import Facts
-from autoshard.passes.bucketing import GATHER_TOGETHER
+from autoshard.passes.lib.bucketing import GATHER_TOGETHER
 from autoshard.planning.cost import model as cost
 from autoshard.program import Program
 from models_hf import llama

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autoshard.passes.bucketing import ALL_REDUCE, WAIT, waits_of
+from autoshard.passes.lib.bucketing import ALL_REDUCE, WAIT, waits_of
 from autoshard.program import Program
 from autoshard.runtime.graph_meta import BUCKET
 from models import CASES

@@ -17,7 +17,7 @@ PACKAGES = {
 }
 
 #: Packages whose files and folders are doors of their own.
-OPEN = ("autoshard", "autoshard.runtime")
+OPEN = ("autoshard", "autoshard.runtime", "autoshard.passes.lib")
 
 Edges = Mapping[str, Set[str]]
 

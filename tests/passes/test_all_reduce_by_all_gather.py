@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoshard.passes.all_reduce_by_all_gather import AllReduceByAllGather
 from autoshard.passes.base import Context
-from autoshard.passes.bucketing import ALL_GATHER, ALL_REDUCE, WAIT
+from autoshard.passes.lib.bucketing import ALL_GATHER, ALL_REDUCE, WAIT
 from autoshard.planning.cost import ONE_SHOT_BYTES
 from autoshard.runtime.collectives import Axis
 

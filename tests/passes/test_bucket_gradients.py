@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoshard.passes.base import Context
 from autoshard.passes.bucket_gradients import BucketGradients
-from autoshard.passes.bucketing import ALL_REDUCE
+from autoshard.passes.lib.bucketing import ALL_REDUCE
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.redistribution import redistribute
 from autoshard.runtime.collectives.states import I, R

@@ -9,7 +9,7 @@ from torch import fx
 import autoshard
 from autoshard.passes.base import Context
 from autoshard.passes.bucket_parameters import BucketParameters
-from autoshard.passes.bucketing import ALL_GATHER, GATHER_TOGETHER, GATHERS, WAIT, waits_of
+from autoshard.passes.lib.bucketing import ALL_GATHER, GATHER_TOGETHER, GATHERS, WAIT, waits_of
 from autoshard.runtime.collectives.axis import Axis
 from bucketed import between, program
 

@@ -6,8 +6,8 @@ import pytest
 from torch import fx
 
 from autoshard.passes.base import Context
-from autoshard.passes.bucketing import ALL_REDUCE, REDUCE_SCATTER, last_collectives
 from autoshard.passes.delay_weight_products import DelayWeightProducts
+from autoshard.passes.lib.bucketing import ALL_REDUCE, REDUCE_SCATTER, last_collectives
 from autoshard.program import Program
 from bucketed import between, compute, wait_of
 from finished_ranks import Layers, layers, megatron, worst_difference

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves
 
 from autoshard.passes.base import Context
-from autoshard.passes.bucketing import REDUCE_SCATTER, WAIT
+from autoshard.passes.lib.bucketing import REDUCE_SCATTER, WAIT
 from autoshard.passes.reduce_scatter_by_all_to_all import ALL_TO_ALL, ReduceScatterByAllToAll
 from autoshard.runtime import compat
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autoshard.passes.base import Context
-from autoshard.passes.bucketing import (
+from autoshard.passes.lib.bucketing import (
     ALL_GATHER,
     ALL_REDUCE,
     GATHER_TOGETHER,

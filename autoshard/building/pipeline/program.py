@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.building.batch_check import batch_inputs
 from autoshard.building.batch_choices import choices_made, layout_of, refuse_twice
+from autoshard.building.local_passes import serial_passes
 from autoshard.building.pipeline.inner_axes import split_operators
 from autoshard.building.pipeline.microbatch import MicrobatchGraph, cut_batch
 from autoshard.building.pipeline.saved_plan import cuts_of, followed, homes_of, with_stages
@@ -186,13 +187,12 @@ def build_pipeline(
     known = all(is_planned(i.real) for i in inputs if isinstance(i.real, nn.Parameter))
     serial = capture(gm, example_inputs, lowered_dtypes(list(inputs)), inference=known)
     say_stored(serial, list(inputs), config)
-    prepare(
-        serial,
-        Axis("tp", 1, 0, ""),
-        facts={} if config.recover_masks else None,
+    passes = serial_passes(
+        {} if config.recover_masks else None,
         exchanges=True,
         sequences=any(axis.name == "cp" and axis.size > 1 for axis in beside),
     )
+    prepare(serial, Axis("tp", 1, 0, ""), passes)
     nodes = serial.graph.find_nodes(op="placeholder")
     parameters: dict[fx.Node, str] = {}
     stored: dict[fx.Node, int] = {}

@@ -25,7 +25,7 @@ StatePair = tuple[State, State]
 
 
 class Parts(Protocol):
-    """Makes single nodes of the graph of a rank of the outer axis (passes/rank_parts.py)."""
+    """Makes single nodes of the graph of a rank of the outer axis (building/first_axis.py)."""
 
     operand_of: dict[fx.Node, fx.Node]
 

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autoshard.passes.index_functions import IndexFunctions, NotIndexed
-from autoshard.passes.index_values import (
+from autoshard.passes.lib.index_functions import IndexFunctions, NotIndexed
+from autoshard.passes.lib.index_values import (
     Affine,
     Condition,
     Elements,

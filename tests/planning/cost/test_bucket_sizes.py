@@ -7,7 +7,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autoshard.passes.bucketing import ALL_GATHER, WAIT, Member, bucket_size, fill, member
+from autoshard.passes.lib.bucketing import ALL_GATHER, WAIT, Member, bucket_size, fill, member
 
 
 def gathers(count: int, width: int) -> list[Member]:

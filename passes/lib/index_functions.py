@@ -14,8 +14,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autoshard.passes.index_rules import RULES
-from autoshard.passes.index_values import (
+from autoshard.passes.lib.index_rules import RULES
+from autoshard.passes.lib.index_values import (
     Affine,
     Elements,
     Indexed,

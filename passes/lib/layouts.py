@@ -1,9 +1,15 @@
-"""A library for passes: operators that read memory by strides, in graphs whose values are gathered.
+"""A library for passes: where a value's elements lie, after views and in the memory of the trace.
 
-The strides of a captured graph are those of the serial model. A rank's value is laid out as its
-own operators leave it, and a gathered or a stored one as rows, so that `as_strided` with the
-strides of the trace would find other elements. `arrange` gives it memory as it was in the trace,
-before anything else is rewritten; `in_order` does so for the operand of one rank.
+After autograd: what became of a value's dims in its views. The dims of one value are numbered; each
+is an atom, and a layout says of another value which atoms each of its dims is made of, the slowest
+first. Views and permutations rearrange atoms: what they do to a value of many rows is so known
+without a rule for each spelling of it.
+
+Before it: operators that read memory by strides, in graphs whose values are gathered. The strides
+of a captured graph are those of the serial model. A rank's value is laid out as its own operators
+leave it, and a gathered or a stored one as rows, so that `as_strided` with the strides of the trace
+would find other elements. `arrange` gives it memory as it was in the trace, before anything else is
+rewritten; `as_traced` does so for the operand of one rank.
 """
 
 from __future__ import annotations
@@ -21,6 +27,126 @@ from autoshard.passes.base import Report, emit, user_line
 from autoshard.runtime.graph_meta import DIFF
 
 aten = torch.ops.aten
+
+
+class Atom(NamedTuple):
+    """A dim of the value that is followed, or (-1) the ranks of its axis."""
+
+    number: int
+    size: int
+
+
+Arrangement = tuple[tuple[Atom, ...], ...]
+"""Of each dim its atoms; those of size 1 are left out."""
+
+RANKS = -1
+
+_REGROUPS = frozenset(
+    getattr(aten, name)
+    for name in ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten")
+)
+_PERMUTES = frozenset({aten.permute, aten.transpose, aten.t})
+_SAME = frozenset({aten.clone, aten.alias, aten.detach, aten.contiguous})
+
+
+def gathered_layout(shard: Sequence[int], n: int) -> Arrangement:
+    """Of what `n` ranks' shards are gathered to by an all-gather, or of what is reduce-scattered to
+    them: blocks of whole shards along the first dim."""
+    atoms = [Atom(i, size) for i, size in enumerate(shard)]
+    return _without_ones(((Atom(RANKS, n), atoms[0]), *((atom,) for atom in atoms[1:])))
+
+
+def below(node: fx.Node, layout: Arrangement) -> Arrangement | None:
+    """The layout of a view of a value; None: it is none, or cuts an atom."""
+    kind = getattr(node.target, "overloadpacket", None)
+    if kind in _SAME:
+        return layout
+    if kind in _REGROUPS:
+        return _regrouped(layout, node.meta["val"].shape)
+    order = _order(node, len(layout))
+    return None if order is None else tuple(layout[dim] for dim in order)
+
+
+def above(node: fx.Node, layout: Arrangement) -> Arrangement | None:
+    """The layout of what `node` is a view of, from its own."""
+    kind = getattr(node.target, "overloadpacket", None)
+    if kind in _SAME:
+        return layout
+    if kind in _REGROUPS:
+        return _regrouped(layout, node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+    order = _order(node, len(layout))
+    return None if order is None else tuple(layout[order.index(dim)] for dim in range(len(order)))
+
+
+def split_dim(layout: Arrangement, shard: Sequence[int]) -> int | None:
+    """The dim along which shards are laid side by side in a matrix of all rows; None: it is none.
+
+    A matrix of rows has the last dim of the value as its columns, and every other, in order, as its
+    rows.
+    """
+    last = len(shard) - 1
+    if len(layout) != 2 or [atom.number for atom in layout[1]] not in ([last], []):
+        return None
+    if not layout[1] and shard[last] != 1:
+        return None
+    numbers = [atom.number for atom in layout[0]]
+    ranks = numbers.index(RANKS) if RANKS in numbers else None
+    others = [i for i in range(last) if shard[i] != 1]
+    if ranks is None or [number for number in numbers if number != RANKS] != others:
+        return None
+    if ranks + 1 < len(numbers):
+        return numbers[ranks + 1]
+    return last - 1 if last and shard[last - 1] == 1 else None
+
+
+def in_order(layout: Arrangement, shard: Sequence[int], dim: int) -> bool:
+    """Whether a value has its elements in the order of the one gathered along `dim`."""
+    wanted = [i for i in range(len(shard)) if shard[i] != 1 or i == dim]
+    place = wanted.index(dim)
+    numbers = [i for i in [*wanted[:place], RANKS, *wanted[place:]] if i < 0 or shard[i] != 1]
+    return [atom.number for dims in layout for atom in dims] == numbers
+
+
+def is_rearranged(node: fx.Node) -> bool:
+    """Whether a node is a view, a permutation or a copy of its operand."""
+    kind = getattr(node.target, "overloadpacket", None)
+    return kind in _SAME | _REGROUPS | _PERMUTES
+
+
+def _regrouped(layout: Arrangement, shape: Sequence[int]) -> Arrangement | None:
+    if not all(isinstance(size, int) for size in shape):
+        return None
+    atoms = [atom for dims in layout for atom in dims]
+    found: list[tuple[Atom, ...]] = []
+    for size in shape:
+        group: list[Atom] = []
+        held = 1
+        while held < size and atoms:
+            group.append(atoms.pop(0))
+            held *= group[-1].size
+        if held != size:
+            return None
+        found.append(tuple(group))
+    return tuple(found) if not atoms else None
+
+
+def _order(node: fx.Node, dims: int) -> list[int] | None:
+    """The dims of its operand, as a permutation has them; None: it is none."""
+    kind, args = getattr(node.target, "overloadpacket", None), node.args[1:]
+    order = list(range(dims))
+    if kind is aten.permute:
+        given: Any = args[0]
+        return [dim % dims for dim in given]
+    if kind is aten.transpose or (kind is aten.t and dims == 2):
+        a, b = args if args else (0, 1)
+        order[a], order[b] = order[b], order[a]  # type: ignore[index]
+        return order
+    return None
+
+
+def _without_ones(layout: Arrangement) -> Arrangement:
+    return tuple(tuple(atom for atom in dims if atom.size != 1) for dims in layout)
+
 
 _READS = (aten.as_strided.default, aten.as_strided_copy.default)
 _WRITE = aten.as_strided_scatter.default
@@ -68,7 +194,7 @@ def memory_order(val: torch.Tensor) -> list[int] | None:
     return order
 
 
-def in_order(node: fx.Node, traced: torch.Tensor, make: Callable[..., fx.Node]) -> fx.Node:
+def as_traced(node: fx.Node, traced: torch.Tensor, make: Callable[..., fx.Node]) -> fx.Node:
     """A rank's operand in the order of memory that it was traced in: a copy where it is in another.
 
     make: emits an operator with its arguments.

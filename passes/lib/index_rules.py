@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autoshard.passes.index_values import (
+from autoshard.passes.lib.index_values import (
     Affine,
     Condition,
     Difference,

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autoshard.passes.index_functions import IndexFunctions, NotIndexed, input_name
-from autoshard.passes.index_values import (
+from autoshard.passes.lib.index_functions import IndexFunctions, NotIndexed, input_name
+from autoshard.passes.lib.index_values import (
     Affine,
     Condition,
     Difference,

@@ -1,0 +1,1 @@
+"""What several passes, or one large pass, know of a graph; no pass itself."""
