@@ -9,7 +9,7 @@
     %7: f32[8,16] = mm(%6, %u)
     %8 = wait(reduce_scatter(%7, sum, tp))
 
-Both operators are in runtime/collectives/fused_products.py. All products that read one gathered
+Both operators are in runtime/collectives/fused.py. All products that read one gathered
 value share its gather (q, k and v; gate and up); what else reads it, the product of a weight's
 gradient in backward, reads the whole that the operator returns too. A sum of products that is
 scattered, the gradient of what q, k and v read, is one product of their factors side by side. The

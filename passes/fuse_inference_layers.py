@@ -11,7 +11,7 @@
 The region is a reduction of partial sums, the addition to the residual, and a norm over the last
 dim: layer_norm, rms_norm, or the operators in which models write the latter. Where the sum is split
 along another dim, the gather of the norm is its last part. How the sum is done is chosen when the
-operator runs (runtime/operators/inference_layer.py).
+operator runs (runtime/collectives/fused.py).
 
 Not done: a norm between the sum and the residual (Gemma), and a sum that others read before it is
 added; layers with gradients, whose backward would have to be written.
@@ -28,8 +28,14 @@ from torch import fx
 
 from autoshard.passes.base import Context, Report, emit
 from autoshard.planning import is_trained
-from autoshard.runtime.collectives import I, P, forward_value, redistribute, shard_dim
-from autoshard.runtime.operators import reduce_add_norm
+from autoshard.runtime.collectives import (
+    I,
+    P,
+    forward_value,
+    redistribute,
+    reduce_add_norm,
+    shard_dim,
+)
 
 aten = torch.ops.aten
 

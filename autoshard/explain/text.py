@@ -21,9 +21,17 @@ from autoshard.planning import (
     is_view,
     way_of,
 )
-from autoshard.runtime.collectives import ONCE, TWICE, WHOLE, I, State, placement_words
+from autoshard.runtime.collectives import (
+    ONCE,
+    TWICE,
+    WHOLE,
+    I,
+    State,
+    placement_words,
+    reduce_add_norm,
+)
 from autoshard.runtime.graph_meta import ATTENTION_MASKS, CHUNKED, FLOAT8, MIXTURES
-from autoshard.runtime.operators import reduce_add_norm, rows_travel
+from autoshard.runtime.operators import rows_travel
 
 
 def explain(built: Built, width: int | None = None) -> str:

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from autoshard.runtime.collectives.axis import (
-    Axis,
-    chunk_bounds,
-    chunk_size,
-    head_tail,
-    in_order,
-    own_chunks,
-)
-from autoshard.runtime.collectives.data_parallel_axes import (
     CHOICES,
     DATA_AXES,
     ONCE,
     TWICE,
     WHOLE,
+    Axis,
+    chunk_bounds,
+    chunk_size,
     data_axes,
     data_states,
     deferred_axes,
     gathering_axes,
+    head_tail,
+    in_order,
     outer_axis,
+    own_chunks,
 )
-from autoshard.runtime.collectives.fused_products import (
+from autoshard.runtime.collectives.fused import (
     FUSED_PRODUCTS,
     GATHER_MATMUL,
     MATMUL_SCATTER,
+    reduce_add_norm,
 )
 from autoshard.runtime.collectives.lockstep import PREFIX, exchange, run_mesh, run_ranks
 from autoshard.runtime.collectives.redistribution import (

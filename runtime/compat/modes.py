@@ -1,14 +1,21 @@
-"""Autocast, grad mode, inference mode and dispatch modes: private switches of torch."""
+"""Modes of torch, and what a captured graph has of them: fake, functional tensors, symbolic sizes.
+
+Autocast, grad mode, inference mode and dispatch modes are private switches of torch. It documents
+the classes of those tensors and gives them no public module.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 @contextlib.contextmanager
@@ -85,3 +92,89 @@ def autocast_knows(operator: str, device: str) -> bool:
     """Whether this torch gives an ATen operator an autocast rule on a device type."""
     key = f"Autocast{device.upper()}"
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", key)
+
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "FunctionalTensor",
+    "FunctionalTensorMode",
+    "is_traceable_wrapper_subclass",
+    "same_storage",
+    "size_at",
+    "size_expression",
+    "size_hint",
+    "size_symbols",
+    "symbol_places",
+    "unknown_size",
+]
+
+
+def size_expression(size: torch.SymInt) -> Any:
+    """The sympy expression of a symbolic size; public functions only compare such sizes."""
+    return size.node.expr
+
+
+def size_symbols(size: Any) -> frozenset[Any]:
+    """The symbols a symbolic size is made of."""
+    return frozenset(size_expression(size).free_symbols)
+
+
+def symbol_places(values: Iterable[Any]) -> dict[Any, int]:
+    """The symbols that are among the values of a graph's placeholders, and the position of each:
+    Dynamo hands a graph every symbol of its inputs' sizes as an input of its own."""
+    return {
+        size_expression(size): place
+        for place, size in enumerate(values)
+        if isinstance(size, torch.SymInt) and size_expression(size).is_Symbol
+    }
+
+
+def size_at(size: int | torch.SymInt, numbers: Mapping[Any, int]) -> int:
+    """The number that a size is where its symbols are `numbers`."""
+    return size if isinstance(size, int) else int(size_expression(size).xreplace(numbers))
+
+
+def size_hint(size: torch.SymInt) -> int | None:
+    """The value a symbolic size had while tracing, which no public function tells without a guard;
+    what it is expected to be where `unknown_size` made it; else None: known at run time only."""
+    found = size.node.hint
+    if isinstance(found, int):
+        return int(found)
+    expected: dict[Any, int] = getattr(size.node.shape_env, _EXPECTED, {})
+    if not expected or not size.node.expr.free_symbols <= expected.keys():
+        return None
+    return int(size.node.expr.xreplace(expected))
+
+
+_EXPECTED = "_autoshard_expected"
+
+
+def unknown_size(fake: torch.Tensor, expected: int | torch.SymInt) -> torch.SymInt:
+    """A size, at least 1, that an operator knows when it has run only, for its fake result.
+
+    expected: what it is in the mean, for estimates. Dynamo switches off the public way to make
+    one, lest graphs that a user did not ask for have such sizes.
+    """
+    assert isinstance(fake, FakeTensor)
+    env = fake.fake_mode.shape_env
+    assert env is not None
+    size: torch.SymInt = env.create_unbacked_symint()
+    torch._check(size >= 1)
+    hint = expected if isinstance(expected, int) else size_hint(expected)
+    if hint is not None:
+        known = getattr(env, _EXPECTED, {})
+        setattr(env, _EXPECTED, {**known, size_expression(size): hint})
+        if hasattr(env, "var_to_hint_override"):
+            env.var_to_hint_override[size_expression(size)] = hint
+    return size
+
+
+def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors share a storage; those of fakes have no address to compare."""
+    return bool(StorageWeakRef(a.untyped_storage()) == StorageWeakRef(b.untyped_storage()))
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that tensors of one storage share, those without elements too; while it lives."""
+    return int(StorageWeakRef(tensor.untyped_storage()).cdata)

@@ -17,7 +17,11 @@ from autoshard.runtime.operators.bound import (
 )
 from autoshard.runtime.operators.chunked_loss import (
     CHUNKED_LOSS,
+    RowFunction,
+    as_text,
     chunked_cross_entropy,
+    copies_of,
+    kept_by,
     reductions_of,
     rows_a_chunk,
     scratch_bytes,
@@ -51,16 +55,16 @@ from autoshard.runtime.operators.float8 import (
     split_float8_linear,
 )
 from autoshard.runtime.operators.fused_dims import pieces, split_parts, unfold_parts, with_parts
-from autoshard.runtime.operators.inference_layer import reduce_add_norm
-from autoshard.runtime.operators.row_functions import RowFunction, as_text, copies_of, kept_by
-from autoshard.runtime.operators.sharded_softmax import log_softmax, logsumexp, softmax
 from autoshard.runtime.operators.vocabulary import (
     MEAN,
     NONE,
+    log_softmax,
+    logsumexp,
     loss_over_tokens,
     loss_over_tokens_and_classes,
     own_tokens,
     share_of_tokens,
+    softmax,
     stand_in_targets,
     stand_in_weight,
     vocab_parallel_cross_entropy,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from autoshard.runtime.parameters.access import cast_parameters, casting
-from autoshard.runtime.parameters.accumulation import discard_pending, no_sync, on_backward_done
 from autoshard.runtime.parameters.buffers import note_attributes, settle_buffers
 from autoshard.runtime.parameters.data_unsharding import (
     ACCUMULATE,
@@ -20,7 +19,13 @@ from autoshard.runtime.parameters.eager import (
     is_eager_value,
     keep_copies,
 )
-from autoshard.runtime.parameters.gradients import GradientLayouts, keeps_storage
+from autoshard.runtime.parameters.gradients import (
+    GradientLayouts,
+    discard_pending,
+    keeps_storage,
+    no_sync,
+    on_backward_done,
+)
 from autoshard.runtime.parameters.layout import (
     as_dtensors,
     extents,

@@ -23,9 +23,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils import parametrize
 
 from autoshard.runtime import compat
-from autoshard.runtime.parameters.accumulation import begin
 from autoshard.runtime.parameters.data_unsharding import SINGLE, ParameterPolicy
 from autoshard.runtime.parameters.eager import StoredTensor, WholeView, unsharded
+from autoshard.runtime.parameters.gradients import begin
 from autoshard.runtime.parameters.layout import part_like
 from autoshard.runtime.parameters.owners import Owners, find_owners
 from autoshard.runtime.parameters.record import policy_of, set_policy

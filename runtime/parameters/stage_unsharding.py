@@ -31,7 +31,6 @@ from autoshard.runtime.collectives import (
     chunk_size,
 )
 from autoshard.runtime.mesh import axes_of
-from autoshard.runtime.parameters.accumulation import on_backward_done
 from autoshard.runtime.parameters.data_unsharding import (
     ACCUMULATE,
     FLUSH,
@@ -40,6 +39,7 @@ from autoshard.runtime.parameters.data_unsharding import (
     deferred_at,
     reduced,
 )
+from autoshard.runtime.parameters.gradients import on_backward_done
 from autoshard.runtime.parameters.layout import extents, stored_states
 from autoshard.runtime.parameters.record import pending_of
 from autoshard.runtime.parameters.unsharding import unwrap

@@ -21,7 +21,6 @@ from autoshard.runtime.collectives import (
     shard_dim,
 )
 from autoshard.runtime.mesh import axes_of
-from autoshard.runtime.parameters.accumulation import on_backward_done
 from autoshard.runtime.parameters.data_unsharding import (
     ACCUMULATE,
     SINGLE,
@@ -29,7 +28,12 @@ from autoshard.runtime.parameters.data_unsharding import (
     deferred_at,
     unshard,
 )
-from autoshard.runtime.parameters.gradients import GradientLayouts, accumulate, unalias
+from autoshard.runtime.parameters.gradients import (
+    GradientLayouts,
+    accumulate,
+    on_backward_done,
+    unalias,
+)
 from autoshard.runtime.parameters.layout import (
     extents,
     in_strides,

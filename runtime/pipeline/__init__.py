@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from autoshard.runtime.pipeline.channel import GroupChannel, ValueMeta
 from autoshard.runtime.pipeline.execution import Loan, PipelineResult, RankPipeline, RankStage
-from autoshard.runtime.pipeline.gradient_sums import summed
 from autoshard.runtime.pipeline.schedules import (
     SCHEDULES,
     Action,

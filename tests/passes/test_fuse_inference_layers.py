@@ -16,10 +16,10 @@ import autoshard
 from autoshard.passes.base import Context, Report
 from autoshard.passes.fuse_inference_layers import FuseInferenceLayers
 from autoshard.runtime.collectives.axis import Axis, chunk_bounds
+from autoshard.runtime.collectives.fused import reduce_add_norm
 from autoshard.runtime.collectives.lockstep import run_ranks
 from autoshard.runtime.collectives.redistribution import redistribute
 from autoshard.runtime.collectives.states import shard_dim
-from autoshard.runtime.operators.inference_layer import reduce_add_norm
 from autoshard.verification.program_check import verify_program
 from traced import programs
 

@@ -20,8 +20,7 @@ from autoshard.passes.pipeline import rank_program
 from autoshard.planning.outer import on_rank
 from autoshard.planning.plan import GraphPlan
 from autoshard.program import Program
-from autoshard.runtime.collectives.axis import Axis
-from autoshard.runtime.collectives.data_parallel_axes import data_axes, gathering_axes
+from autoshard.runtime.collectives.axis import Axis, data_axes, gathering_axes
 from autoshard.runtime.collectives.lockstep import run_mesh
 from autoshard.runtime.parameters.layout import local_part
 from autoshard.verification.distance import furthest

@@ -13,8 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autoshard.errors import ConfigError
 from autoshard.runtime import compat
-from autoshard.runtime.collectives import GATHER_MATMUL, MATMUL_SCATTER, Axis
-from autoshard.runtime.collectives import fused_products as fused
+from autoshard.runtime.collectives import GATHER_MATMUL, MATMUL_SCATTER, Axis, fused
 
 RANKS = 4
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autoshard.runtime.operators.row_functions import apply
+from autoshard.runtime.operators.chunked_loss import apply
 
 
 def test_a_result_that_the_derivative_reads_is_kept() -> None:

@@ -1,15 +1,19 @@
-"""The graph of a stage that adds up its gradients: one more input for each, after its own."""
+"""The graph of a stage that adds up its gradients: one more input for each, after its own.
+
+If the backward of a stage returned its gradients, all of one micro-batch would be there beside
+their sums: a stage would need its parameters' size once more.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from autoshard.planning import value
 from autoshard.runtime.graph_meta import DIFF
-from autoshard.runtime.pipeline import summed
 
 
 def graded_parameters(gm: fx.GraphModule, parameters: int) -> list[int]:
@@ -45,3 +49,25 @@ def adding_up(
             made[node] = graph.node_copy(node, made.__getitem__)
     graph.output(fx.node.map_arg(gm.graph.output_node().args[0], made.__getitem__))
     return fx.GraphModule(gm, graph)
+
+
+def summed(parameter: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """The parameter; in backward its gradient is added to `total`, of its shape, and it gets none.
+
+    Other micro-batches write to `total` between this forward and its backward: give an alias of it
+    (`total.data`), which has a version counter of its own.
+    """
+    found: torch.Tensor = _Summed.apply(parameter, total)
+    return found
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, total: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.total = total
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:  # type: ignore[override]
+        ctx.total.add_(grad.to_dense() if grad.is_sparse else grad)
+        return None, None

@@ -17,7 +17,7 @@ from autoshard.runtime import compat
 from autoshard.runtime.agreement import REPLICAS, announced
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.mesh import axes_of
-from autoshard.runtime.parameters.accumulation import microbatch_of
+from autoshard.runtime.parameters.gradients import microbatch_of
 from autoshard.runtime.parameters.layout import in_strides, like
 from autoshard.runtime.parameters.unsharding import unshard_parameter
 

@@ -1,4 +1,5 @@
-"""A collective of an activation and the matrix products beside it, as one operator of a graph.
+"""Collectives of activations as one operator with what is beside them: matrix products, or what
+stands between two of those in an inference layer.
 
     autoshard::all_gather_matmul(shard, weights, dim, whole, measure, ...) -> Tensor[]
         shard [.., s, .., k], weights of [k, m] each -> the products of the gathered value
@@ -14,6 +15,11 @@ numbers, and the same bytes between ranks.
 measure: at the first call with some shapes each of both ways is timed, on all ranks together, and
 the quicker one stays. The operators stand in the graphs that autograd has made, so they have no
 derivative of their own: where one is the forward of a layer, the other is part of its backward.
+
+`reduce_add_norm`: partial sums are reduced, added to the residual and normalised, and gathered
+where they are split. Megatron-Core has it as the layers of `inference_layers`; vLLM fuses the same
+at each all-reduce. The reduction is the backend's; the arithmetic around it is left to Inductor,
+which makes one kernel of it.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ import torch
 from autoshard.runtime import compat
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.redistribution import all_reduce, convert
-from autoshard.runtime.collectives.states import I, P, S
+from autoshard.runtime.collectives.states import I, P, S, State
 from autoshard.runtime.errors import ConfigError, message
 
 _Key = tuple[Any, ...]
@@ -172,3 +178,55 @@ def _fake_matmul_scatter(
 
 torch.library.register_fake("autoshard::all_gather_matmul", _fake_gather_matmul, lib=_library)
 torch.library.register_fake("autoshard::matmul_reduce_scatter", _fake_matmul_scatter, lib=_library)
+
+
+aten = torch.ops.aten
+
+
+def reduce_add_norm(
+    partial: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    state: State,
+    axis: Axis,
+    *,
+    norm: str,
+    eps: float | None,
+    wide: torch.dtype | None = None,
+    weigh_wide: bool = False,
+    gather: bool = False,
+    extent: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The new residual, in `state`, and its norm over the last dim, whole where `gather`.
+
+    partial: this rank's addend. residual: in `state`, which is I or S(d). norm: "layer", or "rms";
+    "written rms" is the one that models spell out, computed in `wide` and weighed before
+    (`weigh_wide`) or after it is cast back. extent: of the dim that `state` splits, where the axis
+    does not divide it. For graphs without gradients.
+    """
+    total = residual + convert(partial, P, state, axis)
+    if norm == "rms":
+        normed = aten.rms_norm(total, total.shape[-1:], weight, eps)
+    elif norm == "layer":
+        normed = aten.layer_norm(total, total.shape[-1:], weight, bias, eps)
+    else:
+        assert eps is not None
+        normed = _written_rms(total, weight, eps, wide, weigh_wide)
+    if gather:
+        normed = convert(normed, state, I, axis, extent)
+    return total, normed
+
+
+def _written_rms(
+    total: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    wide: torch.dtype | None,
+    weigh_wide: bool,
+) -> torch.Tensor:
+    x = total if wide is None else total.to(wide)
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    if weigh_wide:
+        return (weight * x).to(total.dtype)
+    return weight * x.to(total.dtype)
