@@ -17,7 +17,7 @@ import torch
 from torch._inductor.utils import fresh_cache
 
 from autoshard.runtime.compat.inductor import inductor_compile
-from autoshard.runtime.randomness.operators import native_dropout
+from autoshard.runtime.randomness.draws import native_dropout
 from autoshard.runtime.randomness.philox import Part
 
 

@@ -8,7 +8,7 @@
 
 The seed is one draw from torch's generator a call of the graph; the last integer counts the random
 operators of the graph, so that no two draw alike. The new operators shard along every dim and give
-what the graph gives on one device (runtime/randomness/operators.py). Attention with dropout inside
+what the graph gives on one device (runtime/randomness/draws.py). Attention with dropout inside
 is computed with its scores written out. A region that is computed again finds the same seed.
 
 With `rng="tracker"` the seed is a pair from named states, `%0: i64[2] = tracked_seeds(cpu,

@@ -24,7 +24,7 @@ from autoshard.runtime.collectives import Axis, own_chunks
 from autoshard.runtime.masked_attention import by_blocks, varlen
 
 _library = torch.library.Library("autoshard", "FRAGMENT")
-# As in runtime/randomness/operators.py: count up when an operator gives other numbers.
+# As in runtime/randomness/draws.py: count up when an operator gives other numbers.
 _VERSION = "v1"
 
 

@@ -173,7 +173,7 @@ def scratch_bytes(
 
 
 _library = torch.library.Library("autoshard", "FRAGMENT")
-# As in runtime/randomness/operators.py: count up when the operator gives other numbers.
+# As in runtime/randomness/draws.py: count up when the operator gives other numbers.
 _VERSION = "v1"
 
 

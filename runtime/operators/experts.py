@@ -38,7 +38,7 @@ from autoshard.runtime.operators.expert_body import parse
 from autoshard.runtime.operators.fused_dims import regroup
 
 _library = torch.library.Library("autoshard", "FRAGMENT")
-# As in runtime/randomness/operators.py: count up when the operator gives other numbers.
+# As in runtime/randomness/draws.py: count up when the operator gives other numbers.
 _VERSION = "v1"
 
 

@@ -33,7 +33,7 @@ FLOAT8_MULTIPLE = 16
 """Kernels want every dim of a weight to be a multiple of this."""
 
 _library = torch.library.Library("autoshard", "FRAGMENT")
-# As in runtime/randomness/operators.py: count up when the operator gives other numbers.
+# As in runtime/randomness/draws.py: count up when the operator gives other numbers.
 _VERSION = "v1"
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _SMALLEST = 1e-12  # of a magnitude, as torchao has it: a tensor of zeros has a finite scale

@@ -13,7 +13,7 @@ from autoshard.runtime.randomness.distributions import (
     normal_scaled,
     rrelu,
 )
-from autoshard.runtime.randomness.operators import (
+from autoshard.runtime.randomness.draws import (
     ATTENTION,
     VERSION,
     attention,
@@ -31,7 +31,7 @@ from autoshard.runtime.randomness.operators import (
     tracked_seeds,
     uniform,
 )
-from autoshard.runtime.randomness.states import (
+from autoshard.runtime.randomness.generators import (
     DATA,
     DEFAULT,
     TENSOR,

@@ -1,6 +1,6 @@
 """Random choices and further distributions, as functions of a seed, a call and the element.
 
-The contract is that of the operators of randomness/operators.py, which registers these: `part` is
+The contract is that of the operators of randomness/draws.py, which registers these: `part` is
 the rows of the whole tensor that a rank holds. The numbers have the distribution of the ATen
 operator of that name; they are not its numbers.
 """

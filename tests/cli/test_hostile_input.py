@@ -36,7 +36,7 @@ from autoshard.errors import AutoshardError, ConfigError, PlanError
 from autoshard.export import EngineSpec, ExportError, check_target
 from autoshard.model_source import load_model, load_on_meta
 from autoshard.planning.cost.clusters import cluster
-from autoshard.runtime.engine import Engine, execution, load
+from autoshard.runtime.engine import Engine, load, loading
 from tensorrt_stand_in import StandIn
 
 MANY = int(os.environ.get("AUTOSHARD_FUZZ", 0))
@@ -256,7 +256,7 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     stand_in = type(sys)("importlib")
     stand_in.import_module = watched  # type: ignore[attr-defined]
-    monkeypatch.setattr(execution, "importlib", stand_in)
+    monkeypatch.setattr(loading, "importlib", stand_in)
     yield seen
 
 

@@ -22,7 +22,7 @@ from autoshard.runtime import randomness
 from autoshard.runtime.collectives import redistribution as collectives
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.states import I, P, R
-from autoshard.runtime.randomness import operators as random_ops
+from autoshard.runtime.randomness import draws as random_ops
 
 SEQ, WIDTH, WORDS = 16, 32, 64
 

@@ -40,7 +40,7 @@ CACHES = {
     # of a run, taken away when it ends
     "runtime/collectives/lockstep.py _meetings": "a number that is never given again",
     "runtime/parameters/eager/graph_boundary.py _kept": "cleared when the next graph runs",
-    "runtime/randomness/states.py _of_thread": "the place of a lockstep thread",
+    "runtime/randomness/generators.py _of_thread": "the place of a lockstep thread",
     # functions of their arguments, or of the installation
     "autoshard/compiling/any_rank.py _signature": "the function",
     "autoshard/compiling/inner.py _source_digest": "our source files, as they were imported",

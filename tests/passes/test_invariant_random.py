@@ -18,7 +18,7 @@ from autoshard.program import Program
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.lockstep import run_ranks
 from autoshard.runtime.graph_meta import PASS
-from autoshard.runtime.randomness.operators import ATTENTION, on_shard, shared_seed
+from autoshard.runtime.randomness.draws import ATTENTION, on_shard, shared_seed
 from autoshard.verification.program_check import join, split, verify_program
 from model_case import LAYERS
 from models import CASES
@@ -130,7 +130,7 @@ def test_masks_are_bit_for_bit_those_of_one_device(n: int, dim: int) -> None:
     def rank(axis: Axis) -> torch.Tensor:
         seed = shared_seed(x.device, axis=axis)
         local = split(x, f"S({dim})", n)[axis.rank]
-        op = autoshard.runtime.randomness.operators.dropout
+        op = autoshard.runtime.randomness.draws.dropout
         place = {"dim": dim, "extent": x.shape[dim], "axis": axis}
         return on_shard(local, seed, 0.4, 2, op=op.__name__, **place)
 

@@ -32,7 +32,7 @@ from autoshard.runtime.collectives.lockstep import run_mesh
 from autoshard.runtime.collectives.states import I, S, shard_dim
 from autoshard.runtime.mesh import offline_mesh
 from autoshard.runtime.operators.attention import attend_by_heads
-from autoshard.runtime.randomness.states import STREAM
+from autoshard.runtime.randomness.generators import STREAM
 from autoshard.verification.program_check import verify_program
 from joined_batch import check, train
 from models import CASES

@@ -1,4 +1,4 @@
-"""Names of torch's operators, by what a stored tensor does with them (`operators`).
+"""Names of torch's operators, by what a stored tensor does with them (`stored_operators`).
 
 A method, a function of `torch` and an operator sign of one name do the same: `mul`, `__mul__` and
 `__rmul__` are "mul"; with a trailing underscore or as `__imul__` they write to their first operand.

@@ -1,7 +1,7 @@
 """`StoredTensor`: a stored parameter, its gradient and optimizer state, as eager code sees them.
 
 A DTensor of the whole's shape around this rank's part. Optimizers work on the parts; beside plain
-tensors it is its whole value (`operators`); what is written to it lands in the parts.
+tensors it is its whole value (`stored_operators`); what is written to it lands in the parts.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import axes_of
-from autoshard.runtime.parameters.eager import operators
+from autoshard.runtime.parameters.eager import stored_operators
 from autoshard.runtime.parameters.eager.gathering import resolved, unsharded
-from autoshard.runtime.parameters.eager.operators import assign
+from autoshard.runtime.parameters.eager.stored_operators import assign
 from autoshard.runtime.parameters.layout import home_of, like, local_bounds, stored_states
 from autoshard.runtime.parameters.record import copy_record
 
@@ -43,10 +43,10 @@ class StoredTensor(DTensor):
             with compat.plain_attributes():
                 return func(*args, **(kwargs or {}))
         if compat.compiling():
-            return operators.apply_in_trace(cls, func, args, kwargs or {})
+            return stored_operators.apply_in_trace(cls, func, args, kwargs or {})
         if compat.transforming():
-            return operators.apply_in_transform(cls, func, args, kwargs or {})
-        return operators.apply(cls, func, args, kwargs or {})
+            return stored_operators.apply_in_transform(cls, func, args, kwargs or {})
+        return stored_operators.apply(cls, func, args, kwargs or {})
 
     @staticmethod
     def __tensor_unflatten__(*args: Any, **kwargs: Any) -> StoredTensor:

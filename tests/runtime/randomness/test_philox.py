@@ -16,7 +16,7 @@ from torch import nn
 
 from autoshard.runtime.collectives.axis import Axis, chunk_bounds
 from autoshard.runtime.randomness import philox
-from autoshard.runtime.randomness.operators import draw_apart
+from autoshard.runtime.randomness.draws import draw_apart
 from autoshard.runtime.randomness.philox import Part
 
 SEED = torch.tensor(-1234567890123456789)

@@ -15,7 +15,7 @@ from autoshard.planning.rules.random import SEED
 from autoshard.planning.rules.registry import strategies
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.randomness import distributions as choices
-from autoshard.runtime.randomness.operators import on_shard
+from autoshard.runtime.randomness.draws import on_shard
 from autoshard.verification.program_check import split, verify_program
 from traced import programs
 

@@ -21,9 +21,9 @@ from autoshard.passes.pipeline import rank_program
 from autoshard.program import Program
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.lockstep import run_ranks
-from autoshard.runtime.randomness import operators as random_ops
-from autoshard.runtime.randomness import states as streams
-from autoshard.runtime.randomness.states import TRACKER, Tracker
+from autoshard.runtime.randomness import draws as random_ops
+from autoshard.runtime.randomness import generators as streams
+from autoshard.runtime.randomness.generators import TRACKER, Tracker
 from traced import programs
 
 

@@ -22,7 +22,7 @@ import torch
 
 from autoshard.runtime import collectives
 from autoshard.runtime.collectives import Axis, chunk_bounds
-from autoshard.runtime.randomness import distributions, philox, states
+from autoshard.runtime.randomness import distributions, generators, philox
 from autoshard.runtime.randomness.philox import Part
 
 _library = torch.library.Library("autoshard", "FRAGMENT")
@@ -49,7 +49,7 @@ def _random_seed(device: torch.device) -> torch.Tensor:
 
 def _apart(seed: torch.Tensor, stream: int) -> torch.Tensor:
     """The seed of a stream; stream 0 has `seed` itself."""
-    offset = stream * states.STREAM % 2**64
+    offset = stream * generators.STREAM % 2**64
     return seed ^ (offset - 2**64 if offset > _int64.max else offset) if stream else seed
 
 
@@ -83,7 +83,7 @@ def shared_seed(
 
 
 def _tracked_seeds(device: torch.device, alike: str, apart: str) -> torch.Tensor:
-    drawn = [states.TRACKER.draw(name) for name in (alike, apart)]
+    drawn = [generators.TRACKER.draw(name) for name in (alike, apart)]
     return torch.stack(drawn).to(device, non_blocking=True)
 
 
@@ -95,7 +95,7 @@ def tracked_seeds(
     an outer axis draw the same two."""
     if not axis.group.startswith(collectives.PREFIX):
         return torch.ops.autoshard.tracked_seeds(device, alike, apart)
-    tracker = states.tracker_of(axis, outer)
+    tracker = generators.tracker_of(axis, outer)
     return torch.stack([tracker.draw(name) for name in (alike, apart)]).to(device)
 
 
