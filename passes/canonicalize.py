@@ -17,7 +17,7 @@
 - Copies go where nobody can tell: not where the memory of the copy reaches an output, and nowhere
   in a graph with an operator that depends on strides.
 - What as_strided reads or writes is a copy whose memory is arranged as it was in the trace, before
-  anything else is rewritten (memory_order.py).
+  anything else is rewritten (lib/layouts.py).
 - repeat_interleave loses `output_size`, which says what its other arguments say, of the whole.
 - embedding and embedding_bag lose `sparse`: the gradient of a stored parameter is dense, and the
   kernels of compilers know no other.

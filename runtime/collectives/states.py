@@ -8,7 +8,7 @@ plan file and a label in `explain` without conversion:
     R       replicated          partial (to be summed)   the input of a column-parallel linear
     P       partial             replicated           the output of a row-parallel linear
     S(d)    sharded on dim d    sharded on dim d     everything in between
-    Z(d)    as S(d), the rows in head-tail order     attention by rows on cp (balanced_order.py)
+    Z(d)    as S(d), the rows in head-tail order     attention by rows on cp (axis.py)
 
 The letters are those of torch's local-SPMD types (`spmd_types`); users read `in_words`.
 

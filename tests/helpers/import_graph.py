@@ -105,15 +105,39 @@ class Tree:
         package = name.rpartition(".")[0]
         return package if package in self.files else None
 
-    def rooms(self) -> dict[str, set[str]]:
-        """File or folder directly in `autoshard` -> the other ones that it imports."""
+    def rooms(self, package: str = "autoshard") -> dict[str, set[str]]:
+        """File or folder directly in a package -> the other ones of it that it imports."""
         found: dict[str, set[str]] = {}
+        inside, depth = f"{package}.", package.count(".") + 1
         for module, targets in self.edges.items():
-            if module != "autoshard":
-                room = module.split(".")[1]
-                reached = {t.split(".")[1] for t in targets if t != "autoshard"}
+            if module.startswith(inside):
+                room = module.split(".")[depth]
+                reached = {t.split(".")[depth] for t in targets if t.startswith(inside)}
                 found.setdefault(room, set()).update(reached - {room})
         return found
+
+    def import_lines(self) -> tuple[int, int]:
+        """Lines of import statements, and all lines, of the files."""
+        found = total = 0
+        for file in self.files.values():
+            text = file.read_text()
+            nodes = ast.walk(ast.parse(text))
+            lines = [
+                range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                for node in nodes
+                if isinstance(node, (ast.Import, ast.ImportFrom))
+            ]
+            found, total = found + sum(map(len, lines)), total + len(text.splitlines())
+        return found, total
+
+    def names_given_twice(self) -> dict[str, list[str]]:
+        """`room/name` -> the files and folders of that name inside of a room of `autoshard`."""
+        found: dict[str, list[str]] = {}
+        for module in self.files:
+            if module.count(".") > 1:
+                room, name = module.split(".")[1], module.rpartition(".")[2]
+                found.setdefault(f"{room}/{name}", []).append(module)
+        return {name: modules for name, modules in found.items() if len(modules) > 1}
 
     def deep_imports(self) -> list[str]:
         """Imports of a file in a folder, from outside of the folder and not by its door."""
@@ -205,6 +229,18 @@ def circles(edges: Edges) -> list[list[str]]:
         if node not in index:
             visit(node)
     return found
+
+
+def height(rooms: Edges) -> int:
+    """How many floors rooms without a circle need, each above all that it imports."""
+    floors: dict[str, int] = {}
+
+    def floor(room: str) -> int:
+        if room not in floors:
+            floors[room] = 1 + max(map(floor, rooms[room]), default=0)
+        return floors[room]
+
+    return max(map(floor, rooms), default=0)
 
 
 def arrows_up(rooms: Edges, floors: tuple[tuple[str, ...], ...]) -> list[str]:

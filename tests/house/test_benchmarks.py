@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,19 @@ def test_every_benchmark_is_run_by_make_bench() -> None:
     with_main = {path.stem for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()}
     assert set(run_all.RUNS) == with_main - {"run_all", "gpu_report"}, "benchmarks/run_all.py"
     assert all("--json" in (BENCHMARKS / f"{name}.py").read_text() for name in run_all.RUNS)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in BENCHMARKS.glob("*.py")))
+def test_a_benchmark_starts(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A name that has moved is found here, and not on the machine that measures."""
+    module = importlib.import_module(name)
+    if name in run_all.RUNS:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+        with pytest.raises(SystemExit, match="^0$"):
+            module.main()
+        assert "--json" in capsys.readouterr().out
 
 
 def test_a_section_of_the_gpu_report_costs_its_own_result_only(tmp_path: Path) -> None:

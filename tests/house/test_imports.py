@@ -1,7 +1,8 @@
 """The house: floors and doors, no circle, small folders, and the third parties a room may know.
 
-`FLOORS` and `THIRD_PARTIES` are the drawing; the checks compare the tree with it. Each check is
-also shown a small tree that breaks its rule.
+`FLOORS` and `THIRD_PARTIES` are the drawing; the checks compare the tree with it. `MOST_ROOMS`,
+`NAMED_TWICE` and `MOST_IMPORTS` say how it is today, and may only shrink. Each check is also shown
+a small tree that breaks its rule.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from import_graph import Tree, arrows_up, circles, crowded_folders
+from import_graph import Tree, arrows_up, circles, crowded_folders, height
 
 ROOT = Path(__file__).parents[2]
 TREE = Tree(ROOT)
@@ -48,6 +49,29 @@ THIRD_PARTIES: dict[str, set[str]] = {
 KNOWN: tuple[str, ...] = ()
 
 MOST_FILES = 15
+
+#: Folder -> the most rooms that it has, and floors of them.
+MOST_ROOMS = {
+    "autoshard.building": (16, 6),
+    "autoshard.building.pipeline": (15, 9),
+    "autoshard.export": (18, 7),
+    "autoshard.export.rank_graph": (17, 7),
+    "autoshard.planning": (25, 12),
+    "autoshard.planning.estimate": (15, 5),
+    "autoshard.planning.rules": (15, 5),
+    "autoshard.runtime": (17, 9),
+    "autoshard.runtime.parameters": (13, 7),
+}
+
+#: Names that several files or folders of one room have, still.
+NAMED_TWICE = {
+    *("export/attention", "export/config", "export/experts", "export/lookups", "export/network"),
+    *("export/quantized", "planning/plan", "planning/problem", "planning/tables"),
+    *("planning/values", "planning/weights"),
+}
+
+#: Of the lines of the package, those of import statements.
+MOST_IMPORTS = 0.090
 
 
 def unknown(found: list[str]) -> list[str]:
@@ -96,6 +120,22 @@ def test_rooms_import_lower_floors_only() -> None:
     assert sorted(drawn) == sorted(rooms), "FLOORS names each room once"
     assert len(FLOORS) <= 10 and len(drawn) <= 25
     assert not unknown(arrows_up(rooms, FLOORS))
+
+
+@pytest.mark.parametrize("folder", MOST_ROOMS)
+def test_a_folder_gets_no_more_rooms_or_floors(folder: str) -> None:
+    rooms, floors = MOST_ROOMS[folder]
+    found = TREE.rooms(folder)
+    assert 0 < len(found) <= rooms and height(found) <= floors
+
+
+def test_a_name_of_a_module_says_which_one_in_its_room() -> None:
+    assert TREE.names_given_twice().keys() == NAMED_TWICE, "less is better: shorten NAMED_TWICE"
+
+
+def test_few_lines_are_imports() -> None:
+    found, lines = TREE.import_lines()
+    assert found <= MOST_IMPORTS * lines, f"{found} of {lines} lines are imports"
 
 
 def test_folders_are_small() -> None:
@@ -173,6 +213,32 @@ def test_finds_arrows_up_and_across(tree: Tree) -> None:
     floors = (("runtime",), ("low", "passes"), ("high",))
     assert arrows_up(rooms, floors) == ["low (floor 2) imports high (floor 3)"]
     assert len(arrows_up(rooms, (("runtime", "passes", "low", "high"),))) == 3
+
+
+def test_counts_the_floors_of_a_folder(tree: Tree) -> None:
+    (tree.root / "runtime/rooms/top.py").write_text("import autoshard.runtime.rooms.low\n")
+    (tree.root / "runtime/rooms/low.py").write_text("import autoshard.runtime.mesh\n")
+    again = Tree(tree.root)
+    assert again.rooms("autoshard.runtime.rooms") == {"top": {"low"}, "low": set()}
+    assert height(again.rooms("autoshard.runtime.rooms")) == 2
+    with pytest.raises(RecursionError):
+        height(tree.rooms())  # low and high import each other
+
+
+def test_finds_names_given_twice_in_a_room(tree: Tree) -> None:
+    assert tree.names_given_twice() == {}
+    (tree.root / "runtime/rooms/mesh.py").write_text("")
+    (tree.root / "autoshard/high/mesh.py").write_text("")
+    assert Tree(tree.root).names_given_twice() == {
+        "runtime/mesh": ["autoshard.runtime.mesh", "autoshard.runtime.rooms.mesh"]
+    }
+
+
+def test_counts_lines_of_imports(tree: Tree) -> None:
+    before = tree.import_lines()
+    text = "from autoshard.low import (\n    make,\n)\n\n\ndef f():\n    import yaml\n"
+    (tree.root / "autoshard/high/more.py").write_text(text)
+    assert Tree(tree.root).import_lines() == (before[0] + 4, before[1] + 7)
 
 
 def test_finds_crowded_folders(tree: Tree) -> None:

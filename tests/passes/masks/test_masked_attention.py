@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from autoshard.runtime.masked_attention import MASKED_ATTENTION, by_blocks, varlen
-from autoshard.runtime.masked_attention.ranges import document_bounds, first_keys
+from autoshard.runtime.masked_attention.operator import document_bounds, first_keys
 
 T = torch.Tensor
 KEYS, ROWS, SCALE = 150, 40, 0.3
