@@ -39,7 +39,7 @@ from autoshard.compiling import (
     use_by,
     watched,
 )
-from autoshard.config import Config, Precision
+from autoshard.config import Config, Precision, fields_of
 from autoshard.errors import ConfigError, message
 from autoshard.mesh_search import choose
 from autoshard.parameters import expect_reduced, store, store_what_is_left
@@ -114,7 +114,7 @@ def _is_built_alone(options: Mapping[str, Any]) -> bool:
     """Whether one process builds a program, too: products in float8 are a pass's."""
     precision = options.get("precision")
     in_float8 = Precision.accepts(precision) and Precision.of(precision).matmul is not None
-    return in_float8 or bool(BY_NAME & options.keys())
+    return in_float8 or bool(BY_NAME & fields_of(options).keys())
 
 
 compat.trace_as_ours(autoshard)
@@ -346,8 +346,8 @@ def _modes(program: Program) -> Callable[[], contextlib.AbstractContextManager[N
 
 _IN_CHUNKS = (
     "it is logits, which chunk_loss=True never makes whole in training",
-    "Use chunk_loss='auto' or False, compute what needs it in the compiled model, or call the "
-    "model under torch.no_grad() to have its outputs.",
+    "Use chunk_loss='auto' or False in options['memory'], compute what needs it in the compiled "
+    "model, or call the model under torch.no_grad() to have its outputs.",
 )
 
 

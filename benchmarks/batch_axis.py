@@ -47,7 +47,7 @@ def main() -> None:
                 mesh=mesh,
                 hardware="h100",
                 zero=zero,
-                memory_budget=int(budget * 1e9),
+                memory={"budget": int(budget * 1e9)},
             ).rows
             again = row.recomputation.seconds if row.recomputation else 0.0
             chosen = dict(Counter(row.plan.weights.values()))

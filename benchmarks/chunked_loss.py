@@ -27,8 +27,8 @@ from llama_model import Llama, Shape, WithLoss
 from world_one import peak_of, step
 
 WAYS: dict[str, dict[str, Any]] = {
-    "whole": {"rng": "invariant", "chunk_loss": False},
-    "chunked": {"rng": "invariant", "chunk_loss": True},
+    "whole": {"rng": "invariant", "memory": {"chunk_loss": False}},
+    "chunked": {"rng": "invariant", "memory": {"chunk_loss": True}},
 }
 STEPS, CLOSE = 3, 1e-5
 PLANNED = (2048, 4096)
@@ -71,7 +71,9 @@ def planned(width: int) -> dict[str, float]:
     rows = []
     for way in (False, True):
         torch.compiler.reset()
-        rows += search_meshes(model, (ids,), world=1, hardware="h100", chunk_loss=way).rows
+        rows += search_meshes(
+            model, (ids,), world=1, hardware="h100", memory={"chunk_loss": way}
+        ).rows
     whole, chunked = rows
     return {
         "memory": chunked.memory.total / whole.memory.total,

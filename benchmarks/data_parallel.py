@@ -99,7 +99,7 @@ def contestants(model: Model, bucket_bytes: int | None) -> dict[str, Contestant]
 
     def ours(mesh_sizes: dict[str, int], zero: int, rival: str) -> Contestant:
         own = copy.deepcopy(model)
-        options = {"mesh": mesh_sizes, "zero": zero, "bucket_bytes": bucket_bytes}
+        options = {"mesh": mesh_sizes, "zero": zero, "planner": {"bucket_bytes": bucket_bytes}}
         return Contestant(own, torch.compile(own, backend="autoshard", options=options), rival)
 
     def ddp() -> nn.Module:

@@ -67,7 +67,7 @@ def row(name: str, mesh: dict[str, int], tokens: int) -> dict[str, Any]:
             kwargs={"input_ids": ids, "labels": ids},
             mesh=mesh,
             hardware="h100",
-            ep_exchange=way,
+            planner={"ep_exchange": way},
         )
         if way == "auto":
             ((node, charged),) = program.decisions.on_ep.items()

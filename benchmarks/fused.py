@@ -23,9 +23,9 @@ from data_parallel import start, together
 
 ROUNDS = 6
 CONTESTANTS: dict[str, dict[str, Any]] = {
-    "alone": {"sequence_parallel": False},
+    "alone": {"planner": {"sequence_parallel": False}},
     "sequence parallel": {},
-    "fused": {"fuse_collectives": True},
+    "fused": {"planner": {"fuse_collectives": True}},
 }
 
 

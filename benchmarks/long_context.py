@@ -117,7 +117,7 @@ def contestants(model: Llama, length: int) -> dict[str, Callable[[], Contestant]
     n = dist.get_world_size()
     return {
         "autoshard cp": lambda: ours(mesh={"cp": n}),
-        "autoshard tp": lambda: ours(mesh={"tp": n}, sequence_parallel=True),
+        "autoshard tp": lambda: ours(mesh={"tp": n}, planner={"sequence_parallel": True}),
         "Ulysses eager": lambda: ulysses(model, length, False),
         "Ulysses compiled": lambda: ulysses(model, length, True),
         "TP+SP eager": lambda: tensor_parallel(False),

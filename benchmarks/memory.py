@@ -74,7 +74,7 @@ def row(name: str, mesh: str, inner: str, args: argparse.Namespace) -> dict[str,
     model = MODELS[name](args.width, args.layers, args.vocab).eval()
     ids = torch.randint(args.vocab, (args.batch, args.sequence))
     optimizer = torch.optim.AdamW(model.parameters())
-    options = {**MESHES[mesh], "inner": inner, "bucket_bytes": args.bucket_bytes}
+    options = {**MESHES[mesh], "inner": inner, "planner": {"bucket_bytes": args.bucket_bytes}}
     compiled = torch.compile(model, backend="autoshard", options=options)
     try:
         measured = measure_step(

@@ -89,7 +89,11 @@ def ours(model: Llama, schedule: str, count: int, inner: str) -> Contestant:
     """This backend with one schedule."""
     module = WithLoss(copy.deepcopy(model))
     ranks = dist.get_world_size()
-    options = {"mesh": {"pp": ranks}, "schedule": schedule, "microbatches": count, "inner": inner}
+    options = {
+        "mesh": {"pp": ranks},
+        "pipeline": {"schedule": schedule, "microbatches": count},
+        "inner": inner,
+    }
     compiled = torch.compile(module, backend="autoshard", options=options)
 
     def call(ids: torch.Tensor) -> torch.Tensor:
@@ -141,7 +145,7 @@ def predicted(model: Llama, schedule: str, count: int, inner: str, ids: torch.Te
     if schedule == "interleaved" or inner == "inductor":
         return []
     mesh = {"pp": dist.get_world_size()}
-    options: dict[str, Any] = {"schedule": schedule, "microbatches": count}
+    options: dict[str, Any] = {"pipeline": {"schedule": schedule, "microbatches": count}}
     torch.compiler.reset()
     traced: Any = autoshard.trace(WithLoss(copy.deepcopy(model)), (ids,), mesh=mesh, **options)
     return [stage.peak for stage in traced.memory()]

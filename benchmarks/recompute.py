@@ -89,7 +89,7 @@ def main() -> None:
     # The planner leaves as much free: under Inductor for what it counts without having seen.
     free_part = 1.1 if args.inner == "inductor" else 1.002
     budget = int(runs["each layer"][0]["peak"] * free_part)
-    runs["memory_budget"] = made(args, False, 1.0, memory_budget=budget)
+    runs["memory_budget"] = made(args, False, 1.0, memory={"budget": budget})
     share, *theirs = within(args, budget)
     runs[f"torch's budget {share}"] = (theirs[0], theirs[1])
     seconds: dict[str, list[float]] = {name: [] for name in runs}

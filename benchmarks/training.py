@@ -98,7 +98,7 @@ def contestants(model: Llama, only: str) -> dict[str, Callable[[], Contestant]]:
         for rival, sequence in (("TP by hand", False), ("TP+SP by hand", True)):
             name = f"autoshard {'TP+SP' if sequence else 'TP'}"
             found[name] = lambda rival=rival, sequence=sequence: ours(
-                rival, {"tp": n}, sequence_parallel=sequence
+                rival, {"tp": n}, planner={"sequence_parallel": sequence}
             )
             fused = ("async",) if sequence and _device_of(model) == "cuda" else ()
             for kind in ("eager", "compiled", *fused):
@@ -107,13 +107,15 @@ def contestants(model: Llama, only: str) -> dict[str, Callable[[], Contestant]]:
                 )
     if only in ("", "dp"):
         block = sum(p.numel() * p.element_size() for p in model.blocks[0].parameters())
-        found["autoshard DDP"] = lambda: ours("DDP", {"dp_replicate": n}, bucket_bytes=25 << 20)
+        found["autoshard DDP"] = lambda: ours(
+            "DDP", {"dp_replicate": n}, planner={"bucket_bytes": 25 << 20}
+        )
         for zero in (1, 2, 3):
             found[f"autoshard ZeRO-{zero}"] = lambda zero=zero: ours(
                 "FSDP2" if zero == 3 else "FSDP2 kept",
                 {"dp_shard": n},
                 zero=zero,
-                bucket_bytes=block - 4096,
+                planner={"bucket_bytes": block - 4096},
             )
         for kind in ("DDP", "FSDP2", "FSDP2 kept"):
             for form in ("eager", "compiled"):

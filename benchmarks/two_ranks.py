@@ -29,7 +29,7 @@ from llama_model import Llama, Shape, WithLoss
 SHAPE = Shape(vocab=512, width=128, hidden=256, layers=2, heads=4, length=64)
 MESHES: dict[str, dict[str, Any]] = {
     "tp": {"mesh": {"tp": 2}},
-    "tp + sp": {"mesh": {"tp": 2}, "sequence_parallel": True},
+    "tp + sp": {"mesh": {"tp": 2}, "planner": {"sequence_parallel": True}},
     "DDP": {"mesh": {"dp_replicate": 2}},
     "ZeRO-1": {"mesh": {"dp_shard": 2}, "zero": 1},
     "ZeRO-2": {"mesh": {"dp_shard": 2}, "zero": 2},

@@ -31,7 +31,7 @@ class Block(nn.Module):
 def main() -> None:
     with torch.device("meta"):
         model, x = Block(), torch.randn(8, 256, 512)
-    program = autoshard.trace(model, (x,), mesh={"tp": 4}, sequence_parallel=False)
+    program = autoshard.trace(model, (x,), mesh={"tp": 4}, planner={"sequence_parallel": False})
     print("before\n")
     print(autoshard.render(program.serial))
     print("\nafter, one of 4 ranks\n")

@@ -259,7 +259,7 @@ def main() -> None:
     if ranks > 1:
         options = {"mesh": {"tp": ranks}, "inner": args.inner, "outputs": "sharded"}
         # each step's mask is another; what arrives is the same on every rank
-        options |= {"recover_masks": False}
+        options |= {"planner": {"recover_masks": False}}
         model.compile(backend="autoshard", options=options)
     ends = model.generation_config.eos_token_id
     ends = {*ends} if isinstance(ends, list) else {ends} - {None}

@@ -60,7 +60,7 @@ def batch_checker(
     axes = [axis for axis in axes if axis.size > 1]
     if not axes or not (batch or held):
         return None
-    if config.check_batches == "never" and not config.broadcast_inputs:
+    if config.batches == "never":
         return None
     settled = _settled(inputs)
     sizes = [
@@ -93,7 +93,7 @@ class _BatchCheck:
         config: Config,
     ) -> None:
         self.batch, self.held, self.sizes, self.axes = batch, held, sizes, axes
-        self.send, self.checks = config.broadcast_inputs, config.check_batches
+        self.send, self.checks = config.batches == "broadcast", config.batches
         self.calls = 0
         self.seen: set[tuple[int, ...]] = set()
 

@@ -44,7 +44,7 @@ def agreed_facts(
 ) -> dict[int, str]:
     """`batch_facts` of the batch that the ranks of all these axes will compute with."""
     facts = batch_facts(inputs) if config.recover_masks else {}
-    for axis in axes if config.broadcast_inputs else ():
+    for axis in axes if config.batches == "broadcast" else ():
         sent = from_first([[i, fact] for i, fact in facts.items()], "facts of the batch", axis)
         facts = {i: fact for i, fact in sent}
     return facts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import dataclasses
 import math
 import re
 import warnings
@@ -120,16 +119,22 @@ def options_and_entries(
     What is no option is an entry, where the model has a configuration; a factory has none, and
     ConfigError names the closest option.
     """
-    from autoshard.config import Config, refuse_removed
+    from autoshard.config import GROUPS, Config, refuse_removed
     from autoshard.model_source import is_factory
 
-    named = dict(given)
+    named: dict[str, Any] = {}
+    for name, value in given:
+        group, dot, entry = name.partition(".")
+        if dot and group in GROUPS:
+            named[group] = {**named.get(group, {}), entry: value}
+        else:
+            named[name] = value
     if "mesh" in named:
         raise ConfigError(message("--option mesh=...", remedy="The mesh is given by --mesh."))
     refuse_removed(named)
     if is_factory(model):
         Config.from_options(named)
-    known = {field.name for field in dataclasses.fields(Config)}
+    known = Config.names()
     options = {name: value for name, value in named.items() if name in known}
     return options, {name: value for name, value in named.items() if name not in known}
 
@@ -150,7 +155,8 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "type": named_value,
         "action": "append",
         "metavar": "NAME=VALUE",
-        "help": "an option of the backend (docs/options.md), such as zero=2, or an entry of the "
-        "Hugging Face configuration, such as num_hidden_layers=2; may be repeated",
+        "help": "an option of the backend (docs/options.md), such as zero=2 or "
+        "memory.budget=6000000000, or an entry of the Hugging Face configuration, such as "
+        "num_hidden_layers=2; may be repeated",
     },
 }

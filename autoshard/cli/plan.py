@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     options, entries = options_and_entries(arguments.model, arguments.option)
     if arguments.optimizer_states:
-        options["optimizer_states"] = arguments.optimizer_states
+        options = _with(options, optimizer_states=arguments.optimizer_states)
     training = Training(
         arguments.optimizer,
         arguments.recipe,
@@ -145,7 +145,7 @@ def _staged(row: MeshPrice, found: MeshSearch, arguments: argparse.Namespace) ->
 
     options, entries = options_and_entries(arguments.model, arguments.option)
     if row.recomputation is None:  # stages that fit as they are need no count
-        options.pop("memory_budget", None)
+        options = _with(options, memory_budget=None)
     dtype, samples = getattr(torch, arguments.dtype), arguments.batch * row.microbatches
     call = load_on_meta(arguments.model, samples, arguments.sequence, dtype, entries)
     checkpoint_layers(call.model, arguments.checkpointing)
@@ -155,8 +155,7 @@ def _staged(row: MeshPrice, found: MeshSearch, arguments: argparse.Namespace) ->
         call.kwargs,
         mesh=row.mesh,
         hardware=found.cluster,
-        microbatches=row.microbatches,
-        **options,
+        **_with(options, microbatches=row.microbatches),
     )
     return dataclasses.replace(traced.plan, mesh=dict(row.mesh))
 
@@ -173,12 +172,20 @@ def _save(
     if saved is None:
         raise AutoshardError(message("no mesh fits, so no plan was written", remedy=_MORE))
     (staged(saved) if saved.pipeline else saved.plan).save(path)
-    if saved.recomputation is None:
-        options.pop("memory_budget", None)  # it chose the mesh, which the plan holds
-    else:
-        options.setdefault("memory_budget", found.cluster.usable_bytes)
+    if saved.recomputation is None:  # a budget chose the mesh, which the plan holds
+        options = _with(options, memory_budget=None)
+    elif "budget" not in options.get("memory", {}):
+        options = _with(options, memory_budget=found.cluster.usable_bytes)
     used = {"plan": str(path), **options}
     print(f"wrote {path}: options={used}", file=told)
+
+
+def _with(options: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    """Options with other fields of `Config`; None: without them."""
+    from autoshard.config import fields_of, nested
+
+    given = {**fields_of(options), **fields}
+    return nested({name: value for name, value in given.items() if value is not None})
 
 
 _MORE = "Use more ranks, a smaller batch, or devices with more memory."

@@ -80,7 +80,7 @@ def cut_backward(
             message(
                 f"a stage keeps {kept} values for its backward and sends {len(graded)} that have "
                 f"gradients, and its backward reads {len(read)}",
-                remedy="Use schedule='1f1b', which does not cut backwards.",
+                remedy="Use options={'pipeline': {'schedule': '1f1b'}}, which cuts no backward.",
             )
         )
     gradients = results_of(backward)

@@ -2,5 +2,6 @@
 
 from __future__ import annotations
 
-from autoshard.config.acting import ACTING, refuse_removed
+from autoshard.config.acting import ACTING
+from autoshard.config.groups import GROUPS, fields_of, nested, option, refuse_removed
 from autoshard.config.options import Config, Precision, axis_sizes

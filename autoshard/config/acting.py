@@ -1,17 +1,18 @@
 """The axes on which each option acts, and those beside which a value of it is refused.
 
 An option on a mesh that has none of its axes has nothing to do: docs/options.md says so, and the
-program is the one without it. And the options that were there once (`REMOVED`).
+program is the one without it. Entries of an option stand under the field of `Config` that they are.
 """
 
 from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autoshard.config.groups import KEYS, option
 from autoshard.errors import ConfigError, message
 from autoshard.runtime.collectives import DATA_AXES
 from autoshard.runtime.mesh import AXIS_ORDER, PLANNED, SAME_BATCH
@@ -76,8 +77,7 @@ ACTING: dict[str, Acting] = {
     "recover_masks": Acting(),
     "loss_tokens": Acting(DATA_AXES),
     "chunk_loss": _NOT_PP,
-    "broadcast_inputs": Acting(SAME_BATCH),
-    "check_batches": Acting(SAME_BATCH),
+    "batches": Acting(SAME_BATCH),
     "timeout": Acting(AXIS_ORDER),
     "initial_weights": Acting(AXIS_ORDER),
     "microbatches": Acting(("pp",), needed=True),
@@ -98,14 +98,15 @@ def refuse(values: Mapping[str, Any], given: Mapping[str, int], sizes: Mapping[s
         value = values[name]
         if not acting.asks(value):
             continue
-        shown = f"options['{name}']" + (f"['{acting.part}']" if acting.part else "")
-        shown = f"{shown}={reprlib.repr(value)}"
+        entry = acting.part or KEYS.get(name, ("", name))[1]
+        part = f"[{acting.part!r}]" if acting.part else ""
+        shown = f"{option(name)}{part}={reprlib.repr(value)}"
         beside = next((axis for axis in acting.refused if sizes.get(axis, 1) > 1), None)
         if beside is not None:
             raise ConfigError(
                 message(
                     f"{shown} beside {beside} in the mesh is not supported yet",
-                    remedy=f"Leave {acting.part or name} out, or {beside}.",
+                    remedy=f"Leave {entry} out, or {beside}.",
                 )
             )
         if acting.needed and math.prod(given.values()) > 1 and not set(acting.on) & set(given):
@@ -113,33 +114,6 @@ def refuse(values: Mapping[str, Any], given: Mapping[str, int], sizes: Mapping[s
                 message(
                     f"{shown} is about {', '.join(acting.on)}, of which the mesh {spelled} has "
                     "none",
-                    remedy=f"Leave {name} out, or give the mesh {acting.on[0]}.",
+                    remedy=f"Leave {entry} out, or give the mesh {acting.on[0]}.",
                 )
-            )
-
-
-REMOVED = {
-    "cp_splits": (
-        "cp splits the sequence, as it did by default",
-        "Leave it out; dp_shard splits the batch.",
-    ),
-    "overlap_halves": (
-        "no GPU has shown that layers on two halves of a batch are quicker",
-        "Leave it out; fuse_collectives=True is another way to hide collectives on tp.",
-    ),
-    "small_sums": (
-        "no GPU has shown that kernels over symmetric memory are quicker than NCCL",
-        "Leave it out; NCCL sums, as it did by default.",
-    ),
-}
-"""By name: why an option is gone, and what to do instead."""
-
-
-def refuse_removed(names: Iterable[str]) -> None:
-    """Raise ConfigError for the first name that was an option's."""
-    for name in names:
-        if name in REMOVED:
-            why, remedy = REMOVED[name]
-            raise ConfigError(
-                message(f"autoshard option {name!r} was removed: {why}", remedy=remedy)
             )

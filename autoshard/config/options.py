@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.config.acting import ACTING, refuse, refuse_removed
+from autoshard.config.acting import ACTING, refuse
+from autoshard.config.groups import GROUPS, KEYS, fields_of, option, refuse_removed
 from autoshard.errors import ConfigError, message, shown
 from autoshard.planning import Plan
 from autoshard.runtime.mesh import AXIS_ORDER
@@ -124,7 +125,8 @@ def _bytes(doc: str) -> Any:
 class Config:
     """What `torch.compile(model, backend="autoshard", options={...})` accepts.
 
-    Every field is an option; its meaning stands beside it (and in `Config.table()`). Raises
+    Every field is an option, or an entry of one (`GROUPS`); its meaning stands beside it (and in
+    `Config.table()`). Raises
     `ConfigError` for a value that is not allowed, or that this version cannot obey. Whether the
     mesh fits the world is checked where the mesh is made (`runtime.mesh.init_mesh`).
     """
@@ -256,12 +258,11 @@ class Config:
         "that is not known, where it spares 1 GiB a rank; True always, and outputs that are "
         "logits are withheld in training.",
     )
-    broadcast_inputs: bool = _flag(False, "Send rank 0's batch to its tp or cp group at each call.")
-    check_batches: str = _choice(
+    batches: str = _choice(
         "first",
-        ("first", "always", "never"),
+        ("first", "always", "never", "broadcast"),
         "Compare the batches of the ranks of a tp or cp group at the first two calls of each "
-        "graph, or at all of them.",
+        "graph, or at all of them, or at none; or send rank 0's at each call, and compare shapes.",
     )
     timeout: float | None = _option(
         None,
@@ -305,7 +306,7 @@ class Config:
             if not field.metadata["check"](value):
                 raise ConfigError(
                     message(
-                        f"autoshard option {field.name}={_show(value)} is not allowed",
+                        f"autoshard option {_name(field.name)}={_show(value)} is not allowed",
                         remedy=f"It takes {field.metadata['values']}.",
                     )
                 )
@@ -320,7 +321,7 @@ class Config:
         if self.fuse_collectives is True and self.inner in ("eager", "tensorrt"):
             raise ConfigError(
                 message(
-                    f"options['fuse_collectives'] is True, and inner={self.inner!r} has no graph "
+                    f"{option('fuse_collectives')} is True, and inner={self.inner!r} has no graph "
                     "in which collectives are fused",
                     remedy="Leave out fuse_collectives, or inner.",
                 )
@@ -349,31 +350,49 @@ class Config:
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> Config:
         """The Config of an options dict; an unknown option is an error naming the closest one."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        refuse_removed(options or ())
-        for name in options or {}:
+        names = cls.names()
+        given = dict(options or {})
+        for name in given:
             if name not in names:
-                closest = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+                refuse_removed([name])
+                near = difflib.get_close_matches(str(name), [*names, *KEYS], n=1, cutoff=0.5)
                 raise ConfigError(
                     message(
                         f"unknown autoshard option {name!r}",
-                        remedy=f"Did you mean {closest[0]!r}?"
-                        if closest
+                        remedy=f"Did you mean {_spelled(near[0], names)}?"
+                        if near
                         else f"The options are {', '.join(names)}.",
                     )
                 )
-        return cls(**dict(options or {}))
+        return cls(**fields_of(given))
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """The options: fields that stand alone, and each group once, in order."""
+        fields = (field.name for field in dataclasses.fields(cls))
+        return list(dict.fromkeys(KEYS.get(name, (name,))[0] for name in fields))
 
     @classmethod
     def table(cls) -> str:
         """The options as a Markdown table: name, default, allowed values, axes, meaning."""
         rows = ["| option | default | takes | acts on | meaning |", "|---|---|---|---|---|"]
-        for field in dataclasses.fields(cls):
-            values, doc, on = field.metadata["values"], field.metadata["doc"], ACTING[field.name]
-            rows.append(
-                f"| `{field.name}` | `{field.default!r}` | {values} | {on.text()} | {doc} |"
-            )
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        for name in cls.names():
+            for own in GROUPS[name].values() if name in GROUPS else (name,):
+                field = fields[own]
+                values, doc, on = field.metadata["values"], field.metadata["doc"], ACTING[own]
+                rows.append(
+                    f"| `{_name(own)}` | `{field.default!r}` | {values} | {on.text()} | {doc} |"
+                )
         return "\n".join(rows)
+
+
+def _spelled(name: str, names: list[str]) -> str:
+    return repr(name) if name in names else option(name)
+
+
+def _name(field: str) -> str:
+    return ".".join(KEYS.get(field, (field,)))
 
 
 def _show(value: Any) -> str:

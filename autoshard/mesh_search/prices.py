@@ -276,7 +276,7 @@ def _unfit(
         why += '; inner="eager" recomputes nothing'
     takes = [f"devices that hold {held.total / 1e9:.3g} GB of tensors"]
     if host and held.total - held.optimizer <= limit:
-        takes.append("the optimizer's states on the host (optimizer_states=host)")
+        takes.append("the optimizer's states on the host (memory.optimizer_states=host)")
     room = limit - (held.total - held.activations)
     if room > 0:
         parts = math.ceil(held.activations / room)

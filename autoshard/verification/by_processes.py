@@ -113,7 +113,7 @@ class ProcessJob:
         return torch.compile(
             model,
             backend="autoshard",
-            options={"rng": "invariant", "inner": inner, "recover_masks": False},
+            options={"rng": "invariant", "inner": inner, "planner": {"recover_masks": False}},
         )
 
     def _exact(

@@ -178,7 +178,7 @@ def _exchange(
 
 _SAME_BATCH = (
     "Give every rank of the axis the same batch (a sampler that divides by data-parallel ranks, "
-    "not by processes), or set options={'broadcast_inputs': True}."
+    "not by processes), or set options={'same_inputs': {'batches': 'broadcast'}}."
 )
 
 

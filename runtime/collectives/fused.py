@@ -131,8 +131,8 @@ def _chosen(
             return plain()
         raise ConfigError(
             message(
-                f"options['fuse_collectives'] is True, and the {axis.size} GPUs of an axis do not "
-                "reach each other's memory",
+                "options['planner']['fuse_collectives'] is True, and the "
+                f"{axis.size} GPUs of an axis do not reach each other's memory",
                 remedy="Put the axis on GPUs of one machine with NVLink, or leave the option out.",
             )
         )

@@ -23,7 +23,7 @@ from autoshard.runtime.mesh import Mesh
 
 REMEDY = (
     "Give it the same values on all ranks (the same seed, the file read by all of them), or leave "
-    "initial_weights at 'broadcast'."
+    "options['same_inputs']['weights'] at 'broadcast'."
 )
 _OF_TORCH = ("_parameters", "_modules", "_buffers")
 

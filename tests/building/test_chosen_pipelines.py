@@ -42,7 +42,11 @@ def chosen(name: str, sizes: Sizes, micro: int, options: dict[str, Any]) -> dict
     [
         ("llama", {"pp": 2, "dp_shard": 2}, 2, {}),
         pytest.param(
-            "gpt2", {"pp": 2, "dp_shard": 2}, 2, {"defer_reduction": True}, marks=pytest.mark.slow
+            "gpt2",
+            {"pp": 2, "dp_shard": 2},
+            2,
+            {"gradients": {"defer": True}},
+            marks=pytest.mark.slow,
         ),
         pytest.param("mixtral", {"pp": 2, "ep": 2}, 1, {}, marks=pytest.mark.slow),
         pytest.param("llama", {"pp": 2, "cp": 2}, 2, {}, marks=pytest.mark.slow),

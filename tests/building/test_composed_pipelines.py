@@ -91,7 +91,7 @@ def all_tokens(sizes: Sizes) -> dict[str, Any]:
 
     mesh, case, given = init_mesh(sizes, "cpu"), CASES["llama"], batch("llama", 0)
     given["labels"][: len(given["labels"]) // mesh.batches] = -100
-    options = {"mesh": sizes, "inner": "eager", "loss_tokens": "global"}
+    options = {"mesh": sizes, "inner": "eager", "gradients": {"loss_tokens": "global"}}
     pair = Pair(made("llama"), **options)
     want = case.loss(pair.serial, given)
     want.backward()
@@ -143,11 +143,11 @@ def test_what_eager_code_reads_and_writes_of_shards(gloo4: Any, sizes: Sizes) ->
 def test_ranks_of_each_axis_that_differ_all_raise(
     gloo4: Any, sizes: Sizes, axis: str, microbatches: list[int]
 ) -> None:
-    for text in gloo4(differing, sizes, [{"microbatches": n} for n in microbatches]):
+    for text in gloo4(differing, sizes, [{"pipeline": {"microbatches": n}} for n in microbatches]):
         assert f"the ranks of axis {axis} disagree" in text and "microbatches" in text
 
 
 def test_one_rank_whose_batch_does_not_divide_is_an_error_on_all(gloo4: Any) -> None:
-    given = [{"microbatches": n} for n in (3, 2, 2, 2)]
+    given = [{"pipeline": {"microbatches": n}} for n in (3, 2, 2, 2)]
     for text in gloo4(differing, {"pp": 2, "dp_replicate": 2}, given):
         assert "does not divide into microbatches=3" in text

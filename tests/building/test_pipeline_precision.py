@@ -78,7 +78,7 @@ def run(
     compiled: Any = torch.compile(
         model,
         backend="autoshard",
-        options={"mesh": sizes, "inner": "eager", "microbatches": PARTS, **options},
+        options={"mesh": sizes, "inner": "eager", "pipeline": {"microbatches": PARTS}, **options},
     )
     moved: dict[str, set[torch.dtype]] = {"gather": set(), "reduce": set(), "send": set()}
 
@@ -159,7 +159,16 @@ def test_against_a_serial_model_that_casts_alike(gloo2: Any, gloo4: Any, sizes: 
 @pytest.mark.parametrize(
     ("sizes", "options", "accumulated", "tolerance"),
     [
-        ({"pp": 2}, {"precision": MIXED, "schedule": "zb1", "inner": "aot_eager"}, 1, 1e-6),
+        (
+            {"pp": 2},
+            {
+                "precision": MIXED,
+                "pipeline": {"schedule": "zb1", "microbatches": PARTS},
+                "inner": "aot_eager",
+            },
+            1,
+            1e-6,
+        ),
         ({"pp": 2, "dp_shard": 2}, {"precision": MIXED}, 2, 1e-6),
         # gradients travel in bf16; partial sums of tp ranks are in bf16
         ({"pp": 2, "dp_replicate": 2}, {"precision": {"param": "bfloat16"}}, 2, 1e-2),

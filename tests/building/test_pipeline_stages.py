@@ -152,14 +152,19 @@ def same_as_serial(name: str, stages: int, inner: str = "eager", **options: Any)
     [
         ("gpt2", 2, {"inner": "aot_eager"}),
         ("t5", 3, {}),
-        ("gpt2", 2, {"schedule": "zb1", "inner": "aot_eager"}),
-        ("gpt2", 2, {"schedule": "interleaved", "virtual_stages": 3}),
-        pytest.param("gpt2", 3, {"schedule": "gpipe", "microbatches": 2}, marks=pytest.mark.slow),
-        pytest.param("t5", 3, {"schedule": "zb1"}, marks=pytest.mark.slow),
-        pytest.param("llama", 2, {"schedule": "zb1"}, marks=pytest.mark.slow),
-        pytest.param("llama", 4, {"schedule": "interleaved"}, marks=pytest.mark.slow),
+        ("gpt2", 2, {"pipeline": {"schedule": "zb1"}, "inner": "aot_eager"}),
+        ("gpt2", 2, {"pipeline": {"schedule": "interleaved", "virtual_stages": 3}}),
+        pytest.param(
+            "gpt2",
+            3,
+            {"pipeline": {"schedule": "gpipe", "microbatches": 2}},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("t5", 3, {"pipeline": {"schedule": "zb1"}}, marks=pytest.mark.slow),
+        pytest.param("llama", 2, {"pipeline": {"schedule": "zb1"}}, marks=pytest.mark.slow),
+        pytest.param("llama", 4, {"pipeline": {"schedule": "interleaved"}}, marks=pytest.mark.slow),
         pytest.param("llama", 4, {}, marks=pytest.mark.slow),
-        pytest.param("vit", 2, {"microbatches": 4}, marks=pytest.mark.slow),
+        pytest.param("vit", 2, {"pipeline": {"microbatches": 4}}, marks=pytest.mark.slow),
         pytest.param("mixtral", 2, {}, marks=pytest.mark.slow),
     ],
 )
@@ -213,7 +218,7 @@ def test_what_mixes_samples_is_named_with_its_line() -> None:
     graph = graph_of(Coupled(), (torch.randn(4, 8),))
     with pytest.raises(CaptureError, match=r"aten\.sub.*test_pipeline_stages\.py:\d+"):
         cut(graph, 2)
-    assert cut(graph_of(Coupled(), (torch.randn(4, 8),)), 2, microbatches=1)
+    assert cut(graph_of(Coupled(), (torch.randn(4, 8),)), 2, pipeline={"microbatches": 1})
 
 
 def test_microbatches_draw_what_the_batch_draws() -> None:
@@ -221,7 +226,7 @@ def test_microbatches_draw_what_the_batch_draws() -> None:
     graph = graph_of(model, (x,))
     losses = []
     for microbatches in (1, 2, 6):
-        program = cut(graph, 2, microbatches=microbatches)
+        program = cut(graph, 2, pipeline={"microbatches": microbatches})
         torch.manual_seed(7)
         losses.append(run(program, [item.real for item in graph[2]], "aot_eager"))
     first = losses[0]
@@ -236,7 +241,7 @@ def test_where_cuts_are_left_out_they_are_left_out_all_over_the_graph(
     monkeypatch.setattr(stages_module, "MOST_UNITS", 8)
     layers = [part for _ in range(16) for part in (nn.Linear(512, 512), nn.Tanh())]
     graph = graph_of(nn.Sequential(*layers), (torch.randn(1024, 512),))
-    plan = cut(graph, 4, microbatches=4).plan
+    plan = cut(graph, 4, pipeline={"microbatches": 4}).plan
     counts = [len(stage.graph.graph.nodes) for stage in plan.stages]
     assert max(counts) < 2 * min(counts), counts
 
@@ -244,12 +249,12 @@ def test_where_cuts_are_left_out_they_are_left_out_all_over_the_graph(
 def test_a_batch_that_does_not_divide_is_refused_with_what_would() -> None:
     graph = graph_of(Noisy().eval(), (torch.randn(6, 8),))
     with pytest.raises(ConfigError, match="6 samples.*microbatches=4.*1, 2, 3, 6"):
-        cut(graph, 2, microbatches=4)
+        cut(graph, 2, pipeline={"microbatches": 4})
 
 
 def test_a_budget_that_no_cut_fits_is_an_error() -> None:
-    with pytest.raises(PlanError, match="memory_budget=100"):
-        cut(graph_of(Noisy().eval(), (torch.randn(6, 8),)), 2, memory_budget=100)
+    with pytest.raises(PlanError, match="memory budget of 100"):
+        cut(graph_of(Noisy().eval(), (torch.randn(6, 8),)), 2, memory={"budget": 100})
 
 
 class Turned(nn.Module):
@@ -269,7 +274,7 @@ class Turned(nn.Module):
 def test_a_gradient_arrives_in_the_layout_that_the_cut_backward_reads() -> None:
     model, x = Turned(), torch.randn(4, 16, 32)
     graph = graph_of(model, (x,))
-    program = cut(graph, 2, microbatches=2, schedule="zb1")
+    program = cut(graph, 2, pipeline={"microbatches": 2, "schedule": "zb1"})
     (sent,) = program.plan.stages[0].sent
     assert sent.meta["val"].dim() == 4
     found = run(program, [item.real for item in graph[2]], "inductor")
@@ -294,7 +299,7 @@ def test_gradients_are_added_one_by_one_to_their_sums(schedule: str) -> None:
     model, x = Deep(), torch.randn(4, 64)
     weight = model.layers[0].weight.nbytes
     graph = graph_of(model, (x,))
-    program = cut(graph, 2, schedule=schedule)
+    program = cut(graph, 2, pipeline={"schedule": schedule})
     live = LiveStorages()
     with live:
         run(program, [item.real for item in graph[2]], "aot_eager")
@@ -320,7 +325,7 @@ class Fed(Mailbox):
 def test_the_memory_of_each_rank_is_foretold(schedule: str) -> None:
     model, x = Deep(), torch.randn(512, 64)
     graph = graph_of(model, (x,))
-    program = cut(graph, 2, schedule=schedule, microbatches=4)
+    program = cut(graph, 2, pipeline={"schedule": schedule, "microbatches": 4})
     foretold = TracedPipeline(program).memory()
     for rank in range(2):
         peak = peak_of(program, graph, x, rank)
@@ -366,12 +371,15 @@ def test_each_stage_keeps_its_budget_by_recomputation_and_gradients_are_serial(
 ) -> None:
     model, x = Gated(layers), torch.randn(2048, 64)
     graph = graph_of(model, (x,))
-    options: dict[str, Any] = {"schedule": schedule, "microbatches": 4, "inner": "aot_eager"}
+    options: dict[str, Any] = {
+        "pipeline": {"schedule": schedule, "microbatches": 4},
+        "inner": "aot_eager",
+    }
     runs = []
     free = cut(graph, 2, **options)
     held = TracedPipeline(free).memory()
     budget = int(part * max(one.peak + 2 * one.parameters for one in held))
-    for program in (free, cut(graph, 2, memory_budget=budget, **options)):
+    for program in (free, cut(graph, 2, memory={"budget": budget}, **options)):
         runs.append(run(program, [item.real for item in graph[2]], "aot_eager"))
     assert 0 in program.recomputed and not free.recomputed  # the first keeps most micro-batches
     torch.testing.assert_close(runs[1]["loss"], runs[0]["loss"])
@@ -383,4 +391,4 @@ def test_each_stage_keeps_its_budget_by_recomputation_and_gradients_are_serial(
         again = program.stage_seconds(rank) - program.plan.stage_seconds[rank]
         assert (again > 0) == (rank in program.recomputed)
     with pytest.raises(PlanError, match=r"stages? \d.*on rank \d of pp.*Raise the budget to"):
-        cut(graph, 2, memory_budget=budget // 3, **options)
+        cut(graph, 2, memory={"budget": budget // 3}, **options)

@@ -41,7 +41,7 @@ def check(results: list[dict[str, Any]]) -> None:
 
 def test_three_steps_of_a_saved_plan(gloo2: Any, tmp_path: Path) -> None:
     """Cut in the second layer, where the search would not."""
-    model, options = made("llama"), {"mesh": {"pp": 2}, "microbatches": 2}
+    model, options = made("llama"), {"mesh": {"pp": 2}, "pipeline": {"microbatches": 2}}
     traced: Any = autoshard.trace(model, kwargs=batch("llama", 0), **options)
     body, file = json.loads(traced.plan.text()), tmp_path / "plan.json"
     homes, ((key, _),) = body["pipeline"]["homes"], body["pipeline"]["graphs"].items()
@@ -62,10 +62,10 @@ def test_three_steps_of_a_saved_plan(gloo2: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("gpt2", {"schedule": "gpipe"}),
-        ("gpt2", {"schedule": "zb1"}),
-        ("llama", {"schedule": "interleaved"}),
-        ("gpt2", {"microbatches": 2, "inner": "inductor"}),
+        ("gpt2", {"pipeline": {"schedule": "gpipe"}}),
+        ("gpt2", {"pipeline": {"schedule": "zb1"}}),
+        ("llama", {"pipeline": {"schedule": "interleaved"}}),
+        ("gpt2", {"pipeline": {"microbatches": 2}, "inner": "inductor"}),
         ("t5", {}),
         ("vit", {}),
         ("mixtral", {}),
@@ -136,9 +136,13 @@ def test_a_stage_that_fails_is_an_error_on_all() -> None:
 
 
 def test_ranks_that_differ_all_raise(gloo2: Any) -> None:
-    for text in gloo2(differing, {"pp": 2}, [{"microbatches": 2}, {"microbatches": 4}]):
+    for text in gloo2(
+        differing, {"pp": 2}, [{"pipeline": {"microbatches": 2}}, {"pipeline": {"microbatches": 4}}]
+    ):
         assert "microbatches" in text
-    for text in gloo2(differing, {"pp": 2}, [{"microbatches": 3}, {"microbatches": 3}]):
+    for text in gloo2(
+        differing, {"pp": 2}, [{"pipeline": {"microbatches": 3}}, {"pipeline": {"microbatches": 3}}]
+    ):
         assert "does not divide into microbatches=3" in text
     for text in gloo2(differing, {"pp": 2}, [{"rng": "tracker"}] * 2):
         assert "rng" in text

@@ -88,34 +88,34 @@ def test_precision_halves_what_is_sent_and_adds_a_copy_of_what_is_stored() -> No
 
 
 def test_every_schedule_is_explained_and_what_is_not_supported_is_refused() -> None:
-    four = traced(schedule="interleaved")
+    four = traced(pipeline={"schedule": "interleaved"})
     assert len(four.stages) == 4 and "F0a" in four.explain()
-    assert "I0 W0" in traced(schedule="zb1").explain()
+    assert "I0 W0" in traced(pipeline={"schedule": "zb1"}).explain()
     with pytest.raises(ConfigError, match="virtual_stages"):
-        traced(virtual_stages=2)
+        traced(pipeline={"virtual_stages": 2})
     with pytest.raises(ConfigError, match=r"host_memory.*beside pp.*Leave host_memory out"):
-        traced(host_memory=10**9)
+        traced(memory={"host": 10**9})
 
 
 def test_the_page_of_a_pipeline_has_every_action(tmp_path: Path) -> None:
-    found, page = traced(schedule="zb1"), tmp_path / "page.html"
+    found, page = traced(pipeline={"schedule": "zb1"}), tmp_path / "page.html"
     found.explain_html(page)
     text = page.read_text()
     assert text.count("<rect") == 2 * 3 * found.microbatches and "layers.0.weight" in text
 
 
 def test_a_budget_is_for_all_stages_of_a_rank() -> None:
-    options: dict[str, Any] = {"schedule": "interleaved", "microbatches": 4}
+    options: dict[str, Any] = {"pipeline": {"schedule": "interleaved", "microbatches": 4}}
     for budget in (10**6, 10**5):
-        a, b, c, d = traced(memory_budget=budget, **options).program.plan.cut.memory
+        a, b, c, d = traced(memory={"budget": budget}, **options).program.plan.cut.memory
         assert max(a + c, b + d) <= budget
     with pytest.raises(PlanError, match="no cut into 4 stages"):
-        traced(memory_budget=20_000, **options)
+        traced(memory={"budget": 20_000}, **options)
 
 
 def test_a_saved_plan_cuts_the_same_stages(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    found = traced(schedule="zb1", microbatches=4)
+    found = traced(pipeline={"schedule": "zb1", "microbatches": 4})
     body = json.loads(found.plan.text())
     # a worse cut than the search would find
     ((key, cuts),) = body["pipeline"]["graphs"].items()
@@ -129,8 +129,11 @@ def test_a_saved_plan_cuts_the_same_stages(tmp_path: Path) -> None:
     assert again.plan.text() == Plan.load(file).text()
     assert traced(plan=file, mesh={"pp": 2, "dp_shard": 2}).program.plan.firsts == [worse]
     for options, error in (
-        ({"microbatches": 2}, r"options\['microbatches'\]=2, and the plan has 4"),
-        ({"schedule": "1f1b"}, r"options\['schedule'\]='1f1b', and the plan has 'zb1'"),
+        ({"pipeline": {"microbatches": 2}}, r"options\['microbatches'\]=2, and the plan has 4"),
+        (
+            {"pipeline": {"schedule": "1f1b"}},
+            r"options\['schedule'\]='1f1b', and the plan has 'zb1'",
+        ),
         ({"mesh": {"pp": 4}}, "the plan is for pp=2 and tp=1, this mesh has pp=4 and tp=1"),
         ({"mesh": {"tp": 1}}, "the plan is for pp=2 and tp=1, this mesh has tp=1"),
     ):

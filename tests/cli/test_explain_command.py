@@ -73,7 +73,11 @@ def test_options_are_those_of_the_backend_or_of_the_configuration(
 ) -> None:
     sizes = {**CONFIG, "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
-    given = ["num_hidden_layers=1", "sequence_parallel=False", "precision={'param': 'float16'}"]
+    given = [
+        "num_hidden_layers=1",
+        "planner.sequence_parallel=False",
+        "precision={'param': 'float16'}",
+    ]
     more = [part for text in given for part in ("--option", text)]
     assert main(["explain", str(tmp_path), "--mesh", "tp=2", "--sequence", "32", *more]) == 0
     said = capsys.readouterr().out

@@ -8,7 +8,6 @@ The quick suite tries a few examples of each reader, always the same. Thousands 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import hashlib
 import importlib
 import json
@@ -326,7 +325,7 @@ def test_hugging_face_weights(llama: bytes) -> None:
     read()
 
 
-@tried(st.tuples(st.sampled_from([f.name for f in dataclasses.fields(Config)]), values), few=100)
+@tried(st.tuples(st.sampled_from(Config.names()), values), few=100)
 def test_options(option: tuple[str, Any]) -> None:
     accepted(lambda: Config.from_options(dict([option])), ConfigError)
 

@@ -99,7 +99,7 @@ def test_a_directory_and_a_class_are_the_same_model(
         assert main(asked) == 0
         found.append(json.loads(capsys.readouterr().out))
     assert found[0] == found[1] and len(found[0]["rows"]) == 4  # tp, cp, and two of data
-    small = ["--sequence", "32", "--option", "memory_budget=100_000"]
+    small = ["--sequence", "32", "--option", "memory.budget=100_000"]
     assert main(["plan", "tiny", "--world", "2", *small]) == 0
     said = capsys.readouterr().out
     assert "x does not fit:" in said and "nothing fits. Use more ranks" in said
@@ -129,7 +129,7 @@ def test_errors_name_the_remedy(
 
 
 def test_what_is_right_and_cannot_be(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["--out", "p.json", "--option", "memory_budget=1_000"]
+    asked = ["--out", "p.json", "--option", "memory.budget=1_000"]
     assert main(["plan", "my_nets:net", "--world", "2", *asked]) == 1
     assert "no plan was written" in capsys.readouterr().err
     assert not (here / "p.json").exists()
@@ -183,7 +183,9 @@ def test_the_plan_of_a_mesh_with_pp_holds_its_stages(
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 16}
     for name, size in sizes.items():
         asked += ["--option", f"{name}={size}"]
-    assert main([*asked, "--batch", "2", "--sequence", "16", "--option", "schedule=zb1"]) == 0
+    assert (
+        main([*asked, "--batch", "2", "--sequence", "16", "--option", "pipeline.schedule=zb1"]) == 0
+    )
     assert "wrote plan.json: options={'plan': 'plan.json', 'schedule': 'zb1'}" in (
         capsys.readouterr().out
     )

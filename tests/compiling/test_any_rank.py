@@ -46,7 +46,7 @@ def texts(mesh: dict[str, int], model: nn.Module, **options: Any) -> set[str]:
 def test_ranks_have_one_text() -> None:
     for mesh in ({"tp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2}):
         assert len(texts(mesh, Tokens())) == 1, mesh
-    (text,) = texts({"tp": 2}, Tokens(), sequence_parallel=True)
+    (text,) = texts({"tp": 2}, Tokens(), planner={"sequence_parallel": True})
     assert "rank_of_tp" in text  # the classes of a rank begin at its number
 
 

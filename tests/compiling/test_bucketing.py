@@ -49,8 +49,8 @@ def counts(traced: Program) -> dict[tuple[str, str, str], int]:
 def test_counts(
     mesh: dict[str, int], zero: int, single: dict[Any, int], merged: dict[Any, int]
 ) -> None:
-    assert counts(program(mesh, zero=zero, bucket_bytes=1)) == single
-    assert counts(program(mesh, zero=zero, bucket_bytes=None)) == merged
+    assert counts(program(mesh, zero=zero, planner={"bucket_bytes": 1})) == single
+    assert counts(program(mesh, zero=zero, planner={"bucket_bytes": None})) == merged
 
 
 def test_bytes_equal_the_ledger() -> None:
@@ -63,16 +63,16 @@ def test_bytes_equal_the_ledger() -> None:
     padded = sum(max(nbytes, 2 * 64 * 4) for nbytes in weights)
     for size, scattered in ((1, total), (100_000, padded)):
         moved: Counter[str] = Counter()
-        for c in program({"dp_shard": 2}, zero=2, bucket_bytes=size).collectives():
+        for c in program({"dp_shard": 2}, zero=2, planner={"bucket_bytes": size}).collectives():
             moved[c.op] += c.bytes
         assert moved == {"all_gather": total, "reduce_scatter": scattered}
-        ddp = program({"dp_replicate": 2}, bucket_bytes=size).collectives()
+        ddp = program({"dp_replicate": 2}, planner={"bucket_bytes": size}).collectives()
         assert sum(c.bytes for c in ddp) == total
 
 
 def test_all_ranks_issue_the_same_collectives() -> None:
     def issued(rank: int) -> list[tuple[str, str, int]]:
-        traced = program({"dp_shard": 2, "tp": 2}, rank=rank, bucket_bytes=100_000)
+        traced = program({"dp_shard": 2, "tp": 2}, rank=rank, planner={"bucket_bytes": 100_000})
         return [(c.op, c.axis, c.bytes) for c in traced.collectives()]
 
     assert issued(0) == issued(3)  # another on both axes

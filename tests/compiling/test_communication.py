@@ -104,7 +104,7 @@ def planned(name: str, layers: int, loss: bool = True) -> dict[bool, Program]:
         model = LanguageModel(MODELS[name](layers), loss)
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     options = [
-        {"mesh": {"tp": N_RANKS}, "hardware": "h100", "sequence_parallel": sequence}
+        {"mesh": {"tp": N_RANKS}, "hardware": "h100", "planner": {"sequence_parallel": sequence}}
         for sequence in (TENSOR, SEQUENCE)
     ]
     made, _ = programs(model, (ids,), options)

@@ -21,7 +21,7 @@ def is_product(node: fx.Node) -> bool:
 
 def test_the_order_is_held_by_products() -> None:
     """For Inductor: starts before the next product, waits after the last, in every bucket."""
-    backward = program({"dp_shard": 2}, zero=2, bucket_bytes=100_000).joint.backward
+    backward = program({"dp_shard": 2}, zero=2, planner={"bucket_bytes": 100_000}).joint.backward
     assert backward is not None
     found = order_dependencies(backward.graph)
     starts = [n for n in backward.graph.nodes if n.target is REDUCE_SCATTER]

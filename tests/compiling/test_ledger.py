@@ -40,7 +40,7 @@ def build(name: str) -> Callable[..., Program]:
 def program(
     name: str, mesh: tuple[tuple[str, int], ...], zero: int, microbatch: str, size: int | None
 ) -> Program:
-    return build(name)(dict(mesh), microbatch=microbatch, zero=zero, bucket_bytes=size)
+    return build(name)(dict(mesh), microbatch=microbatch, zero=zero, planner={"bucket_bytes": size})
 
 
 def moved(name: str, mesh: Sizes, zero: int, micro: int, size: int | None = 1) -> Moved:

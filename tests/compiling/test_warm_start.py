@@ -32,7 +32,7 @@ def compile_again(bucket_bytes: list[int | None]) -> list[Found]:
             torch._dynamo.reset()
             counters.clear()
             own = copy.deepcopy(model)
-            options = {"mesh": {"dp_shard": 2}, "bucket_bytes": size}
+            options = {"mesh": {"dp_shard": 2}, "planner": {"bucket_bytes": size}}
             logits = torch.compile(own, backend="autoshard", options=options)(ids)
             nn.functional.cross_entropy(logits, ids % 16).backward()
             gradients = [p.grad.full_tensor() for p in own.parameters()]

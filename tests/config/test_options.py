@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard.cli.arguments import options_and_entries
-from autoshard.config import Config
-from autoshard.config.acting import REMOVED
+from autoshard.config import Config, fields_of, nested
+from autoshard.config.groups import KEYS, REMOVED
 from autoshard.errors import AutoshardError, ConfigError
 
 
@@ -23,7 +24,9 @@ def test_defaults_need_no_options() -> None:
 
 
 def test_options_become_fields() -> None:
-    config = Config.from_options({"mesh": {"tp": 4}, "inner": "eager", "memory_budget": 1 << 30})
+    config = Config.from_options(
+        {"mesh": {"tp": 4}, "inner": "eager", "memory": {"budget": 1 << 30}}
+    )
     assert config.mesh == {"tp": 4}
     assert (config.inner, config.memory_budget) == ("eager", 1 << 30)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -32,16 +35,21 @@ def test_options_become_fields() -> None:
 
 @pytest.mark.parametrize(
     ("name", "closest"),
-    [("msh", "mesh"), ("sequence_paralel", "sequence_parallel"), ("mem_budget", "memory_budget")],
+    [
+        ("msh", "'mesh'"),
+        ("sequence_paralel", "options['planner']['sequence_parallel']"),
+        ("mem_budget", "options['memory']['budget']"),
+    ],
 )
 def test_unknown_option_names_the_closest(name: str, closest: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown autoshard option '{name}'.*'{closest}'"):
+    said = re.escape(f"unknown autoshard option '{name}'. Did you mean {closest}?")
+    with pytest.raises(ConfigError, match=said):
         Config.from_options({name: 1})
 
 
-@pytest.mark.parametrize("name", REMOVED)
+@pytest.mark.parametrize("name", [*REMOVED, *KEYS.keys() - {"batches"}])
 def test_a_removed_option_says_that_it_was_and_what_to_do(name: str) -> None:
-    said = f"option '{name}' was removed: .*Leave it out"
+    said = f"option '{name}' was removed: .*(Leave it out|Say options|Write options)"
     with pytest.raises(ConfigError, match=said):
         Config.from_options({name: True})
     with pytest.raises(ConfigError, match=said):  # where other names are a model's own
@@ -63,19 +71,20 @@ def test_unknown_option_like_no_other_lists_all() -> None:
         ("mesh", 2, "a dict of axis name"),
         ("zero", 4, "1, 2, 3 or 'auto'"),
         ("zero", True, "1, 2, 3 or 'auto'"),
-        ("sequence_parallel", 1, "True or False"),
+        ("planner.sequence_parallel", 1, "True or False"),
         ("inner", "induct", "'inductor', 'aot_eager', 'eager' or 'tensorrt'"),
         ("plan", 3, "the path of a saved one"),
-        ("memory_budget", 0, "positive number of bytes"),
-        ("memory_budget", 1.5, "positive number of bytes"),
+        ("memory.budget", 0, "positive number of bytes"),
+        ("memory.budget", 1.5, "positive number of bytes"),
         ("outputs", "gather", "'lazy', 'sharded', 'replicate' or 'dtensor'"),
-        ("initial_weights", None, "'broadcast' or 'trust'"),
+        ("same_inputs.weights", None, "'broadcast' or 'trust'"),
         ("strict", "yes", "True or False"),
     ],
 )
 def test_wrong_value_says_what_is_allowed(option: str, value: Any, allowed: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Config.from_options({option: value})
+        name, _, entry = option.partition(".")
+        Config.from_options({name: {entry: value} if entry else value})
     assert f"autoshard option {option}={value!r} is not allowed" in str(caught.value)
     assert allowed in str(caught.value)
 
@@ -115,7 +124,24 @@ def test_device_mesh_without_names(world_of_four: None) -> None:
 
 def test_table_documents_every_option() -> None:
     rows = Config.table().splitlines()[2:]
-    assert [row.split("`")[1] for row in rows] == [f.name for f in dataclasses.fields(Config)]
+    names = [row.split("`")[1] for row in rows]
+    fields = {".".join(KEYS.get(f.name, (f.name,))) for f in dataclasses.fields(Config)}
+    assert set(names) == fields and len(names) == len(fields)
+    assert len(Config.names()) <= 16  # one more takes one away
+
+
+def test_an_entry_of_an_option() -> None:
+    with pytest.raises(
+        ConfigError, match="unknown entry 'budge' .*'memory'. Did you mean 'budget'"
+    ):
+        Config.from_options({"memory": {"budge": 1}})
+    with pytest.raises(
+        ConfigError, match="pipeline=4 is not allowed.*microbatches, schedule, virt"
+    ):
+        Config.from_options({"pipeline": 4})
+    assert Config.from_options({"memory": 6000}) == Config(memory_budget=6000)
+    given = {"mesh": {"pp": 2}, "memory": {"host": 7}, "pipeline": {"microbatches": 4}}
+    assert nested(fields_of(given)) == given
 
 
 def test_documented_table_is_the_current_one() -> None:

@@ -58,7 +58,7 @@ def meshes() -> list[Program]:
 
 
 def test_the_dearest_collective_has_the_line_that_causes_it() -> None:
-    made = trace(Wide(), mesh={"tp": 4}, sequence_parallel=False)
+    made = trace(Wide(), mesh={"tp": 4}, planner={"sequence_parallel": False})
     first = Facts(made).costs[0]
     assert (first.op, first.phase, first.modules) == ("all_reduce", "forward", ("down",))
     assert first.code == "return self.down(z)  # the dearest line"
@@ -201,7 +201,7 @@ def test_one_rank_has_no_alternatives() -> None:
 
 
 def test_a_graph_without_gradients() -> None:
-    made = trace(Wide().requires_grad_(False), mesh={"tp": 4}, sequence_parallel=False)
+    made = trace(Wide().requires_grad_(False), mesh={"tp": 4}, planner={"sequence_parallel": False})
     assert made.joint.backward is None
     assert {one.phase for one in Facts(made).costs} == {"forward"}
     rows = explain_costs.by_module(Facts(made), 100).splitlines()[2:-1]

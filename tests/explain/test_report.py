@@ -126,7 +126,7 @@ def test_two_axes_golden() -> None:
     """Where each parameter is on both axes, and the table of memory."""
     torch.compiler.reset()
     mesh = {"dp_shard": 2, "tp": 2}
-    made = autoshard.trace(MLP(), (torch.ones(8, 64),), mesh=mesh, bucket_bytes=1)
+    made = autoshard.trace(MLP(), (torch.ones(8, 64),), mesh=mesh, planner={"bucket_bytes": 1})
     starts = ("autoshard:", "parameter ", "a rank holds")
     sections = [s for s in made.explain(width=150).split("\n\n") if s.startswith(starts)]
     golden("explain_two_axes", "\n\n".join(sections))

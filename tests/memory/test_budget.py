@@ -73,7 +73,7 @@ def step(
     live, model, data = LiveStorages(), MODELS[name]().train(), batch(name)
     options: dict[str, Any] = {"mesh": {"tp": 1}, "inner": inner, "rng": "invariant"}
     if budget is not None:
-        options.update(memory_budget=budget, host_memory=host)
+        options["memory"] = {"budget": budget, "host": host}
     compiled = torch.compile(model, backend="autoshard", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
     try:
@@ -157,7 +157,11 @@ def trained(sizes: dict[str, int], budget: int | None) -> dict[str, Any]:
     """What `measure_step` finds on a rank, and the whole gradients of a further step."""
     torch.manual_seed(0)
     live, model, data = LiveStorages(), make_llama().train(), batch("llama")
-    options: dict[str, Any] = {"mesh": sizes, "inner": "aot_eager", "bucket_bytes": 20_000}
+    options: dict[str, Any] = {
+        "mesh": sizes,
+        "inner": "aot_eager",
+        "planner": {"bucket_bytes": 20_000},
+    }
     if budget is not None:
         options["memory_budget"] = budget
     compiled = torch.compile(model, backend="autoshard", options=options)
@@ -193,7 +197,7 @@ def test_a_longer_batch_stays_within_the_budget(axis: str) -> None:
         torch.compiler.reset()
         layers = (nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), nn.GELU())
         model = nn.Sequential(*layers, *copy.deepcopy(layers))
-        options = {"mesh": {axis: 2}, "inner": "aot_eager", "memory_budget": budget}
+        options = {"mesh": {axis: 2}, "inner": "aot_eager", "memory": {"budget": budget}}
         run = torch.compile(model, backend="autoshard", dynamic=False, options=options)
         for n in rows:
             run(torch.ones(n, 8)).sum().backward()
@@ -220,13 +224,13 @@ def test_two_ranks_compute_again_what_fits() -> None:
     build = builder(make_llama(), (), batch("llama"))
     free = build({"tp": 2})
     peak = free.memory(inner="aot_eager").peak
-    tight = build({"tp": 2}, memory_budget=int(0.45 * peak), inner="aot_eager")
+    tight = build({"tp": 2}, memory={"budget": int(0.45 * peak)}, inner="aot_eager")
     assert tight.memory().peak <= 0.45 * peak
     assert tight.decisions.recomputation is not None
     again = [one for one in tight.collectives() if one.phase == "backward"]
     assert len(again) >= len([one for one in free.collectives() if one.phase == "backward"])
     assert "computed again in backward" in tight.explain()
     with pytest.raises(ConfigError, match="inner='eager' computes nothing again"):
-        build({"tp": 2}, memory_budget=peak, inner="eager")
-    roomy = build({"tp": 2}, memory_budget=100 * peak, inner="eager")
+        build({"tp": 2}, memory={"budget": peak}, inner="eager")
+    roomy = build({"tp": 2}, memory={"budget": 100 * peak}, inner="eager")
     assert roomy.decisions.recomputation is None

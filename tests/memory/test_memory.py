@@ -43,7 +43,7 @@ def measured(
     live = LiveStorages()
     model = gpt2() if name == "gpt2" else llama(**SHAPE)()
     ids = torch.randint(3, 512, (4, 64))
-    settings = {"mesh": sizes, "inner": inner, "bucket_bytes": 500_000, **options}
+    settings = {"mesh": sizes, "inner": inner, "planner": {"bucket_bytes": 500_000}, **options}
     try:
         compiled = torch.compile(model, backend="autoshard", options=settings)
         result: dict[str, Any] = measure_step(
@@ -295,7 +295,7 @@ def test_stages_of_zero() -> None:
     """Kept weights count as gathered, not as activations; a bucket at a time is less."""
     three, two = (program(zero).memory(inner="aot_eager") for zero in (3, 2))
     assert three.activations == two.activations and three.peak < two.peak
-    small = program(3, bucket_bytes=200_000).memory(inner="aot_eager")
+    small = program(3, planner={"bucket_bytes": 200_000}).memory(inner="aot_eager")
     assert small.gathered < 0.6 * three.gathered and small.peak < three.peak
     whole = program(axis="dp_replicate").memory(inner="aot_eager")
     assert whole.parameters == 8 * three.parameters and whole.optimizer > 7 * three.optimizer

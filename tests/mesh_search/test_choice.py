@@ -103,7 +103,7 @@ def test_a_mesh_is_chosen_for_the_dtypes_it_computes_in(gloo2: GlooPool) -> None
 def fail_without_memory() -> str:
     torch.compiler.reset()
     choice._chosen().clear()
-    options = {"inner": "eager", "memory_budget": 1000}
+    options = {"inner": "eager", "memory": {"budget": 1000}}
     with pytest.raises(Exception, match="no mesh of 2 ranks fits") as raised:
         torch.compile(make(), backend="autoshard", options=options)(batch_of(0))
     return str(raised.value)

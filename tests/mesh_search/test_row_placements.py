@@ -50,7 +50,7 @@ def priced(mesh: dict[str, int], budget: int) -> tuple[MeshPrice, MeshPrice]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "within_memory", kept)
         found = search.search_meshes(
-            **llama(), world=8, mesh=mesh, hardware="h100", memory_budget=budget
+            **llama(), world=8, mesh=mesh, hardware="h100", memory={"budget": budget}
         )
     return first[0], found.rows[0]
 
@@ -80,7 +80,7 @@ def test_a_row_has_the_plan_that_the_backend_chooses(
     assert followed.plan.parameters == row.plan.parameters
     # what is left of the backend's way is to count
     monkeypatch.setattr(one_rank, "recompute", lambda *_: None)
-    own = autoshard.trace(**llama(), memory_budget=budget, **given)
+    own = autoshard.trace(**llama(), memory={"budget": budget}, **given)
     assert own.plan.graphs == row.plan.graphs
     mine, its = own.decisions.recomputation, row.recomputation
     assert mine is not None and its is not None

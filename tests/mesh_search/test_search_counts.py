@@ -58,8 +58,7 @@ def counts(
             world=world,
             mesh=mesh,
             hardware="h100",
-            memory_budget=budget,
-            host_memory=1 << 30,
+            memory={"budget": budget, "host": 1 << 30},
         )
     torch.compiler.reset()
     return len(found.rows), made["plan_captured"], made.get("solve", 0), made["minimum_cut"]

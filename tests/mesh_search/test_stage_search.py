@@ -98,7 +98,7 @@ def test_stages_that_do_not_fit_compute_again_each_as_much_as_it_must() -> None:
     (free,) = search(3, 4, **asked).rows
     assert free.pipeline is not None and free.recomputation is None
     budget = int(0.7 * free.memory.total)
-    (row,) = search(3, 4, memory_budget=budget, **asked).rows
+    (row,) = search(3, 4, memory={"budget": budget}, **asked).rows
     again, one = row.recomputation, row.pipeline
     assert row.fits and one is not None and again is not None and again.spared > 0
     slower = [a[1] - b[1] for a, b in zip(one.seconds, free.pipeline.seconds)]
@@ -107,16 +107,20 @@ def test_stages_that_do_not_fit_compute_again_each_as_much_as_it_must() -> None:
     torch.compiler.reset()
     with torch.device("meta"):
         model, x = Gated(), torch.empty(12 * ROWS, HIDDEN)
-    options: dict[str, Any] = {"mesh": {"pp": 3}, "microbatches": 12, "inner": "aot_eager"}
+    options: dict[str, Any] = {
+        "mesh": {"pp": 3},
+        "pipeline": {"microbatches": 12},
+        "inner": "aot_eager",
+    }
     options["memory_budget"] = budget + x.nbytes  # the batch is counted beside stages
     traced = autoshard.trace(model, (x,), hardware="h100", **options)
     assert isinstance(traced, TracedPipeline) and 0 in traced.program.recomputed
     first = traced.memory()[0]
     counted = first.peak - first.shared + 2 * first.parameters
     assert budget >= one.memory[0].total == pytest.approx(counted, rel=0.15)
-    (small,) = search(3, 4, memory_budget=budget // 2, **asked).rows
+    (small,) = search(3, 4, memory={"budget": budget // 2}, **asked).rows
     assert not small.fits and "with all recomputed that can be" in small.unfit
-    (eager,) = search(3, 4, memory_budget=budget, inner="eager", **asked).rows
+    (eager,) = search(3, 4, memory={"budget": budget}, inner="eager", **asked).rows
     assert not eager.fits and eager.recomputation is None
 
 
@@ -132,7 +136,9 @@ def test_more_stages_than_places_are_refused() -> None:
 
 def test_interleaved_stages_wait_less_and_send_more() -> None:
     (plain,) = search(2, 4, mesh={"pp": 2}).rows
-    (row,) = search(2, 4, mesh={"pp": 2}, schedule="interleaved", virtual_stages=3).rows
+    (row,) = search(
+        2, 4, mesh={"pp": 2}, pipeline={"schedule": "interleaved", "virtual_stages": 3}
+    ).rows
     one, other = row.pipeline, plain.pipeline
     assert one is not None and other is not None
     assert len(one.seconds) == 6 and len(one.memory) == 2 and one.idle < other.idle

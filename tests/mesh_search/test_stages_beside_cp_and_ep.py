@@ -67,7 +67,11 @@ def priced_and_traced(mesh: Axes, made: Any, samples: int) -> tuple[MeshPrice, T
     torch.compiler.reset()
     model, batch = made(samples * MICROBATCHES)
     traced: Any = autoshard.trace(
-        model, kwargs=batch, mesh=mesh, hardware=found.cluster, microbatches=MICROBATCHES
+        model,
+        kwargs=batch,
+        mesh=mesh,
+        hardware=found.cluster,
+        pipeline={"microbatches": MICROBATCHES},
     )
     return found.rows[0], traced
 

@@ -38,19 +38,19 @@ def test_both_are_tried_where_nothing_else_fits() -> None:
     with torch.device("meta"):
         model, x = Rows(), torch.empty(1, TOKENS, 64)
     assert not any(BOTH <= row.mesh.keys() for row in search(model, x).rows)
-    found = search(model, x, memory_budget=1000)
+    found = search(model, x, memory={"budget": 1000})
     (row,) = [row for row in found.rows if BOTH <= row.mesh.keys()]
     assert row.mesh == {"cp": 2, "tp": 2} and all(one.unfit for one in found.rows)
-    (named,) = search(model, x, memory_budget=1000, mesh=row.mesh).rows
+    (named,) = search(model, x, memory={"budget": 1000}, mesh=row.mesh).rows
     assert (row.memory, row.timing) == (named.memory, named.timing)
 
 
 def test_a_mixture_of_experts_is_split_over_both() -> None:
     with torch.device("meta"):
         model, x = Mixture("packed", experts=4, hidden=64, inner=64), torch.empty(64, 64)
-    found = search(model, x, memory_budget=1000)
+    found = search(model, x, memory={"budget": 1000})
     (row,) = [row for row in found.rows if BOTH <= row.mesh.keys()]
-    (named,) = search(model, x, memory_budget=1000, mesh=row.mesh).rows
+    (named,) = search(model, x, memory={"budget": 1000}, mesh=row.mesh).rows
     assert row.mesh == {"cp": 2, "tp": 2} and row.timing == named.timing
     assert not any({"ep", *BOTH} <= row.mesh.keys() for row in found.rows)
 

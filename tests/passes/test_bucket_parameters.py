@@ -21,7 +21,7 @@ def test_a_bucket_of_gathers_never_holds_more_than_its_size() -> None:
     """
     weight, norm = 64 * 64 * 4, 64 * 4
     full = 6 * weight + norm
-    found = program({"dp_shard": 2}, bucket_bytes=full).collectives()
+    found = program({"dp_shard": 2}, planner={"bucket_bytes": full}).collectives()
     assert [c.bytes for c in found if c.phase == "forward"] == [
         full,  # embedding, norm, q, k
         full,  # v, o, norm, gate
@@ -35,7 +35,7 @@ def test_a_bucket_of_gathers_never_holds_more_than_its_size() -> None:
 
 
 def test_backward_gathers_in_its_own_order() -> None:
-    found = program({"dp_shard": 2}, bucket_bytes=100_000).collectives()
+    found = program({"dp_shard": 2}, planner={"bucket_bytes": 100_000}).collectives()
     gathers = [c.module for c in found if c.phase == "backward" and c.op == "all_gather"]
     layers = [module.split(".")[2] for module in gathers if module.startswith("model.layers.")]
     assert layers == sorted(layers, reverse=True) and len(set(layers)) == 2
@@ -108,9 +108,13 @@ def gathers(sizes: list[object], group: str = "offline:dp") -> fx.GraphModule:
     ("sizes", "left", "options"),
     [
         ([64, 8, 200], 1, {}),  # one flat result
-        ([64, 8, 200], 3, {"bucket_bytes": 1}),
+        ([64, 8, 200], 3, {"planner": {"bucket_bytes": 1}}),
         ([64, 8, 200], 3, {"apart": "offline:dp"}),  # of the group that stays
-        ([64, 8, 200], 2, {"bucket_bytes": 8 * 200}),  # what fills a bucket stays alone
+        (
+            [64, 8, 200],
+            2,
+            {"planner": {"bucket_bytes": 8 * 200}},
+        ),  # what fills a bucket stays alone
         ([64, 8, "read"], 2, {}),  # made from another's result: its place is not free
     ],
 )

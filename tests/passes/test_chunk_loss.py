@@ -79,7 +79,9 @@ def made(
     """For each mesh: the program by chunks, the one of whole logits, and the inputs' values."""
     torch.compiler.reset()
     asked = [
-        {"mesh": mesh, "chunk_loss": how, **options} for mesh in meshes for how in (True, False)
+        {"mesh": mesh, "memory": {"chunk_loss": how}, **options}
+        for mesh in meshes
+        for how in (True, False)
     ]
     found, values = programs(model, (torch.randint(0, V, (B, S)),), asked)
     return [(a, b, values) for a, b in zip(found[::2], found[1::2])]
@@ -173,7 +175,7 @@ def test_models_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(chunked_loss, "_FEWEST_ROWS", 16)
     torch.compiler.reset()
     ids = torch.randint(0, WORDS, (2, 128))
-    asked = [{"mesh": mesh, "chunk_loss": True} for mesh in MESHES]
+    asked = [{"mesh": mesh, "memory": {"chunk_loss": True}} for mesh in MESHES]
     found, values = programs(NextTokens(MODELS[name]), (ids,), asked)
     for program in found:
         assert reasons(program) == [""]
@@ -190,7 +192,7 @@ def test_what_travels_is_what_the_whole_loss_sends(
     model = Head(label_smoothing=smoothing)
     ids = torch.randint(0, V, (B, S))
     plan = Plan("tp", 2, {"head.weight": "S(0)"}, {}) if len(mesh) == 1 else None
-    asked = [{"mesh": mesh, "chunk_loss": how, "plan": plan} for how in (True, False)]
+    asked = [{"mesh": mesh, "memory": {"chunk_loss": how}, "plan": plan} for how in (True, False)]
     (chunked, whole), _ = programs(model, (ids,), asked)
     sent, before = moved(chunked), moved(whole)
     if "cp" in mesh:  # the backward does not read the head's weight: it is gathered once
@@ -219,7 +221,7 @@ def test_what_stays_whole_says_why(kind: str, options: dict[str, Any], reason: s
 @pytest.mark.parametrize("kind", ["returned", "returned copy"])
 def test_returned_logits_stay_unless_they_may_be_withheld(kind: str) -> None:
     torch.compiler.reset()
-    asked = [{"mesh": {"tp": 1}, "chunk_loss": how} for how in ("auto", True)]
+    asked = [{"mesh": {"tp": 1}, "memory": {"chunk_loss": how}} for how in ("auto", True)]
     (auto, withheld), values = programs(Head(kind), (torch.randint(0, V, (B, S)),), asked)
     assert CHUNKED not in auto.graph_module.meta
     assert (
@@ -247,7 +249,7 @@ def test_logits_of_a_compiled_step_are_withheld(name: str) -> None:
     """In one process, at sizes that are symbols from the second on; readers are told the option."""
     model, serial = (NextTokens(MODELS[name]) if name else Head("returned") for _ in range(2))
     classes = WORDS if name else V
-    options = {"chunk_loss": True, "inner": "aot_eager", "mesh": {"tp": 1}}
+    options = {"memory": {"chunk_loss": True}, "inner": "aot_eager", "mesh": {"tp": 1}}
     compiled: Any = torch.compile(model, backend="autoshard", options=options)
     for rows, length in ((B, S), (3, 300), (4, 257)):
         ids = torch.randint(0, classes, (rows, length))
@@ -272,7 +274,7 @@ def test_withheld_logits_have_the_sizes_of_the_callers_batch() -> None:
     """Whatever part of it a rank has."""
     ids = torch.randint(0, V, (B, S))
     compat.mark_dynamic(ids, (0, 1))
-    asked = [{"mesh": mesh, "chunk_loss": True} for mesh in MESHES[1:]]
+    asked = [{"mesh": mesh, "memory": {"chunk_loss": True}} for mesh in MESHES[1:]]
     found, values = programs(Head("returned"), (ids,), asked)
     for program in found:
         assert reasons(program) == [""]
@@ -284,7 +286,7 @@ def test_withheld_logits_have_the_sizes_of_the_callers_batch() -> None:
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_logits_of_rows_that_values_choose_are_given() -> None:
-    asked = [{"mesh": {"tp": 1}, "chunk_loss": True}]
+    asked = [{"mesh": {"tp": 1}, "memory": {"chunk_loss": True}}]
     ((program,), _) = programs(Head("returned rows"), (torch.randint(0, V, (B, S)),), asked)
     assert reasons(program)[0].endswith("depends on values of its inputs")
 
@@ -293,9 +295,13 @@ def test_memory_is_what_a_step_holds() -> None:
     """Of a head that is most of the model; scratch space inside of the operator included."""
     torch.compiler.reset()
     model, ids = Head(), torch.randint(0, V, (B, S))
-    options: dict[str, Any] = {"chunk_loss": True, "inner": "aot_eager", "mesh": {"tp": 1}}
+    options: dict[str, Any] = {
+        "memory": {"chunk_loss": True},
+        "inner": "aot_eager",
+        "mesh": {"tp": 1},
+    }
     predicted = [
-        autoshard.trace(model, (ids,), **{**options, "chunk_loss": how}).memory("sgd")
+        autoshard.trace(model, (ids,), **{**options, "memory": {"chunk_loss": how}}).memory("sgd")
         for how in (True, False)
     ]
     torch.compiler.reset()
@@ -384,7 +390,7 @@ def a_step(inner: str) -> float:
     ids = torch.randint(0, V, (B, S))
     model, serial = Head(), Head()
     plan = Plan("tp", 2, {"head.weight": "S(0)"}, {})
-    options = {"mesh": {"tp": 2}, "plan": plan, "chunk_loss": True, "inner": inner}
+    options = {"mesh": {"tp": 2}, "plan": plan, "memory": {"chunk_loss": True}, "inner": inner}
     compiled: Any = torch.compile(model, backend="autoshard", options=options)
     compiled(ids).backward()
     serial(ids).backward()

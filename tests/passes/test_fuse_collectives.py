@@ -183,7 +183,9 @@ def test_a_dense_block_has_no_gather_apart_and_sends_what_it_sent() -> None:
     the plan without it."""
     build, values = layers(Layers(16), (1, 16, 16))
     plan = megatron(build, 2, sequence=True)
-    plain, program = (build({"tp": 2}, plan=plan, fuse_collectives=f) for f in (False, True))
+    plain, program = (
+        build({"tp": 2}, plan=plan, planner={"fuse_collectives": f}) for f in (False, True)
+    )
     moved = [
         Counter((c.phase, c.op, c.bytes) for c in one.collectives()) for one in (plain, program)
     ]
@@ -199,7 +201,9 @@ def test_a_dense_block_has_no_gather_apart_and_sends_what_it_sent() -> None:
     gathers = [c for c in program.collectives() if c.op == "all_gather" and c.bytes >= activation]
     apart = [c for c in gathers if not c.fused]
     assert [c.phase for c in apart] == ["forward"], "but for the output, which is asked for whole"
-    difference, where = worst_difference(build, values, 2, plan=plan, fuse_collectives=True)
+    difference, where = worst_difference(
+        build, values, 2, plan=plan, planner={"fuse_collectives": True}
+    )
     assert difference < 1e-5, where
     said = program.explain(160)
     assert "one operator with the products beside them: 4 all_gather backward" in said
@@ -216,7 +220,7 @@ def test_inductor_runs_it_on_two_processes(gloo2: Any) -> None:
 def _trained() -> dict[str, Any]:
     model, x = Layers(32), torch.linspace(-1, 1, 64 * 32).sin().view(1, 64, 32).requires_grad_()
     plan = megatron(layers(model, x.shape)[0], 2, sequence=True)
-    pair = Pair(model, inner="inductor", fuse_collectives=True, plan=plan)
+    pair = Pair(model, inner="inductor", planner={"fuse_collectives": True}, plan=plan)
     pair.train([lambda call: call(x).square().mean()] * 2)
     (program,) = autoshard.programs(model)
     return {**pair.result(), "fused": sum(one.fused for one in program.collectives())}

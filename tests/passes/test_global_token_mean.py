@@ -44,7 +44,7 @@ def program(reduction: str, loss_tokens: str) -> Program:
     torch.compiler.reset()
     mesh = {"dp_replicate": 2, "tp": 2}
     return autoshard.trace(
-        Scores(reduction), (torch.ones(4, 8),), mesh=mesh, loss_tokens=loss_tokens
+        Scores(reduction), (torch.ones(4, 8),), mesh=mesh, gradients={"loss_tokens": loss_tokens}
     )
 
 
@@ -143,13 +143,13 @@ def test_tokens_that_cp_and_tp_split_again(data: str, on_tp: str) -> None:
     x, target = torch.randn(2, 16, 16), torch.randint(32, (2, 16))
     target[0, 3:] = IGNORED
     build = builder(model, (x[0], target[0]))
-    plan = build(mesh, loss_tokens="global").plan
+    plan = build(mesh, gradients={"loss_tokens": "global"}).plan
     assert plan.outer is not None
     split = GraphPlan({"cross_entropy_loss": TOKENS})
     plan.outer.graphs = dict.fromkeys(plan.outer.graphs, split)
-    plan = build(mesh, loss_tokens="global", plan=replace(plan, graphs={})).plan
+    plan = build(mesh, gradients={"loss_tokens": "global"}, plan=replace(plan, graphs={})).plan
     plan.graphs = {key: GraphPlan({"cross_entropy_loss": on_tp}) for key in plan.graphs}
-    program = build(mesh, loss_tokens="global", plan=plan)
+    program = build(mesh, gradients={"loss_tokens": "global"}, plan=plan)
     nodes = program.serial.graph.find_nodes(op="placeholder")
     spread = {i: program.data[node] for i, node in enumerate(nodes) if node in program.data}
     want = model(x.flatten(0, 1), target.flatten())

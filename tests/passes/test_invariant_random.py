@@ -44,7 +44,7 @@ def on_shards(program: Program) -> list[fx.Node]:
 @pytest.mark.parametrize("name", ["bert", pytest.param("t5", marks=pytest.mark.slow), "vit"])
 def test_models_with_dropout_compute_what_one_device_computes(name: str) -> None:
     case = dropped(name)
-    options = [{"mesh": {"tp": 2}}, {"mesh": {"tp": 4}, "sequence_parallel": False}]
+    options = [{"mesh": {"tp": 2}}, {"mesh": {"tp": 4}, "planner": {"sequence_parallel": False}}]
     made, values = programs(WithLoss(case), (case.make_batch(0),), options)
     torch.compiler.reset()  # else Dynamo takes the rate, which changes, for a symbol
     plain, _ = programs(WithLoss(CASES[name]), (CASES[name].make_batch(0),), options)

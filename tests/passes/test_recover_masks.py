@@ -256,7 +256,7 @@ def test_models_of_hugging_face_have_no_square_tensor(name: str) -> None:
     build = builder(model, (ids(0)[:, :n],))
     program = build({"tp": 2})
     assert not any(_is_square(node, n) for node in program.serial.graph.nodes)
-    dense = build({"tp": 2}, recover_masks=False)
+    dense = build({"tp": 2}, planner={"recover_masks": False})
     assert squares(dense, n) == len(
         dense.serial.graph.find_nodes(op="call_function", target=ATTENTION)
     )

@@ -25,7 +25,7 @@ from bucketed import between, compute, program, wait_of
 def test_reductions_start_when_ready_and_are_waited_for_late() -> None:
     """All-reduces at the end; a reduce-scatter before the next bucket is put together."""
     for mesh, target in (({"dp_shard": 2}, REDUCE_SCATTER), ({"dp_replicate": 2}, ALL_REDUCE)):
-        backward = program(mesh, zero=2, bucket_bytes=100_000).joint.backward
+        backward = program(mesh, zero=2, planner={"bucket_bytes": 100_000}).joint.backward
         assert backward is not None
         starts = [n for n in backward.graph.nodes if n.target is target]
         assert len(starts) == 5
@@ -41,7 +41,7 @@ def test_reductions_start_when_ready_and_are_waited_for_late() -> None:
 
 
 def test_gathers_start_one_bucket_ahead() -> None:
-    forward = program({"dp_shard": 2}, bucket_bytes=100_000).joint.forward
+    forward = program({"dp_shard": 2}, planner={"bucket_bytes": 100_000}).joint.forward
     starts = [n for n in forward.graph.nodes if n.target in GATHERS]
     assert len(starts) > 4
     for before, start in zip(starts, starts[1:]):
@@ -53,7 +53,7 @@ def test_gathers_start_one_bucket_ahead() -> None:
 
 def test_a_gather_of_which_two_do_not_fit_is_not_started_ahead() -> None:
     """Two gathers are held at once only within twice the bucket, or the largest gather."""
-    forward = program({"dp_shard": 2}, bucket_bytes=1).joint.forward
+    forward = program({"dp_shard": 2}, planner={"bucket_bytes": 1}).joint.forward
     starts = [n for n in forward.graph.nodes if n.target is ALL_GATHER]
     assert len(starts) == 21
     limit = max(n.meta["val"].nbytes for n in starts)
@@ -67,7 +67,7 @@ def test_a_gather_of_which_two_do_not_fit_is_not_started_ahead() -> None:
 def test_both_reductions_of_a_hybrid_mesh_overlap() -> None:
     """The outer one takes the inner one's bucket as it is, and starts one bucket later."""
     mesh = {"dp_replicate": 2, "dp_shard": 2}
-    backward = program(mesh, zero=2, bucket_bytes=100_000).joint.backward
+    backward = program(mesh, zero=2, planner={"bucket_bytes": 100_000}).joint.backward
     assert backward is not None
     graph = backward.graph
     inner = [n for n in graph.nodes if n.target is REDUCE_SCATTER]

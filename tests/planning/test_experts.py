@@ -78,7 +78,7 @@ def test_each_way_equals_serial_and_sends_what_its_formula_says(way: str, form: 
     torch.manual_seed(0)
     torch.compiler.reset()
     model = Tokens(form, biases=form == "interleaved", experts=experts, inner=inner, k=k)
-    x, options = torch.randn(t, h), {"mesh": {"tp": n}, "bucket_bytes": 1}
+    x, options = torch.randn(t, h), {"mesh": {"tp": n}, "planner": {"bucket_bytes": 1}}
     (free,), _ = programs(model, (x,), [options])
     torch.compiler.reset()
     (program,), values = programs(model, (x,), [{**options, "plan": forced(free, way)}])

@@ -113,19 +113,21 @@ def test_a_row_that_does_not_fit_says_that_it_would() -> None:
 
     def row(budget: int, **options: Any) -> Any:
         mesh = {"dp_shard": 2}
-        found = search_meshes(model, (batch,), world=2, mesh=mesh, memory_budget=budget, **options)
+        found = search_meshes(
+            model, (batch,), world=2, mesh=mesh, memory={"budget": budget}, **options
+        )
         return found.rows[0]
 
-    free, there = row(1 << 40), row(1 << 40, optimizer_states="host")
+    free, there = row(1 << 40), row(1 << 40, memory={"optimizer_states": "host"})
     assert free.memory.total - there.memory.total == free.memory.optimizer == 2 * 4 * 262_144
     assert there.host_update.nbytes == free.memory.optimizer and free.host_update is None
     assert there.timing.step - free.timing.step == pytest.approx(
         there.host_update.seconds - free.timing.optimizer
     )
-    remedy = "the optimizer's states on the host (optimizer_states=host)"
+    remedy = "the optimizer's states on the host (memory.optimizer_states=host)"
     between = row(there.memory.total)
     assert not between.fits and remedy in between.unfit
-    assert row(there.memory.total, optimizer_states="host").fits
+    assert row(there.memory.total, memory={"optimizer_states": "host"}).fits
     assert remedy not in row(there.memory.total // 2).unfit
 
 
@@ -133,15 +135,15 @@ def test_a_budget_counts_what_stays_on_the_device() -> None:
     def trace(**options: Any) -> Any:
         return autoshard.trace(Deep(), (torch.zeros(4, 256),), inner="aot_eager", **options)
 
-    program = trace(mesh={"tp": 2}, optimizer_states="host")
+    program = trace(mesh={"tp": 2}, memory={"optimizer_states": "host"})
     there, here = program.memory(), program.memory("adamw")
     assert there == program.memory("host") and there.optimizer == 0 < here.optimizer
     budget = int(1.01 * there.peak)
     assert here.peak > 1.3 * budget
-    fits = trace(mesh={"tp": 2}, optimizer_states="host", memory_budget=budget)
+    fits = trace(mesh={"tp": 2}, memory={"optimizer_states": "host", "budget": budget})
     assert fits.memory().peak <= budget
     with pytest.raises(autoshard.AutoshardError, match="no plan fits memory_budget"):
-        trace(mesh={"tp": 2}, memory_budget=budget)
+        trace(mesh={"tp": 2}, memory={"budget": budget})
 
 
 def test_buffers_are_a_part_of_what_a_rank_holds() -> None:

@@ -261,7 +261,7 @@ def test_what_does_not_fit_is_computed_again() -> None:
     (free,) = search_meshes(model, (), batch, world=2, hardware="h100", mesh={"tp": 2}).rows
     torch.compiler.reset()
     budget = free.memory.total - free.memory.activations // 4
-    asked: Any = {"world": 2, "hardware": "h100", "mesh": {"tp": 2}, "memory_budget": budget}
+    asked: Any = {"world": 2, "hardware": "h100", "mesh": {"tp": 2}, "memory": {"budget": budget}}
     (row,) = search_meshes(model, (), batch, **asked).rows
     assert free.recomputation is None and row.recomputation is not None
     assert row.fits and row.memory.total <= budget < free.memory.total
@@ -277,7 +277,7 @@ def test_what_does_not_fit_is_computed_again() -> None:
 
 def test_nothing_fits_and_says_why() -> None:
     model, batch = meta_llama()
-    found = search_meshes(model, (), batch, world=2, hardware="cpu", memory_budget=1_000_000)
+    found = search_meshes(model, (), batch, world=2, hardware="cpu", memory={"budget": 1_000_000})
     assert found.best is None
     assert all("of 0.001 GB: parameters and their states alone" in row.unfit for row in found.rows)
     with pytest.raises(ConfigError, match=r"the mesh tp 4 has 4 ranks, the world 8"):

@@ -140,16 +140,16 @@ def test_memory_budget_is_kept() -> None:
     free = autoshard.trace(model, (x,), mesh=mesh, inner="aot_eager")
     needed = int(1.01 * free.memory().peak)
     torch.compiler.reset()
-    tight = autoshard.trace(model, (x,), mesh=mesh, inner="aot_eager", memory_budget=needed)
+    tight = autoshard.trace(model, (x,), mesh=mesh, inner="aot_eager", memory={"budget": needed})
     assert tight.memory().peak <= needed
     torch.compiler.reset()
-    loose = autoshard.trace(model, (x,), mesh=mesh, memory_budget=2**40)
+    loose = autoshard.trace(model, (x,), mesh=mesh, memory={"budget": 2**40})
     assert loose.plan.digest() == free.plan.digest(), "a budget that does not bind changes nothing"
     torch.compiler.reset()
     with pytest.raises(PlanError) as caught:
-        autoshard.trace(model, (x,), mesh=mesh, memory_budget=1)
+        autoshard.trace(model, (x,), mesh=mesh, memory={"budget": 1})
     text = str(caught.value)
-    assert "memory_budget=1 bytes" in text
+    assert "memory budget of 1 bytes" in text
     assert "on 2 ranks" in text and "Raise the budget, or use more ranks" in text
 
 
@@ -195,10 +195,10 @@ def test_the_budget_that_an_error_names_is_enough(
     peak = autoshard.trace(*given, **options).memory().peak
     torch.compiler.reset()
     with pytest.raises(PlanError, match="recomputed that can be, a step needs") as caught:
-        autoshard.trace(*given, **options, memory_budget=int(0.6 * peak))
+        autoshard.trace(*given, **options, memory={"budget": int(0.6 * peak)})
     told = str(caught.value).partition("Raise the budget to ")[2].partition(", or")[0]
     torch.compiler.reset()
-    found = autoshard.trace(*given, **options, memory_budget=int(told.replace(",", "")))
+    found = autoshard.trace(*given, **options, memory={"budget": int(told.replace(",", ""))})
     assert found.memory().peak <= int(told.replace(",", ""))
 
 
@@ -213,7 +213,7 @@ def test_stored_parameter_stays_where_it_is() -> None:
 
 
 def test_without_sequence_parallelism_no_change_spreads_an_activation() -> None:
-    program = planned("llama", mesh={"tp": 2}, sequence_parallel=False)
+    program = planned("llama", mesh={"tp": 2}, planner={"sequence_parallel": False})
     for node in program.graph_module.graph.nodes:
         if getattr(node.target, "__name__", "") == "redistribute" and node.meta.get("diff"):
             source, want = node.args[1], node.args[2]

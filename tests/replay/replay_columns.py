@@ -22,7 +22,7 @@ from autoshard.building.pipeline import TracedPipeline, build_pipeline, fit_stag
 from autoshard.building.pipeline.stage_memory import StageCount
 from autoshard.capture import capture, intercept
 from autoshard.compiling import lowered_dtypes, use_by
-from autoshard.config import Config
+from autoshard.config import Config, nested
 from autoshard.errors import ConfigError, PlanError
 from autoshard.export.rank_graph.plan import plan_inference
 from autoshard.export.spec import EngineSpec
@@ -111,7 +111,9 @@ def _tried(make: Callable[[], Any]) -> Any:
 
 
 def _config(row: Row) -> Config:
-    return Config.from_options({"mesh": row.mesh or None, "inner": "aot_eager", **row.options})
+    return Config.from_options(
+        nested({"mesh": row.mesh or None, "inner": "aot_eager", **row.options})
+    )
 
 
 def _made(row: Row, graph: Sequence[Any]) -> Program | TracedPipeline | MeshSearch:

@@ -1,6 +1,6 @@
 """The rows of the replay: a model, and what is made of it, as one line of text each.
 
-    llama tp=2 dp_shard=2 zero=2            the program of rank 0 of a mesh, with options of Config
+    llama tp=2 dp_shard=2 zero=2            the program of rank 0 of a mesh, with fields of Config
     llama pp=2 schedule=zb1                 the stages of a pipeline
     llama world=8 hardware=h100             the meshes that a search tries
     llama engine=64 tp=2                    the graph that an engine is built of, its cache of 64

@@ -186,7 +186,7 @@ def initial_weights(how: str) -> list[float]:
         torch.manual_seed(seed)
         model = Regression(MLP())
         if not losses:
-            options = {"mesh": {"tp": 2}, "inner": "aot_eager", "initial_weights": how}
+            options = {"mesh": {"tp": 2}, "inner": "aot_eager", "same_inputs": {"weights": how}}
             model = torch.compile(model, backend="autoshard", options=options)
         losses.append(float(model(**vectors(0)).detach()))
     return losses

@@ -52,7 +52,7 @@ def one_step(mesh: dict[str, int], inner: str, zero: int = 3) -> dict[str, Any]:
     model = Stack()
     serial = Stack()
     serial.load_state_dict(model.state_dict())
-    options = {"mesh": mesh, "inner": inner, "zero": zero, "bucket_bytes": BUCKET}
+    options = {"mesh": mesh, "inner": inner, "zero": zero, "planner": {"bucket_bytes": BUCKET}}
     compiled = torch.compile(model, backend="autoshard", options=options)
     x = torch.randn(8, WIDTH)
     compiled(x).backward()

@@ -37,7 +37,7 @@ def trained(
     ranks, rank = mesh.batches, data_coordinate(mesh)
     model = CASES[name].make_model()
     optimizer = torch.optim.AdamW(model.parameters(), eps=1e-3, **adam)
-    options = {"mesh": sizes, "inner": "aot_eager", "ep_exchange": ep_exchange}
+    options = {"mesh": sizes, "inner": "aot_eager", "planner": {"ep_exchange": ep_exchange}}
     compiled = torch.compile(model, backend="autoshard", options=options)
 
     def step() -> None:

@@ -47,9 +47,9 @@ def test_five_steps_four_ranks(gloo4: Any, name: str, micro: int, sizes: Sizes) 
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
-        ({"dp_shard": 2}, {"bucket_bytes": 60_000}),
-        ({"dp_shard": 2}, {"bucket_bytes": 60_000, "inner": "inductor"}),
-        ({"dp_replicate": 2}, {"bucket_bytes": 60_000, "inner": "inductor"}),
+        ({"dp_shard": 2}, {"planner": {"bucket_bytes": 60_000}}),
+        ({"dp_shard": 2}, {"planner": {"bucket_bytes": 60_000}, "inner": "inductor"}),
+        ({"dp_replicate": 2}, {"planner": {"bucket_bytes": 60_000}, "inner": "inductor"}),
     ],
 )
 def test_several_buckets(gloo2: Any, sizes: Sizes, options: dict[str, Any]) -> None:

@@ -186,7 +186,9 @@ def test_what_is_no_plan(gloo2: Any, tmp_path: Path) -> None:
 
 
 def test_a_budget_that_nothing_fits(gloo2: Any) -> None:
-    all_raise(gloo2(raised, {"memory_budget": 1000}), PlanError, "memory_budget=1,000", "Raise")
+    all_raise(
+        gloo2(raised, {"memory": {"budget": 1000}}), PlanError, "memory budget of 1,000", "Raise"
+    )
 
 
 def test_every_error_is_ours() -> None:

@@ -15,7 +15,9 @@ from traced import WithLoss, programs
 
 NAMES = ["llama", "gpt2", "bert", "vit"]
 OPTIONS = [
-    {"mesh": {"tp": n}, "sequence_parallel": sequence} for n in (2, 4) for sequence in (True, False)
+    {"mesh": {"tp": n}, "planner": {"sequence_parallel": sequence}}
+    for n in (2, 4)
+    for sequence in (True, False)
 ]
 
 

@@ -80,7 +80,9 @@ def made(name: str, checkpointing: bool) -> WithLoss:
 def train(name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made(name, checkpointing)
     case = model.case
-    options = [{"mesh": {"tp": n}, "sequence_parallel": sequence} for n, sequence in MESHES]
+    options = [
+        {"mesh": {"tp": n}, "planner": {"sequence_parallel": sequence}} for n, sequence in MESHES
+    ]
     found, values = programs(model, (case.make_batch(0),), options)
     masks = Masks(monkeypatch)
     for program in found:
@@ -142,7 +144,7 @@ def three_steps(
 @pytest.mark.parametrize(("name", "sequence"), [("t5", True), ("gpt2", False)])
 def test_checkpointed_on_processes_and_not_on_one(gloo2: Any, name: str, sequence: bool) -> None:
     """What two ranks train with recomputation is what one process trains without."""
-    options = {"mesh": {"tp": 2}, "sequence_parallel": sequence}
+    options = {"mesh": {"tp": 2}, "planner": {"sequence_parallel": sequence}}
     losses, trained, _ = three_steps(name, False, {"rng": "invariant"})
     start = [p.detach() for p in made(name, False).parameters()]
     for got, parameters, graphs in gloo2(three_steps, name, True, options):

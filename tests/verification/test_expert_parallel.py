@@ -39,7 +39,7 @@ class Layers(nn.Module):
 
 def exchanging(model: nn.Module, x: Tensor, ways: Sequence[str], mesh: Sizes) -> Plan:
     """The plan for tp=2 that splits the mixtures in these ways, and says no more."""
-    program = builder(model, (x,))(mesh, ep_exchange="rows")
+    program = builder(model, (x,))(mesh, planner={"ep_exchange": "rows"})
     mixtures = [node for node in program.serial.graph.nodes if is_mixture(node)]
     nodes = {
         node.name: strategy_text(one)
@@ -116,7 +116,7 @@ def test_steps_on_ep(gloo2: Any, gloo4: Any, sizes: Sizes, micro: Sizes, zero: i
     """Steps of SGD with momentum and clipping, each rank on its part of the batch; microbatches
     but the last of a step in `no_sync`."""
     pool = gloo4 if len(sizes) == 2 else gloo2
-    options = {"zero": zero, "ep_exchange": "rows"}
+    options = {"zero": zero, "planner": {"ep_exchange": "rows"}}
     results = pool(train, "mixtral", sizes, micro, options, wait=len(set(micro)) > 1)
     split = sizes["ep"] * sizes.get("dp_shard", 1)
     check(results, split)

@@ -96,7 +96,7 @@ CASES_OF_MESHES = [
 )
 def test_three_steps(gloo2: Any, gloo4: Any, name: str, mesh: str) -> None:
     pool = gloo4 if len(MESHES[mesh]) == 2 else gloo2
-    for found in pool(train_mixture, name, MESHES[mesh], {"ep_exchange": "rows"}):
+    for found in pool(train_mixture, name, MESHES[mesh], {"planner": {"ep_exchange": "rows"}}):
         for kind in ("loss", "gradient", "norm", "parameter"):
             assert found[kind] < 1e-5, found
 
@@ -124,7 +124,7 @@ def test_clipped_adamw_whatever_travels_over_ep(
         results = pool(train_by_plan, name, MESHES[mesh])
         assert {tuple(one["ways"]) for one in results} == {("weights over ep", "rows over ep")}
     else:
-        results = pool(train_mixture, name, MESHES[mesh], {"ep_exchange": way}, True)
+        results = pool(train_mixture, name, MESHES[mesh], {"planner": {"ep_exchange": way}}, True)
     for found in results:
         for kind in ("loss", "gradient", "norm", "parameter"):
             assert found[kind] < 1e-5, found

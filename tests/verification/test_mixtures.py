@@ -20,7 +20,7 @@ def _checked(name: str, dtype: torch.dtype, tolerance: float, axis: str = "tp") 
     generator = torch.Generator().manual_seed(1)
     ids, other = (torch.randint(0, 64, (2, 8), generator=generator) for _ in range(2))
     (program,), values = programs(
-        family(name, dtype), (ids,), [{"mesh": {axis: 2}, "ep_exchange": "rows"}]
+        family(name, dtype), (ids,), [{"mesh": {axis: 2}, "planner": {"ep_exchange": "rows"}}]
     )
     nodes = [node for node in program.serial.graph.nodes if is_mixture(node)]
     assert len(nodes) == FAMILIES[name][3]

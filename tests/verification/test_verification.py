@@ -27,7 +27,7 @@ BREAKS = ("gpt2", "branch", "lstm", "transformer_break")
 WHOLE = [name for name in CASES if name not in BREAKS]
 EVEN: tuple[dict[str, Any], ...] = (
     {"mesh": {"tp": 2}},
-    {"mesh": {"tp": 4}, "sequence_parallel": False},
+    {"mesh": {"tp": 4}, "planner": {"sequence_parallel": False}},
 )
 UNEVEN: tuple[dict[str, Any], ...] = ({"mesh": {"tp": 3}},)
 BY_THREE = ("llama_gqa", "llama_uneven", "mixtral", "t5", "bert", "vit", "convnet", "lora")

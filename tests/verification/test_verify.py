@@ -82,7 +82,7 @@ def test_a_rank_that_fails_between_calls() -> None:
         ({"dp_replicate": 2}, {"dtype": torch.bfloat16}),
         ({"tp": 2}, {"inner": "inductor"}),
         ({"tp": 1}, {}),
-        ({"pp": 2}, {"schedule": "zb1"}),
+        ({"pp": 2}, {"pipeline": {"schedule": "zb1"}}),
     ],
 )
 def test_equal(mesh: dict[str, int], settings: dict[str, Any]) -> None:

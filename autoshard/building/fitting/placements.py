@@ -50,7 +50,7 @@ class BudgetTooSmall(PlanError):
         longest = "run the model's largest batch first, " if bound else ""
         super().__init__(
             message(
-                f"no plan fits memory_budget={budget:,} bytes a rank: "
+                f"no plan fits a memory budget of {budget:,} bytes a rank: "
                 f"{_AS_FIRST if bound else _ALL}, a step needs {needed:,} bytes, "
                 f"{needed - budget:,} more",
                 remedy=f"Raise the budget to {needed:,}, {longest}or use a smaller batch or more "
@@ -243,9 +243,10 @@ def _say_that_all_is_kept(free: Program, budget: int, assumed: bool) -> None:
 def refuse_eager(budget: int, assumed: bool = False) -> None:
     """Raise, or warn of a budget that nobody asked for."""
     told = message(
-        f"memory_budget={budget:,} bytes a rank: inner='eager' computes nothing again in backward "
-        "and keeps what autograd keeps, and the estimate of a step is not below half of the budget",
-        remedy="Use inner='aot_eager' or 'inductor', or leave out memory_budget.",
+        f"a memory budget of {budget:,} bytes a rank: inner='eager' computes nothing again in "
+        "backward and keeps what autograd keeps, and the estimate of a step is not below half of "
+        "the budget",
+        remedy="Use inner='aot_eager' or 'inductor', or leave out the budget.",
     )
     if not assumed:
         raise ConfigError(told)

@@ -159,6 +159,6 @@ def _mixes(node: fx.Node, states: list[Any], reasons: list[str]) -> CaptureError
             f"to each sample alone, given {', '.join(states) or 'nothing'}{said}",
             where=source_line(node.meta.get("stack_trace")),
             remedy="Compute what joins samples outside of the compiled model, give the operator a "
-            "rule (autoshard.sharding_rule), or set options={'microbatches': 1}.",
+            "rule (autoshard.sharding_rule), or set options={'pipeline': {'microbatches': 1}}.",
         )
     )

@@ -166,7 +166,7 @@ def _is_loss(node: fx.Node, state: State, microbatches: int) -> bool:
                 f"the loss {node.name} is no sum or mean over the samples of the batch, and pp "
                 "adds up the losses of micro-batches",
                 where=source_line(node.meta.get("stack_trace")),
-                remedy="Return a loss that is one, or set options={'microbatches': 1}.",
+                remedy="Return a loss that is one, or set microbatches of pipeline to 1.",
             )
         )
     return scalar

@@ -281,8 +281,8 @@ def _microbatches(config: Config, samples: int, ranks: int, plan: Plan | None) -
             message(
                 f"a batch of {samples} samples does not divide into microbatches={asked}"
                 + (f" for schedule={schedule!r}" if samples % asked == 0 else ""),
-                remedy=f"Give options={{'microbatches': n}} one of {', '.join(map(str, divisors))},"
-                " or another batch.",
+                remedy="Give options={'pipeline': {'microbatches': n}} one of "
+                f"{', '.join(map(str, divisors))}, or another batch.",
             )
         )
     return asked

@@ -10,7 +10,7 @@ from torch import fx
 from autoshard.building.given_plan import load_plan
 from autoshard.building.pipeline.microbatch import MicrobatchGraph
 from autoshard.building.pipeline.stages import StagePlan
-from autoshard.config import Config
+from autoshard.config import Config, option
 from autoshard.errors import ConfigError, message
 from autoshard.planning import PipelinePlan, Plan, fingerprint
 from autoshard.runtime.mesh import Mesh
@@ -31,7 +31,7 @@ def followed(config: Config, mesh: Mesh, ranks: int) -> tuple[Config, Plan | Non
             if own not in (None, its):
                 raise ConfigError(
                     message(
-                        f"options[{name!r}]={own!r}, and the plan has {its!r}",
+                        f"{option(name)}={own!r}, and the plan has {its!r}",
                         remedy=f"Leave {name} out, or make a plan with it.",
                     )
                 )
@@ -41,7 +41,7 @@ def followed(config: Config, mesh: Mesh, ranks: int) -> tuple[Config, Plan | Non
     if config.virtual_stages is not None and schedule != "interleaved":
         raise ConfigError(
             message(
-                f"options['virtual_stages']={config.virtual_stages} and "
+                f"{option('virtual_stages')}={config.virtual_stages} and "
                 f"schedule={schedule!r}, with which a rank has one stage",
                 remedy="Give schedule='interleaved', or leave virtual_stages out.",
             )

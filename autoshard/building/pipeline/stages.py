@@ -99,9 +99,9 @@ def plan_stages(
         raise PlanError(
             message(
                 f"no cut into {stages} stages of {microbatch.microbatches} micro-batches fits "
-                f"memory_budget={budget}: of the quickest, parameters, their gradients and the "
-                f"optimizer's states alone are {math.ceil(held[most]):,} bytes on rank {most} of "
-                "pp",
+                f"a memory budget of {budget:,} bytes: of the quickest, parameters, their "
+                f"gradients and the optimizer's states alone are {math.ceil(held[most]):,} bytes "
+                f"on rank {most} of pp",
                 remedy="Give pp more ranks, or the budget more bytes.",
             )
         )

@@ -176,10 +176,10 @@ def frontier(
     if host_memory and cluster.device.host is None:
         raise ConfigError(
             message(
-                f"host_memory={host_memory:,} lets values wait on the host, and the description of "
-                f"{cluster.name} does not say how fast that is reached",
+                f"host={host_memory:,} of the option memory lets values wait on the host, and the "
+                f"description of {cluster.name} does not say how fast that is reached",
                 remedy="Add host: {microseconds: 10, gigabytes_per_second: 64} to its file, with "
-                "the figures of your machine, or leave the option out.",
+                "the figures of your machine, or leave host out.",
             )
         )
     values = values_of(gm, decisions, n, cluster, training or Training())

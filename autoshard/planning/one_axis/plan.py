@@ -91,8 +91,8 @@ def _within_budget(
     if not trains or best.resident > budget:
         ranks = f" on {n} ranks of {request.axis}" if n > 1 else ""
         raise PlanError(
-            f"no plan fits memory_budget={budget:,} bytes a rank{ranks}: parameters, gradients, "
-            f"optimizer state and buffers take {best.resident:,}, and a step about {best.least:,}. "
-            "Raise the budget, or use more ranks."
+            f"no plan fits a memory budget of {budget:,} bytes a rank{ranks}: parameters, "
+            f"gradients, optimizer state and buffers take {best.resident:,}, and a step about "
+            f"{best.least:,}. Raise the budget, or use more ranks."
         )
     return chosen  # the estimate is on the safe side, and the graphs are counted

@@ -35,7 +35,7 @@ class Layer(nn.Module):
 def made(model: nn.Module, mesh: dict[str, int], **options: Any) -> tuple[Program, float]:
     """A program and its worst difference from the serial graph, on a batch for each rank."""
     x = torch.randn(24, 8)
-    given = {"mesh": mesh, "bucket_bytes": 1, "ep_exchange": "rows", **options}
+    given = {"mesh": mesh, "planner": {"bucket_bytes": 1, "ep_exchange": "rows"}, **options}
     (program,), values = programs(model, (x,), [given])
     ranks = math.prod(mesh.values())
     others = [[torch.randn_like(v) if v is x else v for v in values] for _ in range(ranks - 1)]

@@ -54,7 +54,10 @@ def made(
     model: nn.Module, mesh: dict[str, int], way: str, stored: dict[str, str] | None = None
 ) -> tuple[Program, float]:
     """A program whose mixture is split that way, and its worst difference from the serial one."""
-    x, options = torch.randn(24, 8), {"mesh": mesh, "bucket_bytes": 1, "ep_exchange": "rows"}
+    x, options = (
+        torch.randn(24, 8),
+        {"mesh": mesh, "planner": {"bucket_bytes": 1, "ep_exchange": "rows"}},
+    )
     (first,), _ = programs(model, (x,), [options])
     torch.compiler.reset()
     plan = fixed(first, way, stored or {})
@@ -143,13 +146,13 @@ def test_every_way_of_tp_on_the_graph_of_a_rank_of_cp(form: str, mesh: dict[str,
         model.mixture.router.bias[0] += 100.0
     x = torch.randn(24, 8)
     build = builder(model, (x,))
-    first = build(mesh, ep_exchange="rows")
+    first = build(mesh, planner={"ep_exchange": "rows"})
     assert first.outer is not None
     (node,) = [n for n in first.outer.serial.graph.nodes if is_mixture(n)]
     assert way_of(first.outer.decisions.strategies[node]) == WAYS[2]
     for way in (*WAYS, WHOLE):
         plan = replace(first.plan, graphs=fixed(first, way, {}).graphs)
-        program = build(mesh, plan=plan, ep_exchange="rows")
+        program = build(mesh, plan=plan, planner={"ep_exchange": "rows"})
         values = [
             model.get_parameter(program.parameters[n]) if n in program.parameters else x
             for n in program.serial.graph.find_nodes(op="placeholder")

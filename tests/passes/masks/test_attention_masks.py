@@ -106,7 +106,7 @@ def test_one_process_recovers_masks_by_name(
     torch.compiler.reset()
     torch.manual_seed(0)
     model = llama(**KV)()
-    options = {"recover_masks": True, "inner": "eager", "mesh": {"tp": 1}}
+    options = {"planner": {"recover_masks": True}, "inner": "eager", "mesh": {"tp": 1}}
     compiled: Any = torch.compile(model, backend="autoshard", options=options)
     for given in batches:
         losses = [compiled(**given).loss, model(**given).loss]

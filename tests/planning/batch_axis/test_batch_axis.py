@@ -185,7 +185,11 @@ def test_the_charge_is_of_what_runs(mesh: dict[str, int], waits: bool, exchange:
     model, x = Routed(), torch.randn(24, 8)
     plan = Plan("tp", 1, weights=every_third(model))
     build = builder(model, (x,))
-    options: dict[str, Any] = {"plan": plan, "bucket_bytes": 1, "defer_reduction": waits}
+    options: dict[str, Any] = {
+        "plan": plan,
+        "planner": {"bucket_bytes": 1},
+        "gradients": {"defer": waits},
+    }
     options["ep_exchange"] = exchange
     steps = [
         build(mesh, microbatch=one, **options).collectives()
@@ -229,7 +233,7 @@ def test_experts_have_choices_for_the_part_that_stays(mesh: dict[str, int]) -> N
 
 def test_without_dp_shard_weights_are_gathered_once_or_twice() -> None:
     build = builder(Routed(), (torch.randn(24, 8),))
-    program = build({"ep": 2}, zero="auto", ep_exchange="rows")
+    program = build({"ep": 2}, zero="auto", planner={"ep_exchange": "rows"})
     weights = program.plan.weights
     for name, choice in weights.items():
         stack = name in ("mixture.up", "mixture.down", "mixture.up_bias", "mixture.down_bias")
@@ -278,7 +282,7 @@ def test_each_axis_sends_what_the_choices_say() -> None:
     """On dp_shard=2: a whole weight's gradient is all-reduced; a split one is gathered once or
     twice and its gradient scattered; what tp splits travels by halves."""
     build = builder(Gated(), (torch.randn(4, 8, 16),))
-    program = build(MESH, plan=mixed(), bucket_bytes=1)
+    program = build(MESH, plan=mixed(), planner={"bucket_bytes": 1})
     sent: Counter[tuple[str, str]] = Counter()
     for one in program.collectives():
         if one.axis == "dp_shard":
@@ -303,7 +307,12 @@ def test_a_budget_decides_how_many_weights_are_gathered_once() -> None:
     build = builder(model, (torch.randn(16, 256),))
     once = {}
     for budget in (3_410_000, 4_200_000, 30_000_000):
-        program = build({"dp_shard": 4}, zero="auto", bucket_bytes=100_000, memory_budget=budget)
+        program = build(
+            {"dp_shard": 4},
+            zero="auto",
+            planner={"bucket_bytes": 100_000},
+            memory={"budget": budget},
+        )
         assert program.memory().peak <= budget
         weights = program.plan.weights
         once[budget] = [int(n[0]) for n, c in weights.items() if c != TWICE and "weight" in n]
@@ -318,8 +327,8 @@ def test_a_budget_makes_bytes_cheaper_on_cp_and_tp() -> None:
     build = builder(model, (torch.randn(2, 32, 256),))
     mesh, once, layouts = {"dp_shard": 4, "cp": 2, "tp": 2}, [], []
     for budget in (None, 3_000_000):
-        options: dict[str, Any] = {"zero": "auto", "bucket_bytes": 100_000}
-        program = build(mesh, hardware_name="h100", memory_budget=budget, **options)
+        options: dict[str, Any] = {"zero": "auto", "planner": {"bucket_bytes": 100_000}}
+        program = build(mesh, hardware_name="h100", memory={"budget": budget}, **options)
         assert budget is None or program.memory().peak <= budget
         once.append(sum(one != TWICE for one in program.plan.weights.values()))
         assert program.outer is not None and program.outer.gap(program.decisions) == 0.0

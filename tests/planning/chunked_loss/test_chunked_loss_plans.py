@@ -62,7 +62,7 @@ def test_the_estimate_is_near_the_program(n: int, kind: str) -> None:
     """What is kept within 2% of AOTAutograd's, the peak within 12% of what operators hold, and
     what travels to the byte; half of what whole logits need at most."""
     torch.compiler.reset()
-    asked = [{"mesh": {"tp": n}, "chunk_loss": how} for how in (True, False)]
+    asked = [{"mesh": {"tp": n}, "memory": {"chunk_loss": how}} for how in (True, False)]
     found, _ = programs(Head(1000, kind=kind), (torch.randint(0, 1000, (2, ROWS // 2)),), asked)
     chunked = found[0]
     graph = (chunked.serial, chunked.decisions)
@@ -90,7 +90,7 @@ def test_seconds_are_those_of_the_products_and_of_more_passes() -> None:
     """As much arithmetic as with whole logits; scores go through memory more often."""
     made = on_meta(32_000, 4096, 8192)
     chunked, whole = (
-        made({"tp": 1}, hardware_name="h100", chunk_loss=how) for how in (True, False)
+        made({"tp": 1}, hardware_name="h100", memory={"chunk_loss": how}) for how in (True, False)
     )
     ours, theirs = (
         profile(one.serial, one.decisions, one.parameters, 1, cluster("h100"))
@@ -124,7 +124,7 @@ def test_what_a_rank_has_counts() -> None:
     made = on_meta(32_768, 64, 8192, dtype=torch.float32)
     one, two = (made({"tp": n}) for n in (1, 2))
     assert told(one) == [""] and told(two) == []
-    assert told(made({"tp": 2}, chunk_loss=True)) == [""]
+    assert told(made({"tp": 2}, memory={"chunk_loss": True})) == [""]
 
 
 def test_auto_with_a_budget_takes_what_the_step_needs() -> None:
@@ -132,17 +132,19 @@ def test_auto_with_a_budget_takes_what_the_step_needs() -> None:
     torch.compiler.reset()
     model, ids = Head(1000), torch.randint(0, 1000, (2, ROWS // 2))
     made = builder(model, (ids,))
-    whole, chunked = (made({"tp": 1}, chunk_loss=how).memory().peak for how in (False, True))
-    fits = made({"tp": 1}, memory_budget=2 * whole)
+    whole, chunked = (
+        made({"tp": 1}, memory={"chunk_loss": how}).memory().peak for how in (False, True)
+    )
+    fits = made({"tp": 1}, memory={"budget": 2 * whole})
     assert told(fits) == []
     torch.compiler.reset()
     budget = (whole + chunked) // 2
-    (tight,), values = programs(model, (ids,), [{"mesh": {"tp": 1}, "memory_budget": budget}])
+    (tight,), values = programs(model, (ids,), [{"mesh": {"tp": 1}, "memory": {"budget": budget}}])
     assert verify_program(tight, values).worst_by_norm[1] < 1e-5
     assert told(tight) == [""] and tight.decisions.recomputation is None
     assert tight.memory().peak == chunked
     large = on_meta(65_536, 64, 8192, dtype=torch.float32)
-    assert told(large({"tp": 1}, memory_budget=100 * GIB)) == [
+    assert told(large({"tp": 1}, memory={"budget": 100 * GIB})) == [
         "a step fits its memory with whole logits"
     ]
 
@@ -157,11 +159,11 @@ def test_meshes_are_priced_with_it() -> None:
         asked: Any = {"world": 2, "hardware": "h100", "mesh": {"tp": 2}, **options}
         return search_meshes(model, (ids,), **asked).rows[0]
 
-    whole, auto, always = row(chunk_loss=False), row(), row(chunk_loss=True)
+    whole, auto, always = row(memory={"chunk_loss": False}), row(), row(memory={"chunk_loss": True})
     assert whole.memory == auto.memory and not auto.chunked_losses
     assert always.chunked_losses == 1 and always.memory.total < whole.memory.total / 4
     budget = (always.memory.total + whole.memory.total) // 2
-    tight = row(memory_budget=budget)
+    tight = row(memory={"budget": budget})
     assert tight.chunked_losses == 1 and tight.fits and tight.recomputation is None
     assert tight.memory == always.memory and tight.timing == always.timing
 

@@ -30,7 +30,9 @@ def test_the_longer_of_the_two_is_charged() -> None:
 def test_a_step_spares_what_each_fused_collective_does() -> None:
     build, _ = layers(Layers(512), (1, 2048, 512))
     plan = megatron(build, 2, sequence=True)
-    plain, program = (build({"tp": 2}, plan=plan, fuse_collectives=f) for f in (False, True))
+    plain, program = (
+        build({"tp": 2}, plan=plan, planner={"fuse_collectives": f}) for f in (False, True)
+    )
     machine, training, layout = cluster("h100").on({"tp": 2}), Training(), Layout()
     real = machine.real_links
 

@@ -81,7 +81,7 @@ def test_a_described_machine_reaches_every_price(
         free = autoshard.trace(*made(), mesh=mesh, hardware=described)
         first, (row,) = alternatives(free)[0], searched(mesh, hardware=described)
         budget = int(0.9 * row.memory.total)
-        (less,) = searched(mesh, hardware=described, memory_budget=budget)
+        (less,) = searched(mesh, hardware=described, memory={"budget": budget})
         searched(staged, hardware=described)
         with mock.patch.object(pipelines, "plan_stages", side_effect=pipelines.plan_stages) as cut:
             autoshard.trace(*made(), mesh=staged, hardware=described)

@@ -214,7 +214,11 @@ def test_prices_are_those_of_the_estimate_and_of_the_program(
     is what the program and the estimate of a step have less on it."""
     torch.compiler.reset()
     build = builder(Layers(inner=64), (torch.randn(64, 8),))
-    settings: dict[str, Any] = {"hardware_name": "h100", "bucket_bytes": 1, "zero": zero}
+    settings: dict[str, Any] = {
+        "hardware_name": "h100",
+        "planner": {"bucket_bytes": 1},
+        "zero": zero,
+    }
     free, sheet, real, charged = build(mesh, **settings), {}, {}, {}
     machine, n = free.machine, mesh.get("tp", 1)
     link = machine.links["ep"]
@@ -279,15 +283,15 @@ def test_options_and_plans_of_other_meshes() -> None:
     torch.compiler.reset()
     build = builder(Layers(), (torch.randn(24, 8),))
     for way in (ROWS, WEIGHTS):
-        assert travelling(build(TWO, ep_exchange=way)) == [way, way]
+        assert travelling(build(TWO, planner={"ep_exchange": way})) == [way, way]
     free = build(TWO)
     mixed = told(free, (ROWS, WEIGHTS))
-    assert travelling(build(TWO, plan=mixed, ep_exchange=ROWS)) == [ROWS, WEIGHTS]
+    assert travelling(build(TWO, plan=mixed, planner={"ep_exchange": ROWS})) == [ROWS, WEIGHTS]
     without = build({"dp_shard": 2, "tp": 2}, plan=mixed)
     strategies = [without.decisions.strategies[node] for node in mixtures(without)]
     chosen = [free.decisions.strategies[node] for node in mixtures(free)]
     assert strategies == [replace_way(one) for one in chosen]
-    assert travelling(build(TWO, plan=without.plan, ep_exchange=ROWS)) == [ROWS, ROWS]
+    assert travelling(build(TWO, plan=without.plan, planner={"ep_exchange": ROWS})) == [ROWS, ROWS]
 
 
 @pytest.mark.parametrize(("tokens", "way"), [(32, ROWS), (65536, WEIGHTS)])
@@ -312,7 +316,7 @@ def test_with_cp_and_tp_all_three_are_one_problem() -> None:
     torch.compiler.reset()
     build = builder(Layers(), (torch.randn(64, 8),))
     seen = set()
-    for options in ({}, {"ep_exchange": ROWS}, {"ep_exchange": WEIGHTS}):
+    for options in ({}, {"planner": {"ep_exchange": ROWS}}, {"planner": {"ep_exchange": WEIGHTS}}):
         program = build({"ep": 2, "cp": 2, "tp": 2}, **options)
         assert program.outer is not None and program.outer.bound is not None
         assert program.decisions.seconds == pytest.approx(program.outer.bound, rel=1e-6)

@@ -56,8 +56,12 @@ def both(gloo2: Any, *args: Any) -> list[tuple[str, str]]:
         ({"meshh": 1}, "unknown autoshard option 'meshh'", "rank 1: ConfigError: unknown"),
         ({"mesh": {"tp": 4}}, "needs 4 processes", "rank 1: ConfigError: the mesh tp 4"),
         ({"outputs": "replicate"}, "option outputs: 'lazy'", "rank 1: option outputs: 'repl"),
-        ({"sequence_parallel": False}, "option sequence_parallel", "rank 1: option seq"),
-        ({"memory_budget": 10}, "memory_budget=10", "rank 1: PlanError"),
+        (
+            {"planner": {"sequence_parallel": False}},
+            "option sequence_parallel",
+            "rank 1: option seq",
+        ),
+        ({"memory": {"budget": 10}}, "memory budget of 10", "rank 1: PlanError"),
     ],
 )
 def test_options_of_one_rank(gloo2: Any, options: dict[str, Any], own: str, other: str) -> None:
@@ -191,11 +195,11 @@ def test_which_calls_are_checked(gloo2: Any) -> None:
 
 
 def always(steps: list[list[list[int]]]) -> tuple[str, str]:
-    return batches(steps, check_batches="always")
+    return batches(steps, same_inputs={"batches": "always"})
 
 
 def never(steps: list[list[list[int]]]) -> tuple[str, str]:
-    return batches(steps, check_batches="never")
+    return batches(steps, same_inputs={"batches": "never"})
 
 
 def absent(seconds: float) -> tuple[str, str]:
@@ -231,7 +235,7 @@ def broadcast(kind: str) -> dict[str, Any]:
     """Losses and gradients of both ranks, whose batches differ in all but their shapes."""
     torch.manual_seed(0)
     model = Regression(MLP())
-    options = {"inner": "aot_eager", "mesh": {"tp": 2}, "broadcast_inputs": True}
+    options = {"inner": "aot_eager", "mesh": {"tp": 2}, "same_inputs": {"batches": "broadcast"}}
     step = torch.compile(model, backend="autoshard", options=options)
     losses, grads = [], []
     for number in range(3):
@@ -271,4 +275,4 @@ def test_broadcast_inputs_of_other_shapes(gloo2: Any) -> None:
 
 def other_shapes() -> tuple[str, str]:
     first, second = [[4, 1], [5, 1], [6, 1]], [[4, 1], [5, 1], [7, 1]]
-    return batches([first, second], broadcast_inputs=True)
+    return batches([first, second], same_inputs={"batches": "broadcast"})

@@ -39,7 +39,7 @@ def told(what: str, mesh: dict[str, int], rows: int) -> tuple[str, str]:
     options: dict[str, Any] = {"inner": "eager", "mesh": mesh, "timeout": LIMIT}
     changes: dict[str, Any] = {
         "zero": 2,
-        "gradient_reduction": "sum",
+        "gradients": {"reduction": "sum"},
         "precision": {"reduce": "bfloat16"},
     }
     if what in changes and other:

@@ -47,7 +47,7 @@ PARAMETERS = sum(1 for _ in CASES["mlp"].make_model().parameters())
         (FSDP, {"zero": 1}, [], [SCATTER], 1),
         (FSDP, {"zero": 2}, [SCATTER], [SCATTER], 0),
         (FSDP, {"zero": 3}, [SCATTER], [SCATTER], 0),
-        (FSDP, {"zero": 3, "defer_reduction": True}, [], [SCATTER], 1),
+        (FSDP, {"zero": 3, "gradients": {"defer": True}}, [], [SCATTER], 1),
         (HYBRID, {"zero": 1}, [], [SCATTER, REDUCE], 1),
         (HYBRID, {"zero": 3}, [SCATTER], [SCATTER, REDUCE], 1 / 2),
         ({"dp_shard": 2, "tp": 2}, {"zero": 1}, [], [SCATTER], None),
@@ -59,7 +59,7 @@ def test_reductions_of_each_microbatch(
     """One collective a parameter (bucket_bytes=1) and a reduction, exactly."""
 
     def made(microbatch: str) -> tuple[dict[Any, int], int, Program]:
-        found = program(tuple(mesh.items()), microbatch, bucket_bytes=1, **config)
+        found = program(tuple(mesh.items()), microbatch, planner={"bucket_bytes": 1}, **config)
         backward = [c for c in found.collectives() if c.phase == "backward"]
         reductions = Counter((c.op, c.axis) for c in backward if c.axis != "tp")
         gathers = reductions.pop(("all_gather", "dp_shard"), 0)
@@ -93,9 +93,9 @@ def test_an_accumulating_backward_returns_no_gradient() -> None:
     ("name", "sizes", "options"),
     [
         ("mlp", DDP, {}),
-        ("mlp", FSDP, {"zero": 1, "bucket_bytes": 60_000}),
+        ("mlp", FSDP, {"zero": 1, "planner": {"bucket_bytes": 60_000}}),
         pytest.param(
-            *("mlp", FSDP, {"zero": 3, "defer_reduction": True, "inner": "inductor"}),
+            *("mlp", FSDP, {"zero": 3, "gradients": {"defer": True}, "inner": "inductor"}),
             marks=pytest.mark.slow,
         ),
     ],

@@ -40,7 +40,7 @@ def first_call(mesh: dict[str, int], how: str, later: bool, train: bool) -> Any:
     model = Held().train(train)
     torch.manual_seed(0)
     serial = Held().train(train)
-    options = {"mesh": mesh, "inner": "eager", "initial_weights": how, "timeout": 60}
+    options = {"mesh": mesh, "inner": "eager", "same_inputs": {"weights": how}, "timeout": 60}
     compiled: Any = torch.compile(model, backend="autoshard", options=options)
     if later:
         model.later = torch.full((8,), float(rank))

@@ -203,8 +203,8 @@ def run(sizes: Sizes, options: dict[str, Any], micro: int) -> dict[str, Any]:
             marks=pytest.mark.slow,
         ),
         (FSDP, {"precision": {"param": "bfloat16", "reduce": "float32"}, "zero": 1}, 3),
-        pytest.param(FSDP, {"gradient_reduction": "sum"}, 1, marks=pytest.mark.slow),
-        (DDP, {"gradient_reduction": "sum", "inner": "eager"}, 2),
+        pytest.param(FSDP, {"gradients": {"reduction": "sum"}}, 1, marks=pytest.mark.slow),
+        (DDP, {"gradients": {"reduction": "sum"}, "inner": "eager"}, 2),
         pytest.param(
             *(SHARDS, {"precision": {"param": "bfloat16", "reduce": "float32"}, "zero": 1}, 3),
             marks=pytest.mark.slow,

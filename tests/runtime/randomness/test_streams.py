@@ -207,7 +207,12 @@ class Dropping(nn.Module):
 
 
 def tracked(model: nn.Module, x: torch.Tensor, tp: int) -> tuple[Program, list[Any]]:
-    options = {"mesh": {"tp": tp}, "rng": "tracker", "sequence_parallel": False, "hardware": "h100"}
+    options = {
+        "mesh": {"tp": tp},
+        "rng": "tracker",
+        "planner": {"sequence_parallel": False},
+        "hardware": "h100",
+    }
     (program,), values = programs(model, (x,), [options])
     return program, values
 

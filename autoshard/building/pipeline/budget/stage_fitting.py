@@ -36,8 +36,8 @@ class StageTooLarge(PlanError):
         super().__init__(
             message(
                 f"{named} of {len(program.plan.stages)}, on rank {rank} of pp, "
-                f"{'does' if len(numbers) == 1 else 'do'} not fit memory_budget={budget:,} bytes: "
-                "with all recomputed that can be, a step needs "
+                f"{'does' if len(numbers) == 1 else 'do'} not fit a memory budget of {budget:,} "
+                "bytes: with all recomputed that can be, a step needs "
                 f"{needed:,} bytes, {needed - budget:,} more, of which parameters, their gradients "
                 f"and the optimizer's states have {resident(program, rank):,}",
                 remedy=f"Raise the budget to {needed:,}, or use a smaller batch, more micro-batches"
