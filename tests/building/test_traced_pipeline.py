@@ -93,7 +93,7 @@ def test_every_schedule_is_explained_and_what_is_not_supported_is_refused() -> N
     assert "I0 W0" in traced(pipeline={"schedule": "zb1"}).explain()
     with pytest.raises(ConfigError, match="virtual_stages"):
         traced(pipeline={"virtual_stages": 2})
-    with pytest.raises(ConfigError, match=r"host_memory.*beside pp.*Leave host_memory out"):
+    with pytest.raises(ConfigError, match=r"'host'.*beside pp.*Leave host out"):
         traced(memory={"host": 10**9})
 
 
