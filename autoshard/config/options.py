@@ -345,7 +345,7 @@ class Config:
         """
         own = ("mesh", "plan", "timeout")
         names = [field.name for field in dataclasses.fields(self) if field.name not in own]
-        return [f"option {name}: {getattr(self, name)!r}" for name in names]
+        return [f"option {_name(name)}: {getattr(self, name)!r}" for name in names]
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> Config:

@@ -170,7 +170,7 @@ def same_as_serial(name: str, stages: int, inner: str = "eager", **options: Any)
 )
 def test_a_step_is_the_serial_one(name: str, stages: int, options: dict[str, Any]) -> None:
     program, _ = same_as_serial(name, stages, **options)
-    assert program.microbatch.microbatches == options.get("microbatches", BATCH)
+    assert program.microbatch.microbatches == options.get("pipeline", {}).get("microbatches", BATCH)
 
 
 def test_a_cut_between_layers_sends_the_hidden_states_and_nothing_else() -> None:

@@ -129,10 +129,13 @@ def test_a_saved_plan_cuts_the_same_stages(tmp_path: Path) -> None:
     assert again.plan.text() == Plan.load(file).text()
     assert traced(plan=file, mesh={"pp": 2, "dp_shard": 2}).program.plan.firsts == [worse]
     for options, error in (
-        ({"pipeline": {"microbatches": 2}}, r"options\['microbatches'\]=2, and the plan has 4"),
+        (
+            {"pipeline": {"microbatches": 2}},
+            r"options\['pipeline'\]\['microbatches'\]=2, and the plan has 4",
+        ),
         (
             {"pipeline": {"schedule": "1f1b"}},
-            r"options\['schedule'\]='1f1b', and the plan has 'zb1'",
+            r"options\['pipeline'\]\['schedule'\]='1f1b', and the plan has 'zb1'",
         ),
         ({"mesh": {"pp": 4}}, "the plan is for pp=2 and tp=1, this mesh has pp=4 and tp=1"),
         ({"mesh": {"tp": 1}}, "the plan is for pp=2 and tp=1, this mesh has tp=1"),

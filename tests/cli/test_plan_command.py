@@ -186,7 +186,7 @@ def test_the_plan_of_a_mesh_with_pp_holds_its_stages(
     assert (
         main([*asked, "--batch", "2", "--sequence", "16", "--option", "pipeline.schedule=zb1"]) == 0
     )
-    assert "wrote plan.json: options={'plan': 'plan.json', 'schedule': 'zb1'}" in (
+    assert "wrote plan.json: options={'plan': 'plan.json', 'pipeline': {'schedule': 'zb1'}}" in (
         capsys.readouterr().out
     )
     saved = autoshard.Plan.load("plan.json")

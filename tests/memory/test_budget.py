@@ -163,7 +163,7 @@ def trained(sizes: dict[str, int], budget: int | None) -> dict[str, Any]:
         "planner": {"bucket_bytes": 20_000},
     }
     if budget is not None:
-        options["memory_budget"] = budget
+        options["memory"] = {"budget": budget}
     compiled = torch.compile(model, backend="autoshard", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
     try:

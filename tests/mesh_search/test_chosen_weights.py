@@ -39,7 +39,7 @@ def test_a_mesh_is_priced_with_its_choices(mesh: dict[str, int], stays: str) -> 
     model, x = Layers("ep" in mesh), torch.randn(24, 8)
     given = {"world": math.prod(mesh.values()), "mesh": mesh, "hardware": "h100"}
     training = Training(microbatches=2)
-    given["ep_exchange"] = "rows"
+    given["planner"] = {"ep_exchange": "rows"}
     (row,) = search_meshes(model, (x,), training=training, zero="auto", **given).rows
     weights = row.plan.weights
     assert weights.keys() == dict(model.named_parameters()).keys() and row.fits

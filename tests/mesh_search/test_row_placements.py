@@ -130,7 +130,9 @@ def test_rows_that_cannot_be_recommended_are_left() -> None:
 
 
 def test_every_option_reaches_the_prices(monkeypatch: pytest.MonkeyPatch) -> None:
-    options, entries = options_and_entries("LlamaConfig", [("chunk_loss", "auto"), ("zero", 2)])
+    options, entries = options_and_entries(
+        "LlamaConfig", [("memory.chunk_loss", "auto"), ("zero", 2)]
+    )
     assert not entries
     given: list[Any] = []
     prices = search.MeshPrices

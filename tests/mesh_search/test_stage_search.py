@@ -112,7 +112,7 @@ def test_stages_that_do_not_fit_compute_again_each_as_much_as_it_must() -> None:
         "pipeline": {"microbatches": 12},
         "inner": "aot_eager",
     }
-    options["memory_budget"] = budget + x.nbytes  # the batch is counted beside stages
+    options["memory"] = budget + x.nbytes  # the batch is counted beside stages
     traced = autoshard.trace(model, (x,), hardware="h100", **options)
     assert isinstance(traced, TracedPipeline) and 0 in traced.program.recomputed
     first = traced.memory()[0]

@@ -54,7 +54,7 @@ def test_steps_with_a_mixture_beside_another_axis(gloo4: Any, sizes: Sizes) -> N
 def test_steps_with_a_mixture_of_experts(gloo4: Any, waits: bool) -> None:
     """Rows travel over ep to stacks that are whole on dp_shard, gathered once, gathered twice."""
     sizes = {"dp_shard": 2, "ep": 2}
-    check(gloo4(steps, sizes, [1, 3, 1], "mixtral", defer_reduction=waits))
+    check(gloo4(steps, sizes, [1, 3, 1], "mixtral", gradients={"defer": waits}))
 
 
 def trained(sizes: Sizes, name: str = "mlp", **options: Any) -> tuple[Any, Any, Any]:

@@ -99,7 +99,7 @@ def uneven_tokens(loss_tokens: str, inner: str, few: int = 3) -> dict[str, float
         # what a user writes without the option: a rank's share of all tokens
         arguments.append(torch.tensor((few + 9) / 2))
     else:
-        options["loss_tokens"] = loss_tokens
+        options["gradients"] = {"loss_tokens": loss_tokens}
     compiled: Any = torch.compile(model, backend="autoshard", options=options)
     loss = compiled(*arguments)
     loss.backward()

@@ -143,7 +143,7 @@ CASES: dict[str, Callable[[], Program]] = {
         model_of("LlamaForCausalLM", **WIDE).train(),
         {"tp": 8},
         shape=(1, 4096),
-        fuse_collectives="auto",
+        planner={"fuse_collectives": "auto"},
     ),
     "llama_fsdp": lambda: step(
         model_of("LlamaForCausalLM", torch.float32, **SIZES).train(),
@@ -155,7 +155,7 @@ CASES: dict[str, Callable[[], Program]] = {
     "mixtral_ep": lambda: step(
         model_of("MixtralForCausalLM", **SIZES, **EXPERTS).train(),
         {"ep": 2},
-        ep_exchange="rows",
+        planner={"ep_exchange": "rows"},
     ),
     "gemma3_packed": lambda: packed(
         model_of("Gemma3ForCausalLM", **{**SIZES, **WINDOWS}).train(), {"tp": 2}

@@ -129,7 +129,7 @@ def test_no_plan_with_any_choices_is_cheaper() -> None:
         mesh, rows = MESHES[seed % 5 % 3], 8 * 4 ** (seed % 3)
         drawn, waits = machine(seed), seed % 4 == 1
         model, x = Drawn(seed), torch.randn(rows, 16)
-        gm, request = asked(model, x, mesh, drawn, defer_reduction=waits)
+        gm, request = asked(model, x, mesh, drawn, gradients={"defer": waits})
         stages, runs = seed % 6 == 2, 1 + 3 * (seed % 2)
         layout = replace(request.layout, staged=stages)
         request = replace(request, layout=layout, training=Training(microbatches=runs))
@@ -187,10 +187,9 @@ def test_the_charge_is_of_what_runs(mesh: dict[str, int], waits: bool, exchange:
     build = builder(model, (x,))
     options: dict[str, Any] = {
         "plan": plan,
-        "planner": {"bucket_bytes": 1},
+        "planner": {"bucket_bytes": 1, "ep_exchange": exchange},
         "gradients": {"defer": waits},
     }
-    options["ep_exchange"] = exchange
     steps = [
         build(mesh, microbatch=one, **options).collectives()
         for one in (ACCUMULATE, ACCUMULATE, FLUSH)

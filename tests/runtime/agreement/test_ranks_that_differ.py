@@ -71,7 +71,7 @@ CASES = [
     ("eps", SHARD, 0, ["rank 0: ", "1e-05", "rank 1: ", "0.001"]),
     ("eps", REPLICATE, 1, ["LayerNorm.eps = 1e-05", "LayerNorm.eps = 0.001"]),
     ("zero", SHARD, 0, ["rank 0: option zero: 3", "rank 1: option zero: 2"]),
-    ("gradient_reduction", REPLICATE, 0, ["'average'", "option gradient_reduction: 'sum'"]),
+    ("gradients", REPLICATE, 0, ["'average'", "option gradients.reduction: 'sum'"]),
     ("requires_grad", {"pp": 2}, 0, ["out.weight", "requires_grad True", "requires_grad False"]),
     ("unsharded", {"tp": 2}, 0, ["AUTOSHARD_UNSHARDED=0", "rank 1: AUTOSHARD_UNSHARDED=1"]),
     ("precision", SHARD, 1, ["rank 0: option precision: None", "bfloat16"]),
