@@ -138,10 +138,7 @@ class Scored(nn.Module):
 # pass -> (model, input, mesh, the graph it works on)
 SAMPLES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, int], str]] = {
     "canonicalize": (Reshaped, (8, 8), {"tp": 2}, ""),
-    "planner": {
-        "recover_masks": (Masked, (2, 3, 16), {"tp": 2}, ""),
-        "fuse_collectives": (lambda: Gated(64), (512, 64), {"tp": 2}, "forward"),
-    },
+    "recover_masks": (Masked, (2, 3, 16), {"tp": 2}, ""),
     "expand_grouped_heads": (Grouped, (2, 3, 16), {"tp": 4}, ""),
     "split_recurrent": (Recurrent, (3, 2, 4), {"tp": 2}, ""),
     "match_experts": (lambda: Mixture("one"), (6, 8), {"tp": 2}, ""),
@@ -155,8 +152,9 @@ SAMPLES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, int
     "data_parallel": (Two, (4, 8), {"dp_replicate": 2, "dp_shard": 2}, ""),
     "global_token_mean": (Classifier, (4, 8), {"dp_replicate": 2}, ""),
     "fuse_inference_layers": (Served, (2, 8), {"tp": 2}, ""),
-    "memory": {"chunk_loss": (Scored, (2, 6, 8), {"dp_replicate": 2}, "")},
+    "chunk_loss": (Scored, (2, 6, 8), {"dp_replicate": 2}, ""),
     "bucket_parameters": (Two, (4, 8), {"dp_shard": 2}, "forward"),
+    "fuse_collectives": (lambda: Gated(64), (512, 64), {"tp": 2}, "forward"),
     "delay_weight_products": (Gated, (4, 8), {"tp": 2}, "backward"),
     "bucket_gradients": (Two, (4, 8), {"dp_shard": 2}, "backward"),
     "schedule_collectives": (Two, (4, 8), {"dp_shard": 2}, "backward"),
@@ -168,7 +166,7 @@ SAMPLES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, int
 OPTIONS: dict[str, dict[str, Any]] = {
     "float8_products": {"precision": {"matmul": "float8"}},
     "global_token_mean": {"gradients": {"loss_tokens": "global"}},
-    "memory": {"chunk_loss": {"memory": {"chunk_loss": True}}},
+    "chunk_loss": {"memory": {"chunk_loss": True}},
     "exchange_experts": {"planner": {"ep_exchange": "rows"}},
-    "planner": {"fuse_collectives": {"planner": {"fuse_collectives": True}, "outputs": "sharded"}},
+    "fuse_collectives": {"planner": {"fuse_collectives": True}, "outputs": "sharded"},
 }
