@@ -44,6 +44,7 @@ from autoshard.passes.match_experts import MatchExperts, MixtureFound
 from autoshard.passes.pipeline import (
     OPTIONAL,
     ORDER,
+    after_cut,
     exchange,
     finish,
     prepare,

@@ -8,7 +8,7 @@
                                   %x_kept = wait_transfer(%h, %x)
                                   return (%out, %x_kept)
 
-Both graphs change together, as AOTAutograd has cut them (`compat.AFTER_CUT`). A copy is waited for
+Both graphs change together, as AOTAutograd has cut them. A copy is waited for
 when as many bytes as the largest value has are on their way behind it, and fetched as many bytes
 ahead of its use: that is what the device holds of them.
 

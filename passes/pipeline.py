@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -33,16 +33,20 @@ from autoshard.passes.shift_labels import ShiftLabels
 from autoshard.passes.split_recurrent import SplitRecurrent
 from autoshard.passes.unflatten_losses import UnflattenLosses
 from autoshard.passes.unflatten_products import UnflattenProducts
-from autoshard.runtime import compat
 from autoshard.runtime.collectives import Axis, gathering_axes
 from autoshard.runtime.mesh import Mesh
 
 
 class Stage(NamedTuple):
-    """The passes over one kind of graph, in the order in which they run."""
+    """The passes over one kind of graph, in the order in which they run.
+
+    pairs: rewrites of a forward and its backward together, in place, called with how many results
+    of the forward are not kept for backward.
+    """
 
     name: str
-    passes: tuple[type[Pass], ...]
+    passes: tuple[type[Pass], ...] = ()
+    pairs: tuple[Callable[[fx.GraphModule, fx.GraphModule, int], Any], ...] = ()
 
 
 PIPELINE = (
@@ -62,6 +66,8 @@ PIPELINE = (
             *(FuseInferenceLayers, ChunkLoss),
         ),
     ),
+    # a forward and a backward together, as AOTAutograd has cut them
+    Stage("cut", pairs=(keep_on_host,)),
     # the forward graph and the backward graph that AOTAutograd makes of it
     Stage(
         "graphs",
@@ -73,9 +79,6 @@ PIPELINE = (
     # the same where they are compiled and run: `Program.collectives` lists those before
     Stage("run", (ReduceScatterByAllToAll, AllReduceByAllGather)),
 )
-
-# Of a forward and a backward together, between the stages "local" and "graphs".
-compat.AFTER_CUT.append(keep_on_host)
 
 _EVERY = [one for stage in PIPELINE for one in stage.passes]
 
@@ -137,6 +140,13 @@ def exchange(local: fx.GraphModule, experts: ExchangeExperts, planned: Axis) -> 
     """Have rows travel to experts in the graph of a rank of `planned`, in place."""
     (report,) = run_stage("local", [experts], local, Context(planned))
     return report
+
+
+def after_cut(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> None:
+    """Rewrite both graphs of a step, as soon as they are cut. results: see `Stage`."""
+    for stage in PIPELINE:
+        for rewrite in stage.pairs:
+            rewrite(forward, backward, results)
 
 
 def finish(

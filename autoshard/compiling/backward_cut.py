@@ -20,6 +20,7 @@ from torch import fx
 
 from autoshard.compiling.gradient_sums import behind
 from autoshard.errors import CaptureError, message
+from autoshard.passes import after_cut
 from autoshard.runtime.compat import ForwardBackward, forward_backward
 from autoshard.runtime.graph_meta import DIFF
 
@@ -62,7 +63,7 @@ def cut_backward(
     Raises CaptureError for outputs that share memory with something.
     """
     results = results_of(gm)
-    graphs = graphs or forward_backward(gm, fakes)
+    graphs = graphs or forward_backward(gm, fakes, after_cut)
     outputs = results_of(graphs.forward)
     given = graphs.forward.graph.find_nodes(op="placeholder")
     graded = [i for i, n in enumerate(results) if n is not None and n.meta.get(DIFF)]

@@ -19,6 +19,7 @@ from autoshard.passes import (
     FuseCollectives,
     Report,
     Watch,
+    after_cut,
     finish,
     local_value,
     set_fate,
@@ -83,7 +84,7 @@ class Built:
     @cached_property
     def joint(self) -> ForwardBackward:
         """The forward and backward ATen graphs AOTAutograd makes of `graph_module`."""
-        return self._bucketed(forward_backward(*self._on_cpu()))
+        return self._bucketed(forward_backward(*self._on_cpu(), after_cut))
 
     @cached_property
     def running(self) -> ForwardBackward:
@@ -96,7 +97,7 @@ class Built:
     def choices(self) -> Callable[[Recomputation], ForwardBackward]:
         """What makes `running` of a choice of what is recomputed, AOTAutograd run once for all."""
         joints: list[JointGraph] = []
-        forward_backward(*self._on_cpu(), joints)
+        forward_backward(*self._on_cpu(), after_cut, joints)
 
         def split(chosen: Recomputation) -> ForwardBackward:
             made = joints[0].split(lambda node: set_fate(node, chosen))
@@ -132,7 +133,7 @@ class Built:
     @cached_property
     def inductor(self) -> InductorStep | None:
         """Buffers of the code that Inductor generates; None where this torch cannot say."""
-        return inductor_step(*self._on_cpu(), self.finish, hold_order)
+        return inductor_step(*self._on_cpu(), after_cut, self.finish, hold_order)
 
     def finish(self, graph: fx.GraphModule, backward: bool) -> None:
         """Bucket and schedule the collectives of a graph that is compiled and run, in place."""

@@ -49,10 +49,11 @@ def compile_local(
         importlib.import_module("torch_tensorrt")  # registers its backend
         return compat.registered_backend("torch_tensorrt")(gm, fakes, options=_TENSORRT)
     if inner == "aot_eager":
-        return aot_eager(gm, fakes, finish, takes_list)
+        return aot_eager(gm, fakes, passes.after_cut, finish, takes_list)
     return inductor_compile(
         for_any_rank(gm),
         fakes,
+        passes.after_cut,
         finish,
         settings + _source_digest(),
         hold_order,

@@ -6,7 +6,6 @@ from autoshard.runtime.compat.version import probe  # first: it says by name wha
 
 # isort: split
 from autoshard.runtime.compat.aot import (
-    AFTER_CUT,
     Finish,
     ForwardBackward,
     JointGraph,

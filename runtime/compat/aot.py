@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,10 @@ from torch._dynamo.symbolic_convert import TensorifyState
 
 Finish = Callable[[fx.GraphModule, bool], Any]
 """Called with each graph AOTAutograd makes, and whether it is the backward, to rewrite it."""
+
+AfterCut = Callable[[fx.GraphModule, fx.GraphModule, int], Any]
+"""Called with a forward and a backward as soon as they are cut, to rewrite both together, and the
+number of results in front of what is kept for backward."""
 
 
 def taking_a_list(gm: fx.GraphModule) -> Any:
@@ -48,7 +52,11 @@ _train_recurrent_layers()
 
 
 def aot_eager(
-    gm: fx.GraphModule, fakes: Sequence[Any], finish: Finish | None = None, takes_list: bool = False
+    gm: fx.GraphModule,
+    fakes: Sequence[Any],
+    cut: AfterCut,
+    finish: Finish | None = None,
+    takes_list: bool = False,
 ) -> Callable[..., Any]:
     """AOTAutograd's forward and backward graphs, run operator by operator.
 
@@ -68,14 +76,9 @@ def aot_eager(
     return aot_autograd(
         fw_compiler=compiler(False),
         bw_compiler=compiler(True),
-        partition_fn=_cut,
+        partition_fn=functools.partial(_partition, cut),
         keep_inference_input_mutations=True,
     )(taking_a_list(gm) if takes_list else gm, fakes)
-
-
-AFTER_CUT: list[Callable[[fx.GraphModule, fx.GraphModule, int], Any]] = []
-"""What rewrites a forward and a backward together, as soon as they are cut: called with both, and
-the number of results in front of what is kept for backward."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class JointGraph:
     """The one graph of forward and backward, before it is split. options: of the partitioner."""
 
     module: fx.GraphModule
+    cut: AfterCut
     options: dict[str, Any]
 
     def split(self, tag: Callable[[fx.Node], None]) -> ForwardBackward:
@@ -108,11 +112,11 @@ class JointGraph:
                 tag(node)
         fakes = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
         with tracing(TracingContext(detect_fake_mode(fakes))):  # for states of random numbers
-            return _split(joint, None, self.options)
+            return _split(self.cut, joint, None, self.options)
 
 
 def forward_backward(
-    gm: fx.GraphModule, fakes: Sequence[Any], joints: list[JointGraph] | None = None
+    gm: fx.GraphModule, fakes: Sequence[Any], cut: AfterCut, joints: list[JointGraph] | None = None
 ) -> ForwardBackward:
     """The graphs that AOTAutograd and its min-cut partitioner make of `gm`; nothing runs.
 
@@ -125,8 +129,8 @@ def forward_backward(
 
     def partition(joint: fx.GraphModule, args: Any, **options: Any) -> Any:
         if joints is not None:
-            joints[:] = [JointGraph(_copied(joint), options)]
-        found.append(_split(joint, args, options))
+            joints[:] = [JointGraph(_copied(joint), cut, options)]
+        found.append(_split(cut, joint, args, options))
         return found[-1].forward, found[-1].backward
 
     def compiler(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
@@ -155,15 +159,17 @@ def _copied(gm: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(gm, graph)
 
 
-def _split(joint: fx.GraphModule, args: Any, options: dict[str, Any]) -> ForwardBackward:
-    forward, backward = _cut(joint, args, **options)
+def _split(
+    cut: AfterCut, joint: fx.GraphModule, args: Any, options: dict[str, Any]
+) -> ForwardBackward:
+    forward, backward = _partition(cut, joint, args, **options)
     output = next(iter(reversed(forward.graph.nodes)))
     kept = output.args[0][options["num_fwd_outputs"] :]
     saved = [n for n in kept if isinstance(n, fx.Node) and not _is_input(n)]
     return ForwardBackward(forward, backward, tuple(dict.fromkeys(saved)))
 
 
-def _cut(joint: fx.GraphModule, args: Any, **options: Any) -> Any:
+def _partition(cut: AfterCut, joint: fx.GraphModule, args: Any, **options: Any) -> Any:
     """The min-cut partitioner, transpositions under the name by which it knows that a view costs
     nothing (Inductor's decompositions give them that name too): it would keep the transposed view
     of a gathered weight, and so the whole weight, from forward to backward."""
@@ -174,15 +180,8 @@ def _cut(joint: fx.GraphModule, args: Any, **options: Any) -> Any:
         a, b = node.args[1:3]
         dims[a], dims[b] = dims[b], dims[a]
         node.target, node.args = torch.ops.aten.permute.default, (node.args[0], dims)
-    return after_cut(*min_cut_rematerialization_partition(joint, args, **options), options)
-
-
-def after_cut(
-    forward: fx.GraphModule, backward: fx.GraphModule, options: Mapping[str, Any]
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Both graphs after `AFTER_CUT`. options: of the partitioner."""
-    for rewrite in AFTER_CUT:
-        rewrite(forward, backward, options["num_fwd_outputs"])
+    forward, backward = min_cut_rematerialization_partition(joint, args, **options)
+    cut(forward, backward, options["num_fwd_outputs"])
     return forward, backward
 
 

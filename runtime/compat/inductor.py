@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.utils._ordered_set import OrderedSet
 
-from autoshard.runtime.compat.aot import Finish, after_cut, taking_a_list
+from autoshard.runtime.compat.aot import AfterCut, Finish, taking_a_list
 from autoshard.runtime.compat.version import PARTITIONER, probe, probe_compilers
 from autoshard.runtime.graph_meta import HOST
 
@@ -27,6 +27,7 @@ Order = Callable[[fx.Graph], dict[fx.Node, list[fx.Node]]]
 def inductor_compile(
     gm: fx.GraphModule,
     fakes: Sequence[Any],
+    cut: AfterCut,
     finish: Finish | None = None,
     digest: str = "",
     order: Order | None = None,
@@ -67,7 +68,7 @@ def inductor_compile(
     known = config.unsafe_marked_cacheable_functions
     keys = _cache_keys(gm, digest if fixed is None else f"{digest} {list(fixed)}")
     cached = {"unsafe_marked_cacheable_functions": {**known, **keys}}
-    with config.patch(**cached, **partitioner(gm)):
+    with config.patch(**cached, **partitioner(gm, cut)):
         given = taking_a_list(gm) if takes_list else gm
         compiled: Any = compile_fx(
             given, fakes, inner_compile=inner_compile, config_patches=dict(settings or {})
@@ -184,9 +185,9 @@ def _cache_keys(gm: fx.GraphModule, digest: str) -> dict[str, str]:
     return {name: key for name in sorted(functions)}
 
 
-def partitioner(gm: fx.GraphModule) -> dict[str, Any]:
+def partitioner(gm: fx.GraphModule, after: AfterCut) -> dict[str, Any]:
     """Inductor's settings for a graph of which something is kept on the host: the partitioner that
-    it has, and `AFTER_CUT`. Nothing for others."""
+    it has, and what comes `after` it. Nothing for others."""
     if not any(node.meta.get("custom", {}).get(HOST) for node in gm.graph.nodes):
         return {}
     probe(PARTITIONER)
@@ -204,7 +205,8 @@ def partitioner(gm: fx.GraphModule) -> dict[str, Any]:
                     node.meta.pop("recompute", None)
             cut: Any = theirs or min_cut_rematerialization_partition
             forward, backward = cut(gm, joint_inputs, **options)
-            return after_cut(forward, backward, options)
+            after(forward, backward, options["num_fwd_outputs"])
+            return forward, backward
 
         def uuid(self) -> Any:
             ours = get_hash_for_files((__file__,))

@@ -18,7 +18,7 @@ from torch import fx
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
 
-from autoshard.runtime.compat.aot import Finish, to_be_read
+from autoshard.runtime.compat.aot import AfterCut, Finish, to_be_read
 from autoshard.runtime.compat.inductor import (
     Order,
     add_decompositions,
@@ -67,7 +67,11 @@ class InductorStep:
 
 
 def inductor_step(
-    gm: fx.GraphModule, fakes: Sequence[Any], finish: Finish | None, order: Order | None
+    gm: fx.GraphModule,
+    fakes: Sequence[Any],
+    cut: AfterCut,
+    finish: Finish | None,
+    order: Order | None,
 ) -> InductorStep | None:
     """The memory plans of the graphs that `inductor_compile` makes of `gm`; runs nothing.
 
@@ -77,10 +81,10 @@ def inductor_step(
     with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the user gets Inductor's warnings where it compiles
         try:
-            return _generated(gm, fakes, finish, order)
+            return _generated(gm, fakes, cut, finish, order)
         except TensorifyScalarRestartAnalysis:
             # asks Dynamo, once, not to make inputs of Python floats; the graph has their values
-            made = _generated(gm, fakes, finish, order)
+            made = _generated(gm, fakes, cut, finish, order)
             TensorifyState.clear()
             return made
         except _Unavailable as error:
@@ -98,7 +102,11 @@ class _Unavailable(Exception):
 
 
 def _generated(
-    gm: fx.GraphModule, fakes: Sequence[Any], finish: Finish | None, order: Order | None
+    gm: fx.GraphModule,
+    fakes: Sequence[Any],
+    cut: AfterCut,
+    finish: Finish | None,
+    order: Order | None,
 ) -> InductorStep:
     from torch._functorch import config
     from torch._inductor import config as inductor_config
@@ -124,7 +132,7 @@ def _generated(
     try:
         with (
             config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
-            inductor_config.patch(fx_graph_cache=False, **partitioner(gm)),
+            inductor_config.patch(fx_graph_cache=False, **partitioner(gm, cut)),
         ):
             compile_fx(gm, list(fakes), inner_compile=inner_compile)
     except Exception as error:

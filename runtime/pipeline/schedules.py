@@ -20,14 +20,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-Work = Literal["F", "B", "I", "W"]
+ActionKind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
     """The work of one micro-batch on one stage: its forward ("F"), its backward ("B"), or the parts
     of that: by inputs ("I"), by weights ("W"). chunk: which of the rank's stages."""
 
-    work: Work
+    work: ActionKind
     microbatch: int
     chunk: int = 0
 
@@ -67,7 +67,7 @@ def interleaved(rank: int, shape: ScheduleShape) -> list[Action]:
     ranks, count, chunks = shape
     group = count // rounds(shape)
 
-    def numbered(work: Work, i: int) -> Action:
+    def numbered(work: ActionKind, i: int) -> Action:
         chunk = i // group % chunks
         number = i // (group * chunks) * group + i % group
         return Action(work, number, chunk if work == "F" else chunks - 1 - chunk)
@@ -149,7 +149,7 @@ def timeline(
     half of a backward takes half of it."""
     shape = ScheduleShape(len(forward) // chunks, microbatches, chunks)
     orders = [SCHEDULES[schedule](rank, shape) for rank in range(shape.ranks)]
-    done: dict[tuple[int, Work, int], float] = {}
+    done: dict[tuple[int, ActionKind, int], float] = {}
     spans: list[list[tuple[float, float]]] = [[] for _ in orders]
     while any(len(span) < len(order) for span, order in zip(spans, orders)):
         for rank, order in enumerate(orders):
@@ -171,7 +171,7 @@ def timeline(
     return Timeline(spans, seconds, 1 - busy / (seconds * shape.ranks) if seconds else 0.0)
 
 
-def _needs(stage: int, stages: int, action: Action) -> list[tuple[int, Work, int]]:
+def _needs(stage: int, stages: int, action: Action) -> list[tuple[int, ActionKind, int]]:
     """What must be done before an action besides the rank's own actions before it."""
     k = action.microbatch
     if action.work == "F":

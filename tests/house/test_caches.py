@@ -61,7 +61,6 @@ CACHES = {
     # registers, filled when modules are imported
     "autoshard/export/to_tensorrt/converters/network.py CONVERTERS": "the operator",
     "autoshard/planning/rules/registry.py _rules": "the operator",
-    "runtime/compat/aot.py AFTER_CUT": "rewrites, in the order of imports",
     "runtime/compat/dynamo.py ONLY_IN_OURS": "the class",
     "runtime/compat/dynamo.py READ_WHOLE": "the class",
     "runtime/compat/inductor.py DECOMPOSITIONS": "the operator",

@@ -13,6 +13,7 @@ from torch import fx, nn
 import autoshard
 from autoshard.memory import KINDS, OPTIMIZERS
 from autoshard.memory.liveness import Storage, alias_of, storages, walk
+from autoshard.passes import after_cut
 from autoshard.program import Program
 from autoshard.runtime.compat import InductorGraph, inductor_step
 from live_storages import LiveStorages, measure_step
@@ -229,7 +230,7 @@ def code(fn: Any) -> InductorGraph:
     gm = traced(fn, torch.ones(16, 16)).owning_module
     assert gm is not None
     fakes = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
-    made = inductor_step(gm, fakes, None, None)
+    made = inductor_step(gm, fakes, after_cut, None, None)
     assert made is not None
     return made.forward
 

@@ -17,6 +17,7 @@ from autoshard.compiling.collectives import collectives_of
 from autoshard.mesh_search.factorisations import candidates, refusal, two_planned
 from autoshard.mesh_search.prices import MeshPrice
 from autoshard.mesh_search.search import search_meshes
+from autoshard.passes import after_cut
 from autoshard.planning import tensor_bytes, value
 from autoshard.planning.cost import cluster, ring_bytes
 from autoshard.planning.estimate import Training
@@ -80,7 +81,7 @@ def sent(traced: TracedPipeline, stage: PipelineStage, mesh: Axes) -> dict[str, 
     """Bytes that a rank sends on each axis, of one micro-batch, forward and backward."""
     graph = stage.training(loss_of(traced.program.microbatch))
     graphs = compat.forward_backward(
-        *_differentiable(graph, graph.graph.find_nodes(op="placeholder"))
+        *_differentiable(graph, graph.graph.find_nodes(op="placeholder")), after_cut
     )
     axes = [SimpleNamespace(group=f"offline:{name}", name=name) for name in mesh]
     found = dict.fromkeys(mesh, 0.0)

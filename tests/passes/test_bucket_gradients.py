@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autoshard.passes.base import Context
 from autoshard.passes.bucket_gradients import BucketGradients
 from autoshard.passes.lib.bucketing import ALL_REDUCE
+from autoshard.passes.pipeline import after_cut
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.redistribution import redistribute
 from autoshard.runtime.collectives.states import I, R
@@ -58,7 +59,7 @@ def test_gradients_of_norms_on_tp_are_one_bucket() -> None:
     with FakeTensorMode() as mode:
         fakes = [torch.empty(8, 64)] + [torch.empty(64, requires_grad=True) for _ in weights]
     assert mode is not None
-    made = forward_backward(fx.GraphModule({}, graph), fakes)
+    made = forward_backward(fx.GraphModule({}, graph), fakes, after_cut)
     assert made.backward is not None
     report = BucketGradients(("offline:tp",)).run(made.backward, Context(axis))
     made.backward.graph.lint()

@@ -13,7 +13,7 @@ from autoshard.building.pipeline.stage_graphs import loss_of
 from autoshard.building.pipeline.stages import stored_dtype, sum_dtype
 from autoshard.compiling import add_at_once, cut_backward, off_meta
 from autoshard.memory import StageMemory, memory_of_split_stage, memory_of_stage
-from autoshard.passes import set_fate
+from autoshard.passes import after_cut, set_fate
 from autoshard.planning import Recomputation, tensor_bytes, value
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import shard_dim
@@ -40,7 +40,7 @@ class StageCount:
         self.own = self.placeholders[:count]
         self.given = _differentiable(self.graph, self.placeholders)
         self.joints: list[compat.JointGraph] = []
-        self.free = compat.forward_backward(*self.given, self.joints)
+        self.free = compat.forward_backward(*self.given, after_cut, self.joints)
         self.counted: dict[Recomputation | None, StageMemory] = {}
 
     def __call__(self, chosen: Recomputation | None) -> StageMemory:
