@@ -70,8 +70,8 @@ NAMED_TWICE = {
     *("planning/values", "planning/weights"),
 }
 
-#: Of the lines of the package, those of import statements.
-MOST_IMPORTS = 0.090
+#: Of the lines of the package, those of import statements: 9.0% when this was written.
+MOST_IMPORTS = 0.091
 
 
 def unknown(found: list[str]) -> list[str]:
