@@ -23,7 +23,7 @@ from torch import fx, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from autoshard.building import batch_facts, plan_captured
+from autoshard.building import ask, batch_facts
 from autoshard.capture import capture, intercept
 from autoshard.compiling import lowered_dtypes
 from autoshard.config import Config
@@ -108,7 +108,7 @@ def megatron(model: nn.Module, ids: torch.Tensor, machine: Cluster, n: int) -> P
     ) -> Plan:
         captured = capture(gm, example_inputs, lowered_dtypes(inputs))
         here, mesh = machine.on({"tp": n}), offline_mesh({"tp": n}, 0)
-        made = plan_captured(captured, inputs, mesh, Config(), here, facts=batch_facts(inputs))
+        made = ask(captured, inputs, mesh, Config(), here, facts=batch_facts(inputs))
         dear = Prices(None, 5 * 2.0 / here.device.memory_bandwidth, gathers_weights=False)
         request = replace(made.request, prices=dear)
         decisions = plan_graph(made.serial, n, here, request)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -12,18 +11,16 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.building.batch_choices import choices_made, layout_of, with_choices
-from autoshard.building.first_axis import lay_out, placed
+from autoshard.building.batch_choices import choices_made, layout_of
 from autoshard.building.fitting import (
-    BudgetTooSmall,
     chunk_as_first,
-    recompute,
+    fit,
     remembered_by,
 )
 from autoshard.building.given_plan import load_plan
 from autoshard.building.local_passes import local_passes, serial_passes
 from autoshard.building.mean_warning import warn_of_no_mean
-from autoshard.building.planned import Planned
+from autoshard.building.planned import Planned, Unplanned
 from autoshard.capture import capture, guard_divisible
 from autoshard.compiling import DebugWatch, lowered_dtypes, say_stored, settings, traced_microbatch
 from autoshard.config import Config, Precision
@@ -34,10 +31,8 @@ from autoshard.planning import (
     Request,
     is_trained,
     on_rank,
-    plan_graph,
     shardable,
     value,
-    with_graph,
 )
 from autoshard.planning.chunked_loss import chunking_of
 from autoshard.planning.cost import Cluster, Machine, fusing_for
@@ -89,10 +84,11 @@ def build_program(
     captured = capture(gm, example_inputs, dtypes, inference=_is_stored(inputs))
     say_stored(captured, inputs, config)
     machine = cluster.on(mesh.sizes)
-    planned = plan_captured(captured, inputs, mesh, config, machine, watch, even, facts, room)
-    serial = planned.serial
+    asked = ask(captured, inputs, mesh, config, machine, watch, even, facts, room)
+    planned = asked.plan()
 
-    def built(mesh: Mesh, watch: Watch) -> Program:
+    def built(planned: Planned, mesh: Mesh, watch: Watch = SILENT) -> Program:
+        serial = planned.serial
         passes = local_passes(planned, inputs, mesh, config, dtypes, microbatch)
         local, reports = rank_program(serial, passes, mesh.planned, watch)
         if mesh.outer is not None:
@@ -117,32 +113,21 @@ def build_program(
     budget = config.memory_budget or room
     owned = [item.real for item in inputs if isinstance(item.real, nn.Parameter)]
     remembered = remembered_by(owned, mesh.axes, [microbatch, *config.lines()])
-    if budget is not None and is_trained(serial):
-        if config.host_memory and any(_on_gpu(node) for node in serial.graph.nodes):
+    if budget is not None and is_trained(planned.serial):
+        if config.host_memory and any(_on_gpu(node) for node in planned.serial.graph.nodes):
             compat.transfers()  # or raises
-        first = offline_mesh(mesh.sizes, 0)
+        made = functools.partial(built, mesh=offline_mesh(mesh.sizes, 0))
         assumed = config.memory_budget is None
-        try:
-            made = functools.partial(built, first, SILENT)
-            recompute(planned, made, budget, assumed, config.inner, remembered)
-        except BudgetTooSmall as small:
-            # other plans are candidates at another budget: the one that is named is tried
-            raised = replace(config, memory_budget=small.needed)
-            given = (gm, example_inputs, inputs, mesh, raised, cluster, microbatch, even, facts)
-            try:
-                build_program(*given, room)
-            except BudgetTooSmall as larger:
-                raise BudgetTooSmall(budget, larger.needed) from None
-            raise
+        planned = fit(asked, planned, made, budget, assumed, config.inner, remembered)
     elif config.chunk_loss == "auto" and data_axes(mesh.axes):
-        chunk_as_first(planned, remembered)
-    decisions = planned.decisions
+        planned = chunk_as_first(planned, remembered)
+    decisions, serial = planned.decisions, planned.serial
     if axis.size > 1:
         guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
     if planned.outer is not None:
         whole, before, n = planned.outer.serial, planned.outer.decisions, planned.outer.axis.size
         guard_divisible(whole, before.strategies, before.state, n, inputs)
-    program = built(mesh, watch)
+    program = built(planned, mesh, watch)
     artifact(f"autoshard_{watch.number:02}-plan", planned.plan.text)
     artifact(f"autoshard_{watch.number:02}-explain", lambda: explain_plan(program))
     if config.strict and axis.size > 1:
@@ -150,7 +135,7 @@ def build_program(
     return program
 
 
-def plan_captured(
+def ask(
     captured: fx.GraphModule,
     inputs: list[compat.GraphInput],
     mesh: Mesh,
@@ -161,14 +146,14 @@ def plan_captured(
     facts: Mapping[int, str] = MappingProxyType({}),
     room: int | None = None,
     training: Training | None = None,
-) -> Planned:
-    """Plan a captured graph on the axis tp of `mesh`; the passes before the plan change it.
+) -> Unplanned:
+    """What is asked of the plan of a captured graph on the axis tp of `mesh`; the passes before
+    the plan change it.
 
     training: of the steps that the graph is run in; None: AdamW's, each of one batch.
     """
     axis = mesh.planned
-    serial = captured
-    placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
+    placeholders = captured.graph.find_nodes(op="placeholder")
     passes = serial_passes(
         facts if config.recover_masks else None,
         exchanges=mesh.axis("ep").size > 1,
@@ -177,8 +162,8 @@ def plan_captured(
         float8=_float8(placeholders, inputs, config),
         ranges=not even and config.inner != "tensorrt",
     )
-    prepare(serial, axis, passes, watch)
-    placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
+    prepare(captured, axis, passes, watch)
+    placeholders = captured.graph.find_nodes(op="placeholder")
     parameters: dict[fx.Node, str] = {}
     stored: dict[fx.Node, State] = {}
     data: dict[fx.Node, dict[str, State]] = {}
@@ -198,8 +183,7 @@ def plan_captured(
     plan = load_plan(config.plan, axis, mesh.outer)
     budgeted = bool(config.memory_budget or room)
     chunking, chunking_to_fit = chunking_of(config.chunk_loss, budgeted)
-    trains = is_trained(serial)
-    layout = layout_of(config, mesh, plan, trains)
+    layout = layout_of(config, mesh, plan, is_trained(captured))
     request = Request(
         axis=axis.name,
         parameters=parameters,
@@ -224,20 +208,7 @@ def plan_captured(
             config.fuse_collectives, any(map(_on_gpu, placeholders)), axis.size, machine
         ),
     )
-    outer, first = None, None
-    if mesh.outer is not None:
-        of = plan.outer if plan else None
-        laid = lay_out(serial, request, mesh, mesh.outer, config, machine, of)
-        parameters = placed(serial, laid.graph, parameters)
-        data = placed(serial, laid.graph, data)
-        serial, outer, first = laid.graph, laid.outer, laid.plan
-        request, decisions = laid.request, laid.decisions
-    else:
-        decisions = plan_graph(serial, axis.size, machine, request)
-    full = with_graph(plan, decisions, request, serial, axis.size)
-    full.outer = first
-    data = with_choices(data, decisions, layout)
-    return Planned(serial, parameters, data, decisions, full, plan, request, outer)
+    return Unplanned(captured, request, data, mesh, config, machine)
 
 
 def _float8(

@@ -57,9 +57,8 @@ class Placements:
 
     def _taken(self, one: MeshPrices) -> MeshPrices:
         """The same prices with their plan as a file has it."""
-        taken, made = replace(one.planned), copy(one)
-        taken.take(replace(one.planned.decisions, recomputation=None))
-        made.planned = taken
+        made = copy(one)
+        made.planned = one.planned.following(one.planned.decisions).recomputing(None)
         return made
 
     @cached_property

@@ -98,15 +98,14 @@ class MeshPrices:
         cuts: Cuts | None = None,
     ) -> None:
         self.cuts_made: Cuts = {} if cuts is None else cuts
-        self.planned, self.n, self.machine, self.training = planned, n, machine, training
+        self.planned = planned = planned.with_losses(fits=True)
+        self.smaller = planned.with_losses(fits=False).decisions  # where not all fits
+        self.n, self.machine, self.training = n, machine, training
         self.config = config
         self.order, self.host_memory = config.order, config.host_memory
         self.cuts = config.inner != "eager"
         outer = planned.outer
         self.gap = None if outer is None else outer.gap(planned.decisions)
-        planned.plan_losses(planned.decisions, fits=True)
-        self.smaller = replace(planned.decisions)  # with losses as they are where not all fits
-        planned.plan_losses(self.smaller, fits=False)
         self.bucket_bytes = config.bucket_bytes
         self.free = self._profile(planned.decisions)
 
@@ -125,7 +124,7 @@ class MeshPrices:
 
     def following(self, decisions: Decisions) -> MeshPrices:
         """The prices of another plan of the graph."""
-        decisions.unbudgeted = self.planned.decisions
+        decisions = replace(decisions, unbudgeted=self.planned.decisions)
         planned = replace(self.planned, decisions=decisions)
         given = (planned, self.n, self.machine, self.config, self.training)
         return MeshPrices(*given, cuts=self.cuts_made)

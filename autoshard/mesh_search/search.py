@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from autoshard.building import batch_facts, plan_captured
+from autoshard.building import ask, batch_facts
 from autoshard.capture import capture, intercept
 from autoshard.compiling import lowered_dtypes, say_stored, use_by
 from autoshard.config import Config
@@ -184,7 +184,7 @@ def search_captured(
         pp = axes.get("pp", 1)
         room = limit if chooses and pp == 1 else None
         runs = replace(training, microbatches=pp * training.microbatches)
-        planned = plan_captured(
+        made = ask(
             serial,
             inputs,
             first,
@@ -194,9 +194,10 @@ def search_captured(
             room=room,
             training=runs,
         )
-        planned.decisions.recomputation = None  # which is a row's own
+        planned = made.plan().recomputing(None)  # which is a row's own
         first_asked, to_fit = losses
-        planned.request = replace(planned.request, chunking=first_asked, chunking_to_fit=to_fit)
+        request = replace(planned.request, chunking=first_asked, chunking_to_fit=to_fit)
+        planned = replace(planned, request=request)
         n = first.planned.size
         choices = MeshPrices(planned, n, machine, config, training)
         placements = Placements(choices)

@@ -59,7 +59,7 @@ class Recomputation:
     length: int = 1
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Decisions:
     """The solution for one graph, in terms of its nodes.
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autoshard.building import one_rank
+from autoshard.building import planned
 from autoshard.building.known_values import batch_facts
 from autoshard.building.one_rank import build_program
 from autoshard.capture import intercept
@@ -119,10 +119,10 @@ def given_to(
 ) -> tuple[Any, ...]:
     """The arguments with which a function of the planner is called for the graph of `model(x)`.
 
-    planner: as building/one_rank.py names it. options: fields of Config, mesh among them.
+    planner: as building/planned.py names it. options: fields of Config, mesh among them.
     """
     found: list[tuple[Any, ...]] = []
-    called = getattr(one_rank, planner)
+    called = getattr(planned, planner)
 
     def recorded(*arguments: Any) -> Any:
         found.append(arguments)
@@ -131,7 +131,7 @@ def given_to(
     def plan(*graph: Any) -> Program:
         config = Config.from_options({**QUICKLY, **options})
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(one_rank, planner, recorded)
+            patch.setattr(planned, planner, recorded)
             mesh = offline_mesh(dict(options["mesh"]), 0)
             return build_program(*graph, mesh, config, machine)
 

@@ -49,7 +49,7 @@ def counts(
         monkeypatch.setattr(owner, name, run)
 
     with monkeypatch.context() as monkeypatch, torch.device("meta"):
-        counted(search, "plan_captured")
+        counted(search, "ask")
         counted(candidates, "solve")
         counted(recomputation, "minimum_cut")
         found = search.search_meshes(
@@ -61,7 +61,7 @@ def counts(
             memory={"budget": budget, "host": 1 << 30},
         )
     torch.compiler.reset()
-    return len(found.rows), made["plan_captured"], made.get("solve", 0), made["minimum_cut"]
+    return len(found.rows), made["ask"], made.get("solve", 0), made["minimum_cut"]
 
 
 def test_a_search_plans_by_the_size_of_an_axis_and_cuts_by_the_layer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from autoshard.planning.one_axis.builder import builder_of
 from autoshard.planning.prices import Prices
 from autoshard.planning.strategy import operands
 from autoshard.planning.two_axes import TwoAxes
+from autoshard.planning.values import output_state
 from autoshard.runtime.collectives.states import State
 from traced import drawn_cluster, given_to
 
@@ -83,7 +85,7 @@ def every_outer_plan(gm: fx.GraphModule, machine: Machine, asked: TwoAxes) -> It
         one = Decisions(
             strategies=strategies,
             copies=copies,
-            stored={},
+            stored={node: output_state(strategies[node], None) for node in asked.outer.parameters},
             outputs=states,
             offered=problem.domains,
             declined={},
@@ -94,7 +96,6 @@ def every_outer_plan(gm: fx.GraphModule, machine: Machine, asked: TwoAxes) -> It
             prices=builder.prices,
             held=[],
         )
-        one.stored = {node: one.state(node) for node in asked.outer.parameters}
         routes = tuple(one.route(source, want) for source, want in _reads(gm, one))
         if (key := (*drawn[: len(nodes)], *states, routes)) not in seen:
             seen.add(key)
@@ -169,18 +170,18 @@ def test_a_value_in_three_states_over_cp_leaves_a_gap_that_is_told() -> None:
 
 def test_under_a_budget_another_plan_of_cp_runs_where_it_is_predicted_quicker() -> None:
     arguments = asked(11, 8)
-    inner = arguments[1]
-    inner.memory_budget, inner.budget_is_known = 10**9, False
-    free = lay_out(*arguments)
+    serial, inner, *others = arguments
+    inner = replace(inner, memory_budget=10**9, budget_is_known=False)
+    free = lay_out(serial, inner, *others)
     assert free.outer.tried == 1
     needs = free.estimate(free.decisions)
     part = int(0.6 * (needs.least - needs.resident))
     for budget, dearer in ((needs.resident + part, True), (needs.resident, False)):
-        inner.memory_budget = budget
+        under = (serial, replace(inner, memory_budget=budget), *others)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(first_axis, "both_at_dearer_bytes", lambda *_: iter(()))
-            before = lay_out(*arguments)
-        found = lay_out(*arguments)
+            before = lay_out(*under)
+        found = lay_out(*under)
         own, other = (one.estimate(one.decisions) for one in (found, before))
         assert (found.outer.dearer, found.outer.tried > 1) == (dearer, dearer)
         assert not dearer or (own.least <= budget and own.seconds < other.seconds)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from autoshard.building.fitting.placements import (
-    BudgetTooSmall,
     chunk_as_first,
-    recompute,
+    fit,
     refuse_eager,
     remembered_by,
 )

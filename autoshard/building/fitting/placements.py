@@ -11,17 +11,18 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from torch import fx, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoshard.building.fitting.trials import Trials, Tried, counted, counted_part
+from autoshard.building.planned import Planned, Unplanned
 from autoshard.compiling import Collective, collectives_of
 from autoshard.errors import ConfigError, PlanError, message
-from autoshard.planning import Decisions, Recomputation, strategy_text, target_name
-from autoshard.planning.chunked_loss import NEEDED, plan_losses
+from autoshard.planning import Recomputation, strategy_text, target_name
+from autoshard.planning.chunked_loss import NEEDED
 from autoshard.planning.estimate import Layout, Training, footprint, held
 from autoshard.program import Program
 from autoshard.runtime.collectives import Axis, data_axes
@@ -75,98 +76,103 @@ def remembered_by(
     return of_model.setdefault("\n".join(options), {})  # type: ignore[no-any-return]
 
 
-class Revisable(Protocol):
-    """A graph with decisions that may be taken back."""
-
-    serial: fx.GraphModule
-    decisions: Decisions
-
-    def take(self, decisions: Decisions) -> None:
-        """Follow other decisions on the same graph."""
-
-    def plan_losses(self, decisions: Decisions, fits: bool) -> bool:
-        """Decide which losses go by chunks, where a step fits its budget otherwise or does not;
-        whether there are any."""
-
-
-def recompute(
-    planned: Revisable,
-    build: Callable[[], Program],
+def fit(
+    asked: Unplanned,
+    planned: Planned,
+    build: Callable[[Planned], Program],
     budget: int,
     assumed: bool,
     inner: str,
     remembered: Remembered,
-) -> None:
-    """Decide what is computed again so that a step stays within `budget` bytes a rank.
+) -> Planned:
+    """As `recompute`; `planned` is of what was asked. A budget that an error names was tried: other
+    plans are candidates at it."""
+    try:
+        return recompute(planned, build, budget, assumed, inner, remembered)
+    except BudgetTooSmall as small:
+        told = small
+    while True:
+        other = asked.within(told.needed).plan()
+        try:
+            recompute(other, build, told.needed, assumed, inner, {})
+        except BudgetTooSmall as larger:
+            told = BudgetTooSmall(budget, larger.needed)
+        else:
+            raise told
 
-    build: makes the program of the decisions as they are, for the first rank, whose parts are the
-    largest: all ranks decide on the same one. assumed: nobody asked for the budget: where nothing
-    fits it, what needs least is taken, with a warning; otherwise BudgetTooSmall is raised, and
-    ConfigError where `inner`, the inner compiler, computes nothing again. remembered: what earlier
-    graphs have decided, and where this one says it.
+
+def recompute(
+    planned: Planned,
+    build: Callable[[Planned], Program],
+    budget: int,
+    assumed: bool,
+    inner: str,
+    remembered: Remembered,
+) -> Planned:
+    """The plan whose step stays within `budget` bytes a rank, with what is computed again for that.
+
+    build: makes the program of a plan for the first rank, whose parts are the largest: all ranks
+    decide on the same one. assumed: nobody asked for the budget: where nothing fits it, what needs
+    least is taken, with a warning; otherwise BudgetTooSmall is raised, and ConfigError where
+    `inner`, the inner compiler, computes nothing again. remembered: what earlier graphs have
+    decided, and where this one says it.
     """
     if inner == "eager":
-        return _say_that_all_is_kept(build(), budget, assumed)
+        _say_that_all_is_kept(build(planned), budget, assumed)
+        return planned
     candidates = [planned.decisions, *planned.decisions.others]
     # an estimate may be above what the graphs need
-    default = planned.decisions.unbudgeted or planned.decisions
-    planned.take(default)
-    default.recomputation = None
-    planned.plan_losses(default, fits=True)
-    free = build()
+    default = planned.following(planned.decisions.unbudgeted or planned.decisions)
+    default = default.recomputing(None).with_losses(fits=True)
+    free = build(default)
     fits = _fits(free, budget)
-    chooses = free.config.chunk_loss == "auto"
-    chunked = chooses and not fits and planned.plan_losses(default, fits=False)
-    if chooses:
-        first = remembered.setdefault(f"chunked {_operators(free)}", chunked)
-        if first != chunked:
-            chunked = first
-            planned.plan_losses(default, fits=not chunked)
-    if fits or (chunked and _fits(build(), budget)):
+    chunked = False
+    if free.config.chunk_loss == "auto":
+        chunked = not fits and default.with_losses(fits=False).chunks
+        chunked = remembered.setdefault(f"chunked {_operators(free)}", chunked)
+        default = default.with_losses(fits=not chunked)
+    if fits or (chunked and _fits(build(default), budget)):
         if remembered.setdefault(_again(free), None) is None:
-            return
-    trials, tried = Trials(budget), list[tuple[Tried, Decisions]]()
+            return default
+    trials, tried = Trials(budget), list[tuple[Tried, Planned]]()
 
-    def fits_with(each: Decisions, last_first: bool = False) -> bool:
-        planned.take(each)
-        planned.plan_losses(each, fits=not chunked)
+    def fits_with(each: Planned, last_first: bool = False) -> bool:
         found = _decide(each, build, trials, last_first, remembered)
-        tried.append((found, each))
+        tried.append((found, each.recomputing(found.chosen)))
         return found.needed <= budget
 
-    if any(map(fits_with, candidates)):
-        return
-    passed_over = sorted((one for one in tried if not one[0].counted), key=_needs)
-    if any(fits_with(each, last_first=True) for _, each in passed_over):
-        return
-    (found, needed, _, bound), least = min((one for one in tried if one[0].counted), key=_needs)
+    for decisions in candidates:
+        if fits_with(planned.following(decisions).with_losses(fits=not chunked)):
+            return tried[-1][1]
+    for _, each in sorted((one for one in tried if not one[0].counted), key=_needs):
+        if fits_with(each, last_first=True):
+            return tried[-1][1]
+    (_, needed, _, bound), least = min((one for one in tried if one[0].counted), key=_needs)
     told = BudgetTooSmall(budget, needed, bound)
     if not assumed:
         raise told
     warnings.warn(str(told), stacklevel=2)
-    planned.take(least)
-    least.recomputation = found
+    return least
 
 
-def _needs(tried: tuple[Tried, Decisions]) -> int:
+def _needs(tried: tuple[Tried, Planned]) -> int:
     return tried[0].needed
 
 
 def _decide(
-    decisions: Decisions,
-    build: Callable[[], Program],
+    planned: Planned,
+    build: Callable[[Planned], Program],
     trials: Trials,
     last_first: bool,
     remembered: Remembered,
 ) -> Tried:
-    """The choice for one placement, which it gets: that of the first graph of its operators where
-    it fits, or another with which collectives of the data-parallel axes have the same order.
-    last_first: as in `Trials.quickest`."""
+    """The choice for one placement: that of the first graph of its operators where it fits, or
+    another with which collectives of the data-parallel axes have the same order. last_first: as in
+    `Trials.quickest`."""
     budget = trials.budget
 
     def built(one: Recomputation | None) -> Program:
-        decisions.recomputation = one
-        return build()
+        return build(planned.recomputing(one))
 
     free = built(None)
     room, key = int(budget * counted_part(free.config.inner)), _again(free)
@@ -179,9 +185,7 @@ def _decide(
         return Tried(first, needed)
     found = trials.quickest(free, before, built, last_first)
     if known and found.needed <= budget and _order(built(found.chosen)) != _order(usual):
-        decisions.recomputation = first
         return Tried(first, math.ceil(needed / counted_part(free.config.inner)) + 1, bound=True)
-    decisions.recomputation = found.chosen
     if found.needed <= budget:
         remembered.setdefault(key, found.chosen)
     return found
@@ -211,19 +215,15 @@ def _again(program: Program) -> str:
     return f"again {_operators(program)}"
 
 
-def chunk_as_first(planned: Revisable, remembered: Remembered) -> None:
-    """Have losses by chunks, or whole, as in the first graph of the same operators, where no
-    budget is known: a loss by chunks gathers a weight once, and data-parallel ranks, which compile
-    other lengths at other times, gather in one order."""
-    chunked = any(one.chunked for one in planned.decisions.losses.values())
-    first = remembered.setdefault(f"chunked {_operators(planned)}", chunked)
-    if first != chunked:
-        how = NEEDED if first else None
-        n = planned.decisions.prices.n
-        planned.decisions.losses = plan_losses(planned.serial, planned.decisions, n, how)
+def chunk_as_first(planned: Planned, remembered: Remembered) -> Planned:
+    """The plan with losses by chunks, or whole, as in the first graph of the same operators, where
+    no budget is known: a loss by chunks gathers a weight once, and data-parallel ranks, which
+    compile other lengths at other times, gather in one order."""
+    first = remembered.setdefault(f"chunked {_operators(planned)}", planned.chunks)
+    return planned if first == planned.chunks else planned.chunked(NEEDED if first else None)
 
 
-def _operators(program: Revisable | Program) -> str:
+def _operators(program: Planned | Program) -> str:
     """A hash of a graph's operators and their strategies, whatever its shapes."""
     text = hashlib.sha256()
     for node in program.serial.graph.nodes:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import fx
 
 from autoshard.planning.asked.data_parallel import data_axes
 from autoshard.planning.asked.followed_plan import fingerprint
 from autoshard.planning.asked.request import Request
 from autoshard.planning.cost import Machine
-from autoshard.planning.decisions import Decisions
 from autoshard.planning.expert_axis import ExpertAxis
 from autoshard.planning.mixtures import ROWS, WEIGHTS
 from autoshard.planning.plan import without_ep
 from autoshard.planning.problem import Problem
+from autoshard.planning.strategy import Strategy
+from autoshard.runtime.collectives import State
 
 
 def expert_axis(
@@ -39,11 +42,14 @@ def chooses_on_ep(gm: fx.GraphModule, n: int, machine: Machine, request: Request
     return axis is not None and any(len(axis.ways(node)) > 1 for node in gm.graph.nodes)
 
 
-def note_choices(decisions: Decisions, problem: Problem, ranks: int) -> None:
-    """Note what each mixture with a choice on ep, of `ranks`, is charged for either, beside what it
-    costs with all experts at hand, and what the choice leaves a rank of its stacks."""
+def charged_on_ep(
+    strategies: Mapping[fx.Node, Strategy], stored: Mapping[fx.Node, State], problem: Problem
+) -> dict[fx.Node, dict[str, float]]:
+    """What each mixture with a choice on ep is charged for either, beside what it costs with all
+    experts at hand. strategies, stored: that were chosen."""
+    charged = {}
     for node, stacks in problem.stacks.items():
-        chosen, found = decisions.strategies[node], {}
+        chosen, found = strategies[node], dict[str, float]()
         own = problem.graph.unary[problem.variables[node]]
         domain = problem.domains[node]
         whole = chosen._replace(on_ep=WEIGHTS)
@@ -52,10 +58,20 @@ def note_choices(decisions: Decisions, problem: Problem, ranks: int) -> None:
             if one._replace(on_ep=chosen.on_ep) == chosen:
                 found[one.on_ep] = float(own[i] - plain)
                 for stack, table in stacks:
-                    stored = [each.output for each in problem.domains[stack]]
-                    found[one.on_ep] += float(table[stored.index(decisions.stored[stack]), i])
+                    states = [each.output for each in problem.domains[stack]]
+                    found[one.on_ep] += float(table[states.index(stored[stack]), i])
         if WEIGHTS in found and ROWS in found:
-            decisions.on_ep[node] = found
-        if chosen.on_ep == ROWS:
-            parts = dict.fromkeys((stack for stack, _ in stacks), ranks)
-            decisions.prices.parts.update(parts)
+            charged[node] = found
+    return charged
+
+
+def parts_on_ep(
+    strategies: Mapping[fx.Node, Strategy], problem: Problem, ranks: int
+) -> dict[fx.Node, int]:
+    """The stacks of which a rank of ep, of `ranks`, uses one part, since rows travel to them."""
+    return {
+        stack: ranks
+        for node, stacks in problem.stacks.items()
+        if strategies[node].on_ep == ROWS
+        for stack, _ in stacks
+    }

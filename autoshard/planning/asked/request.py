@@ -16,7 +16,7 @@ from autoshard.planning.prices import Prices
 from autoshard.runtime.collectives import State
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """What the planner is asked.
 

@@ -59,7 +59,7 @@ def least_charged(
     hidden = solve(replace(prices, batch_second=1 - overlap))
     if _same(seen, hidden):
         return seen
-    hidden.charged = seen.seconds
+    hidden = replace(hidden, charged=seen.seconds)
     price = seen.prices.parameter_byte
     both = [estimate(one) for one in (seen, hidden)]
     return min(both, key=lambda one: one.seconds + price * one.held).decisions
@@ -82,7 +82,7 @@ def within_room(
     for step in range(1, _CHEAPER + 1):
         price = high * (_LEAST_PRICE / high) ** (step / _CHEAPER)
         made = solve(replace(prices, parameter_byte=price))
-        made.charged = default.decisions.compared
+        made = replace(made, charged=default.decisions.compared)
         if any(_same(made, one) for one in before):
             continue
         before.append(made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -86,7 +87,8 @@ def chunks_of(losses: Losses) -> Chunks:
 class Placed(Protocol):
     """The part of `Decisions` that says where the values of a graph are."""
 
-    strategies: dict[fx.Node, Strategy]
+    @property
+    def strategies(self) -> Mapping[fx.Node, Strategy]: ...
 
     def state(self, node: fx.Node) -> State: ...
 

@@ -78,6 +78,7 @@ def priced(
     least = min([held.total, *(beside + point.peak for point in choices.points[-1:])])
     index = choices.cheapest(budget - beside)
     if index is not None:
-        decisions.recomputation = choices.recomputation(index)
-        seconds += decisions.recomputation.seconds
+        chosen = choices.recomputation(index)
+        decisions = replace(decisions, recomputation=chosen)
+        seconds += chosen.seconds
     return PlanEstimate(decisions, seconds, resident, least, False, False, of_weights)

@@ -59,8 +59,7 @@ def _within_budget(
     found = [priced(gm, n, default, request, budget)]
     if not found[0].fits and request.chunking != request.chunking_to_fit:
         request = replace(request, chunking=request.chunking_to_fit)
-        default.losses = plan_losses(gm, default, n, request.chunking)
-        default.recomputation = None
+        default = replace(default, losses=plan_losses(gm, default, n, request.chunking))
         found = [priced(gm, n, default, request, budget)]
     if request.layout.chooses and found[0].fits:
         best = within_room(
@@ -74,15 +73,14 @@ def _within_budget(
     if n > 1 and not found[0].surely:
         dearer = at_dearer_bytes(gm, n, request, default)
         found += [priced(gm, n, one, request, budget) for one in dearer]
-    for one in found:
-        one.decisions.charged = default.compared
+    decided = [replace(one.decisions, charged=default.compared) for one in found]
+    found = [replace(one, decisions=each) for one, each in zip(found, decided)]
     # the quickest of those that fit; then those that are estimated to need least
     found.sort(
         key=lambda one: (one.least > budget, one.seconds if one.least <= budget else one.least)
     )
-    best, chosen = found[0], found[0].decisions
-    chosen.others = tuple(one.decisions for one in found[1:])
-    chosen.unbudgeted = default
+    best, others = found[0], tuple(one.decisions for one in found[1:])
+    chosen = replace(best.decisions, others=others, unbudgeted=decided[0])
     if best.least <= budget:
         return chosen
     trains = is_trained(gm)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
-from autoshard.planning.asked import Request, constrain, keep_only, note_choices
+from autoshard.planning.asked import Request, charged_on_ep, constrain, keep_only, parts_on_ep
 from autoshard.planning.chunked_loss import plan_losses
 from autoshard.planning.cost import Machine
 from autoshard.planning.decisions import Decisions
@@ -14,6 +16,7 @@ from autoshard.planning.one_axis.builder import builder_of
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Problem
 from autoshard.planning.solver import Solution, TooWide
+from autoshard.planning.values import output_state
 
 
 def solve(
@@ -37,8 +40,7 @@ def solve(
         return solve(gm, n, machine, request, prices, True)
     variables = len(problem.variables) + len(problem.copies)
     made = decided(ordered, problem, solution, variables, builder.prices, request, held)
-    made.losses = plan_losses(gm, made, n, request.chunking)
-    return made
+    return replace(made, losses=plan_losses(gm, made, n, request.chunking))
 
 
 def decided(
@@ -52,10 +54,19 @@ def decided(
 ) -> Decisions:
     """The plan of an axis. problem: what the axis offers; solution: of it, or of one around it with
     so many `variables`. held: nodes that were not chosen by cost."""
-    decisions = Decisions(
-        strategies=ordered.strategies,
+    strategies = ordered.strategies
+    stored = {node: output_state(strategies[node], None) for node in request.parameters}
+    travelling = {
+        stack
+        for node, stacks in problem.stacks.items()
+        if strategies[node].on_ep == WEIGHTS
+        for stack, _ in stacks
+    }
+    prices.parts.update(parts_on_ep(strategies, problem, request.layout.experts))
+    return Decisions(
+        strategies=strategies,
         copies=ordered.copies,
-        stored={},
+        stored=stored,
         outputs=ordered.outputs,
         offered=problem.domains,
         declined=problem.declined,
@@ -67,21 +78,13 @@ def decided(
         prices=prices,
         held=held,
         unbalanced=ordered.unbalanced,
-    )
-    decisions.stored = {node: decisions.state(node) for node in request.parameters}
-    if prices.batch is not None:
-        travelling = {
-            stack
-            for node, stacks in problem.stacks.items()
-            if decisions.strategies[node].on_ep == WEIGHTS
-            for stack, _ in stacks
-        }
-        decisions.weights = {
+        weights={
             node: prices.batch_choice(node, state, node in travelling)
-            for node, state in decisions.stored.items()
-        }
-    note_choices(decisions, problem, request.layout.experts)
-    return decisions
+            for node, state in stored.items()
+            if prices.batch is not None
+        },
+        on_ep=charged_on_ep(strategies, stored, problem),
+    )
 
 
 def _solved(problem: Problem) -> tuple[Solution, list[fx.Node]]:

@@ -117,7 +117,7 @@ def test_no_plan_with_any_choices_is_cheaper() -> None:
         gm, request = asked(seed, layers, mesh, 2 + seed % 2)
         n, drawn = max(mesh.get("tp", 1), mesh.get("cp", 1)), machine(seed).on(mesh)
         byte, second = 10.0 ** (-8 - seed % 4), (1.0, 0.2)[seed % 2]
-        request.prices = Prices(byte, batch_second=second)
+        request = replace(request, prices=Prices(byte, batch_second=second))
         free = builder_of(gm, n, drawn, request, request.prices)
         problem = free.build()
         solution = problem.graph.solve()
@@ -146,7 +146,8 @@ def test_the_choices_of_a_stack_on_ep_and_on_dp_shard_are_one() -> None:
         mesh = ({"dp_shard": 2, "ep": 2, "tp": 2}, {"dp_shard": 2, "ep": 2})[seed % 2]
         gm, request = asked(seed, 1, mesh, "auto")
         n, drawn = mesh.get("tp", 1), machine(seed).on(mesh)
-        request.prices = Prices(10.0 ** (-8 - seed % 4), batch_second=(1.0, 0.2)[seed // 4])
+        prices = Prices(10.0 ** (-8 - seed % 4), batch_second=(1.0, 0.2)[seed // 4])
+        request = replace(request, prices=prices)
         problem = builder_of(gm, n, drawn, request, request.prices).build()
         solution = problem.graph.solve()
         (mixture,) = filter(is_mixture, gm.graph.nodes)
