@@ -10,7 +10,7 @@ import numpy as np
 from torch import fx
 
 from autoshard.planning import cost
-from autoshard.planning.cost import Machine, Work
+from autoshard.planning.cost import Machine, OperatorWork
 from autoshard.planning.strategy import value
 from autoshard.planning.values import differentiable, global_bytes
 from autoshard.runtime.collectives import P, R, State, shard_dim
@@ -195,7 +195,7 @@ class AxisPrices:
             for one in nodes
             if one is source or cost.multiplies(one, source)
         )
-        return self.machine.sheet.seconds(Work(flops / self.n, 0, value(source).dtype))
+        return self.machine.sheet.seconds(OperatorWork(flops / self.n, 0, value(source).dtype))
 
     def change_cost(self, source: fx.Node) -> Callable[[State, State], float]:
         """Seconds to move `source`'s value between two states, as the factors charge it."""

@@ -27,7 +27,7 @@ from autoshard.planning.context_parallel import (
     stored_by_rows,
     with_heads_as_one,
 )
-from autoshard.planning.cost import Work
+from autoshard.planning.cost import OperatorWork
 from autoshard.planning.expert_axis import ExpertAxis, StackTables
 from autoshard.planning.fusion import Kernels
 from autoshard.planning.mixtures import inner_bytes
@@ -281,7 +281,7 @@ class Builder:
                 read_in = [b / self.on_ep.read(strategy, i) for i, b in enumerate(read_in)]
             moved = kept + inner + sum(read_in)
             own = flops * strategy.share / self.n if sharded else flops
-            seconds = sheet.seconds(Work(own, moved, dtype))
+            seconds = sheet.seconds(OperatorWork(own, moved, dtype))
             if diff:
                 seconds = 3 * seconds + kept * self.prices.activation_byte
             seconds += strategy.waits * cost.WAIT_SECONDS

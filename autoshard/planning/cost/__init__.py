@@ -32,4 +32,4 @@ from autoshard.planning.cost.model import (
     ring_bytes,
 )
 from autoshard.planning.cost.this_machine import cluster_of
-from autoshard.planning.cost.work import Work, dtype_made, work_of
+from autoshard.planning.cost.work import OperatorWork, dtype_made, work_of

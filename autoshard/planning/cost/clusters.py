@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.planning.cost.machines import Hardware, Link, dtype_class
-from autoshard.planning.cost.work import Work
+from autoshard.planning.cost.work import OperatorWork
 from autoshard.runtime.errors import ConfigError, message
 from autoshard.runtime.files import MOST_RANKS, FileEntry, parsed, read_json
 from autoshard.runtime.mesh import AXIS_ORDER
@@ -138,7 +138,7 @@ class Cluster:
         link = self.real(self.device.host)
         return link.latency + nbytes / link.bandwidth
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: OperatorWork) -> float:
         """Roofline time of an operator at the rates that a program gets: the slower of its
         arithmetic and its memory traffic (S. Williams, A. Waterman, D. Patterson, "Roofline",
         Communications of the ACM 52(4), 2009)."""

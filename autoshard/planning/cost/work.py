@@ -13,7 +13,7 @@ from autoshard.planning.cost.model import node_bytes, node_flops
 
 
 @dataclass(frozen=True)
-class Work:
+class OperatorWork:
     """flops: operations on `dtype`. nbytes: through memory. narrowest: the smallest extent of a
     matrix product, where it is known. attention: whether the operations are attention's."""
 
@@ -24,9 +24,9 @@ class Work:
     attention: bool = False
 
 
-def work_of(node: fx.Node) -> Work:
+def work_of(node: fx.Node) -> OperatorWork:
     """The work of an operator whose shapes are those of a rank."""
-    return Work(node_flops(node), node_bytes(node), dtype_made(node))
+    return OperatorWork(node_flops(node), node_bytes(node), dtype_made(node))
 
 
 def dtype_made(node: fx.Node) -> torch.dtype:

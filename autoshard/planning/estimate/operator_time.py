@@ -11,7 +11,7 @@ from torch import fx
 
 from autoshard.planning import cost
 from autoshard.planning.chunked_loss import Losses, chunks_of
-from autoshard.planning.cost import Cluster, Work
+from autoshard.planning.cost import Cluster, OperatorWork
 from autoshard.planning.estimate.training import Training
 from autoshard.planning.fusion import Kernels
 from autoshard.planning.mixtures import inner_bytes
@@ -81,7 +81,7 @@ class OperatorTimes:
             dtype = torch.float8_e4m3fn
             moved += self._cast(node, strategy)
         narrowest = self._narrowest(node, strategy)
-        work = Work(flops, moved, dtype, narrowest, packet(node) in ATTENTION)
+        work = OperatorWork(flops, moved, dtype, narrowest, packet(node) in ATTENTION)
         return self.cluster.seconds(work) + strategy.waits * cost.WAIT_SECONDS
 
     def scaling(self, node: fx.Node) -> float:
@@ -89,7 +89,7 @@ class OperatorTimes:
         one = self.chunked.gradients.get(node)
         if one is None:
             return 0.0
-        return self.cluster.seconds(Work(0, one.kept + one.scaled, torch.float32))
+        return self.cluster.seconds(OperatorWork(0, one.kept + one.scaled, torch.float32))
 
     def _by_chunks(self, loss: fx.Node) -> float:
         """Seconds of a loss by chunks beside its product: the products that make the gradients, and
@@ -102,8 +102,8 @@ class OperatorTimes:
         narrow = value(product).dtype.itemsize
         wide = max(4, value(head.chain[0]).dtype.itemsize)
         passes = _PASSES * wide + 2 * len(head.functions) * (narrow + wide)
-        products = Work(trained * whole, 0, dtype_of(product))
-        others = Work(0, one.logits / narrow * passes, products.dtype)
+        products = OperatorWork(trained * whole, 0, dtype_of(product))
+        others = OperatorWork(0, one.logits / narrow * passes, products.dtype)
         return self.cluster.seconds(products) + self.cluster.seconds(others)
 
     def _narrowest(self, node: fx.Node, strategy: Strategy) -> float:

@@ -27,7 +27,7 @@ from autoshard.planning.cost.model import (
     ring_bytes,
 )
 from autoshard.planning.cost.this_machine import cluster_of
-from autoshard.planning.cost.work import Work
+from autoshard.planning.cost.work import OperatorWork
 from autoshard.runtime.collectives import step
 
 # Typed from the design's table of transitions, not derived: "-" is no collective.
@@ -149,19 +149,19 @@ def test_unknown_collective() -> None:
 
 def test_roofline() -> None:
     h100 = cluster("h100").sheet
-    assert h100.seconds(Work(989e12, 0, torch.bfloat16)) == 1.0
-    assert h100.seconds(Work(989e12, 2 * 3350e9, torch.bfloat16)) == 2.0
-    assert h100.seconds(Work(67e12, 0, torch.float32)) == 1.0
+    assert h100.seconds(OperatorWork(989e12, 0, torch.bfloat16)) == 1.0
+    assert h100.seconds(OperatorWork(989e12, 2 * 3350e9, torch.bfloat16)) == 2.0
+    assert h100.seconds(OperatorWork(67e12, 0, torch.float32)) == 1.0
 
 
 def test_programs_get_parts_of_the_data_sheet() -> None:
     share = Efficiency(0.5, 0.25, attention=0.1, float8=0.2, narrow=100.0)
     machine = replace(cluster("h100"), efficiency=share)
-    assert machine.seconds(Work(989e12, 0, torch.bfloat16)) == 2.0
-    assert machine.seconds(Work(989e12, 3350e9, torch.bfloat16)) == 4.0
-    assert machine.seconds(Work(989e12, 0, torch.bfloat16, narrowest=100.0)) == 4.0
-    assert machine.seconds(Work(989e12, 0, torch.bfloat16, attention=True)) == 20.0
-    assert machine.seconds(Work(1979e12, 0, torch.float8_e4m3fn)) == 10.0
+    assert machine.seconds(OperatorWork(989e12, 0, torch.bfloat16)) == 2.0
+    assert machine.seconds(OperatorWork(989e12, 3350e9, torch.bfloat16)) == 4.0
+    assert machine.seconds(OperatorWork(989e12, 0, torch.bfloat16, narrowest=100.0)) == 4.0
+    assert machine.seconds(OperatorWork(989e12, 0, torch.bfloat16, attention=True)) == 20.0
+    assert machine.seconds(OperatorWork(1979e12, 0, torch.float8_e4m3fn)) == 10.0
 
 
 def traced(fn: Callable[..., object], *inputs: tuple[int, ...] | torch.Tensor) -> fx.Node:

@@ -15,7 +15,7 @@ from torch import fx
 from autoshard.export.rank_graph.experts.chosen_rows import blocks_of, run_chosen_rows
 from autoshard.export.rank_graph.experts.mixture import Mixture, mixtures
 from autoshard.export.spec import EngineSpec
-from autoshard.planning.cost import Cluster, Work, cluster
+from autoshard.planning.cost import Cluster, OperatorWork, cluster
 from autoshard.runtime import compat
 
 # Layers that find the places of the rows, beside those that both forms have: a kernel each at most.
@@ -68,5 +68,5 @@ def seconds(mixture: Mixture, tokens: int, chosen: bool, machine: Cluster) -> fl
     if chosen:
         matrices = 3 * blocks_of(tokens, mixture.chosen, mixture.experts)[0]
     nbytes = (matrices * mixture.parameters + count * mixture.widths) * val.element_size()
-    spent = machine.seconds(Work(2.0 * count * mixture.parameters, nbytes, val.dtype))
+    spent = machine.seconds(OperatorWork(2.0 * count * mixture.parameters, nbytes, val.dtype))
     return spent + (_PLACING_SECONDS if chosen else 0.0)
