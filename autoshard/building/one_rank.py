@@ -12,11 +12,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.building.batch_choices import choices_made, layout_of
-from autoshard.building.fitting import (
-    chunk_as_first,
-    fit,
-    remembered_by,
-)
+from autoshard.building.fitting import chunk_as_first, fit, remembered_by
 from autoshard.building.given_plan import load_plan
 from autoshard.building.local_passes import local_passes, serial_passes
 from autoshard.building.mean_warning import warn_of_no_mean
@@ -27,13 +23,7 @@ from autoshard.config import Config, Precision
 from autoshard.errors import ConfigError, message
 from autoshard.explain import check_strict, explain_plan
 from autoshard.passes import SILENT, Float8Products, GlobalTokenMean, Watch, prepare, rank_program
-from autoshard.planning import (
-    Request,
-    is_trained,
-    on_rank,
-    shardable,
-    value,
-)
+from autoshard.planning import Request, is_trained, on_rank, shardable, value
 from autoshard.planning.chunked_loss import chunking_of
 from autoshard.planning.cost import Cluster, Machine, fusing_for
 from autoshard.planning.estimate import Training
