@@ -22,14 +22,16 @@ from autoshard.planning.cost.model import (
     COLLECTIVES,
     ONE_SHOT_BYTES,
     WAIT_SECONDS,
+    OperatorWork,
     change_collectives,
     change_seconds,
     collective_seconds,
+    dtype_made,
     hint,
     node_flops,
     numel,
     outer_dim,
     ring_bytes,
+    work_of,
 )
 from autoshard.planning.cost.this_machine import cluster_of
-from autoshard.planning.cost.work import OperatorWork, dtype_made, work_of

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.planning.cost.machines import Hardware, Link, dtype_class
-from autoshard.planning.cost.work import OperatorWork
+from autoshard.planning.cost.model import OperatorWork
 from autoshard.runtime.errors import ConfigError, message
 from autoshard.runtime.files import MOST_RANKS, FileEntry, parsed, read_json
 from autoshard.runtime.mesh import AXIS_ORDER

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -202,6 +203,32 @@ def _seen(args: Sequence[Any], rows: int) -> int:
     """Pairs of a query and a key of masked attention; what documents leave out is not known."""
     reach = args[5] if len(args) > 5 else None
     return extents.seen_keys(rows, rows if reach is None else reach)
+
+
+@dataclass(frozen=True)
+class OperatorWork:
+    """What an operator does on one rank, of which `Cluster.seconds` makes seconds.
+
+    flops: operations on `dtype`. nbytes: through memory. narrowest: the smallest extent of a
+    matrix product, where it is known. attention: whether the operations are attention's.
+    """
+
+    flops: float
+    nbytes: float
+    dtype: torch.dtype
+    narrowest: float = math.inf
+    attention: bool = False
+
+
+def work_of(node: fx.Node) -> OperatorWork:
+    """The work of an operator whose shapes are those of a rank."""
+    return OperatorWork(node_flops(node), node_bytes(node), dtype_made(node))
+
+
+def dtype_made(node: fx.Node) -> torch.dtype:
+    """The dtype of the first tensor that an operator makes."""
+    made = pytree.tree_leaves(node.meta["val"])
+    return next((one.dtype for one in made if isinstance(one, torch.Tensor)), torch.float32)
 
 
 def _values(node: fx.Node) -> tuple[list[Any], Any]:

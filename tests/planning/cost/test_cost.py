@@ -18,6 +18,7 @@ from autoshard.planning.cost.clusters import HARDWARE, Efficiency, cluster
 from autoshard.planning.cost.machines import Link, dtype_class
 from autoshard.planning.cost.model import (
     CHANGE_SECONDS,
+    OperatorWork,
     change_collectives,
     change_seconds,
     collective_seconds,
@@ -27,7 +28,6 @@ from autoshard.planning.cost.model import (
     ring_bytes,
 )
 from autoshard.planning.cost.this_machine import cluster_of
-from autoshard.planning.cost.work import OperatorWork
 from autoshard.runtime.collectives import step
 
 # Typed from the design's table of transitions, not derived: "-" is no collective.
