@@ -44,11 +44,13 @@ from autoshard.passes.match_experts import MatchExperts, MixtureFound
 from autoshard.passes.pipeline import (
     OPTIONAL,
     ORDER,
+    Stage,
     after_cut,
     exchange,
     finish,
     prepare,
     rank_program,
+    run_stage,
     specialize,
 )
 from autoshard.passes.recover_masks import ONES, POSITIONS, MaskFound, RecoverMasks, unrepeated

@@ -96,12 +96,13 @@ def run_stage(
     ctx: Context,
     watch: Watch = SILENT,
     phase: str = "",
+    stages: Sequence[Stage] = PIPELINE,
 ) -> list[Report]:
     """Run passes of one stage over a graph, in place and in its order; reports of those that ran.
 
-    Raises ValueError for a pass of another stage.
+    stages: those that the stage is one of. Raises ValueError for a pass of another stage.
     """
-    order = next(stage.passes for stage in PIPELINE if stage.name == name)
+    order = next(stage.passes for stage in stages if stage.name == name)
     if strange := [one.name for one in passes if type(one) not in order]:
         raise ValueError(
             f"{', '.join(strange)} in the stage {name!r}, "

@@ -50,6 +50,9 @@ FACTS = "facts"
 """dict of int to str: what must be true of the values of placeholders, by their index, in calls of
 the graph. RecoverMasks; the backend."""
 
+ENCODER = "encoder"
+"""GraphModule: the encoder that was split off an exported graph. SplitEncoder; InferencePlan."""
+
 # Of a node.
 
 DIFF = "diff"
@@ -69,6 +72,22 @@ the prices of a step."""
 OWN_AXIS = "own_axis"
 """str, of a placeholder: the data-parallel axis on which a rank uses what it stores of a parameter,
 and no more. ExchangeExperts; DataParallel."""
+
+ROLE = "role"
+"""str, of a placeholder of an exported graph: what the caller gives by it, see Port.
+NamePlaceholders, SplitEncoder, WithCache, KeepLastTokens; the ports of a RankGraph."""
+
+WEIGHT = "weight"
+"""RankWeight, of a placeholder of an exported graph: the parameter. NamePlaceholders,
+QuantizeWeights; RankGraph."""
+
+HELD = "held"
+"""torch.Tensor, of a placeholder of an exported graph: its value, a constant. NamePlaceholders and
+passes that add constants; RankGraph, what is computed from sizes and constants."""
+
+SIGHT = "sight"
+"""Sight, of an attention of an exported graph: what its queries see. PlainAttention; WriteMasks,
+WithCache."""
 
 # In a node's `custom`, which AOTAutograd carries into the forward and the backward graph.
 

@@ -8,10 +8,9 @@ autoshard.export.onnx(model, directory, mesh={"tp": 2})              ONNX models
 
 from __future__ import annotations
 
-from autoshard.export.default_call import example_call
+from autoshard.export.destination import check_target
 from autoshard.export.errors import ExportError
-from autoshard.export.spec import EngineSpec
-from autoshard.export.target import check_target
+from autoshard.export.spec import EngineSpec, example_call
 from autoshard.export.to_huggingface import huggingface
 from autoshard.export.to_onnx import onnx
 from autoshard.export.to_tensorrt import tensorrt

@@ -1,16 +1,140 @@
-"""A directory that appears complete or not at all, written by one process or by many."""
+"""A directory that appears complete or not at all, written by one process or by many.
+
+Its path is free, or refused before any work; while an export runs, it is reserved.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from autoshard.export.errors import export_error
-from autoshard.export.job import on_every_rank
-from autoshard.export.target import check_target, reserved
+from autoshard.export.errors import ExportError, export_error, on_every_rank
 from autoshard.runtime.agreement import from_first, gather
 from autoshard.runtime.collectives import Axis
+
+_LONGEST_NAME = 255
+_ANOTHER = "Remove it, or give another directory."
+
+
+def check_target(directory: str | Path) -> Path:
+    """The absolute path of a directory that can be written.
+
+    It is absent, or an empty directory that a complete one may replace. ExportError for all else: a
+    directory that holds something, a file, a symbolic link (what it leads to would be left, or the
+    link replaced), the working directory, a mount point, a place that cannot be written to.
+    """
+    try:
+        if b"\0" in os.fspath(directory).encode():
+            raise ValueError("a null byte in its name")
+        given = Path(directory)
+        target = (
+            given.resolve() if given.name in ("", "..") else given.parent.resolve() / given.name
+        )
+        _refuse_taken(target)
+        _refuse_unwritable(target)
+    except (AttributeError, OSError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, ExportError):
+            raise
+        # no path at all, a loop of links, a name with a null byte or that is not UTF-8
+        raise export_error(f"{str(directory)!r} cannot be written to: {error}") from error
+    return target
+
+
+def _refuse_taken(target: Path) -> None:
+    if len(os.fsencode(target.name)) > _LONGEST_NAME:
+        raise export_error(f"the name {target.name[:40]}... has more than {_LONGEST_NAME} bytes")
+    if target.is_symlink():
+        raise export_error(
+            f"{target} exists: a symbolic link to {os.readlink(target)}",
+            remedy="Give the directory itself, or another one.",
+        )
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise export_error(f"{target} exists, and is no directory", remedy=_ANOTHER)
+    held = sum(1 for _ in target.iterdir())
+    if held:
+        raise export_error(f"{target} exists, and holds {held} files or folders", remedy=_ANOTHER)
+    if target.is_mount() or target.samefile("."):
+        what = "a mount point" if target.is_mount() else "the working directory"
+        raise export_error(
+            f"{target} is {what}, which a finished directory cannot replace",
+            remedy="Give a directory inside of it.",
+        )
+
+
+def _refuse_unwritable(target: Path) -> None:
+    above = next(parent for parent in target.parents if os.path.lexists(parent))
+    if not above.is_dir():
+        raise export_error(f"{above} is no directory, so {target} cannot be one")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise export_error(f"{above} cannot be written to by this user")
+
+
+@contextlib.contextmanager
+def reserved(target: Path) -> Iterator[Path]:
+    """A new, empty directory of the target's name, in a folder beside it whose name nobody knows.
+
+    Until the end of the block no other process gets one for this target: ExportError. At the end
+    the folder is removed with what is left in it, and so are parents of the target that the block
+    made and left empty. What a process that was killed leaves is a folder `.autoshard-*`.
+    """
+    made = [parent for parent in target.parents if not parent.exists()]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with _locked(target):
+            folder = Path(tempfile.mkdtemp(prefix=".autoshard-", dir=target.parent))
+            try:
+                # tempfile's folder is its owner's alone; the directory has the usual permissions
+                partial = folder / target.name
+                partial.mkdir()
+                yield partial
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        with contextlib.suppress(OSError):  # the parent holds something
+            for parent in made:
+                parent.rmdir()
+
+
+@contextlib.contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """A lock that ends with the process; nothing on a file system without locks, where two exports
+    to one path both work, and the second to finish is refused its place."""
+    digest = hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]
+    path = target.parent / f".autoshard-{digest}.lock"
+    descriptor = None
+    while descriptor is None:
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.exists(path) and os.path.samestat(os.fstat(opened), os.stat(path)):
+                descriptor = opened
+        except BlockingIOError as error:
+            raise export_error(
+                f"{target} is being written by another export",
+                remedy="Export a whole model from one process of a job only, or give each its own "
+                "directory.",
+            ) from error
+        except OSError:  # no locks here
+            break
+        finally:
+            if descriptor is None:
+                os.close(opened)  # removed by its owner since it was opened: another is tried
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        if descriptor is not None:
+            os.close(descriptor)
+
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of what was written, how many are, and how many there will be."""

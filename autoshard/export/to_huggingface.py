@@ -19,10 +19,10 @@ from torch import nn
 
 from autoshard.export.destination import Destination, Progress
 from autoshard.export.errors import export_error
-from autoshard.export.published_config import add_older_names
 from autoshard.export.published_form import (
     CheckpointPart,
     Description,
+    add_older_names,
     in_published_form,
     published_parts,
     state_tensors,

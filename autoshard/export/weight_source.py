@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.export.errors import export_error
-from autoshard.export.job import ALONE
+from autoshard.export.errors import ALONE, export_error
 from autoshard.export.serial_graph import unwrapped
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import world_axis

@@ -15,8 +15,7 @@ from autoshard import backend
 from autoshard.export.rank_graph.graph import RankGraph
 from autoshard.export.to_tensorrt.build import Network
 from autoshard.export.to_tensorrt.engine import checked_network
-from autoshard.export.to_tensorrt.interpreter.network import NetworkInterpreter
-from autoshard.export.to_tensorrt.spy import Recorded, Spy
+from autoshard.export.to_tensorrt.interpreter import NetworkInterpreter, Recorded, Spy
 from autoshard.runtime.collectives import lockstep
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.mesh import init_mesh

@@ -14,7 +14,7 @@ import autoshard
 from autoshard.cli import main
 from autoshard.export import ExportError, check_target
 from autoshard.export.destination import Destination
-from autoshard.export.job import ALONE
+from autoshard.export.errors import ALONE
 
 
 def write(out: Path) -> None:

@@ -140,7 +140,7 @@ def test_older_readers_find_what_they_look_for(
 ) -> None:
     import transformers
 
-    from autoshard.export.published_config import add_older_names
+    from autoshard.export.published_form import add_older_names
 
     config = getattr(transformers, f"{kind}Config")(dtype="bfloat16", **given)
     config.save_pretrained(tmp_path)

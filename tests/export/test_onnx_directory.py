@@ -151,7 +151,7 @@ def test_what_cannot_be_written_leaves_nothing(
 def test_a_disk_that_is_full_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from autoshard.export.to_onnx import directory as onnx_directory
+    from autoshard.export import to_onnx as onnx_directory
 
     class Full(onnx_directory.Models):
         def write(self, made: Any, file: Path) -> Any:

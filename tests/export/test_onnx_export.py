@@ -15,7 +15,7 @@ from autoshard.export import ExportError
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
 
-from autoshard.export.to_onnx.model import onnx_program  # noqa: E402
+from autoshard.export.to_onnx import onnx_program  # noqa: E402
 from onnx_evaluator import collectives_of, evaluate  # noqa: E402
 
 

@@ -15,7 +15,7 @@ import autoshard
 import engine_cases as cases
 from autoshard.cli import main
 from autoshard.export import ExportError
-from autoshard.export.rank_graph.config import digest
+from autoshard.export.rank_graph.files import digest
 from autoshard.runtime.engine import read_config
 
 trt = pytest.importorskip("tensorrt_rtx")

@@ -18,8 +18,7 @@ from autoshard.export.to_tensorrt import generate
 from autoshard.export.to_tensorrt.build import Network, build, check_capabilities, make_network
 from autoshard.export.to_tensorrt.converters import attention as attention_converter
 from autoshard.export.to_tensorrt.engine import checked_network
-from autoshard.export.to_tensorrt.interpreter.network import check_collectives
-from autoshard.export.to_tensorrt.spy import Spy
+from autoshard.export.to_tensorrt.interpreter import Spy, check_collectives
 from network_runs import interpret
 
 trt = pytest.importorskip("tensorrt_rtx")

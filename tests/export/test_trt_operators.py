@@ -12,7 +12,7 @@ from torch import nn
 
 from autoshard.export import ExportError
 from autoshard.export.spec import EngineSpec
-from autoshard.export.to_tensorrt.check import networks
+from autoshard.export.to_tensorrt.engine import networks
 from network_runs import interpret
 
 pytest.importorskip("tensorrt_rtx")

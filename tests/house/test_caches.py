@@ -45,7 +45,7 @@ CACHES = {
     "autoshard/compiling/any_rank.py _signature": "the function",
     "autoshard/compiling/inner.py _source_digest": "our source files, as they were imported",
     "autoshard/export/rank_graph/core_operators.py _table": "torch's decompositions",
-    "autoshard/export/to_onnx/model.py _operator": "onnxscript's values",
+    "autoshard/export/to_onnx.py _operator": "onnxscript's values",
     "autoshard/export/to_tensorrt/build.py log_of": "the module tensorrt",
     "autoshard/planning/two_axes/tables.py by_copy": "of one call: three states",
     "runtime/compat/tensors.py transfers": "torch's operators",

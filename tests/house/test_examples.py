@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from autoshard.export.rank_graph.config import digest
+from autoshard.export.rank_graph.files import digest
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")

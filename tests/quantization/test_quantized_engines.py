@@ -17,7 +17,7 @@ from autoshard.export.quantization import FILE, LAYOUTS, block_scaled
 from autoshard.export.quantization.layouts import layout
 from autoshard.export.rank_graph.operators import dequantize
 from autoshard.export.to_tensorrt import networks
-from autoshard.export.to_tensorrt.interpreter.layers import unpacked
+from autoshard.export.to_tensorrt.interpreted_layers import unpacked
 from families import FAMILIES
 from network_runs import interpret
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from autoshard.export.decoder.hf_config import ConfigFacts, architecture_of, config_facts
-from autoshard.export.decoder.hf_rotary import rotary_magnitude
+from autoshard.export.decoder.hf_config import (
+    ConfigFacts,
+    architecture_of,
+    config_facts,
+    rotary_magnitude,
+)
 from autoshard.export.decoder.reading import read_decoder
 from autoshard.export.decoder.structure import Attention, Decoder, Layer, Linear, Mlp, Norm

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autoshard.export.decoder.parameter_uses import moved, parameter_of
+from autoshard.export.decoder.probing import moved, parameter_of
 from autoshard.export.decoder.structure import Norm
 from autoshard.export.errors import export_error
 from autoshard.export.serial_graph import ModelGraph

@@ -4,7 +4,5 @@ engines."""
 from __future__ import annotations
 
 from autoshard.export.quantization.accuracy import FILE, Inputs, example
-from autoshard.export.quantization.choice import quantized_parameters
-from autoshard.export.quantization.layouts import LAYOUTS
-from autoshard.export.quantization.quantizer import Quantizer, measured
-from autoshard.export.quantization.scaled_blocks import BlockScaled, block_scaled
+from autoshard.export.quantization.layouts import LAYOUTS, BlockScaled, block_scaled
+from autoshard.export.quantization.quantizer import Quantizer, measured, quantized_parameters

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from autoshard.export.rank_graph.cache import Runner, stand_in
-from autoshard.export.rank_graph.config import configuration, file_digest
-from autoshard.export.rank_graph.files import write_ranks
+from autoshard.export.rank_graph.files import configuration, file_digest, write_ranks
 from autoshard.export.rank_graph.graph import Port, RankGraph
 from autoshard.export.rank_graph.operators import NONE, attention, dequantize, update_cache
 from autoshard.export.rank_graph.plan import plan_inference

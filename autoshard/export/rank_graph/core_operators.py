@@ -1,6 +1,12 @@
-"""The operators a rank graph is made of, and the tracing that reduces any graph to them.
+"""reduce_to_core: a graph is made of the operators that exporters know, and of no others.
 
-A graph is traced again with decompositions until only these are left, or nothing more can be
+    before                                      after
+    %0: f32[b,s,4] = rms_norm(%x, [4], %w)      %0: f32[b,s,4] = mul(%x, %x)
+                                                %1: f32[b,s,1] = mean(%0, [2], True)
+                                                %2: f32[b,s,1] = rsqrt(add(%1, 1e-6))
+                                                %3: f32[b,s,4] = mul(mul(%x, %2), %w)
+
+It is traced again with decompositions until only `CORE` is left, or nothing more can be
 decomposed; what is left then has no name here, and an exporter says so, node by node.
 """
 
@@ -8,13 +14,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from autoshard.export.rank_graph.graph import fake_mode_of
+from autoshard.passes import Context, Report
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -75,21 +85,46 @@ CORE: frozenset[Any] = frozenset(
 _ROUNDS = 3  # a decomposition may leave what only another one knows
 
 
-def reduce_to_core(gm: fx.GraphModule, fakes: Sequence[Any], mode: Any) -> fx.GraphModule:
-    """`gm` traced again with decompositions until only CORE is left, or nothing can be done.
+@dataclass(frozen=True)
+class ReduceToCore:
+    """See the module's text: the graph is traced again, on the CPU; nodes keep `stack_trace`."""
 
-    fakes: the value of each placeholder, under the fake mode `mode`. Nodes keep `stack_trace`.
-    """
-    table = dict(_table())
-    for _ in range(_ROUNDS):
-        gm = _trace(gm, fakes, mode, table)
-        left = {n.target for n in gm.graph.nodes if n.op == "call_function"} - CORE
-        composite = {t for t in left if isinstance(t, OpOverload) and t not in table}
-        if left.isdisjoint(table) and not composite:
-            break
-        # torch's table leaves out composite views; one that is no composite stays as it is
-        table |= {target: target.decompose for target in composite}
-    return gm
+    name: ClassVar[str] = "reduce_to_core"
+    optional: ClassVar[bool] = False
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+        """Rewrite `gm.graph` in place."""
+        report, mode, table = Report(self.name), fake_mode_of(gm.graph), dict(_table())
+        fakes, made = _on_cpu(gm, mode), gm
+        for _ in range(_ROUNDS):
+            made = _trace(made, fakes, mode, table)
+            report.hits += 1
+            left = {n.target for n in made.graph.nodes if n.op == "call_function"} - CORE
+            composite = {t for t in left if isinstance(t, OpOverload) and t not in table}
+            if left.isdisjoint(table) and not composite:
+                break
+            # torch's table leaves out composite views; one that is no composite stays as it is
+            table |= {target: target.decompose for target in composite}
+        for node in made.graph.find_nodes(op="get_attr"):
+            setattr(gm, str(node.target), getattr(made, str(node.target)))
+        gm.graph = made.graph
+        return report
+
+
+def _on_cpu(gm: fx.GraphModule, mode: Any) -> list[Any]:
+    """Take every device out of the nodes of `gm`; the placeholders' values, on the CPU."""
+    values = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            val = node.meta["val"]
+            if isinstance(val, torch.Tensor):
+                with mode:
+                    val = torch.empty(val.shape, dtype=val.dtype)
+            values.append(val)
+        elif node.op == "call_function" and "device" in node.kwargs:
+            node.kwargs = {k: v for k, v in node.kwargs.items() if k != "device"}
+    gm.recompile()
+    return values
 
 
 def _trace(

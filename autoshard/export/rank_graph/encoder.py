@@ -15,13 +15,17 @@ So the keys and values of cross-attention are made once, and a decoder is left a
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from autoshard.export.rank_graph.cache import reads
+from autoshard.export.rank_graph.evaluation import reads
+from autoshard.export.rank_graph.graph import inputs_of
 from autoshard.export.rank_graph.tidy import sizes_from_inputs
+from autoshard.passes import Context, Report
+from autoshard.runtime.graph_meta import ENCODER, ROLE
 
 TOKENS = "decoder_input_ids"
 """The input that a decoder of an encoder-decoder continues, as transformers names it."""
@@ -30,64 +34,79 @@ ENCODED = "encoded"
 """The role of what the encoder hands to the decoder."""
 
 
-def split_encoder(
-    gm: fx.GraphModule, inputs: Collection[str], sequence: str
-) -> tuple[fx.GraphModule, list[str]]:
-    """The encoder's graph and the names of what it returns, which become placeholders of `gm`.
+@dataclass(frozen=True)
+class SplitEncoder:
+    """See the module's text; the encoder's graph is in the metadata of the decoder's.
 
-    inputs: targets of the caller's placeholders, `TOKENS` among them. sequence: the symbol of the
-    number of its tokens. Every node has its value.
+    sequence: the symbol of the number of the decoder's tokens.
     """
-    graph = gm.graph
-    _drop(graph, ())
-    given = {n for n in graph.find_nodes(op="placeholder") if n.target in inputs}
-    source = {n for n in given if n.target != TOKENS}
-    encoded, of_tokens = set(source), given - source
-    for node in graph.nodes:
-        tensor = isinstance(node.meta.get("val"), torch.Tensor)
-        if node.op != "call_function" or (not tensor and not reads(node, sequence)):
-            continue  # the rows of a batch are as many here as there
-        if reads(node, sequence) or not of_tokens.isdisjoint(node.all_input_nodes):
-            of_tokens.add(node)
-        elif not encoded.isdisjoint(node.all_input_nodes):
-            encoded.add(node)
-    handed = [
-        node
-        for node in graph.nodes
-        if node in encoded
-        and isinstance(node.meta["val"], torch.Tensor)
-        and not of_tokens.isdisjoint(node.users)
-    ]
+
+    name: ClassVar[str] = "split_encoder"
+    optional: ClassVar[bool] = False
+
+    sequence: str
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+        """Rewrite `gm.graph` in place."""
+        graph = gm.graph
+        _drop(graph, ())
+        given = inputs_of(graph)
+        (tokens,) = [node for node in given if node.target == TOKENS]
+        source = [node for node in given if node is not tokens]
+        handed, encoded = self._handed(graph, tokens, source)
+        gm.meta[ENCODER] = _encoder(gm, handed, source)
+        results: Any = graph.output_node().args[0]
+        kept = [value for value in results if value not in encoded]  # an encoder's own outputs
+        graph.output_node().args = (tuple(kept),)
+        last = tokens
+        for i, node in enumerate(handed):
+            with graph.inserting_after(last):
+                last = graph.placeholder(f"{ENCODED}_{i}")
+            last.meta = {"val": node.meta["val"], ROLE: ENCODED}
+            node.replace_all_uses_with(last)
+        sizes_from_inputs(graph, [tokens])
+        _drop(graph, source)
+        return Report(self.name, len(handed))
+
+    def _handed(
+        self, graph: fx.Graph, tokens: fx.Node, source: list[fx.Node]
+    ) -> tuple[list[fx.Node], set[fx.Node]]:
+        """What the decoder reads of what its tokens do not decide, and all of the latter."""
+        encoded, of_tokens = set(source), {tokens}
+        for node in graph.nodes:
+            tensor = isinstance(node.meta.get("val"), torch.Tensor)
+            if node.op != "call_function" or (not tensor and not reads(node, self.sequence)):
+                continue  # the rows of a batch are as many here as there
+            if reads(node, self.sequence) or not of_tokens.isdisjoint(node.all_input_nodes):
+                of_tokens.add(node)
+            elif not encoded.isdisjoint(node.all_input_nodes):
+                encoded.add(node)
+        handed = [
+            node
+            for node in graph.nodes
+            if node in encoded
+            and isinstance(node.meta["val"], torch.Tensor)
+            and not of_tokens.isdisjoint(node.users)
+        ]
+        return handed, encoded
+
+
+def _encoder(gm: fx.GraphModule, handed: list[fx.Node], source: list[fx.Node]) -> fx.GraphModule:
+    """The graph of what is handed over, a copy."""
     copy, known = fx.Graph(), dict[fx.Node, fx.Node]()
-    copy.graph_copy(graph, known)
+    copy.graph_copy(gm.graph, known)
     copy.output(tuple(known[node] for node in handed))
     for node, new in known.items():
         new.meta = dict(node.meta)
-    encoder = fx.GraphModule(gm, copy)
-    sizes_from_inputs(copy, {str(n.target) for n in source})
-    _drop(copy, {TOKENS})
-    encoder.recompile()
-
-    names = [f"{ENCODED}_{i}" for i in range(len(handed))]
-    tokens = next(n for n in given if n.target == TOKENS)
-    last = tokens
-    results: Any = graph.output_node().args[0]
-    kept = [value for value in results if value not in encoded]  # an encoder's own outputs
-    graph.output_node().args = (tuple(kept),)
-    for node, name in zip(handed, names):
-        with graph.inserting_after(last):
-            last = graph.placeholder(name)
-        last.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(last)
-    sizes_from_inputs(graph, {TOKENS})
-    _drop(graph, {str(n.target) for n in source})
-    gm.recompile()
-    return encoder, names
+    mine = [known[node] for node in source]
+    sizes_from_inputs(copy, mine)
+    _drop(copy, [node for node in inputs_of(copy) if node not in mine])
+    return fx.GraphModule(gm, copy)
 
 
-def _drop(graph: fx.Graph, targets: Collection[str]) -> None:
+def _drop(graph: fx.Graph, inputs: Collection[fx.Node]) -> None:
     """Erase what nothing reads (attention counts as random, and would stay), and these inputs."""
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
-    for node in graph.find_nodes(op="placeholder"):
-        if node.target in targets and not node.users:
+    for node in inputs:
+        if not node.users:
             graph.erase_node(node)

@@ -11,14 +11,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
 
-from autoshard.export.spec import Extent
+from autoshard.export.errors import export_error
+from autoshard.export.spec import EngineSpec, Extent
 from autoshard.runtime.collectives import Axis, State
+from autoshard.runtime.graph_meta import HELD, ROLE, WEIGHT
 
 
 @dataclass(frozen=True)
@@ -116,3 +120,112 @@ class RankGraph:
     def rank(self) -> int:
         """This rank's number."""
         return self.axis.rank
+
+
+CACHES = ("key_cache", "value_cache")
+_INPUTS = (("input",), ("lengths",), ("last_tokens",), CACHES, ("encoded",))
+"""The roles of inputs, in their order."""
+
+
+def inputs_of(graph: fx.Graph, *roles: str) -> list[fx.Node]:
+    """The placeholders that a caller gives, in the order of an engine's inputs. roles: of these
+    alone."""
+    given = graph.find_nodes(op="placeholder")
+    return [
+        node
+        for group in _INPUTS
+        for node in given
+        if node.meta.get(ROLE) in group and (not roles or node.meta[ROLE] in roles)
+    ]
+
+
+def fake_mode_of(graph: fx.Graph) -> Any:
+    """The fake mode of a graph's values."""
+    values = (node.meta.get("val") for node in graph.nodes)
+    return next(val.fake_mode for val in values if hasattr(val, "fake_mode"))
+
+
+def add_input(after: fx.Node, name: str, shape: Any, dtype: torch.dtype, **meta: object) -> fx.Node:
+    """A new placeholder behind another one, with this metadata."""
+    with after.graph.inserting_after(after):
+        made = after.graph.placeholder(name)
+    with fake_mode_of(after.graph):
+        made.meta["val"] = torch.empty(shape, dtype=dtype)
+    made.meta.update(meta)
+    return made
+
+
+class Constants:
+    """Constants that a pass adds to a graph, named `name` and their number; those alike once."""
+
+    def __init__(self, graph: fx.Graph, name: str) -> None:
+        self._graph, self._name = graph, name
+        self._made: list[fx.Node] = []
+
+    def node(self, value: torch.Tensor) -> fx.Node:
+        """The placeholder of a constant."""
+        for made in self._made:
+            held = made.meta[HELD]
+            if (held.dtype, held.shape) == (value.dtype, value.shape) and torch.equal(held, value):
+                return made
+        last = self._graph.find_nodes(op="placeholder")[-1]
+        held = value.clone(memory_format=torch.contiguous_format)
+        name = f"{self._name}_{len(self._made)}"
+        self._made.append(add_input(last, name, value.shape, value.dtype, **{HELD: held}))
+        return self._made[-1]
+
+
+def held_by(graph: fx.Graph, key: str) -> dict[str, Any]:
+    """By the target of its placeholder, what the placeholders have of one kind of metadata."""
+    nodes = graph.find_nodes(op="placeholder")
+    return {str(node.target): node.meta[key] for node in nodes if key in node.meta}
+
+
+def read_rank_graph(
+    module: fx.GraphModule,
+    spec: EngineSpec,
+    sizes: Mapping[str, str],
+    axis: Axis,
+    whole: fx.GraphModule | None = None,
+    encoder: RankGraph | None = None,
+) -> RankGraph:
+    """The rank graph that a module is, by the metadata of its placeholders."""
+    caches = {str(node.target): node.meta[ROLE] for node in inputs_of(module.graph, *CACHES)}
+    results: Any = module.graph.output_node().args[0]
+    own = results[: len(results) - len(caches)]
+    outputs = []
+    for i, node in enumerate(own):
+        if not isinstance(node, fx.Node) or not isinstance(node.meta["val"], torch.Tensor):
+            raise export_error(f"output {i} of the model is no tensor")
+        name = "logits" if len(own) == 1 else f"output_{i}"
+        outputs.append(_port(node, sizes, name, "output", True))
+    for node, (name, role) in zip(results[len(own) :], caches.items()):
+        outputs.append(_port(node, sizes, name, role, True))
+    given = inputs_of(module.graph)
+    return RankGraph(
+        module=module,
+        inputs=tuple(_port(node, sizes, str(node.target), node.meta[ROLE]) for node in given),
+        outputs=tuple(outputs),
+        weights=held_by(module.graph, WEIGHT),
+        constants=held_by(module.graph, HELD),
+        symbols=spec.extents,
+        sizes=sizes,
+        axis=axis,
+        max_length=spec.max_length,
+        whole=whole,
+        whole_constants={} if whole is None else held_by(whole.graph, HELD),
+        encoder=encoder,
+    )
+
+
+def _port(
+    node: fx.Node, sizes: Mapping[str, str], name: str, role: str, output: bool = False
+) -> Port:
+    val = node.meta["val"]
+
+    def size(extent: Any) -> int | str:
+        if isinstance(extent, int):
+            return extent
+        return re.sub(r"\bs\d+\b", lambda m: sizes.get(m[0], m[0]), str(extent))
+
+    return Port(name, val.dtype, tuple(map(size, val.shape)), role, output)

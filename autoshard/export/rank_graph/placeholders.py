@@ -1,124 +1,103 @@
-"""Placeholders of a graph by what they stand for, and the ports of an engine that they become."""
+"""name_placeholders: each placeholder is named by what it stands for, and says what that is.
+
+    before                                      after
+    %l_self_modules_up_..._weight_: f32[4,8]    %weight_0: f32[4,8]        WEIGHT: up.weight, S(0)
+    %l_ids_: i64[s0,s1]                         %ids: i64[s0,s1]           ROLE: input
+    %s0: s0                                     %size_s0: s0
+    %0: f32[] = constant(_tensor_constant0)     %constant_0: f32[]         HELD: its value
+
+Tensors that the graph holds become placeholders too: an exporter asks one place for all of them.
+"""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import fx, nn
 
 from autoshard.export.errors import export_error
-from autoshard.export.rank_graph.graph import Port, RankWeight
+from autoshard.export.rank_graph.graph import RankWeight
 from autoshard.export.spec import DIMS
+from autoshard.passes import Context, Report
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import State
+from autoshard.runtime.graph_meta import HELD, ROLE, WEIGHT
+
+InputOrigin = str | RankWeight | torch.Tensor | None
+"""What a placeholder stands for: an input by its name, a parameter, a constant; a size is None."""
 
 
 @dataclass(frozen=True)
-class Placeholders:
-    """The placeholders of a serial graph, by name.
+class NamePlaceholders:
+    """See the module's text. origins: of each placeholder, in order."""
 
-    inputs: the name of each of the caller's inputs. weights: the name of each parameter.
-    constants: the value of each other tensor of the model. sizes: by symbol instead, the name of
-    the dynamic dim that it is the size of.
-    """
+    name: ClassVar[str] = "name_placeholders"
+    optional: ClassVar[bool] = False
 
-    inputs: Mapping[str, str]
-    weights: Mapping[str, str]
-    constants: Mapping[str, torch.Tensor]
-    sizes: Mapping[str, str]
+    origins: Sequence[InputOrigin]
 
-    def rename(
-        self, module: fx.GraphModule, serial: Sequence[fx.Node], stored: Mapping[fx.Node, State]
-    ) -> tuple[dict[str, RankWeight], dict[str, torch.Tensor]]:
-        """The weights and constants of a rank's graph, by the names that its placeholders get.
-
-        serial: the placeholders of the serial graph, in the order of those of `module`; stored:
-        the state of each parameter. Tensors that the graph holds become placeholders too.
-        """
-        weights: dict[str, RankWeight] = {}
-        constants: dict[str, torch.Tensor] = {}
-        new = list(module.graph.find_nodes(op="placeholder"))
-        for node, like in zip(new, serial, strict=True):
-            if like.name in self.inputs:
-                node.target = self.inputs[like.name]
-            elif like.name in self.weights:
-                node.target = f"weight_{len(weights)}"
-                val = like.meta["val"]
-                weights[node.target] = RankWeight(
-                    self.weights[like.name], tuple(val.shape), stored[like], val.dtype
-                )
-            elif like.name in self.constants:
-                node.target = f"constant_{len(constants)}"
-                constants[node.target] = self.constants[like.name]
+    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+        """Rewrite `gm.graph` in place. Raises ExportError for what it holds besides tensors."""
+        report, weights, constants = Report(self.name), 0, 0
+        given = list(gm.graph.find_nodes(op="placeholder"))
+        for node, origin in zip(given, self.origins, strict=True):
+            if isinstance(origin, str):
+                node.target, node.meta[ROLE] = origin, "input"
+            elif isinstance(origin, RankWeight):
+                node.target, node.meta[WEIGHT] = f"weight_{weights}", origin
+                weights += 1
+            elif origin is not None:
+                node.target, node.meta[HELD] = f"constant_{constants}", origin
+                constants += 1
             else:
-                node.target = f"size_{like.name}"  # inputs tell it, and `tidy` drops it
-        last = new[-1]
-        for node in module.graph.find_nodes(op="get_attr"):
-            value = getattr(module, str(node.target))
+                node.target = f"size_{node.name}"  # inputs tell it, and `tidy` drops it
+            report.hits += 1
+        last = given[-1]
+        for node in gm.graph.find_nodes(op="get_attr"):
+            value = getattr(gm, str(node.target))
             if not isinstance(value, torch.Tensor):
                 raise export_error(f"is a {type(value).__name__}, not a tensor", node)
-            name = f"constant_{len(constants)}"
-            constants[name] = value.detach().cpu()
-            with module.graph.inserting_after(last):
-                last = module.graph.placeholder(name)
-            last.meta = dict(node.meta)
+            with gm.graph.inserting_after(last):
+                last = gm.graph.placeholder(f"constant_{constants}")
+            last.meta = {**node.meta, HELD: value.detach().cpu()}
             node.replace_all_uses_with(last)
-            module.graph.erase_node(node)
-        return weights, constants
-
-    def port(self, node: fx.Node, role: str, name: str | None = None) -> Port:
-        """The port of a node's tensor. name: None for that of the placeholder `node`."""
-        val = node.meta["val"]
-        return Port(name or str(node.target), val.dtype, tuple(map(self._size, val.shape)), role)
-
-    def _size(self, extent: Any) -> int | str:
-        if isinstance(extent, int):
-            return extent
-        return re.sub(r"\bs\d+\b", lambda m: self.sizes.get(m[0], m[0]), str(extent))
-
-    def output_ports(self, module: fx.GraphModule, caches: Mapping[str, str]) -> tuple[Port, ...]:
-        """The ports of what the graph returns. caches: role of each cache, of those at the end."""
-        results: Any = module.graph.output_node().args[0]
-        own = results[: len(results) - len(caches)]
-        ports = []
-        for i, node in enumerate(own):
-            if not isinstance(node, fx.Node) or not isinstance(node.meta["val"], torch.Tensor):
-                raise export_error(f"output {i} of the model is no tensor")
-            ports.append(self.port(node, "output", "logits" if len(own) == 1 else f"output_{i}"))
-        for node, (name, role) in zip(results[len(own) :], caches.items()):
-            ports.append(self.port(node, role, name))
-        return tuple(replace(port, output=True) for port in ports)
+            gm.graph.erase_node(node)
+            constants += 1
+            report.hits += 1
+        return report
 
 
-def read_placeholders(
+def read_origins(
     nodes: Sequence[fx.Node],
     inputs: Sequence[compat.GraphInput],
     names: Mapping[int, str],
     arguments: Collection[int],
     values: Mapping[int, torch.Tensor],
-) -> Placeholders:
-    """What the placeholders `nodes` of a captured graph stand for; `inputs` are Dynamo's.
+    stored: Mapping[fx.Node, State],
+) -> tuple[list[InputOrigin], dict[str, str]]:
+    """What the placeholders `nodes` of a planned graph stand for, and the name of each symbol;
+    `inputs` are Dynamo's.
 
     By the id of a tensor: names of the parameters; arguments, those of the call; values, the
-    user's tensor where the traced one is a copy without memory.
+    user's tensor where the traced one is a copy without memory. stored: of each parameter.
     """
-    ports: dict[str, str] = {}
-    weights: dict[str, str] = {}
-    constants: dict[str, torch.Tensor] = {}
+    origins: list[InputOrigin] = []
     sizes: dict[str, str] = {}
     for node, item in zip(nodes, inputs, strict=True):
+        origin: InputOrigin = None
         if isinstance(item.real, nn.Parameter):
-            weights[node.name] = names.get(id(item.real), item.name)
+            val, name = node.meta["val"], names.get(id(item.real), item.name)
+            origin = RankWeight(name, tuple(val.shape), stored[node], val.dtype)
         elif item.real is not None and id(item.real) not in arguments:
             value = values.get(id(item.real), item.real)
-            constants[node.name] = value.detach().to("cpu", item.real.dtype)
+            origin = value.detach().to("cpu", item.real.dtype)
         elif item.real is not None:
-            ports[node.name] = item.key
+            origin = item.key
             for dim, extent in zip(DIMS, item.fake.shape):
                 if not isinstance(extent, int):
                     sizes.setdefault(str(extent), dim)
-    return Placeholders(ports, weights, constants, sizes)
+        origins.append(origin)
+    return origins, sizes

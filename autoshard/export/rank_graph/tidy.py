@@ -1,12 +1,30 @@
-"""A rank graph after decomposition, made plain: values on the CPU, sizes from the inputs, nothing
-that does nothing."""
+"""tidy: what a rank graph does that makes no difference goes, and sizes are those of its inputs.
+
+    before                                      after
+    %ids: i64[s0,s1]    %size_s1: s1            %ids: i64[s0,s1]
+    %0: f32[s0,s1] = _to_copy(%x, f32)          %0: s1 = sym_size(%ids, 1)
+    %1: f32[s0,s1] = mul(%0, 1)                 %1: f32[s1] = arange(0, %0, 1)
+    %2: f32[s1] = arange(0, %size_s1, 1)
+
+drop_unread: weights and constants that nothing reads go.
+
+    before                                      after
+    %weight_0: f32[4]    %constant_0: i64[8]    %weight_0: f32[4]
+    return (%weight_0)                          return (%weight_0)
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
+
+from autoshard.export.rank_graph.graph import fake_mode_of, inputs_of
+from autoshard.passes import Context, Report
+from autoshard.runtime.graph_meta import HELD, WEIGHT
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -18,44 +36,52 @@ _COPIES = (
 _OPTIONS = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 
 
-def on_cpu(gm: fx.GraphModule, mode: Any) -> list[Any]:
-    """Take every device out of the nodes of `gm`; the placeholders' values, on the CPU."""
-    values = []
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            val = node.meta["val"]
-            if isinstance(val, torch.Tensor):
-                with mode:
-                    val = torch.empty(val.shape, dtype=val.dtype)
-            values.append(val)
-        elif node.op == "call_function" and "device" in node.kwargs:
-            node.kwargs = {k: v for k, v in node.kwargs.items() if k != "device"}
-    gm.recompile()
-    return values
+@dataclass(frozen=True)
+class Tidy:
+    """See the module's text: copies, conversions to the type a value has, sums with 0, ... go."""
+
+    name: ClassVar[str] = "tidy"
+    optional: ClassVar[bool] = False
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+        """Rewrite `gm.graph` in place."""
+        report, graph = Report(self.name), gm.graph
+        sizes_from_inputs(graph, inputs_of(graph))
+        for node in list(graph.nodes):
+            if node.op != "call_function":
+                continue
+            node.kwargs = {k: v for k, v in node.kwargs.items() if k not in _OPTIONS}
+            if node.target in _COPIES or _keeps_value(node):
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
+                report.hits += 1
+        graph.eliminate_dead_code()
+        return report
 
 
-def tidy(gm: fx.GraphModule, inputs: set[str]) -> None:
-    """Rewrite `gm.graph` in place.
+@dataclass(frozen=True)
+class DropUnread:
+    """See the module's text."""
 
-    inputs: targets of the placeholders that the caller gives, which tell the symbolic sizes.
-    """
-    graph = gm.graph
-    sizes_from_inputs(graph, inputs)
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        node.kwargs = {k: v for k, v in node.kwargs.items() if k not in _OPTIONS}
-        if node.target in _COPIES or _keeps_value(node):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-    graph.eliminate_dead_code()
+    name: ClassVar[str] = "drop_unread"
+    optional: ClassVar[bool] = False
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+        """Rewrite `gm.graph` in place."""
+        report = Report(self.name)
+        gm.graph.eliminate_dead_code()
+        for node in gm.graph.find_nodes(op="placeholder"):
+            if not node.users and (WEIGHT in node.meta or HELD in node.meta):
+                gm.graph.erase_node(node)
+                report.hits += 1
+        return report
 
 
-def propagate(gm: fx.GraphModule, mode: Any) -> None:
+def propagate(graph: fx.Graph) -> None:
     """Compute `meta["val"]` of every node that has none, or that reads one whose shape changed."""
     changed: set[fx.Node] = set()
-    with mode, torch.no_grad():
-        for node in gm.graph.nodes:
+    with fake_mode_of(graph), torch.no_grad():
+        for node in graph.nodes:
             if node.op != "call_function":
                 continue
             before = node.meta.get("val")
@@ -73,14 +99,11 @@ def _same(before: Any, after: Any) -> bool:
     return before.dtype == after.dtype and str(before.shape) == str(after.shape)
 
 
-def sizes_from_inputs(graph: fx.Graph, inputs: set[str]) -> None:
+def sizes_from_inputs(graph: fx.Graph, inputs: Sequence[fx.Node]) -> None:
     """Let each symbolic size be that of the first of these inputs which has it."""
-    placeholders = graph.find_nodes(op="placeholder")
     known: dict[str, fx.Node] = {}
-    last = placeholders[-1]
-    for node in reversed(placeholders):
-        if node.target not in inputs:
-            continue
+    last = graph.find_nodes(op="placeholder")[-1]
+    for node in reversed(inputs):
         for dim, extent in enumerate(node.meta["val"].shape):
             if isinstance(extent, int) or str(extent) in known:
                 continue

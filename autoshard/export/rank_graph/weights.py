@@ -1,15 +1,94 @@
-"""A rank's parts of a model's weights, read from one process or from a running sharded job."""
+"""quantize_weights: weights that a rank holds as numbers of 8 or 4 bits and their scales.
+
+    before                                  after
+    %w: f16[256,512]                        %w: i8[256,512]      %w_scale: f16[256,1]
+    %1: f16[b,s,256] = linear(%x, %w)       %0: f16[256,512] = dequantize(%w, %w_scale, [1, 512])
+                                            %1: f16[b,s,256] = linear(%x, %0)
+
+Experts, [experts, rows, columns], are the rows of all of them, and what is dequantized is reshaped.
+A rank's parts of weights, quantized or not, are read here too, from one process or from a running
+sharded job.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
+from torch import fx
 
-from autoshard.export.rank_graph.graph import RankGraph, RankWeight
-from autoshard.export.rank_graph.quantized import quantized_part
+from autoshard.export.quantization import BlockScaled, block_scaled
+from autoshard.export.rank_graph.graph import QuantizedForm, RankGraph, RankWeight
+from autoshard.export.rank_graph.operators import dequantize
 from autoshard.export.weight_source import WeightSource
+from autoshard.passes import Context, Report
 from autoshard.runtime.collectives import Axis, chunk_bounds, shard_dim
+from autoshard.runtime.graph_meta import WEIGHT
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class QuantizeWeights:
+    """See the module's text. kind: the layout. rows: of the parameters that are quantized, by name,
+    those of each published matrix."""
+
+    name: ClassVar[str] = "quantize_weights"
+    optional: ClassVar[bool] = False
+
+    kind: str
+    rows: Mapping[str, int]
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+        """Rewrite `gm.graph` in place."""
+        report, graph = Report(self.name), gm.graph
+        for node in graph.find_nodes(op="placeholder"):
+            weight: RankWeight | None = node.meta.get(WEIGHT)
+            if weight is None or weight.name not in self.rows:
+                continue
+            form = QuantizedForm(self.kind, self.rows[weight.name], f"{node.target}_scale")
+            node.meta[WEIGHT] = weight = replace(weight, quantized=form)
+            if node.users:
+                _dequantized(graph, node, weight, ctx.axis)
+                report.hits += 1
+        return report
+
+
+def _dequantized(graph: fx.Graph, node: fx.Node, weight: RankWeight, axis: Axis) -> None:
+    """Have the users of a weight read what its numbers and scales stand for."""
+    assert weight.quantized is not None
+    val = node.meta["val"]
+    whole = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+    part = quantized_part(weight, axis, whole)
+    with graph.inserting_after(node):
+        scale = graph.placeholder(weight.quantized.scale)
+    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+        result = new = graph.call_function(
+            dequantize, (node, scale, list(part.block)), {"dtype": weight.dtype}
+        )
+        if val.dim() > 2:
+            result = graph.call_function(aten.reshape.default, (new, list(val.shape)))
+    node.replace_all_uses_with(result, delete_user_cb=lambda user: user is not new)
+    for one in (new, result):
+        one.meta.update({k: v for k, v in node.meta.items() if k not in ("val", WEIGHT)})
+    with val.fake_mode:
+        node.meta["val"] = torch.empty(part.values.shape, dtype=part.values.dtype)
+        scale.meta["val"] = torch.empty(part.scale.shape, dtype=part.scale.dtype)
+        new.meta["val"] = torch.empty(part.values.shape, dtype=weight.dtype)
+    result.meta["val"] = new.meta["val"] if result is new else val
+
+
+def quantized_part(weight: RankWeight, axis: Axis, whole: torch.Tensor) -> BlockScaled:
+    """What a rank holds of a quantized weight, as a matrix. whole: of the weight's shape, in its
+    dtype; without memory, for what it will be."""
+    assert weight.quantized is not None
+    made = block_scaled(weight.quantized.kind, whole, weight.quantized.rows)
+    dim = shard_dim(weight.state)
+    if dim is not None:
+        made = made.part(dim, *chunk_bounds(whole.shape[dim], axis))
+    return made.matrix
 
 
 @dataclass(frozen=True)

@@ -2,5 +2,10 @@
 
 from __future__ import annotations
 
-from autoshard.export.to_tensorrt.check import cpu_engine, generate, networks
-from autoshard.export.to_tensorrt.engine import builder_module, tensorrt
+from autoshard.export.to_tensorrt.engine import (
+    builder_module,
+    cpu_engine,
+    generate,
+    networks,
+    tensorrt,
+)

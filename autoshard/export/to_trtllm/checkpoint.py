@@ -20,15 +20,13 @@ from torch import nn
 
 from autoshard.export.decoder import read_decoder
 from autoshard.export.destination import Destination, Progress
-from autoshard.export.errors import ExportError, export_error
-from autoshard.export.job import on_every_rank
+from autoshard.export.errors import ExportError, export_error, on_every_rank
 from autoshard.export.safetensors_file import SafetensorsFile
 from autoshard.export.serial_graph import ModelGraph, model_graph, unwrapped
 from autoshard.export.spec import Example, axis_sizes, weight_dtype
 from autoshard.export.to_trtllm.config import checkpoint_config
 from autoshard.export.to_trtllm.families import family_of
-from autoshard.export.to_trtllm.pieces import Entry, Piece
-from autoshard.export.to_trtllm.tensors import Split, check_split, rank_tensors
+from autoshard.export.to_trtllm.tensors import Entry, Piece, Split, check_split, rank_tensors
 from autoshard.export.weight_source import Block, WeightSource
 from autoshard.runtime import compat
 

@@ -1,17 +1,31 @@
 """The config.json of a TensorRT-LLM checkpoint, from the structure that was read off the graph.
 
-The fields, their names and defaults are those of TensorRT-LLM 0.16 to 1.2; those of one family
-alone are in family_fields.py.
+The fields, their names and defaults are those of TensorRT-LLM 0.16 to 1.2; those that one family
+alone has come last.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from autoshard.export.decoder import ConfigFacts, Decoder, config_facts
+from autoshard.export.decoder import ConfigFacts, Decoder, Mlp, config_facts
 from autoshard.export.errors import export_error
-from autoshard.export.to_trtllm.families import Family
-from autoshard.export.to_trtllm.family_fields import family_fields
+from autoshard.export.to_trtllm.families import (
+    BLOOM,
+    FALCON,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    GPT2,
+    GPT_NEOX,
+    GPTJ,
+    LLAMA,
+    MIXTRAL,
+    OPT,
+    PHI3,
+    STARCODER2,
+    Family,
+)
 from autoshard.export.to_trtllm.features import position_type
 from autoshard.export.to_trtllm.tensors import Split
 
@@ -81,3 +95,194 @@ def _activation(name: str, family: Family, told: ConfigFacts) -> str:
     """The family's name of the activation; a configuration's own where the family takes it."""
     own = told.activation if family.own_activation else None
     return family.activations[name] if own is None else own
+
+
+_SERVE = "Serve a Hugging Face directory instead (autoshard export huggingface)."
+
+
+def family_fields(
+    decoder: Decoder, family: Family, told: ConfigFacts, longest: int
+) -> dict[str, Any]:
+    """The fields. Raises ExportError where a family has none for what the decoder has."""
+    first = decoder.layers[0]
+    biases = {
+        "mlp_bias": first.mlp.down.bias is not None,
+        "attn_bias": first.attention.query.bias is not None,
+    }
+    rotary = _rotary(family, told)
+    if family in (LLAMA, MIXTRAL):
+        mode = int(first.mlp.renormalised) if first.mlp.experts else None
+        return {
+            **biases,
+            **rotary,
+            "residual_mlp": False,
+            "disable_weight_only_quant_plugin": False,
+            "moe": _moe(mode, first.mlp),
+            "remove_duplicated_kv_heads": False,
+            "fc_after_embed": False,
+            "use_input_layernorm_in_first_layer": True,
+            "use_last_layernorm": True,
+            "layer_idx_offset": 0,
+        }
+    if family in (GEMMA, GEMMA2, GEMMA3):
+        return {**biases, **rotary, **_gemma(decoder, family, told)}
+    if family is PHI3:
+        return {**rotary, **_phi3(decoder, told, longest)}
+    if family in (GPT2, STARCODER2):
+        return _gpt(decoder, family, told)
+    if family is FALCON:
+        two_norms = first.parallel and first.mlp_norm is not first.attention_norm
+        grouped = first.attention.kv_heads not in (1, first.attention.heads)
+        return {
+            "bias": first.attention.dense.bias is not None,
+            "parallel_attention": first.parallel,
+            "num_ln_in_parallel_attn": told.norms_in_parallel,
+            "new_decoder_architecture": two_norms or grouped,
+            "rotary_base": told.rotary.base,
+        }
+    if family is GPT_NEOX:
+        # its attention reads rotary_emb_base, the table of angles is made from rotary_base
+        return {
+            "rotary_pct": _part(decoder),
+            "rotary_emb_base": told.rotary.base,
+            "rotary_base": told.rotary.base,
+        }
+    if family is GPTJ:
+        return {"rotary_dim": _turned(decoder), "rotary_base": told.rotary.base}
+    if family is OPT:
+        return {"do_layer_norm_before": True}
+    if family is BLOOM:
+        return {}
+    return {**biases, **rotary, **_qwen(decoder, family)}
+
+
+def _rotary(family: Family, told: ConfigFacts) -> dict[str, Any]:
+    """Base and scaling; a scaling that the family's table of angles does not have is an error."""
+    scaling = told.rotary.scaling
+    kind = None if scaling is None else scaling.get("rope_type", scaling.get("type"))
+    simple = (LLAMA, MIXTRAL, GEMMA, GEMMA2, STARCODER2, GPT2)
+    known = family in simple or family.name.startswith("qwen")
+    ok: set[str | None] = {None}
+    if known:
+        ok |= {"linear", "llama3", "yarn"}
+    if family is PHI3:
+        ok |= {"longrope"}
+    if kind not in ok:
+        raise export_error(
+            f"TensorRT-LLM's {family.name} has no rotary scaling of type {kind}", remedy=_SERVE
+        )
+    if scaling is not None and kind == "longrope":
+        scaling = None
+    return {"rotary_base": told.rotary.base, "rotary_scaling": scaling}
+
+
+def _gemma(decoder: Decoder, family: Family, told: ConfigFacts) -> dict[str, Any]:
+    if family is GEMMA:
+        return {"inter_layernorms": False}
+    attention = decoder.layers[0].attention
+    scalar = attention.scale**-2
+    fields: dict[str, Any] = {
+        "inter_layernorms": True,
+        "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-3 else scalar,
+        "final_logit_softcapping": decoder.softcap,
+    }
+    if family is GEMMA2:
+        return {**fields, "attn_logit_softcapping": attention.softcap}
+    rotary = told.rotary
+    windows = [layer.attention.window for layer in decoder.layers if layer.attention.window]
+    return {
+        **fields,
+        "_sliding_window_pattern": _pattern(rotary.local),
+        "rope_local_base_freq": rotary.local_base if rotary.local_base else rotary.base,
+        "sliding_window": told.window or next(iter(windows), None),
+    }
+
+
+def _pattern(local: tuple[bool, ...]) -> int:
+    """n, where every n-th layer sees all tokens and turns by the base of the whole."""
+    if not any(local):
+        return 1
+    first = local.index(False) + 1 if False in local else len(local) + 1
+    if any(one != bool((i + 1) % first) for i, one in enumerate(local)):
+        whole = [i for i, one in enumerate(local) if not one]
+        raise export_error(
+            f"layers {whole} see all tokens; in TensorRT-LLM's gemma3 it is every n-th",
+            remedy=_SERVE,
+        )
+    return first
+
+
+def _phi3(decoder: Decoder, told: ConfigFacts, longest: int) -> dict[str, Any]:
+    fields: dict[str, Any] = {"rotary_pct": _part(decoder), "tie_word_embeddings": decoder.tied}
+    scaling = told.rotary.scaling
+    if scaling is None:
+        return fields
+    return {
+        **fields,
+        "position_embedding_type": "long_rope",
+        "original_max_position_embeddings": scaling["original_max_position_embeddings"],
+        "longrope_scaling_short_factors": list(scaling["short_factor"]),
+        "longrope_scaling_long_factors": list(scaling["long_factor"]),
+    }
+
+
+def _qwen(decoder: Decoder, family: Family) -> dict[str, Any]:
+    mlp = decoder.layers[0].mlp
+    experts = mlp.experts > 0
+    shared = 0 if mlp.shared is None else mlp.shared.width
+    return {
+        "disable_weight_only_quant_plugin": False,
+        "num_labels": 1,
+        "use_logn_attn": False,
+        "seq_length": 8192,
+        "moe": _moe(int(mlp.renormalised) if experts else 0, mlp),
+        "qwen_type": family.name,
+        "moe_intermediate_size": mlp.width if experts else 0,
+        "moe_shared_expert_intermediate_size": shared,
+        "tie_word_embeddings": decoder.tied,
+    }
+
+
+def _gpt(decoder: Decoder, family: Family, told: ConfigFacts) -> dict[str, Any]:
+    learned = decoder.layers[0].attention.rotary is None
+    rotary = {"rotary_base": 10000.0, "rotary_scaling": None} if learned else _rotary(family, told)
+    return {
+        "gpt_variant": family.name,
+        "bias": decoder.layers[0].attention.dense.bias is not None,
+        "q_scaling": 1,
+        "embedding_scale": None,
+        "apply_query_key_layer_scaling": False,
+        "rotary_pct": 1.0,
+        **rotary,
+        "inner_layernorm": False,
+        "norm_before_bmm1": False,
+        "moe": _moe(1, decoder.layers[0].mlp),
+    }
+
+
+def _turned(decoder: Decoder) -> int:
+    rotary = decoder.layers[0].attention.rotary
+    assert rotary is not None
+    return rotary.dim
+
+
+def _part(decoder: Decoder) -> float:
+    """The part of a head that turns; int(part * head_dim) is what TensorRT-LLM turns."""
+    head_dim = decoder.layers[0].attention.head_dim
+    part = _turned(decoder) / head_dim
+    return part if int(part * head_dim) == _turned(decoder) else part + 1e-9
+
+
+def _moe(normalization: int | None, mlp: Mlp) -> dict[str, Any]:
+    """normalization: 0, the weights of a softmax over all experts; 1, divided by their sum."""
+    return {
+        "num_experts": mlp.experts,
+        "shared_expert_intermediate_size": 0 if mlp.shared is None else mlp.shared.width,
+        "top_k": mlp.top_k,
+        "normalization_mode": normalization,
+        "sparse_mixer_epsilon": 0.01,
+        "tp_mode": 0,
+        "device_limited_n_group": 0,
+        "device_limited_topk_group": 0,
+        "device_limited_routed_scaling_factor": 1.0,
+    }

@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 import engine_cases as cases
-from autoshard.export.rank_graph.experts import prices
-from autoshard.export.rank_graph.experts.chosen_rows import blocks_of
-from autoshard.export.rank_graph.experts.mixture import mixtures
+from autoshard.export.rank_graph import chosen_rows
+from autoshard.export.rank_graph.chosen_rows import blocks_of
 from autoshard.export.rank_graph.graph import RankGraph
+from autoshard.export.rank_graph.mixture import mixtures
 from autoshard.export.rank_graph.plan import plan_inference
 from autoshard.export.rank_graph.weights import read_weights
 from autoshard.export.spec import EngineSpec
@@ -58,7 +58,7 @@ def graph_of(model: torch.nn.Module, tp: int, rank: int, length: int | None) -> 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if looking up were free: small models are cheapest as they are."""
-    monkeypatch.setattr(prices, "_PLACING_SECONDS", -1.0)
+    monkeypatch.setattr(chosen_rows, "_PLACING_SECONDS", -1.0)
 
 
 class Counting(fx.Interpreter):
@@ -116,7 +116,7 @@ def test_rows_are_those_of_the_choices_and_say_the_same(name: str, shape: tuple[
 @pytest.mark.usefixtures("chosen")
 def test_a_network_and_an_onnx_model_say_the_same_of_a_prompt_and_token_by_token() -> None:
     """On two ranks, of eight experts each, with a cache."""
-    onnx_model = pytest.importorskip("autoshard.export.to_onnx.model")
+    onnx_model = pytest.importorskip("autoshard.export.to_onnx")
     pytest.importorskip("onnxscript")
     made, feeds = model("qwen3_moe"), cases.feeds(LENGTH)
     graphs = [graph_of(made, 2, rank, LENGTH) for rank in range(2)]
@@ -157,7 +157,7 @@ class Sizes:
 def test_the_cheaper_form(tokens: int, fewer: bool) -> None:
     """Few tokens read few matrices; with many, arithmetic counts. In between every matrix is read
     anyway, and looking it up costs more."""
-    chosen, every = (prices.seconds(Sizes(), tokens, form, H100) for form in (True, False))  # type: ignore[arg-type]
+    chosen, every = (chosen_rows.seconds(Sizes(), tokens, form, H100) for form in (True, False))  # type: ignore[arg-type]
     assert (chosen < every) is fewer
 
 

@@ -44,7 +44,7 @@ from autoshard.export import EngineSpec, huggingface, trtllm
 from autoshard.export.rank_graph import plan_inference, read_weights
 from autoshard.export.rank_graph.cache import check_cached
 from autoshard.export.rank_graph.graph import RankGraph
-from autoshard.export.to_onnx.model import onnx_program
+from autoshard.export.to_onnx import onnx_program
 from autoshard.export.to_tensorrt.build import build
 from autoshard.export.to_tensorrt.engine import builder_module, checked_network
 from autoshard.export.to_tensorrt.interpreter import LoneInterpreter

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from autoshard.export.to_tensorrt.build import Network
-from autoshard.export.to_tensorrt.interpreter.network import NetworkInterpreter
-from autoshard.export.to_tensorrt.spy import Spy
+from autoshard.export.to_tensorrt.interpreter import NetworkInterpreter, Spy
 from autoshard.runtime.collectives import Axis, run_ranks
 
 

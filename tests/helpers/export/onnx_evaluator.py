@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autoshard.export.errors import export_error
-from autoshard.export.to_onnx.model import DOMAIN, OPERATOR
+from autoshard.export.to_onnx import DOMAIN, OPERATOR
 from autoshard.runtime import collectives
 from autoshard.runtime.collectives import Axis
 

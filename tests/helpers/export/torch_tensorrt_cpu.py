@@ -23,9 +23,9 @@ from torch import fx
 
 from autoshard.export.rank_graph import operators
 from autoshard.export.rank_graph.graph import RankGraph
-from autoshard.export.to_onnx.model import example_input
+from autoshard.export.to_onnx import example_input
 from autoshard.export.to_tensorrt.build import Network, shapes_of
-from autoshard.export.to_tensorrt.spy import Spy
+from autoshard.export.to_tensorrt.interpreter import Spy
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional

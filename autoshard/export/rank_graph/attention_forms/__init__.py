@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from autoshard.export.rank_graph.attention_forms.expanded import expand_attention
-from autoshard.export.rank_graph.attention_forms.mask_nodes import CachedMasks, write_masks
+from autoshard.export.rank_graph.attention_forms.engine_forms import (
+    CachedMasks,
+    ExpandAttention,
+    WriteMasks,
+)
 from autoshard.export.rank_graph.attention_forms.masks import Sight
-from autoshard.export.rank_graph.attention_forms.plain import plain_attention
+from autoshard.export.rank_graph.attention_forms.plain import PlainAttention
+from autoshard.export.rank_graph.attention_forms.written import FuseWritten
 from autoshard.export.rank_graph.operators import is_expanded

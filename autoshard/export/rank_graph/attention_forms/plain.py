@@ -8,7 +8,6 @@
     ... the same for %v ...
     %4: f32[b,8,s,16] = scaled_dot_product_attention(%q, %2, %3, %m, scale=0.25)
 
-- So does attention that a model writes out, as products around a softmax (written.py).
 - A mask that is computed from sizes alone and is the causal one becomes the causal flag; that of a
   sliding window, and the causal one beside a bias of each key, are told from their values too
   (masks.py).
@@ -21,62 +20,66 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from autoshard.export.errors import export_error
 from autoshard.export.rank_graph.attention_forms.masks import Sight, read_mask
-from autoshard.export.rank_graph.attention_forms.written import fuse_written
 from autoshard.export.rank_graph.operators import NONE, UPPER_LEFT, attention
-from autoshard.passes import unrepeated
+from autoshard.passes import Context, Report, unrepeated
+from autoshard.runtime.graph_meta import SIGHT
 
 aten = torch.ops.aten
 
-Sights = dict[fx.Node, Sight]
-"""What the queries of each attention see, where it is read."""
 
+@dataclass(frozen=True)
+class PlainAttention:
+    """See the module's text. sizes: the name of each symbol; longest: the largest size of each
+    name."""
 
-def plain_attention(
-    gm: fx.GraphModule,
-    constants: Mapping[str, torch.Tensor],
-    sizes: Mapping[str, str],
-    largest: Mapping[str, int],
-) -> Sights:
-    """Rewrite `gm.graph` in place. constants: values by placeholder. sizes: the name of each
-    symbol; largest: the largest value of each name. Raises ExportError for dropout, and for
-    attention that is not of [batch, heads, tokens, head_dim]."""
-    graph = gm.graph
-    fuse_written(graph)
-    for node in graph.find_nodes(
-        op="call_function", target=aten.scaled_dot_product_attention.default
-    ):
-        _replace(graph, node)
-    read: dict[fx.Node, Sight | None] = {}
-    sights: Sights = {}
-    for node in graph.find_nodes(op="call_function", target=attention):
-        with graph.inserting_before(node):
-            given: Any = node.args
-            query, key, value, mask, *_ = given
-            heads = _unrepeated(graph, key), _unrepeated(graph, value)
-            if heads[0].meta["val"].shape[1] == heads[1].meta["val"].shape[1]:
-                key, value = heads
-        sight = Sight(causal=True) if node.kwargs["causal"] == UPPER_LEFT else None
-        if sight is None and mask is not None:
-            if mask not in read:
-                read[mask] = read_mask(mask, constants, sizes, largest)
-            sight = read[mask]
-        if sight is not None and sight.biased and node.kwargs.get("sinks") is not None:
-            sight = None  # a bias of whole rows, which is not kept, counts beside a sink
-        if sight is not None:
-            sights[node] = sight
-            flagged = UPPER_LEFT if sight.causal and sight.plain else NONE
-            node.kwargs = {**node.kwargs, "causal": flagged}
-            mask = None if sight.plain else mask
-        node.args = (query, key, value, mask)
-    graph.eliminate_dead_code()
-    return sights
+    name: ClassVar[str] = "plain_attention"
+    optional: ClassVar[bool] = False
+
+    sizes: Mapping[str, str]
+    longest: Mapping[str, int]
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+        """Rewrite `gm.graph` in place. Raises ExportError for dropout, and for attention that is
+        not of [batch, heads, tokens, head_dim]."""
+        report, graph = Report(self.name), gm.graph
+        for node in graph.find_nodes(
+            op="call_function", target=aten.scaled_dot_product_attention.default
+        ):
+            _replace(graph, node)
+        read: dict[fx.Node, Sight | None] = {}
+        for node in graph.find_nodes(op="call_function", target=attention):
+            with graph.inserting_before(node):
+                given: Any = node.args
+                query, key, value, mask, *_ = given
+                heads = _unrepeated(graph, key), _unrepeated(graph, value)
+                if heads[0].meta["val"].shape[1] == heads[1].meta["val"].shape[1]:
+                    key, value = heads
+            sight = Sight(causal=True) if node.kwargs["causal"] == UPPER_LEFT else None
+            if sight is None and mask is not None:
+                if mask not in read:
+                    read[mask] = read_mask(mask, self.sizes, self.longest)
+                sight = read[mask]
+            if sight is not None and sight.biased and node.kwargs.get("sinks") is not None:
+                sight = None  # a bias of whole rows, which is not kept, counts beside a sink
+            if sight is not None:
+                node.meta[SIGHT] = sight
+                flagged = UPPER_LEFT if sight.causal and sight.plain else NONE
+                node.kwargs = {**node.kwargs, "causal": flagged}
+                mask = None if sight.plain else mask
+            elif mask is not None:
+                report.skip(node, "its mask depends on an input, or is of no form that is known")
+            node.args = (query, key, value, mask)
+            report.hits += 1
+        graph.eliminate_dead_code()
+        return report
 
 
 def _replace(graph: fx.Graph, node: fx.Node) -> None:

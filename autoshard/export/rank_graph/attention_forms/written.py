@@ -20,12 +20,13 @@ Not done: scales that are tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from autoshard.export.rank_graph.operators import NONE, attention
+from autoshard.passes import Context, Report
 
 aten = torch.ops.aten
 
@@ -48,32 +49,46 @@ class _Scores:
     product: fx.Node | None = None
 
 
-def fuse_written(graph: fx.Graph) -> None:
-    """Rewrite `graph` in place, where the whole pattern is found."""
-    for target in _SOFTMAX:
-        for node in graph.find_nodes(op="call_function", target=target):
-            if node.args[1] in (-1, node.meta["val"].dim() - 1):
-                _fuse(graph, node)
-    graph.eliminate_dead_code()
+@dataclass(frozen=True)
+class FuseWritten:
+    """See the module's text."""
+
+    name: ClassVar[str] = "fuse_written"
+    optional: ClassVar[bool] = False
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+        """Rewrite `gm.graph` in place, where the whole pattern is found."""
+        report = Report(self.name)
+        for target in _SOFTMAX:
+            for node in gm.graph.find_nodes(op="call_function", target=target):
+                if node.args[1] not in (-1, node.meta["val"].dim() - 1):
+                    report.skip(node, f"it is over dim {node.args[1]}, not the last")
+                elif reason := _fuse(gm.graph, node):
+                    report.skip(node, reason)
+                else:
+                    report.hits += 1
+        gm.graph.eliminate_dead_code()
+        return report
 
 
-def _fuse(graph: fx.Graph, softmax: fx.Node) -> None:
+def _fuse(graph: fx.Graph, softmax: fx.Node) -> str:
+    """Rewrite one attention; why not, where it is none."""
     found = _values_product(softmax)
     scores = _read(softmax.args[0], _Scores())
     if found is None or scores is None or scores.product is None:
-        return
+        return "it is not between a product of queries and keys and one with values"
     final, dropped, joined = found
     if dropped != (scores.sinks is not None) or joined != (scores.split is not None):
-        return
+        return "a column of sinks, or heads joined with the batch, is on one side of it only"
     operands: Any = (*scores.product.args[:2], final.args[1])
     query, turned, value = operands
     if any(node.meta["val"].dim() != (3 if joined else 4) for node in operands):
-        return
+        return f"its products are not of {3 if joined else 4} dims each"
     with graph.inserting_before(final):
         key = _transposed(graph, turned)
         query, key = _narrow(query, key, value)
         if not _fit(query, key, value):
-            return
+            return "batches or heads are not those of grouped heads"
         if scores.split is not None:
             sizes = [_sizes(graph, query)[0], _sizes(graph, value)[1]]
             shape: Any = scores.split.args[1]
@@ -92,7 +107,7 @@ def _fuse(graph: fx.Graph, softmax: fx.Node) -> None:
         for one, within in scores.terms:
             term = _apart(graph, _added(graph, one), within)
             if term is None:
-                return
+                return "a term of joined heads has other dims than the scores"
             mask = term if mask is None else _call(graph, term, aten.add.Tensor, mask, term)
         kwargs: dict[str, Any] = {"causal": NONE, "scale": scores.scale}
         if scores.softcap is not None:
@@ -105,6 +120,7 @@ def _fuse(graph: fx.Graph, softmax: fx.Node) -> None:
         if scores.split is not None:
             new = _call(graph, final, aten.reshape.default, new, [-1, *sizes])
     final.replace_all_uses_with(new)
+    return ""
 
 
 def _values_product(softmax: fx.Node) -> tuple[fx.Node, bool, bool] | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from autoshard.export.rank_graph.cache.axes import reads
 from autoshard.export.rank_graph.cache.comparison import (
     Runner,
     check_cached,
     stand_in,
     whole_graph,
 )
-from autoshard.export.rank_graph.cache.last_tokens import keep_last_tokens
-from autoshard.export.rank_graph.cache.rewriting import LENGTHS, with_cache
+from autoshard.export.rank_graph.cache.last_tokens import KeepLastTokens
+from autoshard.export.rank_graph.cache.rewriting import WithCache

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.export.rank_graph.cache.axes import (
+from autoshard.export.rank_graph.core_operators import POINTWISE
+from autoshard.export.rank_graph.evaluation import (
     Mixed,
     Numbers,
     Place,
@@ -23,7 +24,6 @@ from autoshard.export.rank_graph.cache.axes import (
     reads,
     reshaped,
 )
-from autoshard.export.rank_graph.core_operators import POINTWISE
 from autoshard.export.rank_graph.operators import attention
 
 aten = torch.ops.aten

@@ -18,53 +18,65 @@ behind it computes a token by itself is what carrying.py has shown.
 from __future__ import annotations
 
 import operator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from autoshard.export.rank_graph.cache.axes import depends, reads
+from autoshard.export.rank_graph.evaluation import depends, reads
+from autoshard.export.rank_graph.graph import CACHES, add_input, inputs_of
 from autoshard.export.rank_graph.operators import attention, update_cache
+from autoshard.export.rank_graph.tidy import propagate
+from autoshard.passes import Context, Report
+from autoshard.runtime.graph_meta import ROLE
 
 aten = torch.ops.aten
 
 LAST = "last_tokens"
 
 
-def keep_last_tokens(
-    gm: fx.GraphModule, lengths: str, sequence: str, outputs: int, mode: Any
-) -> dict[str, str]:
-    """Rewrite `gm.graph` in place; the role of the new input by its name, nothing where there is
-    more than one output, or no one value of [batch, tokens, ...] that it is computed from.
+@dataclass(frozen=True)
+class KeepLastTokens:
+    """See the module's text. sequence: the symbol of the number of tokens.
 
-    lengths: target of the placeholder of the cached lengths, [batch], before the new one. sequence:
-    the symbol of the number of tokens. outputs: how many the model has; those of the caches follow.
-    Values of new and rewritten nodes are left to `propagate`.
+    Not done: with more than one output, or no one value of [batch, tokens, ...] that it is computed
+    from.
     """
-    graph = gm.graph
-    results: Any = graph.output_node().args[0]
-    if outputs != 1:
-        return {}
-    (given,) = [n for n in graph.find_nodes(op="placeholder") if n.target == lengths]
-    (batch,) = given.meta["val"].shape
-    found = _narrowest(graph, results[0], str(batch), sequence)
-    if found is None:
-        return {}
-    source, behind = found
-    val = source.meta["val"]
-    with graph.inserting_after(given):
-        last = graph.placeholder(LAST)
-    with mode:
-        last.meta["val"] = torch.empty((batch,), dtype=torch.int32)
-    with graph.inserting_before(source.next):
-        index = graph.call_function(aten._to_copy.default, (last,), {"dtype": torch.int64})
-        for dim in range(1, val.dim()):
-            index = graph.call_function(aten.unsqueeze.default, (index, dim))
-        index = graph.call_function(aten.expand.default, (index, [-1, 1, *val.shape[2:]]))
-        cut = graph.call_function(aten.gather.default, (source, 1, index))
-    cut.meta = {k: v for k, v in source.meta.items() if k != "val"}
-    _rewrite(graph, behind, source, cut, sequence)
-    return {LAST: "last_tokens"}
+
+    name: ClassVar[str] = "keep_last_tokens"
+    optional: ClassVar[bool] = True
+
+    sequence: str
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+        """Rewrite `gm.graph` in place."""
+        report, graph = Report(self.name), gm.graph
+        results: Any = graph.output_node().args[0]
+        outputs = len(results) - len(inputs_of(graph, *CACHES))
+        if outputs != 1:
+            report.skip(graph.output_node(), f"the model has {outputs} outputs, not one")
+            return report
+        (given,) = inputs_of(graph, "lengths")
+        (batch,) = given.meta["val"].shape
+        found = _narrowest(graph, results[0], str(batch), self.sequence)
+        if found is None:
+            report.skip(results[0], "no one value of the tokens is all that it is computed from")
+            return report
+        source, behind = found
+        val = source.meta["val"]
+        last = add_input(given, LAST, (batch,), torch.int32, **{ROLE: LAST})
+        with graph.inserting_before(source.next):
+            index = graph.call_function(aten._to_copy.default, (last,), {"dtype": torch.int64})
+            for dim in range(1, val.dim()):
+                index = graph.call_function(aten.unsqueeze.default, (index, dim))
+            index = graph.call_function(aten.expand.default, (index, [-1, 1, *val.shape[2:]]))
+            cut = graph.call_function(aten.gather.default, (source, 1, index))
+        cut.meta = {k: v for k, v in source.meta.items() if k != "val"}
+        _rewrite(graph, behind, source, cut, self.sequence)
+        propagate(graph)
+        report.hits += 1
+        return report
 
 
 def _narrowest(

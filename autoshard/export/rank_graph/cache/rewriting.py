@@ -25,73 +25,89 @@ of the operator that looks further.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from autoshard.export.errors import export_error
 from autoshard.export.rank_graph.attention_forms import CachedMasks, Sight, is_expanded
-from autoshard.export.rank_graph.cache.axes import PRIMES, Mixed, Place, Places, found_in, reads
 from autoshard.export.rank_graph.cache.carrying import Carrier
-from autoshard.export.rank_graph.cache.lookups import Lookups
-from autoshard.export.rank_graph.cache.tables import Tables
+from autoshard.export.rank_graph.cache.tables import PositionTable, Tables
+from autoshard.export.rank_graph.core_operators import POINTWISE
+from autoshard.export.rank_graph.evaluation import (
+    PRIMES,
+    Mixed,
+    Place,
+    Places,
+    found_in,
+    reads,
+    symbol_of,
+)
+from autoshard.export.rank_graph.graph import add_input, inputs_of
 from autoshard.export.rank_graph.operators import LOWER_RIGHT, NONE, attention, update_cache
+from autoshard.export.rank_graph.tidy import propagate
+from autoshard.passes import Context, Report
+from autoshard.runtime.graph_meta import ROLE, SIGHT
 
 aten = torch.ops.aten
 
 LENGTHS = "past_lengths"
 
 
-def with_cache(
-    gm: fx.GraphModule,
-    inputs: list[str],
-    constants: dict[str, torch.Tensor],
-    sizes: Mapping[str, str],
-    sights: Mapping[fx.Node, Sight],
-    max_length: int,
-    mode: Any,
-) -> dict[str, str]:
-    """Rewrite `gm.graph` in place; the role of each new input, by its name, in order.
+@dataclass(frozen=True)
+class WithCache:
+    """See the module's text. sizes: the name of each symbol. max_length: tokens a cache holds."""
 
-    inputs: targets of the caller's placeholders; the first has the tokens, [batch, sequence].
-    constants: by placeholder; tables are added. sizes: the name of each symbol. sights: what the
-    queries of each attention see, where it is known. max_length: tokens a cache holds. Raises
-    ExportError for attention that is not causal over the sequence, and for any other operator that
-    computes a token from others or from the length.
-    """
-    graph = gm.graph
-    by_name = {str(n.target): n for n in graph.find_nodes(op="placeholder")}
-    given = [by_name[name] for name in inputs]
-    nodes = graph.find_nodes(op="call_function", target=attention)
-    if not nodes:
-        raise export_error(
-            "the model has no attention, whose keys and values a cache holds; the state of a "
-            "state-space model is in none",
-            remedy="Export without a cache (no max_length), or a Hugging Face directory.",
-        )
-    if "sequence" not in sizes.values():
-        raise export_error(
-            "a key-value cache needs a sequence of any length, and this has one length only",
-            remedy="Give dynamic={'sequence': (1, longest, longest)}.",
-        )
-    sequence = given[0].meta["val"].shape[1]
-    # what is attended to whole, such as an encoder's keys, is in no cache
-    (symbol,) = [symbol for symbol, name in sizes.items() if name == "sequence"]
-    nodes = [node for node in nodes if reads(node.args[1], symbol)]  # type: ignore[arg-type]
-    for node in nodes:
-        _check(node, sights.get(node), sequence)
-    tables = Tables(graph, constants, sizes, set(given), max_length)
-    batch = _carried(tables, given)
-    lengths, roles = _caches(graph, given[0], nodes, sights, constants, max_length, mode)
-    try:
-        Lookups(tables, batch, given[0], lengths).write()
-    except Mixed as mixed:
-        raise _refusal(mixed, None) from None
-    return roles
+    name: ClassVar[str] = "with_cache"
+    optional: ClassVar[bool] = False
+
+    sizes: Mapping[str, str]
+    max_length: int
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+        """Rewrite `gm.graph` in place, whose first input has the tokens, [batch, sequence].
+
+        Raises ExportError for attention that is not causal over the sequence, and for any other
+        operator that computes a token from others or from the length.
+        """
+        report, graph = Report(self.name), gm.graph
+        given = inputs_of(graph)
+        nodes = graph.find_nodes(op="call_function", target=attention)
+        if not nodes:
+            raise export_error(
+                "the model has no attention, whose keys and values a cache holds; the state of a "
+                "state-space model is in none",
+                remedy="Export without a cache (no max_length), or a Hugging Face directory.",
+            )
+        symbol = symbol_of(self.sizes, "sequence")
+        if symbol is None:
+            raise export_error(
+                "a key-value cache needs a sequence of any length, and this has one length only",
+                remedy="Give dynamic={'sequence': (1, longest, longest)}.",
+            )
+        cached = []
+        for node in nodes:
+            if reads(node.args[1], symbol):
+                _check(node, given[0].meta["val"].shape[1])
+                cached.append(node)
+            else:
+                report.skip(node, "it attends to what no token of the sequence decides")
+        tables = Tables(graph, self.sizes, set(given), self.max_length)
+        batch = _carried(tables, given)
+        lengths = _caches(graph, given[0], cached, self.max_length)
+        try:
+            Lookups(tables, batch, given[0], lengths).write()
+        except Mixed as mixed:
+            raise _refusal(mixed, None) from None
+        report.hits += len(cached)
+        propagate(graph)
+        return report
 
 
-def _check(node: fx.Node, sight: Sight | None, sequence: Any) -> None:
+def _check(node: fx.Node, sequence: Any) -> None:
+    sight: Sight | None = node.meta.get(SIGHT)
     query, key = (n.meta["val"] for n in node.args[:2])  # type: ignore[union-attr]
     if sight is None or not sight.causal:
         raise export_error(
@@ -170,43 +186,25 @@ def _refusal(mixed: Mixed, node: fx.Node | None) -> Exception:
     )
 
 
-def _caches(
-    graph: fx.Graph,
-    ids: fx.Node,
-    nodes: list[fx.Node],
-    sights: Mapping[fx.Node, Sight],
-    constants: dict[str, torch.Tensor],
-    max_length: int,
-    mode: Any,
-) -> tuple[fx.Node, dict[str, str]]:
-    """Inputs and outputs for the keys and values of each attention; the input of the past lengths,
-    and the role of each new one."""
+def _caches(graph: fx.Graph, ids: fx.Node, nodes: list[fx.Node], max_length: int) -> fx.Node:
+    """Inputs and outputs for the keys and values of each attention; the input of the past
+    lengths."""
     batch = ids.meta["val"].shape[0]
-
-    def placeholder(name: str, shape: tuple[Any, ...], dtype: torch.dtype, after: fx.Node) -> Any:
-        with graph.inserting_after(after):
-            made = graph.placeholder(name)
-        with mode:
-            made.meta["val"] = torch.empty(shape, dtype=dtype)
-        return made
-
-    last = lengths = placeholder(LENGTHS, (batch,), torch.int32, ids)
-    roles = {LENGTHS: "lengths"}
+    last = lengths = add_input(ids, LENGTHS, (batch,), torch.int32, **{ROLE: "lengths"})
     caches = []
     for i, node in enumerate(nodes):
         pair = []
         for kind, operand in zip(("key", "value"), node.args[1:3]):
-            _, heads, _, width = operand.meta["val"].shape  # type: ignore[union-attr]
-            name = f"{kind}_cache_{i}"
-            dtype = operand.meta["val"].dtype  # type: ignore[union-attr]
-            last = placeholder(name, (batch, heads, max_length, width), dtype, last)
-            roles[name] = f"{kind}_cache"
+            val = operand.meta["val"]  # type: ignore[union-attr]
+            shape = (batch, val.shape[1], max_length, val.shape[3])
+            role = f"{kind}_cache"
+            last = add_input(last, f"{role}_{i}", shape, val.dtype, **{ROLE: role})
             pair.append(last)
         caches.append(pair)
     with graph.inserting_before(_first_call(graph)):
         size = graph.call_function(aten.sym_size.int, (ids, 1))
         total = graph.call_function(aten.add.Tensor, (lengths, size))
-    masks = CachedMasks(graph, constants, lengths, size, max_length)
+    masks = CachedMasks(lengths, size, max_length)
     results = []
     for node, pair in zip(nodes, caches):
         operands = []
@@ -215,17 +213,128 @@ def _caches(
                 new = graph.call_function(update_cache, (cache, operand, lengths))
                 new.meta = {k: v for k, v in node.meta.items() if k != "val"}
                 operands.append(new)
-        if sights[node].plain and not is_expanded(node):
+        if node.meta[SIGHT].plain and not is_expanded(node):
             node.args = (node.args[0], *operands, None, total)
             node.kwargs = {**node.kwargs, "causal": LOWER_RIGHT}
         else:
-            node.args = (node.args[0], *operands, masks.of(node, sights[node]))
+            node.args = (node.args[0], *operands, masks.of(node, node.meta[SIGHT]))
             node.kwargs = {**node.kwargs, "causal": NONE}
         results += operands
     output = graph.output_node()
     output.args = ((*output.args[0], *results),)  # type: ignore[misc]
-    return lengths, roles
+    return lengths
 
 
 def _first_call(graph: fx.Graph) -> fx.Node:
     return next(n for n in graph.nodes if n.op not in ("placeholder",))
+
+
+_BROADCAST = frozenset((*POINTWISE, aten.matmul.default, aten.addmm.default))
+
+
+class Lookups:
+    """The lookups of a graph with a cache. batches: where the batch lies in each value that an
+    input decides. lengths: how many tokens of each row are cached, int32 [batch]."""
+
+    def __init__(self, tables: Tables, batches: Places, tokens: fx.Node, lengths: fx.Node) -> None:
+        self.tables, self.batches, self.graph = tables, batches, tables.graph
+        extent = tokens.meta["val"].shape[0]
+        first = next(n for n in self.graph.nodes if n.op != "placeholder")
+        with self.graph.inserting_before(first):
+            self.size = self._call(aten.sym_size.int, tokens, 1)
+            self.rows = (
+                extent if isinstance(extent, int) else self._call(aten.sym_size.int, tokens, 0)
+            )
+            steps = self.graph.call_function(
+                aten.arange.start_step, (0, self.size, 1), {"dtype": torch.int64}
+            )
+            start = self.graph.call_function(
+                aten._to_copy.default, (lengths,), {"dtype": torch.int64}
+            )
+            column = self._call(aten.unsqueeze.default, start, 1)
+            self.positions = self._call(aten.add.Tensor, column, steps)
+        self._found: dict[Any, fx.Node] = {}
+        self._made: dict[Any, fx.Node] = {}
+
+    def write(self) -> None:
+        """Replace each table that a value of an input is computed with. Raises Mixed."""
+        for reader in list(self.graph.nodes):
+            if reader not in self.tables.of_input or reader.op != "call_function":
+                continue
+            for node in dict.fromkeys(reader.all_input_nodes):
+                if node in self.tables:
+                    try:
+                        reader.replace_input_with(node, self._lookup(node, reader))
+                    except Mixed as mixed:
+                        mixed.node = mixed.node or node
+                        raise
+
+    def _lookup(self, node: fx.Node, reader: fx.Node) -> fx.Node:
+        """The value of `node` at the positions of each row, as `reader` is to read it."""
+        rank = node.meta["val"].dim()
+        shape = self.tables.primes.shape(node)
+        own = [dim for dim, size in enumerate(shape) if size % PRIMES["batch"] == 0]
+        place = self.tables.place(node)
+        joined = place is not None and own == [place.dim]
+        wanted = own[0] if own and not joined else None
+        added = 0
+        if not own and self.rows != 1:
+            batch = self.batches.get(reader)
+            if batch is None or not batch.alone:
+                raise Mixed("is read where the rows of the batch cannot be told apart")
+            wide = reader.meta["val"].dim() if reader.target in _BROADCAST else rank
+            wanted = batch.dim - (wide - rank)
+            if wanted < 0:
+                added, wanted = -wanted, 0
+            if reader.target is aten.matmul.default and batch.dim >= wide - 2:
+                raise Mixed("is multiplied by the rows of the batch")
+        key = (node, wanted, added)
+        if key not in self._made:
+            table = self.tables.table(node, None if added else wanted)
+            self._made[key] = self._shaped(table, node, joined, wanted, added)
+        return self._made[key]
+
+    def _shaped(
+        self, table: PositionTable, node: fx.Node, joined: bool, batch: int | None, added: int
+    ) -> fx.Node:
+        """Rows of a table with the tokens in its own dim, and the batch in dim `batch` of the
+        value, before which `added` dims are put; or joined with the tokens in one dim."""
+        shape = [1] * added + table.shape
+        dim = table.dim + added
+        taken = {dim} if batch is None else {dim, batch}
+        others = [d for d in range(len(shape)) if d not in taken]
+        with self.graph.inserting_before(node):
+            made = self._rows(table, node)
+            order = [dim, *others] if batch is None else [batch, dim, *others]
+            if batch is None or len(others) != int(table.node is not None):
+                lead = [-1 if joined else self.size] if batch is None else [self.rows, self.size]
+                sizes = [*lead, *(shape[d] for d in others)]
+                made = self._call(aten.reshape.default, made, sizes)
+            back = [order.index(d) for d in range(len(shape))]
+            if back != sorted(back):
+                made = self._call(aten.permute.default, made, back)
+        if made is not self.positions:
+            made.meta = {k: v for k, v in node.meta.items() if k != "val"}
+        return made
+
+    def _rows(self, table: PositionTable, node: fx.Node) -> fx.Node:
+        """[batch, sequence, others], or the numbers themselves, [batch, sequence]."""
+        positions = self.positions
+        if table.start:
+            positions = self._shared(aten.add.Tensor, positions, table.start)
+        if table.node is None:
+            return positions
+        if table.node.op == "placeholder":
+            return self._shared(aten.embedding.default, table.node, positions)
+        return self._call(aten.embedding.default, table.node, positions)
+
+    def _shared(self, target: Any, *args: Any) -> fx.Node:
+        """One node for all readers, before the first: its operands are there from the start."""
+        if (target, args) not in self._found:
+            last = next((a for a in args if a in self._found.values()), self.positions)
+            with self.graph.inserting_after(last):
+                self._found[target, args] = self._call(target, *args)
+        return self._found[target, args]
+
+    def _call(self, target: Any, *args: Any) -> fx.Node:
+        return self.graph.call_function(target, args)

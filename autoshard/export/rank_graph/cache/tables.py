@@ -21,9 +21,18 @@ import torch
 from torch import fx
 
 from autoshard.export.errors import export_error
-from autoshard.export.rank_graph.cache.axes import PRIMES, Mixed, Numbers, Place, found_in, reads
 from autoshard.export.rank_graph.cache.carrying import Carrier
-from autoshard.export.rank_graph.evaluation import Unknown, computed
+from autoshard.export.rank_graph.evaluation import (
+    PRIMES,
+    Mixed,
+    Numbers,
+    Place,
+    Unknown,
+    computed,
+    found_in,
+    reads,
+)
+from autoshard.export.rank_graph.graph import Constants
 
 aten = torch.ops.aten
 
@@ -46,19 +55,19 @@ class PositionTable:
 class Tables:
     """The values of a graph that the sequence decides and no input does.
 
-    constants: by placeholder; tables are added. sizes: the name of each symbol. inputs: the
-    placeholders of the caller. length: tokens the cache holds.
+    sizes: the name of each symbol. inputs: the placeholders of the caller. length: tokens the
+    cache holds.
     """
 
     def __init__(
         self,
         graph: fx.Graph,
-        constants: dict[str, torch.Tensor],
         sizes: Mapping[str, str],
         inputs: set[fx.Node],
         length: int,
     ) -> None:
-        self.graph, self.constants, self.sizes, self.length = graph, constants, sizes, length
+        self.graph, self.sizes, self.length = graph, sizes, length
+        self._constants = Constants(graph, "table")
         (self.sequence,) = [symbol for symbol, name in sizes.items() if name == "sequence"]
         self.primes = Numbers({symbol: PRIMES[name] for symbol, name in sizes.items()})
         self.of_input, self._moving = set(inputs), set[fx.Node]()
@@ -73,7 +82,6 @@ class Tables:
         self._known: dict[tuple[int, int], dict[fx.Node, Any]] = {}
         self._places: dict[fx.Node, Place | None] = {}
         self._copies: dict[fx.Node, fx.Node] = {}
-        self._held: list[tuple[torch.Tensor, fx.Node]] = []
 
     def __contains__(self, node: fx.Node) -> bool:
         """Whether a node is a tensor that the sequence decides and no input does."""
@@ -121,7 +129,7 @@ class Tables:
             value = first
         rows = value.movedim(place.dim, 0).reshape(self.length, -1)
         start = _counted(rows)
-        held = None if start is not None else self._constant(rows.contiguous(), node)
+        held = None if start is not None else self._constants.node(rows)
         return PositionTable(held, start or 0, list(value.shape), place.dim)
 
     @property
@@ -134,7 +142,7 @@ class Tables:
     def _value(self, node: fx.Node, length: int, batch: int = 1) -> Any:
         known = self._known.setdefault((length, batch), {})
         numbers = {s: {"batch": batch, "sequence": length}[n] for s, n in self.sizes.items()}
-        return computed(node, self.constants, numbers, known)
+        return computed(node, numbers, known)
 
     def _pure(self, node: fx.Node) -> bool:
         """Whether sizes and constants decide a value."""
@@ -214,7 +222,7 @@ class Tables:
                 place = self.place(other)
                 if place is None:
                     raise Mixed("depends on how many tokens there are")
-                return self._constant(self._proven(other, place), other)
+                return self._constants.node(self._proven(other, place))
             return self._copy(other)
 
         with self.graph.inserting_before(node):
@@ -254,21 +262,6 @@ class Tables:
                 made = self.graph.call_function(aten.reshape.default, (made, [self.length, -1]))
         made.meta = {k: v for k, v in node.meta.items() if k != "val"}
         return made
-
-    def _constant(self, value: torch.Tensor, node: fx.Node) -> fx.Node:
-        for held, placeholder in self._held:
-            same = held.dtype == value.dtype and held.shape == value.shape
-            if same and torch.equal(held, value):
-                return placeholder
-        name = f"table_{len(self._held)}"
-        last = self.graph.find_nodes(op="placeholder")[-1]
-        with self.graph.inserting_after(last):
-            placeholder = self.graph.placeholder(name)
-        with node.meta["val"].fake_mode:
-            placeholder.meta["val"] = torch.empty(value.shape, dtype=value.dtype)
-        self.constants[name] = value.clone()
-        self._held.append((value, placeholder))
-        return placeholder
 
 
 def _counted(rows: torch.Tensor) -> int | None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from autoshard.export.to_tensorrt.converters import (  # imported to register
     attention,
     collectives,
-    convolutions,
     lookups,
     pointwise,
     products,
-    quantized,
     reductions,
     shapes,
 )

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx
 
-from autoshard.export.decoder.anchors import Anchors
+from autoshard.export.decoder.anchors import Anchors, AttentionSite
 from autoshard.export.decoder.probing import evaluate, sources
 from autoshard.export.decoder.rotary import rotation
-from autoshard.export.decoder.sites import AttentionSite
 from autoshard.export.decoder.structure import Attention, Linear, Norm, Rotary
 from autoshard.export.errors import export_error
 from autoshard.export.serial_graph import ModelGraph

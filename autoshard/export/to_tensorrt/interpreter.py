@@ -3,11 +3,15 @@
 It reads the network that TensorRT holds, not the converter's intentions, and every value it
 computes must have the type and the known sizes that TensorRT inferred. A collective does what its
 recorded arguments say: with a wrong reduction the numbers are wrong, with one rank it does nothing.
+
+A layer of collectives does not tell its operation, its reduction or its groups once it is made,
+and attention is no layer that can be listed; both are recorded at the call, by `Spy`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +20,52 @@ from autoshard.export.errors import export_error
 from autoshard.export.rank_graph import RankGraph, stand_in
 from autoshard.export.to_tensorrt.build import Network
 from autoshard.export.to_tensorrt.converters import DTYPES, QUANTIZED_DTYPES
-from autoshard.export.to_tensorrt.interpreter.layers import LAYERS, attend, unpacked
-from autoshard.export.to_tensorrt.spy import Spy
+from autoshard.export.to_tensorrt.interpreted_layers import LAYERS, attend, unpacked
 from autoshard.runtime.collectives import Axis, all_gather, all_reduce, all_to_all
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One call of add_dist_collective, as it arrived. layer: what TensorRT returned."""
+
+    operation: str
+    reduction: str
+    root: Any
+    groups: Any
+    layer: Any
+
+    @property
+    def arguments(self) -> tuple[str, str, Any, Any, int]:
+        """What decides what the collective does, the number of ranks as the layer has it now."""
+        return self.operation, self.reduction, self.root, self.groups, self.layer.num_ranks
+
+
+class Spy:
+    """Stands in for an INetworkDefinition: forwards everything, and records."""
+
+    def __init__(self, network: Any) -> None:
+        self.network = network
+        self.collectives: list[Recorded] = []
+        self.attentions: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.network, name)
+
+    def add_dist_collective(self, *args: Any) -> Any:
+        """As INetworkDefinition's: (input, operation, reduction, root, groups)."""
+        layer = self.network.add_dist_collective(*args)
+        if layer is not None:
+            _, operation, reduction, root, groups = args
+            self.collectives.append(Recorded(operation.name, reduction.name, root, groups, layer))
+        return layer
+
+    def add_attention_v2(self, *args: Any) -> Any:
+        """As INetworkDefinition's."""
+        made = self.network.add_attention_v2(*args)
+        if made is not None:
+            self.attentions.append(made)
+        return made
+
 
 _EXPECTED = {
     "all_reduce": ("ALL_REDUCE", "SUM"),

@@ -1,4 +1,4 @@
-"""A mixture in the graph of a rank, as every_token.py wrote it and the plan left it."""
+"""A mixture in the graph of a rank, as traced_model.py wrote it and the plan left it."""
 
 from __future__ import annotations
 
