@@ -110,11 +110,9 @@ class ProcessJob:
         if not drawn:
             return model
         inner = self.options.get("inner", "aot_eager")
-        return torch.compile(
-            model,
-            backend="autoshard",
-            options={"rng": "invariant", "inner": inner, "planner": {"recover_masks": False}},
-        )
+        options: dict[str, Any] = {"rng": "invariant", "inner": inner}
+        options["planner"] = {"recover_masks": False}
+        return torch.compile(model, backend="autoshard", options=options)
 
     def _exact(
         self, model: nn.Module, parts: Mapping[int, Any], drawn: bool, notes: list[str]

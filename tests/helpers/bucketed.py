@@ -16,21 +16,21 @@ from autoshard.runtime.graph_meta import BUCKET
 from models import CASES
 from traced import builder
 
+_built: dict[str, Program] = {}
+
 
 def program(mesh: dict[str, int], **config: Any) -> Program:
     """The tiny Llama's program; traced once, built once for each mesh and configuration."""
-    return _program(tuple(mesh.items()), tuple(config.items()))
+    key = repr((mesh, config))
+    if key not in _built:
+        _built[key] = _build()(mesh, **config)
+    return _built[key]
 
 
 @functools.cache
 def _build() -> Callable[..., Program]:
     case = CASES["llama"]
     return builder(case.make_model(), (), case.make_batch(0))
-
-
-@functools.cache
-def _program(mesh: tuple[Any, ...], config: tuple[Any, ...]) -> Program:
-    return _build()(dict(mesh), **dict(config))
 
 
 def reductions(shapes: list[list[int]], kinds: list[str] | None = None) -> fx.GraphModule:

@@ -108,13 +108,9 @@ def gathers(sizes: list[object], group: str = "offline:dp") -> fx.GraphModule:
     ("sizes", "left", "options"),
     [
         ([64, 8, 200], 1, {}),  # one flat result
-        ([64, 8, 200], 3, {"planner": {"bucket_bytes": 1}}),
+        ([64, 8, 200], 3, {"bucket_bytes": 1}),
         ([64, 8, 200], 3, {"apart": "offline:dp"}),  # of the group that stays
-        (
-            [64, 8, 200],
-            2,
-            {"planner": {"bucket_bytes": 8 * 200}},
-        ),  # what fills a bucket stays alone
+        ([64, 8, 200], 2, {"bucket_bytes": 8 * 200}),  # what fills a bucket stays alone
         ([64, 8, "read"], 2, {}),  # made from another's result: its place is not free
     ],
 )

@@ -295,11 +295,8 @@ def test_memory_is_what_a_step_holds() -> None:
     """Of a head that is most of the model; scratch space inside of the operator included."""
     torch.compiler.reset()
     model, ids = Head(), torch.randint(0, V, (B, S))
-    options: dict[str, Any] = {
-        "memory": {"chunk_loss": True},
-        "inner": "aot_eager",
-        "mesh": {"tp": 1},
-    }
+    chunked = {"chunk_loss": True}
+    options: dict[str, Any] = {"memory": chunked, "inner": "aot_eager", "mesh": {"tp": 1}}
     predicted = [
         autoshard.trace(model, (ids,), **{**options, "memory": {"chunk_loss": how}}).memory("sgd")
         for how in (True, False)

@@ -111,14 +111,12 @@ def test_a_row_that_does_not_fit_says_that_it_would() -> None:
     with torch.device("meta"):
         model, batch = Deep(), torch.zeros(4, 256)
 
-    def row(budget: int, **options: Any) -> Any:
-        mesh = {"dp_shard": 2}
-        found = search_meshes(
-            model, (batch,), world=2, mesh=mesh, memory={"budget": budget}, **options
-        )
+    def row(budget: int, states: str = "device") -> Any:
+        memory = {"budget": budget, "optimizer_states": states}
+        found = search_meshes(model, (batch,), world=2, mesh={"dp_shard": 2}, memory=memory)
         return found.rows[0]
 
-    free, there = row(1 << 40), row(1 << 40, memory={"optimizer_states": "host"})
+    free, there = row(1 << 40), row(1 << 40, "host")
     assert free.memory.total - there.memory.total == free.memory.optimizer == 2 * 4 * 262_144
     assert there.host_update.nbytes == free.memory.optimizer and free.host_update is None
     assert there.timing.step - free.timing.step == pytest.approx(
@@ -127,7 +125,7 @@ def test_a_row_that_does_not_fit_says_that_it_would() -> None:
     remedy = "the optimizer's states on the host (memory.optimizer_states=host)"
     between = row(there.memory.total)
     assert not between.fits and remedy in between.unfit
-    assert row(there.memory.total, memory={"optimizer_states": "host"}).fits
+    assert row(there.memory.total, "host").fits
     assert remedy not in row(there.memory.total // 2).unfit
 
 

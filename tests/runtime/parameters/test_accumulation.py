@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 from collections import Counter
 from pathlib import Path
@@ -23,11 +22,10 @@ from models import CASES
 from side_by_side import difference, whole
 
 
-@functools.cache
-def program(mesh: tuple[tuple[str, int], ...], microbatch: str, **config: Any) -> Program:
+def program(mesh: Sizes, microbatch: str, **config: Any) -> Program:
     case = CASES["mlp"]
     return autoshard.trace(
-        case.make_model(), (), case.make_batch(0), mesh=dict(mesh), microbatch=microbatch, **config
+        case.make_model(), (), case.make_batch(0), mesh=mesh, microbatch=microbatch, **config
     )
 
 
@@ -59,7 +57,7 @@ def test_reductions_of_each_microbatch(
     """One collective a parameter (bucket_bytes=1) and a reduction, exactly."""
 
     def made(microbatch: str) -> tuple[dict[Any, int], int, Program]:
-        found = program(tuple(mesh.items()), microbatch, planner={"bucket_bytes": 1}, **config)
+        found = program(mesh, microbatch, planner={"bucket_bytes": 1}, **config)
         backward = [c for c in found.collectives() if c.phase == "backward"]
         reductions = Counter((c.op, c.axis) for c in backward if c.axis != "tp")
         gathers = reductions.pop(("all_gather", "dp_shard"), 0)
@@ -81,7 +79,7 @@ def test_reductions_of_each_microbatch(
 
 def test_an_accumulating_backward_returns_no_gradient() -> None:
     """What is not reduced reaches no parameter: `.grad` stays as it is."""
-    backward = program((("dp_replicate", 2),), "accumulate").joint.backward
+    backward = program(DDP, "accumulate").joint.backward
     assert backward is not None
     output = backward.graph.output_node().args[0]
     assert all(each is None for each in output)  # type: ignore[union-attr]

@@ -207,12 +207,8 @@ class Dropping(nn.Module):
 
 
 def tracked(model: nn.Module, x: torch.Tensor, tp: int) -> tuple[Program, list[Any]]:
-    options = {
-        "mesh": {"tp": tp},
-        "rng": "tracker",
-        "planner": {"sequence_parallel": False},
-        "hardware": "h100",
-    }
+    whole = {"sequence_parallel": False}
+    options = {"mesh": {"tp": tp}, "rng": "tracker", "planner": whole, "hardware": "h100"}
     (program,), values = programs(model, (x,), [options])
     return program, values
 
