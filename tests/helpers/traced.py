@@ -115,23 +115,23 @@ def drawn_cluster(seed: int, names: Iterable[str]) -> DrawnCluster:
 
 
 def given_to(
-    planner: str, model: nn.Module, x: torch.Tensor, machine: Cluster, **options: Any
+    called: str, model: nn.Module, x: torch.Tensor, machine: Cluster, **options: Any
 ) -> tuple[Any, ...]:
     """The arguments with which a function of the planner is called for the graph of `model(x)`.
 
-    planner: as building/planned.py names it. options: fields of Config, mesh among them.
+    called: as building/planned.py names it. options: fields of Config, mesh among them.
     """
     found: list[tuple[Any, ...]] = []
-    called = getattr(planned, planner)
+    function = getattr(planned, called)
 
     def recorded(*arguments: Any) -> Any:
         found.append(arguments)
-        return called(*arguments)
+        return function(*arguments)
 
     def plan(*graph: Any) -> Program:
         config = Config.from_options({**QUICKLY, **options})
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(planned, planner, recorded)
+            patch.setattr(planned, called, recorded)
             mesh = offline_mesh(dict(options["mesh"]), 0)
             return build_program(*graph, mesh, config, machine)
 

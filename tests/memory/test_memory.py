@@ -279,9 +279,9 @@ def build(recompute: bool = False) -> Callable[..., Program]:
 
 @functools.cache
 def program(
-    zero: int = 3, recompute: bool = False, axis: str = "dp_shard", **options: Any
+    zero: int = 3, recompute: bool = False, axis: str = "dp_shard", bucket_bytes: int | None = None
 ) -> Program:
-    return build(recompute)({axis: 8}, zero=zero, **options)
+    return build(recompute)({axis: 8}, zero=zero, planner={"bucket_bytes": bucket_bytes})
 
 
 def test_recomputation_keeps_less_and_peaks_lower() -> None:
@@ -296,7 +296,7 @@ def test_stages_of_zero() -> None:
     """Kept weights count as gathered, not as activations; a bucket at a time is less."""
     three, two = (program(zero).memory(inner="aot_eager") for zero in (3, 2))
     assert three.activations == two.activations and three.peak < two.peak
-    small = program(3, planner={"bucket_bytes": 200_000}).memory(inner="aot_eager")
+    small = program(3, bucket_bytes=200_000).memory(inner="aot_eager")
     assert small.gathered < 0.6 * three.gathered and small.peak < three.peak
     whole = program(axis="dp_replicate").memory(inner="aot_eager")
     assert whole.parameters == 8 * three.parameters and whole.optimizer > 7 * three.optimizer

@@ -58,8 +58,8 @@ def both(gloo2: Any, *args: Any) -> list[tuple[str, str]]:
         ({"outputs": "replicate"}, "option outputs: 'lazy'", "rank 1: option outputs: 'repl"),
         (
             {"planner": {"sequence_parallel": False}},
-            "option sequence_parallel",
-            "rank 1: option seq",
+            "option planner.sequence_parallel",
+            "rank 1: option planner.seq",
         ),
         ({"memory": {"budget": 10}}, "memory budget of 10", "rank 1: PlanError"),
     ],

@@ -146,7 +146,7 @@ def serial_gradients(model: nn.Module, step: int, ranks: int, option: Any) -> li
         }
         ids = batch(step).chunk(ranks)[rank]
         torch.func.functional_call(model, low, (ids,)).backward()
-        scale = 1 if option.get("gradient_reduction") == "sum" else ranks
+        scale = 1 if option.get("gradients", {}).get("reduction") == "sum" else ranks
         each.append([None if p.grad is None else p.grad.to(reduce) / scale for p in low.values()])
     total = []
     for grads in zip(*each):
