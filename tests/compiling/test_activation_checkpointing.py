@@ -43,17 +43,19 @@ class FeedForward(nn.Module):
 @functools.cache
 def checkpointed(sequence: bool) -> dict[str, Program]:
     """Two checkpointed blocks under each policy, and without checkpointing ("off")."""
-    settings = {"mesh": {"tp": N}, "hardware": "h100", "planner": {"sequence_parallel": sequence}}
+    settings = {"mesh": {"tp": N}, "hardware": "h100"}
     x = torch.zeros(1, TOKENS, HIDDEN, device="meta", requires_grad=True)
     found: dict[str, Program] = {}
     for how, names in (("full", POLICIES), ("off", ("off",))):
         torch.compiler.reset()
         with torch.device("meta"):
             model = Stack(how, FeedForward)
-        options = [
-            settings if how == "off" else {**settings, "planner": {"recompute_collectives": name}}
+        planner = [
+            {"sequence_parallel": sequence}
+            | ({} if how == "off" else {"recompute_collectives": name})
             for name in names
         ]
+        options = [{**settings, "planner": one} for one in planner]
         found.update(zip(names, programs(model, (x,), options)[0], strict=True))
     return found
 
