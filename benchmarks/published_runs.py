@@ -145,9 +145,9 @@ def priced(run: Run, layers: int, machine: Cluster) -> MeshPrice:
         mesh=run.mesh,
         hardware=roomy,
         training=training,
-        bucket_bytes=one_layer // ranks,
+        planner={"bucket_bytes": one_layer // ranks},
         precision={"reduce": run.reduced},
-        defer_reduction=run.deferred,
+        gradients={"defer": run.deferred},
         plan=plan,
     )
     return found.rows[0]
