@@ -135,6 +135,29 @@ def test_one_linear_layer_by_hand() -> None:
     assert took.step == pytest.approx(64.0, rel=1e-3)
 
 
+class Widths(nn.Module):
+    """A linear layer, and one of so many columns."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(16, 32), nn.Parameter(torch.empty(columns, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = nn.functional.linear(x, self.head)
+        return torch.cat([self.body(x), made], -1).square().mean()
+
+
+def test_a_product_without_columns_takes_no_time() -> None:
+    def step(columns: int) -> float:
+        torch.compiler.reset()
+        with torch.device("meta"):
+            model, x = Widths(columns), torch.empty(4, 16)
+        (row,) = search_meshes(model, (x,), world=2, mesh={"tp": 2}, hardware="h100").rows
+        return row.timing.compute
+
+    assert 0 < step(0) < step(64)
+
+
 def test_a_step_is_the_end_of_two_queues() -> None:
     assert step_seconds([Segment(1, 2)]) == 3
     # the first gather is waited for, the second hides behind the first segment's compute

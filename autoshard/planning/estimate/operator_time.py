@@ -80,7 +80,7 @@ class OperatorTimes:
         if node in self.float8:
             dtype = torch.float8_e4m3fn
             moved += self._cast(node, strategy)
-        narrowest = self._narrowest(node, strategy)
+        narrowest = self._narrowest(node, strategy) if flops else math.inf  # an empty one has none
         work = OperatorWork(flops, moved, dtype, narrowest, packet(node) in ATTENTION)
         return self.cluster.seconds(work) + strategy.waits * cost.WAIT_SECONDS
 
