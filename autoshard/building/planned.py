@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -45,25 +46,22 @@ class Unplanned:
     def plan(self) -> Planned:
         """Plan the graph; of a mesh with two planned axes, that of a rank of the outer one."""
         serial, request, mesh, data = self.serial, self.request, self.mesh, self.data
-        plan, n, outer, first = request.plan, mesh.planned.size, None, None
+        plan, n, first = request.plan, mesh.planned.size, None
         if mesh.outer is not None:
             of = plan.outer if plan else None
             given = (mesh, mesh.outer, self.config, self.machine)
             laid = lay_out(serial, request, *given, of)
             data = placed(serial, laid.graph, data)
-            serial, outer, first = laid.graph, laid.outer, laid.plan
-            request, decisions = laid.request, laid.decisions
+            serial, request, first = laid.graph, laid.request, laid.plan
+            decisions = laid.decisions
         else:
             decisions = plan_graph(serial, n, self.machine, request)
         return Planned(
             serial,
-            dict(request.parameters),
+            request,
             with_choices(data, decisions, request.layout),
             decisions,
             replace(with_graph(plan, decisions, request, serial, n), outer=first),
-            plan,
-            request,
-            outer,
         )
 
 
@@ -71,23 +69,29 @@ class Unplanned:
 class Planned:
     """A captured graph with its decisions, before it is rewritten.
 
-    plan: the decisions of this graph joined to those of the plan it was asked to follow, `asked`.
-    outer: the plan of the axis that was laid out before, of a rank of which the graph is.
+    plan: the decisions of this graph joined to those of the plan it was asked to follow.
     """
 
     serial: fx.GraphModule
-    parameters: dict[fx.Node, str]
+    request: Request
     data: dict[fx.Node, dict[str, State]]
     decisions: Decisions
     plan: Plan
-    asked: Plan | None
-    request: Request
-    outer: Outer | None = None
+
+    @property
+    def parameters(self) -> Mapping[fx.Node, str]:
+        """The name of each parameter placeholder."""
+        return self.request.parameters
+
+    @property
+    def outer(self) -> Outer | None:
+        """The plan of the axis that was laid out before, of a rank of which the graph is."""
+        return self.request.outer
 
     def following(self, decisions: Decisions) -> Planned:
         """The same graph with other decisions."""
         n, layout = decisions.prices.n, self.request.layout
-        plan = with_graph(self.asked, decisions, self.request, self.serial, n)
+        plan = with_graph(self.request.plan, decisions, self.request, self.serial, n)
         plan = replace(plan, outer=self.plan.outer)
         data = with_choices(self.data, decisions, layout)
         return replace(self, decisions=decisions, data=data, plan=plan)
