@@ -8,7 +8,6 @@ built.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from autoshard.runtime.errors import AutoshardError, ConfigError, message
+from autoshard.runtime.errors import AutoshardError, ConfigError, did_you_mean, message
 from autoshard.runtime.files import FileEntry, read_json
 
 MOST_LAYERS = 4096
@@ -51,13 +50,12 @@ def check_configuration(
     kind = body.entry("model_type")
     if kind.text() not in known:
         own = "auto_map" in body.entries()
-        near = difflib.get_close_matches(kind.text(), known.keys(), n=1)
-        meant = f" Did you mean {near[0]!r}?" if near else ""
+        meant = did_you_mean(kind.text(), known.keys(), "")
         raise ConfigError(
             message(
                 f"{path} is of the model_type {kind.text()!r:.80}, which transformers "
                 f"{transformers.__version__} does not know{': its code is its own' * own}",
-                remedy=_WITHOUT_CODE if own else f"Install a release that has it.{meant}",
+                remedy=_WITHOUT_CODE if own else f"Install a release that has it. {meant}".rstrip(),
             )
         )
     return known[kind.text()]
@@ -91,13 +89,9 @@ def check_known(default: Any, entries: Mapping[str, Any]) -> None:
     for name in entries:
         found = getattr(default, name, None)
         if name.startswith("_") or callable(found) or not hasattr(default, name):
-            near = difflib.get_close_matches(name, default.to_dict(), n=1)
-            raise ConfigError(
-                message(
-                    f"{type(default).__name__} has no entry {name!r}",
-                    remedy=f"Did you mean {near[0]!r}?" if near else None,
-                )
-            )
+            what = f"{type(default).__name__} has no entry {name!r}"
+            remedy = did_you_mean(name, default.to_dict(), "")
+            raise ConfigError(message(what, remedy=remedy))
 
 
 @contextlib.contextmanager

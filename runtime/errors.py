@@ -5,9 +5,11 @@ They live here because `runtime` imports torch only; users import them from `aut
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib.util
 import os
+from collections.abc import Callable, Iterable
 
 
 class AutoshardError(RuntimeError):
@@ -63,6 +65,20 @@ def shown(value: object) -> str:
         return repr(value)
     except ValueError:
         return f"a {type(value).__name__} with an integer of more digits than are printed"
+
+
+def did_you_mean(
+    name: str,
+    known: Iterable[str],
+    otherwise: str,
+    *,
+    cutoff: float = 0.6,
+    spelled: Callable[[str], str] = repr,
+) -> str:
+    """The remedy for a name that is not among `known`: the closest, as `spelled` writes it, or
+    `otherwise`, where none is as alike as `cutoff` (see difflib)."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"Did you mean {spelled(near[0])}?" if near else otherwise
 
 
 def source_line(stack_trace: str | None) -> str | None:

@@ -119,14 +119,15 @@ def options_and_entries(
     What is no option is an entry, where the model has a configuration; a factory has none, and
     ConfigError names the closest option.
     """
-    from autoshard.config import GROUPS, Config, refuse_removed
+    from autoshard.config import GROUPS, Config, entries_of, refuse_removed
     from autoshard.model_source import is_factory
 
     named: dict[str, Any] = {}
     for name, value in given:
         group, dot, entry = name.partition(".")
-        if dot and group in GROUPS:
-            named[group] = {**named.get(group, {}), entry: value}
+        if group in GROUPS:
+            entries = {entry: value} if dot else entries_of(group, value)
+            named[group] = {**named.get(group, {}), **entries}
         else:
             named[name] = value
     if "mesh" in named:

@@ -7,7 +7,6 @@ into memory of the graph, and captures again where one that should stay has move
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ from torch import fx
 
 from autoshard.compiling.built import Built
 from autoshard.config import Config
-from autoshard.errors import ConfigError, message
+from autoshard.errors import ConfigError, did_you_mean, message
 from autoshard.planning import is_handed_on, is_trained
 from autoshard.runtime import compat
 from autoshard.runtime.graph_meta import MUTATED, N_OUTPUTS
@@ -61,13 +60,11 @@ def check_inductor(config: Config, device: str) -> None:
         )
     known = compat.inductor_settings() if given else []
     for name in sorted(given.keys() - known):
-        closest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        others = "Those it has are in torch._inductor.list_options()."
         raise ConfigError(
             message(
                 f"options['inductor']: Inductor has no setting {name!r}",
-                remedy=f"Did you mean {closest[0]!r}?"
-                if closest
-                else "Those it has are in torch._inductor.list_options().",
+                remedy=did_you_mean(name, known, others, cutoff=0.5),
             )
         )
     if config.cuda_graphs and device != "cuda":

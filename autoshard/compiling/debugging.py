@@ -11,7 +11,6 @@ Names and levels are checked; what cannot be obeyed is a ConfigError (docs/debug
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import logging
 import os
@@ -23,7 +22,7 @@ from pathlib import Path
 from torch import fx
 
 from autoshard.compiling.rendering import render
-from autoshard.errors import AutoshardError, ConfigError, message
+from autoshard.errors import AutoshardError, ConfigError, did_you_mean, message
 from autoshard.passes import OPTIONAL, ORDER, Report, Watch
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.compat import artifact
@@ -180,8 +179,7 @@ def _rank() -> str:
 
 def _known(variable: str, name: str) -> None:
     if name not in ORDER:
-        near = difflib.get_close_matches(name, ORDER, n=1)
-        remedy = f"Did you mean {near[0]!r}?" if near else f"The passes are {', '.join(ORDER)}."
+        remedy = did_you_mean(name, ORDER, f"The passes are {', '.join(ORDER)}.")
         raise ConfigError(message(f"{variable}: there is no pass {name!r}", remedy=remedy))
 
 

@@ -7,11 +7,10 @@ Each entry is a field of `Config`. Options that stand alone have the field's nam
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from autoshard.errors import ConfigError, message, shown
+from autoshard.errors import ConfigError, did_you_mean, message, shown
 
 GROUPS: dict[str, dict[str, str]] = {
     "memory": {
@@ -80,7 +79,7 @@ def option(field: str) -> str:
 def refuse_removed(names: Iterable[str]) -> None:
     """Raise ConfigError for the first name that was an option's, or is an entry of one now."""
     for name in names:
-        if name in KEYS and name not in GROUPS:
+        if name in KEYS:
             group, entry = KEYS[name]
             why = f"it is the entry {entry!r} of {group!r}"
             remedy = f"Write options={{{group!r}: {{{entry!r}: ...}}}}."
@@ -92,9 +91,9 @@ def refuse_removed(names: Iterable[str]) -> None:
 
 
 def fields_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `Config` that options name; `memory` may be a number: its budget.
+    """The fields of `Config` that options name.
 
-    Raises ConfigError for an option whose value is no dict, and for an entry that it does not have.
+    Raises ConfigError for an entry that an option does not have, and what `entries_of` raises.
     """
     found: dict[str, Any] = {}
     for name, value in options.items():
@@ -102,29 +101,36 @@ def fields_of(options: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = value
             continue
         entries = GROUPS[name]
-        given = {"budget": value} if name == "memory" and type(value) is int else value
-        if given is None:
-            continue
-        if not isinstance(given, Mapping):
-            raise ConfigError(
-                message(
-                    f"autoshard option {name}={shown(value)} is not allowed",
-                    remedy=f"It takes a dict with any of the keys {', '.join(entries)}.",
-                )
-            )
-        for entry, own in given.items():
+        for entry, own in entries_of(name, value).items():
             if entry not in entries:
-                closest = difflib.get_close_matches(str(entry), entries, n=1, cutoff=0.5)
+                others = f"Its entries are {', '.join(entries)}."
                 raise ConfigError(
                     message(
                         f"unknown entry {shown(entry)} of the autoshard option {name!r}",
-                        remedy=f"Did you mean {closest[0]!r}?"
-                        if closest
-                        else f"Its entries are {', '.join(entries)}.",
+                        remedy=did_you_mean(str(entry), entries, others, cutoff=0.5),
                     )
                 )
             found[entries[entry]] = own
     return found
+
+
+def entries_of(name: str, value: Any) -> Mapping[str, Any]:
+    """The entries that a value of one of `GROUPS` has: a number for `memory` is its budget.
+
+    Raises ConfigError for a value that is no dict.
+    """
+    if value is None:
+        return {}
+    if name == "memory" and type(value) is int:
+        return {"budget": value}
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            message(
+                f"autoshard option {name}={shown(value)} is not allowed",
+                remedy=f"It takes a dict with any of the keys {', '.join(GROUPS[name])}.",
+            )
+        )
+    return value
 
 
 def nested(fields: Mapping[str, Any]) -> dict[str, Any]:

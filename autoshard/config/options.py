@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.config.acting import ACTING, refuse
 from autoshard.config.groups import GROUPS, KEYS, fields_of, option, refuse_removed
-from autoshard.errors import ConfigError, message, shown
+from autoshard.errors import ConfigError, did_you_mean, message, shown
 from autoshard.planning import Plan
 from autoshard.runtime.mesh import AXIS_ORDER
 from autoshard.runtime.operators import FLOAT8_RECIPES
@@ -126,9 +125,9 @@ class Config:
     """What `torch.compile(model, backend="autoshard", options={...})` accepts.
 
     Every field is an option, or an entry of one (`GROUPS`); its meaning stands beside it (and in
-    `Config.table()`). Raises
-    `ConfigError` for a value that is not allowed, or that this version cannot obey. Whether the
-    mesh fits the world is checked where the mesh is made (`runtime.mesh.init_mesh`).
+    `Config.table()`). Raises `ConfigError` for a value that is not allowed, or that this version
+    cannot obey. Whether the mesh fits the world is checked where the mesh is made
+    (`runtime.mesh.init_mesh`).
     """
 
     mesh: DeviceMesh | Mapping[str, int] | None = _option(
@@ -355,15 +354,14 @@ class Config:
         for name in given:
             if name not in names:
                 refuse_removed([name])
-                near = difflib.get_close_matches(str(name), [*names, *KEYS], n=1, cutoff=0.5)
-                raise ConfigError(
-                    message(
-                        f"unknown autoshard option {name!r}",
-                        remedy=f"Did you mean {_spelled(near[0], names)}?"
-                        if near
-                        else f"The options are {', '.join(names)}.",
-                    )
+                remedy = did_you_mean(
+                    str(name),
+                    [*names, *KEYS],
+                    f"The options are {', '.join(names)}.",
+                    cutoff=0.5,
+                    spelled=lambda near: option(near) if near in KEYS else repr(near),
                 )
+                raise ConfigError(message(f"unknown autoshard option {name!r}", remedy=remedy))
         return cls(**fields_of(given))
 
     @classmethod
@@ -385,10 +383,6 @@ class Config:
                     f"| `{_name(own)}` | `{field.default!r}` | {values} | {on.text()} | {doc} |"
                 )
         return "\n".join(rows)
-
-
-def _spelled(name: str, names: list[str]) -> str:
-    return repr(name) if name in names else option(name)
 
 
 def _name(field: str) -> str:

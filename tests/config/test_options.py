@@ -130,6 +130,13 @@ def test_table_documents_every_option() -> None:
     assert len(Config.names()) <= 16  # one more takes one away
 
 
+def test_entries_on_the_command_line_are_joined() -> None:
+    given = [("memory", 6000), ("memory.host", 7), ("memory", {"chunk_loss": True}), ("layers", 2)]
+    options, others = options_and_entries("LlamaConfig", given)
+    assert options == {"memory": {"budget": 6000, "host": 7, "chunk_loss": True}}
+    assert others == {"layers": 2}
+
+
 def test_an_entry_of_an_option() -> None:
     with pytest.raises(
         ConfigError, match="unknown entry 'budge' .*'memory'. Did you mean 'budget'"
