@@ -82,20 +82,6 @@ class StoredOnBatchAxis(Protocol):
 
     def choice(self, node: fx.Node, state: State, price: float, travels: bool = False) -> str: ...
 
-    def charges(
-        self, node: fx.Node, state: State, price: float, travels: bool = False
-    ) -> dict[str, float]: ...
-
-
-class GatheredOverEp(Protocol):
-    """What ep charges a stack that is gathered there for its mixture (expert_axis/axis.py). size:
-    ranks of ep."""
-
-    @property
-    def size(self) -> int: ...
-
-    def gathered(self, stack: fx.Node, reader: fx.Node, state: State, price: float) -> float: ...
-
 
 class AxisPrices:
     """The prices of one graph on an axis of `n` ranks of `hardware`.
@@ -103,8 +89,7 @@ class AxisPrices:
     parameters: the placeholders of parameters. sequence_parallel: whether an activation may be
     split along the sequence or the batch. prices: those of a stored byte. name: of the axis.
     fusing: which collectives are one operator with the products beside them; None: none.
-    batch: dp_shard, where each parameter has a choice there; else its axes are not planned. on_ep:
-    the axis over which stacks of experts may be gathered.
+    batch: dp_shard, where each parameter has a choice there; else its axes are not planned.
     """
 
     def __init__(
@@ -117,11 +102,10 @@ class AxisPrices:
         name: str = "tp",
         fusing: cost.Fusing | None = None,
         batch: StoredOnBatchAxis | None = None,
-        on_ep: GatheredOverEp | None = None,
     ) -> None:
         self.n, self.machine, self.parameters, self.name = n, machine, parameters, name
         self.link = machine.links[name]
-        self.fusing, self.batch, self.on_ep = fusing, batch, on_ep
+        self.fusing, self.batch = fusing, batch
         self.sequence_parallel = sequence_parallel
         self.activation_byte = prices.activation_byte or 2.0 / machine.device.memory_bandwidth
         self.gathers_weights = prices.gathers_weights
@@ -243,14 +227,6 @@ class AxisPrices:
         if not _is_gather(src, dst, moved):
             return False
         return self._repeated(src, dst, moved) < self._kept(moved)
-
-    def gathered(self, source: fx.Node, src: State, dst: State) -> tuple[int, float] | None:
-        """Of a weight that a change of state gathers for its use: its bytes, and the seconds to
-        gather it again in backward; None for other changes."""
-        moved = self.moved(source)
-        if moved.activation or not _is_gather(src, dst, moved):
-            return None
-        return moved.nbytes, self._repeated(src, dst, moved)
 
     def _forbidden(self, src: State, dst: State, moved: MovedValue) -> bool:
         if moved.spreads(src, dst) and not self.sequence_parallel:

@@ -44,7 +44,6 @@ def builder_of(
         request.axis,
         fusing=request.fusing,
         batch=batch_axis(n, machine, request, prices.batch_second),
-        on_ep=on_ep,
     )
     return Builder(
         gm,

@@ -145,15 +145,20 @@ class Elimination:
             place(message)
 
     def assignment(self) -> dict[int, int]:
-        """The best value of every variable, last eliminated first."""
-        chosen: dict[int, int] = {}
-        for variable, bucket in reversed(self._buckets):
-            cost = sum(
-                f.table[tuple(slice(None) if v == variable else chosen.get(v, 0) for v in f.scope)]
-                for f in bucket
-            )
-            chosen[variable] = int(np.argmin(cost))
-        return chosen
+        """The best value of every variable."""
+        return read_back(self._buckets)
+
+
+def read_back(buckets: Sequence[tuple[int, list[Factor]]]) -> dict[int, int]:
+    """A value for every variable, last eliminated first: of least cost to its bucket."""
+    chosen: dict[int, int] = {}
+    for variable, bucket in reversed(buckets):
+        cost = sum(
+            f.table[tuple(slice(None) if v == variable else chosen.get(v, 0) for v in f.scope)]
+            for f in bucket
+        )
+        chosen[variable] = int(np.argmin(cost))
+    return chosen
 
 
 def _minimise(variable: int, bucket: list[Factor], repeated: Repeated) -> tuple[Factor, int]:

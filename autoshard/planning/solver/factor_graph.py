@@ -17,7 +17,7 @@ import itertools
 import math
 import string
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,17 +75,6 @@ class Solution:
     gap: float = 0.0
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """The parts of a solution that stay when only finite unary costs change."""
-
-    finite: tuple[bytes, ...]
-    domains: list[NDArray[np.intp]]  # the values of each variable that survive
-    factors: list[Factor]  # over surviving values, without variables of one value
-    cutset: tuple[int, ...]
-    order: list[int]
-
-
 class FactorGraph:
     """Variables and factors; `solve` finds the exact minimum.
 
@@ -108,7 +97,6 @@ class FactorGraph:
         self._names: list[str] = []
         self._tables: dict[tuple[int, ...], Table] = {}
         self._labels: dict[tuple[int, ...], str] = {}
-        self._prepared: _Prepared | None = None
         self._added: dict[tuple[int, str], tuple[object, Table]] = {}
         self._repeated = Repeated()
 
@@ -123,7 +111,6 @@ class FactorGraph:
         self._sizes.append(size)
         self._names.append(name)
         self._unary.append(_checked(np.zeros(size) if cost is None else cost, (size,), name))
-        self._prepared = None
         return index
 
     def size(self, variable: int) -> int:
@@ -161,39 +148,27 @@ class FactorGraph:
         checked = self._added[key][1]
         self._labels.setdefault(scope, label)
         self._tables[scope] = self._tables[scope] + checked if scope in self._tables else checked
-        self._prepared = None
 
-    def solve(
-        self, unary: Mapping[int, NDArray[np.floating]] | Sequence[Table] | None = None
-    ) -> Solution:
+    def solve(self) -> Solution:
         """The assignment of least total cost; of equals, always the same one.
 
-        unary: costs to use this time instead of those given to `variable`, by variable (a
-            mapping may name only some). The elimination order is kept from call to call.
         Raises Infeasible naming the first variable left without a value, TooWide with numbers.
         """
-        costs = list(self._unary)
-        given = unary.items() if isinstance(unary, Mapping) else enumerate(unary or ())
-        for variable, cost in given:
-            costs[variable] = _checked(cost, (self._sizes[variable],), self._names[variable])
-        finite = tuple(np.isfinite(cost).tobytes() for cost in costs)
-        if self._prepared is None or self._prepared.finite != finite:
-            self._prepared = self._prepare(costs, finite)
-        prepared = self._prepared
-        factors = self._with_unary(prepared.domains, prepared.factors, costs)
-
+        domains = self._consistent_domains()
+        factors = self._factors(domains)
+        cutset, order = self._branches(domains, factors)
         best: dict[int, int] = {}
         least = math.inf
         width = work = 0
-        for fixed in _assignments(prepared.cutset, prepared.domains):
-            run = Elimination(condition(factors, fixed), prepared.order, self._repeated)
+        for fixed in _assignments(cutset, domains):
+            run = Elimination(condition(factors, fixed), order, self._repeated)
             width, work = max(width, run.width + len(fixed)), work + run.work
             if run.cost < least:
                 least, best = run.cost, run.assignment() | fixed
         if math.isinf(least):
-            raise Infeasible(self._conflict(factors, prepared))
-        assignment = [int(v[best.get(i, 0)]) for i, v in enumerate(prepared.domains)]
-        return Solution(assignment, self._cost(assignment, costs), width, work)
+            raise Infeasible(self._conflict(domains, factors, cutset, order))
+        assignment = [int(v[best.get(i, 0)]) for i, v in enumerate(domains)]
+        return Solution(assignment, self._cost(assignment), width, work)
 
     def bounded(self) -> Solution | None:
         """A good assignment, where `solve` raises TooWide, and its gap: 0 where mini-buckets show
@@ -201,8 +176,8 @@ class FactorGraph:
 
         Their tables grow until the gap is closed, or the work would.
         """
-        domains = self._consistent_domains(self._unary)
-        factors = self._with_unary(domains, self._reduced(domains), self._unary)
+        domains = self._consistent_domains()
+        factors = self._factors(domains)
         sizes = [len(values) for values in domains]
         order, _ = self._order(sizes, [factor.scope for factor in factors])
         least, bound = math.inf, -math.inf
@@ -227,28 +202,18 @@ class FactorGraph:
         if not best:
             return None
         assignment = [int(v[best.get(i, 0)]) for i, v in enumerate(domains)]
-        cost = self._cost(assignment, self._unary)
-        return Solution(assignment, cost, width, work, least - bound)
+        return Solution(assignment, self._cost(assignment), width, work, least - bound)
 
-    def _with_unary(
-        self, domains: list[NDArray[np.intp]], factors: list[Factor], unary: list[Table]
-    ) -> list[Factor]:
-        own = [
-            Factor((variable,), self._repeated.table(unary[variable][values]))
-            for variable, values in enumerate(domains)
-            if len(values) > 1
-        ]
-        return [*factors, *own]
-
-    def _cost(self, assignment: list[int], unary: list[Table]) -> float:
-        terms = [cost[value] for cost, value in zip(unary, assignment, strict=True)]
+    def _cost(self, assignment: list[int]) -> float:
+        terms = [cost[value] for cost, value in zip(self._unary, assignment, strict=True)]
         for scope, table in self._tables.items():
             terms.append(table[tuple(assignment[v] for v in scope)])
         return math.fsum(terms)
 
-    def _prepare(self, unary: list[Table], finite: tuple[bytes, ...]) -> _Prepared:
-        domains = self._consistent_domains(unary)
-        factors = self._reduced(domains)
+    def _branches(
+        self, domains: list[NDArray[np.intp]], factors: list[Factor]
+    ) -> tuple[tuple[int, ...], list[int]]:
+        """The variables to branch over, and the order in which the others are eliminated."""
         sizes = [len(values) for values in domains]
         scopes = [factor.scope for factor in factors]
         cutset: tuple[int, ...] = ()
@@ -258,7 +223,7 @@ class FactorGraph:
             entries = [math.prod(sizes[v] for v in bucket) for bucket in buckets]
             fits = not entries or max(entries) <= self._table_limit
             if fits and branches * sum(entries) <= self._work_limit:
-                return _Prepared(finite, domains, factors, cutset, order)
+                return cutset, order
             if fits or branches > self._work_limit:
                 widest = buckets[entries.index(max(entries))]
                 raise TooWide(
@@ -276,7 +241,7 @@ class FactorGraph:
                         count[variable] += 1
             cutset += (max(range(len(sizes)), key=lambda v: (count[v], -v)),)
 
-    def _reduced(self, domains: list[NDArray[np.intp]]) -> list[Factor]:
+    def _factors(self, domains: list[NDArray[np.intp]]) -> list[Factor]:
         """The factors over values that survive, without variables of one value."""
         factors = []
         cut: dict[tuple[int, bytes], Table] = {}  # equal tables cut alike are one array again
@@ -290,11 +255,15 @@ class FactorGraph:
                 reduced = table if whole else table[np.ix_(*(domains[v] for v in scope))]
                 cut[key] = reduced.reshape([len(domains[v]) for v in kept])
             factors.append(Factor(kept, cut[key]))
+        for variable, values in enumerate(domains):
+            if len(values) > 1:
+                own = self._repeated.table(self._unary[variable][values])
+                factors.append(Factor((variable,), own))
         return factors
 
-    def _consistent_domains(self, unary: list[Table]) -> list[NDArray[np.intp]]:
+    def _consistent_domains(self) -> list[NDArray[np.intp]]:
         """Values of each variable left when those that some table forbids outright are removed."""
-        alive = [np.isfinite(cost) for cost in unary]
+        alive = [np.isfinite(cost) for cost in self._unary]
         for variable, mask in enumerate(alive):
             if not mask.any():
                 raise Infeasible(f"{self._names[variable]}: every value costs infinity")
@@ -332,13 +301,19 @@ class FactorGraph:
                 break  # `possible` is out of date; this factor is in the queue again
         return [np.flatnonzero(mask) for mask in alive]
 
-    def _conflict(self, factors: list[Factor], prepared: _Prepared) -> str:
-        for fixed in _assignments(prepared.cutset, prepared.domains):
-            run = Elimination(condition(factors, fixed), prepared.order)
+    def _conflict(
+        self,
+        domains: list[NDArray[np.intp]],
+        factors: list[Factor],
+        cutset: tuple[int, ...],
+        order: list[int],
+    ) -> str:
+        for fixed in _assignments(cutset, domains):
+            run = Elimination(condition(factors, fixed), order)
             if run.conflict:
                 names = ", ".join(self._names[v] for v in run.conflict)
                 return f"no assignment is allowed; the first contradiction is between {names}"
-        names = ", ".join(self._names[v] for v in prepared.cutset)
+        names = ", ".join(self._names[v] for v in cutset)
         return f"no assignment is allowed; no value of {names} fits the others"
 
 

@@ -26,6 +26,7 @@ from autoshard.planning.solver.elimination import (
     aligned,
     condition,
     elimination_order,
+    read_back,
 )
 
 _EASY = 2**12
@@ -55,15 +56,8 @@ class MiniBuckets:
                     self._place(Factor(part.scope[1:], part.table.min(axis=0)))
 
     def assignment(self) -> dict[int, int]:
-        """A value for every variable, last eliminated first: of least cost to its bucket."""
-        chosen: dict[int, int] = {}
-        for variable, bucket in reversed(self._buckets):
-            cost = sum(
-                f.table[tuple(slice(None) if v == variable else chosen.get(v, 0) for v in f.scope)]
-                for f in bucket
-            )
-            chosen[variable] = int(np.argmin(cost))
-        return chosen
+        """A good value for every variable."""
+        return read_back(self._buckets)
 
     def _place(self, factor: Factor) -> None:
         if factor.scope:
