@@ -188,17 +188,17 @@ class Config:
     )
     memory_budget: int | None = _bytes(
         "Bytes a rank may hold at the peak of a step: what does not fit is computed again in "
-        "backward, or sharded further (planning.md). None: on a GPU, 92% of its memory."
+        "backward, or sharded further (memory.md). None: on a GPU, 92% of its memory."
     )
     host_memory: int | None = _bytes(
         "Bytes of its host's memory in which a rank may keep values from forward to backward where "
-        "a memory budget asks for it (planning.md). None: it keeps none there."
+        "a memory budget asks for it (memory.md). None: it keeps none there."
     )
     optimizer_states: str = _choice(
         "device",
         ("device", "host"),
-        "Where `memory_budget` and the choice of a mesh count an optimizer's states; host: with "
-        "`autoshard.offload_optimizer`, which keeps them there (data_parallel.md).",
+        "Where `memory.budget` and the choice of a mesh count an optimizer's states; host: with "
+        "`autoshard.offload_optimizer`, which keeps them there (memory.md).",
     )
     bucket_bytes: int | None = _bytes(
         "Size of a bucket of collectives; None: 40 million elements, or an eighth of the model."

@@ -1,4 +1,4 @@
-"""What docs/planning.md says of published runs is what the data and the estimate say."""
+"""What docs/published_runs.md says of published runs is what the data and the estimate say."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import published_runs
 from autoshard.verification.distance import furthest
 from published_runs import BODY, HEADER, RUNS, Run, cells, machine_of, predicted, priced
 
-PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "published_runs.md").read_text()
 PUBLISHED = [HEADER.index(name) for name in HEADER if name not in ("predicted", "error")]
 
 

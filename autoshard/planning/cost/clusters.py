@@ -60,7 +60,7 @@ class Efficiency:
     smallest extent at which it runs at half its rate.
 
     The defaults are for machines of which nothing is known. Those of the built-in GPUs are fitted
-    to published training runs (docs/planning.md).
+    to published training runs (docs/published_runs.md).
     """
 
     compute: float = 0.7
