@@ -3,10 +3,12 @@
     python tests/planted.py --since main~5              # in the files that differ from there
     python tests/planted.py runtime/pipeline/*.py       # in those named
 
-Faults are drawn (`--seed`) from `helpers/planting/changes.py`, planted one after another in a copy
-of the repository, never in the tree itself, and the quick tests that concern the file run until one
-fails: those of its mirror folder and those that import it, the nearest first. A line a fault goes
-into `--results`, from which an interrupted run goes on. Ends with 1 under `LEAST` caught.
+Faults are drawn (`--seed`) from `helpers/planting/changes.py`, planted one after another in copies
+of the repository (`--jobs`), never in the tree itself, and the quick tests that concern the fault
+run until one fails, or until several times what they take: with `--reach` those that reach its line
+(`helpers/planting/reach.py` says how to make that folder), else those of its file's mirror folder
+and those that import it, the nearest first. A line a fault goes into `--results`, from which
+an interrupted run goes on. Ends with 1 under `LEAST` caught.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import ast
 import json
 import os
+import queue
 import random
 import shutil
 import subprocess
@@ -22,7 +25,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
 from import_graph import PACKAGES, imported_names, module_of  # noqa: E402
 from planting.changes import Change, changes  # noqa: E402
+from planting.reach import quickest, reaching  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 LEAST = 0.9
@@ -79,7 +84,7 @@ class Copy:
                 shutil.copy2(ROOT / name, folder / name)
         for name in ("passes", "runtime"):  # which the package is installed with
             (folder / "autoshard" / name).symlink_to(folder / name)
-        self._found: dict[str, tuple[bool, float]] = {}
+        self._found: dict[str, bool] = {}
 
     def write(self, name: str, source: str) -> None:
         """A file, at a time of its own: compiled code is known by that."""
@@ -87,10 +92,10 @@ class Copy:
         self._clock += 10
         os.utime(self.folder / name, (self._clock, self._clock))
 
-    def passes(self, files: Sequence[str], seconds: float) -> bool | None:
-        """Whether the quick tests of the files pass; None: they have not ended in time."""
+    def passes(self, tests: Sequence[str], seconds: float) -> bool:
+        """Whether the quick tests of these names pass, and in time."""
         env = {**os.environ, "PYTHONPATH": str(self.folder)}
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
         process = subprocess.Popen(
             command,
             cwd=self.folder,
@@ -104,39 +109,47 @@ class Copy:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
             process.wait()
-            return None
+            return False
 
     def sound(self, file: str, seconds: float) -> bool:
         """Whether a test file passes without a fault, in time."""
         if file not in self._found:
-            started = time.monotonic()
-            self._found[file] = (self.passes([file], seconds) is True, time.monotonic() - started)
-        return self._found[file][0]
+            self._found[file] = self.passes([file], seconds)
+        return self._found[file]
+
+
+def groups(
+    copy: Copy, name: str, line: int, reach: Path | None, most: int, seconds: float
+) -> list[list[str]]:
+    """The quick tests that concern a line, group after group."""
+    near = nearest(name, len(name))
+    found = quickest(reaching(reach, name, line), near, seconds) if reach else []
+    return [found] if found else [[file] for file in near[:most] if copy.sound(file, seconds * 3)]
 
 
 def plant(
-    copy: Copy, faults: Sequence[tuple[str, Change]], most: int, seconds: float
-) -> Iterator[dict[str, Any]]:
-    """What became of each fault: "caught", "missed", "not ended" in time, or "no test"."""
-    for name, change in faults:
-        source = (ROOT / name).read_text()
-        tests = [file for file in nearest(name, most) if copy.sound(file, seconds)]
-        copy.write(name, change.of(source))
-        said = "missed" if tests else "no test"
-        for file in tests:  # one after another: the nearest catches most
-            passed = copy.passes([file], seconds)
-            if not passed:
-                said = "not ended" if passed is None else "caught"
-                break
-        copy.write(name, source)
-        old = " ".join(source.encode()[change.start : change.end].decode().split())
-        yield {
-            "at": f"{name}:{change.line}",
-            "kind": change.kind,
-            "old": old[:80],
-            "new": change.new[:80],
-            "said": said,
-        }
+    copy: Copy, fault: tuple[str, Change], reach: Path | None, most: int, seconds: float
+) -> dict[str, Any]:
+    """What becomes of a fault: "caught", "missed" or "no test"."""
+    name, change = fault
+    source = (ROOT / name).read_text()
+    tests = groups(copy, name, change.line, reach, most, seconds)
+    copy.write(name, change.of(source))
+    # One group after another: the nearest catches most.
+    caught = any(not copy.passes(each, 60 + seconds * 4) for each in tests)
+    copy.write(name, source)
+    old = " ".join(source.encode()[change.start : change.end].decode().split())
+    return {
+        "at": f"{name}:{change.line}",
+        "kind": change.kind,
+        "old": old[:80],
+        "new": change.new[:80],
+        "said": "caught" if caught else "missed" if tests else "no test",
+    }
+
+
+def _line(one: dict[str, Any]) -> str:
+    return f"{one['said']}: {one['at']}: {one['kind']}: {one['old']} -> {one['new']}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -146,8 +159,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--since", default="main", help="a commit: the files that differ from it")
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--most", type=int, default=6, help="test files a fault")
-    parser.add_argument("--seconds", type=float, default=120.0, help="of one test file")
+    parser.add_argument("--reach", type=Path, help="a folder: the lines that each test reaches")
+    parser.add_argument("--jobs", type=int, default=1, help="faults planted at a time")
+    parser.add_argument("--most", type=int, default=6, help="test files a fault, without --reach")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of the tests of one fault")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "planted.jsonl")
     args = parser.parse_args(arguments)
     faults = drawn(args.files or touched(args.since), args.faults, args.seed)
@@ -158,16 +173,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = [before[key] for key in keys if key in before]
     left = [fault for key, fault in zip(keys, faults) if key not in before]
     with tempfile.TemporaryDirectory() as folder, args.results.open("a") as results:
-        for one in plant(Copy(Path(folder)), left, args.most, args.seconds):
-            found.append(one)
-            results.write(json.dumps(one) + "\n")
-            results.flush()
-            print(f"{len(found)} of {len(faults)}: {one['said']}: {one['at']}: {one['kind']}: "
-                  f"{one['old']} -> {one['new']}", flush=True)  # fmt: skip
+        copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+        for job in range(args.jobs):
+            copies.put(Copy(Path(folder) / str(job)))
+
+        def one(fault: tuple[str, Change]) -> dict[str, Any]:
+            copy = copies.get()
+            try:
+                return plant(copy, fault, args.reach, args.most, args.seconds)
+            finally:
+                copies.put(copy)
+
+        with ThreadPoolExecutor(args.jobs) as pool:
+            for said in pool.map(one, left):
+                found.append(said)
+                results.write(json.dumps(said) + "\n")
+                results.flush()
+                print(f"{len(found)} of {len(faults)}: {_line(said)}", flush=True)
     count = Counter(one["said"] for one in found)
     for one in found:
         if one["said"] != "caught":
-            print(f"{one['said']}: {one['at']}: {one['kind']}: {one['old']} -> {one['new']}")
+            print(_line(one))
     share = count["caught"] / max(len(found), 1)
     print(f"{count['caught']} of {len(found)} caught, {share:.0%}, seed {args.seed}: {dict(count)}")
     return int(share < LEAST)

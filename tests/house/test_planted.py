@@ -11,6 +11,7 @@ import pytest
 
 import planted
 from planting.changes import changes
+from planting.reach import quickest, reaching
 
 SOURCE = '''"""A module with 2 < 3 in its text."""
 
@@ -34,6 +35,23 @@ def test_faults_are_slips_of_code_and_leave_a_program() -> None:
     for one in found:
         compile(one.of(SOURCE), "a file", "exec")
         assert one.of(SOURCE) != SOURCE and one.line not in (1, 4, 6), one
+
+
+def test_the_tests_that_reach_a_line_are_found_and_the_quickest_of_the_nearest_files_chosen(
+    tmp_path: Path,
+) -> None:
+    rows = [("a::x", 3.0, 0b100), ("a::y", 1.0, 0b110), ("b::z", 2.0, 0b100), ("b::w", 9.0, 0b100)]
+    lines = [
+        json.dumps({"test": test, "seconds": taken, "files": {"runtime/sums.py": hex(bits)}})
+        for test, taken, bits in rows
+    ]
+    (tmp_path / "1.jsonl").write_text("\n".join(lines[:2]))
+    (tmp_path / "2.jsonl").write_text("\n".join(lines[2:]))
+    assert reaching(tmp_path, "runtime/sums.py", 1) == [("a::y", 1.0)]
+    assert reaching(tmp_path, "runtime/other.py", 1) == []
+    found = reaching(tmp_path, "runtime/sums.py", 2)
+    assert quickest(found, ["b", "a"], 20.0) == ["b::z", "a::y", "b::w", "a::x"]
+    assert quickest(found, [], 6.5) == ["a::y", "b::z", "a::x"]
 
 
 def test_those_that_no_test_sees_are_told(

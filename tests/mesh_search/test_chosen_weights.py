@@ -54,3 +54,15 @@ def test_a_mesh_is_priced_with_its_choices(mesh: dict[str, int], stays: str) -> 
             for name, choice in weights.items()
         )
         assert {ONCE, TWICE} & set(weights.values())
+
+
+def test_a_budget_is_that_of_a_stage_not_of_the_graph_that_is_planned() -> None:
+    """What is planned is the whole graph, of which each stage holds half."""
+    given = {"world": 8, "mesh": {"pp": 2, "dp_shard": 2, "tp": 2}, "hardware": "h100"}
+    found = []
+    for memory in (None, 8_000, 4_000):
+        torch.compiler.reset()
+        options = {"zero": "auto", "memory": memory, **given}
+        found += search_meshes(Layers(experts=False), (torch.randn(24, 8),), **options).rows
+    assert {str(row.plan.parameters) for row in found} == {str(found[0].plan.parameters)}
+    assert [row.fits for row in found] == [True, True, False]

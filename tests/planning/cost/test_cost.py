@@ -28,7 +28,8 @@ from autoshard.planning.cost.model import (
     ring_bytes,
 )
 from autoshard.planning.cost.this_machine import cluster_of
-from autoshard.runtime.collectives import step
+from autoshard.runtime.collectives import Axis, step
+from autoshard.runtime.operators import attend_by_heads, attend_to_both_ends, attend_to_prefix
 
 # Typed from the design's table of transitions, not derived: "-" is no collective.
 TRANSITIONS = """
@@ -227,6 +228,29 @@ def test_causal_attention_counts_the_scores_it_computes(rows: int, columns: int)
     seen = int(torch.ones(rows, columns).tril().sum())
     assert flops(False) == 2 * 2 * 4 * rows * columns * (8 + 8)
     assert flops(True) == pytest.approx(flops(False) * seen / (rows * columns), abs=1)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_rank_of_cp_counts_its_share_of_the_scores(n: int, causal: bool) -> None:
+    """Of 16 rows and heads of 8: its part of all heads, two chunks of rows, or the last rows."""
+    whole = 2 * 2 * 4 * 16 * 16 * (8 + 8) // (2 if causal else 1)
+
+    def flops(target: Callable[..., object], keys: int, **kwargs: object) -> int:
+        graph = fx.Graph()
+        args = []
+        for rows in (16 // n, keys, keys):
+            args.append(graph.placeholder(f"x{len(args)}"))
+            args[-1].meta["val"] = torch.empty(2, 4, rows, 8, device="meta")
+        node = graph.call_function(target, tuple(args), {"axis": Axis("cp", n, 0, "lockstep"), **kwargs})
+        node.meta["val"] = args[0].meta["val"]
+        return node_flops(node)
+
+    attention = F.scaled_dot_product_attention
+    assert flops(attend_by_heads, 16 // n, op=attention, is_causal=causal) == whole // n
+    if causal:
+        assert flops(attend_to_both_ends, 16) == whole // n
+        assert flops(attend_to_prefix, 16) == 2 * whole * (2 * n - 1) // (2 * n * n)
 
 
 def test_flops_of_a_recurrent_layer() -> None:
