@@ -25,17 +25,17 @@ gc.set_threshold(*COLLECTION)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the slow tests that CI leaves out at this commit."""
+    """Mark the tests that CI leaves out at this commit."""
     slow = [item for item in items if item.get_closest_marker("slow")]
     left = [
         item
         for item in slow
         if is_left_to_others(item.nodeid) or item.get_closest_marker("exhaustive")
     ]
-    by, others = seed(), set(slow).difference(left)
+    by, slow_ones, rows = seed(), set(slow), set(left)
     chosen = drawn([item.nodeid for item in left], by)
-    for item in others:
-        if rests(item.nodeid, by):
+    for item in items:
+        if item not in rows and rests(item.nodeid, by, item in slow_ones):
             item.add_marker(pytest.mark.exhaustive)
     for item in left:
         item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "exhaustive"]

@@ -105,6 +105,17 @@ OTHERS = 3
 #: The share of the other slow tests that CI runs, and of those of one file.
 SHARE_OF_SLOW = 0.25
 SHARES = {"training/test_scenarios.py": 0.15}
+#: Quick tests of many like rows, and the share of them that a commit runs.
+QUICK = {
+    "training/test_scenarios.py": {"test_tensor_parallel": 0.3, "test_sharded_data_parallel": 0.3},
+    "verification/test_verification.py": {
+        "test_all_ranks_compute_what_the_serial_graph_computes": 0.4,
+    },
+    "runtime/parameters/test_precision.py": {
+        "test_dtypes_on_the_wire": 0.4,
+        "test_against_a_serial_model_that_casts": 0.4,
+    },
+}
 EVERY = "all"
 _ID = re.compile(r"tests/(?P<file>[^:]+)::(?P<test>\w+)(?:\[(?P<row>.*\]))?$")
 
@@ -116,15 +127,19 @@ def is_left_to_others(test: str) -> bool:
     return rows is not None and re.match(rows, found["row"] or "") is not None  # type: ignore[index]
 
 
-def share_of(test: str) -> float:
-    """The share of a file's slow tests that CI runs, of those that are in no row of `ROWS`."""
+def share_of(test: str, slow: bool = True) -> float:
+    """The share of a file's slow tests that CI runs, of those that are in no row of `ROWS`; of the
+    quick ones that of their like in `QUICK`."""
     found = _ID.match(test)
-    return SHARES.get(found["file"], SHARE_OF_SLOW) if found else 1.0
+    if found is None or not slow:
+        return QUICK.get(found["file"], {}).get(found["test"], 1.0) if found else 1.0
+    return SHARES.get(found["file"], SHARE_OF_SLOW)
 
 
-def rests(test: str, seed: str) -> bool:
-    """Whether CI leaves out this slow test, which is in no row of `ROWS`, at this commit."""
-    return seed not in ("", EVERY) and random.Random(f"{seed} {test}").random() >= share_of(test)
+def rests(test: str, seed: str, slow: bool = True) -> bool:
+    """Whether CI leaves out this test, which is in no row of `ROWS`, at this commit."""
+    share = share_of(test, slow)
+    return seed not in ("", EVERY) and random.Random(f"{seed} {test}").random() >= share
 
 
 def seed() -> str:

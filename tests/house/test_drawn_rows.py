@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from exhaustive import EVERY, LISTED, OTHERS, SHARE, drawn, rests, seed, share_of
+from exhaustive import EVERY, LISTED, OTHERS, QUICK, SHARE, drawn, rests, seed, share_of
 
 ROWS = [f"{LISTED}[{i}]" for i in range(9)] + [f"tests/other.py::test_it[{i}]" for i in range(99)]
 
@@ -26,6 +26,15 @@ def test_each_slow_test_is_run_within_a_few_landings() -> None:
         assert all(abs(len(run) / len(tests) - share) < 0.25 for run in landings)
         assert set().union(*landings) == set(tests) and landings[0] != landings[1]
         assert not any(rests(one, by) for one in tests for by in ("", EVERY))
+
+
+def test_quick_tests_of_many_like_rows_are_drawn_as_well() -> None:
+    for file, tests in QUICK.items():
+        for test, share in tests.items():
+            rows = [f"tests/{file}::{test}[{i}]" for i in range(40)]
+            run = [sum(not rests(row, f"{i:012x}", slow=False) for row in rows) for i in range(90)]
+            assert abs(sum(run) / 90 / 40 - share) < 0.1
+    assert not any(rests(row, "0123abc", slow=False) for row in ROWS)
 
 
 def test_the_seed_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,7 +242,9 @@ def test_a_rank_of_cp_counts_its_share_of_the_scores(n: int, causal: bool) -> No
         for rows in (16 // n, keys, keys):
             args.append(graph.placeholder(f"x{len(args)}"))
             args[-1].meta["val"] = torch.empty(2, 4, rows, 8, device="meta")
-        node = graph.call_function(target, tuple(args), {"axis": Axis("cp", n, 0, "lockstep"), **kwargs})
+        node = graph.call_function(
+            target, tuple(args), {"axis": Axis("cp", n, 0, "lockstep"), **kwargs}
+        )
         node.meta["val"] = args[0].meta["val"]
         return node_flops(node)
 
