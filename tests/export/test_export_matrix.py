@@ -39,6 +39,8 @@ def test_the_page_has_every_family_and_every_reason_once() -> None:
     page = export_matrix.page({"Llama": {"ONNX": "equal"}, "Mamba": refused})
     assert "| Llama | not run | not run | equal | not run |" in page
     assert page.count("no such") == 1 and page.count("[1](#reasons)") == len(refused)
+    of_class = {"T5": {"ONNX": "T5Model has an encoder."}, "BART": {"ONNX": "Bart has an encoder."}}
+    assert export_matrix.page(of_class).count("The model has an encoder.") == 1
 
 
 def test_an_exception_is_a_defect_in_one_line() -> None:

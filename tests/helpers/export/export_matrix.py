@@ -297,6 +297,7 @@ def page(rows: Mapping[str, Mapping[str, str]]) -> str:
     def cell(text: str) -> str:
         if text in (EQUAL, "–", "not run"):
             return text
+        text = re.sub(r"^[A-Z]\w+(?= (has|takes) )", "The model", text)  # its class: one reason
         return f"[{reasons.setdefault(text, len(reasons) + 1)}](#reasons)"
 
     lines = [
