@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 
 from autoshard.building.batch_check import batch_shapes
-from autoshard.building.compared import Compared, compared, digest_of
-from autoshard.building.data_ranks import agree_on_data_axes
-from autoshard.building.device_room import device_room
+from autoshard.building.compared import Compared, agree_on_data_axes, compared, digest_of
 from autoshard.building.one_rank import build_program
 from autoshard.compiling import settings
 from autoshard.config import Config
@@ -19,10 +18,30 @@ from autoshard.planning import fingerprint, strategy_text
 from autoshard.planning.cost import cluster_of
 from autoshard.program import Program
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import agree
-from autoshard.runtime.collectives import State
+from autoshard.runtime.agreement import agree, gather
+from autoshard.runtime.collectives import Axis, State
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import is_planned
+
+
+def device_room(device: str) -> int | None:
+    """Bytes of the smallest device of the world that tensors may fill; None on a CPU, whose memory
+    others use too. Collective at the first call of a world."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return None
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return cluster_of(device).usable_bytes
+    return _smallest(device)
+
+
+@compat.once_a_world
+def _smallest(device: str) -> int:
+    """Asked when all ranks build their first program."""
+    assert dist.group.WORLD is not None
+    group = dist.group.WORLD.group_name
+    world = Axis("world", dist.get_world_size(), dist.get_rank(), group)
+    return min(gather(cluster_of(device).usable_bytes, "memory of the devices", world))
+
 
 T = TypeVar("T")
 

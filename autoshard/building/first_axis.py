@@ -1,6 +1,6 @@
 """A mesh with two planned axes: the first, cp, is planned and laid out; tp is planned on its rank.
 
-Both are planned together, exactly, where the graph trains (planning/two_axes); else cp is planned
+Both are planned together, exactly, where the graph trains (planning/search); else cp is planned
 on the whole graph as if tp had one rank, which is also what a plan file is followed by. Under a
 memory budget that they fit by recomputation alone, plans of cp at dearer bytes are laid out too,
 each with tp's placements and what is kept decided together, and the quickest that fits is taken.
@@ -33,9 +33,9 @@ from autoshard.planning import (
     Strategy,
     TwoAxes,
     both_at_dearer_bytes,
+    estimates,
     plan_both,
     plan_graph,
-    priced,
     value,
     with_graph,
 )
@@ -67,7 +67,7 @@ class LaidOut:
         """What a step takes and needs with a plan of the inner axis, under the memory budget."""
         budget = self.request.memory_budget
         assert budget is not None
-        return priced(self.graph, decisions.prices.n, decisions, self.request, budget)
+        return estimates(self.graph, decisions.prices.n, self.request, budget)(decisions)
 
 
 class RankParts(Rewriting):

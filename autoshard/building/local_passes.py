@@ -1,15 +1,19 @@
-"""The passes before planning and those that make a planned graph one rank's, with their options."""
+"""The passes before planning and those that make a planned graph one rank's, with their options;
+what is refused and said where they find what they cannot do."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+from torch import fx
 
-from autoshard.building.mutated_parameters import refuse_mutated
 from autoshard.building.planned import Planned
 from autoshard.compiling import use_by
 from autoshard.config import Config
+from autoshard.errors import CaptureError, message
 from autoshard.passes import (
     Canonicalize,
     ChunkLoss,
@@ -32,7 +36,8 @@ from autoshard.passes import (
 from autoshard.planning import gathered_stacks, is_trained
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import data_axes, gathering_axes
-from autoshard.runtime.graph_meta import STORED_DTYPE
+from autoshard.runtime.errors import source_line
+from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS, STORED_DTYPE
 from autoshard.runtime.mesh import Mesh
 
 
@@ -100,3 +105,41 @@ def local_passes(
     if config.loss_tokens == "global" and data_axes(mesh.axes):
         passes.append(GlobalTokenMean(data_axes(mesh.axes)))
     return passes
+
+
+def refuse_mutated(serial: fx.GraphModule, parameters: Mapping[fx.Node, str]) -> None:
+    """A parameter written in forward would be written whole into its data-parallel shard."""
+    placeholders = [n for n in serial.graph.nodes if n.op == "placeholder"]
+    results: Any = serial.graph.output_node().args[0]
+    for i, new in zip(serial.meta.get(MUTATED, ()), results[serial.meta[N_OUTPUTS] :]):
+        if placeholders[i] not in parameters:
+            continue
+        name, what = parameters[placeholders[i]], "writes to its parameter"
+        remedy = (
+            "Write to it outside the compiled call (a method: call that of the model which was "
+            "given to torch.compile), or make it a buffer."
+        )
+        if new.target is torch.ops.aten.embedding_renorm.default:
+            what = "renormalises (max_norm) the rows it looks up of"
+            remedy = (
+                "Make the embedding without max_norm, and bound its rows after each step: "
+                "weight.data.renorm_(2, 0, max_norm)."
+            )
+        raise CaptureError(
+            message(
+                f"the model {what} {name} in forward, and data parallelism stores parameters as "
+                "shards, each rank of which sees its own batch; precision, in another dtype",
+                where=source_line(new.meta.get("stack_trace")),
+                remedy=remedy,
+            )
+        )
+
+
+def warn_of_no_mean(serial: fx.GraphModule) -> None:
+    """Warn of a training graph without a mean loss; one that does not train has none to weigh."""
+    if any(node.meta.get(DIFF) for node in serial.graph.output_node().all_input_nodes):
+        warnings.warn(
+            'loss_tokens="global" found no mean loss in the graph: compute it in the '
+            "compiled model, or weigh its tokens there (docs/losses.md)",
+            stacklevel=2,
+        )

@@ -11,12 +11,9 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.building.batch_choices import choices_made, layout_of
 from autoshard.building.fitting import chunk_as_first, fit, remembered_by
-from autoshard.building.given_plan import load_plan
-from autoshard.building.local_passes import local_passes, serial_passes
-from autoshard.building.mean_warning import warn_of_no_mean
-from autoshard.building.planned import Planned, Unplanned
+from autoshard.building.local_passes import local_passes, serial_passes, warn_of_no_mean
+from autoshard.building.planned import Planned, Unplanned, choices_made, layout_of, load_plan
 from autoshard.capture import capture, guard_divisible
 from autoshard.compiling import DebugWatch, lowered_dtypes, say_stored, settings, traced_microbatch
 from autoshard.config import Config, Precision
@@ -108,7 +105,7 @@ def build_program(
             compat.transfers()  # or raises
         made = functools.partial(built, mesh=offline_mesh(mesh.sizes, 0))
         assumed = config.memory_budget is None
-        planned = fit(asked, planned, made, budget, assumed, config.inner, remembered)
+        planned = fit(asked, planned, made, budget, assumed, remembered)
     elif config.chunk_loss == "auto" and data_axes(mesh.axes):
         planned = chunk_as_first(planned, remembered)
     decisions, serial = planned.decisions, planned.serial

@@ -3,6 +3,5 @@
 from __future__ import annotations
 
 from autoshard.memory.phases import KINDS
-from autoshard.memory.split_stage import memory_of_split_stage
-from autoshard.memory.stage import StageMemory, memory_of_stage
+from autoshard.memory.stage import StageMemory, memory_of_split_stage, memory_of_stage
 from autoshard.memory.step import OPTIMIZERS, Memory, Moment, Step, step_of, summary

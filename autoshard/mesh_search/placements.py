@@ -1,9 +1,9 @@
 """The plan of a row that is short of memory: what the backend would choose under that budget.
 
 Where the cheapest plan does not fit as it is, placements are planned at dearer bytes
-(planning/one_axis/), each with the least recomputation with which it fits. The cheapest plan with
-its own is one of these candidates, so that no row is predicted slower than with it. What a plan
-needs is estimated here, where the backend counts it.
+(planning/search/one_axis.py), each with the least recomputation with which it fits. The cheapest
+plan with its own is one of these candidates, so that no row is predicted slower than with it. What
+a plan needs is estimated here, where the backend counts it.
 
 Rows are tried in the order of what they do if nothing is computed again, until one that was tried
 does more than the next could: of those that are left, which cannot be recommended, only those are

@@ -13,20 +13,18 @@ hidden. On ep the rows of each micro-batch travel.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import accumulate, chain
+from functools import cache, cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from autoshard.building import Planned
-from autoshard.mesh_search.recomputed_stages import StageChoices, StageSpan
-from autoshard.mesh_search.stage_profiles import joined, stage_footprint
-from autoshard.planning import Recomputation, producer, value
+from autoshard.mesh_search.rank_stages import StageChoices, StageSpan, joined, stage_footprint
+from autoshard.planning import Recomputation, cheap_places, crossing, places, value
 from autoshard.planning.cost import WAIT_SECONDS, Cluster, Link
 from autoshard.planning.estimate import (
     Footprint,
@@ -158,7 +156,7 @@ class GraphStages:
             data_seconds.append(sum(seconds(each, ranks, links) for each in data))
             found = sent_by_axis([*data, *list(part.sent) * microbatches], ranks, links)
             over = [each for pair in pairs[rank :: mesh["pp"]] for each in pair]
-            took = sum(_transfer(links["pp"], *each) for each in over)
+            took = sum(links["pp"].seconds(*each) for each in over)
             nbytes, messages = map(sum, zip(*over))
             found["pp"] = Traffic(
                 microbatches * nbytes, microbatches * took, microbatches * messages
@@ -192,41 +190,23 @@ class GraphStages:
     def crossing(self) -> list[tuple[int, int]]:
         """What a rank sends where the graph is cut before each node: bytes, and messages, one for
         each value; (-1, 0): no cut may be."""
-        place = {node: i for i, node in enumerate(self.nodes)}
         own = set(self.planned.parameters)
-        change, number, blocked = ([0] * (len(self.nodes) + 1) for _ in range(3))
-        for i, node in enumerate(self.nodes):
-            if node.op != "call_function" or own.isdisjoint(node.all_input_nodes):
-                continue
-            own.add(node)
-            last = max((place[user] for user in node.users), default=i)
-            last = min(last, len(self.nodes) - 2)  # outputs stay where they are made
-            if last <= i:
-                continue
-            entries = [(blocked, 1)]
-            if isinstance(value(node), torch.Tensor):
-                nbytes = self.saving.nbytes(node, self.saving.state(node))
-                entries = [(change, nbytes), (number, 1)]
-            for table, more in entries:
-                table[i + 1] += more
-                table[last + 1] -= more
-        found = []
-        alive, messages, closed = map(list, map(accumulate, (change, number, blocked)))
-        for i, node in enumerate(self.nodes):
-            inside = node.op == "call_function" and producer(node)[0] is node
-            may_be = alive[i] and not closed[i] and inside
-            found.append((alive[i], messages[i]) if may_be else (-1, 0))
+        for node in self.nodes:
+            if node.op == "call_function" and not own.isdisjoint(node.all_input_nodes):
+                own.add(node)
+        alive = crossing(self.nodes, own.difference(self.planned.parameters))
+        found = [(-1, 0)] * len(self.nodes)
+        nbytes = cache(lambda node: self.saving.nbytes(node, self.saving.state(node)))
+        for i in places(self.nodes, alive):
+            if size := sum(map(nbytes, alive[i])):
+                found[i] = size, len(alive[i])
         return found
 
     @cached_property
     def places(self) -> list[int]:
         """Where a cut may be: the places at which least is sent."""
-        bytes_at = [nbytes for nbytes, _ in self.crossing]
-        free = [i for i, nbytes in enumerate(bytes_at) if nbytes >= 0]
-        sizes = sorted(bytes_at[i] for i in free)
-        most = sizes[min(len(sizes), _MOST_PLACES // 2) - 1] if sizes else 0
-        few = [i for i in free if bytes_at[i] <= most]
-        return few[:: math.ceil(len(few) / _MOST_PLACES)] if few else []
+        sent = {i: nbytes for i, (nbytes, _) in enumerate(self.crossing) if nbytes >= 0}
+        return cheap_places(sent, _MOST_PLACES)
 
     @cached_property
     def kept(self) -> tuple[list[int], list[int], list[dict[int, int]]]:
@@ -272,7 +252,7 @@ class GraphStages:
         each = list(map(sum, zip(self.whole.forward, self.whole.backward, *waits)))
         units = Chain(
             seconds=[sum(each[a:b]) for a, b in zip(ends, ends[1:])],
-            sent=[0.0, *(_transfer(link, *self.crossing[i]) for i in self.places), 0.0],
+            sent=[0.0, *(link.seconds(*self.crossing[i]) for i in self.places), 0.0],
             kept=[0.0] * (len(ends) - 1),
         )
         found = cut_stages(units, stages, microbatches)
@@ -286,7 +266,7 @@ class GraphStages:
             self._part(a, b, live[stage % ranks][stage // ranks], sent)
             for stage, (a, b) in enumerate(spans)
         ]
-        over = [_transfer(link, *self.crossing[cut]) for cut in cuts]
+        over = [link.seconds(*self.crossing[cut]) for cut in cuts]
         forward = [
             sum(part.forward) + sum(waits[0][a:b]) + before
             for part, (a, b), before in zip(parts, spans, [0.0, *over])
@@ -364,10 +344,6 @@ class GraphStages:
             ),
             activations=saved,
         )
-
-
-def _transfer(link: Link, nbytes: int, messages: int) -> float:
-    return messages * link.latency + nbytes / link.bandwidth
 
 
 def _is_scalar(node: fx.Node) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from autoshard.planning.asked import Request, fingerprint, with_graph
 from autoshard.planning.context_parallel import attention_form, contiguous_share
 from autoshard.planning.decisions import Decisions, Recomputation, serial_name, value_text
 from autoshard.planning.mixtures import (
@@ -14,7 +13,6 @@ from autoshard.planning.mixtures import (
     not_of_zero,
     way_of,
 )
-from autoshard.planning.one_axis import PlanEstimate, at_dearer_bytes, plan_graph, priced
 from autoshard.planning.operators import (
     LOOKUPS,
     LOSSES,
@@ -27,12 +25,27 @@ from autoshard.planning.operators import (
     unflattened,
 )
 from autoshard.planning.outer import Outer, on_rank
-from autoshard.planning.part_choices import JoinedChoices, PartTrade, part_trade
 from autoshard.planning.plan import GraphPlan, PipelinePlan, Plan, strategy_text
 from autoshard.planning.prices import Prices
+from autoshard.planning.search import (
+    JoinedChoices,
+    PlanEstimate,
+    Request,
+    TwoAxes,
+    at_dearer_bytes,
+    both_at_dearer_bytes,
+    cheap_places,
+    crossing,
+    estimates,
+    fingerprint,
+    part_trade,
+    places,
+    plan_both,
+    plan_graph,
+    with_graph,
+)
 from autoshard.planning.sizes import Size, is_one, same, same_shape
 from autoshard.planning.strategy import Strategy, operands, value
-from autoshard.planning.two_axes import TwoAxes, both_at_dearer_bytes, plan_both
 from autoshard.planning.values import (
     global_bytes,
     is_trained,

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 #: By file and name.
 CACHES = {
     # of the running process group, or without one: `compat.once_a_world` compares the group itself
-    "autoshard/building/device_room.py _smallest": "the device's kind; of all ranks of a world",
+    "autoshard/building/all_ranks.py _smallest": "the device's kind; of all ranks of a world",
     "autoshard/mesh_search/first_call.py _chosen": "the device's kind; one mesh serves a process",
     "runtime/collectives/fused.py _measured": "group, device, sizes and dtypes",
     "runtime/agreement/backwards.py _worlds": "the world's exchange",
@@ -28,8 +28,8 @@ CACHES = {
     "runtime/mesh.py home_mesh": "the DeviceMesh and the rank",
     "runtime/pipeline/channel.py _other_group": "the group's name, all groups and a number",
     # of an object, for as long as it lives
-    "autoshard/building/data_ranks.py _trained": "the parameter",
-    "autoshard/building/fitting/placements.py _remembered": "stored parameter, options, operators",
+    "autoshard/building/compared.py _trained": "the parameter",
+    "autoshard/building/fitting.py _remembered": "stored parameter, options, operators",
     "autoshard/capture/guards.py _split_sizes": "code, source and dim: more guards, never less",
     "autoshard/program_registry.py _handles": "a number that is never given again",
     "runtime/compat/compiled_modules.py compiled": "the method of one compiled module",
@@ -47,7 +47,7 @@ CACHES = {
     "autoshard/export/rank_graph/core_operators.py _table": "torch's decompositions",
     "autoshard/export/to_onnx.py _operator": "onnxscript's values",
     "autoshard/export/to_tensorrt/build.py log_of": "the module tensorrt",
-    "autoshard/planning/two_axes/tables.py by_copy": "of one call: three states",
+    "autoshard/planning/search/pairs.py by_copy": "of one call: three states",
     "runtime/compat/tensors.py transfers": "torch's operators",
     "runtime/compat/version.py probe_compilers": "torch's names",
     "runtime/errors.py _torch_folder": "where torch is installed",

@@ -10,7 +10,7 @@ from torch import nn
 
 from autoshard.mesh_search import search
 from autoshard.planning.estimate import recomputation
-from autoshard.planning.one_axis import candidates
+from autoshard.planning.search import one_axis
 
 
 class Layers(nn.Module):
@@ -50,7 +50,7 @@ def counts(
 
     with monkeypatch.context() as monkeypatch, torch.device("meta"):
         counted(search, "ask")
-        counted(candidates, "solve")
+        counted(one_axis, "of_a_byte")
         counted(recomputation, "minimum_cut")
         found = search.search_meshes(
             Layers(layers),
@@ -61,7 +61,7 @@ def counts(
             memory={"budget": budget, "host": 1 << 30},
         )
     torch.compiler.reset()
-    return len(found.rows), made["ask"], made.get("solve", 0), made["minimum_cut"]
+    return len(found.rows), made["ask"], made.get("of_a_byte", 0), made["minimum_cut"]
 
 
 def test_a_search_plans_by_the_size_of_an_axis_and_cuts_by_the_layer(

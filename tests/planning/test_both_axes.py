@@ -17,10 +17,10 @@ from autoshard.building import first_axis
 from autoshard.building.first_axis import lay_out
 from autoshard.planning.cost.clusters import Cluster, Machine
 from autoshard.planning.decisions import Decisions
-from autoshard.planning.one_axis.builder import builder_of
 from autoshard.planning.prices import Prices
+from autoshard.planning.search.asked import builder_of
+from autoshard.planning.search.two_axes import TwoAxes
 from autoshard.planning.strategy import operands
-from autoshard.planning.two_axes import TwoAxes
 from autoshard.planning.values import output_state
 from autoshard.runtime.collectives.states import State
 from traced import drawn_cluster, given_to

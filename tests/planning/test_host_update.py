@@ -15,8 +15,6 @@ from torch import nn
 import autoshard
 from autoshard.errors import ConfigError
 from autoshard.mesh_search import search_meshes
-from autoshard.planning.batch_axis import weights as batch_weights
-from autoshard.planning.batch_axis.weights import BatchAxis
 from autoshard.planning.cost import Cluster, cluster
 from autoshard.planning.cost.clusters import Efficiency
 from autoshard.planning.cost.machines import Link
@@ -24,6 +22,8 @@ from autoshard.planning.estimate import Layout, Training, host_update
 from autoshard.planning.estimate.activations import SavedForBackward
 from autoshard.planning.estimate.memory import RankHolds, footprint
 from autoshard.planning.estimate.weights import Weight
+from autoshard.planning.search import batch_axis
+from autoshard.planning.search.batch_axis import BatchAxis
 from autoshard.runtime.collectives import TWICE
 
 WEIGHTS = [
@@ -158,7 +158,7 @@ def test_a_choice_for_a_weight_is_charged_for_its_update() -> None:
     axes.weight.return_value, axes.took.return_value = weight, 0.0
     with (
         mock.patch.object(BatchAxis, "_possible", lambda *_: [TWICE]),
-        mock.patch.object(batch_weights, "_is_read_in_backward", lambda node: True),
+        mock.patch.object(batch_axis, "_is_read_in_backward", lambda node: True),
     ):
         charged = BatchAxis(axes=axes, bandwidth=100.0).charges(mock.Mock(), "I", 0.0)
     assert charged == {TWICE: pytest.approx(32 * 4 * (1 + 2 * 3) / 100.0)}

@@ -18,8 +18,7 @@ from autoshard.planning.cost.clusters import Cluster, Efficiency, cluster
 from autoshard.planning.cost.machines import Hardware, Link
 from autoshard.planning.estimate.activations import SavedForBackward, saved_for_backward
 from autoshard.planning.estimate.memory import footprint, held
-from autoshard.planning.estimate.mesh import timing
-from autoshard.planning.estimate.overlap import Segment, step_seconds
+from autoshard.planning.estimate.mesh import Segment, step_seconds, timing
 from autoshard.planning.estimate.step_profile import Profile
 from autoshard.planning.estimate.traffic import gradient_buckets, tp_collectives
 from autoshard.planning.estimate.training import Training

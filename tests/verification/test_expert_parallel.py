@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoshard.planning.asked import fingerprint
 from autoshard.planning.mixtures import WAYS, is_mixture, way_of
 from autoshard.planning.plan import GraphPlan, Plan, strategy_text
+from autoshard.planning.search.asked import fingerprint
 from joined_batch import Sizes, check, train
 from model_case import Batch, Case
 from models import CASES

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from autoshard.building.all_ranks import agree_on_program, tensors_of, unplanned
 from autoshard.building.batch_check import batch_checker
 from autoshard.building.compared import compared, digest_of
-from autoshard.building.pipeline.budget import fit_stages, lines_of_recomputation
 from autoshard.building.pipeline.data_parallel import stage_unsharding
 from autoshard.building.pipeline.microbatch import shared_graph
 from autoshard.building.pipeline.program import PipelineProgram, build_pipeline
 from autoshard.building.pipeline.rank import rank_pipeline
+from autoshard.building.pipeline.stage_fitting import fit_stages, lines_of_recomputation
 from autoshard.compiling import compile_local, traced_microbatch
 from autoshard.config import Config
 from autoshard.errors import ConfigError, message

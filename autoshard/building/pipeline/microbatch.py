@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autoshard.building.mean_warning import warn_of_no_mean
+from autoshard.building.local_passes import warn_of_no_mean
 from autoshard.building.pipeline.batch_split import BatchSplit, split_batch
 from autoshard.building.pipeline.losses import sum_over_tokens, without_broadcasts
 from autoshard.errors import CaptureError, message

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.building.pipeline.gradient_sums import adding_up, graded_parameters
 from autoshard.building.pipeline.microbatch import shared_graph
 from autoshard.building.pipeline.program import PipelineProgram
-from autoshard.building.pipeline.stage_graphs import loss_of
+from autoshard.building.pipeline.stage_graphs import adding_up, graded_parameters, loss_of
 from autoshard.building.pipeline.stages import sum_dtype
 from autoshard.compiling import SplitBackward, add_at_once, compile_local
 from autoshard.passes import set_fate

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from torch import fx
 
-from autoshard.building.given_plan import load_plan
 from autoshard.building.pipeline.microbatch import MicrobatchGraph
 from autoshard.building.pipeline.stages import StagePlan
+from autoshard.building.planned import load_plan
 from autoshard.config import Config, option
 from autoshard.errors import ConfigError, message
 from autoshard.planning import PipelinePlan, Plan, fingerprint

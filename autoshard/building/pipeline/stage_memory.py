@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from autoshard.building.pipeline.gradient_sums import adding_up, graded_parameters
 from autoshard.building.pipeline.program import PipelineProgram
-from autoshard.building.pipeline.stage_graphs import loss_of
+from autoshard.building.pipeline.stage_graphs import adding_up, graded_parameters, loss_of
 from autoshard.building.pipeline.stages import stored_dtype, sum_dtype
 from autoshard.compiling import add_at_once, cut_backward, off_meta
 from autoshard.memory import StageMemory, memory_of_split_stage, memory_of_stage

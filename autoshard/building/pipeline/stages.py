@@ -7,7 +7,6 @@ values are computed where they are read, and a parameter that two stages read is
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -18,9 +17,17 @@ from torch import fx
 from autoshard.building.pipeline.microbatch import MicrobatchGraph
 from autoshard.building.pipeline.stage_graphs import PipelineStage, of_shared_values, stage_graphs
 from autoshard.errors import ConfigError, PlanError, message
-from autoshard.planning import PartTrade, is_view, part_trade, tensor_bytes, value
+from autoshard.planning import (
+    cheap_places,
+    crossing,
+    is_view,
+    part_trade,
+    places,
+    tensor_bytes,
+    value,
+)
 from autoshard.planning.cost import Machine, work_of
-from autoshard.planning.solver import Chain, StageCut, cut_chunks
+from autoshard.planning.solver import Chain, StageCut, cut_stages
 from autoshard.runtime.collectives import WHOLE
 from autoshard.runtime.graph_meta import DIFF, OWN_AXIS, REDUCED_DTYPE, STORED_DTYPE, VALUE
 from autoshard.runtime.parameters import ParameterPolicy
@@ -65,13 +72,15 @@ def plan_stages(
     """
     shared, nodes = of_shared_values(microbatch), microbatch.local.graph.nodes
     operators = [n for n in nodes if n.op == "call_function" and n not in shared]
-    crossing = _live(microbatch.local, operators)
+    sent = crossing(operators, set(operators))
     ranks, live = len(kept), [each for chunk in zip(*kept) for each in chunk]
     stages = len(live)
-    free = _free(operators, crossing)
-    ends = (
-        _units(operators, crossing, free) if cuts is None else _asked(operators, free, cuts, stages)
-    )
+    free = places(operators, sent)
+    if cuts is None:
+        sizes = {i: sum(tensor_bytes(value(node)) for node in sent[i]) for i in free}
+        ends = [0, *cheap_places(sizes, MOST_UNITS), len(operators)]
+    else:
+        ends = _asked(operators, free, cuts, stages)
     if len(ends) - 1 < stages:
         raise ConfigError(
             message(
@@ -82,17 +91,17 @@ def plan_stages(
         )
     known = [stored.get(node) for node in microbatch.parameters]
     allowed = [h if h is None else frozenset(range(h, stages, ranks)) for h in known]
-    chain = _chain(microbatch, operators, ends, machine, allowed, shards)
+    chain = _chain(microbatch, operators, sent, ends, machine, allowed, shards)
     chains = [chain, replace(chain, homes={})] if chain.homes else [chain]
     if chain.again:  # where the estimate does not fit, the count of the stages has the last word
         chains.append(replace(chains[-1], kept=[0.0] * len(chain.kept)))
     for chain in chains:  # without homes, another stage borrows what it reads
-        found = cut_chunks(chain, ranks, microbatch.microbatches, budget, live)
+        found = cut_stages(chain, ranks, microbatch.microbatches, budget, live)
         if found is not None:
             break
     else:
         bare = replace(chain, kept=[0.0] * len(chain.kept))
-        least = cut_chunks(bare, ranks, microbatch.microbatches, None, live)
+        least = cut_stages(bare, ranks, microbatch.microbatches, None, live)
         assert least is not None
         held = [sum(least.memory[rank::ranks]) for rank in range(ranks)]
         most = max(range(ranks), key=held.__getitem__)
@@ -122,27 +131,6 @@ def plan_stages(
     )
 
 
-def _live(local: fx.GraphModule, operators: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """The values that cross a cut before each operator, in the order in which they are made."""
-    position = {node: i for i, node in enumerate(operators)}
-    live: list[list[fx.Node]] = [[] for _ in range(len(operators) + 1)]
-    for i, node in enumerate(operators):
-        last = max((position[u] for u in node.users if u in position), default=i)
-        for cut in range(i + 1, last + 1):
-            live[cut].append(node)
-    return live
-
-
-def _free(operators: Sequence[fx.Node], live: Sequence[Sequence[fx.Node]]) -> list[int]:
-    """The positions where a cut may be: what crosses it are tensors."""
-    return [
-        i
-        for i in range(1, len(operators))
-        if all(isinstance(value(node), torch.Tensor) for node in live[i])
-        and operators[i].target is not operator.getitem
-    ]
-
-
 def _asked(
     operators: Sequence[fx.Node], free: Sequence[int], cuts: Sequence[str], stages: int
 ) -> list[int]:
@@ -163,28 +151,18 @@ def _asked(
     return [0, *found, len(operators)]
 
 
-def _units(
-    operators: Sequence[fx.Node], live: Sequence[Sequence[fx.Node]], free: Sequence[int]
-) -> list[int]:
-    """The positions at which a cut is tried, with both ends."""
-    if len(free) > MOST_UNITS:
-        size = {i: sum(tensor_bytes(value(node)) for node in live[i]) for i in free}
-        most = sorted(size.values())[MOST_UNITS // 2]
-        few = [i for i in free if size[i] <= most]
-        free = few[:: math.ceil(len(few) / MOST_UNITS)]  # of equal ones, from all of the graph
-    return [0, *free, len(operators)]
-
-
 def _chain(
     microbatch: MicrobatchGraph,
     operators: Sequence[fx.Node],
+    live: Sequence[Sequence[fx.Node]],
     ends: Sequence[int],
     machine: Machine,
     known: Sequence[frozenset[int] | None],
     shards: Mapping[str, int],
 ) -> Chain:
-    link = machine.links["pp"]
-    live, trade = _live(microbatch.local, operators), _trade(microbatch)
+    one, trade = microbatch.planned, None
+    if one is not None:  # what stages may give up for time, where a budget asks
+        trade = part_trade(one.graph, one.decisions, one.n, one.decisions.machine)
     unit = {node: u for u, (a, b) in enumerate(zip(ends, ends[1:])) for node in operators[a:b]}
     seconds, kept = [0.0] * (len(ends) - 1), [0.0] * (len(ends) - 1)
     for node in operators:
@@ -197,9 +175,10 @@ def _chain(
         elif graded and not is_view(node):
             kept[unit[node]] += tensor_bytes(value(node))
     sent = [0.0]
-    for cut in ends[1:-1]:
-        messages = [tensor_bytes(value(n)) for n in live[cut] for _ in range(_ways(n))]
-        sent.append(len(messages) * link.latency + sum(messages) / link.bandwidth)
+    for cut in ends[1:-1]:  # a gradient comes back
+        sizes = [(tensor_bytes(value(n)), 1 + bool(n.meta.get(DIFF))) for n in live[cut]]
+        messages, nbytes = sum(ways for _, ways in sizes), sum(size * ways for size, ways in sizes)
+        sent.append(machine.links["pp"].seconds(nbytes, messages))
     placeholders = microbatch.local.graph.find_nodes(op="placeholder")
     stored: list[tuple[float, Sequence[int]]] = []
     homes: dict[int, frozenset[int]] = {}
@@ -222,14 +201,6 @@ def _chain(
             for one in (trade.steps if trade is not None else ())
         ],
     )
-
-
-def _trade(microbatch: MicrobatchGraph) -> PartTrade | None:
-    """What stages may give up for time, where a budget asks."""
-    one = microbatch.planned
-    if one is None:
-        return None
-    return part_trade(one.graph, one.decisions, one.n, one.decisions.machine)
 
 
 def held_bytes(
@@ -258,8 +229,3 @@ def sum_dtype(parameter: fx.Node) -> torch.dtype:
     """The dtype in which the gradients of micro-batches add up."""
     policy = ParameterPolicy(reduce=parameter.meta.get(REDUCED_DTYPE))
     return policy.pending_dtype(stored_dtype(parameter))
-
-
-def _ways(node: fx.Node) -> int:
-    """The transfers of a value that crosses a cut: its gradient comes back."""
-    return 2 if node.meta.get(DIFF) else 1

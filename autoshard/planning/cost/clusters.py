@@ -135,8 +135,7 @@ class Cluster:
         """Seconds to send bytes to the host, or to fetch them; infinite where no link is known."""
         if self.device.host is None:
             return math.inf
-        link = self.real(self.device.host)
-        return link.latency + nbytes / link.bandwidth
+        return self.real(self.device.host).seconds(nbytes)
 
     def seconds(self, work: OperatorWork) -> float:
         """Roofline time of an operator at the rates that a program gets: the slower of its

@@ -22,6 +22,10 @@ class Link:
     bandwidth: float
     copy_bandwidth: float
 
+    def seconds(self, nbytes: float, messages: int = 1) -> float:
+        """Seconds to send bytes to a neighbour in so many messages."""
+        return messages * self.latency + nbytes / self.bandwidth
+
 
 @dataclass(frozen=True)
 class Hardware:

@@ -98,6 +98,11 @@ class Frontier:
         self.free = _undominated([one for one in points if not one.host])[:1]
         """The quickest without the host; nothing where there is nothing to choose."""
 
+    @property
+    def estimates(self) -> list[int]:
+        """Bytes of each choice."""
+        return [one.peak for one in self.points]
+
     def keeping(self, count: int) -> Frontier:
         """The choices where `count` micro-batches are kept while one of them is differentiated."""
         found = copy(self)

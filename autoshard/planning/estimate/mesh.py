@@ -2,17 +2,33 @@
 
 The data-parallel axes are not searched node by node: what they do follows from the mesh, so it is
 computed. Collectives are those of traffic.py; buckets fill in the order of use by the rule of the
-passes (planning/cost/bucket_size.py), and overlap as overlap.py says.
+passes (planning/cost/bucket_size.py).
+
+When a step is over: compute on one queue, data-parallel collectives on another. That is a model of
+what the passes make of the graph (passes/schedule_collectives.py): the gather of a bucket of
+parameters starts where the bucket before it is waited for, the reduction of a bucket's gradients
+where the last of them is made, and reductions are waited for at the end. Collectives of the
+data-parallel axes share one queue in the order of their start, as one communicator has it. Exposed
+is what the compute waits: the end of both queues less the compute itself.
+
+The optimizer's step on the host, of states that lie in its memory (ZeRO-Offload, arXiv 2101.06840):
+
+    to the host      gradient and parameter of one weight after the other
+    the host         the step: one pass over its memory, with what the copies write and read there
+    to the device    the parameter
+
+The three run beside each other, and after the backward: the slowest counts, and the first read and
+the last write, beside which nothing runs. That is what runtime/host_memory.py does. ZeRO-Offload
+sends gradients during the backward; that hides what is hidden here, since the step takes longer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autoshard.planning.cost import WAIT_SECONDS, Cluster, Link, Machine
-from autoshard.planning.estimate.on_host import host_update
-from autoshard.planning.estimate.overlap import Segment, step_seconds
 from autoshard.planning.estimate.step_profile import Profile
 from autoshard.planning.estimate.traffic import (
     Sent,
@@ -22,7 +38,8 @@ from autoshard.planning.estimate.traffic import (
     sent_by_axis,
 )
 from autoshard.planning.estimate.training import Training
-from autoshard.planning.estimate.weights import Layout, buckets
+from autoshard.planning.estimate.weights import Layout, Weight, buckets
+from autoshard.runtime.errors import ConfigError, message
 from autoshard.runtime.mesh import PLANNED
 
 
@@ -122,3 +139,99 @@ def update_seconds(profile: Profile, layout: Layout, training: Training, cluster
             each = training.gradient(weight.kept) + 2 * stored
             moved += weight.stored_part(layout) * each
     return moved / (cluster.device.memory_bandwidth * cluster.efficiency.memory)
+
+
+class Segment(NamedTuple):
+    """The part of a step that starts where a bucket of parameters is first used. Seconds.
+
+    forward, backward: compute. gather: of its parameters, and again in backward where `regather`.
+    reduce: of its gradients, over all data-parallel axes.
+    """
+
+    forward: float
+    backward: float
+    gather: float = 0.0
+    regather: float = 0.0
+    reduce: float = 0.0
+
+
+def step_seconds(segments: Sequence[Segment]) -> float:
+    """Seconds from the first gather to the end of compute and of communication."""
+    now = queue = 0.0  # when the compute, and the queue of collectives, are free
+    order = [(s.gather, s.forward, 0.0) for s in segments]
+    now, queue = _pass(order, now, queue)
+    order = [(s.regather, s.backward, s.reduce) for s in reversed(segments)]
+    return max(_pass(order, now, queue))
+
+
+def _pass(
+    order: Sequence[tuple[float, float, float]], now: float, queue: float
+) -> tuple[float, float]:
+    """When compute and queue are free after a pass over (gather, compute, reduce)s in order."""
+    ready = 0.0
+    for i, (gather, compute, reduce) in enumerate(order):
+        if i == 0 and gather:
+            ready = queue = max(queue, now) + gather
+        now = max(now, ready)
+        following = order[i + 1][0] if i + 1 < len(order) else 0.0
+        if following:  # starts where this one was waited for
+            ready = queue = max(queue, now) + following
+        now += compute
+        if reduce:
+            queue = max(queue, now) + reduce
+    return now, queue
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostUpdate:
+    """One rank's optimizer on its host.
+
+    nbytes: of states there. seconds: of all. reads, work, writes: seconds of gradients and
+    parameters on their way there, of the step, and of parameters on their way back.
+    """
+
+    nbytes: int
+    seconds: float
+    reads: float
+    work: float
+    writes: float
+
+
+def host_update(
+    weights: Sequence[Weight], layout: Layout, training: Training, cluster: Cluster
+) -> HostUpdate:
+    """What the step of `weights` takes. Raises ConfigError where no link to the host is known."""
+    if cluster.device.host is None:
+        raise ConfigError(
+            message(
+                f"optimizer states on the host: the way to the host of {cluster.name} is not known",
+                remedy="Add the entry host to the hardware's file; docs/planning.md shows one.",
+            )
+        )
+    nbytes = read = written = moved = ends = 0
+    for weight in weights:
+        if not weight.trained:
+            continue
+        part, kept = weight.part(layout.shard), weight.kept
+        stored, gradient = training.stored(kept), training.gradient(kept)
+        state = training.all_state(kept)
+        # of float32 copies it converts and compares, see runtime/offloaded_optimizer.py
+        wide = training.recipe == "master"  # the copies are among the states
+        stepped, parameter = (4, 0) if wide else (gradient, stored)
+        copied = 12 + 5 * stored if wide else 0
+        nbytes += part * state
+        read += part * (gradient + stored)
+        written += part * stored
+        moved += part * (stepped + 2 * (parameter + state) + copied + gradient + 2 * stored)
+        ends = max(ends, part * (gradient + 2 * stored))
+    if not moved:
+        return HostUpdate(nbytes=0, seconds=0.0, reads=0.0, work=0.0, writes=0.0)
+    reads, writes = cluster.host_seconds(read), cluster.host_seconds(written)
+    work = moved / (cluster.device.host_memory_bandwidth * cluster.efficiency.memory)
+    return HostUpdate(
+        nbytes=nbytes,
+        seconds=max(reads, work, writes) + cluster.host_seconds(ends),
+        reads=reads,
+        work=work,
+        writes=writes,
+    )

@@ -6,12 +6,15 @@ axes a bucket of parameters is gathered before its use (and again in backward wi
 gradient is reduce-scattered over `dp_shard` and all-reduced over `dp_replicate`. The volumes are
 those of Megatron-Core's and ZeRO's ledgers (S. Rajbhandari et al., "ZeRO: memory optimizations
 toward training trillion parameter models", 2020, section 7); the padding of a bucket of gradients
-is counted on the planned axis only.
+is counted on the planned axis only. What those of one weight take, before its bucket is known, is
+that of a bucket of this weight alone, but that a bucket's latency is shared by its members by their
+bytes (`DataAxes`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -28,11 +31,12 @@ from autoshard.planning.cost import (
 )
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate.training import Training
-from autoshard.planning.estimate.weights import Layout, Weight
+from autoshard.planning.estimate.weights import Layout, Weight, kept_and_reduced, local_shape
 from autoshard.planning.mixtures import ROWS, exchanged_beside, is_mixture
 from autoshard.planning.strategy import operands, value
 from autoshard.planning.values import differentiable, global_bytes
 from autoshard.runtime.collectives import WHOLE, P, State, forward_value, shard_dim
+from autoshard.runtime.graph_meta import DIFF
 
 
 class Sent(NamedTuple):
@@ -275,3 +279,40 @@ def gradient_buckets(
         if len(bucket) > 1:
             nbytes = item * parts * aligned([sizes[i] // item // parts for i in bucket], parts)[1]
         yield Sent(axis, members[first][0], nbytes, True, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataAxes:
+    """The data-parallel axes beside a planned axis of `n` ranks.
+
+    ranks, links: of all axes, by name. second: seconds of a step that a second of their collectives
+    is charged; less than one where compute hides them. bucket: bytes of one.
+    """
+
+    n: int
+    layout: Layout
+    ranks: Mapping[str, int]
+    links: Mapping[str, Link]
+    second: float
+    bucket: int
+
+    def took(self, sent: Sent) -> float:
+        """Seconds of a collective without the share of its latency that other weights pay."""
+        latency = cost.collective_seconds(sent.op, 0, self.ranks[sent.axis], self.links[sent.axis])
+        others = latency * (1 - min(1.0, sent.nbytes / self.bucket))
+        return seconds(sent, self.ranks, self.links) - others
+
+    def weight(self, node: fx.Node, state: State, again: bool, experts: int = 0) -> Weight:
+        """A parameter in a state on the planned axis. again, experts: as in `Weight`."""
+        kept, reduced = kept_and_reduced(node)
+        return Weight(
+            name=node.name,
+            shape=local_shape(node, state, self.n),
+            itemsize=value(node).element_size(),
+            trained=bool(node.meta.get(DIFF)),
+            use=0,
+            again=again,
+            stored=kept,
+            reduced=reduced,
+            experts=experts,
+        )

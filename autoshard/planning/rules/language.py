@@ -19,7 +19,7 @@ An operand (in the order of the operator's tensor arguments) is a list of dims; 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -239,3 +239,20 @@ def _partial(
         yield call.strategy({factor: P, **dict.fromkeys(terms, P)}, P)
     if not factors and terms and "*" not in marks.values():
         yield call.strategy(dict.fromkeys(terms, P), P)
+
+
+def elementwise(call: OpCall) -> Iterable[Strategy]:
+    """The rule of an operator with torch.Tag.pointwise: every operand broadcasts to the result."""
+    count = len(tensor_arguments(call.schema))
+    rule = TextRule(", ".join(["..."] * count) + " -> " + ", ".join(["..."] * len(call.results)))
+    return rule(call)
+
+
+def when_zero(argument: str, text: str, otherwise: str) -> Callable[[OpCall], Iterable[Strategy]]:
+    """A rule that holds where a number is zero (a fill value), and another for the rest."""
+    zero, rest = TextRule(text), TextRule(otherwise)
+
+    def rule(call: OpCall) -> Iterable[Strategy]:
+        return (zero if call[argument] in (None, 0) else rest)(call)
+
+    return rule

@@ -6,8 +6,7 @@ import torch
 from torch import fx
 
 from autoshard.planning.rules.call import OpCall, Rule, differentiable
-from autoshard.planning.rules.elementwise import elementwise
-from autoshard.planning.rules.language import TextRule
+from autoshard.planning.rules.language import TextRule, elementwise
 from autoshard.planning.rules.outer_axis import beside
 from autoshard.planning.rules.random import SEEDS
 from autoshard.planning.rules.table import RULES

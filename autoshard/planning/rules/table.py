@@ -18,7 +18,7 @@ from autoshard.planning.rules import (
     views,
 )
 from autoshard.planning.rules.call import Rule
-from autoshard.planning.rules.elementwise import when_zero
+from autoshard.planning.rules.language import when_zero
 from autoshard.planning.rules.views import along, dropping, except_dims, except_last, reducing
 from autoshard.runtime import operators
 from autoshard.runtime.collectives import I, P

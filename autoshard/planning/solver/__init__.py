@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from autoshard.planning.solver.cuts import UNCUT, minimum_cut
+from autoshard.planning.solver.elimination import fill_order
 from autoshard.planning.solver.factor_graph import FactorGraph, Solution, TooWide
-from autoshard.planning.solver.min_fill import fill_order
-from autoshard.planning.solver.stage_cut import Chain, StageCut, cut_chunks, cut_stages
+from autoshard.planning.solver.stage_cut import Chain, StageCut, cut_stages

@@ -64,7 +64,7 @@ class StageCut:
 
 def cut_stages(
     chain: Chain,
-    stages: int,
+    ranks: int,
     microbatches: int,
     budget: float | None = None,
     kept: Sequence[int] | None = None,
@@ -72,35 +72,22 @@ def cut_stages(
     """The cut of least step time, the earliest cuts of several; None where no cut fits.
 
     kept: the micro-batches of which each stage keeps the activations; None: min(m, p - i) of stage
-    i of p, as in 1F1B. budget: bytes a stage may hold.
+    i of p, as in 1F1B. budget: bytes that a rank may hold, which has the stages r, r + ranks, ...
+
+    A dynamic programme has one stage before it, not a rank's. So where ranks have several and the
+    cheapest cut does not fit, no stage may hold more than a part of the budget, the largest with
+    which all ranks fit; the least part tried is what a rank's stages have if they are equal.
     """
     if kept is None:
-        kept = [min(microbatches, stages - stage) for stage in range(stages)]
-    return _CutSearch(chain, kept, microbatches, budget).run()
-
-
-def cut_chunks(
-    chain: Chain,
-    ranks: int,
-    microbatches: int,
-    budget: float | None,
-    kept: Sequence[int],
-) -> StageCut | None:
-    """`cut_stages` where rank r has the stages r, r + ranks, ..., and the budget is for all of its.
-
-    A dynamic programme has one stage before it, not a rank's. So where the cheapest cut does not
-    fit, no stage may hold more than a part of the budget, the largest with which all ranks fit;
-    the least part tried is what a rank's stages have if they are equal.
-    """
-    chunks = len(kept) // ranks
-    if budget is None or chunks == 1:
-        return cut_stages(chain, len(kept), microbatches, budget, kept)
-    parts = [None, *(1 - i / _PARTS * (1 - 1 / chunks) for i in range(_PARTS + 1))]
-    for part in parts:
-        most = None if part is None else part * budget
-        found = cut_stages(chain, len(kept), microbatches, most, kept)
-        if found is None:
-            return None
+        kept = [min(microbatches, ranks - stage) for stage in range(ranks)]
+    chunks, limits = len(kept) // ranks, [budget]
+    if budget is not None and chunks > 1:
+        parts = (1 - i / _PARTS * (1 - 1 / chunks) for i in range(_PARTS + 1))
+        limits = [None, *(part * budget for part in parts)]
+    for most in limits:
+        found = _CutSearch(chain, kept, microbatches, most).run()
+        if found is None or budget is None or chunks == 1:
+            return found
         if max(sum(found.memory[rank::ranks]) for rank in range(ranks)) <= budget:
             return found
     return None

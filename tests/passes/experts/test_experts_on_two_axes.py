@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from autoshard.explain.alternatives import alternatives
-from autoshard.planning.asked import fingerprint
 from autoshard.planning.cost.model import ring_bytes
 from autoshard.planning.mixtures import WAYS, is_mixture, way_of
 from autoshard.planning.plan import GraphPlan, Plan, strategy_text
+from autoshard.planning.search.asked import fingerprint
 from autoshard.program import Program
 from autoshard.runtime.operators.bound import unbound
 from autoshard.runtime.operators.experts import rows_travel

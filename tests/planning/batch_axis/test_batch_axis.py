@@ -16,13 +16,12 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from autoshard.planning import Plan, Request
-from autoshard.planning.batch_axis import batch_axis
 from autoshard.planning.cost import collective_seconds
 from autoshard.planning.cost.clusters import Cluster, Machine, cluster
 from autoshard.planning.estimate import Training
-from autoshard.planning.one_axis.builder import builder_of
 from autoshard.planning.prices import Prices
 from autoshard.planning.problem import Problem
+from autoshard.planning.search.asked import batch_axis, builder_of
 from autoshard.planning.solver import FactorGraph
 from autoshard.runtime.collectives import CHOICES, ONCE, TWICE, WHOLE, I
 from autoshard.runtime.mesh import AXIS_ORDER, offline_mesh

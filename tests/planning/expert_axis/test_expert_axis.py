@@ -18,15 +18,14 @@ from torch import Tensor, fx, nn
 
 from autoshard.explain.alternatives import alternatives
 from autoshard.planning import Plan, Request, fingerprint
-from autoshard.planning.asked import expert_axis
 from autoshard.planning.cost import WAIT_SECONDS, collective_seconds
 from autoshard.planning.cost.clusters import Cluster, Machine
 from autoshard.planning.estimate import Layout
 from autoshard.planning.mixtures import ROWS, WEIGHTS, is_mixture
-from autoshard.planning.one_axis.builder import builder_of
 from autoshard.planning.plan import GraphPlan, without_ep
 from autoshard.planning.prices import Prices
 from autoshard.planning.problem import Builder
+from autoshard.planning.search.asked import builder_of, expert_axis
 from autoshard.program import Program
 from autoshard.runtime.mesh import AXIS_ORDER
 from autoshard.runtime.operators.bound import unbound

@@ -15,9 +15,8 @@ import pytest
 from networkx.algorithms.approximation import treewidth_min_degree
 
 from autoshard.planning.solver import factor_graph
-from autoshard.planning.solver.elimination import Elimination, elimination_order
+from autoshard.planning.solver.elimination import Elimination, elimination_order, fill_order
 from autoshard.planning.solver.factor_graph import FactorGraph, Infeasible, TooWide
-from autoshard.planning.solver.min_fill import fill_order
 
 Factor = tuple[tuple[int, ...], np.ndarray]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.planning.solver import Chain, StageCut, cut_chunks, cut_stages
+from autoshard.planning.solver import Chain, StageCut, cut_stages
 
 INF = float("inf")
 
@@ -91,7 +91,7 @@ def test_the_stages_of_a_rank_share_its_budget() -> None:
             fixed = replace(chain, sent=[0.0 if i in (0, *cuts, 9) else INF for i in range(10)])
             one = cut_stages(fixed, 4, 4, None, kept)
             fits |= one is not None and max(rank_bytes(one)) <= budget and alone is not None
-        cut = cut_chunks(chain, 2, 4, budget, kept)
+        cut = cut_stages(chain, 2, 4, budget, kept)
         possible, found = possible + fits, found + (cut is not None)
         if cut is not None:
             assert alone is not None and fits and max(rank_bytes(cut)) <= budget

@@ -1,13 +1,14 @@
-"""The problem of two axes: a variable for each node's pair of strategies, and for shared values'
-copies on either axis.
+"""Two axes of a graph planned together: pairs of states, exact, with the least that any two plans
+cost.
 
-Its costs are what the planner of the inner axis charges on the graph that the outer plan leaves a
-rank: so the least sum is the least that both plans can cost, one after the other.
+There is a variable for each node's pair of strategies, and for shared values' copies on either
+axis. The costs are what the planner of the inner axis charges on the graph that the outer plan
+leaves a rank: so the least sum is the least that both plans can cost, one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,15 +17,28 @@ import torch
 from torch import fx
 
 from autoshard.planning.context_parallel import BALANCED, unequal
+from autoshard.planning.cost import Machine
+from autoshard.planning.decisions import Decisions
 from autoshard.planning.expert_axis import STACKS
+from autoshard.planning.head_tail import HeadTail
 from autoshard.planning.outer import Origin
+from autoshard.planning.prices import Prices
 from autoshard.planning.problem import Builder, Problem
-from autoshard.planning.solver import FactorGraph, Solution, fill_order
+from autoshard.planning.search.asked import Request, builder_of, fingerprint, may_be_sharded
+from autoshard.planning.search.one_axis import dearer, decided, of_a_byte
+from autoshard.planning.search.pairs import (
+    HeldValue,
+    OuterCopy,
+    Parts,
+    Produced,
+    StatePair,
+    ValueTables,
+)
+from autoshard.planning.solver import FactorGraph, Solution, TooWide, fill_order
 from autoshard.planning.strategy import Strategy, operands, value
-from autoshard.planning.two_axes.tables import OuterCopy, Produced, ValueTables
-from autoshard.planning.two_axes.values import HeldValue, Parts, StatePair
-from autoshard.planning.values import output_state, producer, shardable
+from autoshard.planning.values import differentiable, output_state, producer, shardable
 from autoshard.runtime.collectives import I, State
+from autoshard.runtime.graph_meta import MUTATED, WITHOUT_GRADIENTS
 
 MOST_ENTRIES = 2**27
 MOST_WORK = 2**36
@@ -243,3 +257,80 @@ class JointBuilder:
         if whole not in self._tables:
             self._tables[whole] = ValueTables(self._tables[key].held, planned, readers)
         return self._tables[whole]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoAxes:
+    """What is asked of two axes of one graph: the requests of both, by its placeholders, and the
+    ranks of each. parts: makes the nodes of a rank of the outer axis."""
+
+    outer: Request
+    inner: Request
+    ranks: tuple[int, int]
+    parts: Parts
+
+
+def plan_both(
+    gm: fx.GraphModule, machine: Machine, asked: TwoAxes, prices: Prices | None = None
+) -> Decisions | None:
+    """The outer plan of the cheapest two; its `seconds` are the least that any two plans cost, by
+    what the planner of the inner axis charges on a rank's graph. prices: of bytes, on both axes.
+
+    None where one axis is planned after the other: a graph without gradients, or that writes to its
+    inputs, or with symbolic sizes, or that is too entangled, or whose plan is given.
+    """
+    plan = asked.outer.plan
+    given = plan is not None and fingerprint(gm) in plan.graphs
+    return None if given or not _is_plain(gm) else _solve(gm, machine, asked, prices or Prices())
+
+
+def both_at_dearer_bytes(
+    gm: fx.GraphModule, machine: Machine, asked: TwoAxes, default: Decisions, byte: float
+) -> Iterator[Decisions]:
+    """Other outer plans than `default`, each of the cheapest two at a price of a byte above `byte`,
+    for a rank that has less memory than those take; each once."""
+    known = [default.graph_plan()]
+    for price in dearer(byte):
+        found = plan_both(gm, machine, asked, of_a_byte(price, machine, asked.inner))
+        if found is not None and (plan := found.graph_plan()) not in known:
+            known.append(plan)
+            yield found
+
+
+def _solve(
+    gm: fx.GraphModule,
+    machine: Machine,
+    asked: TwoAxes,
+    prices: Prices,
+    contiguous: bool = False,
+) -> Decisions | None:
+    n, m = asked.ranks
+    outer = builder_of(gm, n, machine, asked.outer, prices, contiguous)
+    alone = outer.build()
+    origin = Origin(gm, outer.prices)
+    inner = builder_of(gm, m, machine, asked.inner, prices, origin=origin)
+    results = gm.graph.output_node().args[0]
+    sharded = [may_be_sharded(gm, i, one, asked.inner) for i, one in enumerate(results)]  # type: ignore[arg-type, union-attr]
+    problem = JointBuilder(outer, alone, inner, asked.parts, sharded).build()
+    try:
+        solution = problem.graph.solve()
+    except TooWide:
+        return None
+    read = problem.read(solution, alone)
+    ordered = HeadTail(gm.graph, n, *read, asked.outer.contiguous_outputs)
+    if ordered.unbalanced and not contiguous:  # which costs more than was thought
+        return _solve(gm, machine, asked, prices, contiguous=True)
+    variables = len(problem.variables) + len(problem.copies)
+    return decided(ordered, alone, solution, variables, outer.prices, asked.outer, [])
+
+
+def _is_plain(gm: fx.GraphModule) -> bool:
+    nodes = list(gm.graph.nodes)
+    if gm.meta.get(MUTATED) or gm.meta.get(WITHOUT_GRADIENTS):
+        return False
+    if not any(map(differentiable, nodes)):
+        return False
+    values = [value(node) for node in nodes]
+    tensors = [one for one in values if isinstance(one, torch.Tensor)]
+    symbols = any(isinstance(one, (torch.SymInt, torch.SymFloat, torch.SymBool)) for one in values)
+    return not symbols and all(isinstance(e, int) for one in tensors for e in one.shape)

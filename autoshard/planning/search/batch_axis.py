@@ -2,8 +2,8 @@
 
 The choice is each weight's own, and depends on nothing but the weight, its state on the planned
 axis, and the price of a byte: so the planner charges a stored state the least of the three, and the
-plan of all stays exact, over every choice, with no variable more. The collectives are priced in
-estimate/weight_alone.py.
+plan of all stays exact, over every choice, with no variable more. The collectives are priced by
+`DataAxes`.
 
 On ep, and on a cp beside tp or pp, weights are stored by rows besides, and gathered as often as on
 dp_shard; a stack of experts that stays on ep has its choice of dp_shard for the part of a rank of
@@ -19,16 +19,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from autoshard.planning.asked import Request, data_axes
-from autoshard.planning.cost import Machine
-from autoshard.planning.estimate import (
-    DataAxes,
-    Sent,
-    Training,
-    Weight,
-    data_collectives,
-    experts_of,
-)
+from autoshard.planning.estimate import DataAxes, Sent, Training, Weight, data_collectives
 from autoshard.planning.mixtures import is_mixture
 from autoshard.planning.operators import ADDED_PRODUCTS, LOOKUPS, PRODUCTS, is_view, packet
 from autoshard.planning.strategy import operands, value
@@ -111,23 +102,6 @@ class BatchAxis:
         """How often a collective runs for one run of the graph."""
         waits = self.axes.layout.deferred and sent.op != "all_gather"
         return 1 / self.training.microbatches if waits or self.axes.layout.staged else 1.0
-
-
-def batch_axis(n: int, machine: Machine, request: Request, second: float) -> BatchAxis | None:
-    """The batch axis of a request; None where its mesh has none, or `zero` decides."""
-    if not request.layout.chooses:
-        return None
-    parameters, plan = list(request.parameters), request.plan
-    named = plan.weights if plan is not None else {}
-    given = {node: named[name] for node, name in request.parameters.items() if name in named}
-    given.update(request.chosen)
-    return BatchAxis(
-        axes=data_axes(n, machine, request, second),
-        bandwidth=machine.device.memory_bandwidth,
-        given=given,
-        training=request.training,
-        experts=experts_of(parameters[0].graph) if parameters else {},
-    )
 
 
 def _is_read_in_backward(node: fx.Node) -> bool:

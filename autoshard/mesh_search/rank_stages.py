@@ -1,4 +1,5 @@
-"""What the stages of a pipeline compute again, by the estimate of `autoshard plan`.
+"""What ranks of a pipeline have of its stages, by the estimate of `autoshard plan`: their profiles,
+the memory that they take, and what they compute again.
 
 A stage is a run of operators of one planned graph. Equal layers make equal stages, which are asked
 once, however many micro-batches they keep.
@@ -7,7 +8,9 @@ once, however many micro-batches they keep.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -15,7 +18,52 @@ from torch import fx
 from autoshard.building import Planned
 from autoshard.planning import JoinedChoices, Recomputation
 from autoshard.planning.cost import Cluster
-from autoshard.planning.estimate import Cuts, Frontier, Point, RankValue, Training, Walk
+from autoshard.planning.estimate import (
+    Cuts,
+    Footprint,
+    Frontier,
+    Layout,
+    Point,
+    Profile,
+    RankValue,
+    SavedForBackward,
+    Training,
+    Walk,
+    footprint,
+)
+
+
+def joined(parts: Sequence[Profile]) -> Profile:
+    """The profile of all stages of a rank, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    starts = list(accumulate((len(part.forward) for part in parts), initial=0))
+    numbered = list(zip(starts, parts))
+    return replace(
+        parts[0],
+        forward=tuple(each for part in parts for each in part.forward),
+        backward=tuple(each for part in parts for each in part.backward),
+        sent=tuple(s._replace(at=s.at + start) for start, part in numbered for s in part.sent),
+        weights=tuple(
+            replace(weight, use=weight.use + start)
+            for start, part in numbered
+            for weight in part.weights
+            if weight.use is not None
+        ),
+        activations=SavedForBackward(
+            saved=sum(part.activations.saved for part in parts),
+            transient=max(part.activations.transient for part in parts),
+        ),
+    )
+
+
+def stage_footprint(part: Profile, layout: Layout, training: Training) -> Footprint:
+    """The memory of a stage: gradients stay whole until the last micro-batch."""
+    own = footprint(part, layout, training)
+    ep = layout.experts  # over which gradients of experts that stay are added up at once
+    sizes = ((w, w.numel // (ep if w.stays(ep) else 1)) for w in part.weights if w.trained)
+    whole = sum(size * training.gradient(w.kept) for w, size in sizes)
+    return replace(own, gradients=whole)
 
 
 class StageSpan(NamedTuple):
@@ -35,9 +83,8 @@ class StageChoices:
         self.nodes: list[fx.Node] = list(planned.serial.graph.nodes)
         self.regions = any("ac_graph_id" in node.meta for node in self.nodes)
         self._cuts: Cuts = {}
-        self._spans: dict[tuple[int, int, bool], Frontier] = {}
+        self._stages: dict[StageSpan, Frontier] = {}
         self._alike: dict[Any, Frontier] = {}
-        self._keeping: dict[tuple[int, int], Frontier] = {}
 
     @cached_property
     def _walk(self) -> Walk:
@@ -52,11 +99,10 @@ class StageChoices:
         parts = [self._of(stage) for stage in stages]
         if not all(part.points for part in parts):
             return None
-        joined = JoinedChoices(parts)
-        index = joined.cheapest(room)
-        at = joined.steps[-1 if index is None else index]
-        points = [part.points[i] for part, i in zip(parts, at)]
-        made = [part.recomputation(i) for part, i in zip(parts, at)]
+        choices = JoinedChoices(parts)
+        index = choices.cheapest(room)
+        index = len(choices.steps) - 1 if index is None else index
+        points, made = choices.points(index), choices.recomputations(index)
         return points, Recomputation(
             again=frozenset(),
             saved=frozenset(),
@@ -68,19 +114,13 @@ class StageChoices:
         )
 
     def _of(self, stage: StageSpan) -> Frontier:
-        several = stage.live > 1
-        key = (stage.start, stage.end, several)
-        if key not in self._spans:
-            values = self._walk.of(self.nodes[stage.start : stage.end])
+        if stage not in self._stages:
+            values, several = self._walk.of(self.nodes[stage.start : stage.end]), stage.live > 1
             text = (several, *map(_text, values))
             if text not in self._alike:
                 self._alike[text] = Frontier(values, several=several, cuts=self._cuts)
-            self._spans[key] = self._alike[text]
-        found = self._spans[key]
-        of = (id(found), stage.live)
-        if of not in self._keeping:
-            self._keeping[of] = found.keeping(stage.live)
-        return self._keeping[of]
+            self._stages[stage] = self._alike[text].keeping(stage.live)
+        return self._stages[stage]
 
 
 def _text(one: RankValue) -> tuple[object, ...]:

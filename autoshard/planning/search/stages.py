@@ -1,4 +1,5 @@
-"""What parts of a rank's work give up for time: less memory for more seconds.
+"""Stages of a graph: where it may be cut, and what stages give up for time, less memory for more
+seconds.
 
 Where a pipeline is cut is decided before the stages are there to be asked. Layers are alike, so a
 stage that keeps a part of its values is taken to compute as large a part of its forward again as
@@ -8,18 +9,56 @@ the whole graph does (`part_trade`). Stages of one rank that are there choose to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import torch
 from torch import fx
 
 from autoshard.planning.cost import Cluster
-from autoshard.planning.decisions import Decisions, value_text
+from autoshard.planning.decisions import Decisions, Recomputation, value_text
 from autoshard.planning.estimate import Frontier, Point, frontier, segments_of
+from autoshard.planning.strategy import value
+from autoshard.planning.values import producer
 
 _MOST_STEPS = 32
+
+
+def crossing(nodes: Sequence[fx.Node], own: Container[fx.Node]) -> list[list[fx.Node]]:
+    """The values that cross a cut before each node, in the order in which they are made. own: those
+    that are sent, where a later one of `nodes` reads them: others each stage makes, and results
+    stay where they are made."""
+    position = {node: i for i, node in enumerate(nodes) if node.op != "output"}
+    found: list[list[fx.Node]] = [[] for _ in range(len(nodes) + 1)]
+    for i, node in enumerate(nodes):
+        if node in own:
+            last = max((position[user] for user in node.users if user in position), default=i)
+            for cut in range(i + 1, last + 1):
+                found[cut].append(node)
+    return found
+
+
+def places(nodes: Sequence[fx.Node], crossing: Sequence[Sequence[fx.Node]]) -> list[int]:
+    """The positions where a cut may be: before an operator, where what crosses it are tensors."""
+    return [
+        i
+        for i in range(1, len(nodes))
+        if nodes[i].op == "call_function"
+        and producer(nodes[i])[0] is nodes[i]
+        and all(isinstance(value(node), torch.Tensor) for node in crossing[i])
+    ]
+
+
+def cheap_places(sent: Mapping[int, int], most: int) -> list[int]:
+    """At most so many of the places at which cuts may be: those that send least. sent: bytes."""
+    if len(sent) <= most:
+        return list(sent)
+    limit = sorted(sent.values())[most // 2]
+    few = [i for i, nbytes in sent.items() if nbytes <= limit]
+    return few[:: math.ceil(len(few) / most)]  # of equal ones, from all of the graph
 
 
 class TradeStep(NamedTuple):
@@ -78,6 +117,10 @@ class JoinedChoices:
     def points(self, index: int) -> list[Point]:
         """The points of a step."""
         return [part.points[at] for part, at in zip(self.parts, self.steps[index])]
+
+    def recomputations(self, index: int) -> list[Recomputation]:
+        """The choices of a step."""
+        return [part.recomputation(at) for part, at in zip(self.parts, self.steps[index])]
 
     def cheapest(self, peak: int) -> int | None:
         """The index of the quickest step whose estimate is at most `peak` bytes; None: there is

@@ -3,25 +3,31 @@
 In 1F1B stage i of p keeps the activations of min(m, p - i) micro-batches: early stages compute more
 again than late ones. Each has the quickest choice with which its rank fits, so that no stage is
 slower than it has to be. The cut has decided before which stage has which operators.
+
+The values of a stage are those of the planned micro-batch that its operators make: what it receives
+is kept anyway. Of each it keeps as many micro-batches as the schedule has under way, and computes
+again for one at a time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from autoshard.building.fitting import Bisection, counted_part, refuse_eager
-from autoshard.building.pipeline.budget.stage_choices import RankChoices
+from torch import fx
+
+from autoshard.building.fitting import SAFE, Bisection, counted_part, refuse_eager
 from autoshard.building.pipeline.program import PipelineProgram
 from autoshard.building.pipeline.stage_memory import StageCount
-from autoshard.building.pipeline.stages import held_bytes
+from autoshard.building.pipeline.stages import BACKWARD, held_bytes
 from autoshard.config import Config
 from autoshard.errors import PlanError, message
 from autoshard.memory import StageMemory
-from autoshard.planning import Recomputation
-
-_SAFE = 2
-"""An estimate this many times below the budget needs no count."""
+from autoshard.planning import JoinedChoices, Recomputation, value_text
+from autoshard.planning.estimate import Frontier, RankValue, Training, Walk
+from autoshard.runtime.graph_meta import VALUE
+from autoshard.runtime.pipeline import most_kept
 
 
 class StageTooLarge(PlanError):
@@ -56,7 +62,7 @@ def fit_stages(program: PipelineProgram, ranks: Iterable[int], config: Config) -
         return
     failed: list[StageTooLarge] = []
     for rank in ranks:
-        if _SAFE * sum(program.plan.cut.memory[rank :: program.ranks]) > config.memory_budget:
+        if SAFE * sum(program.plan.cut.memory[rank :: program.ranks]) > config.memory_budget:
             if config.inner == "eager":
                 refuse_eager(config.memory_budget)
             try:
@@ -90,11 +96,11 @@ def _chosen(program: PipelineProgram, rank: int, config: Config) -> dict[int, Re
     if free <= room:
         return {}
     choices = RankChoices(program, rank)
-    steps = choices.estimates
-    search = Bisection(steps, free - steps[0], choices.cheapest, lambda i: count(choices.at(i)))
+    more, last = free - choices.estimates[0], len(choices.steps) - 1
+    search = Bisection(choices, more, lambda i: count(choices.at(i)))
     found = search.run(room)
     if found is None:
-        least = min(free, search.peak(len(steps) - 1))
+        least = min(free, search.peak(last))
         raise StageTooLarge(
             program, rank, math.ceil((budget * part - room + least) / part) + 1, budget
         )
@@ -126,3 +132,55 @@ def resident(program: PipelineProgram, rank: int, host: bool = False) -> int:
 
 def _spell(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:-1])) + f" and {numbers[-1]}"
+
+
+class RankChoices(JoinedChoices):
+    """The choices of a rank's stages together."""
+
+    def __init__(self, program: PipelineProgram, rank: int) -> None:
+        numbers = range(rank, len(program.plan.stages), program.ranks)
+        live = most_kept(program.schedule, program.shape, rank)
+        values = stage_values(program, numbers)
+        parts = [
+            Frontier(own, several=count > 1).keeping(count) for own, count in zip(values, live)
+        ]
+        super().__init__(parts)
+        self.numbers = [number for number, part in zip(numbers, parts) if part.points]
+        # the cut counts operators without the efficiencies by which those of values are priced
+        forward = {n: sum(v.seconds for v in own) for n, own in zip(numbers, values)}
+        own_seconds = program.plan.stage_seconds
+        self.scales = [own_seconds[n] / (1 + BACKWARD) / (forward[n] or 1.0) for n in self.numbers]
+
+    def at(self, index: int) -> dict[int, Recomputation]:
+        """The choices of a step, by the stage's number, with seconds as those of stages."""
+        chosen = zip(self.numbers, self.recomputations(index), self.scales)
+        return {n: replace(one, seconds=scale * one.seconds) for n, one, scale in chosen}
+
+
+def stage_values(program: PipelineProgram, numbers: Sequence[int]) -> list[list[RankValue]]:
+    """The values that each of some stages makes."""
+    planned = program.microbatch.planned
+    assert planned is not None  # under a budget
+    nodes, decisions = planned.graph.graph.nodes, planned.decisions
+    walk = Walk(planned.graph, decisions, planned.n, decisions.machine, Training())
+    found = []
+    for number in numbers:
+        graph = program.plan.stages[number].graph.graph
+        texts = {text for node in graph.nodes if (text := _text(node))}
+        names = {text.partition(" ")[0] for text in texts}
+        made = walk.of(node for node in nodes if node.name in names)
+        found.append(_only(made, [value_text(one.key) in texts for one in made]))
+    return found
+
+
+def _only(values: Sequence[RankValue], inside: Sequence[bool]) -> list[RankValue]:
+    """Some of the values: a change of state may lie on the other side of a cut."""
+    places = {i: place for place, i in enumerate(i for i, own in enumerate(inside) if own)}
+    return [
+        replace(values[i], sources=tuple(places[s] for s in values[i].sources if s in places))
+        for i in places
+    ]
+
+
+def _text(node: fx.Node) -> str:
+    return str(node.meta.get("custom", {}).get(VALUE, ""))

@@ -1,0 +1,286 @@
+"""What is asked of the planner: the request, the axes beside the planned one, the problem that it
+asks for, and a plan file: what that says is left to choose from, what was chosen joins it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import fx
+
+from autoshard.planning.chunked_loss import Chunking
+from autoshard.planning.cost import Fusing, Machine, default_bucket_bytes, reference_bytes
+from autoshard.planning.decisions import Decisions
+from autoshard.planning.estimate import DataAxes, Layout, Training, experts_of
+from autoshard.planning.expert_axis import ExpertAxis
+from autoshard.planning.head_tail import in_plain_order
+from autoshard.planning.operators import target_name
+from autoshard.planning.outer import Origin, Outer
+from autoshard.planning.plan import Plan, strategy_text, without_ep
+from autoshard.planning.prices import AxisPrices, Prices
+from autoshard.planning.problem import Builder, Problem
+from autoshard.planning.search.batch_axis import BatchAxis
+from autoshard.planning.strategy import value
+from autoshard.planning.values import global_bytes, shardable
+from autoshard.runtime.collectives import I, State, shard_dim
+from autoshard.runtime.errors import PlanError
+from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the planner is asked.
+
+    axis: name of the axis, tp or cp. parameters: name of each parameter placeholder.
+    stored: the state in which a parameter is stored already; one without an entry is free.
+    arriving: the state of an input that comes back from an earlier call as a shard.
+    contiguous_outputs: whether a sharded output is contiguous (a DTensor).
+    outputs_read: whether a sharded output costs its gather; beside a loss it never does.
+    budget_is_known: whether it is an error that nothing fits it; else the default plan is taken.
+    prices: what a stored byte costs where there is no memory_budget. layout: the data-parallel
+    axes, among which a rank's bytes are split further. chosen: what dp_shard does with parameters
+    that have a choice already. training: what trains the parameters, and in how many runs of the
+    graph a step is made. even: whether only dims are split that the axis divides, and no shape
+    depends on values (of a graph that is exported, or is planned on another axis afterwards).
+    beside: ranks of that axis. fusing: which collectives are one operator with the products beside
+    them; None: none. outer: of the graph of a rank of another axis, the plan of that. ep_exchange:
+    as in Config. chunking: what is asked of losses; chunking_to_fit: where the default plan does
+    not fit the budget.
+    """
+
+    parameters: Mapping[fx.Node, str]
+    axis: str = "tp"
+    stored: Mapping[fx.Node, State] = field(default_factory=dict)
+    arriving: Mapping[fx.Node, State] = field(default_factory=dict)
+    sequence_parallel: bool = True
+    lazy_outputs: bool = True
+    contiguous_outputs: bool = False
+    outputs_read: bool = True
+    memory_budget: int | None = None
+    budget_is_known: bool = True
+    host_memory: int | None = None
+    training: Training = field(default_factory=Training)
+    plan: Plan | None = None
+    prices: Prices = field(default_factory=Prices)
+    layout: Layout = field(default_factory=Layout)
+    chosen: Mapping[fx.Node, str] = field(default_factory=dict)
+    even: bool = False
+    beside: int = 1
+    outer: Outer | None = None
+    fusing: Fusing | None = None
+    ep_exchange: str = "auto"
+    chunking: Chunking | None = None
+    chunking_to_fit: Chunking | None = None
+
+
+def data_axes(n: int, machine: Machine, request: Request, second: float) -> DataAxes:
+    """The axes beside the planned one of `n` ranks. second: as in `DataAxes`."""
+    layout, parameters = request.layout, request.parameters
+    ranks = {"dp_shard": layout.shard // layout.inner, "dp_replicate": layout.replicate}
+    ranks |= {"ep": layout.experts, "cp": layout.outer, request.axis: n}
+    items = [value(node).element_size() for node in parameters]
+    limit = default_bucket_bytes(
+        sum(map(global_bytes, parameters)) // n,
+        max((reference_bytes(item, layout.shard) for item in items), default=0),
+    )
+    return DataAxes(
+        n=n,
+        layout=layout,
+        ranks=ranks,
+        links=machine.links,
+        second=second,
+        bucket=max(1, layout.bucket_bytes or limit),
+    )
+
+
+def expert_axis(
+    gm: fx.GraphModule, n: int, machine: Machine, request: Request, second: float
+) -> ExpertAxis | None:
+    """The axis ep of a request; None where its mesh has none."""
+    layout = request.layout
+    if layout.experts == 1:
+        return None
+    plan = request.plan.graphs.get(fingerprint(gm)) if request.plan else None
+    lines = plan.nodes.items() if plan is not None else ()
+    return ExpertAxis(
+        axes=data_axes(n, machine, request, second),
+        parameters=request.parameters.keys(),
+        # stacks are gathered once a step there, for all micro-batches, which no price knows
+        exchange="rows" if layout.staged and request.ep_exchange == "auto" else request.ep_exchange,
+        named=frozenset(name for name, text in lines if without_ep(text) != text),
+    )
+
+
+def chooses_on_ep(gm: fx.GraphModule, n: int, machine: Machine, request: Request) -> bool:
+    """Whether a mixture of experts has a choice on ep."""
+    axis = expert_axis(gm, n, machine, request, 1.0)
+    return axis is not None and any(len(axis.ways(node)) > 1 for node in gm.graph.nodes)
+
+
+def batch_axis(n: int, machine: Machine, request: Request, second: float) -> BatchAxis | None:
+    """The batch axis of a request; None where its mesh has none, or `zero` decides."""
+    if not request.layout.chooses:
+        return None
+    parameters, plan = list(request.parameters), request.plan
+    named = plan.weights if plan is not None else {}
+    given = {node: named[name] for node, name in request.parameters.items() if name in named}
+    given.update(request.chosen)
+    return BatchAxis(
+        axes=data_axes(n, machine, request, second),
+        bandwidth=machine.device.memory_bandwidth,
+        given=given,
+        training=request.training,
+        experts=experts_of(parameters[0].graph) if parameters else {},
+    )
+
+
+def builder_of(
+    gm: fx.GraphModule,
+    n: int,
+    machine: Machine,
+    request: Request,
+    prices: Prices,
+    contiguous: bool = False,
+    origin: Origin | None = None,
+) -> Builder:
+    """The builder of the problem that a request asks for. origin: in place of `request.outer`'s."""
+    stored: dict[fx.Node, State | None] = {}
+    wanted = request.plan.parameters if request.plan else {}
+    for node, name in request.parameters.items():
+        stored[node] = request.stored.get(node) or _checked(node, name, wanted.get(name))
+    results = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+    domains = _output_domains(gm, results, n, request)
+    on_ep = expert_axis(gm, n, machine, request, prices.batch_second)
+    axis = AxisPrices(
+        n,
+        machine,
+        stored.keys(),
+        request.sequence_parallel,
+        prices,
+        request.axis,
+        fusing=request.fusing,
+        batch=batch_axis(n, machine, request, prices.batch_second),
+    )
+    return Builder(
+        gm,
+        axis,
+        stored=stored,
+        arriving=request.arriving,
+        output_domains=domains,
+        outputs_read=request.outputs_read
+        and not any(_is_loss(r) for r in results[: gm.meta[N_OUTPUTS]]),
+        even=request.even,
+        contiguous=contiguous,
+        beside=request.beside,
+        on_ep=on_ep,
+        origin=origin or (request.outer.origin(gm) if request.outer else None),
+    )
+
+
+def may_be_sharded(gm: fx.GraphModule, i: int, result: object, request: Request) -> bool:
+    """Whether output i may leave the graph as a shard."""
+    if not request.lazy_outputs or i >= gm.meta[N_OUTPUTS] or not isinstance(result, fx.Node):
+        return False
+    return isinstance(value(result), torch.Tensor) and value(result).is_floating_point()
+
+
+def _output_domains(
+    gm: fx.GraphModule, results: list[object], n: int, request: Request
+) -> list[list[State]]:
+    """The states in which each output may leave: the user's free where they are lazy, what is
+    written back to an input as it arrived."""
+    domains = []
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    written = [request.arriving.get(placeholders[i], I) for i in gm.meta.get(MUTATED, ())]
+    for i, result in enumerate(results):
+        if may_be_sharded(gm, i, result, request):
+            assert isinstance(result, fx.Node)
+            domains.append([I, *shardable(value(result), n)])
+        else:
+            domains.append([I if i < gm.meta[N_OUTPUTS] else written[i - gm.meta[N_OUTPUTS]]])
+    return domains
+
+
+def _checked(node: fx.Node, name: str, state: State | None) -> State | None:
+    shape = tuple(value(node).shape)
+    dim = shard_dim(state) if state else None
+    if dim is not None and dim >= len(shape):
+        raise PlanError(
+            f"the plan stores parameter {name!r} as {state}, but its shape is {shape}: "
+            f"use I (Replicate) or S(0) to S({len(shape) - 1})"
+        )
+    return state
+
+
+def _is_loss(result: object) -> bool:
+    """A differentiable scalar: beside it, other outputs are probably not read."""
+    return (
+        isinstance(result, fx.Node)
+        and isinstance(value(result), torch.Tensor)
+        and value(result).dim() == 0
+        and bool(result.meta.get(DIFF))
+    )
+
+
+def fingerprint(gm: fx.GraphModule) -> str:
+    """Names, operators and shapes of a graph: equal on every rank that captured the same one."""
+    text = hashlib.sha256()
+    for node in gm.graph.nodes:
+        val = value(node)
+        shape = tuple(str(e) for e in val.shape) if isinstance(val, torch.Tensor) else ()
+        text.update(f"{node.op} {node.name} {target_name(node)} {shape}\n".encode())
+    return text.hexdigest()[:16]
+
+
+def constrain(gm: fx.GraphModule, problem: Problem, plan: Plan) -> None:
+    """Leave only what a loaded plan names for this graph."""
+    graph = plan.graphs.get(fingerprint(gm))
+    if graph is None:
+        return
+    by_name = {node.name: node for node in gm.graph.nodes}
+    for name, text in graph.nodes.items():
+        node = by_name.get(name)
+        domain = problem.domains.get(node, []) if node else []
+        texts, text = [strategy_text(s) for s in domain], in_plain_order(text)
+        if not any(one.on_ep for one in domain):  # of another mesh
+            text = without_ep(text)
+        elif text == without_ep(text):  # which leaves that open
+            texts = [without_ep(one) for one in texts]
+        if text not in texts:
+            raise PlanError(
+                f"the plan runs node {name!r} as {text!r}, which is not possible there. "
+                f"Possible: {texts or 'nothing (no such node)'}. Correct the line, or delete it."
+            )
+        assert node is not None
+        keep_only(problem, problem.variables[node], [t == text for t in texts])
+    for name, state in graph.copies.items():
+        node = by_name.get(name)
+        states = problem.copy_domains.get(node, []) if node else []
+        state = in_plain_order(state)
+        if state not in states:
+            raise PlanError(
+                f"the plan keeps the shared copy of {name!r} in {state!r}; possible: {states}"
+            )
+        assert node is not None
+        keep_only(problem, problem.copies[node], [s == state for s in states])
+
+
+def keep_only(problem: Problem, variable: int, allowed: list[bool]) -> None:
+    """Leave only the allowed values of a variable."""
+    problem.graph.add((variable,), np.where(np.array(allowed), 0.0, np.inf))
+
+
+def with_graph(
+    plan: Plan | None, decisions: Decisions, request: Request, gm: fx.GraphModule, n: int
+) -> Plan:
+    """`plan` with this graph's decisions added."""
+    base = plan or Plan(request.axis, n)
+    parameters = dict(base.parameters)
+    parameters.update({name: decisions.stored[node] for node, name in request.parameters.items()})
+    graphs = {**base.graphs, fingerprint(gm): decisions.graph_plan()}
+    chosen = {request.parameters[node]: choice for node, choice in decisions.weights.items()}
+    weights = {**base.weights, **chosen}
+    return replace(base, parameters=parameters, graphs=graphs, weights=weights)
