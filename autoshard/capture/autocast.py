@@ -73,8 +73,8 @@ _CPU = Policy(
         fft_hfft fft_ihfft linalg_cond linalg_matrix_rank linalg_solve linalg_cholesky
         linalg_svdvals linalg_eigvals linalg_eigvalsh linalg_inv linalg_householder_product
         linalg_tensorinv linalg_tensorsolve linalg_qr linalg_cholesky_ex linalg_svd linalg_eig
-        linalg_eigh linalg_lstsq linalg_inv_ex geqrf _lu_with_info qr svd triangular_solve
-        fake_quantize_per_tensor_affine
+        linalg_eigh linalg_lstsq linalg_inv_ex linalg_matrix_sqrth geqrf _lu_with_info qr svd
+        triangular_solve fake_quantize_per_tensor_affine
         """
     ),
     fp32_dtype=frozenset(),
@@ -111,7 +111,7 @@ _CUDA = Policy(
         upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
         _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
         _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
-        cross_entropy_loss nll_loss_nd
+        cross_entropy_loss nll_loss_nd linalg_matrix_sqrth
         """
     ),
     fp32_dtype=_names(

@@ -85,12 +85,11 @@ def graph_inputs(gm: fx.GraphModule) -> list[GraphInput]:
         path, key = _source_path(source)
         # Dynamo guards on what it reached through a module as such, wherever that came from
         of_model = "NN_MODULE" in getattr(getattr(source, "guard_source", None), "name", "")
-        first = _first_argument() if of_model else ""
-        own = path[:1] == ("L",) and path[1:2] in (("self",), ("fn",), (first,))
+        model = _model_in_the_frame(path) if of_model else 0
         found.append(
             GraphInput(
                 source=printed() if callable(printed) else printed,  # a property since 2.12
-                name=".".join(path[2:] if own and len(path) > 2 else path) or node.name,
+                name=".".join(path[model:]) or node.name,
                 key=key,
                 of_model=of_model,
                 real=example if isinstance(example, torch.Tensor) else None,
@@ -100,11 +99,20 @@ def graph_inputs(gm: fx.GraphModule) -> list[GraphInput]:
     return found
 
 
-def _first_argument() -> str:
-    """The name of the first argument of a compiled frame that is a method: `self`, mostly."""
+def _model_in_the_frame(path: Sequence[str]) -> int:
+    """How many steps of a path lead to the compiled module; 0 where it does not go through it.
+
+    It is the first argument of a method (`self`, mostly), or the first of the `*args` of a function
+    that a decorator put in the method's place.
+    """
+    ways = [("L", "self"), ("L", "fn")]
     code = compiled_code()
-    is_method = code is not None and "." in code.co_qualname.rpartition("<locals>.")[2]
-    return code.co_varnames[0] if code is not None and is_method and code.co_argcount else ""
+    if code is not None and code.co_argcount:
+        if "." in code.co_qualname.rpartition("<locals>.")[2]:
+            ways.append(("L", code.co_varnames[0]))
+    elif code is not None and code.co_flags & inspect.CO_VARARGS:
+        ways.append(("L", code.co_varnames[code.co_kwonlyargcount], "0"))
+    return next((len(way) for way in ways if way == path[: len(way)] != path), 0)
 
 
 def _source_path(source: Any) -> tuple[tuple[str, ...], str]:

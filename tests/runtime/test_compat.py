@@ -92,6 +92,22 @@ class Counting(nn.Module):
 model = Counting()
 
 
+def decorated() -> nn.Module:
+    """Its forward is another function, as decorators of libraries make it."""
+
+    class Decorated(Counting):
+        pass
+
+    plain = Counting.forward
+
+    @functools.wraps(plain)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs)
+
+    Decorated.forward = wrapper  # type: ignore[method-assign]
+    return Decorated()
+
+
 def closure() -> Any:
     inner = Counting()
     return lambda x: inner(x)
@@ -103,6 +119,7 @@ def closure() -> Any:
         (model, ""),
         (model.forward, ""),
         (nn.Sequential(Counting()), "0."),
+        (decorated(), ""),
         (closure(), "L.inner."),
         (lambda x: model(x), "G.model."),
         (functools.partial(lambda net, x: net(x), model), "args.0."),
