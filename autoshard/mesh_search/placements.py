@@ -42,24 +42,18 @@ class Placements:
     def better(self, before: MeshPrice, asked: Asked) -> MeshPrice:
         """The row of a mesh without pp, with the quickest plan that fits; where none does, as it
         was, with the cheapest plan."""
-        found = list[tuple[MeshPrice, MeshPrices]]()
-        most = before.timing.step if before.fits else math.inf
+        quickest, best = before.timing.step if before.fits else math.inf, None
         for made in self._at_dearer_bytes:
-            quickest = min([most, *(row.timing.step for row, _ in found if row.fits)])
             if made.row(before.mesh, _boundless(asked)).timing.step < quickest:
-                found.append((made.row(before.mesh, asked), made))
-        fitting = [one for one in found if one[0].fits]
-        best = min(fitting, key=lambda one: one[0].timing.step, default=None)
-        if best is None or best[0].timing.step >= most:
+                row = made.row(before.mesh, asked)
+                if row.fits and row.timing.step < quickest:
+                    quickest, best = row.timing.step, made
+        if best is None:
             return before
-        row = self._taken(best[1]).row(before.mesh, asked)
+        taken = copy(best)  # with its plan as a file has it
+        taken.planned = best.planned.following(best.planned.decisions).recomputing(None)
+        row = taken.row(before.mesh, asked)
         return before if before.fits and row.timing.step > before.timing.step else row
-
-    def _taken(self, one: MeshPrices) -> MeshPrices:
-        """The same prices with their plan as a file has it."""
-        made = copy(one)
-        made.planned = one.planned.following(one.planned.decisions).recomputing(None)
-        return made
 
     @cached_property
     def _at_dearer_bytes(self) -> list[MeshPrices]:
@@ -84,13 +78,11 @@ class Placements:
 
     def _least_states(self, mesh: AxisSizes, asked: Asked) -> float:
         """Bytes of parameters and of what trains them, if all ranks shared each."""
-        training, kept = asked.training, {one.name: one for one in self.first.free.weights}
-        total = 0.0
-        for node, name in self.first.planned.parameters.items():
-            size = kept[name].kept
-            trained = training.gradient(size) + training.state(size)
-            each = training.stored(size) + kept[name].trained * trained
-            total += numel(value(node)) * each
+        weights = {one.name: one for one in self.first.free.weights}
+        total = sum(
+            sum(weights[name].holds(numel(value(node)), asked.training))
+            for node, name in self.first.planned.parameters.items()
+        )
         return total / (self.first.n * asked.layout(mesh).shard)
 
 

@@ -145,19 +145,9 @@ class MeshPrices:
         losses = self.planned.decisions if one is self.free else self.smaller
         held = footprint(one, layout, training)
         took = timing(one, layout, training, self.machine.on(mesh))
-        return MeshPrice(
-            mesh=dict(mesh),
-            memory=held,
-            timing=took,
-            mfu=training.microbatches * _utilisation(one, layout, took.step, asked.batches),
-            unfit=self._unfit(held, asked.limit, layout, one),
-            plan=replace(self.planned.plan, mesh=dict(mesh)),
-            host_update=self._host_update(one, layout),
-            recomputation=chosen,
-            microbatches=training.microbatches,
-            gap=self.gap,
-            chunked_losses=len(chunks_of(losses.losses).gradients),
-        )
+        priced = self._price(mesh, asked, one, held, took, training.microbatches)
+        chunked = len(chunks_of(losses.losses).gradients)
+        return replace(priced, recomputation=chosen, gap=self.gap, chunked_losses=chunked)
 
     def staged(self, mesh: AxisSizes, asked: Asked) -> MeshPrice | None:
         """The price of a mesh with pp; None where the model has none, and other meshes are tried.
@@ -174,27 +164,41 @@ class MeshPrices:
             raise PlanError(
                 message(
                     f"the graph cannot be cut into {pp * self.order[1]} stages, for pp={pp}: there "
-                    "are "
-                    f"{len(self.stages.places)} places between its operators where it can",
+                    f"are {len(self.stages.places)} places between its operators where it can",
                     remedy="Give pp fewer ranks.",
                 )
             )
         if found is None:
             return None
         one, held, took, pipeline = found
+        priced = self._price(mesh, asked, one, held, took, count)
+        why = refusal(mesh, any(map(is_mixture, self.planned.serial.graph.nodes)))
+        return replace(priced, recomputation=pipeline.again, pipeline=pipeline, refused=why)
+
+    def _price(
+        self,
+        mesh: AxisSizes,
+        asked: Asked,
+        one: Profile,
+        held: Footprint,
+        took: Timing,
+        microbatches: int,
+    ) -> MeshPrice:
+        """What rows with pp and without have in common."""
+        layout, training = asked.layout(mesh), self.training
+        on_host = None
+        if training.states == "host":
+            on_host = host_update(one.weights, layout, training, self.machine)
         used = _utilisation(one, layout, took.step, asked.batches)
         return MeshPrice(
             mesh=dict(mesh),
             memory=held,
             timing=took,
-            mfu=count * used / pp,
+            mfu=microbatches * used / mesh.get("pp", 1),
             unfit=self._unfit(held, asked.limit, layout, one),
             plan=replace(self.planned.plan, mesh=dict(mesh)),
-            host_update=self._host_update(one, layout),
-            recomputation=pipeline.again,
-            microbatches=count,
-            pipeline=pipeline,
-            refused=refusal(mesh, any(map(is_mixture, self.planned.serial.graph.nodes))),
+            microbatches=microbatches,
+            host_update=on_host,
         )
 
     @cached_property
@@ -208,14 +212,35 @@ class MeshPrices:
         given = (self.machine, self.order, self.training, self.cuts)
         return GraphStages(planned, free, choices, *given)
 
-    def _host_update(self, one: Profile, layout: Layout) -> HostUpdate | None:
-        if self.training.states == "device":
-            return None
-        return host_update(one.weights, layout, self.training, self.machine)
-
     def _unfit(self, held: Footprint, limit: int, layout: Layout, one: Profile) -> str:
-        known = self.machine.device.host is not None
-        return _unfit(held, limit, layout, one, self.cuts, known)
+        """Why a rank's memory does not hold it, with the numbers and what would help."""
+        host = self.machine.device.host is not None
+        if held.total <= limit:
+            return ""
+        states = held.parameters + held.gradients + held.optimizer
+        split = layout.shard * one.n
+        if states > held.activations:
+            why = f"parameters and their states alone are {states / 1e9:.3g}"
+        elif (beside := held.total - held.activations) > limit:
+            why = f"without activations it is {beside / 1e9:.3g}"
+        else:
+            again = ", with all recomputed that can be" if held.activations and self.cuts else ""
+            why = f"activations are {held.activations / 1e9:.3g}{again}"
+        if not self.cuts and held.total - held.activations <= limit:
+            why += '; inner="eager" recomputes nothing'
+        takes = [f"devices that hold {held.total / 1e9:.3g} GB of tensors"]
+        if host and held.total - held.optimizer <= limit:
+            takes.append("the optimizer's states on the host (memory.optimizer_states=host)")
+        room = limit - (held.total - held.activations)
+        if room > 0:
+            parts = math.ceil(held.activations / room)
+            takes.append(f"a batch {parts} times smaller, in {parts} microbatches")
+        if (room := limit - (held.total - states)) > 0:
+            ranks = math.ceil(split * states / room)
+            takes.append(f"{ranks} ranks that share the parameters, instead of {split}")
+        return (
+            f"{held.total / 1e9:.3g} of {limit / 1e9:.3g} GB: {why}; it takes {', or '.join(takes)}"
+        )
 
     def within(self, limit: int, layout: Layout) -> tuple[Profile, Recomputation | None]:
         """The quickest that holds at most `limit` bytes; the smallest where none does. Regions of
@@ -253,34 +278,3 @@ def _utilisation(one: Profile, layout: Layout, step: float, batches: int | None)
     copies = layout.batches
     useful = min(copies, batches or copies)
     return useful * one.flops / (step * copies * one.n * one.peak) if step else 0.0
-
-
-def _unfit(
-    held: Footprint, limit: int, layout: Layout, one: Profile, cuts: bool, host: bool
-) -> str:
-    """Why a rank's memory does not hold it, with the numbers and what would help. cuts: whether
-    anything can be computed again. host: whether the way to the host is known."""
-    if held.total <= limit:
-        return ""
-    states = held.parameters + held.gradients + held.optimizer
-    split = layout.shard * one.n
-    if states > held.activations:
-        why = f"parameters and their states alone are {states / 1e9:.3g}"
-    elif (beside := held.total - held.activations) > limit:
-        why = f"without activations it is {beside / 1e9:.3g}"
-    else:
-        again = ", with all recomputed that can be" if held.activations and cuts else ""
-        why = f"activations are {held.activations / 1e9:.3g}{again}"
-    if not cuts and held.total - held.activations <= limit:
-        why += '; inner="eager" recomputes nothing'
-    takes = [f"devices that hold {held.total / 1e9:.3g} GB of tensors"]
-    if host and held.total - held.optimizer <= limit:
-        takes.append("the optimizer's states on the host (memory.optimizer_states=host)")
-    room = limit - (held.total - held.activations)
-    if room > 0:
-        parts = math.ceil(held.activations / room)
-        takes.append(f"a batch {parts} times smaller, in {parts} microbatches")
-    if (room := limit - (held.total - states)) > 0:
-        ranks = math.ceil(split * states / room)
-        takes.append(f"{ranks} ranks that share the parameters, instead of {split}")
-    return f"{held.total / 1e9:.3g} of {limit / 1e9:.3g} GB: {why}; it takes {', or '.join(takes)}"

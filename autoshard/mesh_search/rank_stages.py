@@ -60,10 +60,9 @@ def joined(parts: Sequence[Profile]) -> Profile:
 def stage_footprint(part: Profile, layout: Layout, training: Training) -> Footprint:
     """The memory of a stage: gradients stay whole until the last micro-batch."""
     own = footprint(part, layout, training)
-    ep = layout.experts  # over which gradients of experts that stay are added up at once
-    sizes = ((w, w.numel // (ep if w.stays(ep) else 1)) for w in part.weights if w.trained)
-    whole = sum(size * training.gradient(w.kept) for w, size in sizes)
-    return replace(own, gradients=whole)
+    # gradients of experts that stay are added up over ep at once
+    each = (weight.holds(weight.whole(layout), training) for weight in part.weights)
+    return replace(own, gradients=sum(one.gradient for one in each))
 
 
 class StageSpan(NamedTuple):

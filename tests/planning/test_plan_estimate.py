@@ -16,7 +16,7 @@ from autoshard.mesh_search.factorisations import candidates
 from autoshard.mesh_search.search import search_meshes
 from autoshard.planning.cost.clusters import Cluster, Efficiency, cluster
 from autoshard.planning.cost.machines import Hardware, Link
-from autoshard.planning.estimate.activations import SavedForBackward, saved_for_backward
+from autoshard.planning.estimate.activations import SavedForBackward, Saving
 from autoshard.planning.estimate.memory import footprint, held
 from autoshard.planning.estimate.mesh import Segment, step_seconds, timing
 from autoshard.planning.estimate.step_profile import Profile
@@ -321,7 +321,7 @@ def test_memory_and_traffic_are_near_those_of_the_program(name: str) -> None:
     for program in programs(WithLoss(case), (case.make_batch(0),), options)[0]:
         n = program.axis.size
         real = sum(tensor_bytes(node.meta["val"]) for node in program.joint.saved)
-        estimated = saved_for_backward(program.serial, program.decisions, n).saved
+        estimated = Saving(program.serial, program.decisions, n).run().saved
         assert 0.85 < estimated / real < 1.15, (n, estimated, real)
 
         kept = held(program.serial, program.decisions, program.parameters, n)

@@ -64,13 +64,6 @@ class SavedForBackward:
     weights: frozenset[fx.Node] = frozenset()
 
 
-def saved_for_backward(
-    gm: fx.GraphModule, decisions: Decisions, n: int, compiled: bool = True
-) -> SavedForBackward:
-    """What a rank of an axis of `n` keeps of the activations of one planned serial graph."""
-    return Saving(gm, decisions, n, compiled).run()
-
-
 class Saving:
     """What the derivatives of one planned graph read, with its bytes on a rank."""
 

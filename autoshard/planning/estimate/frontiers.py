@@ -27,8 +27,8 @@ from autoshard.planning.decisions import Decisions, Recomputation, value_text
 from autoshard.planning.estimate.recomputable import (
     LEAST_PRICE,
     RankValue,
+    Walk,
     takes_no_time,
-    values_of,
 )
 from autoshard.planning.estimate.recomputation import Choices, Cuts, Fate, as_fates
 from autoshard.planning.estimate.segments import merged, segments_of
@@ -187,7 +187,7 @@ def frontier(
                 "the figures of your machine, or leave host out.",
             )
         )
-    values = values_of(gm, decisions, n, cluster, training or Training())
+    values = Walk(gm, decisions, n, cluster, training or Training()).run()
     return Frontier(values, host_memory or 0, cuts)
 
 
@@ -212,7 +212,7 @@ class _Sums:
 
     def __init__(self, choices: Choices, price: float, last: float, charge: float) -> None:
         self.price = price
-        self.fates = fates = choices.fates_at(price, last, charge + SLOWS)
+        self.fates = fates = choices.fates(price, last, charge + SLOWS)
         again, sent = fates == Fate.AGAIN, fates == Fate.HOST
         size, inner = choices.sizes, choices.inner
         self.kept = choices.bytes_by_segment(np.where(fates == Fate.KEPT, size, 0) + inner * ~again)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autoshard.planning.decisions import Decisions, Recomputation
-from autoshard.planning.estimate.activations import SavedForBackward, saved_for_backward
+from autoshard.planning.estimate.activations import SavedForBackward, Saving
 from autoshard.planning.estimate.training import Training
-from autoshard.planning.estimate.weights import Layout, Weight, buckets, weights_of
+from autoshard.planning.estimate.weights import Layout, Weight, buckets, sent_bytes, weights_of
 from autoshard.planning.strategy import value
 from autoshard.planning.values import tensor_bytes
 from autoshard.runtime.graph_meta import BUFFER
@@ -37,7 +37,7 @@ def held(
     compiled: bool = True,
 ) -> RankHolds:
     """What a rank of an axis of `n` holds of `gm` under `decisions`. compiled: as in Training."""
-    activations = saved_for_backward(gm, decisions, n, compiled)
+    activations = Saving(gm, decisions, n, compiled).run()
     if decisions.recomputation is not None:
         activations = recomputed(activations, decisions.recomputation)
     return RankHolds(
@@ -79,21 +79,14 @@ class Footprint:
 def footprint(held: RankHolds, layout: Layout, training: Training) -> Footprint:
     """The memory of a rank. Exact for parameters, gradients, optimizer and buffers; activations
     (planning/estimate/activations.py) and buckets, two of them at work at once, are models."""
-    parameters = gradients = optimizer = 0
-    whole = layout.deferred and layout.shard > 1 and training.microbatches > 1
-    for weight in held.weights:
-        part = weight.stored_part(layout)
-        parameters += part * training.stored(weight.kept)
-        if weight.trained and whole:
-            gradients += weight.part(1) * training.sent(weight.itemsize, weight.reduced)
-        elif weight.trained:
-            gradients += part * training.gradient(weight.kept)
-        if weight.trained:
-            optimizer += part * training.state(weight.kept)
+    each = [weight.holds(weight.stored_part(layout), training) for weight in held.weights]
+    gradients = sum(one.gradient for one in each)
+    if layout.deferred and layout.shard > 1 and training.microbatches > 1:
+        gradients = sent_bytes(held.weights, lambda weight: weight.numel, training)
     return Footprint(
-        parameters=parameters,
+        parameters=sum(one.stored for one in each),
         gradients=gradients,
-        optimizer=optimizer,
+        optimizer=sum(one.states for one in each),
         activations=held.activations.saved + held.activations.transient,
         buckets=_bucket_bytes(held, layout, training),
         buffers=held.buffers,
@@ -105,13 +98,10 @@ def _bucket_bytes(held: RankHolds, layout: Layout, training: Training) -> int:
         return 0
     gathered, kept, reduced = [], 0, []
     for bucket in buckets(held.weights, layout):
-        ep = layout.experts
-        whole = {w.name: w.numel // (ep if w.stays(ep) else 1) for w in bucket}
         twice = [w for w in bucket if w.gathered_twice(layout)]
         gathered.append(sum(w.gathered(layout) * w.itemsize for w in twice))
         kept += sum(w.gathered(layout) * w.itemsize for w in bucket if w not in twice)
-        sizes = ((whole[w.name], w) for w in bucket if w.trained)
-        reduced.append(sum(size * training.sent(w.itemsize, w.reduced) for size, w in sizes))
+        reduced.append(sent_bytes(bucket, lambda weight: weight.whole(layout), training))
     # a gradient bucket is there twice: its members, and the joined one that is sent
     sending = 2 * max(reduced, default=0)
     if layout.shard == 1:

@@ -129,15 +129,11 @@ def _pass_seconds(segments: Sequence[Segment], alone: float, slows: float) -> fl
 
 
 def update_seconds(profile: Profile, layout: Layout, training: Training, cluster: Cluster) -> float:
-    """Seconds of the optimizer's pass: it reads gradients, reads and writes the rest."""
+    """Seconds of the optimizer's pass."""
     if training.states == "host":
         return host_update(profile.weights, layout, training, cluster).seconds
-    moved = 0
-    for weight in profile.weights:
-        if weight.trained:
-            stored = training.stored(weight.kept) + training.state(weight.kept)
-            each = training.gradient(weight.kept) + 2 * stored
-            moved += weight.stored_part(layout) * each
+    each = (weight.holds(weight.stored_part(layout), training) for weight in profile.weights)
+    moved = sum(one.updated for one in each)
     return moved / (cluster.device.memory_bandwidth * cluster.efficiency.memory)
 
 

@@ -55,18 +55,9 @@ class RankValue:
     transfer: float = math.inf
 
 
-def values_of(
-    gm: fx.GraphModule, decisions: Decisions, n: int, cluster: Cluster, training: Training
-) -> list[RankValue]:
-    """The values of a graph on a rank of an axis of `n`, in the order of the forward.
-
-    Stored parameters and inputs are none: they are there anyway.
-    """
-    return Walk(gm, decisions, n, cluster, training).run()
-
-
 class Walk:
-    """The values of one planned graph. decisions: read anew for each operator."""
+    """The values of one planned graph on a rank of an axis of `n`; stored parameters and inputs are
+    none: they are there anyway. decisions: read anew for each operator."""
 
     def __init__(
         self,
@@ -88,6 +79,7 @@ class Walk:
         self.views: dict[ValueKey, list[ValueKey]] = {}
 
     def run(self) -> list[RankValue]:
+        """All, in the order of the forward."""
         return self.of(self.gm.graph.nodes)
 
     def of(self, nodes: Iterable[fx.Node]) -> list[RankValue]:

@@ -114,8 +114,6 @@ class Choices:
         for one, segment in zip(values, segments):
             self.compute[segment] += one.seconds
         self.crosses = _crossing(values, segments)
-        self.solved = 0
-        """Cuts that were made: equal parts share one."""
         self.places = np.array(segments, np.intp)
         self.sizes = np.array([one.nbytes for one in values], float)
         self.inner = np.array([one.inner for one in values], float)
@@ -128,13 +126,9 @@ class Choices:
         self._at_end = self.places == self.count - 1
         self.parts = self._parts(fixed, {} if known is None else known)
 
-    def fates(self, price: float, last: float, charge: float = math.inf) -> list[Fate]:
+    def fates(self, price: float, last: float, charge: float) -> Fates:
         """The fate of each value, at `price` seconds a kept byte; `last`: in the last segment, of
         which nothing goes to the host. charge: seconds for one of a transfer; infinite: none is."""
-        return as_fates(self.fates_at(price, last, charge))
-
-    def fates_at(self, price: float, last: float, charge: float = math.inf) -> Fates:
-        """`fates` as numbers."""
         found = np.full(len(self.values), Fate.UNREAD, np.int8)
         found[self._fixed] = Fate.KEPT
         if not math.isinf(charge):
@@ -145,7 +139,6 @@ class Choices:
             here, own = (last, math.inf) if part.ends else (price, charge)
             fates = part.cut.known(here, own)
             if fates is None:
-                self.solved += 1
                 fates = self._cut(part.values[0].tolist(), here, own)
                 part.cut.add(here, own, fates)
             found[part.values] = fates

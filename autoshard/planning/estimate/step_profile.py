@@ -84,56 +84,39 @@ def profile(
 
     bucket_bytes: as in Config.
     """
-    chosen, free = decisions.recomputation, replace(decisions, recomputation=None)
-    one = _Profiler(gm, free, n, cluster, training or Training()).run(parameters, bucket_bytes)
+    chosen, decisions = decisions.recomputation, replace(decisions, recomputation=None)
+    training, prices = training or Training(), decisions.prices
+    times = OperatorTimes(gm, n, cluster, training, prices.parts, decisions.losses)
+    nodes = list(gm.graph.nodes)
+    forward, backward = [0.0] * len(nodes), [0.0] * len(nodes)
+    by_dtype: dict[torch.dtype, float] = {}
+    for i, node in enumerate(nodes):
+        strategy = decisions.strategies.get(node)
+        if node.op != "call_function" or strategy is None or times.kernels.is_view(node):
+            continue
+        forward[i] = times.seconds(node, strategy)
+        waits = strategy.waits * cost.WAIT_SECONDS  # in forward only
+        backward[i] = (forward[i] - waits) * _backward(node)
+        if node in times.chunked.inside or node in times.chunked.gradients:
+            backward[i] = times.scaling(node)
+        own = cost.node_flops(node) * (1 + min(2.0, _backward(node)))
+        by_dtype[dtype_of(node)] = by_dtype.get(dtype_of(node), 0.0) + own
+    main = max(by_dtype, key=lambda d: by_dtype[d], default=torch.float32)
+    kept = held(gm, decisions, parameters, n, training.compiled)
+    one = Profile(
+        n=n,
+        forward=tuple(forward),
+        backward=tuple(backward),
+        flops=sum(by_dtype.values()),
+        peak=cluster.device.peak(main),
+        sent=tuple(tp_collectives(gm, decisions, n, bucket_bytes)),
+        exchanges=tuple(expert_rows(gm, decisions, n)),
+        fusing=prices.fusing,
+        weights=kept.weights,
+        activations=kept.activations,
+        buffers=kept.buffers,
+    )
     return one if chosen is None else with_recomputation(one, chosen)
-
-
-class _Profiler:
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        decisions: Decisions,
-        n: int,
-        cluster: Cluster,
-        training: Training,
-    ) -> None:
-        self.gm, self.decisions, self.n, self.cluster = gm, decisions, n, cluster
-        self.training = training
-        parts, losses = decisions.prices.parts, decisions.losses
-        self.times = OperatorTimes(gm, n, cluster, training, parts, losses)
-        self.kernels = self.times.kernels
-
-    def run(self, parameters: Mapping[fx.Node, str], bucket_bytes: int | None) -> Profile:
-        nodes = list(self.gm.graph.nodes)
-        forward, backward = [0.0] * len(nodes), [0.0] * len(nodes)
-        by_dtype: dict[torch.dtype, float] = {}
-        for i, node in enumerate(nodes):
-            strategy = self.decisions.strategies.get(node)
-            if node.op != "call_function" or strategy is None or self.kernels.is_view(node):
-                continue
-            forward[i] = self.times.seconds(node, strategy)
-            waits = strategy.waits * cost.WAIT_SECONDS  # in forward only
-            backward[i] = (forward[i] - waits) * _backward(node)
-            if node in self.times.chunked.inside or node in self.times.chunked.gradients:
-                backward[i] = self.times.scaling(node)
-            own = cost.node_flops(node) * (1 + min(2.0, _backward(node)))
-            by_dtype[dtype_of(node)] = by_dtype.get(dtype_of(node), 0.0) + own
-        main = max(by_dtype, key=lambda d: by_dtype[d], default=torch.float32)
-        kept = held(self.gm, self.decisions, parameters, self.n, self.training.compiled)
-        return Profile(
-            n=self.n,
-            forward=tuple(forward),
-            backward=tuple(backward),
-            flops=sum(by_dtype.values()),
-            peak=self.cluster.device.peak(main),
-            sent=tuple(tp_collectives(self.gm, self.decisions, self.n, bucket_bytes)),
-            exchanges=tuple(expert_rows(self.gm, self.decisions, self.n)),
-            fusing=self.decisions.prices.fusing,
-            weights=kept.weights,
-            activations=kept.activations,
-            buffers=kept.buffers,
-        )
 
 
 def _backward(node: fx.Node) -> float:

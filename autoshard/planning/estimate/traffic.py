@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,13 @@ from autoshard.planning.cost import (
 )
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate.training import Training
-from autoshard.planning.estimate.weights import Layout, Weight, kept_and_reduced, local_shape
+from autoshard.planning.estimate.weights import (
+    Layout,
+    Weight,
+    kept_and_reduced,
+    local_shape,
+    sent_bytes,
+)
 from autoshard.planning.mixtures import ROWS, exchanged_beside, is_mixture
 from autoshard.planning.strategy import operands, value
 from autoshard.planning.values import differentiable, global_bytes
@@ -96,19 +103,20 @@ def data_collectives(bucket: Sequence[Weight], layout: Layout, training: Trainin
     """
     if not bucket:
         return []
-    at, sent = bucket[0].use or 0, []
+    at, sent, stored = bucket[0].use or 0, [], partial(Weight.stored_part, layout=layout)
     over_ep = [weight for weight in bucket if not weight.stays(layout.experts)]
     if layout.shard > layout.inner:
         split = [weight for weight in bucket if weight.choice != WHOLE]
         sent += _of_shards("dp_shard", split, layout, training, layout.inner)
-        summed = _reduced([one for one in bucket if one.choice == WHOLE], layout, training)
+        whole = [weight for weight in bucket if weight.choice == WHOLE]
+        summed = sent_bytes(whole, stored, training)
         sent.append(Sent("dp_shard", "all_reduce", summed, True, at))
     if layout.outer > 1:
         sent += _of_shards("cp", bucket, layout, training, 1)
     if layout.experts > 1:
         sent += _of_shards("ep", over_ep, layout, training, 1)
     if layout.replicate > 1:
-        reduced = _reduced(bucket, layout, training)
+        reduced = sent_bytes(bucket, stored, training)
         sent.append(Sent("dp_replicate", "all_reduce", reduced, True, at))
     return [one._replace(at=at) for one in sent if one.nbytes]
 
@@ -121,20 +129,9 @@ def _of_shards(
     sent = [Sent(axis, "all_gather", sum(sizes.values()), False, 0)]
     twice = sum(sizes[w.name] for w in bucket if w.again and w.gathered_twice(layout))
     sent.append(Sent(axis, "all_gather", twice, True, 0))
-    reduced = layout.shard * _scattered(bucket, layout, training) // parts
+    scattered = sent_bytes(bucket, partial(Weight.part, ranks=layout.shard), training)
+    reduced = layout.shard * scattered // parts
     return [*sent, Sent(axis, "reduce_scatter", reduced, True, 0)]
-
-
-def _reduced(bucket: Sequence[Weight], layout: Layout, training: Training) -> int:
-    """Bytes of the gradients that a rank is left with."""
-    parts = ((w.stored_part(layout), w) for w in bucket if w.trained)
-    return sum(part * training.sent(w.itemsize, w.reduced) for part, w in parts)
-
-
-def _scattered(bucket: Sequence[Weight], layout: Layout, training: Training) -> int:
-    """Bytes of the gradients of one of all ranks of the axes of shards."""
-    parts = ((w.part(layout.shard), w) for w in bucket if w.trained)
-    return sum(part * training.sent(w.itemsize, w.reduced) for part, w in parts)
 
 
 class Exchange(NamedTuple):

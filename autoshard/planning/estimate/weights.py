@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -12,6 +13,7 @@ from torch import fx
 from autoshard.planning import cost
 from autoshard.planning.cost import default_bucket_bytes, fill_buckets, reference_bytes
 from autoshard.planning.decisions import Decisions
+from autoshard.planning.estimate.training import Training
 from autoshard.planning.mixtures import ROWS, exchangeable, is_mixture
 from autoshard.planning.strategy import Strategy, value
 from autoshard.planning.values import leaves_none_empty
@@ -70,6 +72,20 @@ class Layout:
         return Layout(shard, replicate, stage, bucket_bytes, experts, outer, later, chooses, stages)
 
 
+class WeightBytes(NamedTuple):
+    """Bytes of a part of a parameter on a rank: as it is stored, of its gradient, and of what the
+    optimizer keeps on the device."""
+
+    stored: int
+    gradient: int
+    states: int
+
+    @property
+    def updated(self) -> int:
+        """Bytes that the optimizer moves: it reads gradients, reads and writes the rest."""
+        return self.gradient and self.gradient + 2 * (self.stored + self.states)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Weight:
     """A parameter as the tp axis leaves it: local shape, and where it is first used (None: never).
@@ -112,6 +128,17 @@ class Weight:
             return self.numel
         return chunk_size(self.shape[0], ranks) * math.prod(self.shape[1:])
 
+    def whole(self, layout: Layout) -> int:
+        """Elements that a rank uses: of a stack of experts that stays on ep, its own."""
+        return self.numel // (layout.experts if self.stays(layout.experts) else 1)
+
+    def holds(self, part: int, training: Training) -> WeightBytes:
+        """Bytes of so many elements, between steps."""
+        stored, kept = part * training.stored(self.kept), self.kept
+        if not self.trained:
+            return WeightBytes(stored, 0, 0)
+        return WeightBytes(stored, part * training.gradient(kept), part * training.state(kept))
+
     def stored_part(self, layout: Layout) -> int:
         """Elements that the first rank stores under a layout."""
         return self.part(layout.inner if self.choice == WHOLE else layout.shard)
@@ -122,8 +149,7 @@ class Weight:
         over_shard = layout.shard > layout.inner and self.choice != WHOLE
         over_cp = layout.outer > 1 and len(self.shape) > 1  # where vectors are whole
         over_ep = layout.experts > 1 and not stays
-        whole = self.numel // (layout.experts if stays else 1)
-        return whole if over_shard or over_cp or over_ep else 0
+        return self.whole(layout) if over_shard or over_cp or over_ep else 0
 
     def gathered_twice(self, layout: Layout) -> bool:
         """Whether backward gathers it again, if it reads it."""
@@ -187,6 +213,12 @@ def kept_and_reduced(node: fx.Node) -> tuple[int | None, int | None]:
     dtypes: list[torch.dtype | None] = [node.meta.get(key) for key in (STORED_DTYPE, REDUCED_DTYPE)]
     kept, reduced = (None if dtype is None else dtype.itemsize for dtype in dtypes)
     return kept, reduced
+
+
+def sent_bytes(weights: Iterable[Weight], part: Callable[[Weight], int], training: Training) -> int:
+    """Bytes of the gradients of parts of weights while they are reduced. part: elements of each."""
+    trained = (one for one in weights if one.trained)
+    return sum(part(one) * training.sent(one.itemsize, one.reduced) for one in trained)
 
 
 def buckets(weights: Sequence[Weight], layout: Layout) -> list[list[Weight]]:

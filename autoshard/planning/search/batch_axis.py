@@ -55,19 +55,13 @@ class BatchAxis:
         one = axes.weight(node, state, _is_read_in_backward(node), experts)
         for choice in self._possible(node, one):
             weight = replace(one, choice=choice)
-            part = weight.stored_part(axes.layout)
-            stored = part * training.stored(weight.kept)
-            gradient, moments = 0, 0
-            if weight.trained:
-                gradient = part * training.gradient(weight.kept)
-                moments = part * training.state(weight.kept)
-            held = stored + gradient + moments + self._beside(weight)
-            update = gradient + 2 * (stored + moments) if weight.trained else 0
+            own = weight.holds(weight.stored_part(axes.layout), training)
+            held = sum(own) + self._beside(weight)
             sent = sum(
                 axes.took(each) * self._runs(each)
                 for each in data_collectives([weight], axes.layout, training)
             )
-            passes = update / self.bandwidth / training.microbatches
+            passes = own.updated / self.bandwidth / training.microbatches
             found[choice] = held * price + axes.second * sent + passes
         return found
 

@@ -15,7 +15,7 @@ from autoshard.mesh_search.search import search_meshes
 from autoshard.planning.chunked_loss import LARGE
 from autoshard.planning.cost import cluster
 from autoshard.planning.estimate import Layout, Training, footprint, held, profile
-from autoshard.planning.estimate.activations import saved_for_backward
+from autoshard.planning.estimate.activations import Saving
 from autoshard.planning.estimate.traffic import tp_collectives
 from autoshard.planning.values import tensor_bytes
 from autoshard.program import Program
@@ -67,7 +67,7 @@ def test_the_estimate_is_near_the_program(n: int, kind: str) -> None:
     chunked = found[0]
     graph = (chunked.serial, chunked.decisions)
     real = sum(tensor_bytes(node.meta["val"]) for node in chunked.joint.saved)
-    assert saved_for_backward(*graph, n).saved == pytest.approx(real, rel=0.02)
+    assert Saving(*graph, n).run().saved == pytest.approx(real, rel=0.02)
     peak, before = (
         footprint(
             held(one.serial, one.decisions, one.parameters, n, compiled=False), Layout(), Training()
