@@ -8,8 +8,7 @@ from autoshard.building.all_ranks import (
     comparison,
     unplanned_parameters,
 )
-from autoshard.building.batch_check import batch_checker
+from autoshard.building.batch_check import agreed_facts, batch_checker, batch_facts, holds
 from autoshard.building.compared import digest_of
-from autoshard.building.known_values import agreed_facts, batch_facts, holds
 from autoshard.building.one_rank import ask, build_program
 from autoshard.building.planned import Planned

@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from autoshard.compiling import BackwardCut, results_of
-from autoshard.memory.liveness import Storage, storages, walk
-from autoshard.memory.phases import TEMPORARIES, Storages, phases
+from autoshard.memory.phases import TEMPORARIES, Storage, Storages, phases, storages, walk
 from autoshard.memory.step import Step
 from autoshard.planning import tensor_bytes
 from autoshard.runtime.compat import ForwardBackward

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from autoshard.compiling import Built
-from autoshard.memory.liveness import Change
 from autoshard.memory.phases import (
     ACTIVATIONS,
     BUFFERS,
@@ -26,6 +25,7 @@ from autoshard.memory.phases import (
     PARAMETERS,
     PENDING,
     TEMPORARIES,
+    Change,
     Phases,
     phases,
 )

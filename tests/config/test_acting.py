@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autoshard.building.known_values import batch_facts
+from autoshard.building.batch_check import batch_facts
 from autoshard.building.one_rank import build_program
 from autoshard.building.pipeline.program import build_pipeline
 from autoshard.capture import intercept

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from autoshard.building import planned
-from autoshard.building.known_values import batch_facts
+from autoshard.building.batch_check import batch_facts
 from autoshard.building.one_rank import build_program
 from autoshard.capture import intercept
 from autoshard.config import Config

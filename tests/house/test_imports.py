@@ -52,13 +52,13 @@ MOST_FILES = 15
 
 #: Folder -> the most rooms that it has, and floors of them.
 MOST_ROOMS = {
-    "autoshard.building": (10, 6),
-    "autoshard.building.pipeline": (14, 9),
+    "autoshard.building": (9, 6),
+    "autoshard.building.pipeline": (13, 8),
     "autoshard.export": (14, 6),
     "autoshard.export.rank_graph": (16, 7),
-    "autoshard.planning": (21, 9),
-    "autoshard.planning.estimate": (12, 5),
-    "autoshard.planning.rules": (14, 5),
+    "autoshard.planning": (20, 9),
+    "autoshard.planning.estimate": (9, 5),
+    "autoshard.planning.rules": (13, 5),
     "autoshard.runtime": (17, 9),
     "autoshard.runtime.parameters": (13, 7),
 }
@@ -66,8 +66,8 @@ MOST_ROOMS = {
 #: Names that several files or folders of one room have, still.
 NAMED_TWICE: set[str] = set()
 
-#: Of the lines of the package, those of import statements: 8.6% when this was written.
-MOST_IMPORTS = 0.087
+#: Of the lines of the package, those of import statements: 8.5% when this was written.
+MOST_IMPORTS = 0.086
 
 
 def unknown(found: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 import autoshard
 from autoshard.memory import KINDS, OPTIMIZERS
-from autoshard.memory.liveness import Storage, alias_of, storages, walk
+from autoshard.memory.phases import Storage, alias_of, storages, walk
 from autoshard.passes import after_cut
 from autoshard.program import Program
 from autoshard.runtime.compat import InductorGraph, inductor_step

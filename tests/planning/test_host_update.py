@@ -19,8 +19,7 @@ from autoshard.planning.cost import Cluster, cluster
 from autoshard.planning.cost.clusters import Efficiency
 from autoshard.planning.cost.machines import Link
 from autoshard.planning.estimate import Layout, Training, host_update
-from autoshard.planning.estimate.activations import SavedForBackward
-from autoshard.planning.estimate.memory import RankHolds, footprint
+from autoshard.planning.estimate.memory import RankHolds, SavedForBackward, footprint
 from autoshard.planning.estimate.weights import Weight
 from autoshard.planning.search import batch_axis
 from autoshard.planning.search.batch_axis import BatchAxis

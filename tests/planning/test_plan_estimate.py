@@ -16,13 +16,11 @@ from autoshard.mesh_search.factorisations import candidates
 from autoshard.mesh_search.search import search_meshes
 from autoshard.planning.cost.clusters import Cluster, Efficiency, cluster
 from autoshard.planning.cost.machines import Hardware, Link
-from autoshard.planning.estimate.activations import SavedForBackward, Saving
-from autoshard.planning.estimate.memory import footprint, held
+from autoshard.planning.estimate.memory import SavedForBackward, Saving, footprint, held
 from autoshard.planning.estimate.mesh import Segment, step_seconds, timing
 from autoshard.planning.estimate.step_profile import Profile
 from autoshard.planning.estimate.traffic import gradient_buckets, tp_collectives
-from autoshard.planning.estimate.training import Training
-from autoshard.planning.estimate.weights import Layout, Weight
+from autoshard.planning.estimate.weights import Layout, Training, Weight
 from autoshard.planning.values import tensor_bytes
 from models import CASES
 from traced import WithLoss, programs

@@ -14,8 +14,7 @@ from torch import fx
 from autoshard.planning.estimate import recomputation
 from autoshard.planning.estimate.frontiers import Frontier
 from autoshard.planning.estimate.recomputable import RankValue
-from autoshard.planning.estimate.recomputation import Choices, Fate, as_fates
-from autoshard.planning.estimate.segments import merged, segments_of
+from autoshard.planning.estimate.recomputation import Choices, Fate, as_fates, merged, segments_of
 from autoshard.planning.solver.cuts import UNCUT, minimum_cut
 
 

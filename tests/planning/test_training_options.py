@@ -11,7 +11,7 @@ import torch
 from autoshard.mesh_search.prices import MeshPrice
 from autoshard.mesh_search.search import search_meshes
 from autoshard.planning.cost.clusters import Cluster, Efficiency, cluster
-from autoshard.planning.estimate.training import Training
+from autoshard.planning.estimate.weights import Training
 from decoder import Decoder, Shape
 
 SHAPE = Shape(vocab=512, width=256, hidden=1024, layers=3, heads=4, heads_kv=2, length=512)

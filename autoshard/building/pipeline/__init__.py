@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from autoshard.building.pipeline.entry import pipelined
 from autoshard.building.pipeline.program import build_pipeline
-from autoshard.building.pipeline.stage_fitting import fit_stages
+from autoshard.building.pipeline.stage_memory import fit_stages
 from autoshard.building.pipeline.traced import TracedPipeline

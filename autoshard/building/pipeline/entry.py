@@ -18,7 +18,7 @@ from autoshard.building.pipeline.data_parallel import stage_unsharding
 from autoshard.building.pipeline.microbatch import shared_graph
 from autoshard.building.pipeline.program import PipelineProgram, build_pipeline
 from autoshard.building.pipeline.rank import rank_pipeline
-from autoshard.building.pipeline.stage_fitting import fit_stages, lines_of_recomputation
+from autoshard.building.pipeline.stage_memory import fit_stages, lines_of_recomputation
 from autoshard.compiling import compile_local, traced_microbatch
 from autoshard.config import Config
 from autoshard.errors import ConfigError, message

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from autoshard.planning.estimate.activations import SavedForBackward, Saving
 from autoshard.planning.estimate.frontiers import Frontier, Point, frontier
-from autoshard.planning.estimate.memory import Footprint, footprint, held
+from autoshard.planning.estimate.memory import Footprint, SavedForBackward, Saving, footprint, held
 from autoshard.planning.estimate.mesh import HostUpdate, Timing, host_update, timing, update_seconds
 from autoshard.planning.estimate.recomputable import RankValue, Walk
-from autoshard.planning.estimate.recomputation import Cuts
-from autoshard.planning.estimate.segments import segments_of
+from autoshard.planning.estimate.recomputation import Cuts, segments_of
 from autoshard.planning.estimate.step_profile import Profile, profile, with_recomputation
 from autoshard.planning.estimate.traffic import (
     DataAxes,
@@ -18,5 +16,4 @@ from autoshard.planning.estimate.traffic import (
     seconds,
     sent_by_axis,
 )
-from autoshard.planning.estimate.training import Training
-from autoshard.planning.estimate.weights import Layout, Weight, buckets, experts_of
+from autoshard.planning.estimate.weights import Layout, Training, Weight, buckets, experts_of

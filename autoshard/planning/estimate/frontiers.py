@@ -30,9 +30,15 @@ from autoshard.planning.estimate.recomputable import (
     Walk,
     takes_no_time,
 )
-from autoshard.planning.estimate.recomputation import Choices, Cuts, Fate, as_fates
-from autoshard.planning.estimate.segments import merged, segments_of
-from autoshard.planning.estimate.training import Training
+from autoshard.planning.estimate.recomputation import (
+    Choices,
+    Cuts,
+    Fate,
+    as_fates,
+    merged,
+    segments_of,
+)
+from autoshard.planning.estimate.weights import Training
 from autoshard.runtime.errors import ConfigError, message
 
 #: Seconds a kept byte. At the lowest only what costs nothing is computed again, at the highest a

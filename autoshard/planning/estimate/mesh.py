@@ -37,8 +37,7 @@ from autoshard.planning.estimate.traffic import (
     seconds,
     sent_by_axis,
 )
-from autoshard.planning.estimate.training import Training
-from autoshard.planning.estimate.weights import Layout, Weight, buckets
+from autoshard.planning.estimate.weights import Layout, Training, Weight, buckets
 from autoshard.runtime.errors import ConfigError, message
 from autoshard.runtime.mesh import PLANNED
 

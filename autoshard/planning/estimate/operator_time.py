@@ -12,7 +12,7 @@ from torch import fx
 from autoshard.planning import cost
 from autoshard.planning.chunked_loss import Losses, chunks_of
 from autoshard.planning.cost import Cluster, OperatorWork
-from autoshard.planning.estimate.training import Training
+from autoshard.planning.estimate.weights import Training
 from autoshard.planning.fusion import Kernels
 from autoshard.planning.mixtures import inner_bytes
 from autoshard.planning.operators import (

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from autoshard.planning import cost
 from autoshard.planning.cost import Cluster
 from autoshard.planning.decisions import Decisions, ValueKey
-from autoshard.planning.estimate.activations import Saving
+from autoshard.planning.estimate.memory import Saving
 from autoshard.planning.estimate.operator_time import OperatorTimes
-from autoshard.planning.estimate.training import Training
+from autoshard.planning.estimate.weights import Training
 from autoshard.planning.mixtures import inner_bytes
 from autoshard.planning.operators import ATTENTION, LOSSES, packet
 from autoshard.planning.strategy import Strategy, operands, value

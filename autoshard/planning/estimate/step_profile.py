@@ -24,7 +24,7 @@ from autoshard.planning.decisions import Decisions, Recomputation
 from autoshard.planning.estimate.memory import RankHolds, held, recomputed
 from autoshard.planning.estimate.operator_time import OperatorTimes, dtype_of
 from autoshard.planning.estimate.traffic import Exchange, Sent, expert_rows, tp_collectives
-from autoshard.planning.estimate.training import Training
+from autoshard.planning.estimate.weights import Training
 from autoshard.planning.mixtures import is_mixture
 from autoshard.planning.operators import ATTENTION, packet
 from autoshard.planning.strategy import operands

@@ -31,9 +31,9 @@ from autoshard.planning.cost import (
     reference_bytes,
 )
 from autoshard.planning.decisions import Decisions
-from autoshard.planning.estimate.training import Training
 from autoshard.planning.estimate.weights import (
     Layout,
+    Training,
     Weight,
     kept_and_reduced,
     local_shape,

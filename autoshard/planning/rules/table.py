@@ -11,7 +11,6 @@ from autoshard.planning.rules import (
     fused_dims,
     indexing,
     layers,
-    losses,
     products,
     random,
     reductions,
@@ -277,13 +276,13 @@ LAYERS: dict[str, RuleEntry] = {
 }
 
 LOSSES: dict[str, RuleEntry] = {
-    "aten.cross_entropy_loss": losses.classified(vocab_parallel_cross_entropy, I),
-    "aten.nll_loss": losses.classified(vocab_parallel_nll, P),
-    "aten.nll_loss_nd": losses.classified(vocab_parallel_nll, P),
-    "aten.mse_loss": losses.elementwise_loss,
-    "aten.l1_loss": losses.elementwise_loss,
-    "aten.smooth_l1_loss": losses.elementwise_loss,
-    "aten.huber_loss": losses.elementwise_loss,
+    "aten.cross_entropy_loss": reductions.classified(vocab_parallel_cross_entropy, I),
+    "aten.nll_loss": reductions.classified(vocab_parallel_nll, P),
+    "aten.nll_loss_nd": reductions.classified(vocab_parallel_nll, P),
+    "aten.mse_loss": reductions.elementwise_loss,
+    "aten.l1_loss": reductions.elementwise_loss,
+    "aten.smooth_l1_loss": reductions.elementwise_loss,
+    "aten.huber_loss": reductions.elementwise_loss,
 }
 
 RULES: dict[str, RuleEntry] = {

@@ -12,11 +12,11 @@ import torch
 from torch import fx
 
 from autoshard.planning.chunked_loss import Chunking
+from autoshard.planning.context_parallel import in_plain_order
 from autoshard.planning.cost import Fusing, Machine, default_bucket_bytes, reference_bytes
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate import DataAxes, Layout, Training, experts_of
 from autoshard.planning.expert_axis import ExpertAxis
-from autoshard.planning.head_tail import in_plain_order
 from autoshard.planning.operators import target_name
 from autoshard.planning.outer import Origin, Outer
 from autoshard.planning.plan import Plan, strategy_text, without_ep

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autoshard.planning.chunked_loss import plan_losses
+from autoshard.planning.context_parallel import HeadTail
 from autoshard.planning.cost import Machine
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate import Profile, footprint, frontier, profile, timing
-from autoshard.planning.head_tail import HeadTail
 from autoshard.planning.mixtures import ROWS, WEIGHTS
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Problem

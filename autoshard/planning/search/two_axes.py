@@ -16,11 +16,10 @@ import numpy as np
 import torch
 from torch import fx
 
-from autoshard.planning.context_parallel import BALANCED, unequal
+from autoshard.planning.context_parallel import BALANCED, HeadTail, unequal
 from autoshard.planning.cost import Machine
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.expert_axis import STACKS
-from autoshard.planning.head_tail import HeadTail
 from autoshard.planning.outer import Origin
 from autoshard.planning.prices import Prices
 from autoshard.planning.problem import Builder, Problem

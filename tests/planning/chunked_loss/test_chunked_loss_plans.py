@@ -15,7 +15,7 @@ from autoshard.mesh_search.search import search_meshes
 from autoshard.planning.chunked_loss import LARGE
 from autoshard.planning.cost import cluster
 from autoshard.planning.estimate import Layout, Training, footprint, held, profile
-from autoshard.planning.estimate.activations import Saving
+from autoshard.planning.estimate.memory import Saving
 from autoshard.planning.estimate.traffic import tp_collectives
 from autoshard.planning.values import tensor_bytes
 from autoshard.program import Program
