@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from autoshard.capture.guards import guard_divisible
-from autoshard.capture.inputs import device_type, example_device
-from autoshard.capture.interception import intercept
+from autoshard.capture.interception import device_type, example_device, intercept
 from autoshard.capture.interpreter import execution
 from autoshard.capture.serial_graph import capture

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autoshard.measuring.clock import seconds_of
+from autoshard.measuring.device import seconds_of
 from autoshard.planning.cost import COLLECTIVES, ring_bytes
 
 _ITERATIONS = 30

@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from itertools import chain
-from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -25,7 +23,7 @@ from torch import fx
 from autoshard.building import Planned
 from autoshard.mesh_search.rank_stages import StageChoices, StageSpan, joined, stage_footprint
 from autoshard.planning import Recomputation, cheap_places, crossing, places, value
-from autoshard.planning.cost import WAIT_SECONDS, Cluster, Link
+from autoshard.planning.cost import Cluster, Link
 from autoshard.planning.estimate import (
     Footprint,
     Frontier,
@@ -42,6 +40,7 @@ from autoshard.planning.estimate import (
     seconds,
     sent_by_axis,
     update_seconds,
+    waits_of,
 )
 from autoshard.planning.solver import Chain, cut_stages
 from autoshard.runtime.graph_meta import DIFF, MUTATED
@@ -82,14 +81,6 @@ class _Scheduled:
     chosen: Mapping[int, Recomputation] = field(default_factory=dict)
 
 
-class _Waited(NamedTuple):
-    """Collectives of one micro-batch, and the seconds that each operator waits for them."""
-
-    sent: tuple[Sent, ...]
-    forward: list[float]
-    backward: list[float]
-
-
 class GraphStages:
     """One planned graph, on a rank of the inner mesh, and its cuts."""
 
@@ -105,6 +96,7 @@ class GraphStages:
     ) -> None:
         """order: the schedule, and how many stages a rank has. cuts: whether anything can be
         computed again."""
+        whole = replace(whole, fusing=None)  # nothing is one operator with collectives in a stage
         self.planned, self.whole, self.frontier = planned, whole, frontier
         self.saving = Saving(planned.serial, planned.decisions, whole.n)
         self.machine, (self.schedule, self.chunks) = machine, order
@@ -114,7 +106,6 @@ class GraphStages:
         self.choices = StageChoices(planned, whole.n, machine, training) if cuts else None
         self._timelines: dict[tuple[object, ...], Timeline] = {}
         self._scheduled: dict[tuple[int, int, int, Link], _Scheduled | None] = {}
-        self._waited: dict[int, _Waited] = {}
 
     def can_run(self) -> bool:
         """Whether a pipeline takes the model: it returns a scalar loss, and writes to nothing."""
@@ -145,9 +136,7 @@ class GraphStages:
                 one, [stage_footprint(part, layout, training) for part in one.parts], limit
             )
         memory = [stage_footprint(part, layout, training) for part in one.parts]
-        shard = layout.shard // layout.inner
-        ranks = {**self.ranks, "ep": layout.experts, "dp_shard": shard}
-        ranks["dp_replicate"] = layout.replicate
+        ranks = {**self.ranks, **layout.ranks}
         rank_sends, data_seconds = [], []
         pairs = list(zip([(0, 0), *one.sent], [*one.sent, (0, 0)]))
         for rank, part in enumerate(one.parts):
@@ -224,21 +213,6 @@ class GraphStages:
                 again[i][one.again] = again[i].get(one.again, 0) + repeated
         return kept, beside, again
 
-    def _waits(self, experts: int) -> _Waited:
-        """What is waited for inside of a stage, on an axis ep of `experts` ranks."""
-        if experts not in self._waited:
-            ranks = {**self.ranks, "ep": experts}
-            links = self.machine.on(ranks).real_links
-            travel = [one.sent for one in self.whole.exchanges] if experts > 1 else []
-            sent = [*self.whole.sent, *chain.from_iterable(travel)]
-            found = [[0.0] * len(self.nodes) for _ in range(2)]
-            for one in sent:
-                found[one.backward][one.at] += seconds(one, ranks, links)
-            for each in travel:
-                found[0][each[0].at] += WAIT_SECONDS  # the host reads how many rows arrive
-            self._waited[experts] = _Waited(tuple(sent), *found)
-        return self._waited[experts]
-
     def _schedule(
         self, ranks: int, microbatches: int, experts: int, link: Link
     ) -> _Scheduled | None:
@@ -248,7 +222,8 @@ class GraphStages:
         stages = ranks * self.chunks
         if len(ends) - 1 < stages:
             return None
-        sent, *waits = self._waits(experts)
+        axes = {**self.ranks, "ep": experts}
+        sent, *waits = waits_of(self.whole, axes, self.machine.on(axes).real_links)
         each = list(map(sum, zip(self.whole.forward, self.whole.backward, *waits)))
         units = Chain(
             seconds=[sum(each[a:b]) for a, b in zip(ends, ends[1:])],

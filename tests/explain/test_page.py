@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import autoshard
 from autoshard.explain.facts import Facts
-from autoshard.explain.html import page
+from autoshard.explain.pages import page
 from autoshard.program import Program
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)

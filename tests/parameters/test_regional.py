@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import autoshard
-from autoshard.parameters.repeated_layers import parameters_of_repeats
+from autoshard.parameters.storage import parameters_of_repeats
 from autoshard.runtime.collectives.states import I, S
 from autoshard.verification.distance import furthest
 from side_by_side import difference

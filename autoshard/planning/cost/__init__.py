@@ -8,7 +8,7 @@ from autoshard.planning.cost.bucket_size import (
     fill_buckets,
     reference_bytes,
 )
-from autoshard.planning.cost.clusters import DEFAULT_HARDWARE, Cluster, Machine, cluster
+from autoshard.planning.cost.clusters import DEFAULT_HARDWARE, Cluster, Machine, cluster, cluster_of
 from autoshard.planning.cost.fused import (
     START_SECONDS,
     Fusing,
@@ -34,4 +34,3 @@ from autoshard.planning.cost.model import (
     ring_bytes,
     work_of,
 )
-from autoshard.planning.cost.this_machine import cluster_of

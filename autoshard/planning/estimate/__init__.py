@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from autoshard.planning.estimate.frontiers import Frontier, Point, frontier
 from autoshard.planning.estimate.memory import Footprint, SavedForBackward, Saving, footprint, held
-from autoshard.planning.estimate.mesh import HostUpdate, Timing, host_update, timing, update_seconds
+from autoshard.planning.estimate.mesh import (
+    HostUpdate,
+    Timing,
+    host_update,
+    timing,
+    update_seconds,
+    waits_of,
+)
 from autoshard.planning.estimate.recomputable import RankValue, Walk
 from autoshard.planning.estimate.recomputation import Cuts, segments_of
 from autoshard.planning.estimate.step_profile import Profile, profile, with_recomputation

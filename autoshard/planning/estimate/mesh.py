@@ -68,16 +68,11 @@ def timing(
     planned = dict.fromkeys(PLANNED, profile.n)  # which of the two, each collective says
     if layout.outer > 1:
         planned["cp"] = layout.outer
-    shard = layout.shard // (layout.experts * layout.outer)
-    data_ranks = {"dp_shard": shard, "dp_replicate": layout.replicate, "ep": layout.experts}
-    ranks = {**planned, **data_ranks}
-    forward, backward = list(profile.forward), list(profile.backward)
-    travel = profile.exchanges if layout.experts > 1 else ()
-    waited = [*profile.sent, *(sent for one in travel for sent in one.sent)]
-    for one in waited:
-        (backward if one.backward else forward)[one.at] += _waited(one, profile, ranks, real)
-    for mixture in travel:
-        forward[mixture.sent[0].at] += WAIT_SECONDS  # the host reads how many rows arrive
+    ranks = {**planned, **layout.ranks}
+    waited, *waits = waits_of(profile, ranks, real)
+    forward, backward = (
+        list(map(sum, zip(*each))) for each in zip((profile.forward, profile.backward), waits)
+    )
     groups = buckets(profile.weights, layout) or [[]]
     starts = [0, *(bucket[0].use or 0 for bucket in groups[1:])]
     data: list[Sent] = []
@@ -104,6 +99,21 @@ def timing(
     sent = sent_by_axis([*data, *waited, *[*repeated, *waited] * (times - 1)], ranks, real)
     busy = times * compute
     return Timing(passes + update, busy, passes - busy, update, sent)
+
+
+def waits_of(
+    profile: Profile, ranks: Mapping[str, int], links: Mapping[str, Link]
+) -> tuple[list[Sent], list[float], list[float]]:
+    """The collectives that are waited for where they stand, on the planned axis, and on ep for rows
+    of experts; and the seconds that each operator waits, forward and backward."""
+    travel = profile.exchanges if ranks["ep"] > 1 else ()
+    sent = [*profile.sent, *(sent for one in travel for sent in one.sent)]
+    forward, backward = ([0.0] * len(profile.forward) for _ in range(2))
+    for one in sent:
+        (backward if one.backward else forward)[one.at] += _waited(one, profile, ranks, links)
+    for mixture in travel:
+        forward[mixture.sent[0].at] += WAIT_SECONDS  # the host reads how many rows arrive
+    return sent, forward, backward
 
 
 def _waited(

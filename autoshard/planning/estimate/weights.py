@@ -120,6 +120,12 @@ class Layout:
         return self.experts * self.outer
 
     @property
+    def ranks(self) -> dict[str, int]:
+        """Those of each data-parallel axis, and of ep."""
+        shard = self.shard // self.inner
+        return {"dp_shard": shard, "dp_replicate": self.replicate, "ep": self.experts}
+
+    @property
     def batches(self) -> int:
         """The number of different batches."""
         return self.shard // self.outer * self.replicate

@@ -79,8 +79,7 @@ class Request:
 def data_axes(n: int, machine: Machine, request: Request, second: float) -> DataAxes:
     """The axes beside the planned one of `n` ranks. second: as in `DataAxes`."""
     layout, parameters = request.layout, request.parameters
-    ranks = {"dp_shard": layout.shard // layout.inner, "dp_replicate": layout.replicate}
-    ranks |= {"ep": layout.experts, "cp": layout.outer, request.axis: n}
+    ranks = {**layout.ranks, "cp": layout.outer, request.axis: n}
     items = [value(node).element_size() for node in parameters]
     limit = default_bucket_bytes(
         sum(map(global_bytes, parameters)) // n,

@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from autoshard.planning.cost.clusters import HARDWARE, Efficiency, cluster
+from autoshard.planning.cost.clusters import HARDWARE, Efficiency, cluster, cluster_of
 from autoshard.planning.cost.machines import Link, dtype_class
 from autoshard.planning.cost.model import (
     CHANGE_SECONDS,
@@ -27,7 +27,6 @@ from autoshard.planning.cost.model import (
     node_flops,
     ring_bytes,
 )
-from autoshard.planning.cost.this_machine import cluster_of
 from autoshard.runtime.collectives import Axis, step
 from autoshard.runtime.operators import attend_by_heads, attend_to_both_ends, attend_to_prefix
 
