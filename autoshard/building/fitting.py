@@ -15,7 +15,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -25,9 +25,9 @@ from autoshard.building.planned import Planned, Unplanned
 from autoshard.compiling import Collective, collectives_of
 from autoshard.errors import ConfigError, PlanError, message
 from autoshard.memory import step_of, summary
-from autoshard.planning import Recomputation, strategy_text, target_name
+from autoshard.planning import JoinedChoices, Recomputation, strategy_text, target_name
 from autoshard.planning.chunked_loss import NEEDED
-from autoshard.planning.estimate import footprint, frontier, held
+from autoshard.planning.estimate import Frontier, footprint, frontier, held
 from autoshard.program import Program
 from autoshard.runtime.collectives import Axis, data_axes
 from autoshard.runtime.parameters import is_planned
@@ -291,24 +291,15 @@ def _needs(tried: tuple[Tried, Planned]) -> int:
     return tried[0].needed
 
 
-class RisingChoices(Protocol):
-    """What may be computed again, by rising seconds (planning/estimate/frontiers.py)."""
-
-    @property
-    def estimates(self) -> Sequence[int]:
-        """Bytes of each choice."""
-
-    def cheapest(self, peak: int) -> int | None:
-        """The index of the quickest whose estimate fits so many bytes; None: there is none."""
-
-
 class Bisection:
     """The search for the quickest of choices that fits, counting few of them.
 
     more: bytes that were counted beside the estimates, at the last trial. count: the bytes of one.
     """
 
-    def __init__(self, choices: RisingChoices, more: int, count: Callable[[int], int]) -> None:
+    def __init__(
+        self, choices: Frontier | JoinedChoices, more: int, count: Callable[[int], int]
+    ) -> None:
         self.choices, self.more, self.count = choices, more, count
         self.counted: dict[int, int] = {}
 

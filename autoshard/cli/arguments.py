@@ -1,4 +1,5 @@
-"""The arguments that commands share: each has one name, one meaning and one spelling."""
+"""What commands share: arguments, each of which has one name, one meaning and one spelling, and how
+far they are, on stderr."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import argparse
 import ast
 import math
 import re
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -161,3 +163,22 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers=2; may be repeated",
     },
 }
+
+
+LINES = 20
+"""The most lines, or one more, that a pipe is sent for one piece of work."""
+
+
+class ProgressLine:
+    """`[done/total] what`: one line that is rewritten on a terminal, a few lines elsewhere."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        last = done == total
+        if not self._terminal and not last and done % max(1, total // LINES):
+            return
+        start = "\r\x1b[K" if self._terminal else ""
+        end = "" if self._terminal and not last else "\n"
+        print(f"{start}[{done}/{total}] {what}", end=end, file=sys.stderr, flush=True)

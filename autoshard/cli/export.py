@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from autoshard.cli.arguments import positive, shared_arguments
-from autoshard.cli.progress import ProgressLine
+from autoshard.cli.arguments import ProgressLine, positive, shared_arguments
 
 
 def add_command(commands: Any) -> None:

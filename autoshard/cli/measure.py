@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoshard.cli.progress import ProgressLine
+from autoshard.cli.arguments import ProgressLine
 
 if TYPE_CHECKING:
     from autoshard.measuring import Measured

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from autoshard.cli.arguments import (
+    ProgressLine,
     batch_size,
     options_and_entries,
     shared_arguments,
     world_size,
 )
-from autoshard.cli.progress import ProgressLine
 from autoshard.errors import AutoshardError, message
 
 if TYPE_CHECKING:

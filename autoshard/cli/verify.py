@@ -6,8 +6,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from autoshard.cli.arguments import finite, options_and_entries, positive, seed, shared_arguments
-from autoshard.cli.progress import ProgressLine
+from autoshard.cli.arguments import (
+    ProgressLine,
+    finite,
+    options_and_entries,
+    positive,
+    seed,
+    shared_arguments,
+)
 
 
 def add_command(commands: Any) -> None:

@@ -3,23 +3,53 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from autoshard.compiling import Built, Collective, collectives_of
 from autoshard.explain.alternatives import Alternative, alternatives
 from autoshard.explain.costs import Cost, costs, folded, hidden, hidden_windows, seconds
-from autoshard.explain.operators import planned_operators
 from autoshard.explain.reasons import Whole, reason, whole
 from autoshard.memory import Memory, Moment, Step, step_of, summary
 from autoshard.passes import FuseCollectives, user_line
-from autoshard.planning import global_bytes, value
+from autoshard.planning import cost, global_bytes, is_trained, operands, strategy_text, value
 from autoshard.runtime.collectives import State
 from autoshard.runtime.graph_meta import DIFF
+
+
+def planned_operators(built: Built) -> dict[fx.Node, str]:
+    """The operators that multiply matrices, read a parameter or communicate, with their
+    strategies as text."""
+    found = {}
+    flows = carries_data(built)
+    for node in built.serial.graph.nodes:
+        strategy = built.decisions.strategies.get(node)
+        if strategy is None or not flows(node):
+            continue
+        reads = any(source in built.parameters for source in operands(node))
+        if reads or strategy.traffic or cost.node_flops(node):
+            found[node] = strategy_text(strategy)
+    return found
+
+
+def carries_data(built: Built) -> Callable[[fx.Node], bool]:
+    """Which nodes carry what the model computes: those with a gradient, so that masks and
+    positions are left out; in a graph without gradients all of floating point."""
+    if is_trained(built.serial):
+        return lambda node: node.op == "call_function" and bool(node.meta.get(DIFF))
+    return lambda node: (
+        node.op == "call_function"
+        and any(
+            isinstance(val, torch.Tensor) and val.is_floating_point()
+            for val in pytree.tree_leaves(value(node))
+        )
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

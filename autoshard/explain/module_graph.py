@@ -15,8 +15,7 @@ from torch import fx
 
 from autoshard.compiling import Built, Collective
 from autoshard.explain.costs import folded, named
-from autoshard.explain.facts import Facts
-from autoshard.explain.operators import carries_data
+from autoshard.explain.facts import Facts, carries_data
 from autoshard.explain.reasons import operator_name
 from autoshard.passes import module_path, user_line
 from autoshard.planning import operands, strategy_text

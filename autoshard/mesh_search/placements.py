@@ -16,11 +16,10 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import replace
 from functools import cached_property
 
 from autoshard.mesh_search.factorisations import AxisSizes
-from autoshard.mesh_search.prices import Asked, MeshPrice, MeshPrices
+from autoshard.mesh_search.prices import MeshPrice, MeshPrices
 from autoshard.planning import at_dearer_bytes, value
 from autoshard.planning.cost import numel
 
@@ -35,24 +34,24 @@ class Placements:
         """first: the cheapest plan, whatever the memory."""
         self.first = first
 
-    def most(self, mesh: AxisSizes, asked: Asked) -> float:
+    def most(self, mesh: AxisSizes) -> float:
         """The utilisation of the cheapest plan, if it had all the memory it needs."""
-        return self.first.row(mesh, _boundless(asked)).mfu
+        return self.first.row(mesh, sys.maxsize).mfu
 
-    def better(self, before: MeshPrice, asked: Asked) -> MeshPrice:
+    def better(self, before: MeshPrice) -> MeshPrice:
         """The row of a mesh without pp, with the quickest plan that fits; where none does, as it
         was, with the cheapest plan."""
         quickest, best = before.timing.step if before.fits else math.inf, None
         for made in self._at_dearer_bytes:
-            if made.row(before.mesh, _boundless(asked)).timing.step < quickest:
-                row = made.row(before.mesh, asked)
+            if made.row(before.mesh, sys.maxsize).timing.step < quickest:
+                row = made.row(before.mesh)
                 if row.fits and row.timing.step < quickest:
                     quickest, best = row.timing.step, made
         if best is None:
             return before
         taken = copy(best)  # with its plan as a file has it
         taken.planned = best.planned.following(best.planned.decisions).recomputing(None)
-        row = taken.row(before.mesh, asked)
+        row = taken.row(before.mesh)
         return before if before.fits and row.timing.step > before.timing.step else row
 
     @cached_property
@@ -61,35 +60,34 @@ class Placements:
         given = (one.serial, self.first.n, one.request, one.decisions)
         return list(map(self.first.following, at_dearer_bytes(*given)))
 
-    def may_gain(self, before: MeshPrice, asked: Asked) -> bool:
+    def may_gain(self, before: MeshPrice) -> bool:
         """Whether another plan may be quicker, or fit. With zero="auto" the plan is of the row's
         own memory already."""
         first = self.first
-        if first.n == 1 or not first.cuts or asked.config.zero == "auto":
+        if first.n == 1 or not first.cuts or first.asked.config.zero == "auto":
             return False
         if before.fits:
             chosen = before.recomputation
             return chosen is not None and chosen.seconds > first.frontier.points[0].seconds
-        held, least = before.memory, self._least_states(before.mesh, asked)
+        held, least = before.memory, self._least_states(before.mesh)
         states = held.parameters + held.gradients + held.optimizer
         if states <= _NEARLY * least:  # all is split: only activations can be less
             least = held.total - held.activations
-        return least <= asked.limit
+        return least <= first.asked.limit
 
-    def _least_states(self, mesh: AxisSizes, asked: Asked) -> float:
+    def _least_states(self, mesh: AxisSizes) -> float:
         """Bytes of parameters and of what trains them, if all ranks shared each."""
         weights = {one.name: one for one in self.first.free.weights}
         total = sum(
-            sum(weights[name].holds(numel(value(node)), asked.training))
+            sum(weights[name].holds(numel(value(node)), self.first.training))
             for node, name in self.first.planned.parameters.items()
         )
-        return total / (self.first.n * asked.layout(mesh).shard)
+        return total / (self.first.n * self.first.asked.layout(mesh).shard)
 
 
 def within_memory(
     rows: Sequence[tuple[MeshPrice, Placements]],
     beside: Sequence[MeshPrice],
-    asked: Asked,
     say: Callable[[str], None],
 ) -> list[MeshPrice]:
     """The rows of a search; those that may be recommended, or do not fit, with the quickest plan
@@ -97,18 +95,10 @@ def within_memory(
     found = {id(row): row for row, _ in rows}
     every = [*found.values(), *beside]
     best = max((row.mfu for row in every if row.fits and not row.refused), default=0.0)
-    short = [
-        (plans.most(row.mesh, asked), row, plans)
-        for row, plans in rows
-        if plans.may_gain(row, asked)
-    ]
+    short = [(plans.most(row.mesh), row, plans) for row, plans in rows if plans.may_gain(row)]
     for most, row, plans in sorted(short, key=lambda one: -one[0]):
         if most > best or not row.fits:
             say("fitting " + " ".join(f"{name}={size}" for name, size in row.mesh.items()))
-            found[id(row)] = plans.better(row, asked)
+            found[id(row)] = plans.better(row)
             best = max(best, found[id(row)].mfu * found[id(row)].fits)
     return [*found.values(), *beside]
-
-
-def _boundless(asked: Asked) -> Asked:
-    return replace(asked, limit=sys.maxsize)

@@ -93,25 +93,22 @@ class MeshPrices:
         planned: Planned,
         n: int,
         machine: Cluster,
-        config: Config,
-        training: Training,
+        asked: Asked,
         cuts: Cuts | None = None,
     ) -> None:
         self.cuts_made: Cuts = {} if cuts is None else cuts
         self.planned = planned = planned.with_losses(fits=True)
         self.smaller = planned.with_losses(fits=False).decisions  # where not all fits
-        self.n, self.machine, self.training = n, machine, training
-        self.config = config
-        self.order, self.host_memory = config.order, config.host_memory
-        self.cuts = config.inner != "eager"
+        self.n, self.machine, self.asked, self.training = n, machine, asked, asked.training
+        self.cuts = asked.config.inner != "eager"
         outer = planned.outer
         self.gap = None if outer is None else outer.gap(planned.decisions)
-        self.bucket_bytes = config.bucket_bytes
         self.free = self._profile(planned.decisions)
 
     def _profile(self, decisions: Decisions) -> Profile:
         graph = (self.planned.serial, decisions, self.planned.parameters)
-        return profile(*graph, self.n, self.machine, self.bucket_bytes, self.training)
+        bucket_bytes = self.asked.config.bucket_bytes
+        return profile(*graph, self.n, self.machine, bucket_bytes, self.training)
 
     @cached_property
     def by_chunks(self) -> Profile:
@@ -126,8 +123,7 @@ class MeshPrices:
         """The prices of another plan of the graph."""
         decisions = replace(decisions, unbudgeted=self.planned.decisions)
         planned = replace(self.planned, decisions=decisions)
-        given = (planned, self.n, self.machine, self.config, self.training)
-        return MeshPrices(*given, cuts=self.cuts_made)
+        return MeshPrices(planned, self.n, self.machine, self.asked, self.cuts_made)
 
     @cached_property
     def frontier(self) -> Frontier:
@@ -135,67 +131,69 @@ class MeshPrices:
         return self._frontier(self.planned, self.smaller)
 
     def _frontier(self, planned: Planned, decisions: Decisions) -> Frontier:
-        graph, beside = (planned.serial, decisions), (self.host_memory, self.cuts_made)
+        graph, beside = (planned.serial, decisions), (self.asked.config.host_memory, self.cuts_made)
         return frontier(*graph, self.n, self.machine, self.training, *beside)
 
-    def row(self, mesh: AxisSizes, asked: Asked) -> MeshPrice:
-        """The price of a mesh without pp."""
-        layout, training = asked.layout(mesh), asked.training
-        one, chosen = self.within(asked.limit, layout)
+    def row(self, mesh: AxisSizes, limit: int | None = None) -> MeshPrice:
+        """The price of a mesh without pp. limit: bytes of a rank, in place of those asked for."""
+        layout, training = self.asked.layout(mesh), self.training
+        limit = self.asked.limit if limit is None else limit
+        one, chosen = self.within(limit, layout)
         losses = self.planned.decisions if one is self.free else self.smaller
         held = footprint(one, layout, training)
         took = timing(one, layout, training, self.machine.on(mesh))
-        priced = self._price(mesh, asked, one, held, took, training.microbatches)
+        priced = self._price(mesh, limit, one, held, took, training.microbatches)
         chunked = len(chunks_of(losses.losses).gradients)
         return replace(priced, recomputation=chosen, gap=self.gap, chunked_losses=chunked)
 
-    def staged(self, mesh: AxisSizes, asked: Asked) -> MeshPrice | None:
+    def staged(self, mesh: AxisSizes) -> MeshPrice | None:
         """The price of a mesh with pp; None where the model has none, and other meshes are tried.
 
         Raises PlanError where it was asked for alone.
         """
-        layout, training, pp = asked.layout(mesh), asked.training, mesh["pp"]
-        alone = asked.meshes == 1
+        training, pp, limit = self.training, mesh["pp"], self.asked.limit
+        alone = self.asked.meshes == 1
         count = pp * training.microbatches  # as many samples a rank as without pp
         if not self.stages.can_run() and not alone:
             return None
-        found = self.stages.price(mesh, layout, training, count, asked.limit)
+        found = self.stages.price(mesh, self.asked.layout(mesh), training, count, limit)
         if found is None and alone:
             raise PlanError(
                 message(
-                    f"the graph cannot be cut into {pp * self.order[1]} stages, for pp={pp}: there "
-                    f"are {len(self.stages.places)} places between its operators where it can",
+                    f"the graph cannot be cut into {pp * self.stages.chunks} stages, for pp={pp}: "
+                    f"there are {len(self.stages.places)} places between its operators where it "
+                    "can",
                     remedy="Give pp fewer ranks.",
                 )
             )
         if found is None:
             return None
         one, held, took, pipeline = found
-        priced = self._price(mesh, asked, one, held, took, count)
+        priced = self._price(mesh, limit, one, held, took, count)
         why = refusal(mesh, any(map(is_mixture, self.planned.serial.graph.nodes)))
         return replace(priced, recomputation=pipeline.again, pipeline=pipeline, refused=why)
 
     def _price(
         self,
         mesh: AxisSizes,
-        asked: Asked,
+        limit: int,
         one: Profile,
         held: Footprint,
         took: Timing,
         microbatches: int,
     ) -> MeshPrice:
         """What rows with pp and without have in common."""
-        layout, training = asked.layout(mesh), self.training
+        layout, training = self.asked.layout(mesh), self.training
         on_host = None
         if training.states == "host":
             on_host = host_update(one.weights, layout, training, self.machine)
-        used = _utilisation(one, layout, took.step, asked.batches)
+        used = _utilisation(one, layout, took.step, self.asked.batches)
         return MeshPrice(
             mesh=dict(mesh),
             memory=held,
             timing=took,
             mfu=microbatches * used / mesh.get("pp", 1),
-            unfit=self._unfit(held, asked.limit, layout, one),
+            unfit=self._unfit(held, limit, layout, one),
             plan=replace(self.planned.plan, mesh=dict(mesh)),
             microbatches=microbatches,
             host_update=on_host,
@@ -209,7 +207,7 @@ class MeshPrices:
             planned = replace(planned, decisions=replace(planned.decisions, losses={}))
             free = self._profile(planned.decisions)
             choices = self._frontier(planned, planned.decisions)
-        given = (self.machine, self.order, self.training, self.cuts)
+        given = (self.machine, self.asked.config.order, self.training, self.cuts)
         return GraphStages(planned, free, choices, *given)
 
     def _unfit(self, held: Footprint, limit: int, layout: Layout, one: Profile) -> str:

@@ -199,15 +199,15 @@ def search_captured(
         request = replace(planned.request, chunking=first_asked, chunking_to_fit=to_fit)
         planned = replace(planned, request=request)
         n = first.planned.size
-        choices = MeshPrices(planned, n, machine, config, training)
+        choices = MeshPrices(planned, n, machine, asked)
         placements = Placements(choices)
         for mesh in meshes:
             if keys[_key(mesh)] == key and _is_useful(mesh, choices.free, len(meshes)):
                 if "pp" not in mesh:
-                    tried.append((choices.row(mesh, asked), placements))
-                elif (row := choices.staged(mesh, asked)) is not None:
+                    tried.append((choices.row(mesh), placements))
+                elif (row := choices.staged(mesh)) is not None:
                     rows.append(row)
-    rows = within_memory(tried, rows, asked, say)
+    rows = within_memory(tried, rows, say)
     (progress or _silent)("comparing", steps, steps)
     # the same work in every row where the batch is; utilisation counts it either way
     rows.sort(key=_order)

@@ -13,7 +13,7 @@ import torch
 
 import autoshard
 from autoshard.cli import main
-from autoshard.cli.progress import ProgressLine
+from autoshard.cli.arguments import ProgressLine
 from autoshard.planning.cost.clusters import cluster
 
 FACTORY = """

@@ -120,8 +120,7 @@ def test_rows_that_cannot_be_recommended_are_left() -> None:
         (row("ep", 0.1, False), plans(0.2, row("ep", 0.1, True))),
     ]
     said: list[str] = []
-    asked: Any = None
-    found = within_memory(rows, [row("pp", 0.2, True)], asked, said.append)
+    found = within_memory(rows, [row("pp", 0.2, True)], said.append)
     assert said == ["fitting tp=2", "fitting ep=2"]
     assert [(each.mfu, each.fits) for each in found[:4]] == [
         *((0.4, True), (0.30, True), (0.45, True), (0.1, True)),
@@ -137,9 +136,9 @@ def test_every_option_reaches_the_prices(monkeypatch: pytest.MonkeyPatch) -> Non
     given: list[Any] = []
     prices = search.MeshPrices
 
-    def noted(planned: Any, n: int, machine: Any, config: Any, *rest: Any) -> Any:
-        given.append(config)
-        return prices(planned, n, machine, config, *rest)
+    def noted(planned: Any, n: int, machine: Any, asked: Any, *rest: Any) -> Any:
+        given.append(asked.config)
+        return prices(planned, n, machine, asked, *rest)
 
     monkeypatch.setattr(search, "MeshPrices", noted)
     torch.compiler.reset()

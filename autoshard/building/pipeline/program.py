@@ -13,8 +13,14 @@ from autoshard.building.batch_check import batch_inputs
 from autoshard.building.local_passes import serial_passes
 from autoshard.building.pipeline.inner_axes import split_operators
 from autoshard.building.pipeline.microbatch import MicrobatchGraph, cut_batch
-from autoshard.building.pipeline.saved_plan import cuts_of, followed, homes_of, with_stages
-from autoshard.building.pipeline.stages import StagePlan, plan_stages
+from autoshard.building.pipeline.stages import (
+    StagePlan,
+    cuts_of,
+    followed,
+    homes_of,
+    plan_stages,
+    with_stages,
+)
 from autoshard.building.planned import choices_made, layout_of, refuse_twice
 from autoshard.capture import capture
 from autoshard.compiling import lowered_dtypes, say_stored

@@ -2,6 +2,9 @@
 
 What a stage reads of an earlier one is sent along the chain, from neighbour to neighbour; shared
 values are computed where they are read, and a parameter that two stages read is lent by the first.
+
+A pipeline's part of a plan file says where a graph is cut and what is stored where; a graph that is
+cut adds that to it.
 """
 
 from __future__ import annotations
@@ -16,10 +19,15 @@ from torch import fx
 
 from autoshard.building.pipeline.microbatch import MicrobatchGraph
 from autoshard.building.pipeline.stage_graphs import PipelineStage, of_shared_values, stage_graphs
+from autoshard.building.planned import load_plan
+from autoshard.config import Config, option
 from autoshard.errors import ConfigError, PlanError, message
 from autoshard.planning import (
+    PipelinePlan,
+    Plan,
     cheap_places,
     crossing,
+    fingerprint,
     is_view,
     part_trade,
     places,
@@ -30,7 +38,9 @@ from autoshard.planning.cost import Machine, work_of
 from autoshard.planning.solver import Chain, StageCut, cut_stages
 from autoshard.runtime.collectives import WHOLE
 from autoshard.runtime.graph_meta import DIFF, OWN_AXIS, REDUCED_DTYPE, STORED_DTYPE, VALUE
+from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import ParameterPolicy
+from autoshard.runtime.pipeline import ScheduleShape
 
 MOST_UNITS = 800
 """Operators beyond which the search leaves out the cuts that send most."""
@@ -229,3 +239,62 @@ def sum_dtype(parameter: fx.Node) -> torch.dtype:
     """The dtype in which the gradients of micro-batches add up."""
     policy = ParameterPolicy(reduce=parameter.meta.get(REDUCED_DTYPE))
     return policy.pending_dtype(stored_dtype(parameter))
+
+
+def followed(config: Config, mesh: Mesh, ranks: int) -> tuple[Config, Plan | None]:
+    """The options with the schedule of the plan to follow, and that plan.
+
+    Raises PlanError for a plan of another mesh, and ConfigError for options that contradict it or
+    each other.
+    """
+    plan = load_plan(config.plan, mesh.planned, mesh.outer, ranks)
+    asked = plan.pipeline if plan is not None else None
+    if asked is not None:
+        for name in ("schedule", "microbatches", "virtual_stages"):
+            own, its = getattr(config, name), getattr(asked, name)
+            if own not in (None, its):
+                raise ConfigError(
+                    message(
+                        f"{option(name)}={own!r}, and the plan has {its!r}",
+                        remedy=f"Leave {name} out, or make a plan with it.",
+                    )
+                )
+        stages = asked.virtual_stages if asked.schedule == "interleaved" else None
+        config = replace(config, schedule=asked.schedule, virtual_stages=stages)
+    schedule, _ = config.order
+    if config.virtual_stages is not None and schedule != "interleaved":
+        raise ConfigError(
+            message(
+                f"{option('virtual_stages')}={config.virtual_stages} and "
+                f"schedule={schedule!r}, with which a rank has one stage",
+                remedy="Give schedule='interleaved', or leave virtual_stages out.",
+            )
+        )
+    return config, plan
+
+
+def homes_of(plan: Plan | None, parameters: Mapping[fx.Node, str]) -> dict[fx.Node, int]:
+    """Where a plan stores parameters, of those that it names."""
+    asked = plan.pipeline.homes if plan is not None and plan.pipeline is not None else {}
+    return {node: asked[name] for node, name in parameters.items() if name in asked}
+
+
+def cuts_of(plan: Plan | None, microbatch: MicrobatchGraph) -> list[str] | None:
+    """The first operator of each stage but the first; None: the plan does not know the graph."""
+    asked = plan.pipeline if plan is not None else None
+    return None if asked is None else asked.graphs.get(fingerprint(microbatch.local))
+
+
+def with_stages(
+    plan: Plan,
+    stages: StagePlan,
+    microbatch: MicrobatchGraph,
+    parameters: Mapping[fx.Node, str],
+    schedule: str,
+    shape: ScheduleShape,
+) -> Plan:
+    """A plan with the stages of this graph added."""
+    before = plan.pipeline or PipelinePlan(shape.ranks, schedule, shape.microbatches, shape.chunks)
+    homes = {parameters[node]: home for node, home in zip(microbatch.parameters, stages.homes)}
+    graphs = {**before.graphs, fingerprint(microbatch.local): stages.firsts}
+    return replace(plan, pipeline=replace(before, homes={**before.homes, **homes}, graphs=graphs))
