@@ -76,7 +76,7 @@ class MovedValue(NamedTuple):
 
 class StoredOnBatchAxis(Protocol):
     """What dp_shard does with a parameter, by its state on the planned axis and the price of a
-    byte; travels: whether a stack of experts is gathered over ep (search/batch_axis.py)."""
+    byte; travels: whether a stack of experts is gathered over ep (search/asked.py)."""
 
     def least(self, node: fx.Node, state: State, price: float, travels: bool = False) -> float: ...
 

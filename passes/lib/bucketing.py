@@ -86,7 +86,7 @@ def _reference_bytes(one: Member) -> int:
 
 
 def bucket_size(members: Sequence[Member]) -> int:
-    """Default size of a bucket in bytes (`planning/cost/bucket_size.py`)."""
+    """Default size of a bucket in bytes (`planning/cost/merged.py`)."""
     if not members:
         return 0
     total = sum(one.nbytes for one in members)

@@ -53,12 +53,12 @@ MOST_FILES = 15
 #: Folder -> the most rooms that it has, and floors of them.
 MOST_ROOMS = {
     "autoshard.building": (9, 6),
-    "autoshard.building.pipeline": (13, 8),
+    "autoshard.building.pipeline": (12, 8),
     "autoshard.export": (14, 6),
     "autoshard.export.rank_graph": (16, 7),
     "autoshard.planning": (20, 9),
     "autoshard.planning.estimate": (9, 5),
-    "autoshard.planning.rules": (13, 5),
+    "autoshard.planning.rules": (11, 5),
     "autoshard.runtime": (17, 9),
     "autoshard.runtime.parameters": (13, 7),
 }

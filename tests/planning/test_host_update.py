@@ -21,8 +21,8 @@ from autoshard.planning.cost.machines import Link
 from autoshard.planning.estimate import Layout, Training, host_update
 from autoshard.planning.estimate.memory import RankHolds, SavedForBackward, footprint
 from autoshard.planning.estimate.weights import Weight
-from autoshard.planning.search import batch_axis
-from autoshard.planning.search.batch_axis import BatchAxis
+from autoshard.planning.search import asked
+from autoshard.planning.search.asked import BatchAxis
 from autoshard.runtime.collectives import TWICE
 
 WEIGHTS = [
@@ -157,7 +157,7 @@ def test_a_choice_for_a_weight_is_charged_for_its_update() -> None:
     axes.weight.return_value, axes.took.return_value = weight, 0.0
     with (
         mock.patch.object(BatchAxis, "_possible", lambda *_: [TWICE]),
-        mock.patch.object(batch_axis, "_is_read_in_backward", lambda node: True),
+        mock.patch.object(asked, "_is_read_in_backward", lambda node: True),
     ):
         charged = BatchAxis(axes=axes, bandwidth=100.0).charges(mock.Mock(), "I", 0.0)
     assert charged == {TWICE: pytest.approx(32 * 4 * (1 + 2 * 3) / 100.0)}

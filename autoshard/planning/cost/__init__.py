@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from autoshard.planning.cost.bucket_size import (
+from autoshard.planning.cost.clusters import DEFAULT_HARDWARE, Cluster, Machine, cluster, cluster_of
+from autoshard.planning.cost.machines import Link
+from autoshard.planning.cost.merged import (
+    START_SECONDS,
+    Fusing,
     aligned,
     default_bucket_bytes,
     fill_buckets,
-    reference_bytes,
-)
-from autoshard.planning.cost.clusters import DEFAULT_HARDWARE, Cluster, Machine, cluster, cluster_of
-from autoshard.planning.cost.fused import (
-    START_SECONDS,
-    Fusing,
     fused_dims,
     fusing_for,
     multiplies,
     product_flops,
+    reference_bytes,
 )
-from autoshard.planning.cost.machines import Link
 from autoshard.planning.cost.model import (
     COLLECTIVES,
     ONE_SHOT_BYTES,

@@ -2,7 +2,7 @@
 
 The data-parallel axes are not searched node by node: what they do follows from the mesh, so it is
 computed. Collectives are those of traffic.py; buckets fill in the order of use by the rule of the
-passes (planning/cost/bucket_size.py).
+passes (planning/cost/merged.py).
 
 When a step is over: compute on one queue, data-parallel collectives on another. That is a model of
 what the passes make of the graph (passes/schedule_collectives.py): the gather of a bucket of

@@ -7,8 +7,6 @@ in some operand, so that a partial sum passes through them, or lack the tag.
 from __future__ import annotations
 
 from autoshard.planning.rules import (
-    experts,
-    fused_dims,
     indexing,
     layers,
     products,
@@ -125,7 +123,7 @@ VIEWS: dict[str, RuleEntry] = {
             "aten.unflatten",
             "aten.unsqueeze",
         ],
-        (along(views.reshaped), fused_dims.unfolded),
+        (along(views.reshaped), views.unfolded),
     ),
     # of another dtype: bits do not add up as numbers do, and the last dim may change its size
     "aten.view.dtype": along(except_last(1), linear=False),
@@ -151,7 +149,7 @@ VIEWS: dict[str, RuleEntry] = {
             "aten.tensor_split.sections",
             "aten.tensor_split.indices",
         ],
-        (along(except_dims()), fused_dims.split),
+        (along(except_dims()), views.split),
     ),
     "aten.unfold": along(except_dims("dimension")),
     "aten.roll": along(except_dims("dims")),
@@ -211,7 +209,7 @@ REDUCTIONS: dict[str, RuleEntry] = {
         ],
         along(except_dims(), linear=False),
     ),
-    "aten.glu": (along(except_dims(), linear=False), fused_dims.gated),
+    "aten.glu": (along(except_dims(), linear=False), views.gated),
     "aten.logsumexp": reductions.logsumexp,
     "aten.softmax.int": reductions.normalized_over(operators.softmax),
     "aten.log_softmax.int": reductions.normalized_over(operators.log_softmax),
@@ -239,7 +237,7 @@ INDEXING: dict[str, RuleEntry] = {
 LAYERS: dict[str, RuleEntry] = {
     "aten.scaled_dot_product_attention": layers.attention,
     "autoshard.masked_attention": layers.masked_attention,
-    "autoshard.experts": experts.mixture,
+    "autoshard.experts": products.mixture,
     "autoshard.float8_linear": products.float8_linear,
     "aten.layer_norm": layers.layer_normalized("... {D}, {D}, {D} -> ... {D}"),
     "aten.native_layer_norm": layers.layer_normalized(

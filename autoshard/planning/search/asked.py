@@ -1,5 +1,18 @@
 """What is asked of the planner: the request, the axes beside the planned one, the problem that it
-asks for, and a plan file: what that says is left to choose from, what was chosen joins it."""
+asks for, and the plan file that what was chosen joins.
+
+The charge of one weight on dp_shard: whole on each rank, gathered once, or gathered twice.
+
+The choice is each weight's own, and depends on nothing but the weight, its state on the planned
+axis, and the price of a byte: so the planner charges a stored state the least of the three, and the
+plan of all stays exact, over every choice, with no variable more. The collectives are priced by
+`DataAxes`.
+
+On ep, and on a cp beside tp or pp, weights are stored by rows besides, and gathered as often as on
+dp_shard; a stack of experts that stays on ep has its choice of dp_shard for the part of a rank of
+ep. Beside pp a weight is gathered before the first micro-batch and kept to the last one, so that
+whole and once are all there is; where no dp_shard is, once and twice.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +20,133 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 from torch import fx
 
 from autoshard.planning.chunked_loss import Chunking
-from autoshard.planning.context_parallel import in_plain_order
 from autoshard.planning.cost import Fusing, Machine, default_bucket_bytes, reference_bytes
 from autoshard.planning.decisions import Decisions
-from autoshard.planning.estimate import DataAxes, Layout, Training, experts_of
+from autoshard.planning.estimate import (
+    DataAxes,
+    Layout,
+    Sent,
+    Training,
+    Weight,
+    data_collectives,
+    experts_of,
+)
 from autoshard.planning.expert_axis import ExpertAxis
-from autoshard.planning.operators import target_name
+from autoshard.planning.mixtures import is_mixture
+from autoshard.planning.operators import (
+    ADDED_PRODUCTS,
+    LOOKUPS,
+    PRODUCTS,
+    is_view,
+    packet,
+    target_name,
+)
 from autoshard.planning.outer import Origin, Outer
-from autoshard.planning.plan import Plan, strategy_text, without_ep
+from autoshard.planning.plan import Plan, without_ep
 from autoshard.planning.prices import AxisPrices, Prices
-from autoshard.planning.problem import Builder, Problem
-from autoshard.planning.search.batch_axis import BatchAxis
-from autoshard.planning.strategy import value
-from autoshard.planning.values import global_bytes, shardable
-from autoshard.runtime.collectives import I, State, shard_dim
+from autoshard.planning.problem import Builder
+from autoshard.planning.strategy import operands, value
+from autoshard.planning.values import differentiable, global_bytes, shardable
+from autoshard.runtime.collectives import ONCE, TWICE, WHOLE, I, State, shard_dim
 from autoshard.runtime.errors import PlanError
 from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchAxis:
+    """dp_shard beside a planned axis.
+
+    axes: dp_shard among the data-parallel ones. bandwidth: of memory, that the optimizer's pass
+    takes. given: choices that are made already. training: what trains them, and in how many runs of
+    the graph a step is made. experts: of each stack that may stay on ep.
+    """
+
+    axes: DataAxes
+    bandwidth: float
+    given: Mapping[fx.Node, str] = field(default_factory=dict)
+    training: Training = field(default_factory=Training)
+    experts: Mapping[fx.Node, int] = field(default_factory=dict)
+
+    def charges(
+        self, node: fx.Node, state: State, price: float, travels: bool = False
+    ) -> dict[str, float]:
+        """Seconds of a run of the graph that each choice for a parameter, in a state on the planned
+        axis, is charged. price: of a byte that a rank holds. travels: whether a stack of experts
+        that may stay on ep is gathered there."""
+        axes, training, found = self.axes, self.training, {}
+        experts = 0 if travels else self.experts.get(node, 0)
+        one = axes.weight(node, state, _is_read_in_backward(node), experts)
+        for choice in self._possible(node, one):
+            weight = replace(one, choice=choice)
+            own = weight.holds(weight.stored_part(axes.layout), training)
+            held = sum(own) + self._beside(weight)
+            sent = sum(
+                axes.took(each) * self._runs(each)
+                for each in data_collectives([weight], axes.layout, training)
+            )
+            passes = own.updated / self.bandwidth / training.microbatches
+            found[choice] = held * price + axes.second * sent + passes
+        return found
+
+    def least(self, node: fx.Node, state: State, price: float, travels: bool = False) -> float:
+        """Seconds that the cheapest choice is charged."""
+        return min(self.charges(node, state, price, travels).values())
+
+    def choice(self, node: fx.Node, state: State, price: float, travels: bool = False) -> str:
+        """The cheapest choice; of equals the one that takes least memory."""
+        found = self.charges(node, state, price, travels)
+        return min(found, key=lambda choice: found[choice])
+
+    def _possible(self, node: fx.Node, weight: Weight) -> tuple[str, ...]:
+        if node in self.given:
+            return (self.given[node],)
+        if not weight.shape or not weight.gathered(self.axes.layout):
+            return (WHOLE,)
+        split = (ONCE,) if self.axes.layout.staged else (TWICE, ONCE)
+        return (*split, WHOLE) if self.axes.layout.shard > self.axes.layout.inner else split
+
+    def _beside(self, weight: Weight) -> int:
+        """Bytes of a weight that a rank holds from its forward to its backward beside what it
+        stores: the gathered one. Beside pp it is there whoever reads it, and its whole gradient."""
+        gathered = weight.gathered(self.axes.layout)
+        if not self.axes.layout.staged:
+            kept = weight.again and not weight.gathered_twice(self.axes.layout)
+            return gathered * weight.itemsize if kept else 0
+        summed = max(weight.kept, weight.reduced or 0) if weight.trained else 0
+        return gathered * (weight.itemsize + summed)
+
+    def _runs(self, sent: Sent) -> float:
+        """How often a collective runs for one run of the graph."""
+        waits = self.axes.layout.deferred and sent.op != "all_gather"
+        return 1 / self.training.microbatches if waits or self.axes.layout.staged else 1.0
+
+
+def _is_read_in_backward(node: fx.Node) -> bool:
+    """Whether a derivative may read a parameter: none reads what is only looked up in, or added."""
+    return any(_reads(user, node) for user in node.users)
+
+
+def _reads(user: fx.Node, source: fx.Node) -> bool:
+    operator = packet(user)
+    if user.op == "output" or operator in (aten.add, aten.sub):
+        return False
+    if operator in LOOKUPS:
+        return user.args[0] is not source
+    if is_view(user) or operator is aten._to_copy:
+        return _is_read_in_backward(user)
+    if is_mixture(user) and source in user.args[3]:  # type: ignore[operator]
+        return value(source).dim() > 2  # biases are added
+    if operator in PRODUCTS:
+        added = operator in ADDED_PRODUCTS
+        two = operands(user)[1:3] if added else operands(user)[:2]
+        return source in two and any(differentiable(one) for one in two if one is not source)
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,44 +351,6 @@ def fingerprint(gm: fx.GraphModule) -> str:
         shape = tuple(str(e) for e in val.shape) if isinstance(val, torch.Tensor) else ()
         text.update(f"{node.op} {node.name} {target_name(node)} {shape}\n".encode())
     return text.hexdigest()[:16]
-
-
-def constrain(gm: fx.GraphModule, problem: Problem, plan: Plan) -> None:
-    """Leave only what a loaded plan names for this graph."""
-    graph = plan.graphs.get(fingerprint(gm))
-    if graph is None:
-        return
-    by_name = {node.name: node for node in gm.graph.nodes}
-    for name, text in graph.nodes.items():
-        node = by_name.get(name)
-        domain = problem.domains.get(node, []) if node else []
-        texts, text = [strategy_text(s) for s in domain], in_plain_order(text)
-        if not any(one.on_ep for one in domain):  # of another mesh
-            text = without_ep(text)
-        elif text == without_ep(text):  # which leaves that open
-            texts = [without_ep(one) for one in texts]
-        if text not in texts:
-            raise PlanError(
-                f"the plan runs node {name!r} as {text!r}, which is not possible there. "
-                f"Possible: {texts or 'nothing (no such node)'}. Correct the line, or delete it."
-            )
-        assert node is not None
-        keep_only(problem, problem.variables[node], [t == text for t in texts])
-    for name, state in graph.copies.items():
-        node = by_name.get(name)
-        states = problem.copy_domains.get(node, []) if node else []
-        state = in_plain_order(state)
-        if state not in states:
-            raise PlanError(
-                f"the plan keeps the shared copy of {name!r} in {state!r}; possible: {states}"
-            )
-        assert node is not None
-        keep_only(problem, problem.copies[node], [s == state for s in states])
-
-
-def keep_only(problem: Problem, variable: int, allowed: list[bool]) -> None:
-    """Leave only the allowed values of a variable."""
-    problem.graph.add((variable,), np.where(np.array(allowed), 0.0, np.inf))
 
 
 def with_graph(

@@ -14,17 +14,19 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 from torch import fx
 
 from autoshard.planning.chunked_loss import plan_losses
-from autoshard.planning.context_parallel import HeadTail
+from autoshard.planning.context_parallel import HeadTail, in_plain_order
 from autoshard.planning.cost import Machine
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate import Profile, footprint, frontier, profile, timing
 from autoshard.planning.mixtures import ROWS, WEIGHTS
+from autoshard.planning.plan import Plan, strategy_text, without_ep
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Problem
-from autoshard.planning.search.asked import Request, builder_of, chooses_on_ep, constrain, keep_only
+from autoshard.planning.search.asked import Request, builder_of, chooses_on_ep, fingerprint
 from autoshard.planning.solver import Solution, TooWide
 from autoshard.planning.strategy import Strategy
 from autoshard.planning.values import is_trained, output_state
@@ -143,6 +145,44 @@ def parts_on_ep(
         if strategies[node].on_ep == ROWS
         for stack, _ in stacks
     }
+
+
+def constrain(gm: fx.GraphModule, problem: Problem, plan: Plan) -> None:
+    """Leave only what a loaded plan names for this graph."""
+    graph = plan.graphs.get(fingerprint(gm))
+    if graph is None:
+        return
+    by_name = {node.name: node for node in gm.graph.nodes}
+    for name, text in graph.nodes.items():
+        node = by_name.get(name)
+        domain = problem.domains.get(node, []) if node else []
+        texts, text = [strategy_text(s) for s in domain], in_plain_order(text)
+        if not any(one.on_ep for one in domain):  # of another mesh
+            text = without_ep(text)
+        elif text == without_ep(text):  # which leaves that open
+            texts = [without_ep(one) for one in texts]
+        if text not in texts:
+            raise PlanError(
+                f"the plan runs node {name!r} as {text!r}, which is not possible there. "
+                f"Possible: {texts or 'nothing (no such node)'}. Correct the line, or delete it."
+            )
+        assert node is not None
+        keep_only(problem, problem.variables[node], [t == text for t in texts])
+    for name, state in graph.copies.items():
+        node = by_name.get(name)
+        states = problem.copy_domains.get(node, []) if node else []
+        state = in_plain_order(state)
+        if state not in states:
+            raise PlanError(
+                f"the plan keeps the shared copy of {name!r} in {state!r}; possible: {states}"
+            )
+        assert node is not None
+        keep_only(problem, problem.copies[node], [s == state for s in states])
+
+
+def keep_only(problem: Problem, variable: int, allowed: list[bool]) -> None:
+    """Leave only the allowed values of a variable."""
+    problem.graph.add((variable,), np.where(np.array(allowed), 0.0, np.inf))
 
 
 def _solved(problem: Problem) -> tuple[Solution, list[fx.Node]]:
