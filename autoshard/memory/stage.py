@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from autoshard.compiling import BackwardCut, results_of
@@ -42,28 +41,18 @@ class StageMemory:
 
 
 def memory_of_stage(
-    graphs: ForwardBackward,
-    parameters: Sequence[torch.Tensor],
-    received: int,
-    live: int,
-    shared: int,
+    graphs: ForwardBackward, count: int, received: int, live: int, **resident: int
 ) -> StageMemory:
     """What a stage holds. graphs: of one micro-batch, run operator by operator, whose first inputs
-    are `parameters`. received: bytes of a micro-batch from the stage before.
+    are so many parameters. received: bytes of a micro-batch from the stage before. resident: the
+    fields of what is there all the time.
     """
-    trained = sum(tensor_bytes(each) for each in parameters if each.requires_grad)
-    made = phases(graphs, range(len(parameters)), held=True)  # autograd's caller has them
-    step = Step(phases=made, resident={}, gradients=trained, scratch=0)
+    made = phases(graphs, range(count), held=True)  # autograd's caller has them
+    step = Step(phases=made, resident={}, gradients=0, scratch=0)
     moments = [each for each in step.moments() if each.phase != "optimizer"]
     most, kept = max(each.bytes for each in moments), received + step.activations
-    return StageMemory(
-        parameters=sum(map(tensor_bytes, parameters)),
-        gradients=trained,
-        shared=shared,
-        kept=kept,
-        live=live,
-        together=(live - 1) * kept + received + most,
-    )
+    together = (live - 1) * kept + received + most
+    return StageMemory(kept=kept, live=live, together=together, **resident)
 
 
 @dataclass(frozen=True)
@@ -78,15 +67,14 @@ class _Parts:
 
 def memory_of_split_stage(
     cut: BackwardCut,
-    parameters: Sequence[torch.Tensor],
     received: Sequence[int],
     passed: int,
     actions: Iterable[str],
-    shared: int,
+    **resident: int,
 ) -> StageMemory:
-    """What a stage holds. cut: its graphs, whose first inputs are `parameters`. received: bytes of
-    each of a micro-batch's values from the stage before that it reads, the last inputs; passed:
-    of those that it hands on only. actions: "F", "I" or "W" of each, in their order.
+    """What a stage holds. cut: its graphs. received: bytes of each of a micro-batch's values from
+    the stage before that it reads, the last inputs; passed: of those that it hands on only.
+    actions: "F", "I" or "W" of each, in their order. resident: as of `memory_of_stage`.
     """
     parts = _parts(cut, list(received), passed)
     kept = late = together = live = waiting = 0
@@ -98,14 +86,12 @@ def memory_of_split_stage(
         late += work == "I"
         live, waiting = max(live, kept), max(waiting, late)
     return StageMemory(
-        parameters=sum(map(tensor_bytes, parameters)),
-        gradients=sum(tensor_bytes(each) for each in parameters if each.requires_grad),
-        shared=shared,
         kept=parts.kept,
         live=live,
         late=parts.late,
         waiting=waiting,
         together=together,
+        **resident,
     )
 
 

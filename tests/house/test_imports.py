@@ -53,7 +53,7 @@ MOST_FILES = 15
 #: Folder -> the most rooms that it has, and floors of them.
 MOST_ROOMS = {
     "autoshard.building": (9, 6),
-    "autoshard.building.pipeline": (12, 8),
+    "autoshard.building.pipeline": (12, 7),
     "autoshard.export": (14, 6),
     "autoshard.export.rank_graph": (16, 7),
     "autoshard.planning": (20, 9),

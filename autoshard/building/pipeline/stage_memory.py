@@ -77,35 +77,32 @@ class StageCount:
             micro.microbatches if shard_dim(micro.shared[i][1]) is not None else 1
             for i in stage.shared
         ]
-        shared = sum(tensor_bytes(value(node)) * n for node, n in zip(rows, parts))
-        held = self._split(graphs, shared) if self.split else self._whole(graphs, shared)
-        lowered = [node for node in self.own if stored_dtype(node) != value(node).dtype]
-        return replace(
-            held,
-            parameters=held.parameters
-            + sum(value(node).numel() * stored_dtype(node).itemsize for node in lowered),
-            gradients=sum(
-                value(node).numel() * sum_dtype(node).itemsize
-                for node in self.own
-                if value(node).requires_grad
-            ),
+        parameters = gradients = 0
+        for node in self.own:
+            val, stored = value(node), stored_dtype(node)
+            parameters += tensor_bytes(val) + val.numel() * stored.itemsize * (stored != val.dtype)
+            gradients += val.numel() * sum_dtype(node).itemsize * val.requires_grad
+        return (self._split if self.split else self._whole)(
+            graphs,
+            parameters=parameters,
+            gradients=gradients,
+            shared=sum(tensor_bytes(value(node)) * n for node, n in zip(rows, parts)),
         )
 
-    def _whole(self, graphs: compat.ForwardBackward, shared: int) -> StageMemory:
+    def _whole(self, graphs: compat.ForwardBackward, **resident: int) -> StageMemory:
         if graphs.backward is not None:
             add_at_once(graphs.backward)
         live = most_kept(self.program.schedule, self.program.shape, self.rank)[self.chunk]
         received = sum(tensor_bytes(value(node)) for node in self.stage.received)
-        return memory_of_stage(graphs, list(map(value, self.own)), received, live, shared)
+        return memory_of_stage(graphs, len(self.own), received, live, **resident)
 
-    def _split(self, graphs: compat.ForwardBackward, shared: int) -> StageMemory:
+    def _split(self, graphs: compat.ForwardBackward, **resident: int) -> StageMemory:
         stage, given = self.stage, self.given
         cut = cut_backward(*given, self.sums, len(stage.reads), graphs)
         sizes = [tensor_bytes(value(node)) for node in stage.received]
         read = [sizes[i] for i in stage.reads]
         works = [a.work for a in self.program.actions(self.rank) if a.chunk == self.chunk]
-        passed = sum(sizes) - sum(read)
-        return memory_of_split_stage(cut, list(map(value, self.own)), read, passed, works, shared)
+        return memory_of_split_stage(cut, read, sum(sizes) - sum(read), works, **resident)
 
 
 def _differentiable(graph: fx.GraphModule, placeholders: list[fx.Node]) -> tuple[Any, Any]:
