@@ -23,6 +23,8 @@ from autoshard.runtime.lazy_parts import (
     FILLS,
     JOINS,
     VIEWS,
+    WHOLE_COPIES,
+    FetchedWhole,
     OnPart,
     OuterPart,
     PartOf,
@@ -250,11 +252,13 @@ def _on_part(func: Any, args: Any, kwargs: Any) -> Any:
     if any(isinstance(one, LazyGather) for one in pytree.tree_leaves(rest)):
         return None
     value, dim = source._value, source._value.part_of.dim
-    if dim is None:
-        return None
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != source.device.type:
         return None  # where it goes there may be no collectives
+    if isinstance(value, FetchedWhole) and func in WHOLE_COPIES:
+        return LazyGather(value.copied(func, kwargs), source.shape, False)
+    if dim is None:
+        return None
     if func in FILLS:
         func(value.local, *rest)
         return source

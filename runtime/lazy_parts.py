@@ -47,6 +47,9 @@ COPIES = (
 )
 """Operators whose result has memory of its own."""
 
+WHOLE_COPIES = (aten.clone.default, aten._to_copy.default)
+"""Those of COPIES that leave out nothing: loops cast and copy all outputs, whichever they read."""
+
 VIEWS = (
     aten.slice.Tensor,
     aten.select.int,
@@ -260,6 +263,38 @@ class PartOrWhole:
             else:  # one tensor each time: Dynamo guards that two inputs are not the same
                 self._again.copy_(part)
         return self._again
+
+
+class FetchedWhole(PartOrWhole):
+    """A whole that one rank of an axis makes, and that all get where they first read it, alike.
+
+    shown: a tensor of its dtype and device. fetch: the whole; a collective over the axis.
+    """
+
+    __slots__ = ("_fetch", "shown")
+
+    def __init__(self, shown: torch.Tensor, axis: Axis, fetch: Callable[[], torch.Tensor]) -> None:
+        super().__init__(shown, PartOf(I, axis))
+        self.shown = shown
+        self._fetch: Callable[[], torch.Tensor] | None = fetch
+
+    def like(self) -> torch.Tensor:
+        return self.shown
+
+    def read(self) -> torch.Tensor:
+        if self._whole is None:
+            assert self._fetch is not None
+            self._whole, self._fetch = self._fetch().contiguous(), None
+        return self._whole
+
+    @property
+    def local(self) -> torch.Tensor:
+        return self.read()
+
+    def copied(self, func: Any, kwargs: dict[str, Any]) -> FetchedWhole:
+        """What one of `WHOLE_COPIES` makes of it, fetched no sooner."""
+        shown = func(self.shown, **kwargs)
+        return FetchedWhole(shown, self.part_of.axis, lambda: func(self.read(), **kwargs))
 
 
 class ViewOfPart(PartOrWhole):

@@ -100,6 +100,10 @@ class GraphStages:
         self.planned, self.whole, self.frontier = planned, whole, frontier
         self.saving = Saving(planned.serial, planned.decisions, whole.n)
         self.machine, (self.schedule, self.chunks) = machine, order
+        results = planned.serial.graph.output_node().all_input_nodes
+        self.losses = sum(bool(n.meta.get(DIFF)) and _is_scalar(n) for n in results)
+        if self.losses != 1:  # backwards await the gradients of outputs
+            self.schedule = "gpipe"
         self.nodes: list[fx.Node] = list(planned.serial.graph.nodes)
         outer = planned.outer
         self.ranks = {"cp": 1 if outer is None else outer.axis.size, "tp": whole.n}
@@ -108,10 +112,9 @@ class GraphStages:
         self._scheduled: dict[tuple[int, int, int, Link], _Scheduled | None] = {}
 
     def can_run(self) -> bool:
-        """Whether a pipeline takes the model: it returns a scalar loss, and writes to nothing."""
-        results = self.planned.serial.graph.output_node().all_input_nodes
-        losses = [node for node in results if node.meta.get(DIFF) and _is_scalar(node)]
-        return bool(losses) and not self.planned.serial.meta.get(MUTATED)
+        """Whether a search tries pipelines of the model: it returns a scalar loss, and writes to
+        nothing."""
+        return self.losses > 0 and not self.planned.serial.meta.get(MUTATED)
 
     def price(
         self,

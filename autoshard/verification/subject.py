@@ -196,8 +196,8 @@ class Run:
     def _evaluated(
         self, number: int, batch: Any, names: Sequence[str]
     ) -> list[tuple[str, torch.Tensor]]:
-        """The outputs of those names, with the step's random numbers: a step of a pipeline has
-        none but its loss."""
+        """The outputs of those names, with the step's random numbers: a step may withhold large
+        ones."""
         torch.manual_seed(self.subject.seed + number)
         args, kwargs = batch
         with torch.no_grad():

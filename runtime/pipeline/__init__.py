@@ -15,4 +15,4 @@ from autoshard.runtime.pipeline.schedules import (
     timeline,
 )
 from autoshard.runtime.pipeline.stage import StageProgram
-from autoshard.runtime.pipeline.step import Withheld, step_loss, without_loss
+from autoshard.runtime.pipeline.step import Withheld, awaiting_gradients, beside_loss, step_loss

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from autoshard.runtime import compat
-from autoshard.runtime.collectives import Axis, I, P, State, convert, shard_dim
+from autoshard.runtime.agreement import CollectiveRegion
+from autoshard.runtime.collectives import (
+    Axis,
+    I,
+    P,
+    State,
+    convert,
+    gradient_state,
+    redistribute,
+    shard_dim,
+)
+from autoshard.runtime.lazy_gather import LazyGather
+from autoshard.runtime.lazy_parts import FetchedWhole
 from autoshard.runtime.pipeline.channel import Channel, ValueMeta
 from autoshard.runtime.pipeline.schedules import Action, forwards
 from autoshard.runtime.pipeline.stage import StageProgram, StageRun
 from autoshard.runtime.pipeline.step import Withheld
+
+Outputs = dict[int, Any]
+"""By their position among those of the model."""
 
 
 @dataclass(frozen=True)
 class PipelineResult:
     """An output of the model that depends on parameters. like: a fake of it, of the whole batch.
     state: how micro-batches make it up. rank, chunk: of the stage where it is made. shards: its
-    states there on the axes of a stage, the inner one first."""
+    states there on the axes of a stage, the inner one first. graded: whether it has a gradient."""
 
     position: int
     like: torch.Tensor
@@ -29,6 +44,7 @@ class PipelineResult:
     rank: int
     chunk: int = 0
     shards: Sequence[tuple[Axis, State]] = ()
+    graded: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +74,9 @@ class RankPipeline:
     homes: the rank that stores each of the graph's parameters; None: all do. sums: the dtype in
     which the gradients of micro-batches of each add up, and are sent home. shared: makes the
     shared values of the graph's inputs; dims: the dim of which a micro-batch takes rows, of each
-    that a stage reads. loss: the position of the output that is differentiated.
+    that a stage reads. loss: the position of the output whose gradient is computed in the call;
+    None: those of all outputs are awaited. kept: of the outputs beside a loss, those that may be
+    read in training.
     """
 
     axis: Axis
@@ -72,36 +90,74 @@ class RankPipeline:
     dims: list[int | None]
     results: list[PipelineResult]
     loss: int | None
+    kept: frozenset[int] = frozenset()
     graded: torch.Tensor | None = None
+
+    def trains(self) -> bool:
+        """Whether any output has a gradient."""
+        return any(each.graded for each in self.results)
 
     def train(
         self, channel: Channel, parameters: Sequence[torch.Tensor], inputs: Sequence[Any]
-    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """The loss, and its gradient by what this rank stores of each of the graph's parameters."""
-        runs = self._run(channel, parameters, inputs, self.actions, True)
+    ) -> PipelineStep:
+        """The whole schedule: the loss, its gradients, and the other outputs."""
+        runs = self._runs(channel, parameters, inputs, True)
+        self._act(self.actions, runs, channel)
         gradients = self._gradients(channel, parameters, runs)
         result = next(each for each in self.results if each.position == self.loss)
-        return self._on_all(result, runs, channel), gradients
+        loss = self._on_all(result, self._made(result, runs), channel)
+        others = {
+            each.position: self._awaited(each, runs, channel)
+            if each.position in self.kept
+            else Withheld(each.like, each.position)
+            for each in self.results
+            if each is not result
+        }
+        return PipelineStep(loss, gradients, others)
+
+    def forwards(
+        self, channel: Channel, parameters: Sequence[torch.Tensor], inputs: Sequence[Any]
+    ) -> PendingBackward:
+        """The forwards of a schedule whose backwards await the gradients of outputs."""
+        runs = self._runs(channel, parameters, inputs, True)
+        actions = [action for action in self.actions if action.work == "F"]
+        self._act(actions, runs, channel)
+        outputs = {each.position: self._awaited(each, runs, channel) for each in self.results}
+        return PendingBackward(self, channel, parameters, runs, outputs)
+
+    def backwards(
+        self,
+        channel: Channel,
+        parameters: Sequence[torch.Tensor],
+        runs: Sequence[StageRun],
+        arrived: Mapping[int, torch.Tensor],
+    ) -> list[torch.Tensor | None]:
+        """The rest of that schedule. arrived: gradients of whole outputs, the same on every rank,
+        by their position. The gradients by what this rank stores of each parameter."""
+        for each in self.results:
+            if each.position in arrived and each.rank == self.axis.rank:
+                parts = self._parts_of_gradient(each, arrived[each.position])
+                runs[each.chunk].arrived[each.position] = parts
+        actions = [action for action in self.actions if action.work != "F"]
+        self._act(actions, runs, channel)
+        return self._gradients(channel, parameters, runs)
 
     def outputs(
         self, channel: Channel, parameters: Sequence[torch.Tensor], inputs: Sequence[Any]
-    ) -> dict[int, torch.Tensor]:
-        """The outputs of the whole batch, on every rank, by their position."""
-        actions = forwards(self.microbatches, len(self.stages))
-        runs = self._run(channel, parameters, inputs, actions, False)
-        return {each.position: self._on_all(each, runs, channel) for each in self.results}
+    ) -> Outputs:
+        """The outputs of the whole batch, on every rank."""
+        runs = self._runs(channel, parameters, inputs, False)
+        self._act(forwards(self.microbatches, len(self.stages)), runs, channel)
+        return {
+            each.position: self._on_all(each, self._made(each, runs), channel)
+            for each in self.results
+        }
 
-    def withheld(self) -> dict[int, torch.Tensor]:
-        """Stand-ins for the outputs besides the loss."""
-        others = [each for each in self.results if each.position != self.loss]
-        return {each.position: Withheld(each.like, each.position) for each in others}
-
-    def _run(
+    def _runs(
         self,
         channel: Channel,
         parameters: Sequence[torch.Tensor],
         inputs: Sequence[Any],
-        actions: Sequence[Action],
         train: bool,
     ) -> list[StageRun]:
         with torch.no_grad():
@@ -115,10 +171,12 @@ class RankPipeline:
             rows = _rows(given)
             sums = [self.sums[i] for i in stage.parameters]
             runs.append(StageRun(stage.program, channel, own, rows, train, sums))
+        return runs
+
+    def _act(self, actions: Sequence[Action], runs: Sequence[StageRun], channel: Channel) -> None:
         for action in actions:
             runs[action.chunk].run(action)
         channel.finish()
-        return runs
 
     def _borrow(
         self, channel: Channel, parameters: Sequence[torch.Tensor]
@@ -176,22 +234,55 @@ class RankPipeline:
             found.append(gradient)
         return found
 
-    def _on_all(
+    def _made(self, result: PipelineResult, runs: Sequence[StageRun]) -> list[torch.Tensor]:
+        """The parts of a result that this rank has made, a micro-batch each; handed out once."""
+        if result.rank != self.axis.rank:
+            return []
+        made = runs[result.chunk].results
+        return [made[k].pop(result.position) for k in range(self.microbatches)]
+
+    def _awaited(
         self, result: PipelineResult, runs: Sequence[StageRun], channel: Channel
+    ) -> LazyGather:
+        """A result that stays where it is made until somebody reads it: a collective over the axis,
+        and those of a stage."""
+        parts, device = self._made(result, runs), channel.device
+        axes = [self.axis, *(axis for axis, _ in result.shards)]
+
+        def fetch() -> torch.Tensor:
+            what = f"the read of output {result.position} of a pipeline"
+            with CollectiveRegion(what, axes, [self.axis]), torch.no_grad():
+                return self._on_all(result, parts, channel)
+
+        shown = torch.empty((), dtype=result.like.dtype, device=device)
+        return LazyGather(FetchedWhole(shown, self.axis, fetch), result.like.shape, False)
+
+    def _parts_of_gradient(
+        self, result: PipelineResult, gradient: torch.Tensor
+    ) -> list[torch.Tensor | None]:
+        """What of the gradient of a whole result is that of each micro-batch's part here."""
+        for axis, shard in reversed(result.shards):
+            gradient = redistribute(gradient, I, gradient_state(shard), axis)
+        dim = shard_dim(result.state)
+        if dim is not None:
+            return list(gradient.chunk(self.microbatches, dim))
+        alone = result.state != P  # made alike in all of them, and taken from the first
+        return [gradient, *[None if alone else gradient] * (self.microbatches - 1)]
+
+    def _on_all(
+        self, result: PipelineResult, parts: Sequence[torch.Tensor], channel: Channel
     ) -> torch.Tensor:
         """A result of the whole batch, sent by the stage that has made its parts."""
         if result.rank == self.axis.rank:
-            run = runs[result.chunk]
-            parts = [run.results[k][result.position] for k in range(self.microbatches)]
             for axis, shard in result.shards:
                 if shard_dim(shard) is not None:
                     parts = [convert(part, shard, I, axis) for part in parts]
             dim = shard_dim(result.state)
             if dim is not None:
-                whole = torch.cat(parts, dim)
+                whole = torch.cat(list(parts), dim)
             else:
-                whole = torch.stack(parts).sum(0) if result.state == P else parts[0]
-            whole = whole.contiguous().clone()
+                whole = torch.stack(list(parts)).sum(0) if result.state == P else parts[0].clone()
+            whole = whole.contiguous()
         else:
             like = result.like
             whole = torch.empty(tuple(like.shape), dtype=like.dtype, device=channel.device)
@@ -199,6 +290,29 @@ class RankPipeline:
         group = compat.process_group(self.axis.group)
         dist.broadcast(data, group=group, group_src=result.rank)
         return whole
+
+
+class PipelineStep(NamedTuple):
+    """A call whose backwards are done. gradients: of the loss, by what the rank stores of each of
+    the graph's parameters. others: the outputs beside the loss."""
+
+    loss: torch.Tensor
+    gradients: list[torch.Tensor | None]
+    others: Outputs
+
+
+class PendingBackward(NamedTuple):
+    """A call whose backwards await the gradients of its outputs."""
+
+    pipeline: RankPipeline
+    channel: Channel
+    parameters: Sequence[torch.Tensor]
+    runs: Sequence[StageRun]
+    outputs: Outputs
+
+    def backward(self, arrived: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
+        """See `RankPipeline.backwards`."""
+        return self.pipeline.backwards(self.channel, self.parameters, self.runs, arrived)
 
 
 def _parts(x: torch.Tensor, dim: int | None, n: int) -> Sequence[torch.Tensor]:

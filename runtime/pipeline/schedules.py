@@ -44,9 +44,9 @@ class ScheduleShape(NamedTuple):
 
 
 def gpipe(rank: int, shape: ScheduleShape) -> list[Action]:
-    """All forwards, then all backwards."""
-    numbers = range(shape.microbatches)
-    return [*(Action("F", k) for k in numbers), *(Action("B", k) for k in numbers)]
+    """All forwards, then all backwards; of several stages a rank in the order of `interleaved`."""
+    numbers = range(shape.microbatches * shape.chunks)
+    return [_numbered(work, i, shape) for work in ("F", "B") for i in numbers]  # type: ignore[arg-type]
 
 
 def one_forward_one_backward(rank: int, shape: ScheduleShape) -> list[Action]:
@@ -66,19 +66,22 @@ def interleaved(rank: int, shape: ScheduleShape) -> list[Action]:
     rank's stages."""
     ranks, count, chunks = shape
     group = count // rounds(shape)
-
-    def numbered(work: ActionKind, i: int) -> Action:
-        chunk = i // group % chunks
-        number = i // (group * chunks) * group + i % group
-        return Action(work, number, chunk if work == "F" else chunks - 1 - chunk)
-
     ahead = min((chunks - 1) * group + 2 * (ranks - rank - 1), count * chunks)
-    actions = [numbered("F", i) for i in range(ahead)]
+    actions = [_numbered("F", i, shape) for i in range(ahead)]
     for i in range(count * chunks):
         if ahead + i < count * chunks:
-            actions.append(numbered("F", ahead + i))
-        actions.append(numbered("B", i))
+            actions.append(_numbered("F", ahead + i, shape))
+        actions.append(_numbered("B", i, shape))
     return actions
+
+
+def _numbered(work: ActionKind, i: int, shape: ScheduleShape) -> Action:
+    """The i-th forward or backward of a rank whose stages take turns on groups."""
+    _, count, chunks = shape
+    group = count // rounds(shape)
+    chunk = i // group % chunks
+    number = i // (group * chunks) * group + i % group
+    return Action(work, number, chunk if work == "F" else chunks - 1 - chunk)
 
 
 def zero_bubble(rank: int, shape: ScheduleShape) -> list[Action]:

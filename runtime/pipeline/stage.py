@@ -74,7 +74,8 @@ class StageRun:
     rows: the shared values of a micro-batch, by its number. train: whether gradients are wanted.
     sums: the dtype in which those of each parameter add up; None: as they are computed. After the
     actions, `gradients` has one entry a parameter, None where there is none, and `results` one a
-    micro-batch: the results by their position.
+    micro-batch: the results by their position. arrived: the gradients of results, by their
+    position, one a micro-batch, which backwards need where no loss is made in the stages.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class StageRun:
             dtype = parameters[i].dtype if sums is None else sums[i]
             self.gradients[i] = torch.zeros_like(parameters[i], dtype=dtype, requires_grad=False)
         self.results: dict[int, dict[int, torch.Tensor]] = {}
+        self.arrived: dict[int, Sequence[torch.Tensor | None]] = {}
         self.done: list[Action] = []
         self._live: dict[int, tuple[list[torch.Tensor], Any]] = {}
         self._late: dict[int, Any] = {}
@@ -146,10 +148,7 @@ class StageRun:
         gradients = {
             at: arrived[i] for i, at in enumerate(program.made) if at is not None and i in arrived
         }
-        if program.loss is not None:
-            made = self.results[k]
-            loss = next(made[i] for i, at in program.results if at == program.loss)
-            gradients[program.loss] = torch.ones_like(loss)  # of a loss in bfloat16, too
+        gradients |= self._of_results(k)
         if program.parts is not None:
             found, self._late[k] = program.parts.by_inputs(kept, gradients)
             back = dict(zip(program.reads, found))
@@ -167,6 +166,16 @@ class StageRun:
             ]
             if sent:
                 self.channel.send(program.before, sent, back=True)  # type: ignore[arg-type]
+
+    def _of_results(self, k: int) -> dict[int, torch.Tensor]:
+        """The gradients of a micro-batch's results, by the output that they are."""
+        found: dict[int, torch.Tensor] = {}
+        for position, at in self.program.results:
+            if at == self.program.loss:  # in bfloat16, too
+                found[at] = torch.ones_like(self.results[k][position])
+            elif position in self.arrived and (part := self.arrived[position][k]) is not None:
+                found[at] = part.contiguous()
+        return found
 
     def _by_autograd(
         self,

@@ -1,13 +1,15 @@
-"""A call of a pipeline: the whole schedule, and a loss whose backward hands out the gradients.
+"""A call of a pipeline in autograd: of a loss, whose gradients are there, or of outputs, whose
+backwards are to come.
 
 The gradient of a scalar loss is linear in what arrives at its `backward()`: that of 1 is computed
-in the call, micro-batch by micro-batch, and scaled when it is asked for. Outputs besides the loss
-are not at hand (`Withheld`).
+in the call, micro-batch by micro-batch, and scaled when it is asked for. Of other outputs nothing
+is known before their gradients arrive: then the backwards of all micro-batches run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ import torch
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import Axis, all_gather
 from autoshard.runtime.errors import AutoshardError, message
+from autoshard.runtime.lazy_gather import LazyGather
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -32,14 +35,25 @@ def step_loss(
     return loss
 
 
-def without_loss(outputs: Sequence[Any], parameters: Sequence[torch.Tensor]) -> list[Any]:
-    """Outputs of a call that has no scalar loss: to differentiate them is an error."""
-    return [
-        compat.apply(_NoLoss, x, *parameters)
-        if isinstance(x, torch.Tensor) and x.is_floating_point()
-        else x
-        for x in outputs
-    ]
+def beside_loss(
+    output: LazyGather, number: int, parameters: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """An output of a call whose backwards are done: to differentiate it is an error."""
+    trained = next(p for p in parameters if p.requires_grad)
+    found: torch.Tensor = compat.apply(_BesideLoss, output, number, trained)
+    return found
+
+
+def awaiting_gradients(
+    outputs: Mapping[int, LazyGather],
+    backward: Callable[[Mapping[int, torch.Tensor]], Gradients],
+    region: Callable[[], AbstractContextManager[Any]],
+    parameters: Sequence[torch.Tensor],
+) -> dict[int, torch.Tensor]:
+    """Outputs of a call, by their position, that are differentiated. backward: the gradients of the
+    parameters, of those of the outputs that have one; it runs inside `region()`."""
+    made = compat.apply(_Outputs, outputs, backward, region, *parameters)
+    return dict(zip(outputs, made))
 
 
 class _Step(torch.autograd.Function):
@@ -54,21 +68,8 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        if ctx.gradients is None:
-            raise AutoshardError(
-                message(
-                    "a second backward through one call of a pipeline",
-                    remedy="Call the model again, or sum the losses and call backward once.",
-                )
-            )
+        _refuse_twice(ctx.gradients, [grad])
         left, ctx.gradients = list(ctx.gradients), None
-        if torch.is_grad_enabled() and grad.requires_grad:
-            raise AutoshardError(
-                message(
-                    "a second derivative (create_graph=True) through a pipeline",
-                    remedy="Leave pp out of the mesh.",
-                )
-            )
         if ctx.together is not None:
             _same_on(ctx.together, grad)
         scaled: list[torch.Tensor | None] = []
@@ -94,18 +95,67 @@ def _same_on(axis: Axis, grad: torch.Tensor) -> None:
         )
 
 
-class _NoLoss(torch.autograd.Function):
+def _refuse_twice(left: Any, arrived: Sequence[torch.Tensor | None]) -> None:
+    """Raise for a backward of a call that has had one, and for one that is to be differentiated."""
+    if left is None:
+        raise AutoshardError(
+            message(
+                "a second backward through one call of a pipeline",
+                remedy="Call the model again, or sum the losses and call backward once.",
+            )
+        )
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arrived):
+        raise AutoshardError(
+            message(
+                "a second derivative (create_graph=True) through a pipeline",
+                remedy="Leave pp out of the mesh.",
+            )
+        )
+
+
+class _Outputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return x.view_as(x)
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        outputs: Mapping[int, LazyGather],
+        backward: Any,
+        region: Any,
+        *parameters: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.positions, ctx.call, ctx.region = list(outputs), backward, region
+        return tuple(LazyGather(x._value, x.shape, False) for x in outputs.values())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        _refuse_twice(ctx.call, grads)
+        call, ctx.call = ctx.call, None
+        arrived = {
+            at: grad.full_tensor() if isinstance(grad, LazyGather) else grad
+            for at, grad in zip(ctx.positions, grads)
+            if grad is not None
+        }
+        with ctx.region():
+            return None, None, None, *call(arrived)
+
+
+class _BesideLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, output: LazyGather, number: int, trained: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.number = number
+        return LazyGather(output._value, output.shape, False)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         raise AutoshardError(
             message(
-                "a gradient arrived at an output of a pipeline that is no loss: the model returns "
-                "no scalar, so the call ran its forward only",
-                remedy="Compute the loss in the compiled model, and return it.",
+                f"a gradient arrived at output {ctx.number} of a pipeline, beside the loss that it "
+                "returns too, whose backwards the call has run already",
+                remedy="Use options={'pipeline': {'schedule': 'gpipe'}}, whose backwards run when "
+                "gradients arrive, compute the whole loss in the compiled model, or detach the "
+                "output.",
             )
         )
 
@@ -120,20 +170,19 @@ _PASSED_ON = (
     aten.clone.default,
     aten._to_copy.default,
 )
-_REASON = "in training a pipeline keeps no output but the loss"
+_REASON = (
+    "with the others beside the loss it is more than a pipeline keeps of them in training: 1 GiB, "
+    "or a 50th of a memory budget"
+)
 _REMEDY = (
-    "Compute what needs it in the compiled model, or call the model under torch.no_grad() to have "
-    "its outputs."
+    "Compute what needs it in the compiled model, call the model under torch.no_grad() to have its "
+    "outputs, or use options={'pipeline': {'schedule': 'gpipe'}}, which keeps them all."
 )
 
 
 class Withheld(torch.Tensor):
     """A tensor of a shape, whose values are nowhere whole: to read it is an error, which says why.
-    A copy of it, in another dtype too, is one more.
-
-    In a pipeline the ranks of other stages have nothing of it, and a gradient into it would come
-    too late: the backward of the micro-batches is over when the call returns.
-    """
+    A copy of it, in another dtype too, is one more."""
 
     _told: tuple[int, str, str]
 

@@ -3,126 +3,21 @@ gradients, transfers and the order of actions, against the serial model."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from autoshard.building.pipeline import fit_stages
 from autoshard.building.pipeline import stages as stages_module
-from autoshard.building.pipeline.microbatch import shared_graph
-from autoshard.building.pipeline.program import PipelineProgram, build_pipeline
-from autoshard.building.pipeline.rank import stage_program
 from autoshard.building.pipeline.traced import TracedPipeline
-from autoshard.capture import intercept
-from autoshard.config import Config
 from autoshard.errors import CaptureError, ConfigError, PlanError
-from autoshard.planning.cost.clusters import cluster
-from autoshard.runtime.collectives.states import shard_dim
-from autoshard.runtime.pipeline.channel import ValueMeta
-from autoshard.runtime.pipeline.schedules import timeline
-from autoshard.runtime.pipeline.stage import StageRun
 from autoshard.verification.distance import finite, norm
 from live_storages import LiveStorages
 from model_case import BATCH, HIDDEN, SEQ
 from models import CASES
 from side_by_side import difference_by_norm
-from traced import WithLoss
-
-
-class Mailboxes:
-    """Channels between the stages of one process."""
-
-    def __init__(self) -> None:
-        self.boxes: defaultdict[Any, deque[torch.Tensor]] = defaultdict(deque)
-        self.sent: defaultdict[Any, list[int]] = defaultdict(list)
-
-    def of(self, stage: int) -> Mailbox:
-        return Mailbox(self, stage)
-
-
-class Mailbox:
-    device = torch.device("cpu")
-
-    def __init__(self, boxes: Mailboxes, stage: int) -> None:
-        self.all, self.stage = boxes, stage
-
-    def send(self, to: int, values: Sequence[torch.Tensor], back: bool) -> None:
-        self.all.sent[self.stage, to].append(sum(value.nbytes for value in values))
-        self.all.boxes[self.stage, to, back].extend(value.contiguous() for value in values)
-
-    def receive(self, source: int, metas: Sequence[ValueMeta], back: bool) -> list[torch.Tensor]:
-        found = [self.all.boxes[source, self.stage, back].popleft() for _ in metas]
-        assert [(tuple(x.shape), x.dtype) for x in found] == [m[:2] for m in metas]
-        return found
-
-    def finish(self) -> None:
-        pass
-
-
-def with_loss(name: str) -> WithLoss:
-    """transformers breaks the graph of a GPT-2 to warn that its config names no loss."""
-    model = WithLoss(CASES[name])
-    if name == "gpt2":
-        model.model.loss_type = "ForCausalLM"  # type: ignore[assignment]
-    return model
-
-
-def graph_of(model: nn.Module, args: Sequence[Any]) -> tuple[Any, ...]:
-    return intercept(model, args, None, lambda *graph: graph)
-
-
-def cut(graph: tuple[Any, ...], stages: int, **options: Any) -> PipelineProgram:
-    config = Config.from_options({"mesh": {"pp": stages}, **options})
-    program = build_pipeline(*graph, stages, config, cluster("cpu"))
-    fit_stages(program, range(stages), config)
-    return program
-
-
-def run(program: PipelineProgram, inputs: Sequence[Any], inner: str) -> dict[str, Any]:
-    """A step of the pipeline: its loss, gradients by name, and what its stages did and sent."""
-    micro, plan = program.microbatch, program.plan
-    place = {n: i for i, n in enumerate(micro.serial.graph.find_nodes(op="placeholder"))}
-    nodes = list(dict.fromkeys(node for node, _ in micro.shared))
-    whole = dict(zip(nodes, shared_graph(micro.serial, nodes)(*inputs)))
-    boxes, runs = Mailboxes(), []
-    for number, stage in enumerate(plan.stages):
-        dims = [(whole[micro.shared[i][0]], shard_dim(micro.shared[i][1])) for i in stage.shared]
-
-        def rows(k: int, dims: Any = dims) -> list[torch.Tensor]:
-            n = micro.microbatches
-            return [x if d is None else x.chunk(n, d)[k] for x, d in dims]
-
-        own = [inputs[place[micro.parameters[i]]] for i in stage.parameters]
-        compiled = stage_program(program, number, inner)
-        runs.append(StageRun(compiled, boxes.of(number % program.ranks), own, rows, True))
-    ranks, count, chunks = program.shape
-    orders = [program.actions(rank) for rank in range(ranks)]
-    unit = [1.0] * len(runs)
-    spans = timeline(program.schedule, count, unit, [2.0] * len(runs), chunks)
-    steps = [
-        (begin, rank, action)
-        for rank, order in enumerate(orders)
-        for action, (begin, _) in zip(order, spans.spans[rank])
-    ]
-    for _, rank, action in sorted(steps, key=lambda step: step[:2]):
-        runs[action.chunk * ranks + rank].run(action)
-    for number, each in enumerate(runs):
-        own = [action for action in orders[number % ranks] if action.chunk == number // ranks]
-        assert each.done == own
-    assert not any(boxes.boxes.values())
-    gradients: dict[str, torch.Tensor] = {}
-    for stage, each in zip(plan.stages, runs):
-        for i, gradient in zip(stage.parameters, each.gradients):
-            name = program.parameters[micro.parameters[i]]
-            if gradient is not None:
-                before = gradients.get(name)
-                gradients[name] = gradient if before is None else before + gradient
-    losses = [r[micro.loss] for each in runs for r in each.results.values() if micro.loss in r]
-    return {"loss": sum(losses), "gradients": gradients, "sent": boxes.sent}
+from staged import Deep, Gated, cut, graph_of, peak_of, run, with_loss
 
 
 def same_as_serial(name: str, stages: int, inner: str = "eager", **options: Any) -> Any:
@@ -241,7 +136,7 @@ def test_where_cuts_are_left_out_they_are_left_out_all_over_the_graph(
     monkeypatch.setattr(stages_module, "MOST_UNITS", 8)
     layers = [part for _ in range(16) for part in (nn.Linear(512, 512), nn.Tanh())]
     graph = graph_of(nn.Sequential(*layers), (torch.randn(1024, 512),))
-    plan = cut(graph, 4, pipeline={"microbatches": 4}).plan
+    plan = cut(graph, 4, pipeline={"microbatches": 4, "schedule": "gpipe"}).plan
     counts = [len(stage.graph.graph.nodes) for stage in plan.stages]
     assert max(counts) < 2 * min(counts), counts
 
@@ -283,17 +178,6 @@ def test_a_gradient_arrives_in_the_layout_that_the_cut_backward_reads() -> None:
         torch.testing.assert_close(found["gradients"][name], p.grad)
 
 
-class Deep(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x.square().sum()
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "zb1"])
 def test_gradients_are_added_one_by_one_to_their_sums(schedule: str) -> None:
     model, x = Deep(), torch.randn(4, 64)
@@ -308,19 +192,6 @@ def test_gradients_are_added_one_by_one_to_their_sums(schedule: str) -> None:
     assert 16 * weight < live.peak < 18 * weight, live.peak / weight
 
 
-class Fed(Mailbox):
-    """A rank alone: what it sends is gone, and what it receives is anything."""
-
-    def __init__(self) -> None:
-        super().__init__(Mailboxes(), 0)
-
-    def send(self, to: int, values: Sequence[torch.Tensor], back: bool) -> None:
-        pass
-
-    def receive(self, source: int, metas: Sequence[ValueMeta], back: bool) -> list[torch.Tensor]:
-        return [torch.randn(meta.shape, dtype=meta.dtype) for meta in metas]
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "zb1"])
 def test_the_memory_of_each_rank_is_foretold(schedule: str) -> None:
     model, x = Deep(), torch.randn(512, 64)
@@ -330,36 +201,6 @@ def test_the_memory_of_each_rank_is_foretold(schedule: str) -> None:
     for rank in range(2):
         peak = peak_of(program, graph, x, rank)
         assert abs(peak / foretold[rank].peak - 1) < 0.05, foretold[rank]
-
-
-def peak_of(program: PipelineProgram, graph: Any, x: torch.Tensor, rank: int) -> int:
-    """The most bytes that are live in a step of a rank of two, run alone."""
-    stage, count = program.plan.stages[rank], program.microbatch.microbatches
-    names = [program.parameters[program.microbatch.parameters[i]] for i in stage.parameters]
-    own = [item.real for item in graph[2] if item.name in names]
-    runner, live = stage_program(program, rank, "aot_eager"), LiveStorages()
-    with live:
-        rows = [[part] if rank == 0 else [] for part in x.chunk(count)]
-        each = StageRun(runner, Fed(), own, rows.__getitem__, True)
-        for action in program.actions(rank):
-            each.run(action)
-    live.restore()
-    return live.peak - x.nbytes * (rank == 1)  # of the caller, and so not of the last stage
-
-
-class Gated(nn.Module):
-    """Layers that keep much and are computed again in little time."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.up = nn.ModuleList(nn.Linear(64, 128, bias=False) for _ in range(layers))
-        self.down = nn.ModuleList(nn.Linear(128, 64, bias=False) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for up, down in zip(self.up, self.down):
-            wide = nn.functional.gelu(up(x))
-            x = x + down(wide.sigmoid() * wide).tanh()
-        return x.square().sum()
 
 
 @pytest.mark.parametrize(

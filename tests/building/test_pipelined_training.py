@@ -94,7 +94,9 @@ def test_checkpoints_move_between_meshes(
 
 def test_what_eager_code_reads_and_writes(gloo2: Any) -> None:
     for found in gloo2(read, "llama", {"pp": 2}):
-        assert found["shape"][0] == 4 and "in training a pipeline keeps" in found["logits"]
+        assert found["logits"] < TOLERANCE
+        assert "a gradient arrived at output 1 of a pipeline, beside the loss" in found["beside"]
+        assert "'schedule': 'gpipe'" in found["beside"]
         assert found["again"]
         assert found["state"] == 0.0 and found["sum"] < TOLERANCE and found["write"] == 0.0
 

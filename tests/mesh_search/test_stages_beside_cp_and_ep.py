@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import autoshard
-from autoshard.building.pipeline.stage_graphs import PipelineStage, loss_of
+from autoshard.building.pipeline.stage_graphs import PipelineStage
 from autoshard.building.pipeline.stage_memory import _differentiable
 from autoshard.building.pipeline.traced import TracedPipeline
 from autoshard.compiling.collectives import collectives_of
@@ -79,7 +79,7 @@ def priced_and_traced(mesh: Axes, made: Any, samples: int) -> tuple[MeshPrice, T
 
 def sent(traced: TracedPipeline, stage: PipelineStage, mesh: Axes) -> dict[str, float]:
     """Bytes that a rank sends on each axis, of one micro-batch, forward and backward."""
-    graph = stage.training(loss_of(traced.program.microbatch))
+    graph = stage.training(traced.program.microbatch)
     graphs = compat.forward_backward(
         *_differentiable(graph, graph.graph.find_nodes(op="placeholder")), after_cut
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +25,18 @@ from autoshard.errors import ConfigError, message
 from autoshard.parameters import store_at_home
 from autoshard.planning.cost import cluster_of
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import agree
+from autoshard.runtime.agreement import CollectiveRegion, agree
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.compat import artifact
 from autoshard.runtime.mesh import Mesh, groups_of
 from autoshard.runtime.parameters import StageParameters, StageUnsharding, check_copies
-from autoshard.runtime.pipeline import GroupChannel, RankPipeline, step_loss, without_loss
+from autoshard.runtime.pipeline import (
+    GroupChannel,
+    RankPipeline,
+    awaiting_gradients,
+    beside_loss,
+    step_loss,
+)
 
 
 def pipelined(
@@ -118,6 +124,12 @@ def _runner(
     # the casts of autocast are in the graphs; Dynamo guards on it
     autocast = compat.autocast_is_on()
     modes = functools.partial(compat.explicit_modes, False) if autocast else contextlib.nullcontext
+    waiting = CollectiveRegion("the backwards of a pipeline", mesh.axes, (axis,))
+
+    @contextlib.contextmanager
+    def backwards() -> Iterator[None]:
+        with waiting, modes():
+            yield
 
     def run(*args: Any) -> Any:
         check_copies()
@@ -129,7 +141,7 @@ def _runner(
             parameters = _unsharded(given, unsharding)
             for i, parameter in zip(stored, parameters.values):
                 values[i] = parameter.detach()
-            found = _call(rank, channel, parameters, values, together)
+            found = _call(rank, channel, parameters, values, together, backwards)
             found.update(others(values, given))
         return tuple(found.get(i, value) for i, value in enumerate(results))
 
@@ -164,16 +176,26 @@ def _call(
     parameters: StageParameters,
     values: Sequence[Any],
     together: Axis | None,
+    backwards: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> dict[int, Any]:
     own, handles = parameters
-    train = torch.is_grad_enabled() and any(p.requires_grad for p in handles)
-    if not train or rank.loss is None:
-        found: dict[int, Any] = dict(rank.outputs(channel, own, values))
-        if train:
-            found = dict(zip(found, without_loss(list(found.values()), handles)))
-        return found
-    loss = step_loss(lambda: rank.train(channel, own, values), handles, together)
-    return {**rank.withheld(), rank.loss: loss}
+    trained = torch.is_grad_enabled() and any(p.requires_grad for p in handles)
+    if not trained or not rank.trains():
+        return dict(rank.outputs(channel, own, values))
+    graded = [each.position for each in rank.results if each.graded]
+    with torch.no_grad():
+        if rank.loss is None:
+            pending = rank.forwards(channel, own, values)
+            found: dict[int, Any] = pending.outputs
+        else:
+            step = rank.train(channel, own, values)
+            found = step.others
+    if rank.loss is None:
+        asked = {i: found[i] for i in graded}
+        return found | awaiting_gradients(asked, pending.backward, backwards, handles)
+    loss = step_loss(lambda: (step.loss, step.gradients), handles, together)
+    beside = {i: beside_loss(found[i], i, handles) for i in graded if i in rank.kept}
+    return {**found, **beside, rank.loss: loss}
 
 
 class _Others:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -21,7 +21,7 @@ from autoshard.building.pipeline.batch_split import BatchSplit, split_batch
 from autoshard.building.pipeline.losses import sum_over_tokens, without_broadcasts
 from autoshard.errors import CaptureError, message
 from autoshard.passes import Localize, rank_program
-from autoshard.planning import Decisions, Strategy, operands, value
+from autoshard.planning import Decisions, Strategy, operands, tensor_bytes, value
 from autoshard.runtime.collectives import Axis, P, S, State, shard_dim
 from autoshard.runtime.errors import source_line
 from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS, OWN_AXIS
@@ -48,7 +48,8 @@ class PlannedMicrobatch:
 class MicrobatchGraph:
     """local: the graph of one micro-batch; its placeholders are `parameters`, then `shared`, and
     its outputs the results at `positions` of the serial graph, in `states`. loss: which of
-    `positions` is differentiated; None: the graph has no scalar loss.
+    `positions` is differentiated in the call; None: whichever get gradients, when they arrive.
+    kept: those beside a loss that may be read in training.
 
     choices: what dp_shard does with parameters, where that was chosen (`CHOICES`).
 
@@ -64,11 +65,22 @@ class MicrobatchGraph:
     states: list[State]
     loss: int | None
     microbatches: int
+    kept: frozenset[int] = frozenset()
     split: Mapping[fx.Node, State] = field(default_factory=dict)
     shards: Sequence[tuple[Axis, Sequence[State]]] = ()
     plan: Sequence[str] = ()
     choices: Mapping[fx.Node, str] = field(default_factory=dict)
     planned: PlannedMicrobatch | None = None
+
+    @property
+    def graded(self) -> frozenset[int]:
+        """Those of `positions` that have a gradient."""
+        results: Any = self.serial.graph.output_node().args[0]
+        return frozenset(i for i in self.positions if results[i].meta.get(DIFF))
+
+    def returned(self, number: int) -> bool:
+        """Whether a call that is differentiated returns an output of `local`, by its number."""
+        return self.loss is None or self.positions[number] in {self.loss, *self.kept}
 
     def at_rest(self) -> dict[fx.Node, str]:
         """The parameters that a rank uses as it stores them, with the axis on which it does."""
@@ -109,7 +121,11 @@ def cut_batch(
     gm, decisions = core.build([results[i] for i in own])
     local, _ = rank_program(gm, [Localize(decisions)], Axis("pp", microbatches, 0, "microbatch:"))
     states = [split.state(results[i]) for i in own]
-    loss = next((i for i, s in zip(own, states) if _is_loss(results[i], s, microbatches)), None)
+    scalars = [(i, s) for i, s in zip(own, states) if _is_scalar(results[i])]
+    loss = None
+    if len(scalars) == 1:  # of several, the gradients tell how they are weighed
+        ((loss, state),) = scalars
+        _check_loss(results[loss], state, microbatches)
     return MicrobatchGraph(
         serial=serial,
         local=local,
@@ -157,19 +173,35 @@ def shared_graph(
     return fx.GraphModule(serial, graph)
 
 
-def _is_loss(node: fx.Node, state: State, microbatches: int) -> bool:
+def with_kept_outputs(microbatch: MicrobatchGraph, limit: int) -> MicrobatchGraph:
+    """The micro-batch with those outputs beside its loss that a step may keep for whoever reads
+    them, the smallest first: of the whole batch they have at most `limit` bytes on a rank."""
+    outputs: Any = microbatch.local.graph.output_node().args[0]
+    count, kept, total = microbatch.microbatches, set[int](), 0
+    sizes = [count * tensor_bytes(value(node)) for node in outputs]
+    for size, position in sorted(zip(sizes, microbatch.positions)):
+        if position != microbatch.loss and total + size <= limit:
+            kept.add(position)
+            total += size
+    return replace(microbatch, kept=frozenset(kept))
+
+
+def _is_scalar(node: fx.Node) -> bool:
     val = value(node)
-    scalar = isinstance(val, torch.Tensor) and val.dim() == 0 and bool(node.meta.get(DIFF))
-    if scalar and microbatches > 1 and state != P:
+    return isinstance(val, torch.Tensor) and val.dim() == 0 and bool(node.meta.get(DIFF))
+
+
+def _check_loss(node: fx.Node, state: State, microbatches: int) -> None:
+    if microbatches > 1 and state != P:
         raise CaptureError(
             message(
                 f"the loss {node.name} is no sum or mean over the samples of the batch, and pp "
                 "adds up the losses of micro-batches",
                 where=source_line(node.meta.get("stack_trace")),
-                remedy="Return a loss that is one, or set microbatches of pipeline to 1.",
+                remedy="Return a loss that is one, compute it outside of the compiled model, or "
+                "set microbatches of pipeline to 1.",
             )
         )
-    return scalar
 
 
 class _Core:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx, nn
@@ -12,7 +13,11 @@ from torch.distributed.tensor import DTensor
 from autoshard.building.batch_check import batch_inputs
 from autoshard.building.local_passes import serial_passes
 from autoshard.building.pipeline.inner_axes import split_operators
-from autoshard.building.pipeline.microbatch import MicrobatchGraph, cut_batch
+from autoshard.building.pipeline.microbatch import (
+    MicrobatchGraph,
+    cut_batch,
+    with_kept_outputs,
+)
 from autoshard.building.pipeline.stages import (
     StagePlan,
     cuts_of,
@@ -60,12 +65,16 @@ from autoshard.runtime.pipeline import (
 IN_FLIGHT = 4
 """Micro-batches a stage, where the number is not given: the pipeline then waits for a fifth."""
 
+KEPT_BYTES = 2**30
+"""Of outputs beside a loss a rank keeps no more in training, and under a budget a 50th of it."""
+
 
 @dataclass(kw_only=True)
 class PipelineProgram:
     """What `pp` made of a graph: the same on all ranks.
 
-    parameters: the name of each by its placeholder in the serial graph. schedule: its name. ranks:
+    parameters: the name of each by its placeholder in the serial graph. schedule: its name; asked:
+    that of the options, which is another where backwards await the gradients of outputs. ranks:
     those of pp, which stages take in turn. shards: by axis, ranks among which parameters are split
     between calls. recomputed: what stages compute again in backward, by their number, where the
     budget asks for it.
@@ -75,6 +84,7 @@ class PipelineProgram:
     plan: StagePlan
     parameters: Mapping[fx.Node, str]
     schedule: str
+    asked: str
     ranks: int
     saved: Plan
     shards: Mapping[str, int] = field(default_factory=dict)
@@ -152,8 +162,9 @@ class PipelineProgram:
     def stage_lines(self) -> list[str]:
         """One line for the schedule, and one for each stage."""
         plan, m = self.plan, self.microbatch.microbatches
+        other = f" and not {self.asked}, as {OUTSIDE}" if self.asked != self.schedule else ""
         found = [
-            f"schedule {self.schedule}, {m} micro-batches on {len(plan.stages)} stages, "
+            f"schedule {self.schedule}{other}, {m} micro-batches on {len(plan.stages)} stages, "
             f"idle {self.idle():.0%} of a step, {self.idle(equal=True):.0%} if stages took equally "
             "long"
         ]
@@ -216,7 +227,7 @@ def build_pipeline(
             raise CaptureError(
                 message(
                     f"{item.name} needs a gradient and is no parameter: pp cuts a model that is "
-                    "one graph, from its batch to its loss",
+                    "one graph, from its batch to its outputs",
                     remedy="Remove the graph break before it (torch.compile(fullgraph=True) names "
                     "it), or detach the input.",
                 )
@@ -228,6 +239,9 @@ def build_pipeline(
     shape = ScheduleShape(ranks, _microbatches(config, samples, ranks, asked), chunks)
     counted = data_axes(beside) if config.loss_tokens == "global" else ()
     microbatch = cut_batch(serial, parameters, batch, shape.microbatches, counted)
+    if schedule == "gpipe":  # there the backwards of a loss may wait, too
+        microbatch = replace(microbatch, loss=None)
+    asked_schedule, schedule = schedule, _possible(schedule, microbatch)
     layout = layout_of(config, Mesh(tuple(beside), None), asked, is_trained(serial))
     chosen = choices_made(nodes, inputs, layout) if layout.chooses else {}
     refuse_twice(asked, layout)
@@ -235,21 +249,43 @@ def build_pipeline(
     microbatch, made = split_operators(
         microbatch, parameters, split, beside, machine, config, layout, asked, chosen
     )
+    budget = config.memory_budget
+    if microbatch.loss is not None:
+        limit = KEPT_BYTES if budget is None else min(KEPT_BYTES, budget // 50)
+        microbatch = with_kept_outputs(microbatch, limit)
     live = [most_kept(schedule, shape, rank) for rank in range(ranks)]
     shards = {axis.name: axis.size for axis in gathering_axes(beside)}
     shards.pop("dp_replicate", None)
     homes, cuts = {**homes_of(asked, parameters), **stored}, cuts_of(asked, microbatch)
-    budget = config.memory_budget
     plan = plan_stages(microbatch, live, machine, homes, budget, shards, cuts)
     return PipelineProgram(
         microbatch=microbatch,
         plan=plan,
         parameters=parameters,
         schedule=schedule,
+        asked=asked_schedule,
         ranks=ranks,
-        saved=with_stages(made, plan, microbatch, parameters, schedule, shape),
+        saved=with_stages(made, plan, microbatch, parameters, asked_schedule, shape),
         shards=shards,
     )
+
+
+OUTSIDE = "the model returns no one scalar loss, and backwards wait for gradients of its outputs"
+
+
+def _possible(schedule: str, microbatch: MicrobatchGraph) -> str:
+    """The schedule that a graph can have: backwards that wait for gradients are after all
+    forwards."""
+    if schedule == "gpipe" or microbatch.loss is not None or not microbatch.graded:
+        return schedule
+    warnings.warn(
+        f"pp runs all forwards of a step, then all backwards (schedule gpipe and not {schedule}): "
+        f"{OUTSIDE}. Each stage keeps the activations of all {microbatch.microbatches} "
+        "micro-batches. Compute one loss in the compiled model to have the other schedules, or "
+        'give {"pipeline": {"schedule": "gpipe"}}',
+        stacklevel=2,
+    )
+    return "gpipe"
 
 
 def _batch(

@@ -10,7 +10,7 @@ from torch import fx
 
 from autoshard.building.pipeline.microbatch import shared_graph
 from autoshard.building.pipeline.program import PipelineProgram
-from autoshard.building.pipeline.stage_graphs import adding_up, graded_parameters, loss_of
+from autoshard.building.pipeline.stage_graphs import adding_up, graded_parameters
 from autoshard.building.pipeline.stages import sum_dtype
 from autoshard.compiling import SplitBackward, add_at_once, compile_local
 from autoshard.passes import set_fate
@@ -33,7 +33,7 @@ def rank_pipeline(
 ) -> RankPipeline:
     """The part of the rank at its place on `axis` and on `sharing`, the axes of a stage, compiled.
 
-    train: whether calls are differentiated, and the loss is the one output that is asked for.
+    train: whether calls are differentiated.
     """
     microbatch, plan = program.microbatch, program.plan
     numbers = range(axis.rank, len(plan.stages), axis.size)
@@ -77,10 +77,12 @@ def rank_pipeline(
                 makers[i] % axis.size,
                 makers[i] // axis.size,
                 [(inside, states[i]) for inside, states in microbatch.shards],
+                position in microbatch.graded,
             )
             for i, (position, state) in enumerate(zip(microbatch.positions, microbatch.states))
         ],
         loss=microbatch.loss,
+        kept=microbatch.kept,
     )
 
 
@@ -88,25 +90,24 @@ def stage_program(
     program: PipelineProgram, number: int, inner: str, train: bool = True
 ) -> StageProgram:
     """A stage, compiled: each rank compiles its own. train: as for `rank_pipeline`."""
-    stage, loss = program.plan.stages[number], program.microbatch.loss
-    positions = program.microbatch.positions
-    first = len(stage.sent) - stage.made.count(None)
-    results = [(positions[i], first + at) for at, i in enumerate(stage.results)]
+    stage, microbatch = program.plan.stages[number], program.microbatch
+    loss, returned = microbatch.loss, stage.results
     graph, parts, graded = stage.graph, None, list[int]()
-    if train and loss is not None:
-        graph = stage.training(loss_of(program.microbatch))
+    if train and microbatch.graded:
+        graph, returned = stage.training(microbatch), stage.returned(microbatch)
         if number in program.recomputed:
             for node in graph.graph.nodes:
                 set_fate(node, program.recomputed[number])
-        results = [(position, first) for position, _ in results if position == loss]
         graded = graded_parameters(graph, len(stage.parameters))
-        sums = [sum_dtype(program.microbatch.parameters[i]) for i in stage.parameters]
+        sums = [sum_dtype(microbatch.parameters[i]) for i in stage.parameters]
         if program.schedule == "zb1":
             fakes = compat.backend_fakes(list(graph.graph.find_nodes(op="placeholder")))
             kept = {i: sums[i] for i in graded}
             parts = SplitBackward(graph, fakes, kept, len(stage.reads), inner)
         else:
             graph = adding_up(graph, graded, sums)
+    first = len(stage.sent) - stage.made.count(None)
+    results = [(microbatch.positions[i], first + at) for at, i in enumerate(returned)]
     return StageProgram(
         run=_compiled(graph, inner) if parts is None else graph,
         parts=parts,

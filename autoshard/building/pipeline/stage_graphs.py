@@ -39,13 +39,23 @@ class PipelineStage:
     made: list[int | None]
     results: list[int]
 
-    def training(self, loss: int | None) -> fx.GraphModule:
-        """The graph of a call that is differentiated: of the results only the loss, given by its
-        position among the micro-batch's. A gradient of the others would be computed, of zeros."""
+    def training(self, microbatch: MicrobatchGraph) -> fx.GraphModule:
+        """The graph of a call that is differentiated, with those of the results that it returns.
+        One beside a loss is cut off: a gradient of it would be computed, of zeros."""
         own = len(self.sent) - self.made.count(None)
         outputs: Any = self.graph.graph.output_node().args[0]
-        wanted = [outputs[own + at] for at, i in enumerate(self.results) if i == loss]
-        return _returning(self.graph, [*outputs[:own], *wanted])
+        wanted = list(outputs[:own])
+        beside = list[fx.Node]()
+        for at, i in enumerate(self.results):
+            if microbatch.returned(i):
+                alone = microbatch.loss in (None, microbatch.positions[i])
+                (wanted if alone else beside).append(outputs[own + at])
+        return _returning(self.graph, wanted, beside)
+
+    def returned(self, microbatch: MicrobatchGraph) -> list[int]:
+        """The results that `training` has, in its order."""
+        found = [i for i in self.results if microbatch.returned(i)]
+        return sorted(found, key=lambda i: microbatch.positions[i] != microbatch.loss)
 
 
 def stage_graphs(
@@ -141,25 +151,26 @@ def _received(node: fx.Node) -> torch.Tensor:
     return fake.requires_grad_(bool(node.meta.get(DIFF)))
 
 
-def _returning(gm: fx.GraphModule, wanted: list[fx.Node]) -> fx.GraphModule:
-    """The same graph with other outputs, each with memory of its own."""
+def _returning(gm: fx.GraphModule, wanted: list[fx.Node], beside: list[fx.Node]) -> fx.GraphModule:
+    """The same graph with other outputs, each with memory of its own. beside: those without
+    gradients, the last."""
     graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.graph_copy(gm.graph, made)
-    results = []
+    results: list[fx.Node] = []
     for node in wanted:
-        if is_view(node) or node.op == "placeholder":
+        if is_view(node) or node.op == "placeholder" or made[node] in results:
             results.append(graph.call_function(torch.ops.aten.clone.default, (made[node],)))
             results[-1].meta = dict(node.meta)
         else:
             results.append(made[node])
+    for node in beside:
+        alone = graph.call_function(torch.ops.aten.detach.default, (made[node],))
+        results.append(graph.call_function(torch.ops.aten.clone.default, (alone,)))
+        alone.meta = {**node.meta, DIFF: False, "val": value(node).detach()}
+        results[-1].meta = dict(alone.meta)
     graph.output(tuple(results))
     graph.eliminate_dead_code(lambda node: node.op != "placeholder")
     return fx.GraphModule(gm, graph)
-
-
-def loss_of(microbatch: MicrobatchGraph) -> int | None:
-    """Which of the micro-batch's results is the loss."""
-    return None if microbatch.loss is None else microbatch.positions.index(microbatch.loss)
 
 
 def graded_parameters(gm: fx.GraphModule, parameters: int) -> list[int]:

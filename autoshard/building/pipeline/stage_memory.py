@@ -22,7 +22,7 @@ from torch import fx
 
 from autoshard.building.fitting import SAFE, Bisection, counted_part, refuse_eager
 from autoshard.building.pipeline.program import PipelineProgram
-from autoshard.building.pipeline.stage_graphs import adding_up, graded_parameters, loss_of
+from autoshard.building.pipeline.stage_graphs import adding_up, graded_parameters
 from autoshard.building.pipeline.stages import BACKWARD, held_bytes, stored_dtype, sum_dtype
 from autoshard.compiling import add_at_once, cut_backward, off_meta
 from autoshard.config import Config
@@ -47,7 +47,7 @@ class StageCount:
         self.program, self.stage = program, program.plan.stages[number]
         self.chunk, self.rank = divmod(number, program.ranks)
         count = len(self.stage.parameters)
-        graph = self.stage.training(loss_of(program.microbatch))
+        graph = self.stage.training(program.microbatch)
         graded = graded_parameters(graph, count)
         dtypes = [sum_dtype(program.microbatch.parameters[i]) for i in self.stage.parameters]
         self.sums = {i: dtypes[i] for i in graded}
@@ -86,8 +86,25 @@ class StageCount:
             graphs,
             parameters=parameters,
             gradients=gradients,
-            shared=sum(tensor_bytes(value(node)) * n for node, n in zip(rows, parts)),
+            shared=self._outputs()
+            + sum(tensor_bytes(value(node)) * n for node, n in zip(rows, parts)),
         )
+
+    def _outputs(self) -> int:
+        """Bytes of outputs of the whole batch that are there from their forwards on: those made
+        here, and on every rank those whose gradients are awaited, once they are read, beside
+        their gradients."""
+        micro = self.program.microbatch
+        made: Any = micro.local.graph.output_node().args[0]
+        serial: Any = micro.serial.graph.output_node().args[0]
+        awaited = micro.graded if micro.loss is None else ()
+        here = [i for i in self.stage.returned(micro) if micro.positions[i] not in awaited]
+        held = micro.microbatches * sum(
+            tensor_bytes(value(made[i])) for i in here if micro.positions[i] != micro.loss
+        )
+        if self.chunk == 0:
+            held += 2 * sum(tensor_bytes(value(serial[position])) for position in awaited)
+        return held
 
     def _whole(self, graphs: compat.ForwardBackward, **resident: int) -> StageMemory:
         if graphs.backward is not None:
@@ -138,7 +155,7 @@ def fit_stages(program: PipelineProgram, ranks: Iterable[int], config: Config) -
     Raises StageTooLarge where ranks do not fit whatever is computed again, of the one that needs
     most, and ConfigError where the inner compiler computes nothing again.
     """
-    if config.memory_budget is None or program.microbatch.loss is None:
+    if config.memory_budget is None or not program.microbatch.graded:
         return
     failed: list[StageTooLarge] = []
     for rank in ranks:

@@ -113,7 +113,7 @@ def moved(
 
 
 def read(name: str, mesh: dict[str, int]) -> dict[str, Any]:
-    """What a user reads of a pipelined model: errors, whole weights, a state dict."""
+    """What a user reads of a pipelined model: outputs, errors, whole weights, a state dict."""
     import autoshard
 
     model = made(name)
@@ -121,12 +121,14 @@ def read(name: str, mesh: dict[str, int]) -> dict[str, Any]:
     compiled: Any = torch.compile(
         model, backend="autoshard", options={"mesh": mesh, "inner": "eager"}
     )
+    with torch.no_grad():
+        logits = model(**batch(name, 0)).logits
     output = compiled(**batch(name, 0))
-    found: dict[str, Any] = {"shape": tuple(output.logits.shape)}
+    found: dict[str, Any] = {"logits": difference(output.logits, logits)}
     try:
-        output.logits.sum()
+        output.logits.sum().backward()
     except autoshard.AutoshardError as error:
-        found["logits"] = str(error)
+        found["beside"] = str(error)
     output.loss.backward()
     try:
         output.loss.backward()
