@@ -6,8 +6,8 @@
 Faults are drawn (`--seed`) from `helpers/planting/changes.py`, planted one after another in copies
 of the repository (`--jobs`), never in the tree itself, and the quick tests that concern the fault
 run until one fails, or until several times what they take: with `--reach` those that reach its line
-(`helpers/planting/reach.py` says how to make that folder), else those of its file's mirror folder
-and those that import it, the nearest first. A line a fault goes into `--results`, from which
+first (`helpers/planting/reach.py` says how to make that folder); then those of its file's mirror
+folder and those that import it, the nearest first. A line a fault goes into `--results`, from which
 an interrupted run goes on. Ends with 1 under `LEAST` caught.
 """
 
@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -120,11 +120,16 @@ class Copy:
 
 def groups(
     copy: Copy, name: str, line: int, reach: Path | None, most: int, seconds: float
-) -> list[list[str]]:
-    """The quick tests that concern a line, group after group."""
+) -> Iterator[list[str]]:
+    """The quick tests that concern a line, group after group: those that reach it in their own
+    process, together; then the nearest files, whose processes may."""
     near = nearest(name, len(name))
     found = quickest(reaching(reach, name, line), near, seconds) if reach else []
-    return [found] if found else [[file] for file in near[:most] if copy.sound(file, seconds * 3)]
+    if found:
+        yield found
+    for file in near[:most]:
+        if copy.sound(file, 60 + seconds * 4):
+            yield [file]
 
 
 def plant(
@@ -133,18 +138,20 @@ def plant(
     """What becomes of a fault: "caught", "missed" or "no test"."""
     name, change = fault
     source = (ROOT / name).read_text()
-    tests = groups(copy, name, change.line, reach, most, seconds)
-    copy.write(name, change.of(source))
-    # One group after another: the nearest catches most.
-    caught = any(not copy.passes(each, 60 + seconds * 4) for each in tests)
-    copy.write(name, source)
+    said = "no test"
+    for tests in groups(copy, name, change.line, reach, most, seconds):
+        copy.write(name, change.of(source))
+        said = "missed" if copy.passes(tests, 60 + seconds * 4) else "caught"
+        copy.write(name, source)
+        if said == "caught":
+            break
     old = " ".join(source.encode()[change.start : change.end].decode().split())
     return {
         "at": f"{name}:{change.line}",
         "kind": change.kind,
         "old": old[:80],
         "new": change.new[:80],
-        "said": "caught" if caught else "missed" if tests else "no test",
+        "said": said,
     }
 
 
@@ -161,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--reach", type=Path, help="a folder: the lines that each test reaches")
     parser.add_argument("--jobs", type=int, default=1, help="faults planted at a time")
-    parser.add_argument("--most", type=int, default=6, help="test files a fault, without --reach")
+    parser.add_argument("--most", type=int, default=6, help="nearest test files a fault")
     parser.add_argument("--seconds", type=float, default=40.0, help="of the tests of one fault")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "planted.jsonl")
     args = parser.parse_args(arguments)
