@@ -160,6 +160,13 @@ def test_alternatives_by_name(meshes: list[Program]) -> None:
         assert ddp.sent < fsdp.sent and ddp.batches == made.axis.size
 
 
+def test_alternatives_on_cp_are_of_ranks_of_tp() -> None:
+    model, batch = llama_and_batch()
+    made = autoshard.trace(model, (), batch, mesh={"cp": 2})
+    found = {one.name: one.mesh for one in alternatives(made)}
+    assert found["this plan"] == {"cp": 2} and found["Megatron TP"] == {"tp": 2}
+
+
 def test_sequence_parallelism_saves_less() -> None:
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 8192}
     with torch.device("meta"):
