@@ -105,7 +105,7 @@ def _model_in_the_frame(path: Sequence[str]) -> int:
     It is the first argument of a method (`self`, mostly), or the first of the `*args` of a function
     that a decorator put in the method's place.
     """
-    ways = [("L", "self"), ("L", "fn")]
+    ways: list[tuple[str, ...]] = [("L", "self"), ("L", "fn")]
     code = compiled_code()
     if code is not None and code.co_argcount:
         if "." in code.co_qualname.rpartition("<locals>.")[2]:
