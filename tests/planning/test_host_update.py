@@ -23,7 +23,7 @@ from autoshard.planning.estimate.memory import RankHolds, SavedForBackward, foot
 from autoshard.planning.estimate.weights import Weight
 from autoshard.planning.search import asked
 from autoshard.planning.search.asked import BatchAxis
-from autoshard.runtime.collectives import TWICE
+from autoshard.runtime.collectives import TWICE, WHOLE
 
 WEIGHTS = [
     Weight(name=f"w{i}", shape=(1000, 1000), itemsize=2, trained=i < 10, use=i, again=True)
@@ -60,6 +60,13 @@ def test_bytes_and_seconds(training: Training, on_device: int, on_host: int, mov
     assert found.work == pytest.approx(elements * moved / 2e9)
     ends = 500_000 * (gradient + 2 * stored) / 1e9  # the first read, the last write
     assert found.seconds == pytest.approx(max(found.reads, found.work) + ends)
+
+
+def test_each_rank_updates_the_whole_of_a_weight_that_dp_shard_leaves_whole() -> None:
+    training = Training("adamw", "pure", states="host")
+    kept = [replace(weight, choice=WHOLE) for weight in WEIGHTS]
+    whole = host_update(WEIGHTS, Layout(), training, ROUND)
+    assert host_update(kept, Layout(shard=2), training, ROUND) == whole
 
 
 def test_a_slow_link_is_waited_for_and_an_unknown_one_is_an_error() -> None:

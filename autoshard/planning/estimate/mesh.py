@@ -217,7 +217,7 @@ def host_update(
     for weight in weights:
         if not weight.trained:
             continue
-        part, kept = weight.part(layout.shard), weight.kept
+        part, kept = weight.stored_part(layout), weight.kept
         stored, gradient = training.stored(kept), training.gradient(kept)
         state = training.all_state(kept)
         # of float32 copies it converts and compares, see runtime/offloaded_optimizer.py
