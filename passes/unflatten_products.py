@@ -1,4 +1,4 @@
-"""unflatten_products: a product of flattened tokens becomes one of their sequences, beside cp.
+"""unflatten_products: a product of flattened tokens becomes one of their sequences, on cp and pp.
 
     before                                        after
     %x: f32[2,16,8]                               %x: f32[2,16,8]
@@ -10,7 +10,9 @@
 
 Context parallelism splits each sequence, and the flattened tokens of several are no parts of
 sequences: layers whose projections are such products (GPT-2's) would be split by the batch, and
-their attention exchanged with them. AOTAutograd flattens what a rank has of them.
+their attention exchanged with them. AOTAutograd flattens what a rank has of them. Micro-batches of
+pp split the batch, and nn.MultiheadAttention flattens its tokens with the batch inside: those of a
+sample are no rows of such a product.
 
 Not done: products that something else reads than reshapes to the tokens of sequences; those of one
 sequence, whose tokens are its parts, flattened or not; an addend that is no vector of the features,
@@ -33,7 +35,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class UnflattenProducts:
-    """See the module's text."""
+    """See the module's text. linear: those of nn.Linear alone."""
+
+    linear: bool = False
 
     name: ClassVar[str] = "unflatten_products"
     optional: ClassVar[bool] = True
@@ -42,17 +46,23 @@ class UnflattenProducts:
         """Rewrite `gm.graph` in place."""
         report = Report(self.name)
         for node in list(gm.graph.nodes):
-            if node.target not in (aten.mm.default, aten.addmm.default):
-                continue
             args: list[Any] = list(node.args)
-            *bias, flat, weight = args
+            if node.target is aten.linear.default:
+                flat, weight, *bias = args
+            elif node.target in (aten.mm.default, aten.addmm.default) and not self.linear:
+                *bias, flat, weight = args
+            else:
+                continue
             if node.kwargs or flat.target is not aten.reshape.default:
+                continue
+            if len(node.meta["val"].shape) != 2:
                 continue
             users = list(node.users)
             sizes = _sequences(users, node.meta["val"].shape[-1])
             if sizes is None:
                 report.skip(node, "it is read otherwise than as tokens of sequences")
                 continue
+            bias = [one for one in bias if one is not None]
             if bias and bias[0].meta["val"].shape != node.meta["val"].shape[-1:]:
                 report.skip(node, "what it adds is no vector of the features")
                 continue
@@ -80,9 +90,12 @@ class UnflattenProducts:
         with graph.inserting_before(users[0]):
             if not _is_of(source.meta["val"].shape, users[0].meta["val"].shape, features):
                 source = made(aten.reshape.default, source, [*sizes, features])
-            new = made(aten.matmul.default, source, weight)
-            if bias:
-                new = made(aten.add.Tensor, new, *bias)
+            if node.target is aten.linear.default:
+                new = made(aten.linear.default, source, weight, *bias)
+            else:
+                new = made(aten.matmul.default, source, weight)
+                if bias:
+                    new = made(aten.add.Tensor, new, *bias)
         for user in users:
             user.replace_all_uses_with(new)
 

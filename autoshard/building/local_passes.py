@@ -46,13 +46,15 @@ def serial_passes(
     *,
     exchanges: bool,
     sequences: bool,
+    microbatches: bool = False,
     tracked: bool = False,
     float8: Float8Products | None = None,
     ranges: bool = True,
 ) -> list[Pass]:
     """The passes that precede planning. facts: see `RecoverMasks`, which None leaves out; ranges:
-    see there too. exchanges: see `MatchExperts`. sequences: whether an axis splits them. tracked:
-    see `InvariantRandom`. float8: that pass, where the options ask for it."""
+    see there too. exchanges: see `MatchExperts`. sequences, microbatches: whether an axis splits
+    sequences, or the batch into those. tracked: see `InvariantRandom`. float8: that pass, where the
+    options ask for it."""
     passes: list[Pass] = [Canonicalize(), ExpandGroupedHeads(), SplitRecurrent()]
     passes += [MatchExperts(exchanges), InvariantRandom(tracked)]
     if float8 is not None:
@@ -61,6 +63,8 @@ def serial_passes(
         passes.append(RecoverMasks(tuple(facts.items()), ranges))
     if sequences:
         passes += [UnflattenProducts(), ShiftLabels(), UnflattenLosses()]
+    elif microbatches:
+        passes.append(UnflattenProducts(linear=True))
     return passes
 
 

@@ -56,6 +56,16 @@ def test_a_layer_is_the_serial_one(mesh: dict[str, int]) -> None:
     assert not made[0].serial.graph.find_nodes(op="call_function", target=aten.addmm.default)
 
 
+def test_tokens_flattened_with_the_batch_inside_are_those_of_samples() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    x = torch.randn(B, 16, 32)
+    made, values = programs(layer, (x,), [{"mesh": {"cp": 2}}])
+    assert verify_program(made[0], values).worst_by_norm[1] < 1e-5
+    products = made[0].serial.graph.find_nodes(op="call_function", target=aten.linear.default)
+    assert len(products) == 4 and all(one.meta["val"].dim() == 3 for one in products)
+
+
 def test_a_layer_sends_what_attention_by_rows_does() -> None:
     heads, width, length, n = 16, 64, 16384, 2
     with torch.device("meta"):

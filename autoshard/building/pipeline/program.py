@@ -208,6 +208,7 @@ def build_pipeline(
         {} if config.recover_masks else None,
         exchanges=True,
         sequences=any(axis.name == "cp" and axis.size > 1 for axis in beside),
+        microbatches=True,
     )
     prepare(serial, Axis("tp", 1, 0, ""), passes)
     nodes = serial.graph.find_nodes(op="placeholder")

@@ -116,7 +116,7 @@ _HEADER = ["stage", "operators", "ms", "again", "sends", "params", "grads", "kee
 
 _NOTE = (
     "ms: of a micro-batch, forward and backward; again: ms of it that are computed again, under "
-    "memory_budget; sends: of a micro-batch, and its gradient comes "
+    "memory.budget; sends: of a micro-batch, and its gradient comes "
     "back; keeps: micro-batches whose activations are there at once, and of zb1 those of which the "
     "gradients of weights wait; peak: without the optimizer."
 )

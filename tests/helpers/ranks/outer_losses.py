@@ -20,29 +20,15 @@ from pipelined import clipped_step, made, optimizers_of
 from side_by_side import Pair, difference
 
 
-class Layer(nn.Module):
-    """Attention and two products, each behind a norm and beside a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(2))
-        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).transpose(1, 3)
-        mixed = F.scaled_dot_product_attention(*heads.unbind(2)).transpose(1, 2)
-        x = x + self.out(mixed.flatten(2))
-        y: Tensor = x + self.down(F.gelu(self.up(self.norms[1](x))))
-        return y
-
-
 class Encoder(nn.Module):
-    """Layers, a statistic without gradient, and an output that is made of no sample."""
+    """torch's layers, a statistic without gradient, and an output that is made of no sample."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(HIDDEN, HEADS, 2 * HIDDEN, dropout=0.0, batch_first=True)
+            for _ in range(LAYERS)
+        )
         self.scale = nn.Parameter(torch.ones(HIDDEN))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
