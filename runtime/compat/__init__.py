@@ -59,6 +59,7 @@ from autoshard.runtime.compat.frames import (
     compiled_code,
     compiling,
     graph_inputs,
+    hold_sizes,
     mark_dynamic,
     never_a_frame,
     not_traced,

@@ -139,6 +139,17 @@ def _source_path(source: Any) -> tuple[tuple[str, ...], str]:
     return (*path, str(index)), index if isinstance(index, str) else key
 
 
+def hold_sizes(tensors: Sequence[torch.Tensor]) -> bool:
+    """Have Dynamo trace a caller's tensors with their sizes as numbers; whether any is new to that.
+
+    What `torch._dynamo.mark_static` does, which while Dynamo compiles marks what is traced instead.
+    """
+    new = [one for one in tensors if not hasattr(one, "_dynamo_static_indices")]
+    for one in new:
+        one._dynamo_static_indices = set(range(one.dim()))  # type: ignore[attr-defined]
+    return bool(new)
+
+
 def backend_fakes(placeholders: Sequence[fx.Node]) -> list[Any]:
     """The placeholders' `meta["val"]` in the fake mode AOTAutograd will use.
 

@@ -218,6 +218,7 @@ def test_the_private_check_sees_imports_and_attributes() -> None:
 UNPROBED = {
     "_boxed_call": "an attribute that AOTAutograd looks for",
     "_comm_ptr": "only where torch has NCCL",
+    "_dynamo_static_indices": "an attribute that Dynamo looks for",
     "_expr": "SymNode, whose fields exist once it is made",
 }
 

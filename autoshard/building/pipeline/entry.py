@@ -53,7 +53,7 @@ def pipelined(
     """
     if not any(isinstance(item.real, nn.Parameter) for item in inputs):
         return compile_local(gm, list(example_inputs), config.inner)
-    _refuse_symbols(inputs)
+    _hold_sizes(inputs)
     axis = mesh.axis("pp")
     sharing, machine = mesh.sharing[::-1], cluster_of(device)
     program = build_pipeline(gm, example_inputs, inputs, axis.size, config, machine, mesh.axes)
@@ -86,18 +86,25 @@ def pipelined(
     return _runner(program, rank, inputs, mesh, config, device, microbatch)
 
 
-def _refuse_symbols(inputs: Sequence[compat.GraphInput]) -> None:
-    """Raise where Dynamo made symbols of sizes: a cut is of sizes that are known."""
-    for item in inputs:
-        known = isinstance(item.real, torch.Tensor)
-        if not known or any(isinstance(size, torch.SymInt) for size in item.fake.shape):
-            raise ConfigError(
-                message(
-                    f"{item.name} changes its size or value between calls, and pp cuts a graph of "
-                    "fixed sizes",
-                    remedy="Compile with torch.compile(dynamic=False): one program for each size.",
-                )
+def _hold_sizes(inputs: Sequence[compat.GraphInput]) -> None:
+    """Trace again with the sizes of this call where Dynamo made symbols of them: a cut is of sizes
+    that are known. A number that changes is an error."""
+    changing = [item for item in inputs if _changes(item)]
+    if compat.hold_sizes([item.real for item in changing if item.real is not None]):
+        raise compat.RestartTrace("pp cuts a graph of fixed sizes")
+    for item in changing:
+        raise ConfigError(
+            message(
+                f"{item.name} changes its size or value between calls, and pp cuts a graph of "
+                "fixed sizes",
+                remedy="Compile with torch.compile(dynamic=False): one program for each size.",
             )
+        )
+
+
+def _changes(item: compat.GraphInput) -> bool:
+    known = isinstance(item.real, torch.Tensor)
+    return not known or any(isinstance(size, torch.SymInt) for size in item.fake.shape)
 
 
 def _runner(

@@ -107,9 +107,7 @@ def train(name: str, sizes: Sizes, micro: int, options: dict[str, Any]) -> dict[
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         pair = Pair(loop.build(), mesh=sizes, **{"inner": "eager", **options})
-        pair.compiled = torch.compile(
-            pair.model, backend="autoshard", options=pair.options, dynamic=False
-        )
+        pair.compiled = torch.compile(pair.model, backend="autoshard", options=pair.options)
         optimizers, norm, read = optimizers_of(pair), 0.0, 0.0
         for step in range(3):
             for i in range(micro):
