@@ -103,7 +103,7 @@ SHARE = 3
 #: How many of all the other rows it runs: with `LISTED` about two minutes of two cores.
 OTHERS = 3
 #: The share of the other slow tests that CI runs, and of those of one file.
-SHARE_OF_SLOW = 0.25
+SHARE_OF_SLOW = 0.15
 SHARES = {"training/test_scenarios.py": 0.15}
 #: Quick tests of many like rows, and the share of them that a commit runs.
 QUICK = {
@@ -111,6 +111,7 @@ QUICK = {
     "verification/test_verification.py": {
         "test_all_ranks_compute_what_the_serial_graph_computes": 0.4,
     },
+    "compiling/test_communication.py": {"test_a_rank_never_sends_more_than_the_ledger": 0.4},
     "runtime/parameters/test_precision.py": {
         "test_dtypes_on_the_wire": 0.4,
         "test_against_a_serial_model_that_casts": 0.4,
