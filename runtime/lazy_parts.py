@@ -8,7 +8,9 @@ number and one index a rank, not the logits.
 
 from __future__ import annotations
 
+import functools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -268,15 +270,18 @@ class PartOrWhole:
 class FetchedWhole(PartOrWhole):
     """A whole that one rank of an axis makes, and that all get where they first read it, alike.
 
-    shown: a tensor of its dtype and device. fetch: the whole; a collective over the axis.
+    shown: a tensor of its dtype and device. fetch: the whole; a collective over the axis. Copies
+    that nobody has read get their values when it is fetched, before anybody can write to it.
     """
 
-    __slots__ = ("_fetch", "shown")
+    __slots__ = ("__weakref__", "_copies", "_fetch", "shown")
 
     def __init__(self, shown: torch.Tensor, axis: Axis, fetch: Callable[[], torch.Tensor]) -> None:
         super().__init__(shown, PartOf(I, axis))
         self.shown = shown
         self._fetch: Callable[[], torch.Tensor] | None = fetch
+        self._copies: weakref.WeakKeyDictionary[FetchedWhole, Callable[..., torch.Tensor]]
+        self._copies = weakref.WeakKeyDictionary()
 
     def like(self) -> torch.Tensor:
         return self.shown
@@ -284,7 +289,10 @@ class FetchedWhole(PartOrWhole):
     def read(self) -> torch.Tensor:
         if self._whole is None:
             assert self._fetch is not None
-            self._whole, self._fetch = self._fetch().contiguous(), None
+            fetched = self._fetch()
+            if self._whole is None:  # that of a copy comes with its source's
+                self._give(fetched)
+        assert self._whole is not None
         return self._whole
 
     @property
@@ -293,8 +301,17 @@ class FetchedWhole(PartOrWhole):
 
     def copied(self, func: Any, kwargs: dict[str, Any]) -> FetchedWhole:
         """What one of `WHOLE_COPIES` makes of it, fetched no sooner."""
-        shown = func(self.shown, **kwargs)
-        return FetchedWhole(shown, self.part_of.axis, lambda: func(self.read(), **kwargs))
+        copy = FetchedWhole(func(self.shown, **kwargs), self.part_of.axis, self.read)
+        self._copies[copy] = functools.partial(func, **kwargs)
+        if self._whole is not None:
+            self._give(self._whole)
+        return copy
+
+    def _give(self, whole: torch.Tensor) -> None:
+        self._whole, self._fetch = whole.contiguous(), None
+        for copy, func in self._copies.items():
+            copy._give(func(self._whole))
+        self._copies.clear()
 
 
 class ViewOfPart(PartOrWhole):

@@ -23,16 +23,17 @@ Gradients = Sequence[torch.Tensor | None]
 
 
 def step_loss(
-    run: Callable[[], tuple[torch.Tensor, Gradients]],
+    loss: torch.Tensor,
+    gradients: Gradients,
     parameters: Sequence[torch.Tensor],
     together: Axis | None = None,
 ) -> torch.Tensor:
-    """The loss that `run` returns, whose backward gives the parameters the gradients it returns.
+    """A loss whose backward gives the parameters these gradients.
 
     together: the axis whose ranks have made gradients of each other's losses.
     """
-    loss: torch.Tensor = compat.apply(_Step, run, together, *parameters)
-    return loss
+    found: torch.Tensor = compat.apply(_Step, (loss, gradients), together, *parameters)
+    return found
 
 
 def beside_loss(
@@ -59,9 +60,9 @@ def awaiting_gradients(
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, run: Any, together: Axis | None, *parameters: torch.Tensor
+        ctx: Any, made: Any, together: Axis | None, *parameters: torch.Tensor
     ) -> torch.Tensor:
-        loss, ctx.gradients = run()
+        loss, ctx.gradients = made
         ctx.together = together
         ctx.graded = [p.requires_grad for p in parameters]
         return loss

@@ -200,7 +200,7 @@ def _call(
     if rank.loss is None:
         asked = {i: found[i] for i in graded}
         return found | awaiting_gradients(asked, pending.backward, backwards, handles)
-    loss = step_loss(lambda: (step.loss, step.gradients), handles, together)
+    loss = step_loss(step.loss, step.gradients, handles, together)
     beside = {i: beside_loss(found[i], i, handles) for i in graded if i in rank.kept}
     return {**found, **beside, rank.loss: loss}
 

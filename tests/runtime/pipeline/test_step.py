@@ -25,7 +25,7 @@ from autoshard.runtime.pipeline.execution import RankPipeline
 def test_ranks_whose_rows_meet_weigh_their_losses_alike(weights: tuple[float, float]) -> None:
     def one(axis: Axis) -> str:
         parameter = torch.ones(2, requires_grad=True)
-        loss = step_loss(lambda: (torch.ones(()), [torch.ones(2)]), [parameter], axis)
+        loss = step_loss(torch.ones(()), [torch.ones(2)], [parameter], axis)
         try:
             (loss * weights[axis.rank]).backward()
         except AutoshardError as error:
@@ -83,6 +83,23 @@ def test_an_output_is_fetched_where_it_is_read_first_and_once() -> None:
     assert "pp" in repr(made.output) and made.times == 0
     assert [float(each.sum()) for each in [*copies, made.output]] == [3.0] * 4
     assert made.times == 1
+
+
+def test_copies_that_nobody_has_read_keep_what_they_copied() -> None:
+    """Whatever is written to first: the output, a copy of it, or neither."""
+
+    def written(output: torch.Tensor) -> list[list[float]]:
+        first, wide = output.clone(), output.double()
+        second = wide.clone()
+        wide.mul_(3)
+        output.add_(5)
+        late = output.clone()
+        late.zero_()
+        return [each.tolist() for each in (output, first, wide, second, late)]
+
+    made = Fetched()
+    with torch.no_grad():
+        assert written(made.output) == written(torch.tensor([1.0, 2.0])) and made.times == 1
 
 
 def test_gradients_that_arrive_run_the_backward_once() -> None:
