@@ -132,9 +132,11 @@ def share_of(test: str, slow: bool = True) -> float:
     """The share of a file's slow tests that CI runs, of those that are in no row of `ROWS`; of the
     quick ones that of their like in `QUICK`."""
     found = _ID.match(test)
-    if found is None or not slow:
-        return QUICK.get(found["file"], {}).get(found["test"], 1.0) if found else 1.0
-    return SHARES.get(found["file"], SHARE_OF_SLOW)
+    if found is None:
+        return 1.0
+    if slow:
+        return SHARES.get(found["file"], SHARE_OF_SLOW)
+    return QUICK.get(found["file"], {}).get(found["test"], 1.0)
 
 
 def rests(test: str, seed: str, slow: bool = True) -> bool:

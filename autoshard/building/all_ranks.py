@@ -18,8 +18,8 @@ from autoshard.planning import fingerprint, strategy_text
 from autoshard.planning.cost import cluster_of
 from autoshard.program import Program
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import agree, gather
-from autoshard.runtime.collectives import Axis, State
+from autoshard.runtime.agreement import agree, gather, world_axis
+from autoshard.runtime.collectives import State
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import is_planned
 
@@ -37,10 +37,7 @@ def device_room(device: str) -> int | None:
 @compat.once_a_world
 def _smallest(device: str) -> int:
     """Asked when all ranks build their first program."""
-    assert dist.group.WORLD is not None
-    group = dist.group.WORLD.group_name
-    world = Axis("world", dist.get_world_size(), dist.get_rank(), group)
-    return min(gather(cluster_of(device).usable_bytes, "memory of the devices", world))
+    return min(gather(cluster_of(device).usable_bytes, "memory of the devices", world_axis()))
 
 
 T = TypeVar("T")

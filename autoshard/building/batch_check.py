@@ -1,10 +1,9 @@
 """The batch of a call before its graph runs: compared over the group, or sent by its first rank.
 
-Facts about the values of a batch that decide what a mask of attention means.
-
-An `attention_mask` of ones hides nothing, and positions that count up are of one document. Eager
-models look at the values; a graph cannot. So a program is built for a batch of which they are true,
-another for any batch, and each call is checked before it picks one (`autoshard.backend`).
+Its values decide what a mask of attention means: an `attention_mask` of ones hides nothing, and
+positions that count up are of one document. Eager models look at the values; a graph cannot. So a
+program is built for a batch of which they are true, another for any batch, and each call is checked
+before it picks one (`autoshard.backend`).
 """
 
 from __future__ import annotations

@@ -17,12 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
-import torch
 from torch import fx
 
 from autoshard.building import Planned
 from autoshard.mesh_search.rank_stages import StageChoices, StageSpan, joined, stage_footprint
-from autoshard.planning import Recomputation, cheap_places, crossing, places, value
+from autoshard.planning import Recomputation, cheap_places, crossing, is_loss, places
 from autoshard.planning.cost import Cluster, Link
 from autoshard.planning.estimate import (
     Footprint,
@@ -43,7 +42,7 @@ from autoshard.planning.estimate import (
     waits_of,
 )
 from autoshard.planning.solver import Chain, cut_stages
-from autoshard.runtime.graph_meta import DIFF, MUTATED
+from autoshard.runtime.graph_meta import MUTATED
 from autoshard.runtime.pipeline import ScheduleShape, Timeline, most_kept, timeline
 
 _MOST_PLACES = 256
@@ -101,7 +100,7 @@ class GraphStages:
         self.saving = Saving(planned.serial, planned.decisions, whole.n)
         self.machine, (self.schedule, self.chunks) = machine, order
         results = planned.serial.graph.output_node().all_input_nodes
-        self.losses = sum(bool(n.meta.get(DIFF)) and _is_scalar(n) for n in results)
+        self.losses = sum(map(is_loss, results))
         if self.losses != 1:  # backwards await the gradients of outputs
             self.schedule = "gpipe"
         self.nodes: list[fx.Node] = list(planned.serial.graph.nodes)
@@ -322,8 +321,3 @@ class GraphStages:
             ),
             activations=saved,
         )
-
-
-def _is_scalar(node: fx.Node) -> bool:
-    made = value(node)
-    return isinstance(made, torch.Tensor) and made.dim() == 0

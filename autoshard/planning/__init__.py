@@ -48,6 +48,7 @@ from autoshard.planning.sizes import Size, is_one, same, same_shape
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.values import (
     global_bytes,
+    is_loss,
     is_trained,
     output_state,
     producer,

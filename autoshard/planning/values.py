@@ -105,6 +105,12 @@ def is_trained(gm: fx.GraphModule) -> bool:
     return any(map(differentiable, gm.graph.nodes))
 
 
+def is_loss(node: fx.Node) -> bool:
+    """Whether a value is a scalar that has a gradient."""
+    made = value(node)
+    return isinstance(made, torch.Tensor) and made.dim() == 0 and differentiable(node)
+
+
 def tensor_bytes(result: Any) -> int:
     """Bytes of the whole tensor, symbolic sizes counted with their hints; 0 for anything else."""
     if not isinstance(result, torch.Tensor):

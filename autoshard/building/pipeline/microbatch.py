@@ -21,7 +21,7 @@ from autoshard.building.pipeline.batch_split import BatchSplit, split_batch
 from autoshard.building.pipeline.losses import sum_over_tokens, without_broadcasts
 from autoshard.errors import CaptureError, message
 from autoshard.passes import Localize, rank_program
-from autoshard.planning import Decisions, Strategy, operands, tensor_bytes, value
+from autoshard.planning import Decisions, Strategy, is_loss, operands, tensor_bytes, value
 from autoshard.runtime.collectives import Axis, P, S, State, shard_dim
 from autoshard.runtime.errors import source_line
 from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS, OWN_AXIS
@@ -121,7 +121,7 @@ def cut_batch(
     gm, decisions = core.build([results[i] for i in own])
     local, _ = rank_program(gm, [Localize(decisions)], Axis("pp", microbatches, 0, "microbatch:"))
     states = [split.state(results[i]) for i in own]
-    scalars = [(i, s) for i, s in zip(own, states) if _is_scalar(results[i])]
+    scalars = [(i, s) for i, s in zip(own, states) if is_loss(results[i])]
     loss = None
     if len(scalars) == 1:  # of several, the gradients tell how they are weighed
         ((loss, state),) = scalars
@@ -184,11 +184,6 @@ def with_kept_outputs(microbatch: MicrobatchGraph, limit: int) -> MicrobatchGrap
             kept.add(position)
             total += size
     return replace(microbatch, kept=frozenset(kept))
-
-
-def _is_scalar(node: fx.Node) -> bool:
-    val = value(node)
-    return isinstance(val, torch.Tensor) and val.dim() == 0 and bool(node.meta.get(DIFF))
 
 
 def _check_loss(node: fx.Node, state: State, microbatches: int) -> None:
