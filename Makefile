@@ -76,7 +76,7 @@ $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
 
 # A GPU machine may have no network: where torch and what it brings are there, nothing is fetched.
 $(VENV)/gpu.stamp: $(VENV)/torch.stamp pyproject.toml
-	@$(BIN)/python -c 'import autoshard' 2>/dev/null || \
+	@$(BIN)/python -I -c 'import autoshard' 2>/dev/null || \
 		$(PIP) --no-deps --no-build-isolation -e . || \
 		$(PIP) -c $(VENV)/constraints.txt -e .
 	@touch $@

@@ -1,6 +1,6 @@
 """`make gpu`: what holds on this machine's devices, in one report.
 
-    python benchmarks/gpu_report.py [--device cpu] [--out FOLDER] [--minutes 8] [SECTION ...]
+    python benchmarks/gpu_report.py [--device cpu] [--out FOLDER] [--minutes 12] [SECTION ...]
 
 Each section is a program of its own, with a time limit: one that fails or hangs costs its own
 result only, and the report says why. The report is Markdown with what each section printed, and
@@ -84,12 +84,21 @@ def _beside_rivals(devices: int) -> dict[str, Section]:
 def sections(devices: int, device: str = "cuda") -> dict[str, Section]:
     """The sections by name, for a machine of so many devices; without one, what a CPU can show."""
     few = () if device == "cuda" else ("--layers", "2", "--tokens", "16", "--rounds", "1")
-    small = () if device == "cuda" else ("--vocab", "8192", "--rows", "1024")
+    shape = ("8192", "1024", "256") if device == "cpu" else ("32000", "8192", "2048")
+    sizes = [part for pair in zip(("--vocab", "--rows", "--width"), shape) for part in pair]
     share = 0.25 if devices == 1 else 0.15  # of twice the minutes
     return {
         "two_ranks": Section(
             about="the sharded model beside the serial one, on every kind of mesh of two ranks",
             command=_ranks(2, "two_ranks.py"),
+        ),
+        "rank_of_many": Section(
+            about="the program of one rank of eight: predicted seconds and bytes beside measured",
+            command=(
+                *(str(HERE / "rank_of_many.py"), "--device", "{device}"),
+                *("--json", "{json}"),
+            ),
+            share=0.35,
         ),
         "llama": _world_one("llama", share),
         "vit": _world_one("vit", share),
@@ -111,7 +120,7 @@ def sections(devices: int, device: str = "cuda") -> dict[str, Section]:
         "loss": Section(
             about="a loss by chunks of rows beside whole logits: time, peak, predicted peak",
             command=(
-                *(str(HERE / "chunked_loss.py"), "--device", "{device}", *small),
+                *(str(HERE / "chunked_loss.py"), "--device", "{device}", *sizes),
                 *("--json", "{json}"),
             ),
             share=0.12,
@@ -210,10 +219,10 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="SECTION")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if has_cuda else "cpu")
     parser.add_argument("--out", type=Path, help="default: docs/measured, build/measured on a CPU")
-    parser.add_argument("--minutes", type=float, help="for all: 8; of several devices 16")
+    parser.add_argument("--minutes", type=float, help="for all: 12; of several devices 16")
     args = parser.parse_args()
     devices = torch.cuda.device_count() if args.device == "cuda" else 2
-    minutes = args.minutes or (8.0 if devices == 1 else 16.0)
+    minutes = args.minutes or (12.0 if devices == 1 else 16.0)
     known = sections(devices, args.device)
     unknown = [name for name in args.names if name not in known]
     if unknown:

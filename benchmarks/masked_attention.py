@@ -111,6 +111,7 @@ def compared(
     return {
         "error": error(with_gradients(ranges, small, weight), exact),
         "of_dense": error(with_gradients(dense, small, weight), exact),
+        "ms": 1e3 * times[0],
         "time": times[0] / times[1],
         "peak": peaks[0] / peaks[1] if peaks[1] else float("nan"),
     }
@@ -126,14 +127,14 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     length = args.length or (4096 if args.device == "cuda" else 1024)
-    print(f"{'':22}{'error':>9}{'of dense':>10}{'time':>7}{'peak':>7}")
+    print(f"{'':22}{'error':>9}{'of dense':>10}{'ms':>8}{'time':>7}{'peak':>7}")
     rows, failed = {}, 0
     for name, masks in cases(length, args.device).items():
         row = rows[name] = compared(masks, length, args.device, getattr(torch, args.dtype))
         wrong = not row["error"] <= FACTOR * row["of_dense"]
         failed += wrong
         print(
-            f"{name:22}{row['error']:9.1e}{row['of_dense']:10.1e}{row['time']:7.2f}"
+            f"{name:22}{row['error']:9.1e}{row['of_dense']:10.1e}{row['ms']:8.2f}{row['time']:7.2f}"
             f"{row['peak']:7.2f}{'  WRONG' if wrong else ''}"
         )
     if args.json:

@@ -27,6 +27,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "host_overhead": (*TWO, str(HERE / "host_overhead.py")),
     "memory": (*TWO, str(HERE / "memory.py")),
     "two_ranks": (*TWO, str(HERE / "two_ranks.py")),
+    "rank_of_many": (str(HERE / "rank_of_many.py"),),
     "data_parallel": (*TWO, str(HERE / "data_parallel.py")),
     "pipeline": (*TWO, str(HERE / "pipeline.py")),
     "recompute": (str(HERE / "recompute.py"),),

@@ -15,7 +15,7 @@ from llama_model import Llama, Shape, WithLoss
 
 SHAPES = {
     "cpu": Shape(layers=4),
-    "cuda": Shape(vocab=32_000, width=2048, hidden=5504, layers=20, heads=16, length=2048),
+    "cuda": Shape(vocab=32_000, width=2048, hidden=5504, layers=8, heads=16, length=2048),
 }
 EXPERTS, CHOSEN = 8, 2
 

@@ -5,7 +5,8 @@
 Two steps of a small Llama with SGD on tp, tp with sequence parallelism, DDP and ZeRO-1 to 3,
 beside the serial model in the same process: the largest error of the losses, and of the parameters
 relative to how far the steps moved them. With as many devices as ranks the collectives are the
-device's own (NCCL), else gloo's; graphs go through Inductor on CUDA, and on a CPU as they are.
+device's own (NCCL), else gloo's, through the host; graphs go through Inductor on CUDA, and on a CPU
+as they are.
 Exit status 1 where a mesh differs or fails.
 """
 
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import autoshard
 from autoshard.runtime.parameters import unshard_parameter
@@ -30,6 +32,7 @@ SHAPE = Shape(vocab=512, width=128, hidden=256, layers=2, heads=4, length=64)
 MESHES: dict[str, dict[str, Any]] = {
     "tp": {"mesh": {"tp": 2}},
     "tp + sp": {"mesh": {"tp": 2}, "planner": {"sequence_parallel": True}},
+    "cp": {"mesh": {"cp": 2}},
     "DDP": {"mesh": {"dp_replicate": 2}},
     "ZeRO-1": {"mesh": {"dp_shard": 2}, "zero": 1},
     "ZeRO-2": {"mesh": {"dp_shard": 2}, "zero": 2},
@@ -37,6 +40,37 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 LIMIT = 1e-3
 """The largest error that counts as equal: float32 sums in other orders, on any device."""
+
+
+OUT_OF_PLACE = (
+    *("all_reduce", "all_gather_into_tensor", "all_gather_into_tensor_coalesced"),
+    *("reduce_scatter_tensor", "all_to_all_single", "broadcast"),
+)
+
+
+def send_through_the_host() -> torch.library.Library:
+    """Let collectives of graphs copy to the host and back, for ranks of one device: gloo gathers of
+    CUDA tensors are a segmentation fault (pytorch/pytorch#152645)."""
+    c10d = torch.ops._c10d_functional
+    library = torch.library.Library("_c10d_functional", "IMPL")
+
+    def staged(name: str) -> Any:
+        def run(tensors: Any, *args: Any) -> Any:
+            on_host = tree_map_only(torch.Tensor, torch.Tensor.cpu, tensors)
+            made = getattr(c10d, name)(on_host, *args)
+            device = tree_leaves(tensors)[0].device
+            return tree_map_only(torch.Tensor, lambda x: c10d.wait_tensor(x).to(device), made)
+
+        return run
+
+    for name in OUT_OF_PLACE:
+        library.impl(name, staged(name), "CUDA")
+    reduce, gather = staged("all_reduce"), staged("all_gather_into_tensor")
+    library.impl("all_reduce_", lambda x, *args: x.copy_(reduce(x, *args)), "CUDA")
+    library.impl(
+        "all_gather_into_tensor_out", lambda x, *args, out: out.copy_(gather(x, *args)), "CUDA"
+    )
+    return library
 
 
 def train(model: torch.nn.Module, call: Any, batches: list[torch.Tensor]) -> list[float]:
@@ -62,11 +96,12 @@ def row(options: dict[str, Any], device: str) -> dict[str, float]:
         batches = [torch.randint(SHAPE.vocab, (4, SHAPE.length)) for _ in range(2)]
     serial, sharded = copy.deepcopy(first), copy.deepcopy(first)
     expected = train(serial, serial, batches)
-    own = batches if "tp" in options["mesh"] else [b.chunk(2)[dist.get_rank()] for b in batches]
+    one_batch = options["mesh"].keys() & {"tp", "cp"}
+    own = batches if one_batch else [b.chunk(2)[dist.get_rank()] for b in batches]
     losses = torch.tensor(
         train(sharded, torch.compile(sharded, backend="autoshard", options=options), own)
     )
-    if "tp" not in options["mesh"]:  # the mean of the ranks' means is the batch's
+    if not one_batch:  # the mean of the ranks' means is the batch's
         dist.all_reduce(losses)
         losses /= 2
     before = dict(first.named_parameters())
@@ -91,6 +126,7 @@ def main() -> int:
     if args.device == "cuda":
         torch.cuda.set_device(0 if shared else dist.get_node_local_rank())
     dist.init_process_group("gloo" if shared else "cpu:gloo,cuda:nccl")
+    library = send_through_the_host() if shared and args.device == "cuda" else None
     torch.set_num_threads(1)
     rows: dict[str, dict[str, Any]] = {}
     for name, options in MESHES.items():
@@ -115,6 +151,7 @@ def main() -> int:
     failed = not all(found["equal"] for found in rows.values())
     if not failed:
         dist.destroy_process_group()
+    del library
     return int(failed)
 
 

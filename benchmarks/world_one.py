@@ -7,8 +7,9 @@ for by name the graph goes the whole way of capture, plan and rewriting, to draw
 draws. Both are measured, a training step with SGD, interleaved, each figure beside its ratio to
 torch.compile: the median step, the first step (compilation from empty caches; the order of
 compilation rotates over `--rounds`, and the least counts), and the peak of a profiled step. On
-CUDA the Llama has a 1B shape, in bf16, and the peak is the allocator's. `predicted` is what
-`Program.memory()` says of the last way, with the parameters; `measured` the same by the allocator.
+CUDA the Llama has layers of a 1B shape, in bf16, and the peak is the allocator's. `predicted` is
+what `Program.memory("sgd")` says of the last way, with the parameters; `measured` the same by the
+allocator.
 """
 
 from __future__ import annotations
@@ -95,17 +96,15 @@ def main() -> None:
     calls: dict[str, tuple[Callable[..., Any], nn.Module]] = {}
     names = list(WAYS)
     for turn in range(args.rounds):
+        torch.compiler.reset()  # between rounds only: those of the last are measured further
         for name in names[turn % 3 :] + names[: turn % 3]:
-            torch.compiler.reset()
             own = copy.deepcopy(model)
+            calls[name] = compiled(own, WAYS[name]), own
             with fresh_cache():
-                first[name].append(step(compiled(own, WAYS[name]), own, batch))
-    torch.compiler.reset()
-    for name, options in WAYS.items():
-        own = copy.deepcopy(model)
-        calls[name] = compiled(own, options), own
+                first[name].append(step(*calls[name], batch))
+    for call in calls.values():
         for _ in range(3):
-            step(*calls[name], batch)
+            step(*call, batch)
     times: dict[str, list[float]] = {name: [] for name in WAYS}
     for _ in range(args.steps):
         for name, call in calls.items():
@@ -133,7 +132,7 @@ def main() -> None:
         )
     planned, module = list(WAYS)[-1], calls[list(WAYS)[-1]][1]
     measured = rows[planned]["peak_mb"] + held(module) / 1e6
-    predicted = autoshard.programs(module)[-1].memory().peak / 1e6
+    predicted = autoshard.programs(module)[-1].memory("sgd").peak / 1e6
     print(
         f"peak of {planned!r}, with parameters: predicted {predicted:.1f} MB, measured "
         f"{measured:.1f} MB, ratio {predicted / measured:.2f}"

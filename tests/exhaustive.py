@@ -105,8 +105,48 @@ OTHERS = 3
 #: The share of the other slow tests that CI runs, and of those of one file.
 SHARE_OF_SLOW = 0.15
 SHARES = {"training/test_scenarios.py": 0.15}
-#: Quick tests of many like rows, and the share of them that a commit runs.
+#: Quick tests of many like rows or of half a minute, and the share of them that a commit runs.
 QUICK = {
+    "building/test_chosen_pipelines.py": {"test_steps_of_chosen_stages": 0.4},
+    "building/test_composed_pipelines.py": {"test_axes_inside_of_stages": 0.4},
+    "building/test_pipelined_training.py": {"test_three_steps_of_a_saved_plan": 0.4},
+    "compiling/test_torch_tensorrt.py": {"test_it_makes_the_network_we_make": 0.4},
+    "export/test_cache_proof.py": {
+        "test_what_a_rule_forgets_is_seen_before_anything_is_written": 0.4,
+        "test_rounding_is_no_other_token": 0.4,
+    },
+    "export/test_onnx_export.py": {
+        "test_onnx_says_what_the_model_says_and_what_the_network_says": 0.4,
+    },
+    "memory/test_budget.py": {
+        "test_a_step_stays_within_its_budget": 0.4,
+        "test_a_longer_batch_stays_within_the_budget": 0.4,
+    },
+    "memory/test_memory.py": {"test_prediction_of_graphs": 0.4},
+    "mesh_search/test_stages_beside_cp_and_ep.py": {
+        "test_stages_send_and_hold_what_the_program_does": 0.4,
+    },
+    "planning/test_context_parallel.py": {
+        "test_training_on_cp_is_serial_training": 0.4,
+        "test_a_model_on_cp_is_the_serial_one": 0.4,
+    },
+    "planning/test_plan_estimate.py": {
+        "test_memory_and_traffic_are_near_those_of_the_program": 0.4,
+    },
+    "replay/test_replay.py": {"test_programs_are_those_of_before": 0.4},
+    "runtime/test_generation.py": {
+        "test_a_step_of_two_reductions_a_layer_and_one_small_gather": 0.4,
+        "test_a_step_has_two_reductions_a_layer": 0.4,
+    },
+    "training/test_collectives_at_run_time.py": {
+        "test_a_hybrid_mesh_issues_what_the_ledger_says": 0.4,
+        "test_two_processes_issue_what_the_ledger_says": 0.4,
+    },
+    "training/test_data_parallel_steps.py": {"test_five_steps_two_ranks": 0.4},
+    "verification/test_mixture_steps.py": {
+        "test_three_steps": 0.4,
+        "test_clipped_adamw_whatever_travels_over_ep": 0.4,
+    },
     "training/test_scenarios.py": {"test_tensor_parallel": 0.3, "test_sharded_data_parallel": 0.3},
     "verification/test_verification.py": {
         "test_all_ranks_compute_what_the_serial_graph_computes": 0.4,

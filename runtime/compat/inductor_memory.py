@@ -266,6 +266,8 @@ class _Plan:
         makers = [buffer, *(getattr(buffer, "inputs", None) or ())][:2]
         if any(getattr(maker, "op_overload", None) in ON_HOST for maker in makers):
             self.made[name] = 0
+        if not hasattr(buffer, "origins"):  # what a Triton kernel sums in is no value of the graph
+            return
         # of a collective the last origin is the wait for it, and others are those of its operand
         operator = getattr(buffer, "op_overload", None)
         own = [node for node in buffer.origins if node.target is operator]
