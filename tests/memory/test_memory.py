@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
+import sympy
 import torch
 from torch import fx, nn
 
@@ -15,7 +17,7 @@ from autoshard.memory import KINDS, OPTIMIZERS
 from autoshard.memory.phases import Storage, alias_of, storages, walk
 from autoshard.passes import after_cut
 from autoshard.program import Program
-from autoshard.runtime.compat import InductorGraph, inductor_step
+from autoshard.runtime.compat import InductorGraph, inductor_memory, inductor_step
 from live_storages import LiveStorages, measure_step
 from models_hf import llama
 from models_plain import MLP
@@ -343,3 +345,29 @@ def test_a_program_without_backward() -> None:
     assert memory.peak == memory.parameters + 4 * 8 * (128 + 128)
     # Inductor applies the activation where the product is; the row bias, divided by the ranks
     assert made.memory().peak == memory.parameters + 4 * (8 * 128 + 64 + 8 * 64)
+
+
+def test_what_a_triton_kernel_sums_in_is_counted_and_is_of_no_node() -> None:
+    """On CUDA Inductor's code allocates bytes that no value of the graph is: torch has no GPU here,
+    so the line of its code is written by hand."""
+    from torch._inductor.codegen.common import WorkspaceArg, WorkspaceZeroMode
+
+    class AllocateLine(NamedTuple):
+        node: WorkspaceArg
+
+    room = WorkspaceArg(
+        count=sympy.Integer(1024),
+        zero_mode=WorkspaceZeroMode.UNINITIALIZED,
+        device=torch.device("cuda"),
+        outer_name="workspace_0",
+    )
+    lowering = SimpleNamespace(
+        graph=fx.Graph(),
+        graph_input_names=[],
+        wrapper_code=SimpleNamespace(lines=[AllocateLine(room)]),
+        sizevars=SimpleNamespace(optimization_hint=lambda numel, fallback: numel),
+        get_allocation_storage_size=lambda buffer: buffer.get_size()[0],
+    )
+    plan = inductor_memory._Plan(lowering)
+    (made,) = (kernel.made for kernel in plan.kernels())
+    assert made == {"workspace_0": 1024} and plan.origins == {}
