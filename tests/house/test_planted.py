@@ -35,6 +35,7 @@ def test_faults_are_slips_of_code_and_leave_a_program() -> None:
     for one in found:
         compile(one.of(SOURCE), "a file", "exec")
         assert one.of(SOURCE) != SOURCE and one.line not in (1, 4, 6), one
+    assert not changes("def nothing() -> None:\n    return None\n")
 
 
 def test_the_tests_that_reach_a_line_are_found_and_the_quickest_of_the_nearest_files_chosen(

@@ -171,6 +171,29 @@ def test_a_step_is_the_end_of_two_queues() -> None:
     assert step_seconds([wide, wide]) == 2 + 2 + 2 + 10 + 10
 
 
+@pytest.mark.parametrize(
+    ("mesh", "matrix", "vector", "stack"),
+    [
+        ({"dp_replicate": 4}, 0, 0, 0),
+        ({"dp_shard": 4}, 64, 8, 64),
+        ({"ep": 4}, 64, 8, 0),  # a stack of experts stays with its rank
+        ({"dp_shard": 2, "ep": 4}, 64, 8, 16),
+        ({"cp": 2, "tp": 2}, 64, 0, 64),  # vectors are whole on the cp beside tp
+    ],
+)
+def test_what_a_gather_leaves_a_rank_by_the_mesh(
+    mesh: dict[str, int], matrix: int, vector: int, stack: int
+) -> None:
+    layout = Layout.of(mesh, 3, None)
+    shapes = {(8, 8): matrix, (8,): vector, (8, 2, 4): stack}
+    for shape, wanted in shapes.items():
+        experts = 8 if len(shape) == 3 else 0
+        one = Weight(
+            name="w", shape=shape, itemsize=4, trained=True, use=0, again=True, experts=experts
+        )
+        assert one.gathered(layout) == wanted, (mesh, shape)
+
+
 def seven_billion(n: int = 1) -> Profile:
     weights = tuple(
         Weight(name=f"w{i}", shape=(1000, 1000), itemsize=2, trained=True, use=i, again=True)

@@ -56,13 +56,15 @@ def whole(locals_: list[torch.Tensor], kind: State) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(4, 8, 4), (5, 7, 9)], ids=["even", "uneven"])
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize(
+    ("n", "dtype"), [(2, torch.float64), (4, torch.float64), (2, torch.complex128)]
+)
 def test_every_pair_returns_value_gradient_and_second_derivative(
-    n: int, shape: tuple[int, ...]
+    n: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     torch.manual_seed(0)
-    x = torch.randn(shape, dtype=torch.float64)
-    grad = torch.randn(shape, dtype=torch.float64)
+    x = torch.randn(shape, dtype=dtype)
+    grad = torch.randn(shape, dtype=dtype)
     states = [*STATES, Z(1)] if shape[1] % (2 * n) == 0 else STATES
     for src, dst in itertools.product(states, states):
         xs = parts(x, forward_value(src), n)

@@ -105,5 +105,5 @@ def _faults(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str, str]]:
             yield node, "call left out", text(value)
         case ast.Expr(value=ast.Call()) | ast.AugAssign():
             yield node, "statement left out", "pass"
-        case ast.Return(value=ast.expr()):
+        case ast.Return(value=ast.expr() as given) if ast.unparse(given) != "None":
             yield node, "early return", "return None"
