@@ -45,11 +45,15 @@ def lines(texts: Sequence[str]) -> list[str]:
 
 
 def made_with() -> str:
-    """The libraries whose graphs the lines are of."""
+    """What the lines are of: libraries, whose graphs they are, and Python, whose sums of numbers
+    round otherwise since 3.12, so that ties between plans fall otherwise."""
     import torch
     import transformers
 
-    return f"# torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}"
+    versions = (
+        f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}"
+    )
+    return f"# {versions}, Python {sys.version_info.major}.{sys.version_info.minor}"
 
 
 def moved(before: Sequence[str], after: Sequence[str]) -> list[str]:
