@@ -98,7 +98,7 @@ def sections(devices: int, device: str = "cuda") -> dict[str, Section]:
                 *(str(HERE / "rank_of_many.py"), "--device", "{device}"),
                 *("--json", "{json}"),
             ),
-            share=0.35,
+            share=0.3 if devices == 1 else 0.1,
         ),
         "llama": _world_one("llama", share),
         "vit": _world_one("vit", share),
