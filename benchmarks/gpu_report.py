@@ -218,7 +218,9 @@ def main() -> int:
     has_cuda = torch.cuda.is_available()
     parser.add_argument("names", nargs="*", metavar="SECTION")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if has_cuda else "cpu")
-    parser.add_argument("--out", type=Path, help="default: docs/measured, build/measured on a CPU")
+    parser.add_argument(
+        "--out", type=Path, help="default: benchmarks/measured, build/measured on a CPU"
+    )
     parser.add_argument("--minutes", type=float, help="for all: 12; of several devices 16")
     args = parser.parse_args()
     devices = torch.cuda.device_count() if args.device == "cuda" else 2
@@ -227,7 +229,7 @@ def main() -> int:
     unknown = [name for name in args.names if name not in known]
     if unknown:
         parser.error(f"no section is named {', '.join(unknown)}; there are {', '.join(known)}")
-    out = args.out or Path("docs/measured" if args.device == "cuda" else "build/measured")
+    out = args.out or Path("benchmarks/measured" if args.device == "cuda" else "build/measured")
     out.mkdir(parents=True, exist_ok=True)
     about = environment(args.device)
     title = str((about.get("devices") or ["cpu"])[0]).lower().replace(" ", "-")

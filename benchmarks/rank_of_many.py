@@ -25,14 +25,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoshard
 from autoshard.mesh_search import search_meshes
-from data_parallel import held, peak
+from data_parallel import held
 from llama_model import Llama, Shape, WithLoss
-from world_one import synchronize
+from world_one import peak_of, synchronize
 
 WORLD = 8
 SHAPES = {
@@ -68,20 +67,6 @@ def median_step(call: Any, model: torch.nn.Module, ids: torch.Tensor, steps: int
     return statistics.median(times)
 
 
-def peak_of_step(call: Any, model: torch.nn.Module, ids: torch.Tensor) -> int:
-    """The most bytes a step holds, with parameters and buffers."""
-    if ids.is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-        call(ids).backward()
-        most = torch.cuda.max_memory_allocated()
-    else:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-            call(ids).backward()
-        most = held(model) + peak(recorded)
-    model.zero_grad(set_to_none=True)
-    return most
-
-
 def row(mesh: dict[str, int], options: dict[str, Any], device: str, steps: int) -> dict[str, float]:
     """Figures of one mesh: milliseconds and megabytes."""
     torch.manual_seed(0)
@@ -94,7 +79,7 @@ def row(mesh: dict[str, int], options: dict[str, Any], device: str, steps: int) 
         ids = torch.randint(shape.vocab, (1, shape.length))
     call = torch.compile(model, backend="autoshard", options={"mesh": mesh, **options})
     seconds = median_step(call, model, ids, steps)
-    measured = peak_of_step(call, model, ids)
+    measured = held(model) + peak_of(call, model, ids)
     program = autoshard.programs(model)[-1]
     with torch.device("meta"):
         planned = WithLoss(Llama(shape)).to(dtype)
