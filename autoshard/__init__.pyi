@@ -9,7 +9,7 @@ from autoshard.parameters import load_safetensors as load_safetensors
 from autoshard.planning import Plan as Plan
 from autoshard.planning.rules import sharding_rule as sharding_rule
 from autoshard.program import Program as Program
-from autoshard.program_registry import programs as programs
+from autoshard.program import programs as programs
 from autoshard.runtime.offloaded_optimizer import offload_optimizer as offload_optimizer
 from autoshard.runtime.parameters import discard_pending as discard_pending
 from autoshard.runtime.parameters import full_state_dict as full_state_dict

@@ -45,8 +45,7 @@ from autoshard.mesh_search import choose
 from autoshard.parameters import expect_reduced, store, store_what_is_left
 from autoshard.passes import PendingInput
 from autoshard.planning import is_view
-from autoshard.program import Program
-from autoshard.program_registry import ProgramHandle, register
+from autoshard.program import Program, ProgramHandle, register
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import CollectiveRegion, agree, attempt, wait_at_most
 from autoshard.runtime.collectives import State, shard_dim

@@ -24,9 +24,9 @@ from autoshard.hf_configuration import (
     check_configuration,
     check_entries,
     check_known,
+    load_pretrained,
     transformers_errors,
 )
-from autoshard.hf_weights import load_pretrained
 from autoshard.runtime import compat
 from autoshard.runtime.files import is_directory, is_file
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 
 STEPS = 8
 

@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from data_parallel import Contestant, Measured, figures, race, report
 from llama_model import Attention, Llama, Shape, WithLoss
 from training import by_hand

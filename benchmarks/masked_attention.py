@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from autoshard.runtime.masked_attention import MASKED_ATTENTION
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from llama_model import Attention, Llama, Shape, loss_of
 from world_one import compiled, peak_of, step
 

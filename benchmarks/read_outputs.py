@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autoshard.verification.distance import difference, finite, largest
+from autoshard.verification.comparison import difference, finite, largest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import autoshard
 from autoshard.runtime.parameters import unshard_parameter
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from llama_model import Llama, Shape, WithLoss
 
 SHAPE = Shape(vocab=512, width=128, hidden=256, layers=2, heads=4, length=64)

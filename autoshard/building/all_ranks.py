@@ -1,27 +1,190 @@
-"""Every rank builds the same program, or every rank raises."""
+"""Every rank builds the same program, or every rank raises.
+
+What ranks must agree on, as lines of text: one list for every axis, and for an export.
+
+Ranks of an axis that share a batch compare all of it. Data-parallel ranks, whose batches differ,
+may compile at different times, and different graphs where their batches have different shapes. So
+they compare only when the parameters of a graph are about to be stored, which all do together, and
+when parameters have been frozen or freed: the job and the parameters, and of the graph what does
+not depend on a batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import re
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoshard.building.batch_check import batch_shapes
-from autoshard.building.compared import Compared, agree_on_data_axes, compared, digest_of
 from autoshard.building.one_rank import build_program
 from autoshard.compiling import settings
 from autoshard.config import Config
-from autoshard.planning import fingerprint, strategy_text
+from autoshard.planning import fingerprint, strategy_text, target_name, value
 from autoshard.planning.cost import cluster_of
 from autoshard.program import Program
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree, gather, world_axis
-from autoshard.runtime.collectives import State
+from autoshard.runtime.collectives import State, data_axes
 from autoshard.runtime.mesh import Mesh
-from autoshard.runtime.parameters import is_planned
+from autoshard.runtime.parameters import is_planned, models_of
+
+# Which device of its kind a rank uses, its place on an axis, and where an object lies, are its own
+# affair.
+_OF_THIS_PROCESS = re.compile(
+    r":\d+(?=['\"])|(?: object)? at 0x[0-9a-f]+|, index=\d+|, rank=\d+, group='[^']*'"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """Lines that must be the same on all ranks.
+
+    job: of the environment, the machine, the options, and what was chosen within them.
+    parameters: their names, shapes, dtypes and whether they are trained. nodes: of the serial
+    graph. operators: their names alone. plan: where what is stored and split.
+    """
+
+    job: list[str]
+    parameters: list[str]
+    nodes: list[str]
+    operators: list[str]
+    plan: list[str]
+
+    def lines(self) -> list[str]:
+        """All of them; of what differs, the cause comes before what it leads to."""
+        return [*self.job, *self.parameters, *self.nodes, *self.plan]
+
+
+def compared(
+    serial: fx.GraphModule,
+    names: Mapping[fx.Node, str],
+    tensors: Mapping[str, torch.Tensor],
+    config: Config,
+    machine: str,
+    gradients: str,
+    chosen: Sequence[str],
+    plan: Sequence[str],
+) -> Compared:
+    """What ranks compare of a program.
+
+    names: of the parameters of the serial graph. tensors: the parameters, by name. machine: for
+    which the program is planned. gradients: what backward does with them (`unshard.MICROBATCH`).
+    chosen: lines of what was chosen once for the job, as what a budget computes again.
+    """
+    wishes = settings().text()  # of the environment, which may differ between machines
+    options = [f"gradients: {gradients}", *config.lines(), *chosen]
+    return Compared(
+        job=[wishes, f"hardware: {machine}", *options],
+        parameters=lines_of(tensors),
+        nodes=[_node_line(node, names) for node in serial.graph.nodes],
+        operators=[f"{node.op} {target_name(node)}" for node in serial.graph.nodes],
+        plan=list(plan),
+    )
+
+
+def lines_of(parameters: Mapping[str, torch.Tensor]) -> list[str]:
+    """What ranks compare of parameters, by name."""
+    return [
+        f"parameter {name}: {tuple(one.shape)} {one.dtype}, requires_grad {one.requires_grad}"
+        for name, one in parameters.items()
+    ]
+
+
+def digest_of(lines: Sequence[str]) -> str:
+    """A hash of the lines."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def default_floats(node: fx.Node) -> dict[str, float]:
+    """The floats that a node leaves to its operator: `eps` of a norm."""
+    schema = getattr(node.target, "_schema", None)
+    absent = () if schema is None else schema.arguments[len(node.args) :]
+    return {
+        a.name: a.default_value
+        for a in absent
+        if type(a.default_value) is float and a.name not in node.kwargs
+    }
+
+
+def _node_line(node: fx.Node, parameters: Mapping[fx.Node, str]) -> str:
+    """A node of a serial graph with its constants, shape and dtype."""
+    val = value(node)
+    shape = f" {tuple(val.shape)} {val.dtype}" if isinstance(val, torch.Tensor) else ""
+    given = f"{node.args}" if node.op == "call_function" else ""
+    kwargs = {**node.kwargs, **default_floats(node)}
+    given += "".join(f" {name}={each}" for name, each in kwargs.items())
+    args = _OF_THIS_PROCESS.sub("", given)
+    return f"{node.op} {parameters.get(node, node.name)}{args}{shape}"
+
+
+_trained: Any = WeakTensorKeyDictionary()
+"""`requires_grad` of each parameter when a graph that reads it was last built."""
+
+
+def agree_on_data_axes(
+    mesh: Mesh,
+    serial: fx.GraphModule,
+    own: Compared,
+    inputs: Sequence[compat.GraphInput],
+    new: bool,
+) -> None:
+    """Raise PlanMismatchError on all ranks where those of a data-parallel axis differ.
+
+    new: whether parameters of the graph are about to be stored. Constants are compared whole where
+    the ranks' graphs have the same operators and inputs of the same shapes; where not, those that
+    modules hold as attributes (`eps`), because others may be made of a batch's sizes, and the
+    parameters of the whole model: a rank may have taken another branch.
+    """
+    parameters = [item.real for item in inputs if isinstance(item.real, nn.Parameter)]
+    changed = [
+        item.name
+        for item in inputs
+        if isinstance(item.real, nn.Parameter)
+        and _trained.get(item.real, item.real.requires_grad) != item.real.requires_grad
+    ]
+    axes = data_axes(mesh.axes)
+    if axes and (new or changed):
+        shapes = batch_shapes(inputs)
+        note = f"{shapes}; requires_grad of {changed[0]} was set" if changed else shapes
+        for axis in axes:
+            graph = [shapes, digest_of(own.operators), sorted(set(_floats(serial.graph)))]
+            given = gather(graph, f"plan ({note})", axis)
+            if all(each[:2] == graph[:2] for each in given):
+                lines = [*own.job, *own.parameters, *own.nodes]
+            else:
+                floats = {constant for _, _, constants in given for constant in constants}
+                lines = [*own.job, *_lines_of_models(models_of(parameters), floats)]
+            agree("plan", digest_of(lines), lines, axis, note=note)
+    for parameter in parameters:
+        _trained[parameter] = parameter.requires_grad
+
+
+def _lines_of_models(models: Sequence[nn.Module], constants: Container[float]) -> list[str]:
+    """The parameters of models, and the attributes of their modules that are among constants."""
+    parameters = {name: one for model in reversed(models) for name, one in model.named_parameters()}
+    attributes = {
+        f"{type(module).__name__}.{name} = {each!r}"
+        for model in models
+        for module in model.modules()
+        for name, each in vars(module).items()
+        if type(each) is float and each in constants
+    }
+    return [*lines_of(parameters), *sorted(attributes)]
+
+
+def _floats(graph: fx.Graph) -> Iterator[Any]:
+    for node in graph.nodes:
+        for each in pytree.tree_leaves((node.args, node.kwargs, default_floats(node))):
+            if type(each) is float:
+                yield each
 
 
 def device_room(device: str) -> int | None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from autoshard.compiling.backward_cut import BackwardCut, cut_backward, results_of
-from autoshard.compiling.built import Built
+from autoshard.compiling.backward_cut import (
+    BackwardCut,
+    SplitBackward,
+    add_at_once,
+    cut_backward,
+    results_of,
+)
+from autoshard.compiling.built import Built, off_meta
 from autoshard.compiling.collectives import Collective, collectives_of, loss_arguments
 from autoshard.compiling.cuda_graphs import (
     check_inductor,
@@ -13,11 +19,7 @@ from autoshard.compiling.cuda_graphs import (
     unsharded_settings,
 )
 from autoshard.compiling.debugging import DebugWatch, refuse_unsharded, settings
-from autoshard.compiling.gradient_sums import add_at_once
-from autoshard.compiling.inner import compile_local
-from autoshard.compiling.meta_graphs import off_meta
+from autoshard.compiling.inner import check_serving, compile_local
 from autoshard.compiling.parameter_use import lowered_dtypes, say_stored, traced_microbatch, use_by
 from autoshard.compiling.rendering import render
-from autoshard.compiling.serving import check_serving
-from autoshard.compiling.split_backward import SplitBackward
 from autoshard.compiling.watching import watched

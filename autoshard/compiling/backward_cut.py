@@ -6,21 +6,35 @@
 
 The graphs are AOTAutograd's; its backward is cut between what the gradients of inputs need and the
 rest, so nothing is computed twice. What only the third reads is kept until then.
+
+A stage whose backward is compiled in two parts (`backward_cut.py`): that by weights may wait.
+
+Sums of gradients that are written where the gradients are made.
+
+    before                         after
+    %0 = mm(%a, %b)                %0 = mm(%a, %b)
+    %1 = mm(%c, %d)                %1 = add_(%sum, %0)
+    %2 = add(%sum, %0)             %2 = mm(%c, %d)
+    %3 = copy_(%sum, %2)
+
+AOTAutograd makes a graph without side effects, and writes to its inputs at the end: until then each
+gradient is there, and its sum once more.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from autoshard.compiling.gradient_sums import behind
+from autoshard.compiling.inner import compile_local
 from autoshard.errors import CaptureError, message
 from autoshard.passes import after_cut
+from autoshard.planning import is_view
 from autoshard.runtime.compat import ForwardBackward, forward_backward
 from autoshard.runtime.graph_meta import DIFF
 
@@ -178,3 +192,144 @@ def _without_gradients(parameters: int) -> fx.Graph:
     graph = fx.Graph()
     graph.output((None,) * parameters)
     return graph
+
+
+class SplitBackward:
+    """The three graphs, compiled: the `TwoBackwards` of a stage."""
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        fakes: list[Any],
+        sums: Mapping[int, torch.dtype],
+        inputs: int,
+        inner: str,
+    ) -> None:
+        """As for `cut_backward`."""
+        cut = cut_backward(gm, fakes, sums, inputs)
+        self.outputs, self.graded, self.inputs = cut.results, cut.graded, inputs
+        names = [node.name for node in cut.given]
+        names += [node.name for node in results_of(cut.forward)[cut.results :] if node is not None]
+        places = {name: i for i, name in enumerate(names)}
+        self.saved = [places[node.name] for node in cut.read if node.name in places]
+        # A gradient arrives contiguous; the graphs read it in the layout of the output it is of.
+        arriving = [node for node in cut.read if node.name not in places]
+        self.layouts = [node.meta["val"].stride() for node in arriving]
+        self.forward_graph = _Compiled(cut.forward, inner, cut.given)
+        self.by_inputs_graph = _Compiled(cut.by_inputs, inner, cut.read)
+        late = [*cut.read, *cut.crossing, *cut.totals]
+        self.by_weights_graph = _Compiled(cut.by_weights, inner, late)
+        read_late = self.by_weights_graph.places
+        self.late = read_late[: len(read_late) - len(sums)]
+
+    def forward(self, arguments: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
+        """The outputs, and what is kept for the backward."""
+        with torch.no_grad():
+            found = self.forward_graph(arguments)
+        there = [*arguments, *found[self.outputs :]]
+        return found[: self.outputs], [there[i] for i in self.saved]  # type: ignore[return-value]
+
+    def by_inputs(
+        self, kept: Any, gradients: Mapping[int, torch.Tensor]
+    ) -> tuple[list[torch.Tensor | None], Any]:
+        """The gradients of the inputs, and what is kept for those of the parameters.
+
+        gradients: of outputs, by their position.
+        """
+        arrived = [_laid_out(gradients[i], of) for i, of in zip(self.graded, self.layouts)]
+        values = [*kept, *arrived]
+        arrived.clear()
+        count = len(values)
+        late = {i: values[i] for i in self.late if i < count}
+        reads = self.by_inputs_graph.reads(values)
+        kept.clear()  # freed one by one, as they were read
+        values.clear()
+        with torch.no_grad():
+            found = self.by_inputs_graph.of_read(reads)
+        made = found[self.inputs :]
+        return found[: self.inputs], [late[i] if i in late else made[i - count] for i in self.late]
+
+    def by_weights(self, kept: Any, sums: Sequence[torch.Tensor]) -> None:
+        """Add the gradients of the parameters to `sums`."""
+        with torch.no_grad():
+            values = [*kept, *sums]
+            kept.clear()
+            self.by_weights_graph.of_read(values)
+
+
+class _Compiled:
+    """A graph compiled, of those of some values that it reads; its outputs may be None."""
+
+    def __init__(self, graph: fx.GraphModule, inner: str, given: Sequence[fx.Node]) -> None:
+        names = {node.name: i for i, node in enumerate(given)}
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        self.places = [names[node.name] for node in placeholders]
+        results = results_of(graph)
+        distinct = list(dict.fromkeys(node for node in results if node is not None))
+        number = {node: i for i, node in enumerate(distinct)}
+        self.numbers = [None if node is None else number[node] for node in results]
+        graph.graph.output_node().args = (tuple(distinct),)
+        graph.recompile()
+        fakes = [node.meta["val"].detach() for node in placeholders]
+        self.run: Callable[[list[Any]], Any] = lambda values: graph(*values)
+        if any(node.op == "call_function" for node in graph.graph.nodes):
+            with torch.no_grad():
+                self.run = compile_local(graph, fakes, inner, add_at_once, takes_list=True)
+
+    def reads(self, values: Sequence[Any]) -> list[Any]:
+        """Of all the values, those that it reads."""
+        return [values[i] for i in self.places]
+
+    def of_read(self, values: list[Any]) -> list[Any]:
+        """The outputs, of those values. Clears the list: they are freed after their last use."""
+        found = self.run(values)
+        return [None if i is None else found[i] for i in self.numbers]
+
+    def __call__(self, values: Sequence[Any]) -> list[Any]:
+        """The outputs, of all the values."""
+        return self.of_read(self.reads(values))
+
+
+def _laid_out(x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    return x if x.stride() == strides else x.new_empty_strided(x.shape, strides).copy_(x)
+
+
+aten = torch.ops.aten
+
+
+def add_at_once(gm: fx.GraphModule, backward: bool = True) -> None:
+    """Add to sums among the graph's inputs right after what is added is made, in place.
+
+    Only sums that nothing else reads; for both of AOTAutograd's graphs, and those without autograd.
+    """
+    graph = gm.graph
+    for write in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        total, source = write.args[:2]
+        add: Any = source.args[0] if source.target is aten._to_copy.default else source
+        if total.op != "placeholder" or add.target is not aten.add.Tensor or write.users:
+            continue
+        gradient, between = add.args[1], [add, *([source] if source is not add else [])]
+        alone = set(total.users) == {add, write} and all(len(n.users) == 1 for n in between)
+        if add.args[0] is not total or add.kwargs or not alone:
+            continue
+        with graph.inserting_after(behind(gradient)):
+            at_once = graph.call_function(aten.add_.Tensor, (total, gradient))
+        at_once.meta = {**add.meta, "val": total.meta["val"]}
+        for node in (write, *reversed(between)):
+            graph.erase_node(node)
+    gm.recompile()
+
+
+def behind(gradient: fx.Node) -> fx.Node:
+    """The node after which a gradient is read first. It is moved, where it is a view, to what it is
+    a view of."""
+    views = [gradient]
+    while is_view(views[-1]) and len(views[-1].all_input_nodes) == 1:
+        views.append(views[-1].all_input_nodes[0])
+    last = views.pop()
+    if last.op == "placeholder":
+        last = last.graph.find_nodes(op="placeholder")[-1]
+    for view in reversed(views):
+        last.append(view)
+        last = view
+    return last

@@ -1,14 +1,20 @@
-"""Inner compilers: the local graph becomes a callable."""
+"""Inner compilers: the local graph becomes a callable.
+
+`inner="tensorrt"`: the conditions under which torch-tensorrt is given a program.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import importlib
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import fx
 
 import autoshard
@@ -16,6 +22,7 @@ from autoshard import passes, runtime
 from autoshard.compiling.any_rank import for_any_rank
 from autoshard.compiling.cuda_graphs import InductorSettings
 from autoshard.compiling.inductor_order import hold_order
+from autoshard.errors import ConfigError, message
 from autoshard.runtime import compat
 from autoshard.runtime.compat import Finish, aot_eager, inductor_compile
 
@@ -72,3 +79,38 @@ def _source_digest() -> str:
         for path in sorted(folder.rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def check_serving(sizes: Mapping[str, int], device: str) -> None:
+    """Raise ConfigError unless torch-tensorrt can run the programs of a mesh.
+
+    sizes: of the mesh's axes. device: type of the model's device. Its converters of collectives
+    take all processes torchrun started as their group, whatever group a collective names, so the
+    mesh must be one axis tp of all of them. Its engines have no backward.
+    """
+    if importlib.util.find_spec("torch_tensorrt") is None:
+        raise _refusal(
+            "torch_tensorrt is not installed", "pip install 'autoshard[torch-tensorrt]'."
+        )
+    if device != "cuda":
+        raise _refusal(
+            f"the model is on {device}, and TensorRT runs on an NVIDIA GPU",
+            "Move it to the GPU, or take inner='inductor'.",
+        )
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if sizes.get("tp", 1) != world:
+        shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise _refusal(
+            f"the mesh is {shown} of {world} processes, and the collectives of torch-tensorrt "
+            "are always among all of them",
+            f"Give the mesh {{'tp': {world}}}, or export engines: autoshard.export.tensorrt.",
+        )
+    if torch.is_grad_enabled():
+        raise _refusal(
+            "it was called with gradients enabled, and TensorRT has no backward",
+            "Call the model under torch.no_grad().",
+        )
+
+
+def _refusal(what: str, remedy: str) -> ConfigError:
+    return ConfigError(message(f"options['inner'] is 'tensorrt': {what}", remedy=remedy))

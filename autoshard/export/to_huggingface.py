@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.export.destination import Destination, Progress
+from autoshard.export.destination import Destination, Progress, SafetensorsFile
 from autoshard.export.errors import export_error
 from autoshard.export.published_form import (
     CheckpointPart,
@@ -30,7 +30,6 @@ from autoshard.export.published_form import (
 )
 from autoshard.export.quantization import FILE, Inputs, Quantizer
 from autoshard.export.quantization import example as random_tokens
-from autoshard.export.safetensors_file import SafetensorsFile
 from autoshard.export.serial_graph import unwrapped
 from autoshard.export.spec import weight_dtype
 from autoshard.export.weight_source import WeightSource

@@ -1,23 +1,190 @@
-"""Measure the machine that this process runs on, and describe it in a cluster file."""
+"""Measure the machine that this process runs on, and describe it in a cluster file.
+
+Collectives by size between the ranks of a group, and the link that explains them best.
+
+The rates of one device: matrix products by dtype and size, and its memory.
+
+A product counts 2 M N K operations; the rate of a dtype is the best of its sizes, as the roofline's
+other bound, memory, accounts for the small ones. The bandwidth is that of `a + b` into a third
+tensor: two reads and a write, as most operators between products have them.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from autoshard.errors import ConfigError, message
-from autoshard.measuring.device import Product, memory_rate, product_rates
-from autoshard.measuring.links import Fit, Sample, collective_times, fitted
-from autoshard.planning.cost import Cluster, cluster_of
+from autoshard.planning.cost import COLLECTIVES, Cluster, cluster_of, ring_bytes
 from autoshard.runtime.agreement import from_first, gather, world_axis
 from autoshard.runtime.files import write_whole
 from autoshard.runtime.mesh import start_world
+
+ROUNDS = 5
+"""Timed rounds of a measurement; their median is its result."""
+
+
+def seconds_of(
+    run: Callable[[], object], device: str, budget: float, together: Callable[[int], int] = int
+) -> float:
+    """Median seconds of one `run`, over rounds that take about `budget` seconds in all.
+
+    The runs of a round are enqueued one after the other, and the device is waited for once: what
+    is measured is the rate of a program that never waits. together: makes of this rank's number of
+    runs a round one that all ranks use, because each run of a collective needs all of them.
+    """
+    run()  # what is made once: workspaces, communicators, the choice of a kernel
+    once = _timed(run, device, 1)
+    runs = together(max(1, int(budget / ROUNDS / max(once, 1e-7))))
+    return statistics.median(_timed(run, device, runs) for _ in range(ROUNDS)) / runs
+
+
+def _timed(run: Callable[[], object], device: str, runs: int) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    for _ in range(runs):
+        run()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.get_device_module(device).synchronize()
+
+
+DTYPES = {"half": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+"""The dtype that stands for each class of `planning.cost.dtype_class`. Scaled products of float8
+are another operator, with recipes of their own: float8 counts as half where it is not known."""
+
+
+class Product(NamedTuple):
+    """One measured product of [rows, inner] and [inner, columns]: operations a second."""
+
+    kind: str
+    rows: int
+    inner: int
+    columns: int
+    rate: float
+
+
+def product_rates(
+    device: str, sizes: list[tuple[int, int, int]], budget: float
+) -> Iterator[Product]:
+    """The rate of each dtype at each size (rows, inner, columns); `budget` seconds for each."""
+    for kind, dtype in DTYPES.items():
+        for rows, inner, columns in sizes:
+            left = torch.randn(rows, inner, device=device).to(dtype)
+            right = torch.randn(inner, columns, device=device).to(dtype)
+            out = torch.empty(rows, columns, device=device, dtype=dtype)
+            took = seconds_of(lambda: torch.mm(left, right, out=out), device, budget)  # noqa: B023
+            yield Product(kind, rows, inner, columns, 2 * rows * inner * columns / took)
+
+
+def memory_rate(device: str, nbytes: int, budget: float) -> float:
+    """Bytes a second, read plus written, of a sum of two tensors of `nbytes` bytes."""
+    left, right, out = (torch.ones(nbytes // 4, device=device) for _ in range(3))
+    add: Callable[[], object] = lambda: torch.add(left, right, out=out)  # noqa: E731
+    return 3 * nbytes / seconds_of(add, device, budget)
+
+
+_ITERATIONS = 30
+
+
+class Sample(NamedTuple):
+    """One measured collective: `nbytes` is its logical size (planning/cost/model.py)."""
+
+    op: str
+    nbytes: int
+    ranks: int
+    seconds: float
+
+
+class Fit(NamedTuple):
+    """A link, and how far it is from the samples: the median and the largest relative error."""
+
+    latency: float
+    bandwidth: float
+    median_error: float
+    largest_error: float
+
+
+def collective_times(
+    group: dist.ProcessGroup, sizes: Sequence[int], device: str, budget: float
+) -> Iterator[Sample]:
+    """Every collective of the cost model at logical sizes of about `sizes` bytes (each rank has at
+    least one element); all ranks of the group call it. `budget` seconds for each."""
+    n = dist.get_world_size(group)
+
+    def together(runs: int) -> int:
+        count = torch.tensor([runs], device=device)
+        dist.all_reduce(count, dist.ReduceOp.MIN, group=group)
+        return int(count)
+
+    for op in COLLECTIVES:
+        for size in sizes:
+            run, nbytes = _collective(op, max(1, size // 4 // n), n, group, device)
+            yield Sample(op, nbytes, n, seconds_of(run, device, budget, together))
+
+
+def fitted(samples: Sequence[Sample]) -> Fit:
+    """The latency and bandwidth of the alpha-beta model whose relative errors have the least sum.
+
+    Absolute errors, by iteratively reweighted least squares (P. Holland, R. Welsch, "Robust
+    regression using iteratively reweighted least-squares", Communications in Statistics 6(9),
+    1977): one collective that another process disturbed does not move the line. ValueError
+    where a sample took no time.
+    """
+    took = np.array([each.seconds for each in samples])
+    if not len(took) or not (took > 0).all():
+        raise ValueError("a collective took no time")
+    steps = np.array([ring_bytes(each.op, each.ranks, each.ranks) for each in samples])
+    sent = np.array([ring_bytes(each.op, each.nbytes, each.ranks) for each in samples])
+    # columns of like size keep the problem well conditioned
+    rows = np.stack([steps / steps.max(), sent / sent.max()], axis=1) / took[:, None]
+    weights = np.ones(len(took))
+    for _ in range(_ITERATIONS):
+        found = _least_squares(rows * weights[:, None], weights)
+        errors = np.abs(rows @ found - 1)
+        weights = 1 / np.sqrt(np.maximum(errors, 1e-4))
+    latency, slowness = found / [steps.max(), sent.max()]
+    return Fit(float(latency), float(1 / slowness), float(np.median(errors)), float(errors.max()))
+
+
+def _least_squares(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Two coefficients, the first from 0 and the second above it."""
+    found: np.ndarray = np.linalg.lstsq(rows, wanted, rcond=None)[0]
+    for negative, other in ((0, 1), (1, 0)):
+        if found[negative] < 0:
+            alone = rows[:, other]
+            found = np.zeros(2)
+            found[other] = (alone @ wanted) / (alone @ alone)
+    return np.maximum(found, [0, 1e-9 * found.max()])
+
+
+def _collective(
+    op: str, shard: int, n: int, group: dist.ProcessGroup, device: str
+) -> tuple[Callable[[], object], int]:
+    """A run of a collective whose shards have `shard` float32 elements, and its logical size."""
+    part = torch.zeros(shard, device=device)
+    whole = torch.zeros(shard * n, device=device)
+    other = torch.zeros(shard * n, device=device)
+    runs: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+    }
+    return runs[op], 4 * shard * n
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from autoshard.planning.context_parallel import attention_form, contiguous_share
-from autoshard.planning.decisions import Decisions, Recomputation, serial_name, value_text
+from autoshard.planning.decisions import (
+    Decisions,
+    Outer,
+    Recomputation,
+    on_rank,
+    serial_name,
+    value_text,
+)
 from autoshard.planning.mixtures import (
     ROWS,
     WAYS,
@@ -24,7 +31,6 @@ from autoshard.planning.operators import (
     target_name,
     unflattened,
 )
-from autoshard.planning.outer import Outer, on_rank
 from autoshard.planning.plan import GraphPlan, PipelinePlan, Plan, strategy_text
 from autoshard.planning.prices import Prices
 from autoshard.planning.search import (

@@ -19,6 +19,7 @@ from torch import fx
 
 from autoshard.planning import cost
 from autoshard.planning.cost import collective_seconds
+from autoshard.planning.decisions import Origin
 from autoshard.planning.estimate import DataAxes, Training, data_collectives
 from autoshard.planning.mixtures import (
     ROWS,
@@ -29,7 +30,6 @@ from autoshard.planning.mixtures import (
     is_mixture,
     way_of,
 )
-from autoshard.planning.outer import Origin
 from autoshard.planning.prices import AxisPrices
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.values import differentiable, leaves_none_empty, output_state

@@ -28,11 +28,11 @@ from autoshard.planning.context_parallel import (
     with_heads_as_one,
 )
 from autoshard.planning.cost import OperatorWork
+from autoshard.planning.decisions import Origin
 from autoshard.planning.expert_axis import ExpertAxis, StackTables
 from autoshard.planning.fusion import Kernels
 from autoshard.planning.mixtures import inner_bytes
 from autoshard.planning.operators import cached, is_handed_on
-from autoshard.planning.outer import Origin
 from autoshard.planning.prices import AxisPrices
 from autoshard.planning.solver import FactorGraph, Solution
 from autoshard.planning.strategy import Strategy, operands, value

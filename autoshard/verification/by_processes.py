@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import ConfigError, message
-from autoshard.program_registry import programs
+from autoshard.program import programs
 from autoshard.runtime.collectives import placement_words
 from autoshard.runtime.mesh import data_coordinate, init_mesh, offline_mesh
 from autoshard.runtime.parameters import stored_states

@@ -45,7 +45,7 @@ from autoshard.runtime.collectives import (
 from autoshard.runtime.graph_meta import N_OUTPUTS, WITHHELD
 from autoshard.runtime.mesh import Mesh, data_coordinate
 from autoshard.runtime.parameters import local_part, owned
-from autoshard.verification.distance import difference, finite, furthest, largest, norm
+from autoshard.verification.comparison import difference, finite, furthest, largest, norm
 
 _SEED = torch.ops.autoshard.random_seed.default
 

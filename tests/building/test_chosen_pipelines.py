@@ -14,7 +14,7 @@ import autoshard
 from autoshard.planning import PipelinePlan, Plan
 from autoshard.runtime.collectives import ONCE, TWICE, WHOLE
 from autoshard.runtime.errors import PlanError
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from joined_batch import Sizes
 from pipelined import batch, made, moved
 from side_by_side import TOLERANCE

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from joined_batch import Sizes, part
 from models import CASES
 from pipelined import batch, clipped_step, differing, evaluated, made, moved, optimizers_of, read

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from joined_batch import Sizes
 from side_by_side import difference, whole
 from token_net import batch

@@ -12,7 +12,7 @@ from torch import nn
 from autoshard.building.pipeline import stages as stages_module
 from autoshard.building.pipeline.traced import TracedPipeline
 from autoshard.errors import CaptureError, ConfigError, PlanError
-from autoshard.verification.distance import finite, norm
+from autoshard.verification.comparison import finite, norm
 from live_storages import LiveStorages
 from model_case import BATCH, HIDDEN, SEQ
 from models import CASES

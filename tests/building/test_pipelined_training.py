@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import autoshard
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from gloo_pool import GlooPool
 from models import CASES
 from pipelined import batch, clipped_step, differing, evaluated, made, moved, optimizers_of, read

@@ -12,7 +12,7 @@ import torch
 
 import engine_cases as cases
 from autoshard import backend
-from autoshard.compiling import serving
+from autoshard.compiling import inner
 from autoshard.errors import ConfigError
 
 
@@ -61,7 +61,7 @@ def serve(mesh: dict[str, int]) -> dict[str, Any]:
         return {"error": cases.error([found], [wanted]), "made": collectives, "own": unknown}
 
 
-check = serving.check_serving
+check = inner.check_serving
 
 
 def test_torch_tensorrt_is_handed_the_ranks_graph_with_its_collectives(gloo2: Any) -> None:

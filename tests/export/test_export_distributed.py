@@ -160,7 +160,7 @@ def test_references_from_a_job_of_two(gloo2: GlooPool, tmp_path: Path) -> None:
 
 
 def fails_on_one_rank(folder: str) -> str:
-    from autoshard.export.safetensors_file import SafetensorsFile
+    from autoshard.export.destination import SafetensorsFile
 
     rank = int(os.environ["RANK"])
     model = sharded("llama", rank)

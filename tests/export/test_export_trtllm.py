@@ -204,7 +204,7 @@ def test_impossible_requests_leave_nothing(
 def test_failure_while_writing_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from autoshard.export.safetensors_file import SafetensorsFile
+    from autoshard.export.destination import SafetensorsFile
 
     def full(*_: Any) -> None:
         raise OSError("no space left")

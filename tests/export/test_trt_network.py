@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import engine_cases as cases
 from autoshard.export import ExportError
 from autoshard.export.to_tensorrt import generate
 from autoshard.export.to_tensorrt.build import Network, build, check_capabilities, make_network
-from autoshard.export.to_tensorrt.converters import attention as attention_converter
+from autoshard.export.to_tensorrt.converters import products
 from autoshard.export.to_tensorrt.engine import checked_network
 from autoshard.export.to_tensorrt.interpreter import Spy, check_collectives
 from network_runs import interpret
@@ -171,8 +170,12 @@ def test_a_planted_fault_is_noticed(
     fault: str, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if fault == "scale":
-        without: Callable[..., Any] = lambda low, query, scale, operation: query  # noqa: E731
-        monkeypatch.setattr(attention_converter, "elementwise", without)
+        plain = products.elementwise
+
+        def without(low: Any, query: Any, other: Any, operation: str) -> Any:
+            return query if operation == "PROD" else plain(low, query, other, operation)
+
+        monkeypatch.setattr(products, "elementwise", without)
     ranks = planted(fault)
     if said is None:
         check_collectives(ranks[0][1], cases.rank("llama", 2, 0)[0])

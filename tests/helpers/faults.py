@@ -16,7 +16,7 @@ from torch import nn
 from autoshard.passes import data_parallel, localize
 from autoshard.planning import rules
 from autoshard.planning.rules import reductions, registry
-from autoshard.planning.rules.random import SEED
+from autoshard.planning.rules.layers import SEED
 from autoshard.planning.strategy import Strategy
 from autoshard.runtime import randomness
 from autoshard.runtime.collectives import redistribution as collectives

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import gpu_report
 import run_all
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from side_by_side import difference_by_norm
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

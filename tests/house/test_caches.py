@@ -28,10 +28,10 @@ CACHES = {
     "runtime/mesh.py home_mesh": "the DeviceMesh and the rank",
     "runtime/pipeline/channel.py _other_group": "the group's name, all groups and a number",
     # of an object, for as long as it lives
-    "autoshard/building/compared.py _trained": "the parameter",
+    "autoshard/building/all_ranks.py _trained": "the parameter",
     "autoshard/building/fitting.py _remembered": "stored parameter, options, operators",
     "autoshard/capture/guards.py _split_sizes": "code, source and dim: more guards, never less",
-    "autoshard/program_registry.py _handles": "a number that is never given again",
+    "autoshard/program.py _handles": "a number that is never given again",
     "runtime/compat/compiled_modules.py compiled": "the method of one compiled module",
     "runtime/parameters/optimizers.py _given": "the module",
     "runtime/parameters/buffers.py _given": "the module",

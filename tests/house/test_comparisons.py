@@ -1,6 +1,6 @@
 """No comparison loses a NaN: `max` and `>` pass over one that does not come first.
 
-Errors are gathered by `furthest` (autoshard/verification/distance.py), or each is compared by `<`
+Errors are gathered by `furthest` (autoshard/verification/comparison.py), or each is compared by `<`
 in an assert, which a NaN fails.
 """
 

@@ -20,13 +20,13 @@ TREE = Tree(ROOT)
 #: The rooms of autoshard (its files and folders) from the ground up: a room imports lower floors.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("runtime",),
-    ("errors", "hf_configuration", "hf_weights", "planning"),
+    ("errors", "hf_configuration", "planning"),
     ("capture", "config", "model_source", "passes", "rng"),
     ("compiling",),
     ("memory", "parameters"),
     ("explain",),
     ("program",),
-    ("building", "program_registry"),
+    ("building",),
     ("export", "measuring", "mesh_search", "tracing", "verification"),
     ("backend", "cli", "sharding"),
 )

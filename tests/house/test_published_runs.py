@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import published_runs
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from published_runs import BODY, HEADER, RUNS, Run, cells, machine_of, predicted, priced
 
 PAGE = (Path(__file__).parents[2] / "docs" / "published_runs.md").read_text()

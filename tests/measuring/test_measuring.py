@@ -12,7 +12,7 @@ import pytest
 
 from autoshard.cli import main
 from autoshard.measuring import machine
-from autoshard.measuring.links import Sample, fitted
+from autoshard.measuring.machine import Sample, fitted
 from autoshard.planning.cost import COLLECTIVES, Link, cluster, collective_seconds
 from gloo_pool import GlooPool
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.collectives import CHOICES, ONCE, TWICE, WHOLE
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from joined_batch import Sizes, part, train
 from models import CASES
 from side_by_side import difference, whole

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import autoshard
 from autoshard.parameters.storage import parameters_of_repeats
 from autoshard.runtime.collectives.states import I, S
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from side_by_side import difference
 
 VOCAB, WIDTH, LAYERS = 48, 32, 5

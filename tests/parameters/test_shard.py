@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from models import CASES
 from side_by_side import Pair, check, difference
 

@@ -23,7 +23,7 @@ from autoshard.runtime.graph_meta import CHUNKED
 from autoshard.runtime.operators import CHUNKED_LOSS, as_text, chunked_cross_entropy, chunked_loss
 from autoshard.runtime.operators.chunked_loss import rows_a_chunk
 from autoshard.runtime.operators.vocabulary import MEAN, SUM
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from autoshard.verification.program_check import verify_program
 from model_case import HIDDEN
 from models_hf import DECODER, hf, llama

@@ -17,13 +17,13 @@ from autoshard.passes.data_parallel import DataParallel
 from autoshard.passes.global_token_mean import GlobalTokenMean
 from autoshard.passes.localize import Localize
 from autoshard.passes.pipeline import rank_program
-from autoshard.planning.outer import on_rank
+from autoshard.planning.decisions import on_rank
 from autoshard.planning.plan import GraphPlan
 from autoshard.program import Program
 from autoshard.runtime.collectives.axis import Axis, data_axes, gathering_axes
 from autoshard.runtime.collectives.lockstep import run_mesh
 from autoshard.runtime.parameters.layout import local_part
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from side_by_side import difference
 from traced import builder
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import autoshard
 from autoshard.passes.base import Context
 from autoshard.passes.invariant_random import InvariantRandom
-from autoshard.planning.rules.random import SEED
+from autoshard.planning.rules.layers import SEED
 from autoshard.program import Program
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.lockstep import run_ranks

@@ -23,8 +23,8 @@ from autoshard.passes.localize import Localize
 from autoshard.passes.pipeline import rank_program
 from autoshard.planning.context_parallel import BALANCED, attention_form
 from autoshard.planning.cost.model import ring_bytes
+from autoshard.planning.decisions import on_rank
 from autoshard.planning.operators import ATTENTION, packet
-from autoshard.planning.outer import on_rank
 from autoshard.planning.plan import GraphPlan, Plan
 from autoshard.program import Program
 from autoshard.runtime.collectives.axis import Axis

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from gloo_pool import GlooPool
 from side_by_side import difference
 

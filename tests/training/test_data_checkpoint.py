@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from joined_batch import Sizes, part
 from models import CASES
 from side_by_side import difference, whole

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from joined_batch import MATRIX, Sizes, part, serial_backward
 from models import CASES
 from side_by_side import difference

@@ -10,7 +10,7 @@ import torch
 
 import autoshard
 from autoshard import backend
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from models import CASES
 from side_by_side import difference
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from models import CASES
 from models_plain import MLP, Regression, vectors
 from side_by_side import Pair, check, difference, whole

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoshard
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from models_plain import MLP
 from side_by_side import Pair, check, difference
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from joined_batch import Sizes
 from side_by_side import difference, whole
 from token_net import Net, batch

@@ -24,8 +24,7 @@ from autoshard.export.errors import ExportError
 from autoshard.export.rank_graph.cache import comparison as cached
 from autoshard.program import Program
 from autoshard.verification import program_check
-from autoshard.verification.comparison import compare, expectations
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import compare, expectations, furthest
 from autoshard.verification.program_check import verify_program
 from autoshard.verification.proof import Proof, worst
 from scenarios.job import differences

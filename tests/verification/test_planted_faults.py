@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import autoshard
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from autoshard.verification.proof import Proof
 from faults import FAULTS, Fault, averaging, dropping, model
 

@@ -17,8 +17,12 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.building.local_passes import warn_of_no_mean
-from autoshard.building.pipeline.batch_split import BatchSplit, split_batch
-from autoshard.building.pipeline.losses import sum_over_tokens, without_broadcasts
+from autoshard.building.pipeline.batch_split import (
+    BatchSplit,
+    split_batch,
+    sum_over_tokens,
+    without_broadcasts,
+)
 from autoshard.errors import CaptureError, message
 from autoshard.passes import Localize, rank_program
 from autoshard.planning import Decisions, Strategy, is_loss, operands, tensor_bytes, value

@@ -3,6 +3,12 @@ engines."""
 
 from __future__ import annotations
 
-from autoshard.export.quantization.accuracy import FILE, Inputs, example
 from autoshard.export.quantization.layouts import LAYOUTS, BlockScaled, block_scaled
-from autoshard.export.quantization.quantizer import Quantizer, measured, quantized_parameters
+from autoshard.export.quantization.quantizer import (
+    FILE,
+    Inputs,
+    Quantizer,
+    example,
+    measured,
+    quantized_parameters,
+)

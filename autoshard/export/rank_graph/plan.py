@@ -1,4 +1,10 @@
-"""A model captured and planned once for all ranks, from which each rank's graph is made."""
+"""A model captured and planned once for all ranks, from which each rank's graph is made.
+
+The passes over a rank's graph for export: their order in one literal tuple, and their runner.
+
+They follow `localize` of the passes that training has, whose contract is theirs: each is a frozen
+dataclass, keeps the graph in place, computes the values of the nodes it makes, and reports.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.building import build_program, comparison, digest_of
 from autoshard.capture import intercept
-from autoshard.compiling import settings
+from autoshard.compiling import DebugWatch, settings
 from autoshard.config import Config
 from autoshard.export.errors import ExportError, export_error
 from autoshard.export.published_form import published_parts, state_tensors
@@ -31,14 +37,28 @@ from autoshard.export.rank_graph.core_operators import ReduceToCore
 from autoshard.export.rank_graph.encoder import ENCODED, TOKENS, SplitEncoder
 from autoshard.export.rank_graph.evaluation import symbol_of
 from autoshard.export.rank_graph.graph import RankGraph, inputs_of, read_rank_graph
-from autoshard.export.rank_graph.pipeline import ExportWatch, rewrite
-from autoshard.export.rank_graph.placeholders import InputOrigin, NamePlaceholders, read_origins
-from autoshard.export.rank_graph.tidy import DropUnread, Tidy
+from autoshard.export.rank_graph.tidy import (
+    DropUnread,
+    InputOrigin,
+    NamePlaceholders,
+    Tidy,
+    read_origins,
+)
 from autoshard.export.rank_graph.traced_model import shadow, traced_call
 from autoshard.export.rank_graph.weights import QuantizeWeights
 from autoshard.export.serial_graph import parameter_names, scan_of, unwrapped
 from autoshard.export.spec import EngineSpec
-from autoshard.passes import Localize, Pass, rank_program
+from autoshard.passes import (
+    SILENT,
+    Context,
+    Localize,
+    Pass,
+    Report,
+    Stage,
+    Watch,
+    rank_program,
+    run_stage,
+)
 from autoshard.planning import value
 from autoshard.planning.cost import cluster
 from autoshard.program import Program
@@ -47,6 +67,47 @@ from autoshard.runtime.agreement import agree
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.graph_meta import ENCODER, MUTATED
 from autoshard.runtime.mesh import offline_mesh
+
+PIPELINE = (
+    # one rank's local graph, as `localize` left it
+    Stage("core", (ReduceToCore, NamePlaceholders, Tidy)),
+    # that of an encoder-decoder, where its decoder gets a cache
+    Stage("encoder", (SplitEncoder,)),
+    # every graph, an encoder's of its own too
+    Stage("attention", (FuseWritten, PlainAttention)),
+    # a graph of whole sequences
+    Stage("whole", (WriteMasks,)),
+    # one with a key-value cache instead
+    Stage("cache", (WithCache, KeepLastTokens)),
+    # every graph
+    Stage("layers", (RunCheaperRows, ExpandAttention, DropUnread)),
+    # every graph, where weights are quantized; also what a cache is compared with
+    Stage("weights", (QuantizeWeights,)),
+)
+
+
+class ExportWatch(DebugWatch):
+    """Dumps and logs the passes of an export as those of a program; none is left out."""
+
+    def runs(self, name: str) -> bool:
+        """Always: what AUTOSHARD_DISABLE and AUTOSHARD_STOP_AFTER name are passes of a program."""
+        return True
+
+
+def rewrite(
+    gm: fx.GraphModule,
+    passes: Sequence[Pass],
+    axis: Axis,
+    watch: Watch = SILENT,
+    phase: str = "",
+) -> list[Report]:
+    """Run passes over a rank's graph, in place and in the order of PIPELINE."""
+    reports = []
+    for stage in PIPELINE:
+        mine = [one for one in passes if type(one) in stage.passes]
+        if mine:
+            reports += run_stage(stage.name, mine, gm, Context(axis), watch, phase, PIPELINE)
+    return reports
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,8 @@ import torch
 from torch import nn
 
 from autoshard.export.decoder import read_decoder
-from autoshard.export.destination import Destination, Progress
+from autoshard.export.destination import Destination, Progress, SafetensorsFile
 from autoshard.export.errors import ExportError, export_error, on_every_rank
-from autoshard.export.safetensors_file import SafetensorsFile
 from autoshard.export.serial_graph import ModelGraph, model_graph, unwrapped
 from autoshard.export.spec import Example, axis_sizes, weight_dtype
 from autoshard.export.to_trtllm.config import checkpoint_config

@@ -7,8 +7,8 @@ from torch import fx
 
 from autoshard.planning.rules.call import OpCall, Rule, differentiable
 from autoshard.planning.rules.language import TextRule, elementwise
+from autoshard.planning.rules.layers import SEEDS
 from autoshard.planning.rules.outer_axis import beside
-from autoshard.planning.rules.random import SEEDS
 from autoshard.planning.rules.table import RULES
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.runtime.collectives import I, R

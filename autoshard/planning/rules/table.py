@@ -10,7 +10,6 @@ from autoshard.planning.rules import (
     indexing,
     layers,
     products,
-    random,
     reductions,
     views,
 )
@@ -291,5 +290,5 @@ RULES: dict[str, RuleEntry] = {
     **INDEXING,
     **LAYERS,
     **LOSSES,
-    **random.RULES,
+    **layers.RANDOM_RULES,
 }

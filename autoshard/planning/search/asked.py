@@ -25,7 +25,7 @@ from torch import fx
 
 from autoshard.planning.chunked_loss import Chunking
 from autoshard.planning.cost import Fusing, Machine, default_bucket_bytes, reference_bytes
-from autoshard.planning.decisions import Decisions
+from autoshard.planning.decisions import Decisions, Origin, Outer
 from autoshard.planning.estimate import (
     DataAxes,
     Layout,
@@ -45,7 +45,6 @@ from autoshard.planning.operators import (
     packet,
     target_name,
 )
-from autoshard.planning.outer import Origin, Outer
 from autoshard.planning.plan import Plan, without_ep
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Builder

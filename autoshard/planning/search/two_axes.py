@@ -18,9 +18,8 @@ from torch import fx
 
 from autoshard.planning.context_parallel import BALANCED, HeadTail, unequal
 from autoshard.planning.cost import Machine
-from autoshard.planning.decisions import Decisions
+from autoshard.planning.decisions import Decisions, Origin
 from autoshard.planning.expert_axis import STACKS
-from autoshard.planning.outer import Origin
 from autoshard.planning.prices import Prices
 from autoshard.planning.problem import Builder, Problem
 from autoshard.planning.search.asked import Request, builder_of, fingerprint, may_be_sharded

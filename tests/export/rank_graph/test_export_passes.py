@@ -18,8 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoshard.export import EngineSpec
 from autoshard.export.rank_graph.attention_forms import FuseWritten
-from autoshard.export.rank_graph.pipeline import PIPELINE, rewrite
-from autoshard.export.rank_graph.plan import plan_inference
+from autoshard.export.rank_graph.plan import PIPELINE, plan_inference, rewrite
 from autoshard.export.rank_graph.traced_model import all_experts
 from autoshard.passes import pipeline
 from autoshard.runtime.collectives import Axis

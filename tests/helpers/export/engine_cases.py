@@ -14,7 +14,7 @@ from autoshard.export.rank_graph.plan import InferencePlan, plan_inference
 from autoshard.export.rank_graph.weights import read_weights
 from autoshard.export.spec import EngineSpec
 from autoshard.export.weight_source import WeightSource
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from side_by_side import difference_by_norm
 
 SIZES: dict[str, Any] = {

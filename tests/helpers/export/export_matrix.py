@@ -49,7 +49,7 @@ from autoshard.export.to_tensorrt.build import build
 from autoshard.export.to_tensorrt.engine import builder_module, checked_network
 from autoshard.export.to_tensorrt.interpreter import LoneInterpreter
 from autoshard.export.weight_source import WeightSource
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from families import FAMILIES, VOCABULARY, Family
 from network_runs import interpret
 from onnx_evaluator import evaluate

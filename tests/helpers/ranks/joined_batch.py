@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.verification.distance import finite, furthest, norm
+from autoshard.verification.comparison import finite, furthest, norm
 from model_case import Batch, Case
 from models import CASES
 from side_by_side import difference, difference_by_norm

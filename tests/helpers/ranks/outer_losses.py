@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from joined_batch import Sizes, part
 from model_case import HEADS, HIDDEN, LAYERS, SEQ, Batch, floats, ids
 from models import CASES

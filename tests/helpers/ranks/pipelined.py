@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.planning import Plan
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from model_case import SEQ, Batch, Case
 from models import CASES
 from side_by_side import Pair, difference, whole

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.verification import distance
-from autoshard.verification.distance import finite, furthest, largest, norm
+from autoshard.verification import comparison
+from autoshard.verification.comparison import finite, furthest, largest, norm
 
 TOLERANCE = 1e-5
 
@@ -27,13 +27,13 @@ def difference(got: torch.Tensor, want: torch.Tensor, floor: float = 0.0) -> flo
     """The largest difference relative to the largest entry wanted, or to a floor that is more;
     infinite where shapes or dtypes differ, or which elements are no numbers."""
     scale = max(largest(finite(want)), floor) or 1.0
-    return largest(distance.difference(whole(got), want)) / scale
+    return largest(comparison.difference(whole(got), want)) / scale
 
 
 def difference_by_norm(got: torch.Tensor, want: torch.Tensor, floor: float = 0.0) -> float:
     """The norm of the difference relative to that of what is wanted, or to a floor that is more."""
     scale = max(norm(finite(want)), floor) or 1.0
-    return norm(distance.difference(whole(got), want)) / scale
+    return norm(comparison.difference(whole(got), want)) / scale
 
 
 class Pair:

@@ -15,7 +15,7 @@ from autoshard.program import Program
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.lockstep import run_ranks
 from autoshard.runtime.collectives.states import I, forward_value, gradient_value
-from autoshard.verification.distance import difference, finite, norm
+from autoshard.verification.comparison import difference, finite, norm
 from autoshard.verification.program_check import join, split
 
 

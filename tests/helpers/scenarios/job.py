@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from autoshard.errors import AutoshardError
 from autoshard.runtime.lazy_gather import LazyGather
-from autoshard.verification.distance import difference, finite, largest
+from autoshard.verification.comparison import difference, finite, largest
 
 Sizes = dict[str, int]
 

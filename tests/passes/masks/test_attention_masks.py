@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from model_case import SEQ, ids
 from models_hf import llama
 from side_by_side import Pair, check, difference

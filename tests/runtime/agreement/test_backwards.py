@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 
 Batch = tuple[torch.Tensor, torch.Tensor | None]
 

@@ -16,7 +16,7 @@ import autoshard
 from autoshard.errors import AutoshardError
 from autoshard.program import Program
 from autoshard.runtime.parameters.record import pending_of
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from joined_batch import Sizes, check, part, train
 from models import CASES
 from side_by_side import difference, whole

@@ -17,7 +17,7 @@ from autoshard.errors import ConfigError
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.lockstep import run_ranks
 from autoshard.runtime.collectives.redistribution import reduce_wide
-from autoshard.verification.distance import furthest
+from autoshard.verification.comparison import furthest
 from joined_batch import Sizes, part
 from side_by_side import difference, whole
 from token_net import Net, batch

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from autoshard.export.to_tensorrt.converters import (  # imported to register
-    attention,
-    collectives,
-    lookups,
     pointwise,
     products,
     reductions,
