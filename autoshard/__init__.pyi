@@ -1,5 +1,6 @@
 from autoshard import export as export
 from autoshard import rng as rng
+from autoshard import weights as weights
 from autoshard.compiling import render as render
 from autoshard.config import Config as Config
 from autoshard.config import Precision as Precision

@@ -43,6 +43,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "small_sums": (*TWO, str(HERE / "small_sums.py")),
     "read_outputs": (*TWO, str(HERE / "read_outputs.py")),
     "fused": (*TWO, str(HERE / "fused.py")),
+    "weights": (*TWO[:-1], "--nproc-per-node=4", str(HERE / "weights.py")),
 }
 
 

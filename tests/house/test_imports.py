@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("program",),
     ("building",),
     ("export", "measuring", "mesh_search", "tracing", "verification"),
-    ("backend", "cli", "sharding"),
+    ("backend", "cli", "sharding", "weights"),
 )
 
 #: Folder -> third parties its files may import; what is not named has its parent's. functorch is

@@ -1,0 +1,13 @@
+"""Live weights, from the processes that train to those that generate, without a disk.
+
+    autoshard.weights.send(model, version=step)      on the ranks that train
+    autoshard.weights.receive(model)                 on the ranks that generate
+
+Every process of a link takes part in each update, by one of these functions. Who sends what to whom
+follows from what each of them holds (`moves.py`); an update is done by all or by none.
+"""
+
+from __future__ import annotations
+
+from autoshard.weights.link import WeightLink, meet
+from autoshard.weights.update import receive, send, transfer

@@ -1,0 +1,220 @@
+"""Processes that hand weights on to each other: connections of their own, and one decision for all
+whether an update happens.
+
+The connections are none of those that training or generating uses: where a process dies, the others
+go on with theirs. An update is decided once, in the store: who has seen that all has arrived
+everywhere says "commit", who has seen anything else says why not, and what is said first is the
+decision of all. So nobody swaps where somebody else does not; but for the process that holds the
+store: where it dies while the others read the decision, they may have read different things.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from autoshard.errors import AutoshardError, message
+from autoshard.runtime import compat
+
+T = TypeVar("T")
+
+_COMMIT = "commit"
+_LOOK = 0.1  # seconds between looks at the decision
+
+
+class Refused(AutoshardError):
+    """An update that all processes know not to be possible, before anything has travelled."""
+
+
+class WeightLink:
+    """The processes between which weights travel, as one of them sees them.
+
+    store: what they meet at: any store of torch.distributed that all of them reach. rank, size:
+    this process among them. name: of this link, where several use one store. timeout: seconds to
+    wait for others, at the meeting and in an update.
+
+    Collective over the processes. After a failed update in which something had travelled the link
+    is closed, and its next update an error: the processes that are left make another one.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, size: int, *, name: str = "weights", timeout: float = 600.0
+    ) -> None:
+        self.rank, self.size, self.name = rank, size, name
+        self.closed = ""
+        self.plans: dict[str, Any] = {}  # of the last layouts: an update a step has the same
+        self._updates = 0
+        limit = timedelta(seconds=timeout)
+        self._store = dist.PrefixStore(f"autoshard/{name}", store)
+        try:
+            self._group: Any = dist.ProcessGroupGloo(self._store, rank, size, limit)
+        except RuntimeError as error:
+            raise AutoshardError(
+                message(
+                    f"rank {rank} of {size} has not met the others of {name!r}: {error}",
+                    remedy="Start all of them, with the same address, size and name.",
+                )
+            ) from error
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values that all processes gave, anything that JSON holds, in their order."""
+        octets = zlib.compress(json.dumps(value).encode(), 1)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._group.allgather([sizes], [torch.tensor([len(octets)])]).wait()
+        padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+        padded[: len(octets)] = torch.frombuffer(bytearray(octets), dtype=torch.uint8)
+        told = [torch.empty_like(padded) for _ in range(self.size)]
+        self._group.allgather([told], [padded]).wait()
+        each = zip(told, sizes, strict=True)
+        return [json.loads(zlib.decompress(bytes(one[: int(n)].numpy()))) for one, n in each]
+
+    def agree(self, errors: Sequence[str | None]) -> None:
+        """Raise on every process where one gave an error. Nothing has travelled: the link stays."""
+        for rank, error in enumerate(errors):
+            if error is not None:
+                raise Refused(error if rank == self.rank else f"rank {rank}: {error}")
+
+    def send(self, data: torch.Tensor, to: int) -> Any:
+        """Start to send bytes; `wait()` of what is returned ends it."""
+        return self._group.send([data], to, 0)
+
+    def receive(self, data: torch.Tensor, sender: int) -> Any:
+        """Start to receive bytes; see `send`."""
+        return self._group.recv([data], sender, 0)
+
+    def begin(self) -> None:
+        """The beginning of an update."""
+        if self.closed:
+            raise AutoshardError(
+                message(
+                    f"the link {self.name!r} is closed since an update failed: {self.closed}",
+                    remedy="Have the processes that are left make another link.",
+                )
+            )
+        self._updates += 1
+
+    def decide(self, why_not: str | None = None) -> None:
+        """Return where the update is done, raise where it is not: the same on all processes.
+
+        why_not: what this process says, where nobody has decided yet.
+        """
+        said = _COMMIT if why_not is None else f"rank {self.rank}: {why_not}"
+        try:
+            decided = self._store.compare_set(f"decision/{self._updates}", "", said).decode()
+        except RuntimeError as error:
+            decided = f"the store with the decision is lost: {error}"
+        if decided == _COMMIT:
+            return
+        self.closed = decided
+        raise AutoshardError(
+            message(
+                f"update {self._updates} of {self.name!r} did not happen, and the weights of "
+                f"before are whole: {self.closed}",
+                remedy="See the output of that process. Those that are left make another link.",
+            )
+        )
+
+    @property
+    def aborted(self) -> bool:
+        """Whether a process has said that the update does not happen, or nobody can say."""
+        key = f"decision/{self._updates}"
+        try:
+            return self._store.check([key]) and self._store.get(key).decode() != _COMMIT
+        except RuntimeError:
+            return True
+
+
+class Together(Generic[T]):
+    """Work that all processes of a link do together, in a thread of each: done by all or by none.
+
+    The thread may be left waiting for a process that is lost; it changes nothing any more.
+    """
+
+    def __init__(self, link: WeightLink, work: Callable[[], T]) -> None:
+        self._link, self._work = link, work
+        self._found: list[T] = []
+        self._error: BaseException | None = None
+        link.begin()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` returns, or raises, at once."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> T:
+        """What the work returned here. Raises on all processes where one raised or is lost."""
+        try:
+            while not self.done:
+                self._thread.join(_LOOK)
+                if not self.done and self._link.aborted:
+                    self._link.decide("it is aborted")
+        except AutoshardError:
+            raise
+        except BaseException as error:  # the user's, who stops this process
+            self._link.decide(f"{type(error).__name__}: {error}")
+            raise
+        if self._error is not None:
+            raise self._error
+        return self._found[0]
+
+    def _run(self) -> None:
+        try:
+            self._found.append(self._work())
+            self._link.gather("all has arrived")
+        except Refused as error:
+            self._error = error
+        except BaseException as error:
+            self._end(f"{type(error).__name__}: {error}", error)
+        else:
+            self._end(None, None)
+
+    def _end(self, why_not: str | None, cause: BaseException | None) -> None:
+        try:
+            self._link.decide(why_not)
+        except AutoshardError as error:
+            error.__cause__ = cause
+            self._error = error
+
+
+def meet(
+    address: str, rank: int, size: int, *, name: str = "weights", timeout: float = 600.0
+) -> WeightLink:
+    """A link of processes of several worlds: `size` of them, numbered from 0, meet at an address,
+    "host:port", at which rank 0 listens."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise AutoshardError(
+            message(f"{address!r} is no address", remedy='Give "host:port", such as "node3:29400".')
+        )
+    limit = timedelta(seconds=timeout)
+    store = dist.TCPStore(
+        host, int(port), is_master=rank == 0, timeout=limit, wait_for_workers=False
+    )
+    return WeightLink(store, rank, size, name=name, timeout=timeout)
+
+
+@compat.once_a_world
+def _links() -> list[WeightLink]:
+    return []
+
+
+def world_link() -> WeightLink:
+    """The link of all processes of the running world, made at its first update. Collective."""
+    if not dist.is_initialized():
+        return WeightLink(dist.HashStore(), 0, 1)
+    made = _links()
+    if not made or made[-1].closed:
+        world = dist.group.WORLD
+        assert world is not None
+        rank, size = dist.get_rank(), dist.get_world_size()
+        made.append(WeightLink(world.get_group_store(), rank, size, name=f"world {len(made)}"))
+    return made[-1]
