@@ -132,7 +132,10 @@ def compared(
 
 
 class MaskedLlama(Llama):
-    """A Llama whose attention reads a dense mask, made in its forward: ids to the loss."""
+    """A Llama whose attention reads a dense mask, made in its forward: ids to the loss.
+
+    positions, visible: [batch, length], as Hugging Face's position_ids and attention_mask.
+    """
 
     def __init__(self, shape: Shape, window: int | None) -> None:
         super().__init__(shape)
@@ -140,7 +143,13 @@ class MaskedLlama(Llama):
         for block in self.blocks:
             block.attention = _ByMask(shape)
 
-    def forward(self, ids: T, documents: T | None = None, visible: T | None = None) -> T:
+    def forward(self, ids: T, positions: T | None = None, visible: T | None = None) -> T:
+        documents = None
+        if positions is not None:
+            jumps = positions.diff(prepend=positions[:, :1] - 1) != 1
+            documents = jumps.cumsum(-1)[:, None, None]
+        if visible is not None:
+            visible = visible[:, None, None]
         mask = dense_mask(documents, visible, self.window, ids.shape[1], str(ids.device))
         x = self.embedding(ids)
         for block in self.blocks:
@@ -160,7 +169,10 @@ def steps(length: int, device: str, dtype: torch.dtype) -> dict[str, dict[str, A
     sizes = (32_000, 1024, 2816, 4, 16) if device == "cuda" else (512, 256, 704, 2, 4)
     shape = Shape(*sizes, length)
     rows = {}
-    for name, (documents, visible, window) in cases(length, device).items():
+    place = torch.arange(length, device=device)[None]
+    for name, (documents, padded, window) in cases(length, device).items():
+        positions = None if documents is None else place % DOCUMENT
+        visible = None if padded is None else padded[0, 0]
         torch.compiler.reset()
         torch.manual_seed(0)
         with torch.device(device):
@@ -170,7 +182,7 @@ def steps(length: int, device: str, dtype: torch.dtype) -> dict[str, dict[str, A
         for way, options in WAYS.items():
             own = copy.deepcopy(first)
             whole = compiled(own, options)
-            calls[way] = functools.partial(whole, documents=documents, visible=visible), own
+            calls[way] = functools.partial(whole, positions=positions, visible=visible), own
         times: dict[str, list[float]] = {way: [] for way in WAYS}
         for _ in range(WARM + 5):
             for way, call in calls.items():

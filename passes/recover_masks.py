@@ -30,7 +30,8 @@ What is known of the values of inputs (`facts`) counts too; `meta[FACTS]` says w
 graph then depends on.
 
 Not done: any other mask stays as it is, and so does one of ranges with dropout, or with what torch
-has no kernel of many lengths for on a GPU; why is in `meta[ATTENTION_MASKS]`, for `explain`.
+has no kernel of many lengths for on a GPU, or of padding alone in sequences shorter than
+`PADDING_FROM`; why is in `meta[ATTENTION_MASKS]`, for `explain`.
 """
 
 from __future__ import annotations
@@ -53,6 +54,11 @@ from autoshard.runtime.masked_attention import MASKED_ATTENTION, WIDEST_HEAD
 aten = torch.ops.aten
 _ATTENTION = aten.scaled_dot_product_attention.default
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+PADDING_FROM = 16_384
+"""Keys from which attention that hides padding alone is quicker without its mask: nothing is spared
+but the mask. At 4,096 keys it takes 1.3 to 2.5 times the mask's time and more memory (an H100, and
+a CPU), at 16,384 0.86 to 0.98 (benchmarks/masked_attention.py --step)."""
 
 ONES, POSITIONS = "ones", "positions"
 """What may be known of an input: each element is 1; along the last dim it is 0, 1, 2, ..."""
@@ -125,6 +131,10 @@ class RecoverMasks:
             return "no kernel of them has dropout"
         if query.dim() != 4:
             return f"queries have {query.dim()} dims, not 4"
+        keys = given["key"].meta["val"].shape[2]
+        padding = ranges == Ranges(visible=ranges.visible)
+        if padding and isinstance(keys, int) and keys < PADDING_FROM:
+            return f"padding alone is quicker by the mask for fewer than {PADDING_FROM:,} keys"
         if query.device.type == "cuda":
             if query.dtype not in (torch.float16, torch.bfloat16):
                 return f"no kernel of them takes {query.dtype}"

@@ -42,8 +42,11 @@ def available(query: torch.Tensor) -> bool:
 
 def whole_sequences(batch: int, rows: int, keys: int, device: torch.device) -> Spans:
     """Each sequence as one document."""
-    number = torch.arange(batch + 1, dtype=torch.int32, device=device)
-    return Spans(number * rows, number * keys, rows, keys)
+    queries, own = (
+        torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)
+        for length in (rows, keys)
+    )
+    return Spans(queries, own, rows, keys)
 
 
 def forward(
@@ -89,7 +92,7 @@ def backward(
     if visible is not None:
         assert first is not None
         gradient = gradient * _sees_any(visible, first)[:, None, :, None]
-    given, made = (_tokens(F.pad(x, (0, width - x.shape[-1]))) for x in (gradient, out))
+    given, made = (_tokens(_widened(x, width)) for x in (gradient, out))
     drawn = torch.zeros(2, dtype=torch.uint64, device=query.device)  # nothing is dropped
     options = {"scale": scale, "window_size_left": _left(window), "window_size_right": 0}
     found = _backward(
@@ -136,7 +139,12 @@ def _operands(
         query, key = torch.cat([query, near], -1), torch.cat([key, far], -1)
     most = max(x.shape[-1] for x in (query, key, value))
     width = -(-most // _MULTIPLE) * _MULTIPLE
-    return [_tokens(F.pad(x, (0, width - x.shape[-1]))) for x in (query, key, value)]
+    return [_tokens(_widened(x, width)) for x in (query, key, value)]
+
+
+def _widened(x: torch.Tensor, width: int) -> torch.Tensor:
+    """With zeros up to `width` features. A padding of nothing would copy: eight kernels a layer."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 def _tokens(x: torch.Tensor) -> torch.Tensor:

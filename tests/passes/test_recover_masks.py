@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from autoshard.passes import recover_masks
 from autoshard.passes.base import Context
 from autoshard.passes.canonicalize import Canonicalize
 from autoshard.passes.recover_masks import RecoverMasks
@@ -233,7 +234,10 @@ def _is_square(node: fx.Node, n: int) -> bool:
     ("what", "found"),
     [("position_ids", "documents"), ("attention_mask", "padding")],
 )
-def test_a_packed_and_a_left_padded_batch_have_no_square_tensor(what: str, found: str) -> None:
+def test_a_packed_and_a_left_padded_batch_have_no_square_tensor(
+    what: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recover_masks, "PADDING_FROM", SEQ - 1)
     n = SEQ - 1
     at = torch.arange(n).expand(2, n)
     given = torch.where(at < 7, at, at - 7) if what == "position_ids" else (at > 4).long()
@@ -243,6 +247,20 @@ def test_a_packed_and_a_left_padded_batch_have_no_square_tensor(what: str, found
     assert not any(_is_square(node, n) for node in program.serial.graph.nodes)
     masks = [one.meaning for one in program.serial.meta[ATTENTION_MASKS]]
     assert masks == [f"window, {found}", found]
+
+
+def test_padding_alone_stays_a_mask_in_short_sequences() -> None:
+    n = SEQ - 1
+    build = builder(
+        Scores(MODELS["gemma3"]()),
+        (ids(0)[:2, :n],),
+        {"attention_mask": (torch.arange(n).expand(2, n) > 4).long()},
+    )
+    program = build({"tp": 2})
+    window, full = program.serial.meta[ATTENTION_MASKS]
+    assert window.meaning == "window, padding" and full.meaning == "dense"
+    assert full.reason.endswith("by the mask for fewer than 16,384 keys")
+    assert squares(program, n) == 1
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard.passes import recover_masks
 from autoshard.verification.comparison import furthest
 from model_case import SEQ, ids
 from models_hf import llama
@@ -54,10 +55,10 @@ def train() -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_padding_on_two_ranks(gloo2: Any) -> None:
-    """Rows that hide nothing run causal; padded rows run with their mask, by the same weights."""
+    """Rows that hide nothing run causal; padded rows by their mask, with the same weights."""
     results = gloo2(train)
     check(results, share=0.5)
-    assert [result["masks"] for result in results] == [[["causal"], ["padding"]]] * 2
+    assert [result["masks"] for result in results] == [[["causal"], ["dense"]]] * 2
 
 
 def apart(inner: str) -> list[float]:
@@ -91,6 +92,7 @@ def test_data_parallel_ranks_may_run_different_programs(gloo2: Any) -> None:
         assert furthest(result) < 1e-4, result
 
 
+@pytest.mark.parametrize("shortest", [0, recover_masks.PADDING_FROM])
 @pytest.mark.parametrize(
     "batches,found",
     [
@@ -100,9 +102,15 @@ def test_data_parallel_ranks_may_run_different_programs(gloo2: Any) -> None:
     ],
 )
 def test_one_process_recovers_masks_by_name(
-    batches: list[dict[str, torch.Tensor]], found: list[list[str]]
+    batches: list[dict[str, torch.Tensor]],
+    found: list[list[str]],
+    shortest: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Padding, a first call that is padded already (one program), and documents."""
+    monkeypatch.setattr(recover_masks, "PADDING_FROM", shortest)
+    if shortest:
+        found = [["dense" if one == "padding" else one for one in masks] for masks in found]
     torch.compiler.reset()
     torch.manual_seed(0)
     model = llama(**KV)()
