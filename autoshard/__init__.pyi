@@ -15,6 +15,7 @@ from autoshard.runtime.offloaded_optimizer import offload_optimizer as offload_o
 from autoshard.runtime.parameters import discard_pending as discard_pending
 from autoshard.runtime.parameters import full_state_dict as full_state_dict
 from autoshard.runtime.parameters import no_sync as no_sync
+from autoshard.sharding import reshard as reshard
 from autoshard.sharding import shard as shard
 from autoshard.tracing import trace as trace
 from autoshard.verification import Proof as Proof

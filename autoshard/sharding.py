@@ -1,7 +1,9 @@
-"""`autoshard.shard`: plan a model and store its parameters as shards, without a step."""
+"""`autoshard.shard`: plan a model and store its parameters as shards, without a step; and
+`autoshard.reshard`: the same for one that trains already, with what it has learnt."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,13 +15,22 @@ from autoshard.building import agreed_facts, build_agreed, unplanned_parameters
 from autoshard.capture import example_device, intercept
 from autoshard.compiling import use_by
 from autoshard.config import Config
+from autoshard.errors import AutoshardError, message
 from autoshard.mesh_search import choose
-from autoshard.parameters import initialise_buffers, store
+from autoshard.parameters import initialise_buffers, store, store_unplanned
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import attempt, wait_at_most
 from autoshard.runtime.collectives import State
 from autoshard.runtime.mesh import Mesh, init_mesh, start_world
-from autoshard.runtime.parameters import cast_parameters, note_attributes
+from autoshard.runtime.parameters import (
+    cast_parameters,
+    like,
+    note_attributes,
+    pending_of,
+    replace_stored,
+    states_of,
+)
+from autoshard.weights import BUFFER, Sender, Tensors, part_of, parts_of, transfer
 
 
 def shard(
@@ -82,3 +93,82 @@ def _shard(
     if planned:
         store(planned, mesh, config)
     initialise_buffers(model, device)
+
+
+def reshard(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    mesh: Any,
+    buffer: int = BUFFER,
+    **options: Any,
+) -> nn.Module:
+    """Move the parameters of a model, and the optimizers' states of them, to another mesh of the
+    same processes; returns `model`, to be compiled with that mesh.
+
+        autoshard.reshard(model, (ids,), mesh={"tp": 4})
+        compiled = torch.compile(model, backend="autoshard", options={"mesh": {"tp": 4}})
+
+    What goes through a checkpoint on disk otherwise goes from rank to rank by the plan of
+    `autoshard.weights`. Every module, optimizer, list and dict that holds a parameter gets the new
+    one, as at the first call. Until all has arrived the model stays as it is, and a rank holds its
+    parts of both meshes.
+
+    args, kwargs: an example batch, for which the model is planned; without one, parameters wait in
+    rows over `tp` for the first call. buffer: bytes for slices on their way. options: as for
+    `autoshard.shard`. Collective over the world. Raises AutoshardError while gradients wait.
+    """
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    device = example_device(inner, (args, kwargs))
+    if start_world(device) == 1:
+        return model
+    _refuse_gradients(inner)
+    twin = _on_meta(inner)
+    if args or kwargs:
+        shard(twin, args, kwargs, mesh=mesh, **options)
+    else:
+        config = Config.from_options({"mesh": mesh, **options})
+        with attempt():
+            wait_at_most(config.timeout)
+            store_unplanned([twin], init_mesh(mesh, device), config)
+    before, names = parts_of(inner)
+    after, _ = parts_of(twin)
+    parameters = {n: p for n, p in inner.named_parameters() if n in before}
+    before = {name: part for name, part in before.items() if name in parameters}
+    after = {name: part for name, part in after.items() if name in parameters}
+    new = dict(twin.named_parameters())
+    states: dict[int, torch.Tensor] = {}
+    for name, (of, value) in states_of(parameters).items():
+        before[name] = part_of(value, name)
+        local = torch.empty_like(after[of].tensor, dtype=value.dtype, device=value.device)
+        states[id(value)] = like(new[of], local)  # type: ignore[arg-type]
+        after[name] = part_of(states[id(value)], name)
+    taker = Tensors(after, {name: name for name in after}, fresh=True)
+    transfer(Sender(before), taker, buffer=buffer)
+    replace_stored({parameters[name]: new[name] for name in parameters}, states)
+    return model
+
+
+def _refuse_gradients(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        pending = pending_of(parameter)
+        if parameter.grad is not None or (pending is not None and pending.dirty):
+            raise AutoshardError(
+                message(
+                    f"{name} has a gradient, which would stay on the mesh of before",
+                    remedy="Step, and call zero_grad(set_to_none=True); after `no_sync` "
+                    "autoshard.discard_pending(model).",
+                )
+            )
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters and buffers are whole, on the meta device."""
+    known: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        known[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+    for buffer in model.buffers():
+        known[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, known)

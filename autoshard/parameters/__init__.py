@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from autoshard.parameters.meta_buffers import initialise_buffers
 from autoshard.parameters.safetensors import load_safetensors
-from autoshard.parameters.storage import store, store_at_home
+from autoshard.parameters.storage import store, store_at_home, store_unplanned
 from autoshard.parameters.without_graph import expect_reduced, store_what_is_left

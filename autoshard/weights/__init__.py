@@ -10,4 +10,6 @@ follows from what each of them holds (`moves.py`); an update is done by all or b
 from __future__ import annotations
 
 from autoshard.weights.link import WeightLink, meet
-from autoshard.weights.update import receive, send, transfer
+from autoshard.weights.parts import Sender, Tensors, part_of, parts_of
+from autoshard.weights.servers import ServerTensors
+from autoshard.weights.update import BUFFER, receive, send, transfer

@@ -101,13 +101,6 @@ class Sender:
         self.parts = dict(parts)
         self.names = {**{name: name for name in parts}, **(names or {})}
 
-    @classmethod
-    def of(cls, model: nn.Module | Mapping[str, torch.Tensor]) -> Sender:
-        """A model, or tensors by name."""
-        if isinstance(model, nn.Module):
-            return cls(*parts_of(model))
-        return cls({name: part_of(tensor, name) for name, tensor in model.items()})
-
     def copied(self) -> Sender:
         """The same values in memory of their own, which the next step leaves as they are."""
         parts = {n: p._replace(tensor=p.tensor.clone()) for n, p in self.parts.items()}
@@ -127,15 +120,12 @@ class Sender:
 @dataclass
 class Tensors:
     """A target whose tensors have the names and the shapes of those that are sent: a model, stored
-    as shards or whole. parts: by first name. names: every name's first one."""
+    as shards or whole. parts: by first name. names: every name's first one. fresh: nobody uses the
+    values of before, so that those that arrive need no memory beside them."""
 
     parts: Mapping[str, HeldPart]
     names: Mapping[str, str]
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Tensors:
-        """A model."""
-        return cls(*parts_of(model))
+    fresh: bool = False
 
     def __post_init__(self) -> None:
         self._new: dict[str, torch.Tensor] = {}
@@ -145,7 +135,10 @@ class Tensors:
         found: dict[str, list[WantedBox]] = {}
         for name, of in self._sources(offered).items():
             part = self.parts[name]
-            self._new[name] = torch.empty_like(part.tensor, memory_format=torch.contiguous_format)
+            self._new[name] = part.tensor
+            if not self.fresh:
+                like = torch.empty_like(part.tensor, memory_format=torch.contiguous_format)
+                self._new[name] = like
             if elements(part.box):
                 found.setdefault(of, []).append(WantedBox(part.box, self._new[name]))
         return found
@@ -190,7 +183,8 @@ class Tensors:
         with torch.no_grad():
             for name, new in self._new.items():
                 part = self.parts[name]
-                part.tensor.copy_(new)
+                if new is not part.tensor:
+                    part.tensor.copy_(new)
                 if part.owner is not part.tensor:
                     increment_version(part.owner)
         self.drop()

@@ -18,7 +18,7 @@ from autoshard.errors import AutoshardError, message
 from autoshard.weights.boxes import Box, common, view
 from autoshard.weights.link import Together, WeightLink, world_link
 from autoshard.weights.moves import ALIGNED, Layouts, Move, Want, padded, plan_moves, rounds
-from autoshard.weights.parts import Offered, Receiver, Sender, Tensors, WantedBox, offers
+from autoshard.weights.parts import Offered, Receiver, Sender, Tensors, WantedBox, offers, parts_of
 
 BUFFER = 64 * 2**20
 
@@ -266,20 +266,20 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def send(
-    source: nn.Module | Mapping[str, torch.Tensor],
+    source: nn.Module | Sender,
     link: WeightLink | None = None,
     *,
     version: int | None = None,
     buffer: int = BUFFER,
     background: bool = False,
 ) -> Update:
-    """Give a model's weights, or tensors by name, to the processes that receive.
+    """Give a model's weights to the processes that receive.
 
     link: the processes of the update; None: all of this world. version: what receivers are told,
     such as the step. buffer: bytes of memory for slices on their way. background: return at once,
     with a copy of what this process holds on its way; `wait()` ends it.
     """
-    return Update(link or world_link(), Sender.of(source), None, version, buffer, background)
+    return Update(link or world_link(), _given(source), None, version, buffer, background)
 
 
 def receive(
@@ -295,12 +295,11 @@ def receive(
 
     background: return at once; the swap is in `wait()`. Other arguments as for `send`.
     """
-    taker = Tensors.of(target) if isinstance(target, nn.Module) else target
-    return Update(link or world_link(), None, taker, None, buffer, background)
+    return Update(link or world_link(), None, _taken(target), None, buffer, background)
 
 
 def transfer(
-    source: nn.Module | Mapping[str, torch.Tensor],
+    source: nn.Module | Sender,
     target: nn.Module | Receiver,
     link: WeightLink | None = None,
     *,
@@ -309,6 +308,13 @@ def transfer(
     background: bool = False,
 ) -> Update:
     """`send` and `receive` in one process: what it holds itself is copied."""
-    taker = Tensors.of(target) if isinstance(target, nn.Module) else target
-    given = Sender.of(source)
-    return Update(link or world_link(), given, taker, version, buffer, background)
+    given, taken = _given(source), _taken(target)
+    return Update(link or world_link(), given, taken, version, buffer, background)
+
+
+def _given(source: nn.Module | Sender) -> Sender:
+    return Sender(*parts_of(source)) if isinstance(source, nn.Module) else source
+
+
+def _taken(target: nn.Module | Receiver) -> Receiver:
+    return Tensors(*parts_of(target)) if isinstance(target, nn.Module) else target

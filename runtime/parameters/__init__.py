@@ -47,7 +47,12 @@ from autoshard.runtime.parameters.record import (
     set_planned,
     set_policy,
 )
-from autoshard.runtime.parameters.shard import shard_parameters, unstorable
+from autoshard.runtime.parameters.shard import (
+    replace_stored,
+    shard_parameters,
+    states_of,
+    unstorable,
+)
 from autoshard.runtime.parameters.stage_unsharding import StageParameters, StageUnsharding
 from autoshard.runtime.parameters.unsharding import unshard_parameter, unwrap
 from autoshard.runtime.parameters.wrappers import full_state_dict, refuse_ddp

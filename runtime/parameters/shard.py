@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import SparseAdam
+from torch.utils import _pytree as pytree
 
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree, count_stored
@@ -36,6 +38,58 @@ from autoshard.runtime.parameters.owners import Holders, Owners, find_owners, is
 from autoshard.runtime.parameters.record import policy_of
 from autoshard.runtime.parameters.unsharding import unshard_parameter
 from autoshard.runtime.parameters.wrappers import replace_functions
+
+
+def states_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[str, torch.Tensor]]:
+    """The optimizers' tensors that have a parameter's shape, by a name of their own that ranks
+    share: (the parameter's name, the tensor)."""
+    found: dict[str, tuple[str, torch.Tensor]] = {}
+    for number, optimizer in enumerate(find_owners(tuple(parameters.values())).optimizers):
+        for name, parameter in parameters.items():
+            for key, value in (
+                optimizer.state[parameter] if parameter in optimizer.state else {}
+            ).items():
+                if isinstance(value, torch.Tensor):
+                    if value.shape == parameter.shape and key != "step":
+                        found[f"{key} of {name} in optimizer {number}"] = name, value
+                elif any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(value)):
+                    raise AutoshardError(
+                        message(
+                            f"the state {key!r} that {type(optimizer).__name__} has of {name} is a "
+                            f"{type(value).__name__} of stored tensors, which no other mesh takes",
+                            remedy="Save it with the job, or begin with new states.",
+                        )
+                    )
+    return found
+
+
+def replace_stored(
+    moved: Mapping[nn.Parameter, nn.Parameter], states: Mapping[int, torch.Tensor]
+) -> None:
+    """Give every holder of stored parameters those that replace them, on another mesh.
+
+    states: the optimizers' tensors in place of those of before, by the id of these; such as have
+    no parameter's shape are whole on every rank, and are so again.
+    """
+    owners = find_owners(tuple(moved))
+    for old, new in moved.items():
+        assert isinstance(new, DTensor)
+        mesh = new.device_mesh
+
+        def whole(x: torch.Tensor, mesh: DeviceMesh = mesh) -> torch.Tensor:
+            if not isinstance(x, DTensor):
+                return x
+            return as_stored(wrap_local(compat.local_of(x), x.shape, {}, mesh, x.stride()))
+
+        for key, value in old.__dict__.items():
+            new.__dict__.setdefault(key, value)
+        compat.move_hooks(old, new)
+        for optimizer in owners.optimizers:
+            repoint(optimizer, old, new, old.shape, lambda x: states[id(x)], whole)
+        for module, key in owners.modules[old]:
+            module._parameters[key] = new
+    install(moved, owners)
+    _repoint_containers(moved, owners)
 
 
 class MovedParameter(nn.Parameter):

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from autoshard.export.rank_graph.files import digest
+from autoshard.verification.comparison import furthest
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
@@ -134,6 +135,18 @@ def test_inference_gives_the_same_text() -> None:
     logits = [re.findall(r"-?\d\.\d{5}", text) for text in (sharded, serial)]
     assert [*map(float, logits[0])] == pytest.approx([*map(float, logits[1])], abs=2e-5)
     assert re.search(r"compiled [1-9]\d* graphs", sharded)
+
+
+def test_the_policy_of_the_loop_learns_and_its_generator_follows() -> None:
+    """Rewards rise, and with each step's weights both models say the same, which they do not with
+    those of the step before. Half of the weights travel each step."""
+    printed = run("rl_loop", "--steps", "8", "--inner", "aot_eager")
+    rows = re.findall(r"^step \d+ reward ([\d.]+) apart (\S+), a step later (\S+);", printed, re.M)
+    rewards, apart, stale = ([float(row[i]) for row in rows] for i in range(3))
+    assert len(rows) == 8 and sum(rewards[-3:]) > sum(rewards[:3])
+    assert furthest(apart) < 1e-5 and all(difference > 1e-3 for difference in stale)
+    received, copied = map(int, re.findall(r"received (\d+) bytes, copied (\d+)", printed)[0])
+    assert received < 0.6 * (received + copied)
 
 
 def test_unsharded_runs_the_model_unsharded() -> None:

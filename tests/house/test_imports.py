@@ -27,8 +27,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("explain",),
     ("program",),
     ("building",),
-    ("export", "measuring", "mesh_search", "tracing", "verification"),
-    ("backend", "cli", "sharding", "weights"),
+    ("export", "measuring", "mesh_search", "tracing", "verification", "weights"),
+    ("backend", "cli", "sharding"),
 )
 
 #: Folder -> third parties its files may import; what is not named has its parent's. functorch is

@@ -11,40 +11,10 @@ import torch
 from torch import nn
 
 from autoshard.verification.comparison import furthest
-from joined_batch import Sizes, part
-from models import CASES
+from joined_batch import Sizes, everything, trained
 from side_by_side import difference, whole
 
 pytestmark = pytest.mark.slow
-
-
-def one_step(
-    model: nn.Module, compiled: Any, optimizer: Any, ranks: int, rank: int, name: str
-) -> None:
-    case = CASES[name]
-    case.loss(compiled, part(case.make_batch(0), ranks, rank)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def trained(
-    sizes: Sizes, name: str = "mlp", ep_exchange: str = "auto", **adam: Any
-) -> tuple[nn.Module, Any, Any]:
-    """A model after one AdamW step on the mesh, its optimizer, and a function that steps again."""
-    from autoshard.runtime.mesh import data_coordinate, init_mesh
-
-    mesh = init_mesh(sizes, "cpu")
-    ranks, rank = mesh.batches, data_coordinate(mesh)
-    model = CASES[name].make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-3, **adam)
-    options = {"mesh": sizes, "inner": "aot_eager", "planner": {"ep_exchange": ep_exchange}}
-    compiled = torch.compile(model, backend="autoshard", options=options)
-
-    def step() -> None:
-        one_step(model, compiled, optimizer, ranks, rank, name)
-
-    step()
-    return model, optimizer, step
 
 
 def moved(
@@ -132,16 +102,6 @@ def save(folder: str, model: nn.Module, optimizer: Any) -> None:
 
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
-
-
-def everything(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Whole parameters and optimizer state, by name."""
-    found = {}
-    for name, p in model.named_parameters():
-        found[name] = whole(p.detach())
-        for key in ("exp_avg", "exp_avg_sq", "step"):
-            found[f"{name} {key}"] = whole(optimizer.state[p][key])
-    return found
 
 
 def begin(folder: str, sizes: Sizes) -> dict[str, torch.Tensor]:

@@ -4,9 +4,8 @@ memory, errors on all sides."""
 from __future__ import annotations
 
 import socket
-import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -18,54 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from autoshard import weights
 from autoshard.errors import AutoshardError
-from autoshard.runtime.mesh import offline_mesh
-from autoshard.runtime.parameters import local_bounds
 from autoshard.weights import WeightLink
-from autoshard.weights.boxes import view
 from autoshard.weights.parts import HeldPart, Sender, Tensors
 from autoshard.weights.update import Update
-
-
-def ranks(size: int, run: Callable[[WeightLink], Any], store: Any = None) -> list[Any]:
-    """What `run` returns or raises in each of some threads that have met."""
-    store, found = store or dist.HashStore(), [None] * size
-
-    def one(rank: int) -> None:
-        try:
-            found[rank] = run(WeightLink(store, rank, size, timeout=30))
-        except Exception as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
-
-
-def checked(found: Sequence[Any]) -> list[Any]:
-    for one in found:
-        if isinstance(one, Exception):
-            raise one
-    return list(found)
-
-
-def parts(
-    wholes: Mapping[str, torch.Tensor],
-    states: Mapping[str, str],
-    mesh: Mapping[str, int],
-    rank: int,
-) -> dict[str, HeldPart]:
-    """A rank's parts of tensors that are stored alike, in memory of their own."""
-    found = {}
-    for name, whole in wholes.items():
-        axes = offline_mesh(mesh, rank).axes
-        fits = {a: s for a, s in states.items() if whole.dim() > int(s[2:-1])}
-        box = tuple(local_bounds(whole.shape, fits, axes))
-        own = view(whole, tuple((0, n) for n in whole.shape), box).clone()
-        found[name] = HeldPart(own, tuple(whole.shape), box, own)
-    return found
+from linked import checked, parts, ranks
 
 
 def some(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

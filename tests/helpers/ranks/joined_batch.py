@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.verification.comparison import finite, furthest, norm
 from model_case import Batch, Case
 from models import CASES
-from side_by_side import difference, difference_by_norm
+from side_by_side import difference, difference_by_norm, whole
 
 Sizes = dict[str, int]
 
@@ -151,3 +151,42 @@ def check(results: list[dict[str, Any]], split: int, programs: int = 1) -> None:
             assert result[kind] < 1e-5, result
         assert result["programs"] == programs, result
         assert result["total"] / split <= result["local"] <= 1.1 * result["total"] / split, result
+
+
+def one_step(
+    model: nn.Module, compiled: Any, optimizer: Any, ranks: int, rank: int, name: str
+) -> None:
+    case = CASES[name]
+    case.loss(compiled, part(case.make_batch(0), ranks, rank)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained(
+    sizes: Sizes, name: str = "mlp", ep_exchange: str = "auto", **adam: Any
+) -> tuple[nn.Module, Any, Any]:
+    """A model after one AdamW step on the mesh, its optimizer, and a function that steps again."""
+    from autoshard.runtime.mesh import data_coordinate, init_mesh
+
+    mesh = init_mesh(sizes, "cpu")
+    ranks, rank = mesh.batches, data_coordinate(mesh)
+    model = CASES[name].make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-3, **adam)
+    options = {"mesh": sizes, "inner": "aot_eager", "planner": {"ep_exchange": ep_exchange}}
+    compiled = torch.compile(model, backend="autoshard", options=options)
+
+    def step() -> None:
+        one_step(model, compiled, optimizer, ranks, rank, name)
+
+    step()
+    return model, optimizer, step
+
+
+def everything(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Whole parameters and optimizer state, by name."""
+    found = {}
+    for name, p in model.named_parameters():
+        found[name] = whole(p.detach())
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            found[f"{name} {key}"] = whole(optimizer.state[p][key])
+    return found
