@@ -1,4 +1,4 @@
-"""TensorRT-LLM checkpoints from one process: given references, and rules written out anew."""
+"""TensorRT-LLM checkpoints from one process: given references, configurations, refusals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autoshard.export import ExportError, trtllm_build
 from autoshard.export.decoder.hf_config import config_facts
 from autoshard.export.decoder.reading import read_decoder
 from autoshard.export.serial_graph import model_graph
-from trtllm_oracle import MODELS, expected, make
+from trtllm_oracle import MODELS, make
 
 REFERENCES = Path(__file__).parents[3] / "shared" / "reference" / "trtllm_checkpoints"
 CASES = sorted(p.name for p in REFERENCES.glob("*_tp*_pp*")) if REFERENCES.exists() else ["absent"]
@@ -53,61 +53,6 @@ def test_reference_is_reproduced(case: str, tmp_path: Path) -> None:
             assert_equal(tensors(mine), tensors(theirs))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_rank_of_every_family(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = make(name)
-    graph = model_graph(model)  # the same for every mesh: traced once
-    monkeypatch.setattr("autoshard.export.to_trtllm.checkpoint.model_graph", lambda *_: graph)
-    for tp, pp, parallel in ((1, 1, False), (2, 2, False), (4, 1, True)):
-        if name == "gemma" and pp > 1:
-            continue
-        out = tmp_path / f"{tp}_{pp}"
-        autoshard.export.trtllm(
-            model,
-            out,
-            mesh={"tp": tp, "pp": pp},
-            dtype="bfloat16",
-            vocab_parallel_embedding=parallel,
-        )
-        for rank in range(tp * pp):
-            wanted = expected(model, name, tp, pp, rank, torch.bfloat16, parallel)
-            assert_equal(tensors(out / f"rank{rank}.safetensors"), wanted)
-        config = json.loads((out / "config.json").read_text())
-        mapping = config["mapping"]
-        assert (mapping["tp_size"], mapping["pp_size"], mapping["moe_tp_size"]) == (tp, pp, tp)
-        assert config["use_parallel_embedding"] == (tp > 1 if name == "gemma" else parallel)
-        assert len(list(out.iterdir())) == tp * pp + 1
-
-
-FIELDS: dict[str, dict[str, Any]] = {
-    "llama": {"architecture": "LlamaForCausalLM", "hidden_act": "silu", "num_key_value_heads": 2},
-    "llama_biased": {"attn_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
-    "llama_tied": {"head_size": 16, "rotary_embedding_dim": 16, "share_embedding_table": False},
-    "mistral": {"architecture": "MistralForCausalLM", "max_position_embeddings": 64},
-    "mixtral": {"architecture": "MixtralForCausalLM", "hidden_act": "swiglu"},
-    "qwen2": {"qwen_type": "qwen2", "attn_bias": True, "tie_word_embeddings": False},
-    "gemma": {"share_embedding_table": True, "hidden_act": "gelu_pytorch_tanh", "head_size": 16},
-    "gpt2": {"position_embedding_type": "learned_absolute", "hidden_act": "gelu_new"},
-    "falcon_7b": {"parallel_attention": True, "num_key_value_heads": 1, "bias": False},
-    "falcon_40b": {"new_decoder_architecture": True, "num_key_value_heads": 2},
-    "falcon_biased": {"parallel_attention": False, "bias": True, "num_key_value_heads": 4},
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_configuration(name: str, tmp_path: Path) -> None:
-    autoshard.export.trtllm(make(name), tmp_path / "out", mesh={"tp": 1}, dtype=torch.float32)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    wanted = {"dtype": "float32", "vocab_size": 61, "num_hidden_layers": 2, **FIELDS[name]}
-    assert {key: config[key] for key in wanted} == wanted
-    if name == "mixtral":
-        moe = config["moe"]
-        assert (moe["num_experts"], moe["top_k"], moe["normalization_mode"]) == (4, 2, 1)
-        assert config["rotary_base"] == 1e6
-
-
 def test_without_configuration_the_graph_tells(tmp_path: Path) -> None:
     model = make("llama")
 
@@ -131,10 +76,9 @@ def test_halved_model(tmp_path: Path) -> None:
     """`model.to(bfloat16)` rounds the rotary frequencies; the configuration still agrees."""
     model = make("llama").to(torch.bfloat16)
     autoshard.export.trtllm(model, tmp_path / "out", mesh={"tp": 2}, dtype="bfloat16")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["rotary_base"] == 10000.0
-    wanted = expected(model, "llama", 2, 1, 1, torch.bfloat16)
-    assert_equal(tensors(tmp_path / "out" / "rank1.safetensors"), wanted)
+    autoshard.export.trtllm(make("llama"), tmp_path / "wide", mesh={"tp": 2}, dtype="bfloat16")
+    for name in ("config.json", "rank0.safetensors", "rank1.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "wide" / name).read_bytes()
     del model.config.rope_parameters
     with pytest.raises(ExportError, match="no configuration says their base"):
         autoshard.export.trtllm(model, tmp_path / "unknown", mesh={"tp": 1})
