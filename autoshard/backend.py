@@ -40,7 +40,7 @@ from autoshard.compiling import (
     watched,
 )
 from autoshard.config import Config, Precision, fields_of
-from autoshard.errors import ConfigError, message
+from autoshard.errors import ConfigError
 from autoshard.mesh_search import choose
 from autoshard.parameters import expect_reduced, store, store_what_is_left
 from autoshard.passes import PendingInput
@@ -211,12 +211,10 @@ def _cast_inputs(inputs: list[compat.GraphInput], use: ParameterPolicy) -> None:
         has = policy_of(parameter).param
         if has_policy(parameter) and has != use.param:
             raise ConfigError(
-                message(
-                    f"options['precision'] computes with {use.param or 'the stored dtype'}, and "
-                    f"the parameters are read in {has or 'the stored dtype'} since another "
-                    "torch.compile of this model",
-                    remedy="Give every torch.compile of one model the same precision.",
-                )
+                f"options['precision'] computes with {use.param or 'the stored dtype'}, and "
+                f"the parameters are read in {has or 'the stored dtype'} since another "
+                "torch.compile of this model",
+                remedy="Give every torch.compile of one model the same precision.",
             )
     new = [p for p in found if not has_policy(p)]
     if use.param is None or not new:

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from autoshard.runtime.errors import AutoshardError, ConfigError, did_you_mean, message
+from autoshard.runtime.errors import AutoshardError, ConfigError, did_you_mean
 from autoshard.runtime.files import FileEntry, read_json
 
 MOST_LAYERS = 4096
@@ -56,11 +56,9 @@ def check_configuration(
         own = "auto_map" in body.entries()
         meant = did_you_mean(kind.text(), known.keys(), "")
         raise ConfigError(
-            message(
-                f"{path} is of the model_type {kind.text()!r:.80}, which transformers "
-                f"{transformers.__version__} does not know{': its code is its own' * own}",
-                remedy=_WITHOUT_CODE if own else f"Install a release that has it. {meant}".rstrip(),
-            )
+            f"{path} is of the model_type {kind.text()!r:.80}, which transformers "
+            f"{transformers.__version__} does not know{': its code is its own' * own}",
+            remedy=_WITHOUT_CODE if own else f"Install a release that has it. {meant}".rstrip(),
         )
     return known[kind.text()]
 
@@ -95,7 +93,7 @@ def check_known(default: Any, entries: Mapping[str, Any]) -> None:
         if name.startswith("_") or callable(found) or not hasattr(default, name):
             what = f"{type(default).__name__} has no entry {name!r}"
             remedy = did_you_mean(name, default.to_dict(), "")
-            raise ConfigError(message(what, remedy=remedy))
+            raise ConfigError(what, remedy=remedy)
 
 
 @contextlib.contextmanager
@@ -109,7 +107,7 @@ def transformers_errors(what: str, remedy: str | None = None) -> Iterator[None]:
         said = " ".join(str(error).split())
         said = said if len(said) < 600 else said[:600] + " ..."
         text = f"{what}: {type(error).__name__}: {said.rstrip('.')}"
-        raise ConfigError(message(text, remedy=remedy)) from error
+        raise ConfigError(text, remedy=remedy) from error
 
 
 @contextlib.contextmanager
@@ -121,9 +119,7 @@ def bounded_modules(what: str) -> Iterator[None]:
         nonlocal count
         count += 1
         if count > MOST_MODULES:
-            raise ConfigError(
-                message(f"{what} has more than {MOST_MODULES:,} modules", remedy=_REMEDY)
-            )
+            raise ConfigError(f"{what} has more than {MOST_MODULES:,} modules", remedy=_REMEDY)
 
     handle = register_module_module_registration_hook(counted)
     try:
@@ -180,11 +176,9 @@ def load_pretrained(transformers: Any, name: str, config: Any, **options: Any) -
                 f"{len(unknown)} tensors of the files are not the model's ({_some(unknown)})"
             )
         raise ConfigError(
-            message(
-                f"the weights of {name} are not those of {type(model).__name__}: {'; '.join(said)}",
-                remedy="Name the class whose weights these are in `architectures` of config.json, "
-                "or complete the files.",
-            )
+            f"the weights of {name} are not those of {type(model).__name__}: {'; '.join(said)}",
+            remedy="Name the class whose weights these are in `architectures` of config.json, "
+            "or complete the files.",
         )
     if unknown:
         warnings.warn(
@@ -202,12 +196,9 @@ def _class(transformers: Any, name: str, config: Any) -> Any:
     made = getattr(transformers, str(named[0]), None)
     if not (isinstance(made, type) and issubclass(made, transformers.PreTrainedModel)):
         raise ConfigError(
-            message(
-                f"{name} is a {named[0]}, a class that transformers {transformers.__version__} "
-                "has not",
-                remedy="Install a transformers that has it, or write a module:factory that makes "
-                "the model.",
-            )
+            f"{name} is a {named[0]}, a class that transformers {transformers.__version__} has not",
+            remedy="Install a transformers that has it, or write a module:factory that makes "
+            "the model.",
         )
     return made
 

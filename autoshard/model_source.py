@@ -88,10 +88,8 @@ def load_on_meta(
     """
     if batch * sequence > MOST_TOKENS:
         raise ConfigError(
-            message(
-                f"a batch of {batch:,} x {sequence:,} tokens is more than {MOST_TOKENS:,}",
-                remedy="Give the batch of one data-parallel rank.",
-            )
+            f"a batch of {batch:,} x {sequence:,} tokens is more than {MOST_TOKENS:,}",
+            remedy="Give the batch of one data-parallel rank.",
         )
     if is_factory(name):
         found = _from_factory(name, batch, sequence, dtype)
@@ -101,7 +99,7 @@ def load_on_meta(
         if isinstance(longest, int) and 0 < longest < sequence:
             remedy = f"Give --sequence {longest}, or --option max_position_embeddings={sequence}."
             what = f"a sequence of {sequence} is longer than max_position_embeddings={longest}"
-            raise ConfigError(message(what, remedy=remedy))
+            raise ConfigError(what, remedy=remedy)
         found = _language_model(_causal_lm(config, "meta").to(dtype), batch, sequence)
     compat.turn_off_cache(found.model)  # it has no use in training
     return found
@@ -127,7 +125,7 @@ def callable_named(name: str) -> Callable[..., Any]:
     module, colon, attribute = name.partition(":")
     if not colon:
         raise ConfigError(
-            message(f"{name!r} is no module:factory", remedy="Name a callable that makes a model.")
+            f"{name!r} is no module:factory", remedy="Name a callable that makes a model."
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -154,10 +152,8 @@ def model_and_call(made: Any, source: str) -> tuple[nn.Module, tuple[Any, ...], 
     model = getattr(model, "_orig_mod", model)
     if not isinstance(model, nn.Module) or len(rest) > 2:
         raise ConfigError(
-            message(
-                f"{source} returned a {type(model).__name__}, not a torch.nn.Module",
-                remedy="Return the model, or (model, args), or (model, args, kwargs).",
-            )
+            f"{source} returned a {type(model).__name__}, not a torch.nn.Module",
+            remedy="Return the model, or (model, args), or (model, args, kwargs).",
         )
     args: Any = rest[0] if rest else ()
     kwargs = rest[1] if len(rest) > 1 else {}
@@ -183,7 +179,7 @@ def _failed(what: str, error: Exception) -> ConfigError:
         if frame.filename != __file__ and not frame.filename.startswith("<")
     ]
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
-    return ConfigError(message(f"{what}: {type(error).__name__}: {error}", where=where))
+    return ConfigError(f"{what}: {type(error).__name__}: {error}", where=where)
 
 
 def _from_factory(name: str, batch: int, sequence: int, dtype: torch.dtype) -> ModelCall:
@@ -230,11 +226,9 @@ def _configuration_class(transformers: Any, name: str) -> Any:
         if isinstance(made, type) and issubclass(made, transformers.PretrainedConfig):
             return made
     raise ConfigError(
-        message(
-            f"{name} is no directory with a config.json, no module:factory and no "
-            "configuration class of transformers",
-            remedy="Such a class is LlamaConfig.",
-        )
+        f"{name} is no directory with a config.json, no module:factory and no "
+        "configuration class of transformers",
+        remedy="Such a class is LlamaConfig.",
     )
 
 
@@ -244,10 +238,8 @@ def _causal_lm(config: Any, device: str) -> nn.Module:
     transformers = _transformers(name)
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
-            message(
-                f"{name} makes no causal language model",
-                remedy="Write a module:factory that returns (model, args) for it.",
-            )
+            f"{name} makes no causal language model",
+            remedy="Write a module:factory that returns (model, args) for it.",
         )
     model = _built(transformers, config, "meta")
     if device != "meta":
@@ -272,11 +264,9 @@ def _refuse_larger_than_memory(model: nn.Module, name: str) -> None:
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > there:
         raise ConfigError(
-            message(
-                f"the weights of this {name} are {needed / 1e9:,.0f} GB, and this machine has "
-                f"{there / 1e9:,.0f} GB of memory",
-                remedy="Give smaller sizes, such as --option num_hidden_layers=2.",
-            )
+            f"the weights of this {name} are {needed / 1e9:,.0f} GB, and this machine has "
+            f"{there / 1e9:,.0f} GB of memory",
+            remedy="Give smaller sizes, such as --option num_hidden_layers=2.",
         )
 
 
@@ -285,8 +275,6 @@ def _transformers(name: str) -> Any:
         return importlib.import_module("transformers")
     except ModuleNotFoundError as error:
         raise ConfigError(
-            message(
-                f"{name} is of Hugging Face, and transformers is not installed",
-                remedy="pip install 'autoshard[export]', or name a module:factory.",
-            )
+            f"{name} is of Hugging Face, and transformers is not installed",
+            remedy="pip install 'autoshard[export]', or name a module:factory.",
         ) from error

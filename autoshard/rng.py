@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autoshard.errors import AutoshardError, message
+from autoshard.errors import AutoshardError
 from autoshard.runtime import compat
 from autoshard.runtime.randomness import TRACKER, GeneratorState, fork
 
@@ -53,10 +53,8 @@ def set_state(states: dict[str, dict[str, GeneratorState]]) -> None:
     """
     if _place() not in states:
         raise AutoshardError(
-            message(
-                f"the random states are those of {sorted(states)}, this rank is {_place()}",
-                remedy="On another mesh call torch.manual_seed instead.",
-            )
+            f"the random states are those of {sorted(states)}, this rank is {_place()}",
+            remedy="On another mesh call torch.manual_seed instead.",
         )
     TRACKER.restore(states[_place()])
 

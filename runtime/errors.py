@@ -13,7 +13,13 @@ from collections.abc import Callable, Iterable
 
 
 class AutoshardError(RuntimeError):
-    """Base of every error autoshard raises on purpose."""
+    """Base of every error autoshard raises on purpose.
+
+    what: its text; with `where` or `remedy`, what they are put to (`message`).
+    """
+
+    def __init__(self, what: str, **form: str | None) -> None:
+        super().__init__(message(what, **form) if form else what)
 
 
 class ConfigError(AutoshardError, ValueError):

@@ -241,11 +241,9 @@ def write_whole(path: str | os.PathLike[str], text: str, what: str) -> None:
     except OSError as error:
         kept = "; the file that was there is as it was" if target.exists() else ""
         raise OutputError(
-            message(
-                f"the {what} {path} of {len(text.encode()):,} bytes cannot be written: "
-                f"{error.strerror or error}{kept}",
-                remedy="Make room there and allow this user to write, or give another path.",
-            )
+            f"the {what} {path} of {len(text.encode()):,} bytes cannot be written: "
+            f"{error.strerror or error}{kept}",
+            remedy="Make room there and allow this user to write, or give another path.",
         ) from error
     finally:
         partial.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree, limit_group
 from autoshard.runtime.collectives import DATA_AXES, Axis, outer_axis
-from autoshard.runtime.errors import ConfigError, message
+from autoshard.runtime.errors import ConfigError
 
 AXIS_ORDER = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 """Outermost first: ranks next to each other share the tp axis, which communicates most."""
@@ -101,11 +101,9 @@ def init_mesh(sizes: Mapping[str, int] | DeviceMesh | None, device_type: str) ->
     if product != world:
         spelled = " x ".join(f"{name} {size}" for name, size in ordered.items()) or "(no axes)"
         raise ConfigError(
-            message(
-                f"the mesh {spelled} needs {product} processes, and there are {world}",
-                remedy=f"Start {product} (torchrun --nproc-per-node={product}), or give "
-                f"options={{'mesh': ...}} sizes whose product is {world}.",
-            )
+            f"the mesh {spelled} needs {product} processes, and there are {world}",
+            remedy=f"Start {product} (torchrun --nproc-per-node={product}), or give "
+            f"options={{'mesh': ...}} sizes whose product is {world}.",
         )
     if not dist.is_initialized():
         return Mesh(tuple(Axis(name, 1, 0, "") for name in ordered), None)
@@ -160,7 +158,7 @@ def offline_mesh(sizes: Mapping[str, int], rank: int) -> Mesh:
     total = math.prod(ordered.values())
     if not 0 <= rank < total:
         raise ConfigError(
-            message(f"rank {rank} is not in a mesh of {total}", remedy=f"Give 0 <= rank < {total}.")
+            f"rank {rank} is not in a mesh of {total}", remedy=f"Give 0 <= rank < {total}."
         )
     axes: list[Axis] = []
     for name, size in reversed(ordered.items()):
@@ -218,24 +216,18 @@ def _of_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     names = device_mesh.mesh_dim_names
     if names is None:
         raise ConfigError(
-            message(
-                f"the DeviceMesh of shape {tuple(device_mesh.shape)} has no axis names",
-                remedy=f"Create it with mesh_dim_names, from {', '.join(AXIS_ORDER)}.",
-            )
+            f"the DeviceMesh of shape {tuple(device_mesh.shape)} has no axis names",
+            remedy=f"Create it with mesh_dim_names, from {', '.join(AXIS_ORDER)}.",
         )
     if tuple(_ordered(dict(zip(names, device_mesh.shape, strict=True)))) != tuple(names):
         raise ConfigError(
-            message(
-                f"the axes of the DeviceMesh are {', '.join(names)}",
-                remedy=f"Create it with its axes in the order {', '.join(AXIS_ORDER)}.",
-            )
+            f"the axes of the DeviceMesh are {', '.join(names)}",
+            remedy=f"Create it with its axes in the order {', '.join(AXIS_ORDER)}.",
         )
     if device_mesh.get_coordinate() is None:
         raise ConfigError(
-            message(
-                f"rank {dist.get_rank()} is not in the DeviceMesh {device_mesh}",
-                remedy="Compile only on the ranks of the mesh.",
-            )
+            f"rank {dist.get_rank()} is not in the DeviceMesh {device_mesh}",
+            remedy="Compile only on the ranks of the mesh.",
         )
     return _limited(_of(device_mesh))
 
@@ -254,17 +246,13 @@ def _ordered(sizes: Mapping[str, int]) -> dict[str, int]:
     unknown = [name for name in sizes if name not in AXIS_ORDER]
     if unknown:
         raise ConfigError(
-            message(
-                f"unknown mesh axis {unknown[0]!r}", remedy=f"The axes are {', '.join(AXIS_ORDER)}."
-            )
+            f"unknown mesh axis {unknown[0]!r}", remedy=f"The axes are {', '.join(AXIS_ORDER)}."
         )
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(
-                message(
-                    f"mesh axis {name} has size {size!r}",
-                    remedy="A size is a positive number of processes.",
-                )
+                f"mesh axis {name} has size {size!r}",
+                remedy="A size is a positive number of processes.",
             )
     return {name: sizes[name] for name in AXIS_ORDER if name in sizes}
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from autoshard.runtime import compat
-from autoshard.runtime.errors import AutoshardError, message
+from autoshard.runtime.errors import AutoshardError
 from autoshard.runtime.host_memory import Staged, Staging
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters import like, local_part, owned, stored_states
@@ -168,32 +168,26 @@ def offload_optimizer(
     cls: Any = type(optimizer)
     if isinstance(optimizer, _OnHost):
         raise AutoshardError(
-            message(f"the states of this {cls.__name__} are on the host already", remedy="")
+            f"the states of this {cls.__name__} are on the host already", remedy=""
         )
     if cls not in _ELEMENTWISE and not elementwise:
         names = ", ".join(sorted(one.__name__ for one in _ELEMENTWISE))
         raise AutoshardError(
-            message(
-                f"offload_optimizer: {cls.__name__} is not known to treat each element of a "
-                "parameter by itself, and a rank's host steps its own part",
-                remedy=f"Use one of {names}; or say elementwise=True, if it does.",
-            )
+            f"offload_optimizer: {cls.__name__} is not known to treat each element of a "
+            "parameter by itself, and a rank's host steps its own part",
+            remedy=f"Use one of {names}; or say elementwise=True, if it does.",
         )
     if optimizer.defaults.get("differentiable"):
         raise AutoshardError(
-            message(
-                f"offload_optimizer: {cls.__name__}(differentiable=True) is to be differentiated, "
-                "and the host's step is not",
-                remedy="Leave out differentiable.",
-            )
+            f"offload_optimizer: {cls.__name__}(differentiable=True) is to be differentiated, "
+            "and the host's step is not",
+            remedy="Leave out differentiable.",
         )
     if "step" in optimizer.__dict__:
         raise AutoshardError(
-            message(
-                f"offload_optimizer: something has wrapped step() of this {cls.__name__} already, "
-                "as learning-rate schedulers do",
-                remedy="Offload the optimizer before it is given to others.",
-            )
+            f"offload_optimizer: something has wrapped step() of this {cls.__name__} already, "
+            "as learning-rate schedulers do",
+            remedy="Offload the optimizer before it is given to others.",
         )
     optimizer.__class__ = _offloaded_class(cls)
     given: Any = optimizer
@@ -308,11 +302,9 @@ def _staged(parameter: torch.Tensor) -> Staged:
 def _check_dense(optimizer: Any, parameter: torch.Tensor) -> None:
     if parameter.grad is not None and parameter.grad.layout is not torch.strided:
         raise AutoshardError(
-            message(
-                f"{optimizer.base.__name__}.step() on the host: the gradient of a parameter of "
-                f"shape {tuple(parameter.shape)} is {parameter.grad.layout}",
-                remedy="Make it dense: nn.Embedding(sparse=False).",
-            )
+            f"{optimizer.base.__name__}.step() on the host: the gradient of a parameter of "
+            f"shape {tuple(parameter.shape)} is {parameter.grad.layout}",
+            remedy="Make it dense: nn.Embedding(sparse=False).",
         )
 
 

@@ -64,13 +64,11 @@ class BudgetTooSmall(PlanError):
         self.needed = needed
         longest = "run the model's largest batch first, " if bound else ""
         super().__init__(
-            message(
-                f"no plan fits a memory budget of {budget:,} bytes a rank: "
-                f"{_AS_FIRST if bound else _ALL}, a step needs {needed:,} bytes, "
-                f"{needed - budget:,} more",
-                remedy=f"Raise the budget to {needed:,}, {longest}or use a smaller batch or more "
-                "ranks.",
-            )
+            f"no plan fits a memory budget of {budget:,} bytes a rank: "
+            f"{_AS_FIRST if bound else _ALL}, a step needs {needed:,} bytes, "
+            f"{needed - budget:,} more",
+            remedy=f"Raise the budget to {needed:,}, {longest}or use a smaller batch or more "
+            "ranks.",
         )
 
 

@@ -13,7 +13,7 @@ from torch import fx
 from autoshard.building.planned import Planned
 from autoshard.compiling import use_by
 from autoshard.config import Config
-from autoshard.errors import CaptureError, message
+from autoshard.errors import CaptureError
 from autoshard.passes import (
     Canonicalize,
     ChunkLoss,
@@ -130,12 +130,10 @@ def refuse_mutated(serial: fx.GraphModule, parameters: Mapping[fx.Node, str]) ->
                 "weight.data.renorm_(2, 0, max_norm)."
             )
         raise CaptureError(
-            message(
-                f"the model {what} {name} in forward, and data parallelism stores parameters as "
-                "shards, each rank of which sees its own batch; precision, in another dtype",
-                where=source_line(new.meta.get("stack_trace")),
-                remedy=remedy,
-            )
+            f"the model {what} {name} in forward, and data parallelism stores parameters as "
+            "shards, each rank of which sees its own batch; precision, in another dtype",
+            where=source_line(new.meta.get("stack_trace")),
+            remedy=remedy,
         )
 
 

@@ -17,7 +17,7 @@ from autoshard.building.planned import Planned, Unplanned, choices_made, layout_
 from autoshard.capture import capture, guard_divisible
 from autoshard.compiling import DebugWatch, lowered_dtypes, say_stored, settings, traced_microbatch
 from autoshard.config import Config, Precision
-from autoshard.errors import ConfigError, message
+from autoshard.errors import ConfigError
 from autoshard.explain import check_strict, explain_plan
 from autoshard.passes import SILENT, Float8Products, GlobalTokenMean, Watch, prepare, rank_program
 from autoshard.planning import Request, is_trained, on_rank, shardable, value
@@ -58,11 +58,9 @@ def build_program(
     config.refuse(mesh.sizes)
     if mesh.axis("pp").size > 1:
         raise ConfigError(
-            message(
-                f"the mesh has pp={mesh.axis('pp').size}: trace, verify, explain and export have "
-                "no program of a stage yet",
-                remedy="Compile the model on the processes of the mesh, or leave pp out of it.",
-            )
+            f"the mesh has pp={mesh.axis('pp').size}: trace, verify, explain and export have "
+            "no program of a stage yet",
+            remedy="Compile the model on the processes of the mesh, or leave pp out of it.",
         )
     if microbatch is None:
         microbatch = traced_microbatch(gm)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from autoshard.capture.autocast import AutocastMode
 from autoshard.runtime import compat
 from autoshard.runtime.compat import FunctionalTensor
-from autoshard.runtime.errors import CaptureError, message, source_line
+from autoshard.runtime.errors import CaptureError, source_line
 from autoshard.runtime.graph_meta import NO_GRAD, RANDOM_STATE
 from autoshard.runtime.parameters import unshard_parameter
 from autoshard.runtime.randomness import region
@@ -128,12 +128,9 @@ def _opaque_values(node: fx.Node) -> tuple[list[Any], bool]:
     if name in _MUTATING or value is None or not flat:
         reason = "writes into its operands" if name in _MUTATING else "has no flat fake value"
         raise CaptureError(
-            message(
-                f"the higher-order operator {name} cannot be captured: it {reason}",
-                where=source_line(node.stack_trace),
-                remedy="Call it outside of the compiled model (torch.compiler.disable), "
-                "or replace it.",
-            )
+            f"the higher-order operator {name} cannot be captured: it {reason}",
+            where=source_line(node.stack_trace),
+            remedy="Call it outside of the compiled model (torch.compiler.disable), or replace it.",
         )
     return values, isinstance(value, (tuple, list))
 
@@ -153,7 +150,7 @@ class Interpreter(fx.Interpreter):
             raise
         except Exception as error:
             what = f"cannot capture {n.target}: {type(error).__name__}: {error}"
-            raise CaptureError(message(what, where=source_line(n.stack_trace))) from error
+            raise CaptureError(what, where=source_line(n.stack_trace)) from error
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
@@ -193,7 +190,7 @@ class Interpreter(fx.Interpreter):
         if target == "set_":
             told = "a tensor is given the memory of another (set_), which a functional graph lacks"
             where = source_line(self.state.node.meta.get("stack_trace"))
-            raise CaptureError(message(told, where=where, remedy="Use the other tensor itself."))
+            raise CaptureError(told, where=where, remedy="Use the other tensor itself.")
         with self.state.at(args, kwargs):
             return super().call_method(target, args, kwargs)
 

@@ -45,7 +45,7 @@ from autoshard.runtime.compat import (
     FunctionalTensor,
     is_traceable_wrapper_subclass,
 )
-from autoshard.runtime.errors import CaptureError, message, source_line
+from autoshard.runtime.errors import CaptureError, source_line
 from autoshard.runtime.graph_meta import DIFF, ENABLE_GRAD, WITHOUT_GRADIENTS
 from autoshard.runtime.lazy_gather import LazyGather
 
@@ -195,11 +195,9 @@ def _refuse_aliases(
             if inputs[i].untyped_storage() is other.untyped_storage():
                 names = f"{placeholders[i].name} and {placeholders[j].name}"
                 raise CaptureError(
-                    message(
-                        f"the inputs {names} share memory, and the model writes into the first",
-                        where=source_line(placeholders[i].meta.get("stack_trace")),
-                        remedy="Pass one of them as a clone().",
-                    )
+                    f"the inputs {names} share memory, and the model writes into the first",
+                    where=source_line(placeholders[i].meta.get("stack_trace")),
+                    remedy="Pass one of them as a clone().",
                 )
 
 

@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoshard.runtime.compat import FakeTensor, FakeTensorMode
-from autoshard.runtime.errors import CaptureError, message, source_line
+from autoshard.runtime.errors import CaptureError, source_line
 
 _KEPT_META = ("stack_trace", "nn_module_stack", "custom")
 
@@ -93,7 +93,7 @@ def _splice(
         traced = _trace(fx.GraphModule(gm, body), values, mode)
     except Exception as error:
         what = f"cannot capture a torch.func transform: {type(error).__name__}: {error}"
-        raise CaptureError(message(what, where=source_line(region[0].stack_trace))) from error
+        raise CaptureError(what, where=source_line(region[0].stack_trace)) from error
     placeholders = traced.graph.find_nodes(op="placeholder")
     new = {node: env[source] for node, source in zip(placeholders, outer)}
     for node in traced.graph.nodes:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from autoshard.errors import ConfigError, message
+from autoshard.errors import ConfigError
 from autoshard.runtime.files import MOST_RANKS
 
 _MODEL = (
@@ -133,7 +133,7 @@ def options_and_entries(
         else:
             named[name] = value
     if "mesh" in named:
-        raise ConfigError(message("--option mesh=...", remedy="The mesh is given by --mesh."))
+        raise ConfigError("--option mesh=...", remedy="The mesh is given by --mesh.")
     refuse_removed(named)
     if is_factory(model):
         Config.from_options(named)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from autoshard.errors import ConfigError, message
+from autoshard.errors import ConfigError
 
 CHECKPOINTING = ("none", "full", "selective")
 
@@ -25,10 +25,8 @@ def checkpoint_layers(model: nn.Module, how: str) -> None:
     switch = getattr(model, "activation_checkpointing_enable", None)
     if switch is None or not getattr(model, "supports_gradient_checkpointing", True):
         raise ConfigError(
-            message(
-                f"{type(model).__name__} has no switch for activation checkpointing",
-                remedy="Call torch.utils.checkpoint in the model that the factory returns.",
-            )
+            f"{type(model).__name__} has no switch for activation checkpointing",
+            remedy="Call torch.utils.checkpoint in the model that the factory returns.",
         )
     given: dict[str, Any] = {"use_reentrant": False}
     if how == "selective":

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure, print and write, on the first rank; ConfigError where --out is not a .json file."""
     import torch
 
-    from autoshard.errors import ConfigError, message
+    from autoshard.errors import ConfigError
     from autoshard.measuring import measure_machine
     from autoshard.runtime.agreement import world_axis
     from autoshard.runtime.mesh import start_world
@@ -40,10 +40,8 @@ def run(arguments: argparse.Namespace) -> None:
     out: Path | None = arguments.out
     if out is not None and (out.suffix != ".json" or not out.absolute().parent.is_dir()):
         raise ConfigError(
-            message(
-                f"--out {out} is no .json file in a folder that exists",
-                remedy="Write it as --out machine.json.",
-            )
+            f"--out {out} is no .json file in a folder that exists",
+            remedy="Write it as --out machine.json.",
         )
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cpu":

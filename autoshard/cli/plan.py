@@ -17,7 +17,7 @@ from autoshard.cli.arguments import (
     shared_arguments,
     world_size,
 )
-from autoshard.errors import AutoshardError, message
+from autoshard.errors import AutoshardError
 
 if TYPE_CHECKING:
     from autoshard.mesh_search import MeshPrice, MeshSearch, PipelinePrice
@@ -170,7 +170,7 @@ def _save(
     """Write the plan of the recommended mesh. staged: makes that of one with pp."""
     saved = found.best
     if saved is None:
-        raise AutoshardError(message("no mesh fits, so no plan was written", remedy=_MORE))
+        raise AutoshardError("no mesh fits, so no plan was written", remedy=_MORE)
     (staged(saved) if saved.pipeline else saved.plan).save(path)
     if saved.recomputation is None:  # a budget chose the mesh, which the plan holds
         options = _with(options, memory_budget=None)

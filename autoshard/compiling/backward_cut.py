@@ -32,7 +32,7 @@ import torch
 from torch import fx
 
 from autoshard.compiling.inner import compile_local
-from autoshard.errors import CaptureError, message
+from autoshard.errors import CaptureError
 from autoshard.passes import after_cut
 from autoshard.planning import is_view
 from autoshard.runtime.compat import ForwardBackward, forward_backward
@@ -92,11 +92,9 @@ def cut_backward(
     kept = sum(node.name in names for node in read)
     if len(read) != kept + len(graded) or len(given) != len(fakes):
         raise CaptureError(
-            message(
-                f"a stage keeps {kept} values for its backward and sends {len(graded)} that have "
-                f"gradients, and its backward reads {len(read)}",
-                remedy="Use options={'pipeline': {'schedule': '1f1b'}}, which cuts no backward.",
-            )
+            f"a stage keeps {kept} values for its backward and sends {len(graded)} that have "
+            f"gradients, and its backward reads {len(read)}",
+            remedy="Use options={'pipeline': {'schedule': '1f1b'}}, which cuts no backward.",
         )
     gradients = results_of(backward)
     of_inputs = gradients[len(gradients) - inputs :] if inputs else []

@@ -16,7 +16,7 @@ from torch import fx
 
 from autoshard.compiling.built import Built
 from autoshard.config import Config
-from autoshard.errors import ConfigError, did_you_mean, message
+from autoshard.errors import ConfigError, did_you_mean
 from autoshard.planning import is_handed_on, is_trained
 from autoshard.runtime import compat
 from autoshard.runtime.graph_meta import MUTATED, N_OUTPUTS
@@ -53,26 +53,20 @@ def check_inductor(config: Config, device: str) -> None:
     given = config.inductor or {}
     if CAPTURE in given:
         raise ConfigError(
-            message(
-                f"options['inductor'] has {CAPTURE}, which knows nothing of shards",
-                remedy="Say cuda_graphs=True instead.",
-            )
+            f"options['inductor'] has {CAPTURE}, which knows nothing of shards",
+            remedy="Say cuda_graphs=True instead.",
         )
     known = compat.inductor_settings() if given else []
     for name in sorted(given.keys() - known):
         others = "Those it has are in torch._inductor.list_options()."
         raise ConfigError(
-            message(
-                f"options['inductor']: Inductor has no setting {name!r}",
-                remedy=did_you_mean(name, known, others, cutoff=0.5),
-            )
+            f"options['inductor']: Inductor has no setting {name!r}",
+            remedy=did_you_mean(name, known, others, cutoff=0.5),
         )
     if config.cuda_graphs and device != "cuda":
         raise ConfigError(
-            message(
-                f"options['cuda_graphs'] is True, and the model is on {device}",
-                remedy="Move it to a GPU, or leave the option out.",
-            )
+            f"options['cuda_graphs'] is True, and the model is on {device}",
+            remedy="Move it to a GPU, or leave the option out.",
         )
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from torch import fx
 
 from autoshard.compiling.rendering import render
-from autoshard.errors import AutoshardError, ConfigError, did_you_mean, message
+from autoshard.errors import AutoshardError, ConfigError, did_you_mean
 from autoshard.passes import OPTIONAL, ORDER, Report, Watch
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.compat import artifact
@@ -66,10 +66,8 @@ class Settings:
                 _known("AUTOSHARD_DISABLE", name)
                 if name not in OPTIONAL:
                     raise ConfigError(
-                        message(
-                            f"AUTOSHARD_DISABLE={name}: without this pass the program is wrong",
-                            remedy=f"It takes {', '.join(OPTIONAL)}; or all, for all of these.",
-                        )
+                        f"AUTOSHARD_DISABLE={name}: without this pass the program is wrong",
+                        remedy=f"It takes {', '.join(OPTIONAL)}; or all, for all of these.",
                     )
         unsharded = environment.get("AUTOSHARD_UNSHARDED", "0") or "0"
         if unsharded not in ("0", "1"):
@@ -101,11 +99,9 @@ def refuse_unsharded(sizes: Mapping[str, int]) -> None:
     if data:
         spelled = ", ".join(f"{name}={size}" for name, size in data.items())
         raise ConfigError(
-            message(
-                f"AUTOSHARD_UNSHARDED=1 on a mesh with {spelled}: gradients would not be reduced",
-                remedy="Use it on axes whose ranks share a batch (cp, tp, pp): every rank does the "
-                "same there.",
-            )
+            f"AUTOSHARD_UNSHARDED=1 on a mesh with {spelled}: gradients would not be reduced",
+            remedy="Use it on axes whose ranks share a batch (cp, tp, pp): every rank does the "
+            "same there.",
         )
 
 
@@ -125,13 +121,11 @@ class DebugWatch(Watch):
             if name not in OPTIONAL:
                 where = self.settings.folder
                 raise AutoshardError(
-                    message(
-                        f"stopped before {name}: AUTOSHARD_STOP_AFTER={stop}, and no program is "
-                        "right without it",
-                        remedy=f"The graphs so far are in {where}."
-                        if where
-                        else "Set AUTOSHARD_DUMP to see the graphs so far.",
-                    )
+                    f"stopped before {name}: AUTOSHARD_STOP_AFTER={stop}, and no program is "
+                    "right without it",
+                    remedy=f"The graphs so far are in {where}."
+                    if where
+                    else "Set AUTOSHARD_DUMP to see the graphs so far.",
                 )
             return False
         return name not in self.settings.left_out
@@ -180,7 +174,7 @@ def _rank() -> str:
 def _known(variable: str, name: str) -> None:
     if name not in ORDER:
         remedy = did_you_mean(name, ORDER, f"The passes are {', '.join(ORDER)}.")
-        raise ConfigError(message(f"{variable}: there is no pass {name!r}", remedy=remedy))
+        raise ConfigError(f"{variable}: there is no pass {name!r}", remedy=remedy)
 
 
 def _configure(level: int) -> None:

@@ -22,7 +22,7 @@ from autoshard import passes, runtime
 from autoshard.compiling.any_rank import for_any_rank
 from autoshard.compiling.cuda_graphs import InductorSettings
 from autoshard.compiling.inductor_order import hold_order
-from autoshard.errors import ConfigError, message
+from autoshard.errors import ConfigError
 from autoshard.runtime import compat
 from autoshard.runtime.compat import Finish, aot_eager, inductor_compile
 
@@ -113,4 +113,4 @@ def check_serving(sizes: Mapping[str, int], device: str) -> None:
 
 
 def _refusal(what: str, remedy: str) -> ConfigError:
-    return ConfigError(message(f"options['inner'] is 'tensorrt': {what}", remedy=remedy))
+    return ConfigError(f"options['inner'] is 'tensorrt': {what}", remedy=remedy)

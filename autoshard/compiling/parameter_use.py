@@ -7,7 +7,7 @@ from torch import fx, nn
 
 from autoshard.capture import execution
 from autoshard.config import Config, Precision
-from autoshard.errors import ConfigError, message
+from autoshard.errors import ConfigError
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import deferred_axes
 from autoshard.runtime.graph_meta import REDUCED_DTYPE, STORED_DTYPE
@@ -73,9 +73,7 @@ def traced_microbatch(gm: fx.GraphModule) -> str:
     }
     if ACCUMULATE in said and len(said) > 1:
         raise ConfigError(
-            message(
-                "one graph reads parameters of modules inside and outside of no_sync",
-                remedy="Give autoshard.no_sync the whole model that is compiled.",
-            )
+            "one graph reads parameters of modules inside and outside of no_sync",
+            remedy="Give autoshard.no_sync the whole model that is compiled.",
         )
     return next((each for each in (ACCUMULATE, FLUSH) if each in said), SINGLE)

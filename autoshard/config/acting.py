@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard.config.groups import KEYS, option
-from autoshard.errors import ConfigError, message
+from autoshard.errors import ConfigError
 from autoshard.runtime.collectives import DATA_AXES
 from autoshard.runtime.mesh import AXIS_ORDER, PLANNED, SAME_BATCH
 
@@ -104,16 +104,11 @@ def refuse(values: Mapping[str, Any], given: Mapping[str, int], sizes: Mapping[s
         beside = next((axis for axis in acting.refused if sizes.get(axis, 1) > 1), None)
         if beside is not None:
             raise ConfigError(
-                message(
-                    f"{shown} beside {beside} in the mesh is not supported yet",
-                    remedy=f"Leave {entry} out, or {beside}.",
-                )
+                f"{shown} beside {beside} in the mesh is not supported yet",
+                remedy=f"Leave {entry} out, or {beside}.",
             )
         if acting.needed and math.prod(given.values()) > 1 and not set(acting.on) & set(given):
             raise ConfigError(
-                message(
-                    f"{shown} is about {', '.join(acting.on)}, of which the mesh {spelled} has "
-                    "none",
-                    remedy=f"Leave {entry} out, or give the mesh {acting.on[0]}.",
-                )
+                f"{shown} is about {', '.join(acting.on)}, of which the mesh {spelled} has none",
+                remedy=f"Leave {entry} out, or give the mesh {acting.on[0]}.",
             )

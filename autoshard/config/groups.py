@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from autoshard.errors import ConfigError, did_you_mean, message, shown
+from autoshard.errors import ConfigError, did_you_mean, shown
 
 GROUPS: dict[str, dict[str, str]] = {
     "memory": {
@@ -87,7 +87,7 @@ def refuse_removed(names: Iterable[str]) -> None:
             why, remedy = REMOVED[name]
         else:
             continue
-        raise ConfigError(message(f"autoshard option {name!r} was removed: {why}", remedy=remedy))
+        raise ConfigError(f"autoshard option {name!r} was removed: {why}", remedy=remedy)
 
 
 def fields_of(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,10 +105,8 @@ def fields_of(options: Mapping[str, Any]) -> dict[str, Any]:
             if entry not in entries:
                 others = f"Its entries are {', '.join(entries)}."
                 raise ConfigError(
-                    message(
-                        f"unknown entry {shown(entry)} of the autoshard option {name!r}",
-                        remedy=did_you_mean(str(entry), entries, others, cutoff=0.5),
-                    )
+                    f"unknown entry {shown(entry)} of the autoshard option {name!r}",
+                    remedy=did_you_mean(str(entry), entries, others, cutoff=0.5),
                 )
             found[entries[entry]] = own
     return found
@@ -125,10 +123,8 @@ def entries_of(name: str, value: Any) -> Mapping[str, Any]:
         return {"budget": value}
     if not isinstance(value, Mapping):
         raise ConfigError(
-            message(
-                f"autoshard option {name}={shown(value)} is not allowed",
-                remedy=f"It takes a dict with any of the keys {', '.join(GROUPS[name])}.",
-            )
+            f"autoshard option {name}={shown(value)} is not allowed",
+            remedy=f"It takes a dict with any of the keys {', '.join(GROUPS[name])}.",
         )
     return value
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.config.acting import ACTING, refuse
 from autoshard.config.groups import GROUPS, KEYS, fields_of, option, refuse_removed
-from autoshard.errors import ConfigError, did_you_mean, message, shown
+from autoshard.errors import ConfigError, did_you_mean, shown
 from autoshard.planning import Plan
 from autoshard.runtime.mesh import AXIS_ORDER
 from autoshard.runtime.operators import FLOAT8_RECIPES
@@ -304,26 +304,20 @@ class Config:
             value = getattr(self, field.name)
             if not field.metadata["check"](value):
                 raise ConfigError(
-                    message(
-                        f"autoshard option {_name(field.name)}={_show(value)} is not allowed",
-                        remedy=f"It takes {field.metadata['values']}.",
-                    )
+                    f"autoshard option {_name(field.name)}={_show(value)} is not allowed",
+                    remedy=f"It takes {field.metadata['values']}.",
                 )
         for name in ("cuda_graphs", "inductor"):
             if getattr(self, name) and self.inner != "inductor":
                 raise ConfigError(
-                    message(
-                        f"options['{name}'] is about Inductor, and inner is {self.inner!r}",
-                        remedy=f"Leave out {name}, or inner.",
-                    )
+                    f"options['{name}'] is about Inductor, and inner is {self.inner!r}",
+                    remedy=f"Leave out {name}, or inner.",
                 )
         if self.fuse_collectives is True and self.inner in ("eager", "tensorrt"):
             raise ConfigError(
-                message(
-                    f"{option('fuse_collectives')} is True, and inner={self.inner!r} has no graph "
-                    "in which collectives are fused",
-                    remedy="Leave out fuse_collectives, or inner.",
-                )
+                f"{option('fuse_collectives')} is True, and inner={self.inner!r} has no graph "
+                "in which collectives are fused",
+                remedy="Leave out fuse_collectives, or inner.",
             )
 
     def refuse(self, sizes: Mapping[str, int]) -> None:
@@ -361,7 +355,7 @@ class Config:
                     cutoff=0.5,
                     spelled=lambda near: option(near) if near in KEYS else repr(near),
                 )
-                raise ConfigError(message(f"unknown autoshard option {name!r}", remedy=remedy))
+                raise ConfigError(f"unknown autoshard option {name!r}", remedy=remedy)
         return cls(**fields_of(given))
 
     @classmethod

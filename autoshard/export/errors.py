@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import fx
 
-from autoshard.errors import AutoshardError, message, source_line
+from autoshard.errors import AutoshardError, source_line
 from autoshard.runtime.agreement import gather
 from autoshard.runtime.collectives import Axis
 
@@ -24,7 +24,7 @@ def export_error(what: str, node: fx.Node | None = None, remedy: str | None = No
     if node is not None:
         what = f"{node.name}: {what}"
         where = source_line(node.meta.get("stack_trace"))
-    return ExportError(message(what, where=where, remedy=remedy))
+    return ExportError(what, where=where, remedy=remedy)
 
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autoshard.errors import ConfigError, message
+from autoshard.errors import ConfigError
 from autoshard.planning.cost import COLLECTIVES, Cluster, cluster_of, ring_bytes
 from autoshard.runtime.agreement import from_first, gather, world_axis
 from autoshard.runtime.files import write_whole
@@ -291,9 +291,7 @@ def measure_machine(
     Raises ConfigError where there is none of it.
     """
     if device != "cpu" and not torch.get_device_module(device).is_available():
-        raise ConfigError(
-            message(f"there is no {device} device to measure", remedy="Give --device cpu.")
-        )
+        raise ConfigError(f"there is no {device} device to measure", remedy="Give --device cpu.")
     world = start_world(device)
     base = cluster_of(device)
     effort = effort or EFFORTS.get(device, EFFORTS["cuda"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from autoshard.errors import ConfigError, message
+from autoshard.errors import ConfigError
 from autoshard.planning.cost import Cluster
 from autoshard.runtime.mesh import offline_mesh
 
@@ -62,10 +62,8 @@ def checked(mesh: Mapping[str, int], world: int) -> AxisSizes:
     if math.prod(sizes.values()) != world:
         spelled = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise ConfigError(
-            message(
-                f"the mesh {spelled} has {math.prod(sizes.values())} ranks, the world {world}",
-                remedy="Give sizes whose product is the world.",
-            )
+            f"the mesh {spelled} has {math.prod(sizes.values())} ranks, the world {world}",
+            remedy="Give sizes whose product is the world.",
         )
     return sizes
 

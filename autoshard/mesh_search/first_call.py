@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.capture import capture
 from autoshard.compiling import lowered_dtypes
 from autoshard.config import Config, Precision
-from autoshard.errors import PlanError, message
+from autoshard.errors import PlanError
 from autoshard.mesh_search.factorisations import candidates
 from autoshard.mesh_search.prices import MeshPrice
 from autoshard.mesh_search.search import search_captured
@@ -131,10 +131,8 @@ def _best(
     if best is None:
         least = min(found.rows, key=lambda row: row.memory.total)
         raise PlanError(
-            message(
-                f"no mesh of {world} ranks fits: the smallest is {_told(least)}: {least.unfit}",
-                remedy="Use more ranks or a smaller batch; options={'mesh': ...} skips this check.",
-            )
+            f"no mesh of {world} ranks fits: the smallest is {_told(least)}: {least.unfit}",
+            remedy="Use more ranks or a smaller batch; options={'mesh': ...} skips this check.",
         )
     kind = "the same batch" if len(set(digests)) == 1 else f"{len(set(digests))} different batches"
     others = [row for row in found.rows if row is not best]

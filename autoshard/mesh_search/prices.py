@@ -8,7 +8,7 @@ from functools import cached_property
 
 from autoshard.building import Planned
 from autoshard.config import Config
-from autoshard.errors import PlanError, message
+from autoshard.errors import PlanError
 from autoshard.mesh_search.factorisations import AxisSizes, refusal
 from autoshard.mesh_search.stages import GraphStages, PipelinePrice
 from autoshard.planning import Decisions, Plan, Recomputation, is_mixture
@@ -159,12 +159,10 @@ class MeshPrices:
         found = self.stages.price(mesh, self.asked.layout(mesh), training, count, limit)
         if found is None and alone:
             raise PlanError(
-                message(
-                    f"the graph cannot be cut into {pp * self.stages.chunks} stages, for pp={pp}: "
-                    f"there are {len(self.stages.places)} places between its operators where it "
-                    "can",
-                    remedy="Give pp fewer ranks.",
-                )
+                f"the graph cannot be cut into {pp * self.stages.chunks} stages, for pp={pp}: "
+                f"there are {len(self.stages.places)} places between its operators where it "
+                "can",
+                remedy="Give pp fewer ranks.",
             )
         if found is None:
             return None

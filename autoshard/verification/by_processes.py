@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.errors import ConfigError, message
+from autoshard.errors import ConfigError
 from autoshard.program import programs
 from autoshard.runtime.collectives import placement_words
 from autoshard.runtime.mesh import data_coordinate, init_mesh, offline_mesh
@@ -83,11 +83,9 @@ class ProcessJob:
         if drawn:
             if self.options.get("rng", "invariant") != "invariant":
                 raise ConfigError(
-                    message(
-                        "the model draws random numbers, and only rng='invariant' draws the same "
-                        "ones on one process",
-                        remedy="Verify with that option, or in eval mode.",
-                    )
+                    "the model draws random numbers, and only rng='invariant' draws the same "
+                    "ones on one process",
+                    remedy="Verify with that option, or in eval mode.",
                 )
             notes.append("random numbers: the serial model drew those of the mesh")
             found = self._capture(model, parts[0])

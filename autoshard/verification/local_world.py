@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from autoshard.errors import AutoshardError, message
+from autoshard.errors import AutoshardError
 
 Job = Callable[[str, Path], Any]
 
@@ -90,10 +90,8 @@ def _travels(job: Job) -> bytes | None:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         if not hasattr(os, "fork"):
             raise WorldError(
-                message(
-                    f"the model cannot be sent to another process: {error}",
-                    remedy="Put it into a module that can be imported.",
-                )
+                f"the model cannot be sent to another process: {error}",
+                remedy="Put it into a module that can be imported.",
             ) from error
         return None
     return None if b"__main__" in payload and hasattr(os, "fork") else payload

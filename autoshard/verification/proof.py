@@ -20,7 +20,7 @@ from torch import fx, nn
 from autoshard.building import batch_facts, build_program
 from autoshard.capture import intercept
 from autoshard.config import Config, Precision
-from autoshard.errors import ConfigError, message
+from autoshard.errors import ConfigError
 from autoshard.explain import table
 from autoshard.model_source import callable_named
 from autoshard.planning.cost import cluster_of
@@ -62,11 +62,9 @@ def _comparisons(
     ValueError where data-parallel ranks draw random numbers."""
     if sizes.get("pp", 1) > 1:
         raise ConfigError(
-            message(
-                f"processes=False runs the ranks of one graph in lockstep, and those of "
-                f"pp={sizes['pp']} run graphs of their own",
-                remedy="Leave processes=False out, or pp.",
-            )
+            f"processes=False runs the ranks of one graph in lockstep, and those of "
+            f"pp={sizes['pp']} run graphs of their own",
+            remedy="Leave processes=False out, or pp.",
         )
     model, args, kwargs = subject.load()
     mesh = offline_mesh(sizes, 0)
@@ -212,7 +210,7 @@ def verify(
     asked, and WorldError where a process fails, with its traceback, or the time is over.
     """
     if steps < 1:
-        raise ConfigError(message(f"steps={steps}", remedy="Give at least 1."))
+        raise ConfigError(f"steps={steps}", remedy="Give at least 1.")
     Config.from_options({**options, "mesh": dict(mesh), "timeout": timeout})
     sizes = offline_mesh(dict(mesh), 0).sizes
     subject = Subject(

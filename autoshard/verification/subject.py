@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autoshard.errors import ConfigError, message
+from autoshard.errors import ConfigError
 from autoshard.model_source import callable_named, model_and_call
 from autoshard.runtime.lazy_gather import LazyGather
 from autoshard.runtime.pipeline import Withheld
@@ -52,14 +52,12 @@ class Subject:
             args, kwargs = given
         if any(isinstance(p, DTensor) for p in model.parameters()):
             raise ConfigError(
-                message("the model is sharded already", remedy="Give the model as it was made.")
+                "the model is sharded already", remedy="Give the model as it was made."
             )
         if any(t.is_meta for t in model.parameters()):
             raise ConfigError(
-                message(
-                    "the model to verify is on the meta device",
-                    remedy="Give one with values: both sides are run.",
-                )
+                "the model to verify is on the meta device",
+                remedy="Give one with values: both sides are run.",
             )
         model = model.cpu() if self.dtype is None else model.to("cpu", self.dtype)
         batch = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), (args, kwargs))
@@ -81,10 +79,8 @@ class Subject:
             return leaves[0]
         if not leaves:
             raise ConfigError(
-                message(
-                    f"the model returns {type(output).__name__}, which has no loss and no tensor",
-                    remedy="Give loss=..., a function of the output.",
-                )
+                f"the model returns {type(output).__name__}, which has no loss and no tensor",
+                remedy="Give loss=..., a function of the output.",
             )
         generator = torch.Generator().manual_seed(self.seed)
         noisy = [t * torch.randn(t.shape, generator=generator).to(t.dtype) for t in leaves]
@@ -110,10 +106,8 @@ def chunks(batch: Any, n: int) -> list[Any]:
     rows = sized[0].shape[0] if sized else 0
     if not rows or rows % n:
         raise ConfigError(
-            message(
-                f"a batch of {rows} rows cannot be split over {n} data-parallel ranks",
-                remedy=f"Give a batch whose first dimension {n} divides.",
-            )
+            f"a batch of {rows} rows cannot be split over {n} data-parallel ranks",
+            remedy=f"Give a batch whose first dimension {n} divides.",
         )
 
     def part(index: int) -> Any:

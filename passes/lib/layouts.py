@@ -22,7 +22,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autoshard.errors import PlanError, message
+from autoshard.errors import PlanError
 from autoshard.passes.base import Report, emit, user_line
 from autoshard.runtime.graph_meta import DIFF
 
@@ -320,12 +320,10 @@ class _Arranging:
         op = str(self.node.target).removeprefix("aten.").split(".")[0]
         val = source.meta["val"]
         return PlanError(
-            message(
-                f"{op} reads memory behind a view with gaps (shape {tuple(val.shape)}, strides "
-                f"{tuple(val.stride())}), which its shards lack",
-                where=user_line(self.node),
-                remedy="Use unfold or indices, or call as_strided on x.contiguous().",
-            )
+            f"{op} reads memory behind a view with gaps (shape {tuple(val.shape)}, strides "
+            f"{tuple(val.stride())}), which its shards lack",
+            where=user_line(self.node),
+            remedy="Use unfold or indices, or call as_strided on x.contiguous().",
         )
 
 

@@ -33,7 +33,7 @@ from autoshard.runtime import compat
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.redistribution import all_reduce, convert
 from autoshard.runtime.collectives.states import I, P, S, State
-from autoshard.runtime.errors import ConfigError, message
+from autoshard.runtime.errors import ConfigError
 
 _Key = tuple[Any, ...]
 
@@ -130,11 +130,9 @@ def _chosen(
         if measure:
             return plain()
         raise ConfigError(
-            message(
-                "options['planner']['fuse_collectives'] is True, and the "
-                f"{axis.size} GPUs of an axis do not reach each other's memory",
-                remedy="Put the axis on GPUs of one machine with NVLink, or leave the option out.",
-            )
+            "options['planner']['fuse_collectives'] is True, and the "
+            f"{axis.size} GPUs of an axis do not reach each other's memory",
+            remedy="Put the axis on GPUs of one machine with NVLink, or leave the option out.",
         )
     return fused() if not measure or _is_quicker(fused, plain, axis, key) else plain()
 

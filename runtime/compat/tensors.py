@@ -14,7 +14,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from autoshard.runtime.compat.version import TRANSFERS, probe
-from autoshard.runtime.errors import AutoshardError, message
+from autoshard.runtime.errors import AutoshardError
 
 
 def nccl_communicator(group: Any) -> int:
@@ -63,10 +63,8 @@ def placement_dim(placement: Placement) -> int | None:
     if isinstance(placement, Replicate):
         return None
     raise AutoshardError(
-        message(
-            f"a parameter is stored as {placement}",
-            remedy="Parameters may be stored as Shard or Replicate.",
-        )
+        f"a parameter is stored as {placement}",
+        remedy="Parameters may be stored as Shard or Replicate.",
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autoshard.runtime.errors import AutoshardError, message
+from autoshard.runtime.errors import AutoshardError
 
 MINIMUM, NEWEST = (2, 11), (2, 14)
 """The releases that were tried; pyproject.toml allows one more, whose names are probed."""
@@ -145,19 +145,11 @@ _TRIED = "Install torch {}.{} to {}.{}, the releases that autoshard was tried wi
 def probe(names: list[str] = PRIVATE) -> None:
     """Raise AutoshardError where this torch is too old, or lacks one of `names`."""
     if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < MINIMUM:
-        raise AutoshardError(
-            message(
-                f"torch {torch.__version__} is too old",
-                remedy=_TRIED,
-            )
-        )
+        raise AutoshardError(f"torch {torch.__version__} is too old", remedy=_TRIED)
     missing = [name for name in names if not _exists(name)]
     if missing:
         raise AutoshardError(
-            message(
-                f"torch {torch.__version__} has no {', '.join(missing)}",
-                remedy=_TRIED,
-            )
+            f"torch {torch.__version__} has no {', '.join(missing)}", remedy=_TRIED
         )
 
 

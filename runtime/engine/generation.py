@@ -167,11 +167,9 @@ class Engine:
         if longest + filled > self.max_length:
             more = f", and {filled} that fill up the {self.min_tokens} the engine takes at once,"
             raise AutoshardError(
-                message(
-                    f"prompts and new tokens are up to {longest} tokens long"
-                    f"{more if filled else ','} and the engine holds {self.max_length}",
-                    remedy="Generate fewer, or export with a larger max_length.",
-                )
+                f"prompts and new tokens are up to {longest} tokens long"
+                f"{more if filled else ','} and the engine holds {self.max_length}",
+                remedy="Generate fewer, or export with a larger max_length.",
             )
 
     def _run_encoder(self, source: Mapping[str, torch.Tensor] | None, rows: int) -> None:
@@ -182,11 +180,9 @@ class Engine:
         if given.keys() != wanted.keys() or any(len(one) != rows for one in given.values()):
             have = {name: tuple(one.shape) for name, one in given.items()}
             raise AutoshardError(
-                message(
-                    f"the encoder has the inputs {sorted(wanted)}, and source is {have or None} "
-                    f"for {rows} prompts",
-                    remedy="Give generate(..., source={name: tensor}), a row for each prompt.",
-                )
+                f"the encoder has the inputs {sorted(wanted)}, and source is {have or None} "
+                f"for {rows} prompts",
+                remedy="Give generate(..., source={name: tensor}), a row for each prompt.",
             )
         if self._encode is None:
             return

@@ -41,11 +41,9 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     found = tuple(body.optional(name, None).value for name in ("format", "format_version"))
     if found != (FORMAT, FORMAT_VERSION):
         raise AutoshardError(
-            message(
-                f"{path} is of format {found[0]!r:.40} {found[1]!r:.40}, this version reads "
-                f"{FORMAT} {FORMAT_VERSION}",
-                remedy="Export the engines again with this version.",
-            )
+            f"{path} is of format {found[0]!r:.40} {found[1]!r:.40}, this version reads "
+            f"{FORMAT} {FORMAT_VERSION}",
+            remedy="Export the engines again with this version.",
         )
     builder = body.entry("builder")
     builder.entry("module").text(*BUILDERS)
@@ -73,17 +71,15 @@ def read_engine(directory: str | Path, config: dict[str, Any], rank: int) -> byt
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise AutoshardError(message(f"{path} cannot be read: {error}", remedy=_AGAIN)) from error
+        raise AutoshardError(f"{path} cannot be read: {error}", remedy=_AGAIN) from error
     found = hashlib.sha256(data).hexdigest()
     if found != entry["sha256"]:
         owners = [i for i, other in enumerate(config["ranks"]) if other["sha256"] == found]
         whose = f"that of rank {owners[0]}" if owners else "that of no rank"
         raise AutoshardError(
-            message(
-                f"{path} is damaged, or another file: its SHA-256 is {found}, {whose} in "
-                f"config.json, and that of rank {rank} is {entry['sha256']}",
-                remedy=_AGAIN,
-            )
+            f"{path} is damaged, or another file: its SHA-256 is {found}, {whose} in "
+            f"config.json, and that of rank {rank} is {entry['sha256']}",
+            remedy=_AGAIN,
         )
     return data
 
@@ -92,13 +88,11 @@ def _inside(directory: Path, name: str) -> Path:
     """The file of that name in the directory, not behind a link that leads out of it."""
     path = directory / name
     if Path(name).name != name or name == ".." or not is_file(path):
-        raise AutoshardError(message(f"{str(path)!r} is no file of the directory", remedy=_AGAIN))
+        raise AutoshardError(f"{str(path)!r} is no file of the directory", remedy=_AGAIN)
     if path.resolve().parent != directory.resolve():
         raise AutoshardError(
-            message(
-                f"{path} is a link to {path.resolve()}, outside of the directory",
-                remedy="Copy the file itself: only the directory's own files are read.",
-            )
+            f"{path} is a link to {path.resolve()}, outside of the directory",
+            remedy="Copy the file itself: only the directory's own files are read.",
         )
     return path
 
@@ -174,10 +168,8 @@ def load(directory: str | Path, group: Any = None) -> Engine:
     size = 1 if group is None else dist.get_world_size(group)
     if size != ranks:
         raise AutoshardError(
-            message(
-                f"{directory} holds engines of {ranks} ranks, and the group has {size}",
-                remedy=f"Start {ranks} processes, or give load(..., group=) of {ranks}.",
-            )
+            f"{directory} holds engines of {ranks} ranks, and the group has {size}",
+            remedy=f"Start {ranks} processes, or give load(..., group=) of {ranks}.",
         )
     rank = 0 if group is None else dist.get_rank(group)
     data = read_engine(directory, config, rank)
@@ -212,11 +204,9 @@ class TensorRT:
         self._engine = self._runtime.deserialize_cuda_engine(data)
         if self._engine is None:
             raise AutoshardError(
-                message(
-                    f"{builder['module']} {trt.__version__} cannot load the engine",
-                    remedy=f"It was built by version {builder['version']} for compute capability "
-                    f"{', '.join(builder['compute_capabilities']) or 'of its machine'}.",
-                )
+                f"{builder['module']} {trt.__version__} cannot load the engine",
+                remedy=f"It was built by version {builder['version']} for compute capability "
+                f"{', '.join(builder['compute_capabilities']) or 'of its machine'}.",
             )
         self._context = self._engine.create_execution_context()
         if group is not None:

@@ -17,7 +17,7 @@ import torch
 
 from autoshard.runtime.agreement import reducing, will_reduce
 from autoshard.runtime.collectives import Axis, I, P, State, convert, gradient_value, reduce_wide
-from autoshard.runtime.errors import AutoshardError, message
+from autoshard.runtime.errors import AutoshardError
 
 SINGLE, ACCUMULATE, FLUSH = "single", "accumulate", "flush"
 """Work of a backward on gradients: reduce its own; add them to the pending ones and reduce
@@ -133,11 +133,9 @@ class _Unshard(torch.autograd.Function):
         again = torch.is_grad_enabled() and grad.requires_grad
         if again and microbatch == ACCUMULATE:
             raise AutoshardError(
-                message(
-                    "a second derivative (create_graph=True) inside autoshard.no_sync, where the "
-                    "gradients of the ranks wait for each other",
-                    remedy="Run the forward whose gradient is differentiated outside of no_sync.",
-                )
+                "a second derivative (create_graph=True) inside autoshard.no_sync, where the "
+                "gradients of the ranks wait for each other",
+                remedy="Run the forward whose gradient is differentiated outside of no_sync.",
             )
         if microbatch == ACCUMULATE:
             ctx.pending.add_(grad)

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from autoshard.runtime import compat
-from autoshard.runtime.errors import AutoshardError, message
+from autoshard.runtime.errors import AutoshardError
 from autoshard.runtime.parameters.data_unsharding import ACCUMULATE, FLUSH, SINGLE
 from autoshard.runtime.parameters.record import Pending, pending_of, policy_of
 
@@ -84,11 +84,9 @@ def unalias(
         held = [(grad.data_ptr(), i) for i, grad in enumerate(grads) if grad is not None]
     except RuntimeError as error:  # what a batch of vmap's has is not memory of its own
         raise AutoshardError(
-            message(
-                "gradients of stored parameters were asked for in one batch, by is_grads_batched "
-                "or vectorize",
-                remedy="Take them one by one, in a loop over grad_outputs.",
-            )
+            "gradients of stored parameters were asked for in one batch, by is_grads_batched "
+            "or vectorize",
+            remedy="Take them one by one, in a loop over grad_outputs.",
         ) from error
     held.sort()
     found = list(grads)
@@ -291,10 +289,8 @@ def _refuse_pending(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             waiting += pending is not None and pending.dirty
     if waiting:
         raise AutoshardError(
-            message(
-                f"{type(optimizer).__name__}.step(): {waiting} parameters have gradients that were "
-                "accumulated in no_sync and not reduced",
-                remedy="Run forward and backward of the last microbatch outside of no_sync, or "
-                "drop the gradients with autoshard.discard_pending(model).",
-            )
+            f"{type(optimizer).__name__}.step(): {waiting} parameters have gradients that were "
+            "accumulated in no_sync and not reduced",
+            remedy="Run forward and backward of the last microbatch outside of no_sync, or "
+            "drop the gradients with autoshard.discard_pending(model).",
         )

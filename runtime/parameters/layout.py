@@ -27,7 +27,7 @@ from autoshard.runtime.collectives import (
     placement_words,
     shard_dim,
 )
-from autoshard.runtime.errors import PlanError, message
+from autoshard.runtime.errors import PlanError
 from autoshard.runtime.mesh import axes_of, home_mesh, home_of_name
 
 
@@ -256,9 +256,7 @@ def _stored_dim(state: State, ndim: int) -> int | None:
         return None
     if (dim is None and state != I) or (dim is not None and dim >= ndim):
         raise PlanError(
-            message(
-                f"a parameter of {ndim} dims cannot be stored as {placement_words(state)}",
-                remedy="Store it as Replicate, or as Shard(d) of one of its dims.",
-            )
+            f"a parameter of {ndim} dims cannot be stored as {placement_words(state)}",
+            remedy="Store it as Replicate, or as Shard(d) of one of its dims.",
         )
     return dim

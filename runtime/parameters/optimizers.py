@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import users_line
 from autoshard.runtime.collectives import data_axes
-from autoshard.runtime.errors import AutoshardError, message
+from autoshard.runtime.errors import AutoshardError
 from autoshard.runtime.mesh import axes_of, world_size
 from autoshard.runtime.parameters.eager import StoredTensor
 from autoshard.runtime.parameters.owners import models_of
@@ -125,16 +125,14 @@ def _refuse_unreduced(optimizer: Optimizer) -> None:
     ]
     more = f" and {len(found) - 5} more" if len(found) > 5 else ""
     raise AutoshardError(
-        message(
-            f"{type(optimizer).__name__}.step(): {len(plain)} of {len(parameters)} parameters have "
-            f"gradients that nothing reduced over the data-parallel ranks: {', '.join(found[:5])}"
-            f"{more}; {why}",
-            where=users_line(),
-            remedy="Compute them by what torch.compile returned, compiled(x) or compiled.method(x) "
-            "(model.compile() compiles model(x) alone). What is trained beside a compiled model "
-            "has to be in one module with it, or to have an optimizer of its own and gradients "
-            "that you reduce.",
-        )
+        f"{type(optimizer).__name__}.step(): {len(plain)} of {len(parameters)} parameters have "
+        f"gradients that nothing reduced over the data-parallel ranks: {', '.join(found[:5])}"
+        f"{more}; {why}",
+        where=users_line(),
+        remedy="Compute them by what torch.compile returned, compiled(x) or compiled.method(x) "
+        "(model.compile() compiles model(x) alone). What is trained beside a compiled model "
+        "has to be in one module with it, or to have an optimizer of its own and gradients "
+        "that you reduce.",
     )
 
 

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import agree, count_stored
 from autoshard.runtime.collectives import I, State, all_reduce, data_axes
-from autoshard.runtime.errors import AutoshardError, message
+from autoshard.runtime.errors import AutoshardError
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters.access import install
 from autoshard.runtime.parameters.eager import as_parameter, as_stored, unsharded
@@ -105,11 +105,9 @@ class MovedParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         owner = next((a for a in (*args, *(kwargs or {}).values()) if type(a) is cls), cls)
         raise AutoshardError(
-            message(
-                f"{owner._autoshard_moved} is stored as shards now, and this is the Parameter "
-                "object from before the first call",
-                remedy="Take the parameter again from model.parameters().",
-            )
+            f"{owner._autoshard_moved} is stored as shards now, and this is the Parameter "
+            "object from before the first call",
+            remedy="Take the parameter again from model.parameters().",
         )
 
     def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
@@ -185,24 +183,19 @@ def _check(
             reason = "no module owns it, so nothing can be given its shard"
         if reason:
             raise AutoshardError(
-                message(
-                    f"{names[parameter]} of shape {tuple(parameter.shape)} cannot be sharded: "
-                    f"{reason}",
-                    remedy="Register it in a module as an nn.Parameter, or leave it replicated.",
-                )
+                f"{names[parameter]} of shape {tuple(parameter.shape)} cannot be sharded: {reason}",
+                remedy="Register it in a module as an nn.Parameter, or leave it replicated.",
             )
         placements_of(states, mesh.axes, parameter.dim())
         for optimizer in owners.optimizers:
             groups = optimizer.param_groups if isinstance(optimizer, SparseAdam) else []
             if any(p is parameter for group in groups for p in group["params"]):
                 raise AutoshardError(
-                    message(
-                        f"{names[parameter]} of shape {tuple(parameter.shape)} is trained by "
-                        "SparseAdam, which takes sparse gradients only, and the gradient of a "
-                        "stored parameter is dense",
-                        remedy="Use Adam for it, or SGD or Adagrad, whose steps are the same for "
-                        "sparse and dense gradients.",
-                    )
+                    f"{names[parameter]} of shape {tuple(parameter.shape)} is trained by "
+                    "SparseAdam, which takes sparse gradients only, and the gradient of a "
+                    "stored parameter is dense",
+                    remedy="Use Adam for it, or SGD or Adagrad, whose steps are the same for "
+                    "sparse and dense gradients.",
                 )
 
 

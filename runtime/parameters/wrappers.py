@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import announced, from_first
 from autoshard.runtime.collectives import Axis
-from autoshard.runtime.errors import AutoshardError, ConfigError, message
+from autoshard.runtime.errors import AutoshardError, ConfigError
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters.eager import StoredTensor, gathered_axes, unsharded
 
@@ -160,10 +160,8 @@ def _together(model: nn.Module, axes: tuple[Axis, ...]) -> Iterator[_Attempt]:
         raise attempt.error
     if story is not None:
         raise AutoshardError(
-            message(
-                f"{what}: the first rank could not write: {story}",
-                remedy="See the output of that rank.",
-            )
+            f"{what}: the first rank could not write: {story}",
+            remedy="See the output of that rank.",
         )
 
 
@@ -212,12 +210,10 @@ def refuse_ddp(models: Iterable[nn.Module] = ()) -> None:
         if one.process_group.size() > 1:
             name, model = type(one).__name__, getattr(one.module, "_orig_mod", one.module)
             raise ConfigError(
-                message(
-                    f"a {type(model).__name__} is compiled in {name}",
-                    remedy=f"{_without(name)} A script that wraps its model because RANK is set "
-                    "(`if ddp: model = DDP(model)`) needs that line off and the rest of its branch "
-                    "on: each data-parallel rank has its own batch.",
-                )
+                f"a {type(model).__name__} is compiled in {name}",
+                remedy=f"{_without(name)} A script that wraps its model because RANK is set "
+                "(`if ddp: model = DDP(model)`) needs that line off and the rest of its branch "
+                "on: each data-parallel rank has its own batch.",
             )
 
 
@@ -238,11 +234,9 @@ def _refuse_stored(what: str, module: nn.Module, remedy: str) -> None:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, StoredTensor):
             raise AutoshardError(
-                message(
-                    f"{what} of a {type(module).__name__} whose parameters are stored on the "
-                    f"mesh {_sizes(parameter)} ({name} as {parameter.placements})",
-                    remedy=remedy,
-                )
+                f"{what} of a {type(module).__name__} whose parameters are stored on the "
+                f"mesh {_sizes(parameter)} ({name} as {parameter.placements})",
+                remedy=remedy,
             )
 
 
@@ -276,13 +270,11 @@ def _check_operands(does: str, values: Iterable[Any]) -> None:
     for value in values:
         if isinstance(value, StoredTensor):
             raise AutoshardError(
-                message(
-                    f"a transform of torch.func {does} a stored tensor of shape "
-                    f"{tuple(value.shape)}, stored on the mesh {_sizes(value)}",
-                    remedy="Hand it whole tensors: {name: p.full_tensor() for name, p in "
-                    "model.named_parameters()}, on every rank; along data-parallel axes average "
-                    "the gradients yourself. Or call backward, or torch.autograd.grad, which do.",
-                )
+                f"a transform of torch.func {does} a stored tensor of shape "
+                f"{tuple(value.shape)}, stored on the mesh {_sizes(value)}",
+                remedy="Hand it whole tensors: {name: p.full_tensor() for name, p in "
+                "model.named_parameters()}, on every rank; along data-parallel axes average "
+                "the gradients yourself. Or call backward, or torch.autograd.grad, which do.",
             )
 
 

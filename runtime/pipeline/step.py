@@ -16,7 +16,7 @@ import torch
 
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import Axis, all_gather
-from autoshard.runtime.errors import AutoshardError, message
+from autoshard.runtime.errors import AutoshardError
 from autoshard.runtime.lazy_gather import LazyGather
 
 Gradients = Sequence[torch.Tensor | None]
@@ -86,13 +86,11 @@ def _same_on(axis: Axis, grad: torch.Tensor) -> None:
     if not bool(((arrived == arrived[0]) | arrived.isnan()).all()):
         said = ", ".join(f"{each:g}" for each in arrived.tolist())
         raise AutoshardError(
-            message(
-                f"the ranks of {axis.name} weigh their losses differently ({said}) on a mesh with "
-                "pp, which computes the gradient of an expert, of the rows of all of them, before "
-                "it is known",
-                remedy="Scale the loss inside of the compiled model, or alike on all ranks of "
-                f"{axis.name}.",
-            )
+            f"the ranks of {axis.name} weigh their losses differently ({said}) on a mesh with "
+            "pp, which computes the gradient of an expert, of the rows of all of them, before "
+            "it is known",
+            remedy="Scale the loss inside of the compiled model, or alike on all ranks of "
+            f"{axis.name}.",
         )
 
 
@@ -100,17 +98,13 @@ def _refuse_twice(left: Any, arrived: Sequence[torch.Tensor | None]) -> None:
     """Raise for a backward of a call that has had one, and for one that is to be differentiated."""
     if left is None:
         raise AutoshardError(
-            message(
-                "a second backward through one call of a pipeline",
-                remedy="Call the model again, or sum the losses and call backward once.",
-            )
+            "a second backward through one call of a pipeline",
+            remedy="Call the model again, or sum the losses and call backward once.",
         )
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arrived):
         raise AutoshardError(
-            message(
-                "a second derivative (create_graph=True) through a pipeline",
-                remedy="Leave pp out of the mesh.",
-            )
+            "a second derivative (create_graph=True) through a pipeline",
+            remedy="Leave pp out of the mesh.",
         )
 
 
@@ -151,13 +145,11 @@ class _BesideLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         raise AutoshardError(
-            message(
-                f"a gradient arrived at output {ctx.number} of a pipeline, beside the loss that it "
-                "returns too, whose backwards the call has run already",
-                remedy="Use options={'pipeline': {'schedule': 'gpipe'}}, whose backwards run when "
-                "gradients arrive, compute the whole loss in the compiled model, or detach the "
-                "output.",
-            )
+            f"a gradient arrived at output {ctx.number} of a pipeline, beside the loss that it "
+            "returns too, whose backwards the call has run already",
+            remedy="Use options={'pipeline': {'schedule': 'gpipe'}}, whose backwards run when "
+            "gradients arrive, compute the whole loss in the compiled model, or detach the "
+            "output.",
         )
 
 
@@ -205,10 +197,8 @@ class Withheld(torch.Tensor):
             return Withheld(torch.empty(given.shape, dtype=dtype, device="meta"), *given._told)
         number, reason, remedy = given._told
         raise AutoshardError(
-            message(
-                f"output {number} of the model, of shape {tuple(given.shape)}, was read: {reason}",
-                remedy=remedy,
-            )
+            f"output {number} of the model, of shape {tuple(given.shape)}, was read: {reason}",
+            remedy=remedy,
         )
 
     def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]

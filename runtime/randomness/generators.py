@@ -21,7 +21,7 @@ import torch
 
 from autoshard.runtime import collectives, compat
 from autoshard.runtime.collectives import Axis
-from autoshard.runtime.errors import AutoshardError, message
+from autoshard.runtime.errors import AutoshardError
 
 DEFAULT, DATA, TENSOR, EXPERT = "default", "data-parallel", "tensor-parallel", "expert"
 STREAM = 0x9E3779B97F4A7C15
@@ -80,10 +80,8 @@ class Tracker:
         taken = {**self._offsets(), DEFAULT: 0}
         if name in taken or offset in taken.values():
             raise AutoshardError(
-                message(
-                    f"the random state {name!r} with offset {offset} is there already",
-                    remedy=f"Choose a name and an offset other than those of {taken}.",
-                )
+                f"the random state {name!r} with offset {offset} is there already",
+                remedy=f"Choose a name and an offset other than those of {taken}.",
             )
         self.added[name] = offset
         self._seed(name, offset)
@@ -98,12 +96,10 @@ class Tracker:
             return
         if compat.in_backward():
             raise AutoshardError(
-                message(
-                    "a named random state is used in a backward pass, by a region that is computed "
-                    "again and would draw other numbers than in forward",
-                    remedy="Give torch.utils.checkpoint context_fn="
-                    "autoshard.rng.checkpoint_contexts, or compile the region as a whole.",
-                )
+                "a named random state is used in a backward pass, by a region that is computed "
+                "again and would draw other numbers than in forward",
+                remedy="Give torch.utils.checkpoint context_fn="
+                "autoshard.rng.checkpoint_contexts, or compile the region as a whole.",
             )
         if self.active == [DEFAULT]:
             _Seeding.follow()
@@ -126,11 +122,8 @@ class Tracker:
         """The position of a state. Raises AutoshardError for a name that is not known."""
         if name != DEFAULT and name not in self.seeds:
             raise AutoshardError(
-                message(
-                    f"there is no random state {name!r}",
-                    remedy=f"Choose one of {[DEFAULT, *self.seeds]}, or add it "
-                    "(autoshard.rng.add).",
-                )
+                f"there is no random state {name!r}",
+                remedy=f"Choose one of {[DEFAULT, *self.seeds]}, or add it (autoshard.rng.add).",
             )
         if name == self.active[-1]:
             return _live()

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.errors import CaptureError, message
+from autoshard.errors import CaptureError
 from autoshard.passes import emit
 from autoshard.planning import LOSSES, Strategy, operands, output_state, packet, producer, value
 from autoshard.planning.rules import strategies
@@ -166,13 +166,11 @@ def _gradient(node: fx.Node) -> bool:
 def _mixes(node: fx.Node, states: list[Any], reasons: list[str]) -> CaptureError:
     said = f" ({'; '.join(reasons)})" if reasons else ""
     return CaptureError(
-        message(
-            f"pp runs a batch in micro-batches, and no rule says that {node.target} does the same "
-            f"to each sample alone, given {', '.join(states) or 'nothing'}{said}",
-            where=source_line(node.meta.get("stack_trace")),
-            remedy="Compute what joins samples outside of the compiled model, give the operator a "
-            "rule (autoshard.sharding_rule), or set options={'pipeline': {'microbatches': 1}}.",
-        )
+        f"pp runs a batch in micro-batches, and no rule says that {node.target} does the same "
+        f"to each sample alone, given {', '.join(states) or 'nothing'}{said}",
+        where=source_line(node.meta.get("stack_trace")),
+        remedy="Compute what joins samples outside of the compiled model, give the operator a "
+        "rule (autoshard.sharding_rule), or set options={'pipeline': {'microbatches': 1}}.",
     )
 
 

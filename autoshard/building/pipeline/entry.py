@@ -29,7 +29,7 @@ from autoshard.building.pipeline.rank import rank_pipeline
 from autoshard.building.pipeline.stage_memory import fit_stages, lines_of_recomputation
 from autoshard.compiling import compile_local, traced_microbatch, use_by
 from autoshard.config import Config
-from autoshard.errors import ConfigError, message
+from autoshard.errors import ConfigError
 from autoshard.parameters import store_at_home
 from autoshard.planning.cost import cluster_of, default_bucket_bytes, fill_buckets, reference_bytes
 from autoshard.runtime import compat
@@ -177,11 +177,9 @@ def _hold_sizes(inputs: Sequence[compat.GraphInput]) -> None:
         raise compat.RestartTrace("pp cuts a graph of fixed sizes")
     for item in changing:
         raise ConfigError(
-            message(
-                f"{item.name} changes its size or value between calls, and pp cuts a graph of "
-                "fixed sizes",
-                remedy="Compile with torch.compile(dynamic=False): one program for each size.",
-            )
+            f"{item.name} changes its size or value between calls, and pp cuts a graph of "
+            "fixed sizes",
+            remedy="Compile with torch.compile(dynamic=False): one program for each size.",
         )
 
 

@@ -22,7 +22,7 @@ from torch import fx
 from autoshard.building.first_axis import lay_out
 from autoshard.building.pipeline.microbatch import MicrobatchGraph, PlannedMicrobatch
 from autoshard.config import Config
-from autoshard.errors import ConfigError, message
+from autoshard.errors import ConfigError
 from autoshard.passes import ExchangeExperts, Localize, exchange, rank_program
 from autoshard.planning import (
     Decisions,
@@ -136,11 +136,9 @@ def _refuse(gm: fx.GraphModule, mesh: Mesh) -> None:
     ep, cp = mesh.axis("ep").size, mesh.axis("cp").size
     if ep > 1 and cp > 1 and any(map(is_mixture, gm.graph.nodes)):
         raise ConfigError(
-            message(
-                f"the mesh has pp beside ep={ep} and cp={cp}, and the model has a mixture of "
-                "experts, whose rows travel over ep in a pipeline without cp only",
-                remedy="Leave cp, ep or pp out: give its ranks to another axis.",
-            )
+            f"the mesh has pp beside ep={ep} and cp={cp}, and the model has a mixture of "
+            "experts, whose rows travel over ep in a pipeline without cp only",
+            remedy="Leave cp, ep or pp out: give its ranks to another axis.",
         )
 
 

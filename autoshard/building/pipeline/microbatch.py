@@ -23,7 +23,7 @@ from autoshard.building.pipeline.batch_split import (
     sum_over_tokens,
     without_broadcasts,
 )
-from autoshard.errors import CaptureError, message
+from autoshard.errors import CaptureError
 from autoshard.passes import Localize, rank_program
 from autoshard.planning import Decisions, Strategy, is_loss, operands, tensor_bytes, value
 from autoshard.runtime.collectives import Axis, P, S, State, shard_dim
@@ -108,12 +108,10 @@ def cut_batch(
         index = serial.meta[MUTATED][0]
         name = serial.graph.find_nodes(op="placeholder")[index].name
         raise CaptureError(
-            message(
-                f"the model writes to {name} in forward, and pp runs it in micro-batches, on one "
-                "of the stages",
-                remedy="Update a counter or an average outside of the compiled model, put a module "
-                "that does it by itself (batch norm) in eval mode, or leave pp out of the mesh.",
-            )
+            f"the model writes to {name} in forward, and pp runs it in micro-batches, on one "
+            "of the stages",
+            remedy="Update a counter or an average outside of the compiled model, put a module "
+            "that does it by itself (batch norm) in eval mode, or leave pp out of the mesh.",
         )
     if not sum_over_tokens(serial, ranks) and ranks:
         warn_of_no_mean(serial)
@@ -193,13 +191,11 @@ def with_kept_outputs(microbatch: MicrobatchGraph, limit: int) -> MicrobatchGrap
 def _check_loss(node: fx.Node, state: State, microbatches: int) -> None:
     if microbatches > 1 and state != P:
         raise CaptureError(
-            message(
-                f"the loss {node.name} is no sum or mean over the samples of the batch, and pp "
-                "adds up the losses of micro-batches",
-                where=source_line(node.meta.get("stack_trace")),
-                remedy="Return a loss that is one, compute it outside of the compiled model, or "
-                "set microbatches of pipeline to 1.",
-            )
+            f"the loss {node.name} is no sum or mean over the samples of the batch, and pp "
+            "adds up the losses of micro-batches",
+            where=source_line(node.meta.get("stack_trace")),
+            remedy="Return a loss that is one, compute it outside of the compiled model, or "
+            "set microbatches of pipeline to 1.",
         )
 
 
@@ -295,11 +291,9 @@ class _Core:
             return self.made[node]
         if want is None:
             raise CaptureError(
-                message(
-                    f"pp: {user.name} reads {node.name}, which is no tensor known before the call",
-                    where=source_line(user.meta.get("stack_trace")),
-                    remedy="Give the model batches of one shape.",
-                )
+                f"pp: {user.name} reads {node.name}, which is no tensor known before the call",
+                where=source_line(user.meta.get("stack_trace")),
+                remedy="Give the model batches of one shape.",
             )
         key = node, want if shard_dim(want) is not None else "I"
         return self.taken.get(key) or self._shared_once(*key)

@@ -30,7 +30,7 @@ from autoshard.building.planned import choices_made, layout_of, refuse_twice
 from autoshard.capture import capture
 from autoshard.compiling import lowered_dtypes, say_stored
 from autoshard.config import Config
-from autoshard.errors import CaptureError, ConfigError, message
+from autoshard.errors import CaptureError, ConfigError
 from autoshard.passes import prepare
 from autoshard.planning import Plan, Recomputation, is_trained, value
 from autoshard.planning.cost import Cluster
@@ -226,12 +226,10 @@ def build_pipeline(
                     stored[node] = home
         elif node.meta.get(DIFF):
             raise CaptureError(
-                message(
-                    f"{item.name} needs a gradient and is no parameter: pp cuts a model that is "
-                    "one graph, from its batch to its outputs",
-                    remedy="Remove the graph break before it (torch.compile(fullgraph=True) names "
-                    "it), or detach the input.",
-                )
+                f"{item.name} needs a gradient and is no parameter: pp cuts a model that is "
+                "one graph, from its batch to its outputs",
+                remedy="Remove the graph break before it (torch.compile(fullgraph=True) names "
+                "it), or detach the input.",
             )
         elif item.of_model:
             node.meta[BUFFER] = True
@@ -299,11 +297,9 @@ def _batch(
     for node, name in given:
         if sizes.get(node, 1) not in (1, samples):
             raise ConfigError(
-                message(
-                    f"{name} has shape {tuple(value(node).shape)}, and the batch has {samples} "
-                    "samples: pp cuts the first dim of what the model is given",
-                    remedy="Give every tensor the batch as its first dim, or a first dim of 1.",
-                )
+                f"{name} has shape {tuple(value(node).shape)}, and the batch has {samples} "
+                "samples: pp cuts the first dim of what the model is given",
+                remedy="Give every tensor the batch as its first dim, or a first dim of 1.",
             )
     return {node: S(0) for node, size in sizes.items() if size == samples > 1}, samples
 
@@ -321,11 +317,9 @@ def _microbatches(config: Config, samples: int, ranks: int, plan: Plan | None) -
         return max(n for n in divisors if n <= max(1, IN_FLIGHT * ranks))
     if asked not in divisors:
         raise ConfigError(
-            message(
-                f"a batch of {samples} samples does not divide into microbatches={asked}"
-                + (f" for schedule={schedule!r}" if samples % asked == 0 else ""),
-                remedy="Give options={'pipeline': {'microbatches': n}} one of "
-                f"{', '.join(map(str, divisors))}, or another batch.",
-            )
+            f"a batch of {samples} samples does not divide into microbatches={asked}"
+            + (f" for schedule={schedule!r}" if samples % asked == 0 else ""),
+            remedy="Give options={'pipeline': {'microbatches': n}} one of "
+            f"{', '.join(map(str, divisors))}, or another batch.",
         )
     return asked

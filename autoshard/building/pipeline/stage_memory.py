@@ -26,7 +26,7 @@ from autoshard.building.pipeline.stage_graphs import adding_up, graded_parameter
 from autoshard.building.pipeline.stages import BACKWARD, held_bytes, stored_dtype, sum_dtype
 from autoshard.compiling import add_at_once, cut_backward, off_meta
 from autoshard.config import Config
-from autoshard.errors import PlanError, message
+from autoshard.errors import PlanError
 from autoshard.memory import StageMemory, memory_of_split_stage, memory_of_stage
 from autoshard.passes import after_cut, set_fate
 from autoshard.planning import JoinedChoices, Recomputation, tensor_bytes, value, value_text
@@ -137,15 +137,13 @@ class StageTooLarge(PlanError):
         named = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {_spell(numbers)}"
         micro = program.microbatch.microbatches
         super().__init__(
-            message(
-                f"{named} of {len(program.plan.stages)}, on rank {rank} of pp, "
-                f"{'does' if len(numbers) == 1 else 'do'} not fit a memory budget of {budget:,} "
-                "bytes: with all recomputed that can be, a step needs "
-                f"{needed:,} bytes, {needed - budget:,} more, of which parameters, their gradients "
-                f"and the optimizer's states have {resident(program, rank):,}",
-                remedy=f"Raise the budget to {needed:,}, or use a smaller batch, more micro-batches"
-                f" than {micro}, or more ranks.",
-            )
+            f"{named} of {len(program.plan.stages)}, on rank {rank} of pp, "
+            f"{'does' if len(numbers) == 1 else 'do'} not fit a memory budget of {budget:,} "
+            "bytes: with all recomputed that can be, a step needs "
+            f"{needed:,} bytes, {needed - budget:,} more, of which parameters, their gradients "
+            f"and the optimizer's states have {resident(program, rank):,}",
+            remedy=f"Raise the budget to {needed:,}, or use a smaller batch, more micro-batches"
+            f" than {micro}, or more ranks.",
         )
 
 

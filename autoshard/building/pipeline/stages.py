@@ -21,7 +21,7 @@ from autoshard.building.pipeline.microbatch import MicrobatchGraph
 from autoshard.building.pipeline.stage_graphs import PipelineStage, of_shared_values, stage_graphs
 from autoshard.building.planned import load_plan
 from autoshard.config import Config, option
-from autoshard.errors import ConfigError, PlanError, message
+from autoshard.errors import ConfigError, PlanError
 from autoshard.planning import (
     PipelinePlan,
     Plan,
@@ -93,11 +93,9 @@ def plan_stages(
         ends = _asked(operators, free, cuts, stages)
     if len(ends) - 1 < stages:
         raise ConfigError(
-            message(
-                f"the mesh has pp={ranks}, of {stages} stages, and the graph can be cut into "
-                f"{len(ends) - 1}",
-                remedy="Give pp fewer ranks.",
-            )
+            f"the mesh has pp={ranks}, of {stages} stages, and the graph can be cut into "
+            f"{len(ends) - 1}",
+            remedy="Give pp fewer ranks.",
         )
     known = [stored.get(node) for node in microbatch.parameters]
     allowed = [h if h is None else frozenset(range(h, stages, ranks)) for h in known]
@@ -116,13 +114,11 @@ def plan_stages(
         held = [sum(least.memory[rank::ranks]) for rank in range(ranks)]
         most = max(range(ranks), key=held.__getitem__)
         raise PlanError(
-            message(
-                f"no cut into {stages} stages of {microbatch.microbatches} micro-batches fits "
-                f"a memory budget of {budget:,} bytes: of the quickest, parameters, their "
-                f"gradients and the optimizer's states alone are {math.ceil(held[most]):,} bytes "
-                f"on rank {most} of pp",
-                remedy="Give pp more ranks, or the budget more bytes.",
-            )
+            f"no cut into {stages} stages of {microbatch.microbatches} micro-batches fits "
+            f"a memory budget of {budget:,} bytes: of the quickest, parameters, their "
+            f"gradients and the optimizer's states alone are {math.ceil(held[most]):,} bytes "
+            f"on rank {most} of pp",
+            remedy="Give pp more ranks, or the budget more bytes.",
         )
     starts = [0, *found.cuts, len(ends) - 1]
     runs = [operators[ends[a] : ends[b]] for a, b in zip(starts, starts[1:])]
@@ -254,21 +250,17 @@ def followed(config: Config, mesh: Mesh, ranks: int) -> tuple[Config, Plan | Non
             own, its = getattr(config, name), getattr(asked, name)
             if own not in (None, its):
                 raise ConfigError(
-                    message(
-                        f"{option(name)}={own!r}, and the plan has {its!r}",
-                        remedy=f"Leave {name} out, or make a plan with it.",
-                    )
+                    f"{option(name)}={own!r}, and the plan has {its!r}",
+                    remedy=f"Leave {name} out, or make a plan with it.",
                 )
         stages = asked.virtual_stages if asked.schedule == "interleaved" else None
         config = replace(config, schedule=asked.schedule, virtual_stages=stages)
     schedule, _ = config.order
     if config.virtual_stages is not None and schedule != "interleaved":
         raise ConfigError(
-            message(
-                f"{option('virtual_stages')}={config.virtual_stages} and "
-                f"schedule={schedule!r}, with which a rank has one stage",
-                remedy="Give schedule='interleaved', or leave virtual_stages out.",
-            )
+            f"{option('virtual_stages')}={config.virtual_stages} and "
+            f"schedule={schedule!r}, with which a rank has one stage",
+            remedy="Give schedule='interleaved', or leave virtual_stages out.",
         )
     return config, plan
 

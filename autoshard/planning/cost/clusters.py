@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from autoshard.planning.cost.machines import Hardware, Link, dtype_class
 from autoshard.planning.cost.model import OperatorWork
-from autoshard.runtime.errors import ConfigError, message
+from autoshard.runtime.errors import ConfigError
 from autoshard.runtime.files import MOST_RANKS, FileEntry, parsed, read_json
 from autoshard.runtime.mesh import AXIS_ORDER
 
@@ -345,10 +345,8 @@ def _yaml(path: Path) -> Callable[[str], Any]:
         return importlib.import_module("yaml").safe_load  # type: ignore[no-any-return]
     except ModuleNotFoundError as error:
         raise ConfigError(
-            message(
-                f"the cluster file {path} needs PyYAML, which is not installed",
-                remedy="pip install 'autoshard[yaml]', or write it as JSON.",
-            )
+            f"the cluster file {path} needs PyYAML, which is not installed",
+            remedy="pip install 'autoshard[yaml]', or write it as JSON.",
         ) from error
 
 

@@ -39,7 +39,7 @@ from autoshard.planning.estimate.recomputation import (
     segments_of,
 )
 from autoshard.planning.estimate.weights import Training
-from autoshard.runtime.errors import ConfigError, message
+from autoshard.runtime.errors import ConfigError
 
 #: Seconds a kept byte. At the lowest only what costs nothing is computed again, at the highest a
 #: gigabyte costs a thousand seconds.
@@ -186,12 +186,10 @@ def frontier(
     """
     if host_memory and cluster.device.host is None:
         raise ConfigError(
-            message(
-                f"host={host_memory:,} of the option memory lets values wait on the host, and the "
-                f"description of {cluster.name} does not say how fast that is reached",
-                remedy="Add host: {microseconds: 10, gigabytes_per_second: 64} to its file, with "
-                "the figures of your machine, or leave host out.",
-            )
+            f"host={host_memory:,} of the option memory lets values wait on the host, and the "
+            f"description of {cluster.name} does not say how fast that is reached",
+            remedy="Add host: {microseconds: 10, gigabytes_per_second: 64} to its file, with "
+            "the figures of your machine, or leave host out.",
         )
     values = Walk(gm, decisions, n, cluster, training or Training()).run()
     return Frontier(values, host_memory or 0, cuts)

@@ -38,7 +38,7 @@ from autoshard.planning.estimate.traffic import (
     sent_by_axis,
 )
 from autoshard.planning.estimate.weights import Layout, Training, Weight, buckets
-from autoshard.runtime.errors import ConfigError, message
+from autoshard.runtime.errors import ConfigError
 from autoshard.runtime.mesh import PLANNED
 
 
@@ -208,10 +208,8 @@ def host_update(
     """What the step of `weights` takes. Raises ConfigError where no link to the host is known."""
     if cluster.device.host is None:
         raise ConfigError(
-            message(
-                f"optimizer states on the host: the way to the host of {cluster.name} is not known",
-                remedy="Add the entry host to the hardware's file; docs/planning.md shows one.",
-            )
+            f"optimizer states on the host: the way to the host of {cluster.name} is not known",
+            remedy="Add the entry host to the hardware's file; docs/planning.md shows one.",
         )
     nbytes = read = written = moved = ends = 0
     for weight in weights:

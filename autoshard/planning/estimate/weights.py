@@ -18,7 +18,7 @@ from autoshard.planning.mixtures import ROWS, exchangeable, is_mixture
 from autoshard.planning.strategy import Strategy, value
 from autoshard.planning.values import leaves_none_empty
 from autoshard.runtime.collectives import TWICE, WHOLE, State, chunk_size, shard_dim
-from autoshard.runtime.errors import ConfigError, message
+from autoshard.runtime.errors import ConfigError
 from autoshard.runtime.graph_meta import REDUCED_DTYPE, STORED_DTYPE
 
 #: Tensors of a parameter's size that the optimizer keeps.
@@ -63,10 +63,8 @@ class Training:
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ConfigError(
-                    message(
-                        f"{name} {getattr(self, name)!r} is not known",
-                        remedy=f"It is one of {', '.join(values)}.",
-                    )
+                    f"{name} {getattr(self, name)!r} is not known",
+                    remedy=f"It is one of {', '.join(values)}.",
                 )
 
     def stored(self, itemsize: int) -> int:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from autoshard.runtime import compat
-from autoshard.runtime.errors import AutoshardError, message
+from autoshard.runtime.errors import AutoshardError
 from autoshard.runtime.parameters.eager.gathering import unsharded
 from autoshard.runtime.parameters.eager.stored_tensor import StoredTensor
 from autoshard.runtime.parameters.eager.whole_views import Source, WholeView, marked
@@ -93,10 +93,8 @@ def check_copies() -> None:
     _kept.clear()
     if written:
         raise AutoshardError(
-            message(
-                f"code outside of the graph wrote to {', '.join(written)}, which the graph had "
-                "handed to it as a gathered copy: the parameter has not changed",
-                remedy="Hand the module over and write to its parameter there "
-                "(f(module) and module.weight in place of f(self.weight)).",
-            )
+            f"code outside of the graph wrote to {', '.join(written)}, which the graph had "
+            "handed to it as a gathered copy: the parameter has not changed",
+            remedy="Hand the module over and write to its parameter there "
+            "(f(module) and module.weight in place of f(self.weight)).",
         )

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard.runtime import compat
-from autoshard.runtime.errors import AutoshardError, message
+from autoshard.runtime.errors import AutoshardError
 from autoshard.runtime.parameters.eager import operator_names as names
 from autoshard.runtime.parameters.eager.foreach_operators import apply_to_lists
 from autoshard.runtime.parameters.eager.gathering import is_partial, resolved, stacked, unsharded
@@ -96,11 +96,9 @@ def apply_in_transform(
             return apply(cls, func, args, kwargs)
     if type(args[0]) is cls and (names.operator(func.__name__).writes or "out" in kwargs):
         raise AutoshardError(
-            message(
-                f"{func.__name__} of a stored tensor of shape {tuple(args[0].shape)} writes a "
-                "value that a transform of torch.func maps or differentiates",
-                remedy="Return the value from the function, and write it outside.",
-            )
+            f"{func.__name__} of a stored tensor of shape {tuple(args[0].shape)} writes a "
+            "value that a transform of torch.func maps or differentiates",
+            remedy="Return the value from the function, and write it outside.",
         )
     return _on_whole(cls, func, args, kwargs)
 
