@@ -17,25 +17,20 @@ this is one way to do it. NCCL has a protocol of its own for small messages.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
-from autoshard.passes.base import Context, Report, emit
+from autoshard.passes.base import Context, Pass, Report, emit
 from autoshard.passes.lib.bucketing import ALL_GATHER, ALL_REDUCE, WAIT, aten, member
 from autoshard.planning.cost import ONE_SHOT_BYTES
 
 
 @dataclass(frozen=True)
-class AllReduceByAllGather:
+class AllReduceByAllGather(Pass, optional=True):
     """No options."""
 
-    name: ClassVar[str] = "all_reduce_by_all_gather"
-    optional: ClassVar[bool] = True
-
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         """Rewrite in place the small all-reduces of the planned axis in the memory of the host."""
-        report = Report(self.name)
         n = ctx.axis.size
         for node in list(gm.graph.nodes):
             if node.target is not ALL_REDUCE or node.args[2] != ctx.axis.group:
@@ -60,7 +55,6 @@ class AllReduceByAllGather:
             gm.graph.erase_node(found.wait)
             gm.graph.erase_node(node)
             report.hits += 1
-        return report
 
 
 _REDUCTIONS = {

@@ -6,9 +6,10 @@ runner's part (pipeline.py).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import fx
@@ -61,18 +62,28 @@ class Report:
         return "\n".join(lines + [f"  {skip.node}: {skip.reason}" for skip in self.skips])
 
 
-class Pass(Protocol):
-    """A graph rewrite. Implementations are frozen dataclasses; their fields are the options.
+class Pass:
+    """A graph rewrite. Each is a frozen dataclass; its fields are its options.
 
-    optional: a program without the pass is as right, only slower.
+    name: the class's, in lower case. optional: a program without the pass is as right, only slower.
     """
 
     name: ClassVar[str]
     optional: ClassVar[bool]
 
+    def __init_subclass__(cls, optional: bool = False) -> None:
+        cls.optional = optional
+        cls.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
     def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
         """Rewrite `gm.graph` in place."""
-        ...
+        report = Report(self.name)
+        self.rewrite(gm, ctx, report)
+        return report
+
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
+        """What `run` does, told to `report`."""
+        raise NotImplementedError
 
 
 class Watch:

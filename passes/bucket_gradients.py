@@ -21,14 +21,13 @@ is: one for one, with no copy between.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import fx
 
-from autoshard.passes.base import Context, Report
+from autoshard.passes.base import Context, Pass, Report
 from autoshard.passes.lib.bucketing import (
     ALL_REDUCE,
-    BUCKETED_GRADIENT,
     REDUCE_SCATTER,
     WAIT,
     Maker,
@@ -46,18 +45,15 @@ from autoshard.planning.cost import aligned
 
 
 @dataclass(frozen=True)
-class BucketGradients:
+class BucketGradients(Pass, optional=True):
     """groups: process groups of the axes to merge on, in the order in which a gradient passes them
     (tp, dp_shard, dp_replicate). bucket_bytes: size at which a bucket closes."""
 
-    name: ClassVar[str] = BUCKETED_GRADIENT
-    optional: ClassVar[bool] = True
     groups: tuple[str, ...]
     bucket_bytes: int | None = None
 
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         """Merge in place. One axis after another: merging on one changes the order of the next."""
-        report = Report(self.name)
         for group in self.groups:
             last = last_collectives(gm.graph, group)
             members = []
@@ -76,7 +72,6 @@ class BucketGradients:
                 _merge(gm.graph, bucket, self.name)
                 report.hits += len(bucket)
             sort_stable(gm.graph)
-        return report
 
 
 def _stages(members: list[Member]) -> dict[fx.Node, list[Member]]:

@@ -27,12 +27,12 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
 
-from autoshard.passes.base import Context, Report
+from autoshard.passes.base import Context, Pass, Report
 from autoshard.passes.lib.bucketing import (
     ALL_GATHER,
     GATHER_TOGETHER,
@@ -49,7 +49,7 @@ from autoshard.planning import LOOKUPS, packet
 
 
 @dataclass(frozen=True)
-class BucketParameters:
+class BucketParameters(Pass, optional=True):
     """bucket_bytes: the most that a bucket holds, gathered; None: `bucket_size`.
 
     apart: process group whose gathers are not bucketed, that of tp. A checkpointed region's
@@ -57,19 +57,15 @@ class BucketParameters:
     its start.
     """
 
-    name: ClassVar[str] = "bucket_parameters"
-    optional: ClassVar[bool] = True
     bucket_bytes: int | None = None
     apart: str = ""
 
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         """Merge in place."""
-        report = Report(self.name)
         for group in _groups(gm.graph, self.apart):
             for bucket in fill(_members(gm.graph, group), self.bucket_bytes, most=True):
                 _merge(gm.graph, bucket, self.name)
                 report.hits += len(bucket)
-        return report
 
 
 def _groups(graph: fx.Graph, apart: str) -> list[str]:

@@ -33,13 +33,13 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autoshard.passes.base import Context, Report, emit
+from autoshard.passes.base import Context, Pass, Report, emit
 from autoshard.passes.lib.layouts import arrange, reads_strides
 from autoshard.planning import same_shape
 from autoshard.runtime.graph_meta import DIFF
@@ -69,15 +69,11 @@ _LOOKUPS = (
 
 
 @dataclass(frozen=True)
-class Canonicalize:
+class Canonicalize(Pass):
     """See the module's text."""
 
-    name: ClassVar[str] = "canonicalize"
-    optional: ClassVar[bool] = False
-
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
-        """Rewrite `gm.graph` in place."""
-        graph, report = gm.graph, Report(self.name)
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
+        graph = gm.graph
         arrange(graph, ctx.axis.size, report, self.name)
         escaping = _escaping(graph)
         strides = next((node for node in graph.nodes if reads_strides(node)), None)
@@ -107,7 +103,6 @@ class Canonicalize:
             elif node.target is aten.repeat_interleave.self_int:
                 report.hits += _unsaid(node)
         graph.eliminate_dead_code()
-        return report
 
     @staticmethod
     def _drop(graph: fx.Graph, node: fx.Node, same: fx.Node, report: Report) -> None:

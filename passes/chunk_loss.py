@@ -21,12 +21,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from autoshard.passes.base import Context, Report, emit, user_line
+from autoshard.passes.base import Context, Pass, Report, emit, user_line
 from autoshard.planning import serial_name, tensor_bytes
 from autoshard.planning.chunked_loss import (
     NAMES,
@@ -64,13 +64,11 @@ class LossFound(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ChunkLoss:
+class ChunkLoss(Pass, optional=True):
     """planned: by the name of each loss in the planned graph, whether it goes by chunks, or why
     not; those without an entry stay. None: all go. withhold: whether logits that are results of a
     graph with gradients are no results any more."""
 
-    name: ClassVar[str] = "chunk_loss"
-    optional: ClassVar[bool] = True
     planned: Mapping[str, LossPlan] | None = None
     withhold: bool = False
 
@@ -80,9 +78,8 @@ class ChunkLoss:
         planned = {node.name: one for node, one in losses.items()}
         return [ChunkLoss(planned, option is True)] if planned else []
 
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
-        """Rewrite `gm.graph` in place."""
-        report, found = Report(self.name), Counter[LossFound]()
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
+        found = Counter[LossFound]()
         for node in [n for n in gm.graph.nodes if is_loss(n)]:
             plan = LossPlan(tensor_bytes(node.args[0].meta["val"]))
             if self.planned is not None:
@@ -103,7 +100,6 @@ class ChunkLoss:
             found[LossFound(rows, plan.nbytes, spared, reason, user_line(node))] += 1
         if found:
             gm.meta[CHUNKED] = found
-        return report
 
     def _chunk(self, gm: fx.GraphModule, node: fx.Node) -> int:
         """Replace a loss, and say how many rows a chunk has."""

@@ -32,12 +32,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from autoshard.passes.base import Context, Report, emit, local_value, set_recomputed, set_region
+from autoshard.passes.base import (
+    Context,
+    Pass,
+    Report,
+    emit,
+    local_value,
+    set_recomputed,
+    set_region,
+)
 from autoshard.passes.lib.bucketing import kind_of
 from autoshard.runtime.collectives import DATA_AXES, TWICE, Axis, I, State, shard_dim
 from autoshard.runtime.graph_meta import BUCKET, CHANGE, OWN_AXIS, PENDING_INPUTS
@@ -63,7 +71,7 @@ class PendingInput(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DataParallel:
+class DataParallel(Pass):
     """States of the stored parameters, by the position of their placeholder.
 
     axes: `gathering_axes`, `dp_replicate` first. states: {placeholder index: {axis: state}}.
@@ -73,8 +81,6 @@ class DataParallel:
     that of the graph. microbatch: what backward does with gradients (`unshard.MICROBATCH`).
     """
 
-    name: ClassVar[str] = "data_parallel"
-    optional: ClassVar[bool] = False
     axes: tuple[Axis, ...]
     states: Mapping[int, Mapping[str, State]]
     regather: bool = True
@@ -83,12 +89,11 @@ class DataParallel:
     dtypes: Mapping[int, torch.dtype] = field(default_factory=dict)
     microbatch: str = SINGLE
 
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         """Insert the changes; the placeholders get the shapes and dtypes of what is stored.
 
         `gm.meta[PENDING_INPUTS]` lists the further inputs, as `PendingInput`.
         """
-        report = Report(self.name)
         nodes = list(gm.graph.nodes)
         position = {node: i for i, node in enumerate(nodes)}
         placeholders = [node for node in nodes if node.op == "placeholder"]
@@ -109,7 +114,6 @@ class DataParallel:
             for user in users:
                 user.replace_input_with(node, at)
             report.hits += 1
-        return report
 
     def _stored(self, index: int, states: Mapping[str, State], whole: torch.Tensor) -> torch.Tensor:
         val = _local(whole, states, self.axes)

@@ -22,25 +22,20 @@ could run beside those of the layer before, which would hold their operands for 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
-from autoshard.passes.base import Context, Report
+from autoshard.passes.base import Context, Pass, Report
 from autoshard.passes.lib.bucketing import COLLECTIVES, WAIT, last_collectives
 from autoshard.planning import PRODUCTS, is_view, packet
 
 
 @dataclass(frozen=True)
-class DelayWeightProducts:
+class DelayWeightProducts(Pass, optional=True):
     """No options."""
 
-    name: ClassVar[str] = "delay_weight_products"
-    optional: ClassVar[bool] = True
-
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         """Reorder in place the products of a backward graph."""
-        report = Report(self.name)
         group = ctx.axis.group
         gradients = last_collectives(gm.graph, group)
         awaited = [
@@ -67,7 +62,6 @@ class DelayWeightProducts:
                 at.append(node)
                 at = node
             report.hits += len(beside)
-        return report
 
 
 def _only_for_gradients(graph: fx.Graph, awaited: set[fx.Node]) -> list[fx.Node]:

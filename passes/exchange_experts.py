@@ -32,11 +32,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx
 
-from autoshard.passes.base import Context, Report, emit, local_value
+from autoshard.passes.base import Context, Pass, Report, emit, local_value
 from autoshard.planning import not_of_zero, shardable
 from autoshard.runtime.collectives import Axis, I, S, State, redistribute
 from autoshard.runtime.graph_meta import CHANGE, OWN_AXIS
@@ -69,22 +69,19 @@ class _Stack(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ExchangeExperts:
+class ExchangeExperts(Pass):
     """axis: ep. states: of the stored parameters on the data-parallel axes, as in DataParallel.
     outer: cp beside tp, which splits rows before ep does, and over which every stack is gathered.
     gathered: the positions of placeholders of stacks that the plan gathers over ep.
     """
 
-    name: ClassVar[str] = "exchange_experts"
-    optional: ClassVar[bool] = False
     axis: Axis
     states: Mapping[int, Mapping[str, State]] = field(default_factory=dict)
     outer: Axis | None = None
     gathered: frozenset[int] = frozenset()
 
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         """Rewrite the mixtures; placeholders of their stacks get `meta[OWN_AXIS]`."""
-        report = Report(self.name)
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         stored = {
             placeholders[i]
@@ -99,7 +96,6 @@ class ExchangeExperts:
                 report.skip(node, str(reason))
             else:
                 report.hits += 1
-        return report
 
     def _replace(
         self, node: fx.Node, stored: set[fx.Node], gathered: set[fx.Node], planned: Axis

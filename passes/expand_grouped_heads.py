@@ -23,26 +23,21 @@ query heads (nothing would shard).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
 
-from autoshard.passes.base import Context, Report, emit
+from autoshard.passes.base import Context, Pass, Report, emit
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class ExpandGroupedHeads:
+class ExpandGroupedHeads(Pass, optional=True):
     """See the module's text."""
 
-    name: ClassVar[str] = "expand_grouped_heads"
-    optional: ClassVar[bool] = True
-
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
-        """Rewrite `gm.graph` in place."""
-        report = Report(self.name)
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         attention = aten.scaled_dot_product_attention.default
         for node in gm.graph.find_nodes(op="call_function", target=attention):
             if not node.kwargs.get("enable_gqa"):
@@ -58,7 +53,6 @@ class ExpandGroupedHeads:
             else:
                 self._expand(gm.graph, node, query)
                 report.hits += 1
-        return report
 
     def _expand(self, graph: fx.Graph, node: fx.Node, heads: int) -> None:
         with graph.inserting_before(node):

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from autoshard.passes.base import Context, Report, emit, user_line
+from autoshard.passes.base import Context, Pass, Report, emit, user_line
 from autoshard.runtime.graph_meta import DIFF, FLOAT8, WITHOUT_GRADIENTS
 from autoshard.runtime.operators import FLOAT8_LINEAR, FLOAT8_MULTIPLE
 
@@ -51,17 +51,14 @@ class _Product(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Float8Products:
+class Float8Products(Pass):
     """recipe: one of FLOAT8_RECIPES. parameters: the names of the placeholders that are ones."""
 
-    name: ClassVar[str] = "float8_products"
-    optional: ClassVar[bool] = False
     recipe: str
     parameters: frozenset[str]
 
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
-        """Rewrite `gm.graph` in place."""
-        report, found = Report(self.name), Counter[ProductFound]()
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
+        found = Counter[ProductFound]()
         quiet = bool(gm.meta.get(WITHOUT_GRADIENTS))
         nodes = [node for node in gm.graph.nodes if self._is_product(node)]
         for node in nodes:
@@ -73,7 +70,6 @@ class Float8Products:
                 self._replace(gm.graph, node)
                 report.hits += 1
         gm.meta[FLOAT8] = found
-        return report
 
     def _is_product(self, node: fx.Node) -> bool:
         one = _product(node)

@@ -27,11 +27,11 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx
 
-from autoshard.passes.base import Context, Report, emit
+from autoshard.passes.base import Context, Pass, Report, emit
 from autoshard.passes.lib.bucketing import (
     ALL_GATHER,
     REDUCE_SCATTER,
@@ -71,23 +71,20 @@ class _Term(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FuseCollectives:
+class FuseCollectives(Pass, optional=True):
     """fusing: when it is worth it, on the machine `cluster`, by the planned axis of `mesh` sizes.
 
     backward: whether the graph is the backward, where reductions of gradients of weights wait for
     nobody, and stay as they are.
     """
 
-    name: ClassVar[str] = "fuse_collectives"
-    optional: ClassVar[bool] = True
     fusing: Fusing
     cluster: Cluster
     link: cost.Link
     backward: bool = False
 
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         """Rewrite in place the gathers and reduce-scatters of the planned axis."""
-        report = Report(self.name)
         last = last_collectives(gm.graph, ctx.axis.group) if self.backward else set()
         for node in list(gm.graph.nodes):
             if node.target not in (ALL_GATHER, REDUCE_SCATTER) or node in last:
@@ -101,7 +98,6 @@ class FuseCollectives:
                 report.skip(node, reason)
             else:
                 report.hits += 1
-        return report
 
     def _gather(self, graph: fx.Graph, one: Member, axis: Axis) -> str:
         """Fuse a gather with the products that read it; why not, where it cannot be."""

@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from autoshard.passes.base import Context, Report, emit
+from autoshard.passes.base import Context, Pass, Report, emit
 from autoshard.planning import is_trained
 from autoshard.runtime.collectives import (
     I,
@@ -52,17 +52,13 @@ class _Norm(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FuseInferenceLayers:
+class FuseInferenceLayers(Pass, optional=True):
     """The regions between two products of a layer, each as one operator."""
 
-    name: ClassVar[str] = "fuse_inference_layers"
-    optional: ClassVar[bool] = True
-
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         """Rewrite in place the regions of a graph that has no gradients."""
-        report = Report(self.name)
         if is_trained(gm):
-            return report
+            return
         for node in list(gm.graph.nodes):
             if node.target is redistribute and node.args[1] == P:
                 reason = self._fuse(gm.graph, node)
@@ -70,7 +66,6 @@ class FuseInferenceLayers:
                     report.skip(node, reason)
                 else:
                     report.hits += 1
-        return report
 
     def _fuse(self, graph: fx.Graph, reduced: fx.Node) -> str:
         """Rewrite the region that begins with a reduction; why not, where it is not one."""

@@ -18,12 +18,12 @@ Not done: losses outside of the compiled model, and means that a model writes by
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
 
-from autoshard.passes.base import Context, Report, emit
+from autoshard.passes.base import Context, Pass, Report, emit
 from autoshard.planning import LOSSES, packet
 from autoshard.runtime import operators
 from autoshard.runtime.collectives import Axis
@@ -46,16 +46,12 @@ _DEFAULTS: dict[str, Any] = {"weight": None, "reduction": operators.MEAN, "ignor
 
 
 @dataclass(frozen=True)
-class GlobalTokenMean:
+class GlobalTokenMean(Pass):
     """axes: the data-parallel axes."""
 
-    name: ClassVar[str] = "global_token_mean"
-    optional: ClassVar[bool] = False
     axes: tuple[Axis, ...]
 
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
-        """Rewrite `gm.graph` in place."""
-        report = Report(self.name)
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         for node in list(gm.graph.nodes):
             split = _split(node)
             if split is None:
@@ -66,7 +62,6 @@ class GlobalTokenMean:
                 continue
             self._weigh(gm.graph, node, given, split)
             report.hits += 1
-        return report
 
     def _weigh(
         self, graph: fx.Graph, node: fx.Node, given: dict[str, Any], split: tuple[Axis, ...]

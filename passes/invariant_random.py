@@ -23,12 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from autoshard.passes.base import Context, Report, emit, set_region
+from autoshard.passes.base import Context, Pass, Report, emit, set_region
 from autoshard.planning import same_shape
 from autoshard.runtime import randomness
 from autoshard.runtime.graph_meta import DIFF, PASS, RANDOM_STATE
@@ -125,16 +125,12 @@ _REWRITES: dict[Any, New] = {
 
 
 @dataclass(frozen=True)
-class InvariantRandom:
+class InvariantRandom(Pass):
     """tracked: seeds are drawn from named states (`rng="tracker"`)."""
 
-    name: ClassVar[str] = "invariant_random"
-    optional: ClassVar[bool] = False
     tracked: bool = False
 
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
-        """Rewrite `gm.graph` in place."""
-        report = Report(self.name)
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         seeds: dict[Any, fx.Node] = {}  # by the states they are drawn from
         on: torch.device | None = None
         for node in list(gm.graph.nodes):
@@ -159,7 +155,6 @@ class InvariantRandom:
                     seeds[states] = self._seed(gm.graph, node, device, states)
                 self._replace(gm.graph, node, new, arguments, seeds[states], report.hits)
                 report.hits += 1
-        return report
 
     def _seed(
         self, graph: fx.Graph, first: fx.Node, device: torch.device, states: tuple[str, ...]

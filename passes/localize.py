@@ -22,7 +22,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -31,6 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard.passes.base import (
     Context,
+    Pass,
     Report,
     emit,
     local_value,
@@ -80,20 +81,18 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Localize:
+class Localize(Pass):
     """decisions: the plan, in terms of the nodes of the graph that is rewritten.
 
     recompute: which collectives of a checkpointed region run again, see `Config`. functional: new
     values of inputs stay results, and nothing is written: another axis is still to be planned.
     """
 
-    name: ClassVar[str] = "localize"
-    optional: ClassVar[bool] = False
     decisions: Decisions
     recompute: str = "gathers"
     functional: bool = False
 
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         """Give `gm` the graph of one rank; the graph it had, and its nodes, stay as they are.
 
         `gm.meta[OUTPUT_STATES]` has the state of each of the user's outputs.
@@ -105,7 +104,7 @@ class Localize:
         n_outputs = gm.meta[N_OUTPUTS]
         gm.meta[OUTPUT_STATES] = self.decisions.outputs[:n_outputs]
         gm.meta[OUTPUT_EXTENTS] = rewriting.output_extents[:n_outputs]
-        return Report(self.name, sum(node.target is redistribute for node in gm.graph.nodes))
+        report.hits = sum(node.target is redistribute for node in gm.graph.nodes)
 
 
 class Rewriting:

@@ -30,13 +30,13 @@ import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autoshard.passes.base import Context, Report, emit, user_line
+from autoshard.passes.base import Context, Pass, Report, emit, user_line
 from autoshard.passes.lib.expert_routes import (
     NotExperts,
     Route,
@@ -299,19 +299,16 @@ class MixtureFound(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MatchExperts:
+class MatchExperts(Pass, optional=True):
     """See the module's text. exchanges: whether there is an axis ep."""
 
-    name: ClassVar[str] = "match_experts"
-    optional: ClassVar[bool] = True
     exchanges: bool = False
 
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
-        """Rewrite `gm.graph` in place."""
-        report, found = Report(self.name), Counter[MixtureFound]()
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
+        found = Counter[MixtureFound]()
         products = [node for node in gm.graph.nodes if product_name(node)]
         if (ctx.axis.size == 1 and not self.exchanges) or not products:
-            return report
+            return
         done: set[fx.Node] = set()
         for node in products:
             if node in done:
@@ -328,7 +325,6 @@ class MatchExperts:
             report.hits += 1
         gm.graph.eliminate_dead_code()
         gm.meta[MIXTURES] = found
-        return report
 
     def _replace(self, graph: fx.Graph, route: Route) -> list[fx.Node]:
         """The products of the mixture, which one node has replaced."""

@@ -38,12 +38,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from autoshard.passes.base import Context, Report, emit, user_line
+from autoshard.passes.base import Context, Pass, Report, emit, user_line
 from autoshard.passes.lib.index_functions import IndexFunctions, NotIndexed, input_name
 from autoshard.passes.lib.index_values import Affine, Value, affine
 from autoshard.passes.lib.mask_meaning import CAUSAL, DENSE, EVERYTHING, Ranges, proven
@@ -79,7 +79,7 @@ class MaskFound(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RecoverMasks:
+class RecoverMasks(Pass, optional=True):
     """See the module's text.
 
     facts: (index of a placeholder, ONES or POSITIONS), of the calls that the graph is for. ranges:
@@ -89,12 +89,8 @@ class RecoverMasks:
     facts: tuple[tuple[int, str], ...] = ()
     ranges: bool = True
 
-    name: ClassVar[str] = "recover_masks"
-    optional: ClassVar[bool] = True
-
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
-        """Rewrite `gm.graph` in place."""
-        report, masks = Report(self.name), _Masks(gm, dict(self.facts))
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
+        masks = _Masks(gm, dict(self.facts))
         found: Counter[MaskFound] = Counter()
         for node in gm.graph.find_nodes(op="call_function", target=_ATTENTION):
             given = {**dict(zip(_NAMES, node.args)), **node.kwargs}
@@ -120,7 +116,6 @@ class RecoverMasks:
             report.hits += 1
         gm.graph.eliminate_dead_code()
         gm.meta[ATTENTION_MASKS], gm.meta[FACTS] = found, masks.used
-        return report
 
     def _no_ranges(self, given: dict[str, Any], ranges: Ranges) -> str:
         """Why the attention keeps a mask of ranges."""

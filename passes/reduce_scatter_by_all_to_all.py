@@ -17,26 +17,22 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import fx
 
-from autoshard.passes.base import Context, Report, emit
+from autoshard.passes.base import Context, Pass, Report, emit
 from autoshard.passes.lib.bucketing import REDUCE_SCATTER, WAIT, aten, c10d
 
 ALL_TO_ALL = c10d.all_to_all_single.default
 
 
 @dataclass(frozen=True)
-class ReduceScatterByAllToAll:
+class ReduceScatterByAllToAll(Pass, optional=True):
     """No options."""
 
-    name: ClassVar[str] = "reduce_scatter_by_all_to_all"
-    optional: ClassVar[bool] = True
-
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         """Rewrite in place the reduce-scatters of tensors in the memory of the host."""
-        report = Report(self.name)
         for node in list(gm.graph.nodes):
             users = list(node.users)
             if node.target is not REDUCE_SCATTER or len(users) != 1 or users[0].target is not WAIT:
@@ -60,7 +56,6 @@ class ReduceScatterByAllToAll:
             gm.graph.erase_node(wait)
             gm.graph.erase_node(node)
             report.hits += 1
-        return report
 
     def _sizes(self, graph: fx.Graph, node: fx.Node, source: fx.Node, n: int) -> list[Any]:
         """The sizes of the result; symbolic ones as nodes, which a graph can be run with."""

@@ -27,11 +27,10 @@ Not done: a cost model of what overlaps with what; prefetching further than one 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
-from autoshard.passes.base import Context, Report
+from autoshard.passes.base import Context, Pass, Report
 from autoshard.passes.lib.bucketing import (
     ALL_REDUCE,
     BUCKETED_GRADIENT,
@@ -51,26 +50,22 @@ from autoshard.runtime.graph_meta import PASS
 
 
 @dataclass(frozen=True)
-class ScheduleCollectives:
+class ScheduleCollectives(Pass, optional=True):
     """prefetch: start a gather of parameters at the wait of the one before it.
 
     bucket_bytes: as in the bucketing passes; None: their default.
     """
 
-    name: ClassVar[str] = "schedule_collectives"
-    optional: ClassVar[bool] = True
     prefetch: bool = True
     bucket_bytes: int | None = None
 
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         """Reorder in place."""
-        report = Report(self.name)
         if self.prefetch:
             report.hits += _prefetch(gm.graph, self.bucket_bytes)
         report.hits += _delay_second_stages(gm.graph)
         report.hits += _sink_waits(gm.graph)
         _limit_in_flight(gm.graph)
-        return report
 
 
 def _prefetch(graph: fx.Graph, bucket_bytes: int | None) -> int:

@@ -20,12 +20,12 @@ a shape; sizes that are known at run time only.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
 
-from autoshard.passes.base import Context, Report, emit
+from autoshard.passes.base import Context, Pass, Report, emit
 from autoshard.planning import unflattened
 
 aten = torch.ops.aten
@@ -36,15 +36,11 @@ _IGNORED = -100  # what losses leave out if they are not told otherwise
 
 
 @dataclass(frozen=True)
-class ShiftLabels:
+class ShiftLabels(Pass, optional=True):
     """See the module's text."""
 
-    name: ClassVar[str] = "shift_labels"
-    optional: ClassVar[bool] = True
-
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
-        """Rewrite `gm.graph` in place."""
-        graph, report = gm.graph, Report(self.name)
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
+        graph = gm.graph
         for node in [n for n in graph.nodes if n.target in _LOSSES]:
             path, target = _to_the_cut(node.args[0]), unflattened(node.args[1], 2)
             if path is None or target is None:
@@ -72,7 +68,6 @@ class ShiftLabels:
             node.args = (scores, labels, *node.args[2:])
             report.hits += 1
         graph.eliminate_dead_code()
-        return report
 
     def _again(self, graph: fx.Graph, old: fx.Node, source: fx.Node) -> fx.Node:
         """What `old` does, of a value with more rows."""

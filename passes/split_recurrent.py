@@ -17,27 +17,22 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
 
-from autoshard.passes.base import Context, Report, emit
+from autoshard.passes.base import Context, Pass, Report, emit
 
 aten = torch.ops.aten
 _LAYERED = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 
 
 @dataclass(frozen=True)
-class SplitRecurrent:
+class SplitRecurrent(Pass):
     """See the module's text."""
 
-    name: ClassVar[str] = "split_recurrent"
-    optional: ClassVar[bool] = False
-
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
-        """Rewrite `gm.graph` in place."""
-        report = Report(self.name)
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         for node in list(gm.graph.nodes):
             if node.target not in _LAYERED:
                 continue
@@ -64,7 +59,6 @@ class SplitRecurrent:
                 gm.graph.erase_node(user)
             gm.graph.erase_node(node)
             report.hits += 1
-        return report
 
 
 def _layers(

@@ -17,12 +17,11 @@ Not done: losses of each token (reduction="none"), whose result has the flattene
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
 
-from autoshard.passes.base import Context, Report, emit
+from autoshard.passes.base import Context, Pass, Report, emit
 from autoshard.planning import is_one, unflattened
 
 aten = torch.ops.aten
@@ -31,15 +30,11 @@ _NONE = 0  # at::Reduction
 
 
 @dataclass(frozen=True)
-class UnflattenLosses:
+class UnflattenLosses(Pass, optional=True):
     """See the module's text."""
 
-    name: ClassVar[str] = "unflatten_losses"
-    optional: ClassVar[bool] = True
-
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
-        """Rewrite `gm.graph` in place."""
-        graph, report = gm.graph, Report(self.name)
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
+        graph = gm.graph
         for node in [n for n in graph.nodes if n.target in _LOSSES]:
             scores, target = unflattened(node.args[0], 3), unflattened(node.args[1], 2)
             if scores is None or target is None or is_one(scores.meta["val"].shape[0]):
@@ -55,4 +50,3 @@ class UnflattenLosses:
             node.args = (turned, target, *node.args[2:])
             report.hits += 1
         graph.eliminate_dead_code()
-        return report

@@ -22,29 +22,24 @@ or is multiplied.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
 
-from autoshard.passes.base import Context, Report, emit
+from autoshard.passes.base import Context, Pass, Report, emit
 from autoshard.planning import is_one, same
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class UnflattenProducts:
+class UnflattenProducts(Pass, optional=True):
     """See the module's text. linear: those of nn.Linear alone."""
 
     linear: bool = False
 
-    name: ClassVar[str] = "unflatten_products"
-    optional: ClassVar[bool] = True
-
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
-        """Rewrite `gm.graph` in place."""
-        report = Report(self.name)
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         for node in list(gm.graph.nodes):
             args: list[Any] = list(node.args)
             if node.target is aten.linear.default:
@@ -69,7 +64,6 @@ class UnflattenProducts:
             self._unflatten(node, users, sizes, flat, weight, bias)
             report.hits += 1
         gm.graph.eliminate_dead_code()
-        return report
 
     def _unflatten(
         self,

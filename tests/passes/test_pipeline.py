@@ -70,10 +70,10 @@ def test_every_pass_has_its_golden_text() -> None:
 
 @pytest.mark.parametrize("one", [one for stage in pipeline.PIPELINE for one in stage.passes])
 def test_every_pass_keeps_the_contract(one: Any) -> None:
-    """A frozen dataclass in a file and with a test file of its name; `run` and `emit` only."""
+    """A frozen dataclass in a file and with a test file of its name; `rewrite` and `emit` only."""
     assert one.__dataclass_params__.frozen and isinstance(one.optional, bool)
     assert one.__module__ == f"autoshard.passes.{one.name}"
-    assert list(inspect.signature(one.run).parameters) == ["self", "gm", "ctx"]
+    assert list(inspect.signature(one.rewrite).parameters) == ["self", "gm", "ctx", "report"]
     assert list(Path(__file__).parent.rglob(f"test_{one.name}.py"))
     source = inspect.getsource(sys.modules[one.__module__])
     assert source.startswith(f'"""{one.name}: ') and "before" in source and "after" in source

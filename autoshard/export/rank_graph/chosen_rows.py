@@ -29,7 +29,7 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -37,7 +37,7 @@ from torch import fx
 from autoshard.export.rank_graph.mixture import Mixture, is_of_experts, keeps_experts, mixtures
 from autoshard.export.rank_graph.tidy import propagate
 from autoshard.export.spec import EngineSpec
-from autoshard.passes import Context, Report
+from autoshard.passes import Context, Pass, Report
 from autoshard.planning.cost import Cluster, OperatorWork, cluster
 from autoshard.runtime import compat
 
@@ -193,18 +193,14 @@ _PLACING_SECONDS = 5e-5
 
 
 @dataclass(frozen=True)
-class RunCheaperRows:
+class RunCheaperRows(Pass, optional=True):
     """See the module's text. sizes: the name of each symbol."""
-
-    name: ClassVar[str] = "run_cheaper_rows"
-    optional: ClassVar[bool] = True
 
     sizes: Mapping[str, str]
     spec: EngineSpec
 
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
-        """Rewrite `gm.graph` in place."""
-        report, machine = Report(self.name), cluster(self.spec.hardware).sheet
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
+        machine = cluster(self.spec.hardware).sheet
         for mixture in mixtures(gm.graph):
             calls = calls_of(mixture, self.sizes, self.spec)
             chosen, every = (
@@ -218,7 +214,6 @@ class RunCheaperRows:
                 said = f"chosen rows take {chosen:.3g} s, every expert on every token {every:.3g} s"
                 report.skip(mixture.result, said)
         propagate(gm.graph)
-        return report
 
 
 def calls_of(mixture: Mixture, sizes: Mapping[str, str], spec: EngineSpec) -> list[tuple[int, int]]:

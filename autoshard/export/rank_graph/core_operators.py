@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import torch
@@ -24,7 +24,7 @@ from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoshard.export.rank_graph.graph import fake_mode_of
-from autoshard.passes import Context, Report
+from autoshard.passes import Context, Pass, Report
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -86,15 +86,11 @@ _ROUNDS = 3  # a decomposition may leave what only another one knows
 
 
 @dataclass(frozen=True)
-class ReduceToCore:
+class ReduceToCore(Pass):
     """See the module's text: the graph is traced again, on the CPU; nodes keep `stack_trace`."""
 
-    name: ClassVar[str] = "reduce_to_core"
-    optional: ClassVar[bool] = False
-
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
-        """Rewrite `gm.graph` in place."""
-        report, mode, table = Report(self.name), fake_mode_of(gm.graph), dict(_table())
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
+        mode, table = fake_mode_of(gm.graph), dict(_table())
         fakes, made = _on_cpu(gm, mode), gm
         for _ in range(_ROUNDS):
             made = _trace(made, fakes, mode, table)
@@ -108,7 +104,6 @@ class ReduceToCore:
         for node in made.graph.find_nodes(op="get_attr"):
             setattr(gm, str(node.target), getattr(made, str(node.target)))
         gm.graph = made.graph
-        return report
 
 
 def _on_cpu(gm: fx.GraphModule, mode: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -24,7 +24,7 @@ from torch import fx
 from autoshard.export.rank_graph.evaluation import reads
 from autoshard.export.rank_graph.graph import inputs_of
 from autoshard.export.rank_graph.tidy import sizes_from_inputs
-from autoshard.passes import Context, Report
+from autoshard.passes import Context, Pass, Report
 from autoshard.runtime.graph_meta import ENCODER, ROLE
 
 TOKENS = "decoder_input_ids"
@@ -35,19 +35,15 @@ ENCODED = "encoded"
 
 
 @dataclass(frozen=True)
-class SplitEncoder:
+class SplitEncoder(Pass):
     """See the module's text; the encoder's graph is in the metadata of the decoder's.
 
     sequence: the symbol of the number of the decoder's tokens.
     """
 
-    name: ClassVar[str] = "split_encoder"
-    optional: ClassVar[bool] = False
-
     sequence: str
 
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
-        """Rewrite `gm.graph` in place."""
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         graph = gm.graph
         _drop(graph, ())
         given = inputs_of(graph)
@@ -66,7 +62,7 @@ class SplitEncoder:
             node.replace_all_uses_with(last)
         sizes_from_inputs(graph, [tokens])
         _drop(graph, source)
-        return Report(self.name, len(handed))
+        report.hits = len(handed)
 
     def _handed(
         self, graph: fx.Graph, tokens: fx.Node, source: list[fx.Node]

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -35,7 +35,7 @@ from torch import fx, nn
 from autoshard.export.errors import export_error
 from autoshard.export.rank_graph.graph import RankWeight, fake_mode_of, inputs_of
 from autoshard.export.spec import DIMS
-from autoshard.passes import Context, Report
+from autoshard.passes import Context, Pass, Report
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import State
 from autoshard.runtime.graph_meta import HELD, ROLE, WEIGHT
@@ -51,15 +51,11 @@ _OPTIONS = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 
 
 @dataclass(frozen=True)
-class Tidy:
+class Tidy(Pass):
     """See the module's text: copies, conversions to the type a value has, sums with 0, ... go."""
 
-    name: ClassVar[str] = "tidy"
-    optional: ClassVar[bool] = False
-
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
-        """Rewrite `gm.graph` in place."""
-        report, graph = Report(self.name), gm.graph
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
+        graph = gm.graph
         sizes_from_inputs(graph, inputs_of(graph))
         for node in list(graph.nodes):
             if node.op != "call_function":
@@ -70,25 +66,18 @@ class Tidy:
                 graph.erase_node(node)
                 report.hits += 1
         graph.eliminate_dead_code()
-        return report
 
 
 @dataclass(frozen=True)
-class DropUnread:
+class DropUnread(Pass):
     """See the module's text."""
 
-    name: ClassVar[str] = "drop_unread"
-    optional: ClassVar[bool] = False
-
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
-        """Rewrite `gm.graph` in place."""
-        report = Report(self.name)
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         gm.graph.eliminate_dead_code()
         for node in gm.graph.find_nodes(op="placeholder"):
             if not node.users and (WEIGHT in node.meta or HELD in node.meta):
                 gm.graph.erase_node(node)
                 report.hits += 1
-        return report
 
 
 def propagate(graph: fx.Graph) -> None:
@@ -160,17 +149,14 @@ InputOrigin = str | RankWeight | torch.Tensor | None
 
 
 @dataclass(frozen=True)
-class NamePlaceholders:
+class NamePlaceholders(Pass):
     """See the module's text. origins: of each placeholder, in order."""
-
-    name: ClassVar[str] = "name_placeholders"
-    optional: ClassVar[bool] = False
 
     origins: Sequence[InputOrigin]
 
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         """Rewrite `gm.graph` in place. Raises ExportError for what it holds besides tensors."""
-        report, weights, constants = Report(self.name), 0, 0
+        weights, constants = 0, 0
         given = list(gm.graph.find_nodes(op="placeholder"))
         for node, origin in zip(given, self.origins, strict=True):
             if isinstance(origin, str):
@@ -196,7 +182,6 @@ class NamePlaceholders:
             gm.graph.erase_node(node)
             constants += 1
             report.hits += 1
-        return report
 
 
 def read_origins(

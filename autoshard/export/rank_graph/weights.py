@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -23,7 +22,7 @@ from autoshard.export.quantization import BlockScaled, block_scaled
 from autoshard.export.rank_graph.graph import QuantizedForm, RankGraph, RankWeight
 from autoshard.export.rank_graph.operators import dequantize
 from autoshard.export.weight_source import WeightSource
-from autoshard.passes import Context, Report
+from autoshard.passes import Context, Pass, Report
 from autoshard.runtime.collectives import Axis, chunk_bounds, shard_dim
 from autoshard.runtime.graph_meta import WEIGHT
 
@@ -31,19 +30,15 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class QuantizeWeights:
+class QuantizeWeights(Pass):
     """See the module's text. kind: the layout. rows: of the parameters that are quantized, by name,
     those of each published matrix."""
-
-    name: ClassVar[str] = "quantize_weights"
-    optional: ClassVar[bool] = False
 
     kind: str
     rows: Mapping[str, int]
 
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
-        """Rewrite `gm.graph` in place."""
-        report, graph = Report(self.name), gm.graph
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
+        graph = gm.graph
         for node in graph.find_nodes(op="placeholder"):
             weight: RankWeight | None = node.meta.get(WEIGHT)
             if weight is None or weight.name not in self.rows:
@@ -53,7 +48,6 @@ class QuantizeWeights:
             if node.users:
                 _dequantized(graph, node, weight, ctx.axis)
                 report.hits += 1
-        return report
 
 
 def _dequantized(graph: fx.Graph, node: fx.Node, weight: RankWeight, axis: Axis) -> None:

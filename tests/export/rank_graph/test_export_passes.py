@@ -187,7 +187,7 @@ def said(one: Any) -> str:
 @pytest.mark.parametrize("one", EVERY)
 def test_every_pass_keeps_the_contract(one: Any) -> None:
     assert one.__dataclass_params__.frozen and isinstance(one.optional, bool)
-    assert list(inspect.signature(one.run).parameters) == ["self", "gm", "ctx"]
+    assert list(inspect.signature(one.rewrite).parameters) == ["self", "gm", "ctx", "report"]
     source = inspect.getsource(sys.modules[one.__module__])
     for call in (".recompile(", ".lint(", "os.environ", "print("):
         assert call not in source or one.name == "reduce_to_core", f"{call} is not a pass's"

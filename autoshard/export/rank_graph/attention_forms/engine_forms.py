@@ -27,7 +27,7 @@ more, without joining it on. Scores are float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -36,22 +36,18 @@ from autoshard.export.rank_graph.attention_forms.masks import LearnedBias, Sight
 from autoshard.export.rank_graph.graph import Constants
 from autoshard.export.rank_graph.operators import NONE, attention, is_expanded
 from autoshard.export.rank_graph.tidy import propagate
-from autoshard.passes import Context, Report
+from autoshard.passes import Context, Pass, Report
 from autoshard.runtime.graph_meta import SIGHT
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class WriteMasks:
+class WriteMasks(Pass):
     """Masks of windows, and of attention that no layer has, where the model's own are more."""
 
-    name: ClassVar[str] = "write_masks"
-    optional: ClassVar[bool] = False
-
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
-        """Rewrite `gm.graph` in place."""
-        report, graph = Report(self.name), gm.graph
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
+        graph = gm.graph
         made: dict[int | None, fx.Node] = {}
         for node in graph.find_nodes(op="call_function", target=attention):
             sight: Sight | None = node.meta.get(SIGHT)
@@ -72,7 +68,6 @@ class WriteMasks:
             report.hits += 1
         graph.eliminate_dead_code()
         propagate(graph)
-        return report
 
 
 class CachedMasks:
@@ -161,21 +156,16 @@ def _seen(graph: fx.Graph, rows: fx.Node, columns: fx.Node, window: int | None) 
 
 
 @dataclass(frozen=True)
-class ExpandAttention:
+class ExpandAttention(Pass):
     """See the module's text. Indices of repeated heads are constants."""
 
-    name: ClassVar[str] = "expand_attention"
-    optional: ClassVar[bool] = False
-
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
-        """Rewrite `gm.graph` in place."""
-        report, indices = Report(self.name), Constants(gm.graph, "heads")
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
+        indices = Constants(gm.graph, "heads")
         for node in gm.graph.find_nodes(op="call_function", target=attention):
             if is_expanded(node):
                 _expand(gm.graph, node, indices)
                 report.hits += 1
         propagate(gm.graph)
-        return report
 
 
 def _expand(graph: fx.Graph, node: fx.Node, indices: Constants) -> None:

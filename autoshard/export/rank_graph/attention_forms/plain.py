@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -29,27 +29,24 @@ from torch import fx
 from autoshard.export.errors import export_error
 from autoshard.export.rank_graph.attention_forms.masks import Sight, read_mask
 from autoshard.export.rank_graph.operators import NONE, UPPER_LEFT, attention
-from autoshard.passes import Context, Report, unrepeated
+from autoshard.passes import Context, Pass, Report, unrepeated
 from autoshard.runtime.graph_meta import SIGHT
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class PlainAttention:
+class PlainAttention(Pass):
     """See the module's text. sizes: the name of each symbol; longest: the largest size of each
     name."""
-
-    name: ClassVar[str] = "plain_attention"
-    optional: ClassVar[bool] = False
 
     sizes: Mapping[str, str]
     longest: Mapping[str, int]
 
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         """Rewrite `gm.graph` in place. Raises ExportError for dropout, and for attention that is
         not of [batch, heads, tokens, head_dim]."""
-        report, graph = Report(self.name), gm.graph
+        graph = gm.graph
         for node in graph.find_nodes(
             op="call_function", target=aten.scaled_dot_product_attention.default
         ):
@@ -79,7 +76,6 @@ class PlainAttention:
             node.args = (query, key, value, mask)
             report.hits += 1
         graph.eliminate_dead_code()
-        return report
 
 
 def _replace(graph: fx.Graph, node: fx.Node) -> None:

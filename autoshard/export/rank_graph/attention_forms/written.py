@@ -20,13 +20,13 @@ Not done: scales that are tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
 
 from autoshard.export.rank_graph.operators import NONE, attention
-from autoshard.passes import Context, Report
+from autoshard.passes import Context, Pass, Report
 
 aten = torch.ops.aten
 
@@ -50,15 +50,11 @@ class _Scores:
 
 
 @dataclass(frozen=True)
-class FuseWritten:
+class FuseWritten(Pass):
     """See the module's text."""
 
-    name: ClassVar[str] = "fuse_written"
-    optional: ClassVar[bool] = False
-
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         """Rewrite `gm.graph` in place, where the whole pattern is found."""
-        report = Report(self.name)
         for target in _SOFTMAX:
             for node in gm.graph.find_nodes(op="call_function", target=target):
                 if node.args[1] not in (-1, node.meta["val"].dim() - 1):
@@ -68,7 +64,6 @@ class FuseWritten:
                 else:
                     report.hits += 1
         gm.graph.eliminate_dead_code()
-        return report
 
 
 def _fuse(graph: fx.Graph, softmax: fx.Node) -> str:

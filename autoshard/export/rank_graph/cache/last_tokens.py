@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -28,7 +28,7 @@ from autoshard.export.rank_graph.evaluation import depends, reads
 from autoshard.export.rank_graph.graph import CACHES, add_input, inputs_of
 from autoshard.export.rank_graph.operators import attention, update_cache
 from autoshard.export.rank_graph.tidy import propagate
-from autoshard.passes import Context, Report
+from autoshard.passes import Context, Pass, Report
 from autoshard.runtime.graph_meta import ROLE
 
 aten = torch.ops.aten
@@ -37,32 +37,28 @@ LAST = "last_tokens"
 
 
 @dataclass(frozen=True)
-class KeepLastTokens:
+class KeepLastTokens(Pass, optional=True):
     """See the module's text. sequence: the symbol of the number of tokens.
 
     Not done: with more than one output, or no one value of [batch, tokens, ...] that it is computed
     from.
     """
 
-    name: ClassVar[str] = "keep_last_tokens"
-    optional: ClassVar[bool] = True
-
     sequence: str
 
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
-        """Rewrite `gm.graph` in place."""
-        report, graph = Report(self.name), gm.graph
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
+        graph = gm.graph
         results: Any = graph.output_node().args[0]
         outputs = len(results) - len(inputs_of(graph, *CACHES))
         if outputs != 1:
             report.skip(graph.output_node(), f"the model has {outputs} outputs, not one")
-            return report
+            return
         (given,) = inputs_of(graph, "lengths")
         (batch,) = given.meta["val"].shape
         found = _narrowest(graph, results[0], str(batch), self.sequence)
         if found is None:
             report.skip(results[0], "no one value of the tokens is all that it is computed from")
-            return report
+            return
         source, behind = found
         val = source.meta["val"]
         last = add_input(given, LAST, (batch,), torch.int32, **{ROLE: LAST})
@@ -76,7 +72,6 @@ class KeepLastTokens:
         _rewrite(graph, behind, source, cut, self.sequence)
         propagate(graph)
         report.hits += 1
-        return report
 
 
 def _narrowest(

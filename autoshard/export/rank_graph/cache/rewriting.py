@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -48,7 +48,7 @@ from autoshard.export.rank_graph.evaluation import (
 from autoshard.export.rank_graph.graph import add_input, inputs_of
 from autoshard.export.rank_graph.operators import LOWER_RIGHT, NONE, attention, update_cache
 from autoshard.export.rank_graph.tidy import propagate
-from autoshard.passes import Context, Report
+from autoshard.passes import Context, Pass, Report
 from autoshard.runtime.graph_meta import ROLE, SIGHT
 
 aten = torch.ops.aten
@@ -57,22 +57,19 @@ LENGTHS = "past_lengths"
 
 
 @dataclass(frozen=True)
-class WithCache:
+class WithCache(Pass):
     """See the module's text. sizes: the name of each symbol. max_length: tokens a cache holds."""
-
-    name: ClassVar[str] = "with_cache"
-    optional: ClassVar[bool] = False
 
     sizes: Mapping[str, str]
     max_length: int
 
-    def run(self, gm: fx.GraphModule, ctx: Context) -> Report:
+    def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         """Rewrite `gm.graph` in place, whose first input has the tokens, [batch, sequence].
 
         Raises ExportError for attention that is not causal over the sequence, and for any other
         operator that computes a token from others or from the length.
         """
-        report, graph = Report(self.name), gm.graph
+        graph = gm.graph
         given = inputs_of(graph)
         nodes = graph.find_nodes(op="call_function", target=attention)
         if not nodes:
@@ -103,7 +100,6 @@ class WithCache:
             raise _refusal(mixed, None) from None
         report.hits += len(cached)
         propagate(graph)
-        return report
 
 
 def _check(node: fx.Node, sequence: Any) -> None:
