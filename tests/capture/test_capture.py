@@ -222,7 +222,6 @@ def test_symbolic_batch_and_sequence() -> None:
 
 
 def test_automatic_dynamic_shapes() -> None:
-    torch._dynamo.reset()
     recorder = Recorder()
     model = nn.Linear(8, 8)
     compiled = torch.compile(model, backend=recorder)

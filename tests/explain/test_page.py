@@ -141,7 +141,6 @@ def test_graph_folds_layers_and_has_the_collectives_on_edges(parsed: Checker) ->
 
 
 def test_what_is_returned_is_the_last_vertex() -> None:
-    torch.compiler.reset()
     made = autoshard.trace(Block(), (torch.ones(4, 8, 32),), mesh={"tp": 2})
     graph = json.loads(_data(page(made)))["graph"]
     *_, (last, edge) = [(graph["vertices"][e["to"]]["name"], e) for e in graph["edges"]]
@@ -150,7 +149,6 @@ def test_what_is_returned_is_the_last_vertex() -> None:
 
 
 def test_a_layer_that_is_planned_otherwise_stands_by_itself() -> None:
-    torch.compiler.reset()
     model = Stack(3)
     model.layers[2].up, model.layers[2].down = nn.Linear(32, 1), nn.Linear(1, 32)
     made = autoshard.trace(model, (torch.ones(4, 8, 32),), mesh={"tp": 2})

@@ -124,7 +124,6 @@ def test_memory_is_told_by_kind(text: str) -> None:
 
 def test_two_axes_golden() -> None:
     """Where each parameter is on both axes, and the table of memory."""
-    torch.compiler.reset()
     mesh = {"dp_shard": 2, "tp": 2}
     made = autoshard.trace(MLP(), (torch.ones(8, 64),), mesh=mesh, planner={"bucket_bytes": 1})
     starts = ("autoshard:", "parameter ", "a rank holds")
@@ -148,7 +147,6 @@ def test_what_is_sharded_is_not_told() -> None:
 
 
 def test_one_rank_has_nothing_to_tell() -> None:
-    torch.compiler.reset()
     made = autoshard.trace(Unknown(), (torch.ones(8, 64),), mesh={"tp": 1}, strict=True)
     assert whole(made) == []
     assert "no collectives" in made.explain()

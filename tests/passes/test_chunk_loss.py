@@ -188,7 +188,6 @@ def test_models_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_travels_is_what_the_whole_loss_sends(
     mesh: dict[str, int], smoothing: float, tmp_path: Path
 ) -> None:
-    torch.compiler.reset()
     model = Head(label_smoothing=smoothing)
     ids = torch.randint(0, V, (B, S))
     plan = Plan("tp", 2, {"head.weight": "S(0)"}, {}) if len(mesh) == 1 else None
@@ -220,7 +219,6 @@ def test_what_stays_whole_says_why(kind: str, options: dict[str, Any], reason: s
 
 @pytest.mark.parametrize("kind", ["returned", "returned copy"])
 def test_returned_logits_stay_unless_they_may_be_withheld(kind: str) -> None:
-    torch.compiler.reset()
     asked = [{"mesh": {"tp": 1}, "memory": {"chunk_loss": how}} for how in ("auto", True)]
     (auto, withheld), values = programs(Head(kind), (torch.randint(0, V, (B, S)),), asked)
     assert CHUNKED not in auto.graph_module.meta
@@ -293,7 +291,6 @@ def test_logits_of_rows_that_values_choose_are_given() -> None:
 
 def test_memory_is_what_a_step_holds() -> None:
     """Of a head that is most of the model; scratch space inside of the operator included."""
-    torch.compiler.reset()
     model, ids = Head(), torch.randint(0, V, (B, S))
     chunked = {"chunk_loss": True}
     options: dict[str, Any] = {"memory": chunked, "inner": "aot_eager", "mesh": {"tp": 1}}
@@ -314,7 +311,6 @@ def test_memory_is_what_a_step_holds() -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_every_form_of_the_loss(smoothing: float, weighted: bool, reduction: str) -> None:
-    torch.manual_seed(0)
     rows, classes = 600, 70
     hidden, weight, bias = torch.randn(rows, 8), torch.randn(classes, 8), torch.randn(classes)
     leaves = [x.double().requires_grad_() for x in (hidden, weight, bias)]
@@ -359,7 +355,6 @@ def test_a_batch_without_tokens_is_as_in_torch() -> None:
 
 def test_16_bit_gradients_are_summed_in_float32() -> None:
     """No further from float64 than those of whole logits."""
-    torch.manual_seed(0)
     rows, classes, width = 8192, 64, 4
     hidden, weight = torch.randn(rows, width), torch.randn(classes, width)
     target = torch.randint(classes, (rows,))

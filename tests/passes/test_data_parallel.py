@@ -83,8 +83,6 @@ def test_a_deferred_gradient_has_an_input_of_its_own(microbatch: str, found: lis
 
 
 def test_values_and_gradients_are_those_of_the_serial_graph() -> None:
-    torch.manual_seed(0)
-    torch.compiler.reset()
     model, x = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)), torch.randn(4, 5)
     (program,), values = programs(model, (x,), [{"mesh": {"dp_replicate": 2, "dp_shard": 2}}])
     others = [[torch.randn(4, 5) if v is x else v for v in values] for _ in range(3)]

@@ -67,7 +67,6 @@ STATES = {
 @pytest.mark.parametrize("recipe", FLOAT8_RECIPES)
 def test_each_split_of_tp_is_the_serial_program(recipe: str) -> None:
     """A scale of a part only, of any operand, would be an error of a hundredth and more."""
-    torch.manual_seed(0)
     x, options = batch(2, 6, 64), {"mesh": {"tp": 2}, "precision": {"matmul": recipe}}
     plans = []
     (first,), _ = programs(Block(), (x,), [options])
@@ -90,7 +89,6 @@ def test_each_split_of_tp_is_the_serial_program(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", FLOAT8_RECIPES)
 def test_data_ranks_scale_by_their_own_batch(recipe: str) -> None:
-    torch.manual_seed(0)
     options = {"mesh": {"dp_shard": 2, "tp": 2}, "precision": {"matmul": recipe}}
     (program,), values = programs(Block(), (batch(2, 4, 64),), [options])
     other = [torch.randn_like(v) if v.dim() == 3 else v for v in values]
@@ -100,7 +98,6 @@ def test_data_ranks_scale_by_their_own_batch(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", FLOAT8_RECIPES)
 def test_the_operator_is_the_product_of_rounded_numbers(recipe: str) -> None:
     """Beside a product written out, whose rows are no multiple of 16; a kernel is told the same."""
-    torch.manual_seed(0)
     x, w = torch.randn(5, 32, requires_grad=True), torch.randn(48, 32, requires_grad=True)
     g = torch.randn(5, 48)
     rows = recipe == "float8_rowwise"
@@ -166,7 +163,6 @@ def test_names_of_recipes_are_checked() -> None:
 
 def test_a_llama_is_near_itself() -> None:
     """The loss of a Llama in float8 beside its own in float32, and sharded beside serial."""
-    torch.manual_seed(0)
     model = llama(hidden_size=64, intermediate_size=128, num_hidden_layers=2)().double()
     ids = torch.randint(0, 64, (2, 16))
 
@@ -218,7 +214,6 @@ def test_processes_have_the_gradients_of_one_device(gloo2: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_kernel_that_gpus_run_is_the_emulation(rows: bool, dtype: torch.dtype) -> None:
     """torch has the kernel for CPUs too: operands, scales and layouts mean the same to it."""
-    torch.manual_seed(0)
     a = torch.randn(32, 64).to(torch.float8_e4m3fn if rows else torch.float8_e5m2)
     b = torch.randn(48, 64).to(torch.float8_e4m3fn)
     scales = (torch.rand(32, 1), torch.rand(1, 48)) if rows else (torch.rand(()), torch.rand(()))

@@ -138,7 +138,6 @@ TOKENS = "S(0), S(0) -> P by loss_over_tokens"
 def test_tokens_that_cp_and_tp_split_again(data: str, on_tp: str) -> None:
     """Uneven batches, of each of which cp splits the tokens, and tp tokens or classes; in threads,
     against the serial model on both batches at once."""
-    torch.manual_seed(0)
     model, mesh = Classes(), {data: 2, "cp": 2, "tp": 2}
     x, target = torch.randn(2, 16, 16), torch.randint(32, (2, 16))
     target[0, 3:] = IGNORED

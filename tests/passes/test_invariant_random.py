@@ -214,7 +214,6 @@ def test_p_of_1_drops_everything_and_its_gradient() -> None:
 
 def test_attention_is_that_of_the_math_kernel() -> None:
     """Without a mask to drop by, every form of call: p so small that nothing is dropped."""
-    torch.manual_seed(0)
     q, k, v = (torch.randn(2, h, s, 8) for h, s in [(4, 6), (2, 5), (2, 5)])
     full = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
     boolean = torch.rand(2, 1, 6, 5) > 0.5

@@ -265,7 +265,6 @@ def test_padding_alone_stays_a_mask_in_short_sequences() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_hugging_face_have_no_square_tensor(name: str) -> None:
-    torch.manual_seed(0)
     model = Scores(MODELS[name]())
     if name == "llama":
         model.model.activation_checkpointing_enable()

@@ -48,7 +48,6 @@ class Layer(nn.Module):
 
 @pytest.mark.parametrize("mesh", [{"cp": 2}, {"cp": 2, "tp": 2}])
 def test_a_layer_is_the_serial_one(mesh: dict[str, int]) -> None:
-    torch.manual_seed(0)
     x = torch.randn(B, 64, 32)
     made, values = programs(Layer(4, 8), (x,), [{"mesh": mesh}])
     found = verify_program(made[0], values)
@@ -57,7 +56,6 @@ def test_a_layer_is_the_serial_one(mesh: dict[str, int]) -> None:
 
 
 def test_tokens_flattened_with_the_batch_inside_are_those_of_samples() -> None:
-    torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
     x = torch.randn(B, 16, 32)
     made, values = programs(layer, (x,), [{"mesh": {"cp": 2}}])

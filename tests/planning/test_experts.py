@@ -75,8 +75,6 @@ def test_each_way_equals_serial_and_sends_what_its_formula_says(way: str, form: 
     are gathered once more in backward. Both split send the rows of choices, T*k*H/n each way, in
     forward and in backward, and how many they are."""
     n, t, h, experts, inner, k = 2, 72, 8, 4, 16, 2
-    torch.manual_seed(0)
-    torch.compiler.reset()
     model = Tokens(form, biases=form == "interleaved", experts=experts, inner=inner, k=k)
     x, options = torch.randn(t, h), {"mesh": {"tp": n}, "planner": {"bucket_bytes": 1}}
     (free,), _ = programs(model, (x,), [options])
@@ -121,8 +119,6 @@ def test_each_way_equals_serial_and_sends_what_its_formula_says(way: str, form: 
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_runs_the_kernels_of_16_bits(way: str) -> None:
     """Their products want rows and matrices aligned, which an exchanged weight must be too."""
-    torch.manual_seed(0)
-    torch.compiler.reset()
     model = Tokens("packed").to(torch.bfloat16)
     x, options = torch.randn(64, 8).to(torch.bfloat16), {"mesh": {"tp": 2}}
     (free,), _ = programs(model, (x,), [options])
@@ -166,7 +162,6 @@ def test_the_cheapest_way_changes_where_the_formulas_cross(name: str) -> None:
 def test_a_layer_of_qwen3_30b_sends_no_more_than_its_tokens_at_once() -> None:
     """k = n = 8: the rows that leave a rank are as many as all tokens, and each is kept by one rank
     only, where experts that are split alone keep them all on each."""
-    torch.compiler.reset()
     config = transformers.Qwen3MoeConfig(
         hidden_size=2048,
         moe_intermediate_size=768,
@@ -248,7 +243,6 @@ def test_what_cannot_be_split_inside_says_why(body: tuple[str, ...], said: str) 
 
 
 def test_an_export_has_no_shapes_that_depend_on_the_router() -> None:
-    torch.compiler.reset()
     program = builder(Tokens("packed"), (torch.randn(64, 8),))({"tp": 2})
     request = Request(parameters=program.parameters, even=True)
     exported = plan_graph(program.serial, 2, program.machine, request)
@@ -258,8 +252,6 @@ def test_an_export_has_no_shapes_that_depend_on_the_router() -> None:
 
 
 def test_experts_in_a_loop_are_split_as_layers_are_and_summed_once() -> None:
-    torch.manual_seed(0)
-    torch.compiler.reset()
     (program,), values = programs(Loop(), (torch.randn(256, 8),), [{"mesh": {"tp": 2}}])
     assert not mixtures(program)
     experts = {k: s for k, s in program.stored().items() if "experts" in k}
@@ -287,8 +279,6 @@ def _ones(ids: Tensor) -> Tensor:
 
 
 def test_lengths_that_the_host_reads_are_planned() -> None:
-    torch.manual_seed(0)
-    torch.compiler.reset()
     (program,), values = programs(Counting(), (torch.randn(64, 8),), [{"mesh": {"tp": 2}}])
     experts = [state for name, state in program.stored().items() if "experts" in name]
     assert all(state.startswith("S") for state in experts)
@@ -297,8 +287,6 @@ def test_lengths_that_the_host_reads_are_planned() -> None:
 
 @pytest.mark.parametrize("experts,n", [(8, 4), (5, 3), (2, 4)])
 def test_more_ranks_uneven_experts_and_fewer_than_ranks(experts: int, n: int) -> None:
-    torch.manual_seed(0)
-    torch.compiler.reset()
     model = Tokens("packed", experts=experts)
     x, options = torch.randn(64, 8), {"mesh": {"tp": n}}
     (free,), _ = programs(model, (x,), [options])
@@ -312,8 +300,6 @@ def test_more_ranks_uneven_experts_and_fewer_than_ranks(experts: int, n: int) ->
 
 def test_experts_beside_data_parallel_ranks() -> None:
     """Stored as shards of both axes; each data-parallel rank routes its own tokens."""
-    torch.manual_seed(0)
-    torch.compiler.reset()
     x, mesh = torch.randn(64, 8), {"dp_shard": 2, "tp": 2}
     model = Tokens("packed")
     (free,), _ = programs(model, (x,), [{"mesh": mesh}])

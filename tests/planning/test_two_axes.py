@@ -136,7 +136,6 @@ def test_a_layer_sends_what_its_heads_on_tp_need(n: int, form: str) -> None:
 
 def test_a_plan_file_has_both_axes(tmp_path: Path) -> None:
     """It is followed; one that exchanges heads over cp is the serial model too."""
-    torch.manual_seed(0)
     model, batch = Attention(8, 4, 8, causal=True), {"x": torch.randn(2, 16, 64)}
     (free,), values = programs(model, [batch], [BOTH], "cpu")
     free.plan.save(tmp_path / "plan.json")

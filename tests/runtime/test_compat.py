@@ -64,8 +64,6 @@ def test_inputs_are_named_by_where_dynamo_found_them() -> None:
 @pytest.mark.parametrize("frozen", ["", "weight_ih_l0 bias_hh_l1"])
 def test_an_lstm_whose_input_needs_no_gradient_trains(frozen: str) -> None:
     """torch would trace oneDNN's kernel for inference, which has no backward."""
-    torch.compiler.reset()
-    torch.manual_seed(0)
     serial = nn.LSTM(4, 3, num_layers=2, batch_first=True)
     for name in frozen.split():
         serial.get_parameter(name).requires_grad_(False)

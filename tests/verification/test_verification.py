@@ -107,7 +107,6 @@ def _changes(program: Program) -> list[tuple[str, str]]:
 
 def test_an_input_whose_partial_gradient_is_not_summed_is_noticed() -> None:
     """R treated as I: the value is right, the gradient is one rank's part."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), MLP())
     made, values = programs(Regression(model), (torch.randn(8, 64),) * 2, [{"mesh": {"tp": 2}}])
     program = made[0]

@@ -36,8 +36,6 @@ def reasons(model: nn.Module, x: Tensor) -> list[str]:
 @pytest.mark.parametrize("form", MIXTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_mixture_is_one_node_and_keeps_every_bit(form: str, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    torch.compiler.reset()
     model = Mixture(form, biases=form != "two").to(dtype)
     x = torch.randn(12, 8, dtype=dtype)
     (program,), values = programs(model, (x,), [{"mesh": {"tp": 2}}])
@@ -109,7 +107,6 @@ def test_what_is_no_mixture_stays_and_says_why(change: str, said: str) -> None:
 
 
 def test_the_inverse_may_be_a_sort() -> None:
-    torch.compiler.reset()
     (program,), _ = programs(Changed(""), (torch.randn(6, 8),), [{"mesh": {"tp": 2}}])
     assert len(matched(program)) == 1
 
@@ -141,8 +138,6 @@ def test_rows_of_other_ranks_reach_no_value_and_no_gradient(
 ) -> None:
     """Each rank's share, with poison in what it does not compute, adds up to the whole; experts
     that nobody chose have a gradient of zeros."""
-    torch.manual_seed(0)
-    torch.compiler.reset()
     model = Mixture("packed", biases=True)
     (program,), _ = programs(model, (torch.randn(3, 8),), [{"mesh": {"tp": 2}}])
     (node,) = matched(program)

@@ -111,8 +111,6 @@ def test_one_process_recovers_masks_by_name(
     monkeypatch.setattr(recover_masks, "PADDING_FROM", shortest)
     if shortest:
         found = [["dense" if one == "padding" else one for one in masks] for masks in found]
-    torch.compiler.reset()
-    torch.manual_seed(0)
     model = llama(**KV)()
     options = {"planner": {"recover_masks": True}, "inner": "eager", "mesh": {"tp": 1}}
     compiled: Any = torch.compile(model, backend="autoshard", options=options)

@@ -61,7 +61,6 @@ def told(program: Program) -> list[str]:
 def test_the_estimate_is_near_the_program(n: int, kind: str) -> None:
     """What is kept within 2% of AOTAutograd's, the peak within 12% of what operators hold, and
     what travels to the byte; half of what whole logits need at most."""
-    torch.compiler.reset()
     asked = [{"mesh": {"tp": n}, "memory": {"chunk_loss": how}} for how in (True, False)]
     found, _ = programs(Head(1000, kind=kind), (torch.randint(0, 1000, (2, ROWS // 2)),), asked)
     chunked = found[0]
@@ -129,7 +128,6 @@ def test_what_a_rank_has_counts() -> None:
 
 def test_auto_with_a_budget_takes_what_the_step_needs() -> None:
     """Whole as long as that fits; then by chunks, before anything is computed again."""
-    torch.compiler.reset()
     model, ids = Head(1000), torch.randint(0, 1000, (2, ROWS // 2))
     made = builder(model, (ids,))
     whole, chunked = (

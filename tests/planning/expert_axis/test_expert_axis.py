@@ -212,7 +212,6 @@ def test_prices_are_those_of_the_estimate_and_of_the_program(
 ) -> None:
     """Rows instead of weights for one mixture, all else as it is: what the planner charges ep less
     is what the program and the estimate of a step have less on it."""
-    torch.compiler.reset()
     build = builder(Layers(inner=64), (torch.randn(64, 8),))
     settings: dict[str, Any] = {
         "hardware_name": "h100",
@@ -261,7 +260,6 @@ def test_prices_are_those_of_the_estimate_and_of_the_program(
 def test_what_a_plan_file_says_runs_and_is_the_serial_model(
     mesh: dict[str, int], ways: tuple[str, str], zero: int | str, tmp_path: Path
 ) -> None:
-    torch.compiler.reset()
     x = torch.randn(24, 8)
     model, options = Layers(biases=True), {"mesh": mesh, "zero": zero}
     (free,), values = programs(model, (x,), [options])
@@ -280,7 +278,6 @@ def test_what_a_plan_file_says_runs_and_is_the_serial_model(
 def test_options_and_plans_of_other_meshes() -> None:
     """An option says it of all mixtures but those that a plan file names; a plan of a mesh without
     ep leaves it open, and one of a mesh with ep is followed on a mesh without."""
-    torch.compiler.reset()
     build = builder(Layers(), (torch.randn(24, 8),))
     for way in (ROWS, WEIGHTS):
         assert travelling(build(TWO, planner={"ep_exchange": way})) == [way, way]
@@ -299,7 +296,6 @@ def test_options_and_plans_of_other_meshes() -> None:
 def test_few_tokens_travel_and_small_experts_do(
     mesh: dict[str, int], tokens: int, way: str
 ) -> None:
-    torch.compiler.reset()
     with torch.device("meta"):
         model = Mixture(experts=8, hidden=512, inner=1024)
         build = builder(model, (torch.empty(tokens, 512),))
@@ -313,7 +309,6 @@ def test_few_tokens_travel_and_small_experts_do(
 def test_with_cp_and_tp_all_three_are_one_problem() -> None:
     """The plan of tp on a rank of cp, with what travels over ep, costs what both axes planned
     together cost at least."""
-    torch.compiler.reset()
     build = builder(Layers(), (torch.randn(64, 8),))
     seen = set()
     for options in ({}, {"planner": {"ep_exchange": ROWS}}, {"planner": {"ep_exchange": WEIGHTS}}):
