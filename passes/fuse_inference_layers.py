@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from autoshard.passes.base import Context, Pass, Report, emit
-from autoshard.planning import is_trained
+from autoshard.planning import arguments, is_trained
 from autoshard.runtime.collectives import (
     I,
     P,
@@ -168,17 +168,12 @@ def _norm_of(total: fx.Node) -> _Norm | None:
 
 def _whole_norm(total: fx.Node, node: fx.Node) -> _Norm | None:
     layer = node.target is aten.layer_norm.default
-    given = dict(zip(("input", "shape", "weight", *(["bias"] * layer), "eps"), node.args))
-    given.update(node.kwargs)
-    shape: Any = given["shape"]
-    weight: Any = given.get("weight")
-    if given["input"] is not total or len(shape) != 1 or not isinstance(weight, fx.Node):
+    given = arguments(node)
+    one_dim, weight = len(given["normalized_shape"]) == 1, given["weight"]
+    if given["input"] is not total or not one_dim or not isinstance(weight, fx.Node):
         return None
-    eps: Any = given.get("eps")
-    if eps is None and layer:
-        eps = 1e-5
-    bias: Any = given.get("bias")
-    return _Norm(node, weight, bias, {"norm": "layer" if layer else "rms", "eps": eps})
+    kind = {"norm": "layer" if layer else "rms", "eps": given["eps"]}
+    return _Norm(node, weight, given.get("bias"), kind)
 
 
 def _written_norm(total: fx.Node, first: fx.Node) -> _Norm | None:

@@ -45,6 +45,7 @@ from autoshard.passes.lib.expert_routes import (
     is_token,
     product_name,
 )
+from autoshard.planning import arguments
 from autoshard.runtime.graph_meta import MIXTURES
 from autoshard.runtime.operators import (
     ELEMENT,
@@ -61,12 +62,7 @@ from autoshard.runtime.operators import (
 aten = torch.ops.aten
 
 # Of rows [rows, columns] along the columns; others of one row at a time carry torch's tag.
-_COLUMNS = {
-    aten.split.Tensor: 2,
-    aten.split_with_sizes.default: 2,
-    aten.chunk.default: 2,
-    aten.slice.Tensor: 1,
-}
+_COLUMNS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.slice.Tensor)
 _PLAIN = (aten._to_copy.default, aten.clone.default)
 _TURNS = (aten.transpose.int, aten.mT.default, aten.permute.default)
 
@@ -272,10 +268,7 @@ def _by_row(node: Any) -> bool:
     first = node.all_input_nodes[0].meta["val"]
     rank = first.dim() if isinstance(first, torch.Tensor) else 0
     if target in _COLUMNS:
-        position = _COLUMNS[target]
-        given = {**{"dim": 0}, **dict(zip(("self", "", "dim"), node.args)), **node.kwargs}
-        dim = node.args[1] if position == 1 and len(node.args) > 1 else given["dim"]
-        return rank == 2 and dim in (1, -1)
+        return rank == 2 and arguments(node)["dim"] in (1, -1)
     if target is aten.unsqueeze.default:
         return rank == 1 and node.args[1] in (1, -1)
     if torch.Tag.pointwise not in target.tags:

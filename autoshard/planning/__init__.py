@@ -25,6 +25,7 @@ from autoshard.planning.operators import (
     LOSSES,
     PRODUCTS,
     RESHAPES,
+    arguments,
     is_handed_on,
     is_view,
     packet,

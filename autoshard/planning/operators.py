@@ -76,13 +76,18 @@ def target_name(node: fx.Node) -> str:
     return str(node.target) if ordinary else str(getattr(node.target, "__name__", node.target))
 
 
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an operator by name, those that are left out with their defaults."""
+    names = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {a.name: a.default_value for a in names if a.has_default_value()}
+    return {**given, **dict(zip((a.name for a in names), node.args)), **node.kwargs}
+
+
 def is_causal(node: fx.Node) -> bool:
     """Whether a node is attention that skips the keys after each query's own."""
     if packet(node) not in ATTENTION:
         return False
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = {**dict(zip(names, node.args)), **node.kwargs}
-    return node.target is MASKED_ATTENTION or bool(given.get("is_causal"))
+    return node.target is MASKED_ATTENTION or bool(arguments(node).get("is_causal"))
 
 
 def is_view(node: fx.Node) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.planning import arguments
 from autoshard.runtime.operators import PRODUCTS
 
 aten = torch.ops.aten
@@ -49,12 +50,9 @@ def product_name(node: fx.Node) -> str:
 
 def find_route(product: fx.Node) -> Route:
     """The routing that a grouped product follows. Raises NotExperts."""
-    given: dict[str, Any] = {
-        "offs": product.kwargs.get("offs"),
-        **dict(zip(("rows", "stack", "offs"), product.args)),
-    }
-    offs = _node(given["offs"])
-    stack = given["stack"].meta["val"]
+    operands: Any = product.args
+    offs = _node(arguments(product)["offs"])
+    stack = operands[1].meta["val"]
     if not isinstance(experts := stack.shape[0], int):
         raise NotExperts("the number of experts is symbolic")
     owner = _counted(offs, experts)
@@ -82,11 +80,8 @@ def _counted(offs: fx.Node, experts: int) -> fx.Node:
     counts = _uncast(_node(total.args[0]))
     if counts.target is not aten.histc.default:
         raise NotExperts("the rows of each expert are not counted by histc")
-    given: dict[str, Any] = {
-        **dict(zip(("self", "bins", "min", "max"), counts.args)),
-        **counts.kwargs,
-    }
-    if (given.get("bins"), given.get("min"), given.get("max")) != (experts, 0, experts - 1):
+    given = arguments(counts)
+    if (given["bins"], given["min"], given["max"]) != (experts, 0, experts - 1):
         raise NotExperts(f"histc does not count {experts} experts one by one")
     return _uncast(_node(given["self"]))
 
@@ -129,13 +124,7 @@ def _counts_up(node: Any) -> bool:
 
 def _ascends(sort: Any) -> bool:
     """Whether a sort of one dim goes upwards."""
-    names = (
-        ("dim", "descending")
-        if sort.target is aten.sort.default
-        else ("stable", "dim", "descending")
-    )
-    given: dict[str, Any] = {**dict(zip(names, sort.args[1:])), **sort.kwargs}
-    return not given.get("descending")
+    return not arguments(sort)["descending"]
 
 
 def _elements(node: Any) -> Iterator[tuple[int, fx.Node]]:

@@ -19,6 +19,7 @@ from autoshard.export.decoder.probing import MOVES, SWAPS, evaluate, moved, para
 from autoshard.export.decoder.structure import Linear, Norm
 from autoshard.export.errors import export_error
 from autoshard.export.serial_graph import ModelGraph
+from autoshard.planning import arguments
 
 aten = torch.ops.aten
 
@@ -51,17 +52,15 @@ def read_norm(graph: ModelGraph, node: fx.Node) -> tuple[Norm, fx.Node, tuple[fx
 
 
 def _whole_norm(graph: ModelGraph, node: fx.Node) -> tuple[Norm, fx.Node, tuple[fx.Node, ...]]:
-    given = dict(zip([a.name for a in node.target._schema.arguments], node.args))  # type: ignore[union-attr]
-    given.update(node.kwargs)
-    weight = parameter_of(graph, given.get("weight"))
+    given = arguments(node)
+    weight = parameter_of(graph, given["weight"])
     bias = parameter_of(graph, given.get("bias"))
     if weight is None:
         raise export_error("a norm without weight has no place in the checkpoint", node)
     kind = "layer" if node.target is aten.layer_norm.default else "rms"
-    eps = given.get("eps")
+    eps, source = given["eps"], given["input"]
     if eps is None:
-        eps = 1e-5 if kind == "layer" else torch.finfo(node.meta["val"].dtype).eps
-    source = given["input"]
+        eps = torch.finfo(node.meta["val"].dtype).eps
     assert isinstance(source, fx.Node) and isinstance(eps, float)
     norm = Norm(
         kind=kind,
@@ -172,7 +171,7 @@ class AttentionSite:
         return evaluate(graph, self.softmax.args[0], {self.product: values})  # type: ignore[arg-type]
 
     def _scores_of_operator(self, graph: ModelGraph, product: float) -> Tensor:
-        given = _arguments(self.node)
+        given = arguments(self.node)
         length, head_dim = self.query.meta["val"].shape[-2:]
         scale = given.get("scale")
         scores = torch.full((length, length), product, dtype=torch.float64)
@@ -194,7 +193,7 @@ def attention_at(
 ) -> AttentionSite | None:
     """The attention whose result is `node`, or None. anchors: those before it."""
     if node.target is ATTENTION:
-        given = _arguments(node)
+        given = arguments(node)
         return AttentionSite(node, given["query"], given["key"], given["value"])
     if node.target not in _OF_SCORES or any(parameter_of(graph, one) for one in node.args):
         return None
@@ -215,11 +214,6 @@ def attention_at(
     query, key = product.args[-2:]
     assert isinstance(query, fx.Node) and isinstance(key, fx.Node)
     return AttentionSite(node, query, key, value, True, product, read[0])
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    schema = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    return {**dict(zip(schema, node.args)), **node.kwargs}
 
 
 def _passes(graph: ModelGraph, node: Any, softmax: fx.Node) -> bool:

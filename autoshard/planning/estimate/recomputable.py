@@ -17,7 +17,7 @@ from autoshard.planning.estimate.memory import Saving
 from autoshard.planning.estimate.operator_time import OperatorTimes
 from autoshard.planning.estimate.weights import Training
 from autoshard.planning.mixtures import inner_bytes
-from autoshard.planning.operators import ATTENTION, LOSSES, packet
+from autoshard.planning.operators import ATTENTION, LOSSES, arguments, packet
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.values import differentiable, tensor_bytes
 from autoshard.runtime.collectives import P, State, forward_value
@@ -262,6 +262,4 @@ def _draws(node: fx.Node) -> bool:
     """Whether an operator draws from torch's generator: attention without dropout does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = {**dict(zip(names, node.args)), **node.kwargs}
-    return packet(node) not in ATTENTION or bool(given.get("dropout_p"))
+    return packet(node) not in ATTENTION or bool(arguments(node).get("dropout_p"))

@@ -30,6 +30,7 @@ from autoshard.export.errors import export_error
 from autoshard.export.rank_graph.attention_forms.masks import Sight, read_mask
 from autoshard.export.rank_graph.operators import NONE, UPPER_LEFT, attention
 from autoshard.passes import Context, Pass, Report, unrepeated
+from autoshard.planning import arguments
 from autoshard.runtime.graph_meta import SIGHT
 
 aten = torch.ops.aten
@@ -80,12 +81,10 @@ class PlainAttention(Pass):
 
 def _replace(graph: fx.Graph, node: fx.Node) -> None:
     """scaled_dot_product_attention by `operators.attention`."""
-    given: Any = node.args
-    query, key, value = given[:3]
-    rest: dict[str, Any] = dict(zip(("attn_mask", "dropout_p", "is_causal"), node.args[3:]))
-    rest.update(node.kwargs)
-    if rest.get("dropout_p"):
-        raise export_error(f"attention drops out with probability {rest['dropout_p']}", node)
+    given = arguments(node)
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    if given["dropout_p"]:
+        raise export_error(f"attention drops out with probability {given['dropout_p']}", node)
     shapes = [n.meta["val"].shape for n in (query, key, value)]
     if any(len(shape) != 4 for shape in shapes):
         raise export_error(
@@ -93,17 +92,11 @@ def _replace(graph: fx.Graph, node: fx.Node) -> None:
             "[batch, heads, tokens, head_dim]",
             node,
         )
-    scale = rest.get("scale")
-    causal = UPPER_LEFT if rest.get("is_causal") else NONE
+    scale = 1 / math.sqrt(shapes[0][-1]) if given["scale"] is None else given["scale"]
+    causal, mask = (UPPER_LEFT, None) if given["is_causal"] else (NONE, given["attn_mask"])
+    kwargs: dict[str, Any] = {"causal": causal, "scale": float(scale)}
     with graph.inserting_before(node):
-        new = graph.call_function(
-            attention,
-            (query, key, value, None if rest.get("is_causal") else rest.get("attn_mask")),
-            {
-                "causal": causal,
-                "scale": float(1 / math.sqrt(shapes[0][-1]) if scale is None else scale),
-            },
-        )
+        new = graph.call_function(attention, (query, key, value, mask), kwargs)
     new.meta = dict(node.meta)
     node.replace_all_uses_with(new)
     graph.erase_node(node)

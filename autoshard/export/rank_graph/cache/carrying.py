@@ -25,6 +25,7 @@ from autoshard.export.rank_graph.evaluation import (
     reshaped,
 )
 from autoshard.export.rank_graph.operators import attention
+from autoshard.planning import arguments
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -111,13 +112,6 @@ def _rank(node: fx.Node) -> int:
     return len(node.meta["val"].shape)
 
 
-def _given(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call by name, defaults included."""
-    names = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {a.name: a.default_value for a in names if a.has_default_value()}
-    return {**given, **dict(zip((a.name for a in names), node.args)), **node.kwargs}
-
-
 def _pointwise(self: Carrier, node: fx.Node) -> Place | None:
     return self.broadcast(node.all_input_nodes, _rank(node))
 
@@ -158,7 +152,7 @@ def _linear(self: Carrier, node: fx.Node) -> Place | None:
 
 def _reduction(self: Carrier, node: fx.Node) -> Place | None:
     """Over dims, which may be kept with size 1."""
-    given, x = _given(node), node.args[0]
+    given, x = arguments(node), node.args[0]
     place = self.of(x)
     if place is None:
         return None
@@ -175,7 +169,7 @@ def _reduction(self: Carrier, node: fx.Node) -> Place | None:
 
 def _along(self: Carrier, node: fx.Node) -> Place | None:
     """Along one dim, which keeps its place: cumsum, softmax, topk."""
-    given, place = _given(node), self.of(node.args[0])
+    given, place = arguments(node), self.of(node.args[0])
     if place is not None and given["dim"] % len(self.shape(node.args[0])) == place.dim:
         raise Mixed("goes over all tokens")
     return place
@@ -262,7 +256,7 @@ def _expand(self: Carrier, node: fx.Node) -> Place | None:
 
 
 def _unsqueeze(self: Carrier, node: fx.Node) -> Place | None:
-    x, dim, *_ = _given(node).values()
+    x, dim, *_ = arguments(node).values()
     place, dim = self.of(x), dim % _rank(node)
     return place if place is None or place.dim < dim else replace(place, dim=place.dim + 1)
 
@@ -270,7 +264,7 @@ def _unsqueeze(self: Carrier, node: fx.Node) -> Place | None:
 def _dropped(self: Carrier, node: fx.Node) -> Place | None:
     """squeeze of one dim, or the choice of one of its entries."""
     place, rank = self.of(node.args[0]), len(self.shape(node.args[0]))
-    dim = _given(node)["dim"] % rank
+    dim = arguments(node)["dim"] % rank
     if _rank(node) == rank or place is None or place.dim < dim:
         return place
     if place.dim == dim:
@@ -279,7 +273,7 @@ def _dropped(self: Carrier, node: fx.Node) -> Place | None:
 
 
 def _slice(self: Carrier, node: fx.Node) -> Place | None:
-    given, place = _given(node), self.of(node.args[0])
+    given, place = arguments(node), self.of(node.args[0])
     shape = self.shape(node.args[0])
     if place is None or given["dim"] % len(shape) != place.dim:
         return place
@@ -293,7 +287,7 @@ def _slice(self: Carrier, node: fx.Node) -> Place | None:
 
 def _cat(self: Carrier, node: fx.Node) -> Place | None:
     parts: Any = node.args[0]
-    dim = _given(node)["dim"] % _rank(node)
+    dim = arguments(node)["dim"] % _rank(node)
     places = [self.of(part) for part in parts]
     if all(place is None for place in places):
         return None

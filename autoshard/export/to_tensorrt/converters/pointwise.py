@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from autoshard.export.to_tensorrt.converters.network import Lowering, Tensor, converts
+from autoshard.planning import arguments
 
 aten = torch.ops.aten
 
@@ -189,10 +190,9 @@ def where(low: Lowering, node: fx.Node) -> Tensor:
 def clamp(low: Lowering, node: fx.Node) -> Tensor:
     """Bounds below and above."""
     dtype, rank = _result(node).dtype, _result(node).dim()
-    value = low.operand(node.args[0], dtype, rank)
-    bounds = dict(zip(("min", "max"), node.args[1:])) | dict(node.kwargs)
+    value, bounds = low.operand(node.args[0], dtype, rank), arguments(node)
     for bound, operation in (("min", "MAX"), ("max", "MIN")):
-        if bounds.get(bound) is not None:
+        if bounds[bound] is not None:
             value = elementwise(low, value, low.operand(bounds[bound], dtype, rank), operation)
     return value
 

@@ -13,6 +13,7 @@ from torch import fx
 from autoshard.export import rank_graph
 from autoshard.export.to_tensorrt.converters.network import Lowering, Tensor, converts
 from autoshard.export.to_tensorrt.converters.pointwise import elementwise
+from autoshard.planning import arguments
 
 aten = torch.ops.aten
 
@@ -36,7 +37,7 @@ def linear(low: Lowering, node: fx.Node) -> Tensor:
     if len(x.shape) < 2:
         raise low.error("is a linear layer of a vector; engines have it of a matrix or more")
     out = _product(low, x, weight, transposed=True)
-    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+    bias = arguments(node)["bias"]
     if bias is None:
         return out
     return elementwise(low, out, low.with_rank(low[bias], len(out.shape)), "SUM")
@@ -88,16 +89,14 @@ def convolution(low: Lowering, node: fx.Node) -> Tensor:
 @converts(aten.max_pool2d_with_indices.default)
 def max_pool(low: Lowering, node: fx.Node) -> tuple[Tensor, None]:
     """The largest of each window; where it was, no engine says."""
-    names = ("stride", "padding", "dilation", "ceil_mode")
-    given: dict[str, Any] = dict(zip(names, node.args[2:])) | dict(node.kwargs)
-    window: Any = node.args[1]
-    if given.get("ceil_mode") or set(given.get("dilation") or (1,)) != {1}:
+    given = arguments(node)
+    window = given["kernel_size"]
+    if given["ceil_mode"] or set(given["dilation"]) != {1}:
         raise low.error("pools with ceil_mode or dilation; engines pool without")
     if any(user.args[1] != 0 for user in node.users):
         raise low.error("says where the largest of a window was; engines say what it is")
     layer = low.add("add_pooling_nd", low[node.args[0]], low.trt.PoolingType.MAX, tuple(window))
-    layer.stride_nd = tuple(given.get("stride") or window)
-    layer.padding_nd = tuple(given.get("padding") or (0, 0))
+    layer.stride_nd, layer.padding_nd = tuple(given["stride"] or window), tuple(given["padding"])
     return layer.get_output(0), None
 
 

@@ -10,6 +10,7 @@ from torch import fx
 
 from autoshard.export.to_tensorrt.converters.network import Lowering, Tensor, converts
 from autoshard.export.to_tensorrt.converters.pointwise import elementwise, unary
+from autoshard.planning import arguments
 
 aten = torch.ops.aten
 
@@ -20,12 +21,11 @@ def _mask(dims: Sequence[int], rank: int) -> int:
 
 def _reduce(low: Lowering, node: fx.Node, x: Tensor, operation: str) -> Tensor:
     """args: x, dims (absent or empty: all), keepdim."""
-    rank = len(x.shape)
-    dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    dims = [dims] if isinstance(dims, int) else list(dims or range(rank))
-    keep = bool(node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False))
+    rank, given = len(x.shape), arguments(node)
+    dims = given["dim"]
+    mask = _mask([dims] if isinstance(dims, int) else list(dims or range(rank)), rank)
     return low.out(
-        "add_reduce", x, getattr(low.trt.ReduceOperation, operation), _mask(dims, rank), keep
+        "add_reduce", x, getattr(low.trt.ReduceOperation, operation), mask, bool(given["keepdim"])
     )
 
 
@@ -83,26 +83,25 @@ def softmax(low: Lowering, node: fx.Node) -> Tensor:
 @converts(aten.topk.default)
 def topk(low: Lowering, node: fx.Node) -> tuple[Tensor, Tensor]:
     """The largest or smallest k of one dim, with where they are."""
-    given = dict(zip(("dim", "largest", "sorted"), node.args[2:])) | dict(node.kwargs)
-    x, k = low[node.args[0]], node.args[1]
+    given = arguments(node)
+    x, k = low[given["self"]], given["k"]
     if not isinstance(k, int):
         raise low.error("takes a number of values that is not known before it runs")
-    operation = getattr(low.trt.TopKOperation, "MAX" if given.get("largest", True) else "MIN")
-    dim: Any = given.get("dim", -1)
-    layer = low.add("add_topk", x, operation, k, _mask([dim], len(x.shape)))
+    operation = getattr(low.trt.TopKOperation, "MAX" if given["largest"] else "MIN")
+    layer = low.add("add_topk", x, operation, k, _mask([given["dim"]], len(x.shape)))
     return layer.get_output(0), low.cast(layer.get_output(1), torch.int64)
 
 
 @converts(aten.argmax.default)
 def argmax(low: Lowering, node: fx.Node) -> Tensor:
     """Where the largest of one dim is."""
-    given = dict(zip(("dim", "keepdim"), node.args[1:])) | dict(node.kwargs)
-    x, dim = low[node.args[0]], given.get("dim")
+    given = arguments(node)
+    x, dim = low[given["self"]], given["dim"]
     if not isinstance(dim, int):
         raise low.error("looks for the largest of all dims; engines look along one")
     layer = low.add("add_topk", x, low.trt.TopKOperation.MAX, 1, _mask([dim], len(x.shape)))
     where = low.cast(layer.get_output(1), torch.int64)
-    if given.get("keepdim", False):
+    if given["keepdim"]:
         return where
     return low.out("add_squeeze", where, low.constant(torch.tensor([dim % len(x.shape)])))
 
@@ -110,13 +109,13 @@ def argmax(low: Lowering, node: fx.Node) -> Tensor:
 @converts(aten.layer_norm.default)
 def layer_norm(low: Lowering, node: fx.Node) -> Tensor:
     """Layer norm over the last dims."""
-    names = ("shape", "weight", "bias", "eps")
-    given: dict[str, Any] = dict(zip(names, node.args[1:])) | dict(node.kwargs)
-    x, shape, rank = low[node.args[0]], given["shape"], len(low[node.args[0]].shape)
+    given = arguments(node)
+    x, shape = low[given["input"]], given["normalized_shape"]
+    rank = len(x.shape)
     dtype = node.meta["val"].dtype
     factors = []
     for name, plain in (("weight", 1.0), ("bias", 0.0)):
-        arg = given.get(name)
+        arg = given[name]
         if arg is None:
             value = low.constant(torch.full(tuple(shape), plain, dtype=dtype))
         else:
@@ -124,5 +123,5 @@ def layer_norm(low: Lowering, node: fx.Node) -> Tensor:
         factors.append(low.with_rank(low.cast(value, dtype), rank))
     axes = _mask(range(rank - len(shape), rank), rank)
     layer = low.add("add_normalization_v2", x, *factors, axes)
-    layer.epsilon = float(given.get("eps", 1e-5))
+    layer.epsilon = float(given["eps"])
     return layer.get_output(0)

@@ -13,6 +13,7 @@ from torch import fx
 
 from autoshard.export.to_tensorrt.converters.network import DynamicSize, Lowering, Tensor, converts
 from autoshard.export.to_tensorrt.converters.pointwise import elementwise
+from autoshard.planning import arguments
 
 aten = torch.ops.aten
 
@@ -126,20 +127,19 @@ def expand(low: Lowering, node: fx.Node) -> Tensor:
 @converts(aten.slice.Tensor)
 def part(low: Lowering, node: fx.Node) -> Tensor:
     """A range of one dim, its bounds cut to the size as Python does."""
-    names = ("dim", "start", "end", "step")
-    given: dict[str, Any] = dict(zip(names, node.args[1:])) | dict(node.kwargs)
-    x = low[node.args[0]]
+    given = arguments(node)
+    x = low[given["self"]]
     rank = len(x.shape)
-    dim, step = given.get("dim", 0) % rank, given.get("step", 1)
+    dim, step = given["dim"] % rank, given["step"]
     result = node.meta["val"].shape[dim]
-    start = low[given.get("start") or 0]
+    start = low[given["start"] or 0]
     starts: list[DynamicSize] = [0] * rank
     sizes: list[DynamicSize] = [low.size(x, d) if d != dim else 0 for d in range(rank)]
     full = sizes[dim] = low.size(x, dim)
     if not isinstance(start, int):
         if not _at_least_0(given["start"]) or not isinstance(full, int) or step != 1:
             raise low.error("starts at a place that depends on a dynamic size")
-        if given.get("end") is not None and low[given["end"]] < full:
+        if given["end"] is not None and low[given["end"]] < full:
             raise low.error("starts and ends at places that depend on a dynamic size")
         starts[dim] = start = elementwise(low, low.sizes([start]), low.sizes([full]), "MIN")
         sizes[dim] = elementwise(low, low.sizes([full]), start, "SUB")
@@ -165,7 +165,7 @@ def _dynamic_length(
     low: Lowering, given: Any, start: int, full: DynamicSize, step: int
 ) -> DynamicSize:
     """How many a range of a dynamic dim has."""
-    end = low[given.get("end")]
+    end = low[given["end"]]
     if step != 1:
         raise low.error(f"takes every {step}th of a dim of dynamic size")
     if end is None or (isinstance(end, int) and end >= 2**31):
@@ -201,11 +201,9 @@ def select(low: Lowering, node: fx.Node) -> Tensor:
 @converts(aten.cat.default)
 def cat(low: Lowering, node: fx.Node) -> Tensor:
     """Tensors one after the other."""
-    parts: Any = node.args[0]
-    dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    val = node.meta["val"]
-    layer = low.add("add_concatenation", [low.cast(low[p], val.dtype) for p in parts])
-    layer.axis = dim % val.dim()
+    given, val = arguments(node), node.meta["val"]
+    layer = low.add("add_concatenation", [low.cast(low[p], val.dtype) for p in given["tensors"]])
+    layer.axis = given["dim"] % val.dim()
     return layer.get_output(0)
 
 
