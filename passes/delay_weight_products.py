@@ -27,7 +27,7 @@ from torch import fx
 
 from autoshard.passes.base import Context, Pass, Report
 from autoshard.passes.lib.bucketing import COLLECTIVES, WAIT, last_collectives
-from autoshard.planning import PRODUCTS, is_view, packet
+from autoshard.planning import PRODUCTS, is_view, packet, reached
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,4 @@ def _base(node: fx.Node) -> fx.Node:
 
 def _until(product: fx.Node, start: fx.Node) -> set[fx.Node]:
     """A product and all that follows of it before `start`."""
-    found, pending = {product}, [product]
-    while pending:
-        for user in pending.pop().users:
-            if user < start and user not in found:
-                found.add(user)
-                pending.append(user)
-    return found
+    return {*reached([product], lambda node: [user for user in node.users if user < start])}

@@ -49,7 +49,7 @@ from autoshard.passes.lib.layouts import (
     is_rearranged,
     split_dim,
 )
-from autoshard.planning import cost, packet, tensor_bytes
+from autoshard.planning import cost, packet, reached, tensor_bytes
 from autoshard.planning.cost import START_SECONDS, Cluster, Fusing, work_of
 from autoshard.runtime.collectives import GATHER_MATMUL, MATMUL_SCATTER, Axis, I, P
 from autoshard.runtime.graph_meta import CHANGE
@@ -283,14 +283,9 @@ def _name(node: fx.Node) -> str:
 
 def _above(node: fx.Node, place: fx.Node) -> set[fx.Node]:
     """`node` and what it is made from, of the nodes that do not stand before `place`."""
-    found: set[fx.Node] = set()
-    pending = [node]
-    while pending:
-        one = pending.pop()
-        if not one < place and one not in found:
-            found.add(one)
-            pending += one.all_input_nodes
-    return found
+    if node < place:
+        return set()
+    return {*reached([node], lambda one: [n for n in one.all_input_nodes if not n < place])}
 
 
 def _ordered_above(

@@ -45,7 +45,7 @@ from autoshard.passes.lib.expert_routes import (
     is_token,
     product_name,
 )
-from autoshard.planning import arguments
+from autoshard.planning import arguments, reached
 from autoshard.runtime.graph_meta import MIXTURES
 from autoshard.runtime.operators import (
     ELEMENT,
@@ -243,13 +243,8 @@ def _keeps_experts(turn: fx.Node) -> bool:
 
 def _in_reach(route: Route) -> list[fx.Node]:
     """The nodes that depend on the order or the experts of the rows, in the order of the graph."""
-    found: set[fx.Node] = set()
-    todo = [route.order, *route.owners]
-    while todo:
-        new = [user for user in todo.pop().users if user not in found]
-        found.update(new)
-        todo += new
-    return [node for node in route.order.graph.nodes if node in found]
+    starts = [user for node in (route.order, *route.owners) for user in node.users]
+    return sorted(reached(starts, lambda node: node.users))
 
 
 def _only(node: fx.Node) -> list[Any]:

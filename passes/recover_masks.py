@@ -47,7 +47,7 @@ from autoshard.passes.base import Context, Pass, Report, emit, user_line
 from autoshard.passes.lib.index_functions import IndexFunctions, NotIndexed, input_name
 from autoshard.passes.lib.index_values import Affine, Value, affine
 from autoshard.passes.lib.mask_meaning import CAUSAL, DENSE, EVERYTHING, Ranges, proven
-from autoshard.planning import Size, arguments, same
+from autoshard.planning import Size, arguments, inputs_of, same
 from autoshard.runtime.graph_meta import ATTENTION_MASKS, DIFF, FACTS
 from autoshard.runtime.masked_attention import MASKED_ATTENTION, WIDEST_HEAD
 
@@ -175,7 +175,7 @@ class _Masks:
         now, ranges = self._found(mask, self.now)
         if now.meaning in (DENSE, always[0].meaning):
             return always
-        needed = [(node, *self.facts[node]) for node in _inputs(mask) if node in self.facts]
+        needed = [(node, *self.facts[node]) for node in inputs_of(mask) if node in self.facts]
         self.used.update({index: fact for _, index, fact in needed})
         said = " and ".join(f"{input_name(node)} is {_SAID[fact]}" for node, _, fact in needed)
         return now._replace(reason=f"{now.reason}, where {said}: checked at each call"), ranges
@@ -196,16 +196,6 @@ def _function(node: fx.Node, fact: str) -> Value:
     if fact == ONES:
         return Affine(1, (0,) * len(shape))
     return affine(0, [0] * (len(shape) - 1) + [1], shape)
-
-
-def _inputs(mask: fx.Node) -> list[fx.Node]:
-    """The placeholders that a value is made of, in the order of the graph."""
-    seen, todo = {mask}, [mask]
-    while todo:
-        new = [n for n in todo.pop().all_input_nodes if n not in seen]
-        seen.update(new)
-        todo += new
-    return [n for n in mask.graph.find_nodes(op="placeholder") if n in seen]
 
 
 def _ungroup(given: dict[str, Any]) -> None:

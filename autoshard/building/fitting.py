@@ -25,7 +25,7 @@ from autoshard.building.planned import Planned, Unplanned
 from autoshard.compiling import Collective, collectives_of
 from autoshard.errors import ConfigError, PlanError, message
 from autoshard.memory import step_of, summary
-from autoshard.planning import JoinedChoices, Recomputation, strategy_text, target_name
+from autoshard.planning import JoinedChoices, Recomputation, inputs_of, strategy_text, target_name
 from autoshard.planning.chunked_loss import NEEDED
 from autoshard.planning.estimate import Frontier, footprint, frontier, held
 from autoshard.program import Program
@@ -339,12 +339,7 @@ def _order(program: Program) -> list[str]:
 
 def _parameters(one: Collective) -> list[str]:
     """The inputs of the graph that a collective gathers."""
-    above, ready = dict.fromkeys([one.node]), [one.node] if one.op == "all_gather" else []
-    while ready:
-        new = [node for node in ready.pop().all_input_nodes if node not in above]
-        above.update(dict.fromkeys(new))
-        ready += new
-    return sorted(node.name for node in above if node.op == "placeholder")
+    return sorted(node.name for node in inputs_of(one.node)) if one.op == "all_gather" else []
 
 
 def _again(planned: Planned) -> str:

@@ -34,7 +34,7 @@ from torch import fx
 from autoshard.compiling.inner import compile_local
 from autoshard.errors import CaptureError
 from autoshard.passes import after_cut
-from autoshard.planning import is_view
+from autoshard.planning import is_view, reached
 from autoshard.runtime.compat import ForwardBackward, forward_backward
 from autoshard.runtime.graph_meta import DIFF
 
@@ -128,28 +128,18 @@ def results_of(gm: fx.GraphModule) -> list[fx.Node | None]:
 
 def _ancestors(nodes: Sequence[fx.Node | None]) -> set[fx.Node]:
     """Operators that values are computed by, their own included."""
-    found: set[fx.Node] = set()
-    stack = [node for node in nodes if node is not None and node.op != "placeholder"]
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += [each for each in node.all_input_nodes if each.op != "placeholder"]
-    items = [user for node in found for user in node.users if user.target is operator.getitem]
-    return found.union(items)  # what is made together is there together
+    found = reached((node for node in nodes if node is not None), lambda node: node.all_input_nodes)
+    own = {node for node in found if node.op != "placeholder"}
+    items = [user for node in own for user in node.users if user.target is operator.getitem]
+    return own.union(items)  # what is made together is there together
 
 
 def _part(
     gm: fx.GraphModule, wanted: Sequence[fx.Node | None], given: Sequence[fx.Node]
 ) -> fx.GraphModule:
     """The graph that computes some values of a graph from its placeholders and `given` ones."""
-    stop, needed = set(given), set[fx.Node]()
-    stack = [node for node in wanted if node is not None]
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack += [] if node in stop else node.all_input_nodes
+    stop, starts = set(given), [node for node in wanted if node is not None]
+    needed = reached(starts, lambda node: [] if node in stop else node.all_input_nodes)
     graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
     inputs = [n for n in gm.graph.nodes if n in needed and (n.op == "placeholder" or n in stop)]
     for node in inputs:

@@ -26,9 +26,11 @@ from autoshard.planning.operators import (
     PRODUCTS,
     RESHAPES,
     arguments,
+    inputs_of,
     is_handed_on,
     is_view,
     packet,
+    reached,
     target_name,
     unflattened,
 )

@@ -6,6 +6,7 @@ and the graphs AOTAutograd makes; `packet(node)` is what to look up.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -74,6 +75,25 @@ def target_name(node: fx.Node) -> str:
     """What a node calls, by a name that is the same in every process."""
     ordinary = isinstance(node.target, (str, torch._ops.OpOverload))
     return str(node.target) if ordinary else str(getattr(node.target, "__name__", node.target))
+
+
+def reached(
+    starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]
+) -> dict[fx.Node, None]:
+    """The starts, and every node that steps from them lead to."""
+    found = dict.fromkeys(starts)
+    todo = list(found)
+    while todo:
+        new = [node for node in step(todo.pop()) if node not in found]
+        found.update(dict.fromkeys(new))
+        todo += new
+    return found
+
+
+def inputs_of(node: fx.Node) -> list[fx.Node]:
+    """The placeholders that a value is made of, in the order of the graph."""
+    made_of = reached([node], lambda one: one.all_input_nodes)
+    return [one for one in node.graph.find_nodes(op="placeholder") if one in made_of]
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:

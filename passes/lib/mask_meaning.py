@@ -24,7 +24,7 @@ from autoshard.passes.lib.index_values import (
     affine,
     flipped,
 )
-from autoshard.planning import Size, packet, same
+from autoshard.planning import Size, inputs_of, packet, same
 
 aten = torch.ops.aten
 
@@ -228,13 +228,7 @@ def _counted(documents: fx.Node, functions: IndexFunctions) -> fx.Node | None:
 
 def _sources(node: fx.Node) -> str:
     """The inputs that a value is made of, by name."""
-    seen, todo = {node}, [node]
-    while todo:
-        new = [n for n in todo.pop().all_input_nodes if n not in seen]
-        seen.update(new)
-        todo += new
-    inputs = [n for n in node.graph.find_nodes(op="placeholder") if n in seen]
-    return " and ".join(map(input_name, inputs)) or node.name
+    return " and ".join(map(input_name, inputs_of(node))) or node.name
 
 
 # Conditions over the triangles of pairs before and after the diagonal

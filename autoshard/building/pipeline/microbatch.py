@@ -25,7 +25,7 @@ from autoshard.building.pipeline.batch_split import (
 )
 from autoshard.errors import CaptureError
 from autoshard.passes import Localize, rank_program
-from autoshard.planning import Decisions, Strategy, is_loss, operands, tensor_bytes, value
+from autoshard.planning import Decisions, Strategy, is_loss, operands, reached, tensor_bytes, value
 from autoshard.runtime.collectives import Axis, P, S, State, shard_dim
 from autoshard.runtime.errors import source_line
 from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS, OWN_AXIS
@@ -158,12 +158,8 @@ def shared_graph(
         seeds = serial.graph.find_nodes(op="call_function", target=SEED)
         calls = serial.graph.find_nodes(op="call_function", target=own_tokens)
         counts = [node for node in calls if node.args[3]]
-    needed, stack = {*wanted, *seeds, *counts}, [*wanted, *counts]
-    while stack:
-        for node in stack.pop().all_input_nodes:
-            if node not in needed:
-                needed.add(node)
-                stack.append(node)
+    needed = reached([*wanted, *counts], lambda node: node.all_input_nodes)
+    needed.update(dict.fromkeys(seeds))
     made: dict[fx.Node, fx.Node] = {}
     for node in serial.graph.nodes:
         if node.op == "placeholder" or (node in needed and node.op != "output"):
@@ -216,7 +212,8 @@ class _Core:
         return list(self.taken)
 
     def build(self, results: list[fx.Node]) -> tuple[fx.GraphModule, Decisions]:
-        live = self._live(results)
+        own = self.split.own
+        live = reached(results, lambda node: [n for n in node.all_input_nodes if n in own])
         self.parameters = [node for node in self.parameters if node in live]
         for node in self.parameters:
             self._placeholder(node, self.split.strategies[node].output)
@@ -230,15 +227,6 @@ class _Core:
         gm.meta[N_OUTPUTS] = len(results)
         outputs = [self.split.state(node) for node in results]
         return gm, _decisions(self.strategies, outputs)
-
-    def _live(self, results: list[fx.Node]) -> set[fx.Node]:
-        live, stack = set(results), list(results)
-        while stack:
-            for node in stack.pop().all_input_nodes:
-                if node in self.split.own and node not in live:
-                    live.add(node)
-                    stack.append(node)
-        return live
 
     def _placeholder(self, node: fx.Node, state: Any) -> fx.Node:
         new = self.graph.placeholder(node.name)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autoshard.building.pipeline.microbatch import MicrobatchGraph
-from autoshard.planning import is_view, value
+from autoshard.planning import is_view, reached, value
 from autoshard.runtime.graph_meta import DIFF
 
 
@@ -106,12 +106,7 @@ class _Cutting:
 
     def _with_repeated(self, run: Sequence[fx.Node]) -> list[fx.Node]:
         """The operators of a stage, after those of shared values that they read."""
-        needed, stack = set[fx.Node](), list(run)
-        while stack:
-            for node in stack.pop().all_input_nodes:
-                if node in self.repeated and node not in needed:
-                    needed.add(node)
-                    stack.append(node)
+        needed = reached(run, lambda node: [n for n in node.all_input_nodes if n in self.repeated])
         return [*(node for node in self.repeated if node in needed), *run]
 
     def _cut(self, stage: int) -> PipelineStage:

@@ -8,7 +8,7 @@ embedding: each is read off the result of running the nodes in between on values
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from autoshard.export.errors import export_error
 from autoshard.export.serial_graph import ModelGraph
+from autoshard.planning import reached
 
 aten = torch.ops.aten
 
@@ -147,15 +148,11 @@ def close(left: Tensor, right: Tensor, tolerance: float = 1e-5) -> bool:
 
 def _between(node: fx.Node, stop: Mapping[fx.Node, Any]) -> list[fx.Node]:
     """`node` and what it is computed from, back to `stop` and the placeholders, in order."""
-    seen: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        one = todo.pop()
-        if one in seen or one in stop or one.op == "placeholder":
-            continue
-        seen.add(one)
-        todo += one.all_input_nodes
-    return sorted(seen)
+
+    def inside(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return [one for one in nodes if one not in stop and one.op != "placeholder"]
+
+    return sorted(reached(inside([node]), lambda one: inside(one.all_input_nodes)))
 
 
 def _wide(value: Any) -> Any:

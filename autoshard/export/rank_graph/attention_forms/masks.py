@@ -29,6 +29,7 @@ from torch import fx
 from autoshard.export.errors import export_error
 from autoshard.export.rank_graph.attention_forms.written import hides
 from autoshard.export.rank_graph.evaluation import Unknown, computed
+from autoshard.planning import reached
 
 aten = torch.ops.aten
 
@@ -325,13 +326,9 @@ def _begins(short: Any, long: Any, length: int) -> bool:
 
 def _limits(mask: fx.Node) -> bool:
     """Whether a number larger than PROVEN takes part in a mask."""
-    seen, todo = {mask}, [mask]
-    while todo:
-        node = todo.pop()
-        if node.target is not aten.slice.Tensor:
-            for arg in node.args:
-                if isinstance(arg, int) and abs(arg) > PROVEN:
-                    return True
-        todo += [n for n in node.all_input_nodes if n not in seen]
-        seen.update(node.all_input_nodes)
-    return False
+    return any(
+        isinstance(arg, int) and abs(arg) > PROVEN
+        for node in reached([mask], lambda node: node.all_input_nodes)
+        if node.target is not aten.slice.Tensor
+        for arg in node.args
+    )
