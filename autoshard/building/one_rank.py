@@ -18,7 +18,7 @@ from autoshard.capture import capture, guard_divisible
 from autoshard.compiling import DebugWatch, lowered_dtypes, say_stored, settings, traced_microbatch
 from autoshard.config import Config, Precision
 from autoshard.errors import ConfigError
-from autoshard.explain import check_strict, explain_plan
+from autoshard.explain import check_strict, explain
 from autoshard.passes import SILENT, Float8Products, GlobalTokenMean, Watch, prepare, rank_program
 from autoshard.planning import Request, is_trained, on_rank, shardable, value
 from autoshard.planning.chunked_loss import chunking_of
@@ -114,7 +114,7 @@ def build_program(
         guard_divisible(whole, before.strategies, before.state, n, inputs)
     program = built(planned, mesh, watch)
     artifact(f"autoshard_{watch.number:02}-plan", planned.plan.text)
-    artifact(f"autoshard_{watch.number:02}-explain", lambda: explain_plan(program))
+    artifact(f"autoshard_{watch.number:02}-explain", lambda: explain(program, compiled=False))
     if config.strict and axis.size > 1:
         check_strict(program)
     return program

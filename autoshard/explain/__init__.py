@@ -5,4 +5,4 @@ from __future__ import annotations
 from autoshard.explain.pages import pipeline_page, write_page
 from autoshard.explain.reasons import check_strict
 from autoshard.explain.tables import human, table
-from autoshard.explain.text import explain, explain_plan
+from autoshard.explain.text import explain

@@ -34,10 +34,11 @@ from autoshard.runtime.graph_meta import ATTENTION_MASKS, CHUNKED, FLOAT8, MIXTU
 from autoshard.runtime.operators import rows_travel
 
 
-def explain(built: Built, width: int | None = None) -> str:
+def explain(built: Built, width: int | None = None, compiled: bool = True) -> str:
     """A report for a terminal or a log file; repeated layers are one line with a count.
 
-    width: columns; None: the terminal's, or 100 where standard output is none.
+    width: columns; None: the terminal's, or 100 where standard output is none. compiled: False for
+    the parts that need no backward graph: while a program is being compiled.
     """
     facts, columns = Facts(built), page_width(width)
     sections = [
@@ -46,7 +47,7 @@ def explain(built: Built, width: int | None = None) -> str:
         _held(built),
         _recomputed(built),
         _outer_plan(built),
-        text_costs.dearest(facts, columns),
+        text_costs.dearest(facts, columns) if compiled else "",
         text_costs.by_module(facts, columns),
         _parameters(facts, columns),
         _unsharded(facts, columns),
@@ -55,34 +56,16 @@ def explain(built: Built, width: int | None = None) -> str:
         _mixtures(built, columns),
         _float8(built, columns),
         _losses(built, columns),
-        _without_gradient(facts),
-        text_costs.collectives(facts, columns),
-        text_costs.fused(facts, columns),
-        _inference_layers(built),
-        _cuda_graph(built),
-        text_costs.beside(facts, columns),
-        _memory(facts.memory),
     ]
-    return "\n\n".join(section for section in sections if section) + "\n"
-
-
-def explain_plan(built: Built, width: int | None = None) -> str:
-    """The parts of `explain` that need no backward graph: while a program is being compiled."""
-    facts, columns = Facts(built), page_width(width)
-    sections = [
-        _headline(facts),
-        _held(built),
-        _recomputed(built),
-        text_costs.by_module(facts, columns),
-        _parameters(facts, columns),
-        _unsharded(facts, columns),
-        _masks(built, columns),
-        _unbalanced(built),
-        _mixtures(built, columns),
-        _float8(built, columns),
-        _losses(built, columns),
-        text_costs.beside(facts, columns),
-    ]
+    if compiled:
+        sections += [
+            _without_gradient(facts),
+            text_costs.collectives(facts, columns),
+            text_costs.fused(facts, columns),
+            _inference_layers(built),
+            _cuda_graph(built),
+        ]
+    sections += [text_costs.beside(facts, columns), _memory(facts.memory) if compiled else ""]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 

@@ -17,7 +17,7 @@ from autoshard.building.batch_check import batch_facts
 from autoshard.building.one_rank import build_program
 from autoshard.capture import intercept
 from autoshard.config import Config
-from autoshard.explain import explain_plan
+from autoshard.explain import explain
 from autoshard.planning.context_parallel import contiguous_share
 from autoshard.planning.cost.clusters import cluster
 from autoshard.planning.cost.model import ring_bytes
@@ -213,7 +213,7 @@ def test_a_region_is_in_head_tail_order_where_all_of_it_can_be(outputs: str) -> 
     assert bool(made[0].decisions.unbalanced) is (outputs == "dtensor")
     assert verify_program(made[0], values[0]).worst[1] < 1e-5
     if outputs == "dtensor":
-        assert "times the mean, since an output leaves" in explain_plan(made[0])
+        assert "times the mean, since an output leaves" in explain(made[0], compiled=False)
     else:
         again = programs(model_of("llama"), [batch], [{"cp": 4}], "cpu", plan=made[0].plan)[0]
         assert again[0].plan.text() == made[0].plan.text()

@@ -18,7 +18,7 @@ from torch import nn
 
 from autoshard.building import first_axis
 from autoshard.errors import PlanError
-from autoshard.explain import explain_plan
+from autoshard.explain import explain
 from autoshard.passes.localize import Localize
 from autoshard.passes.pipeline import rank_program
 from autoshard.planning.context_parallel import BALANCED, attention_form
@@ -141,7 +141,7 @@ def test_a_plan_file_has_both_axes(tmp_path: Path) -> None:
     free.plan.save(tmp_path / "plan.json")
     again = programs(model, [batch], [BOTH], "cpu", plan=tmp_path / "plan.json")[0][0]
     assert again.plan.text() == free.plan.text()
-    told = [" ".join(explain_plan(one).split()) for one in (free, again)]
+    told = [" ".join(explain(one, compiled=False).split()) for one in (free, again)]
     assert "cp was planned together with it: of all plans of the two there are none" in told[0]
     assert "cp was planned before it" in told[1]
 
