@@ -18,8 +18,7 @@ from scenarios.job import WIDTH, Job
 def functional(job: Job) -> None:
     """`functional_call` with plain tensors and with values made of the parameters, of the model
     and of the compiled one."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     job.backward(compiled)
     net.zero_grad()
     x, y = job.rows(1)
@@ -42,8 +41,7 @@ def functional(job: Job) -> None:
 
 def stateless(job: Job) -> None:
     """`torch.nn.utils.stateless`, and one step of MAML: an inner update, differentiated through."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     job.backward(compiled)
     net.zero_grad()
     x, y = job.rows(1)

@@ -17,8 +17,7 @@ def compiled(fn: Any, **kwargs: Any) -> Any:
 
 def optimizer_step(job: Job) -> None:
     """torch's recipe, with clipping before it and a learning rate that is a tensor."""
-    net = job.net()
-    model = job.compile(net)
+    net, model = job.pair()
     for name, make in (
         ("sgd", lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)),
         ("adamw", lambda p: torch.optim.AdamW(p, torch.tensor(1e-2), eps=1e-3, foreach=False)),
@@ -46,8 +45,7 @@ def optimizer_step(job: Job) -> None:
 def update_of_parts(job: Job) -> None:
     """One graph of a parameter, its gradient and its state, and an average of the model."""
     torch._dynamo.reset()  # a graph for each shape and placement: with serial's, too many
-    net = job.net()
-    model = job.compile(net)
+    net, model = job.pair()
     plain = [p.detach().clone() for p in net.parameters()]  # stays whole on each rank
     state: dict[str, torch.Tensor] = {}
     averages: list[torch.Tensor] = []
@@ -82,8 +80,7 @@ def update_of_parts(job: Job) -> None:
 
 def broken_graphs(job: Job) -> None:
     """What eager code does of a compiled function: views, random numbers, gradients of a read."""
-    net = job.net()
-    model = job.compile(net)
+    net, model = job.pair()
 
     def changed(p: nn.Parameter) -> float:
         with torch.no_grad():

@@ -98,8 +98,7 @@ def deep_copies(job: Job) -> None:
 
 def copied_tensors(job: Job) -> None:
     """Copies of single parameters: deepcopy, clone, copy of a module, new Parameters of values."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     job.backward(compiled)
     kept = [
         copy.deepcopy(net.up.weight),
@@ -120,8 +119,7 @@ def copied_tensors(job: Job) -> None:
 
 def pickled(job: Job) -> None:
     """A model through pickle and through `torch.save`, whole, after backward, and trained on."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     job.train(compiled, torch.optim.SGD(net.parameters(), lr=0.1), 1)
     buffer = io.BytesIO()
     torch.save(net, buffer)
@@ -151,8 +149,7 @@ def _saved_by_first(job: Job, what: Any, name: str) -> Path:
 def state_dict_files(job: Job) -> None:
     """A state dict made whole on every rank and saved by the first; loaded with weights_only into
     a plain model, into the sharded one, and the other way round."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-3)
     job.train(compiled, optimizer, 2)
     state = {name: job.whole(value) for name, value in net.state_dict().items()}
@@ -176,8 +173,7 @@ def state_dict_files(job: Job) -> None:
 def own_state_dict(job: Job) -> None:
     """`torch.save(model.state_dict())` and of the optimizer as they are, each rank its own file,
     and what is loaded is put into a model that no call has stored, and one that has been."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-3)
     job.train(compiled, optimizer, 2)
     buffer = io.BytesIO()
@@ -197,8 +193,7 @@ def own_state_dict(job: Job) -> None:
 
 def state_dicts(job: Job) -> None:
     """Plain state dicts loaded: strict and not, a part, assign=True, with a prefix, a copy kept."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     job.backward(compiled)
     torch.manual_seed(9)
     other = Net()
@@ -226,8 +221,7 @@ def state_dicts(job: Job) -> None:
 
 def values_between_models(job: Job) -> None:
     """Values from a sharded model to a plain one and back, parameter by parameter (target nets)."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     target = Net()
     job.train(compiled, optimizer, 1)

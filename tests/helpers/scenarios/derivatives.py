@@ -17,8 +17,7 @@ from scenarios.job import Job, Net
 
 def _stored(job: Job) -> tuple[Net, Any]:
     """A model whose parameters are stored, and its compiled form."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     job.backward(compiled)
     net.zero_grad()
     return net, compiled

@@ -20,8 +20,7 @@ from scenarios.job import WIDTH, Job, Net
 
 def stochastic_averaging(job: Job) -> None:
     """`swa_utils`: SWALR, an AveragedModel of the parameters and its weights taken over."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     averaged = swa_utils.AveragedModel(net, avg_fn=lambda a, p, n: a + (p - a) / (n + 1))
     scheduler = swa_utils.SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
@@ -40,8 +39,7 @@ def stochastic_averaging(job: Job) -> None:
 
 def zeroed_gradients(job: Job) -> None:
     """`zero_grad(set_to_none=False)`, gradients kept and set by hand over several steps."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for step in range(3):
         optimizer.zero_grad(set_to_none=False)
@@ -87,8 +85,7 @@ def state_hooks(job: Job) -> None:
 
 def shallow_copies(job: Job) -> None:
     """`copy.copy` of a model and of a module: the parameters are shared, and both train."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     job.backward(compiled)
     twin = copy.copy(net)
     twin.up = copy.copy(net.up)
@@ -107,8 +104,7 @@ def shallow_copies(job: Job) -> None:
 
 def optimizer_pickled(job: Job) -> None:
     """An optimizer through pickle, a deep copy of its state, and its state put into a fresh one."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-3)
     job.train(compiled, optimizer, 2)
     state = pickle.loads(pickle.dumps(optimizer.state_dict()))
@@ -146,8 +142,7 @@ def late_groups(job: Job) -> None:
 
 def half_and_back(job: Job) -> None:
     """`half()` for an evaluation, on a deep copy, and a state dict of low precision loaded."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     job.train(compiled, optimizer, 1)
     low = copy.deepcopy(net).half()
@@ -162,8 +157,7 @@ def half_and_back(job: Job) -> None:
 
 def moved(job: Job) -> None:
     """`share_memory`, `to("cpu")`, `cpu()`, `to(memory_format)`, `requires_grad_`, `eval`."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     job.train(compiled, optimizer, 1)
     net.share_memory()
@@ -181,8 +175,7 @@ def moved(job: Job) -> None:
 
 def profiled(job: Job) -> None:
     """A step under the profiler, under anomaly detection, and with the saved tensors on the CPU."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     job.train(compiled, optimizer, 1)
     with torch.profiler.profile() as profile:
@@ -197,8 +190,7 @@ def profiled(job: Job) -> None:
 
 def functional_training(job: Job) -> None:
     """torch.func by the parameters: of stored ones refused by name, of whole ones as serial."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     job.backward(compiled)
     net.zero_grad()
     x, y = job.rows(1)
@@ -236,8 +228,7 @@ def functional_training(job: Job) -> None:
 def exported(job: Job) -> None:
     """`torch.export` after the first call: of the stored model refused by name, of one that the
     whole state is loaded into as serial."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     job.train(compiled, torch.optim.SGD(net.parameters(), lr=0.1), 1)
     x = torch.ones(4, WIDTH)
     whole = Net()
@@ -254,8 +245,7 @@ def exported(job: Job) -> None:
 
 def read_between(job: Job) -> None:
     """Values logged in each step: fractions of zeros, quantiles, a histogram, update ratios."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(2):
         before = {n: p.detach().clone() for n, p in net.named_parameters()}

@@ -68,11 +68,15 @@ class Job:
         torch.manual_seed(1)
         return Net(inner)
 
+    def pair(self) -> tuple[Net, Any]:
+        """A small model, and as the job runs it."""
+        net = self.net()
+        return net, self.compile(net)
+
     def around_the_first_call(self) -> Iterator[tuple[str, Net, Any]]:
         """A model and its compiled form, twice: before its first call, and after it."""
         for when in ("before", "after"):
-            net = self.net()
-            compiled = self.compile(net)
+            net, compiled = self.pair()
             if when == "after":
                 self.loss(compiled)
             yield when, net, compiled

@@ -46,8 +46,7 @@ def accelerated(job: Job) -> None:
         # else a scheduler steps once for each process, those of a tp axis too
         once = dict(step_scheduler_with_optimizer=False)
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **once)
-        net = job.net()
-        compiled = job.compile(net)
+        net, compiled = job.pair()
         made = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-3)
         optimizer = accelerator.prepare_optimizer(made)
         schedule = accelerator.prepare_scheduler(torch.optim.lr_scheduler.ExponentialLR(made, 0.9))

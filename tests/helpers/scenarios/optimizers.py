@@ -19,8 +19,7 @@ def steps_of(make: Make, matrices: bool = False, made: str = "before") -> Callab
     """Three steps of an optimizer made before or after the first call; matrices: of those only."""
 
     def scenario(job: Job) -> None:
-        net = job.net()
-        compiled = job.compile(net)
+        net, compiled = job.pair()
         if made == "after":
             job.loss(compiled)
         chosen = [p for p in net.parameters() if p.dim() == 2 or not matrices]
@@ -51,8 +50,7 @@ OPTIMIZERS: dict[str, Make] = {
 def muon(job: Job) -> None:
     """Muon on the matrices, whose steps need each whole, and AdamW on the rest."""
     job.tolerance = 1e-2  # it orthogonalises in bf16
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     matrices = [p for p in net.parameters() if p.dim() == 2]
     rest = [p for p in net.parameters() if p.dim() != 2]
     both = [
@@ -70,8 +68,7 @@ def muon(job: Job) -> None:
 def lbfgs(job: Job) -> None:
     """LBFGS, whose closure makes the first call, with and without a line search."""
     for search in (None, "strong_wolfe"):
-        net = job.net()
-        compiled = job.compile(net)
+        net, compiled = job.pair()
         optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=4, line_search_fn=search)
 
         def closure(
@@ -92,8 +89,7 @@ def lbfgs(job: Job) -> None:
 def sam(job: Job) -> None:
     """Sharpness-aware minimisation: up the gradient by add_, back by sub_ and by `.data =`."""
     for how in ("sub_", "data"):
-        net = job.net()
-        compiled = job.compile(net)
+        net, compiled = job.pair()
         base = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         for step in range(2):
             job.backward(compiled, step)
@@ -121,8 +117,7 @@ def sam(job: Job) -> None:
 
 def penalty(job: Job) -> None:
     """L2 and L1 over `model.parameters()` beside the loss, from the first call on."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     for step in range(3):
         loss = job.loss(compiled, step)
@@ -158,8 +153,7 @@ def anchored(job: Job) -> None:
 
 def vectors(job: Job) -> None:
     """`parameters_to_vector` and back; gradients as one vector."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     job.train(compiled, torch.optim.SGD(net.parameters(), lr=0.1), 1)
     vector = nn.utils.parameters_to_vector(net.parameters())
     job.record("vector", vector)
@@ -193,8 +187,7 @@ def in_backward(job: Job) -> None:
 
 def scaler(job: Job) -> None:
     """GradScaler with unscaling and clipping, and one step that an inf skips."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-3)
     scale = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
     for step in range(3):
@@ -252,8 +245,7 @@ def bounded_embedding(job: Job) -> None:
 
 def schedules(job: Job) -> None:
     """Schedulers, a parameter group added late, the optimizer's state dict loaded again."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     optimizer = torch.optim.AdamW([net.up.weight, net.down.weight], lr=1e-2, eps=1e-3)
     job.train(compiled, optimizer, 1)
     rest = [p for p in net.parameters() if p.dim() != 2]
@@ -272,8 +264,7 @@ def schedules(job: Job) -> None:
 
 def lookahead(job: Job) -> None:
     """Lookahead by hand: slow weights, and swapped values by `.data`."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     slow = [p.clone().detach() for p in net.parameters()]
     for step in range(4):

@@ -31,8 +31,7 @@ def refused(job: Job, *words: str) -> Iterator[None]:
 
 def uncompiled(job: Job) -> None:
     """The model itself is called, not what torch.compile returned: an error of the first step."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     (job.loss(net) + compiled.up(job.rows(0)[0]).square().mean()).backward()
     with refused(job, "up.weight", "compiled.method"):
         torch.optim.SGD(net.parameters(), lr=0.0).step()
@@ -101,8 +100,7 @@ def part_of_the_compiled(job: Job) -> None:
 
 def beside(job: Job) -> None:
     """A head that is no part of the compiled model, in the same optimizer."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     head = nn.Linear(WIDTH, 1)
     optimizer = torch.optim.SGD([*net.parameters(), *head.parameters()], lr=0.0)
     (job.loss(compiled) + head(job.rows(0)[0]).square().mean()).backward()
@@ -114,8 +112,7 @@ def beside(job: Job) -> None:
 
 def gradients_before(job: Job) -> None:
     """A microbatch through the model itself, before the first compiled call, counts."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step, model in enumerate((net, compiled)):
         job.backward(model, step)

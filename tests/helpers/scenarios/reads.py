@@ -12,8 +12,7 @@ from scenarios.job import WIDTH, Job, Net
 
 
 def _stepped(job: Job) -> tuple[Net, Any]:
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     job.train(compiled, torch.optim.SGD(net.parameters(), lr=0.1), 1)
     job.is_stored(net, "up.weight")
     return net, compiled
@@ -152,8 +151,7 @@ def eager_forward(job: Job) -> None:
 
 def gradient_hooks(job: Job) -> None:
     """`register_hook` on a weight, set before and after the first call: it changes the gradient."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     seen: list[float] = []
     net.down.weight.register_hook(lambda grad: grad * 2)
     job.backward(compiled)
@@ -176,8 +174,7 @@ def gradient_hooks(job: Job) -> None:
 def accumulated_hooks(job: Job) -> None:
     """`register_post_accumulate_grad_hook`, set before and after the first call."""
     for when in ("before", "after"):
-        net = job.net()
-        compiled = job.compile(net)
+        net, compiled = job.pair()
         if when == "after":
             job.backward(compiled)
             net.zero_grad()
@@ -216,8 +213,7 @@ def autograd_grad(job: Job) -> None:
 
 def clipping(job: Job) -> None:
     """`clip_grad_norm_` and `clip_grad_value_`, of all norms and of parts of the model."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     clip = nn.utils.clip_grad_norm_
     for i, norm in enumerate((1.0, 2.0, float("inf"))):
         net.zero_grad()

@@ -21,8 +21,7 @@ def around_the_first_call(change: Change, undo: Change | None = None) -> Callabl
 
     def scenario(job: Job) -> None:
         for when in ("before", "after"):
-            net = job.net()
-            compiled = job.compile(net)
+            net, compiled = job.pair()
             if when == "after":
                 job.train(compiled, torch.optim.SGD(net.parameters(), lr=0.1), [5])
             net.zero_grad()
@@ -175,8 +174,7 @@ def thawed(net: Net) -> None:
 
 def frozen_between_steps(job: Job) -> None:
     """Layers frozen and thawed between steps, with an optimizer over all that is trained."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     for step, change in enumerate((None, frozen, thawed, frozen)):
         if change is not None:
             change(net)
@@ -189,8 +187,7 @@ def frozen_between_steps(job: Job) -> None:
 
 def cast(job: Job) -> None:
     """`.double()`, `.to(bfloat16)`, `.half()` and back, after the first call."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     job.backward(compiled)
     net.zero_grad()
     net.double()
@@ -257,8 +254,7 @@ def tied_later(job: Job) -> None:
 
 def shared_modules(job: Job) -> None:
     """One layer in two places, and the parameters of a sharded model in a second model."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     job.backward(compiled)
     net.zero_grad()
     second = Net()

@@ -22,8 +22,7 @@ def _started(job: Job) -> bool:
 def ddp_around(job: Job) -> None:
     """DistributedDataParallel of the compiled model, which it cannot reduce: refused."""
     job.refusable = True
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     model: Any = DistributedDataParallel(compiled) if _started(job) else net
     job.train(model, torch.optim.SGD(net.parameters(), lr=0.1), 2)
     assert not job.sharded, "trained in DistributedDataParallel"
@@ -44,8 +43,7 @@ def ddp_inside(job: Job) -> None:
 def ddp_of_a_stored_model(job: Job) -> None:
     """DistributedDataParallel of a model that a first call has stored."""
     job.refusable = True
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     job.loss(compiled)
     model: Any = DistributedDataParallel(net) if _started(job) else net
     job.train(model, torch.optim.SGD(net.parameters(), lr=0.1), 2)
@@ -69,8 +67,7 @@ def fully_sharded(job: Job) -> None:
 def fully_shard_of_a_stored_model(job: Job) -> None:
     """`fully_shard` of a model that a first call has stored."""
     job.refusable = True
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     job.loss(compiled)
     if _started(job):
         fully_shard(net, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -81,8 +78,7 @@ def fully_shard_of_a_stored_model(job: Job) -> None:
 def own_hook(job: Job) -> None:
     """A hook on each parameter that takes the mean over the ranks by hand, as a script written for
     one's own data parallelism does: what a mesh has averaged stays as it is."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
 
     def average(grad: torch.Tensor) -> torch.Tensor:
         if not job.sharded:
@@ -99,8 +95,7 @@ def own_hook(job: Job) -> None:
 
 def autocast(job: Job) -> None:
     """Autocast to bf16 around the call, with fp32 weights."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(2):
         optimizer.zero_grad()
@@ -114,8 +109,7 @@ def autocast(job: Job) -> None:
 
 def data_parallel_threads(job: Job) -> None:
     """`nn.DataParallel` on one device, which calls the module as it is."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     model = nn.DataParallel(compiled)
     job.train(model, torch.optim.SGD(net.parameters(), lr=0.1), 2)
     job.record_model(net)

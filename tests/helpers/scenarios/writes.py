@@ -18,8 +18,7 @@ def between_steps(change: Callable[[Net], Any], before: bool = False) -> Scenari
     """A step, the write, and another step. before: the write once more, ahead of the first call."""
 
     def scenario(job: Job) -> None:
-        net = job.net()
-        compiled = job.compile(net)
+        net, compiled = job.pair()
         if before:
             change(net)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -175,8 +174,7 @@ def every_init(job: Job) -> None:
     """Every function of `torch.nn.init`, with the numbers it draws on one device."""
     known = {name for name in vars(nn.init) if name.endswith("_") and name[0] != "_"}
     assert known == {*INITS}, known ^ {*INITS}
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     job.backward(compiled)
     for name, init in INITS.items():
         torch.manual_seed(7)
@@ -195,8 +193,7 @@ def set_parameter(net: Net) -> None:
 
 def new_parameter(job: Job) -> None:
     """A stored weight replaced by a new Parameter, and a module by a new module."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     job.backward(compiled)
     net.up.weight = nn.Parameter(_values(net.up.weight.detach()))
     assert net.up.weight is dict(net.named_parameters())["up.weight"]
@@ -211,8 +208,7 @@ def new_parameter(job: Job) -> None:
 
 def deleted_parameter(job: Job) -> None:
     """A bias that is taken away after the first call."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     job.backward(compiled)
     net.up.bias = None  # type: ignore[assignment]
     net.zero_grad()
@@ -223,8 +219,7 @@ def deleted_parameter(job: Job) -> None:
 
 def written_before(job: Job) -> None:
     """Writes between `torch.compile` and the first call."""
-    net = job.net()
-    compiled = job.compile(net)
+    net, compiled = job.pair()
     for change in (data_clamp, data_slice, no_grad_view, data_assigned):
         change(net)
     job.backward(compiled)
