@@ -1,4 +1,9 @@
-"""One description of the machine: what a file says or a process finds is what every price is of."""
+"""One description of the machine: what a file says or a process finds is what every price is of.
+
+What a plan is charged where collectives are one operator with the products beside them.
+
+How much a bucket holds where the caller says nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +15,22 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autoshard
 from autoshard.building.pipeline import program as pipelines
 from autoshard.explain.alternatives import alternatives
 from autoshard.mesh_search import MeshPrice
-from autoshard.planning.cost import clusters
+from autoshard.passes.lib.bucketing import ALL_GATHER, WAIT, Member, bucket_size, fill, member
+from autoshard.planning.cost import START_SECONDS, Fusing, clusters, fusing_for
 from autoshard.planning.cost.clusters import Cluster, Efficiency, cluster
+from autoshard.planning.estimate import Layout, Training, profile, timing
 from autoshard.planning.estimate.operator_time import OperatorTimes
+from autoshard.planning.estimate.traffic import seconds
 from autoshard.planning.prices import AxisPrices
+from autoshard.program import Program
+from finished_ranks import Layers, layers, megatron
 
 BODY: dict[str, Any] = {
     "name": "h100",  # the name of a built-in machine, of which nothing else is that one's
@@ -108,3 +119,77 @@ def test_a_detected_machine_is_alike_on_all_ranks(monkeypatch: pytest.MonkeyPatc
         machine = program.machine
         assert (machine.per_node, machine.efficiency) == (3, Efficiency(fits=0.8))
         assert machine.links["tp"] == machine.inside != machine.links["dp_shard"]
+
+
+def test_the_option_is_obeyed_by_device_and_machine() -> None:
+    h100 = cluster("h100")
+    assert fusing_for("auto", True, 8, h100) == Fusing()
+    assert fusing_for("auto", False, 8, h100) is None, "on CPUs"
+    assert fusing_for("auto", True, 16, h100) is None, "over two machines"
+    assert fusing_for(True, False, 16, h100) == Fusing(always=True)
+    assert fusing_for(False, True, 8, h100) is None
+
+
+def test_the_longer_of_the_two_is_charged() -> None:
+    for communication, products in ((3e-4, 1e-4), (1e-4, 3e-4)):
+        spared = Fusing().gain(communication, products)
+        assert communication + products - spared == pytest.approx(3e-4 + START_SECONDS)
+    assert Fusing().gain(1e-5, 1e-3) == 0.0 > Fusing(always=True).gain(1e-5, 1e-3)
+
+
+def test_a_step_spares_what_each_fused_collective_does() -> None:
+    build, _ = layers(Layers(512), (1, 2048, 512))
+    plan = megatron(build, 2, sequence=True)
+    plain, program = (
+        build({"tp": 2}, plan=plan, planner={"fuse_collectives": f}) for f in (False, True)
+    )
+    machine, training, layout = cluster("h100").on({"tp": 2}), Training(), Layout()
+    real = machine.real_links
+
+    def took(one: Program) -> float:
+        made = profile(one.serial, one.decisions, one.parameters, 2, machine, None, training)
+        return timing(made, layout, training, machine).step
+
+    of = profile(program.serial, program.decisions, program.parameters, 2, machine, None, training)
+    beside = [one for one in of.sent if one.beside]
+    assert len(beside) == sum(c.fused for c in program.collectives()) == 14
+    spared = [
+        min(
+            seconds(one._replace(copied=0), {"tp": 2}, real), sum(of.forward[i] for i in one.beside)
+        )
+        - START_SECONDS
+        for one in beside
+    ]
+    assert took(plain) - took(program) == pytest.approx(sum(spared))
+
+
+def gathers(count: int, width: int) -> list[Member]:
+    """Gathers over two ranks of weights of `width` fp32 elements."""
+    graph, found = fx.Graph(), []
+    with FakeTensorMode():
+        half, whole = torch.empty(width // 2), torch.empty(width)
+    for i in range(count):
+        source = graph.placeholder(f"w{i}")
+        started = graph.call_function(ALL_GATHER, (source, 2, "dp"))
+        wait = graph.call_function(WAIT, (started,))
+        for node, val in ((source, half), (started, whole), (wait, whole)):
+            node.meta["val"] = val
+        one = member(started)
+        assert one is not None
+        found.append(one)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("count", "elements", "limit"),
+    [
+        (4, 1_000, 4 << 20),  # at least 4 MiB
+        (32, 1_000_000, 16_000_000),  # an eighth of the model
+        (64, 10_000_000, 160_000_000),  # at most 40 million elements
+    ],
+)
+def test_the_default_holds_a_part_of_the_model(count: int, elements: int, limit: int) -> None:
+    found = gathers(count, elements)
+    assert bucket_size(found) == limit
+    buckets = fill(found, None)
+    assert [len(bucket) for bucket in buckets] == [min(4, count)] * max(count // 4, 1)
