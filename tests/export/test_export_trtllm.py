@@ -159,13 +159,6 @@ def test_failure_while_writing_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_existing_directory_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("precious")
-    with pytest.raises(ExportError, match="exists"):
-        autoshard.export.trtllm(make("llama"), tmp_path, mesh={"tp": 1})
-    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
-
-
 def test_build_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ExportError, match="trtllm-build is not installed"):
