@@ -47,13 +47,13 @@ from autoshard.passes.base import Context, Pass, Report, emit, user_line
 from autoshard.passes.lib.index_functions import IndexFunctions, NotIndexed, input_name
 from autoshard.passes.lib.index_values import Affine, Value, affine
 from autoshard.passes.lib.mask_meaning import CAUSAL, DENSE, EVERYTHING, Ranges, proven
-from autoshard.planning import Size, arguments, inputs_of, same
+from autoshard.planning import Size, inputs_of, same
 from autoshard.runtime.graph_meta import ATTENTION_MASKS, DIFF, FACTS
 from autoshard.runtime.masked_attention import MASKED_ATTENTION, WIDEST_HEAD
 
 aten = torch.ops.aten
 _ATTENTION = aten.scaled_dot_product_attention.default
-_NAMES = ("query", "key", "value")
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 PADDING_FROM = 16_384
 """Keys from which attention that hides padding alone is quicker without its mask: nothing is spared
@@ -93,8 +93,8 @@ class RecoverMasks(Pass, optional=True):
         masks = _Masks(gm, dict(self.facts))
         found: Counter[MaskFound] = Counter()
         for node in gm.graph.find_nodes(op="call_function", target=_ATTENTION):
-            given = arguments(node)
-            mask = given["attn_mask"]
+            given = {**dict(zip(_NAMES, node.args)), **node.kwargs}
+            mask = given.get("attn_mask")
             if not isinstance(mask, fx.Node):
                 continue
             what, ranges = masks.meaning(mask)
@@ -111,7 +111,7 @@ class RecoverMasks(Pass, optional=True):
                 if what.meaning == CAUSAL:
                     given["is_causal"] = True
                 _ungroup(given)
-                node.args = tuple(given.pop(name) for name in _NAMES)
+                node.args = tuple(given.pop(name) for name in _NAMES[:3])
                 node.kwargs = {name: value for name, value in given.items() if value}
             report.hits += 1
         gm.graph.eliminate_dead_code()
@@ -134,7 +134,7 @@ class RecoverMasks(Pass, optional=True):
             if query.dtype not in (torch.float16, torch.bfloat16):
                 return f"no kernel of them takes {query.dtype}"
             widest = WIDEST_HEAD - (ranges.visible is not None)
-            widths = [given[name].meta["val"].shape[3] for name in _NAMES]
+            widths = [given[name].meta["val"].shape[3] for name in _NAMES[:3]]
             if not all(isinstance(width, int) and width <= widest for width in widths):
                 return f"no kernel of them takes heads of {max(widths)}"
         return ""
@@ -153,7 +153,7 @@ def _to_ranges(node: fx.Node, given: dict[str, Any], ranges: Ranges) -> None:
                 one = emit(graph, node, aten.unsqueeze.default, args, provenance=RecoverMasks.name)
             of_keys.append(one)
     node.target = MASKED_ATTENTION
-    node.args = (*(given[name] for name in _NAMES), *of_keys, ranges.window)
+    node.args = (*(given[name] for name in _NAMES[:3]), *of_keys, ranges.window)
     node.kwargs = {name: given[name] for name in ("scale", "enable_gqa") if given.get(name)}
 
 
