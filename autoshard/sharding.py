@@ -15,7 +15,7 @@ from autoshard.building import agreed_facts, build_agreed, unplanned_parameters
 from autoshard.capture import example_device, intercept
 from autoshard.compiling import use_by
 from autoshard.config import Config
-from autoshard.errors import AutoshardError, message
+from autoshard.errors import AutoshardError
 from autoshard.mesh_search import choose
 from autoshard.parameters import initialise_buffers, store, store_unplanned
 from autoshard.runtime import compat
@@ -155,11 +155,9 @@ def _refuse_gradients(model: nn.Module) -> None:
         pending = pending_of(parameter)
         if parameter.grad is not None or (pending is not None and pending.dirty):
             raise AutoshardError(
-                message(
-                    f"{name} has a gradient, which would stay on the mesh of before",
-                    remedy="Step, and call zero_grad(set_to_none=True); after `no_sync` "
-                    "autoshard.discard_pending(model).",
-                )
+                f"{name} has a gradient, which would stay on the mesh of before",
+                remedy="Step, and call zero_grad(set_to_none=True); after `no_sync` "
+                "autoshard.discard_pending(model).",
             )
 
 

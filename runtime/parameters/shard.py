@@ -54,11 +54,9 @@ def states_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[str, to
                         found[f"{key} of {name} in optimizer {number}"] = name, value
                 elif any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(value)):
                     raise AutoshardError(
-                        message(
-                            f"the state {key!r} that {type(optimizer).__name__} has of {name} is a "
-                            f"{type(value).__name__} of stored tensors, which no other mesh takes",
-                            remedy="Save it with the job, or begin with new states.",
-                        )
+                        f"the state {key!r} that {type(optimizer).__name__} has of {name} is a "
+                        f"{type(value).__name__} of stored tensors, which no other mesh takes",
+                        remedy="Save it with the job, or begin with new states.",
                     )
     return found
 
