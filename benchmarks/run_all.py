@@ -40,6 +40,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "generate": (*TWO, str(HERE / "generate.py")),
     "host_states": (str(HERE / "host_states.py"),),
     "warm_start": (str(HERE / "warm_start.py"),),
+    "agreement": (str(HERE / "agreement.py"),),
     "small_sums": (*TWO, str(HERE / "small_sums.py")),
     "read_outputs": (*TWO, str(HERE / "read_outputs.py")),
     "fused": (*TWO, str(HERE / "fused.py")),

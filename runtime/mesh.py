@@ -8,13 +8,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import agree, limit_group
+from autoshard.runtime.agreement import agree, limit_group, restarts
 from autoshard.runtime.collectives import DATA_AXES, Axis, outer_axis
 from autoshard.runtime.errors import ConfigError
 
@@ -276,9 +277,22 @@ def start_world(device_type: str) -> int:
             torch.get_device_module(device_type).set_device(int(os.environ.get("LOCAL_RANK", 0)))
             native = dist.get_default_backend_for_device(device_type)
             backend = f"cpu:gloo,{device_type}:{native}"
-        dist.init_process_group(backend, timeout=_LIMIT)
+        dist.init_process_group(backend, timeout=_LIMIT, **_of_this_start())
         atexit.register(_destroy_process_group, os.getpid())
     return dist.get_world_size()
+
+
+def _of_this_start() -> dict[str, Any]:
+    """The store in which processes that torchrun has started again do not meet the addresses of
+    those that ended: it keeps one for all starts, and torch looks for addresses there."""
+    number = restarts()
+    if not number:
+        return {}
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(host, port, size, is_master=False, timeout=_LIMIT)
+    own = dist.PrefixStore(f"autoshard/start/{number}", store)
+    return {"store": own, "rank": rank, "world_size": size}
 
 
 def _destroy_process_group(process: int) -> None:

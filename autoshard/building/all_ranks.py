@@ -31,7 +31,7 @@ from autoshard.planning import fingerprint, strategy_text, target_name, value
 from autoshard.planning.cost import cluster_of
 from autoshard.program import Program
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import agree, gather, world_axis
+from autoshard.runtime.agreement import SAME, agree, combined, gather, world_axis
 from autoshard.runtime.collectives import State, data_axes
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import is_planned, models_of
@@ -154,17 +154,25 @@ def agree_on_data_axes(
     if axes and (new or changed):
         shapes = batch_shapes(inputs)
         note = f"{shapes}; requires_grad of {changed[0]} was set" if changed else shapes
+        whole = [*own.job, *own.parameters, *own.nodes]
+        graph = [shapes, digest_of(own.operators)], sorted(set(_floats(serial.graph)))
         for axis in axes:
-            graph = [shapes, digest_of(own.operators), sorted(set(_floats(serial.graph)))]
-            given = gather(graph, f"plan ({note})", axis)
-            if all(each[:2] == graph[:2] for each in given):
-                lines = [*own.job, *own.parameters, *own.nodes]
-            else:
-                floats = {constant for _, _, constants in given for constant in constants}
-                lines = [*own.job, *_lines_of_models(models_of(parameters), floats)]
+            given = [*graph, digest_of(whole)]
+            found = combined(given, "graph", axis, _together, alike=True, note=note)
+            if found is SAME:
+                continue
+            same, floats = found
+            models = models_of(parameters)
+            lines = whole if same else [*own.job, *_lines_of_models(models, floats)]
             agree("plan", digest_of(lines), lines, axis, note=note)
     for parameter in parameters:
         _trained[parameter] = parameter.requires_grad
+
+
+def _together(given: Sequence[Any]) -> tuple[bool, list[float]]:
+    """Whether the ranks' graphs have the same operators and inputs, and the constants of all."""
+    floats = {constant for _, constants, _ in given for constant in constants}
+    return all(graph == given[0][0] for graph, _, _ in given), sorted(floats)
 
 
 def _lines_of_models(models: Sequence[nn.Module], constants: Container[float]) -> list[str]:
@@ -200,7 +208,9 @@ def device_room(device: str) -> int | None:
 @compat.once_a_world
 def _smallest(device: str) -> int:
     """Asked when all ranks build their first program."""
-    return min(gather(cluster_of(device).usable_bytes, "memory of the devices", world_axis()))
+    return min(
+        gather(cluster_of(device).usable_bytes, "memory of the devices", world_axis(), alike=True)
+    )
 
 
 T = TypeVar("T")

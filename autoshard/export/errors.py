@@ -44,7 +44,8 @@ def on_every_rank(action: Callable[[], T], what: str, job: Axis) -> T:
         result = action()
     except Exception as caught:
         error = caught
-    failures = gather(None if error is None else f"{type(error).__name__}: {error}", what, job)
+    said = None if error is None else f"{type(error).__name__}: {error}"
+    failures = gather(said, what, job, alike=True)
     if error is not None:
         raise error
     for rank, failure in enumerate(failures):

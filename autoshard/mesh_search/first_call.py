@@ -102,7 +102,8 @@ def _search(
     assert dist.group.WORLD is not None
     ranks = dist.get_world_size()
     world = Axis("world", ranks, dist.get_rank(), dist.group.WORLD.group_name)
-    found = gather([digest(batch), machine.device.memory_bytes], "choice of a mesh", world)
+    said = [digest(batch), machine.device.memory_bytes]
+    found = gather(said, "choice of a mesh", world, alike=True)
     smallest = min(size for _, size in found)
     machine = replace(machine, device=replace(machine.device, memory_bytes=smallest))
     answer = None

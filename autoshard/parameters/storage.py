@@ -211,7 +211,7 @@ def _as_first(planned: Mapping[nn.Parameter, T], mesh: Mesh) -> dict[nn.Paramete
     """
     said: list[Any] = [[list(parameter.shape), state] for parameter, state in planned.items()]
     for axis in reversed(data_axes(mesh.axes)):
-        first = from_first(said, "storage of parameters", axis)
+        first = from_first(said, "storage of parameters", axis, alike=True)
         if [shape for shape, _ in first] == [shape for shape, _ in said]:
             said = first
     return {parameter: state for parameter, (_, state) in zip(planned, said)}

@@ -12,6 +12,7 @@ from autoshard.runtime.agreement.consensus import (
     Input,
     agree,
     attempt,
+    combined,
     compare_batch,
     described,
     from_first,
@@ -21,4 +22,5 @@ from autoshard.runtime.agreement.consensus import (
 )
 from autoshard.runtime.agreement.history import Call
 from autoshard.runtime.agreement.regions import CollectiveRegion, announced, users_line
-from autoshard.runtime.agreement.worlds import limit_group, wait_at_most
+from autoshard.runtime.agreement.store_exchange import SAME
+from autoshard.runtime.agreement.worlds import limit_group, restarts, wait_at_most

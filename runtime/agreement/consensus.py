@@ -6,8 +6,11 @@ The batch of a group of ranks that compute one thing together is compared, or se
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
-from collections.abc import Iterator, MutableSequence, Sequence
+import json
+import operator
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -16,13 +19,15 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import compat
-from autoshard.runtime.agreement.store_exchange import PeerFailed
+from autoshard.runtime.agreement.store_exchange import SAME, OtherExchange
+from autoshard.runtime.agreement.whereabouts import PeerFailed
 from autoshard.runtime.agreement.worlds import current_exchange
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.errors import AutoshardError, BatchMismatchError, PlanMismatchError, message
 from autoshard.runtime.lazy_gather import LazyGather
 
 _MISSING = "(nothing)"
+_FEW = 8  # values that differ, and ranks that have one of them, of which an error tells
 REMEDY = (
     "Build the same model, with the same options and library versions, and call it with inputs of "
     "the same shapes on every rank."
@@ -48,8 +53,8 @@ def agree(
 
     what: the thing compared, for the error text; note: more of it, such as the shapes of the call,
     for ranks that turn out to be at different things. digest: a hash of it. detail: its lines;
-    they are exchanged only where digests differ, to name the first line that does. remedy: what to
-    do about a difference, and about a rank that does not come.
+    they are exchanged only where digests differ, of one rank for each digest, to name the first
+    line that does. remedy: what to do about a difference, and about a rank that does not come.
 
     Every rank of the axis must call it; where one does not, because it failed, ended, or waits
     elsewhere, the others raise too. Does nothing on an axis of size 1, or one that has no process
@@ -57,46 +62,71 @@ def agree(
     """
     if axis.size == 1 or ":" in axis.group:
         return
-    here = f"{what} ({note})" if note else what
-    ranks = members(axis)
-    said_here = {"what": what, "here": here, "digest": digest}
-    told: list[Any] = _exchange(said_here, here, axis, error, "" if remedy is REMEDY else remedy)
-    # ranks that run different code may be in an exchange of values, which has no such entries
-    given = [one if _is_said(one) else {"what": None, "here": "another exchange"} for one in told]
-    if len({each["what"] for each in given}) > 1:
-        said = "; ".join(f"rank {rank}: {each['here']}" for rank, each in zip(ranks, given))
-        difference = f"are at different things; {said}"
-        raise _failed(f"the ranks of axis {axis.name} {difference}", error, remedy)
-    digests = [each["digest"] for each in given]
-    if len(set(digests)) == 1:
+    ask_for = functools.partial(
+        _exchange,
+        what=what,
+        axis=axis,
+        here=f"{what} ({note})" if note else what,
+        error=error,
+        remedy="" if remedy is REMEDY else remedy,
+    )
+    kinds = ask_for(digest, vote=digest, combine=_kinds)
+    if kinds is SAME:
         return
-    details: list[list[str]] = _exchange(list(detail), here, axis, error)
-    for number, lines in enumerate(zip_longest(*details, fillvalue=_MISSING)):
-        if len(set(lines)) > 1:
-            said = "; ".join(f"rank {rank}: {line}" for rank, line in zip(ranks, lines))
-            difference = f"line {number + 1} is the first that differs: {said}"
-            break
-    else:
-        said = ", ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, digests))
+    first = [places[0] for _, places, _ in kinds]
+    mine = list(detail) if axis.rank in first else None
+    found = ask_for(mine, combine=functools.partial(_first_difference, first))
+    if found is None:
+        said = ", ".join(f"{_ranks(axis, at, n)}: {text}" for text, at, n in kinds)
         difference = f"their lines are equal and their digests are not: {said}"
+    else:
+        alike: dict[str, tuple[list[int], int]] = {}
+        for line, (_, at, n) in zip(found["lines"], kinds, strict=True):
+            others, number = alike.get(line, ([], 0))
+            alike[line] = sorted(others + at), number + n
+        said = "; ".join(f"{_ranks(axis, *of)}: {line}" for line, of in alike.items())
+        difference = f"line {found['number']} is the first that differs: {said}"
     what = f"the ranks of axis {axis.name} disagree on the {what}; {difference}"
     raise _failed(what, error, remedy)
+
+
+def _kinds(values: Sequence[str]) -> list[tuple[str, list[int], int]]:
+    """The first few different values, each with the first few places of those that gave it, and
+    how many they are."""
+    found: dict[str, list[int]] = {}
+    for at, value in enumerate(values):
+        if value in found or len(found) < _FEW:
+            found.setdefault(value, []).append(at)
+    return [(value, places[:_FEW], len(places)) for value, places in found.items()]
+
+
+def _first_difference(
+    places: Sequence[int], given: Sequence[Sequence[str]]
+) -> dict[str, Any] | None:
+    """The first line that differs between those given at these places: its number, and each one."""
+    together = zip_longest(*(given[at] for at in places), fillvalue=_MISSING)
+    for number, lines in enumerate(together, 1):
+        if len(set(lines)) > 1:
+            return {"number": number, "lines": lines}
+    return None
+
+
+def _ranks(axis: Axis, places: Sequence[int], number: int) -> str:
+    """Some of the ranks of an axis, by their places there, for an error text."""
+    ranks = members(axis)
+    named = ", ".join(str(ranks[at]) for at in places[:_FEW])
+    return f"rank{'s' * (number > 1)} {named}{', ...' * (number > len(places[:_FEW]))}"
 
 
 def ask(number: int, axis: Axis) -> bool:
     """Whether all ranks of an axis with processes gave the same number, of 63 bits.
 
-    What each step compares: a collective of eight bytes of the host. Every rank must call it, in a
+    What each step compares: a collective of 16 bytes of the host. Every rank must call it, in a
     `CollectiveRegion`, and `agree` where the numbers differ, for the error.
     """
-    own = torch.tensor([number], device="cpu")
-    given = own.new_empty(axis.size)
-    dist.all_gather(list(given.split(1)), own, group=compat.host_group(axis.group))
-    return len(set(given.tolist())) == 1
-
-
-def _is_said(value: Any) -> bool:
-    return isinstance(value, dict) and value.keys() == {"what", "here", "digest"}
+    most = torch.tensor([number, -number], device="cpu")
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=compat.host_group(axis.group))
+    return not most.sum().item()
 
 
 def _failed(what: str, error: type[AutoshardError], remedy: str) -> AutoshardError:
@@ -113,15 +143,33 @@ def members(axis: Axis) -> list[int]:
     return dist.get_process_group_ranks(compat.process_group(axis.group))
 
 
-def gather(value: Any, what: str, axis: Axis) -> list[Any]:
+def gather(value: Any, what: str, axis: Axis, *, alike: bool = False) -> list[Any]:
     """The values that the ranks of the axis gave, in their order; anything that JSON holds.
 
     Collective over the axis; `[value]` on one of size 1 or without a process group. what: the name
-    of it in the errors of ranks that wait. Raises PlanMismatchError where a rank does not come.
+    of it in the errors of ranks that wait. alike: whether the values are expected to be the same,
+    which costs least. Raises PlanMismatchError where a rank does not come.
     """
+    found = combined(value, what, axis, list, alike=alike)
+    return [value] * axis.size if found is SAME else found
+
+
+def combined(
+    value: Any,
+    what: str,
+    axis: Axis,
+    combine: Callable[[list[Any]], Any],
+    *,
+    alike: bool = False,
+    note: str = "",
+) -> Any:
+    """What `combine` makes of the values that `gather` returns: one rank does, for all. SAME where
+    they are expected to be alike and are. note: see `agree`."""
     if axis.size == 1 or ":" in axis.group:
-        return [value]
-    return _exchange(value, what, axis, PlanMismatchError)
+        return SAME if alike else combine([value])
+    vote = json.dumps(value) if alike else None
+    here = f"{what} ({note})" if note else what
+    return _exchange(value, what=what, axis=axis, here=here, vote=vote, combine=combine)
 
 
 def world_axis() -> Axis:
@@ -133,9 +181,11 @@ def world_axis() -> Axis:
     return Axis("world", dist.get_world_size(), dist.get_rank(), group.group_name)
 
 
-def from_first(value: Any, what: str, axis: Axis) -> Any:
+def from_first(value: Any, what: str, axis: Axis, *, alike: bool = False) -> Any:
     """The value that the first rank of the axis gave; see `gather`."""
-    return gather(value if axis.rank == 0 else None, what, axis)[0]
+    given = value if axis.rank == 0 or alike else None
+    found = combined(given, what, axis, operator.itemgetter(0), alike=alike)
+    return value if found is SAME else found
 
 
 @contextlib.contextmanager
@@ -158,14 +208,25 @@ def attempt() -> Iterator[None]:
 
 
 def _exchange(
-    value: Any, here: str, axis: Axis, error: type[AutoshardError], remedy: str = ""
-) -> list[Any]:
+    value: Any,
+    *,
+    what: str,
+    axis: Axis,
+    combine: Callable[[list[Any]], Any],
+    vote: str | None = None,
+    here: str = "",
+    error: type[AutoshardError] = PlanMismatchError,
+    remedy: str = "",
+) -> Any:
     exchange = current_exchange()
     if exchange is None:
-        return [value] * axis.size
-    before = exchange.failure
+        return combine([value] * axis.size) if vote is None else SAME
+    before, here = exchange.failure, here or what
     try:
-        return exchange.exchange(value, here, members(axis))
+        return exchange.exchange(value, what, members(axis), here=here, vote=vote, combine=combine)
+    except OtherExchange as apart:
+        difference = f"the ranks of axis {axis.name} are at different things; {apart}"
+        raise _failed(difference, error, remedy or REMEDY) from None
     except PeerFailed as failure:
         waited = f"rank {exchange.rank} waited for it at the {here} of axis {axis.name}"
         if failure.rank == exchange.rank:

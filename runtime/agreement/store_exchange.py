@@ -1,353 +1,270 @@
-"""Messages between ranks through the process group's store, which nobody waits for without end.
+"""Values that the ranks of a group compare or give each other through the store of their world.
 
-A collective that one rank does not enter holds the others for as long as the process group allows.
-Here a waiting rank looks for the missing one. That it failed, has ended, waits for something else,
-or is over the time limit is an error at once, and the end of all exchanges in this world: once one
-rank has failed, nobody knows which collectives the others have entered.
+What all ranks are to have alike is *voted* on: each rank adds one to a counter that is named by a
+digest of its value, and the rank that makes it as many as the group has members says so by a key,
+for which the others wait without asking again. Two requests a rank, whatever the group's size.
+
+Where that does not come to pass, or where values differ by nature, each rank puts its own where
+others find it, and one that finds them all puts what `combine` makes of them, once, for all.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final
 
-import torch.distributed as dist
+from autoshard.runtime.agreement.history import History, name_of
+from autoshard.runtime.agreement.whereabouts import (
+    FEW,
+    LOOK,
+    RAISED,
+    WATCHERS,
+    PeerFailed,
+    Whereabouts,
+)
 
-from autoshard.runtime.agreement.history import CountedRegions, History, name_of
-from autoshard.runtime.agreement.threads import StoreLost, Turn, refusal, within
+SAME: Final = object()
+"""The result of an exchange in which all ranks gave the same vote."""
 
-T = TypeVar("T")
-
-DEFAULT_LIMIT = 600.0
-SPARE = 1.0  # seconds at least after which it is the store that does not answer
-_ENDED, _RAISED, _WAITS = "ended", "raised", "waits"
-_LOOK = 0.2  # seconds between looks at where the missing ranks are
-
-
-class PeerFailed(Exception):
-    """The first failure of a world: on which rank (None: it is the store), and what happened."""
-
-    def __init__(self, rank: int | None, story: str) -> None:
-        super().__init__(rank, story)
-        self.rank, self.story = rank, story
-
-    def __str__(self) -> str:
-        who = "the store of the process group" if self.rank is None else f"rank {self.rank}:"
-        return f"{who} {self.story.rstrip('.')}"
+_LONGEST = 1e6  # seconds that a question may stay with the store
+_SAID = 8  # ranks of which the error of ranks that are at different things says where they are
 
 
-class StoreExchange:
+class OtherExchange(Exception):
+    """The ranks of a group came to different exchanges; the text says which, of the first few."""
+
+
+@dataclass(eq=False)
+class _Gathering:
+    """One exchange of one group. key: begins those of it. over: that it has an end, or an error."""
+
+    key: str
+    name: str
+    count: int
+    members: Sequence[int]
+    what: str
+    here: str
+    combine: Callable[[list[Any]], Any]
+    started: float = field(default_factory=time.monotonic)
+    over: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+    @property
+    def end(self) -> str:
+        return f"{self.key}/end"
+
+    def is_over(self, seconds: float) -> bool:
+        """Whether there is an end within the time. Raises the error of the store."""
+        done = self.over.wait(seconds)
+        if self.error is not None:
+            raise self.error
+        return done
+
+
+class StoreExchange(Whereabouts):
     """The messages of one process group world, as one rank writes and reads them.
 
-    Every rank of a group must make the same exchanges in the same order. limit: how many seconds
-    a rank waits for the others. failure: rank and story of the world's first failure, where this
-    rank knows of one. turn: of the threads of this rank. progress: the collectives of graphs that
-    it has entered, by groups of ranks. histories: what these gathered and reduced, likewise.
+    Every rank of a group must make the same exchanges in the same order. histories: what the
+    graphs of this rank gathered and reduced, by groups of ranks.
     """
 
-    def __init__(self, world: Any, generation: int) -> None:
-        self.world, self.rank = world, dist.get_rank()
-        self.limit = DEFAULT_LIMIT
-        self.failure: tuple[int | None, str] | None = None
-        self.turn = Turn()
-        self._prefix = f"autoshard/{generation}"
-        self._store: Any = world.get_group_store()
-        self._counts: dict[str, int] = {}
-        self._failing = threading.Lock()
-        self._has_raised = False
-        self._told_of = ""
+    def __init__(self, world: Any, generation: str) -> None:
+        super().__init__(world, generation)
         self.histories: defaultdict[str, History] = defaultdict(History)
-        me = weakref.ref(self)
-        self.progress = CountedRegions(
-            lambda: (exchange := me()) is not None and exchange._stands()
-        )
+        self._old: dict[str, list[str]] = {}  # keys of the last exchange of each group
+        # a second connection to the store, on which questions stay; the last that did
+        self._waiting: Any = None
+        self._last: _Gathering | None = None
 
-    def exchange(self, value: Any, what: str, members: Sequence[int]) -> list[Any]:
-        """The values that the members gave, in their order; `value` is anything that JSON holds.
+    def exchange(
+        self,
+        value: Any,
+        what: str,
+        members: Sequence[int],
+        *,
+        here: str = "",
+        vote: str | None = None,
+        combine: Callable[[list[Any]], Any] = list,
+    ) -> Any:
+        """What `combine` makes of the members' values, in their order; SAME where all gave the
+        same `vote`. Values and results are anything that JSON holds.
 
-        what: where this rank is, for the errors of others. Raises PeerFailed where a member will
-        not come, or has not come within `limit` seconds, and after any failure that this rank
-        knows of; AutoshardError where another thread of this rank is among the others.
+        what: the name of the exchange. here: where this rank is, for the errors of others. combine:
+        runs on one rank, or on several alike. Raises PeerFailed where a member will not come, or
+        has not come within `limit` seconds, and after any failure that this rank knows of;
+        OtherExchange where members are at exchanges of other names; AutoshardError where another
+        thread of this rank is among the others.
         """
-        self.enter(what)
+        here = here or what
+        self.enter(here)
         try:
             if self.failure is not None:
                 raise PeerFailed(*self.failure)
-            return self._within(self.limit, lambda: self._exchange(value, what, members))
+            name = name_of(members)
+            count = self._counts[name] = self._counts.get(name, 0) + 1
+            key = f"{self._prefix}/{name}/{count}"
+            one = _Gathering(key, name, count, members, what, here, combine)
+            return self._within(self.limit, lambda: self._exchange(one, value, vote))
         finally:
             self.turn.leave()
 
-    def enter(self, doing: str) -> None:
-        """Take the turn for this thread; where another has it, the failure is told to all."""
-        try:
-            self.turn.enter(doing)
-        except Exception as error:
-            self.fail(self.rank, str(error))
-            raise
+    def take_over(self, before: StoreExchange) -> None:
+        """Use the connection of an exchange of the same world, where no question stays with it."""
+        if before._last is None or before._last.over.is_set():
+            self._waiting = before._waiting
 
-    def leave(self) -> None:
-        """Give the turn back. Raises AutoshardError where another thread came meanwhile."""
-        if (disturbed := self.turn.leave()) is not None:
-            raise refusal(disturbed)
+    def _exchange(self, one: _Gathering, value: Any, vote: str | None) -> Any:
+        kept: list[str] = []  # keys of this exchange that it is for this rank to delete
+        text = self._voted(one, vote, kept) if vote is not None else None
+        if text is None:
+            text = self._gathered(one, value, vote is None, kept)
+        for old in self._old.get(one.name, ()):  # whoever came to this one has left the one before
+            self._store.delete_key(old)
+        self._old[one.name] = kept
+        if not text:
+            return SAME
+        result = json.loads(text)
+        if "apart" in result:
+            raise OtherExchange(result["apart"])
+        return result["is"]
 
-    def fail(self, rank: int | None, story: str) -> PeerFailed:
-        """The world's first failure, which is this one where no rank has told of another."""
-        if self.failure is None:
+    def _voted(self, one: _Gathering, vote: str, kept: list[str]) -> str | None:
+        """The end where all ranks vote alike, and soon; else None, with the value to be told."""
+        digest = hashlib.sha256(f"{one.what}\n{vote}".encode()).hexdigest()[:32]
+        ballot = f"{one.key}/{digest}"
+        votes = self._store.add(ballot, 1)
+        if votes == 1:
+            kept.append(ballot)
+        if votes == len(one.members):
+            kept.append(one.end)
+            self._store.set(one.end, "")
+            return ""
+        self._await(one)
+        patience = LOOK if votes <= WATCHERS else min(LOOK * self._seldom, self.limit / 4)
+        # an end that is none of votes has the value of this rank, which it has not told
+        return "" if one.is_over(patience) else None
+
+    def _gathered(self, one: _Gathering, value: Any, new: bool, kept: list[str]) -> str:
+        """The end of an exchange to which this rank has come with its value."""
+        place = self._waits_at(one.name, one.count, one.members, one.here)
+        self._put(self._place(self.rank), {**place, "of": one.what, "value": value})
+        counter = f"{one.key}/came"
+        came = self._store.add(counter, 1)
+        if came == 1:
+            kept.append(counter)
+        if came == len(one.members):
+            kept.append(one.end)
+            text = self._closed(one)
+        else:
+            if new:
+                self._await(one)
+            self._stay(one, came <= WATCHERS, kept)
+            text = self._store.get(one.end).decode()
+        self._put(self._place(self.rank), {})
+        return text
+
+    def _await(self, one: _Gathering) -> None:
+        """Have a thread wait for the end, so that the store tells of it unasked."""
+        if self._waiting is None:
+            self._waiting = self._store.clone()
+        self._last = one
+        waiting, longest = self._waiting, min(2 * self.limit + 10, _LONGEST)
+
+        def work() -> None:
             try:
-                within(min(self.limit, 5.0), lambda: self._fail(rank, story))
-            except StoreLost:  # then nobody hears of it, and nobody has told of another
-                self.failure = rank, story
-        assert self.failure is not None
-        return PeerFailed(*self.failure)
+                waiting.wait([one.end], timedelta(seconds=longest))
+            except BaseException as error:  # raised in the thread of the exchange
+                one.error = error
+            one.over.set()
 
-    def raised(self, story: str) -> None:
-        """Tell whoever misses this rank that it raised an error, which it may have caught."""
-        self._has_raised = True
-        self._tell({"state": _RAISED, "what": story})
+        threading.Thread(target=work, name="autoshard-waiting", daemon=True).start()
 
-    def goes_on(self) -> None:
-        """Take back what `raised` told."""
-        if self._has_raised:
-            self._has_raised = False
-            self._tell({"state": _WAITS, "name": "", "count": 0, "members": [], "what": ""})
+    def _stay(self, one: _Gathering, watches: bool, kept: list[str]) -> None:
+        """Wait for the end, and look meanwhile for whoever keeps it from coming."""
+        looks, pause = 0, LOOK
+        patience = self.limit * (1 if watches else 1.1)
+        while not one.is_over(pause):
+            waited = time.monotonic() - one.started
+            if self._has(self._failed) and not self._has(one.end):
+                raise self._heard()
+            if watches or waited > patience:
+                self._look(one, looks, kept)
+                looks += 1
+            if waited > patience and (late := self._absent(one)) and not self._has(one.end):
+                raise self._fail(late[0], self._late(late[0], one.here))
+            longest = max(1.0, LOOK * self._seldom)
+            pause = max(0.01, min(1.5 * pause, longest, patience - waited))
 
-    def ended(self, story: str) -> None:
-        """Tell whoever waits, now or later, that this process has ended, and how."""
-        self._tell({"state": _ENDED, "what": story})
-
-    def roll_call(
-        self, here: str, peers: Mapping[int, str], waited: float, gone: bool = False
-    ) -> PeerFailed:
-        """Why a collective did not end: the failure of the rank that did not come.
-
-        here: where this rank is. peers: the axis of each rank that shares one with this one.
-        waited: seconds in the collective. gone: whether a connection was closed meanwhile. All
-        ranks that miss another are here within moments of each other; whoever is not is stopped, or
-        elsewhere. Takes up to a quarter of `limit`, and half a minute at most.
-        """
-        if self.failure is None:
-            grace = min(max(1.0, self.limit / 4), 30.0)
-            try:
-                within(2 * grace + SPARE, lambda: self._roll_call(here, peers, grace, waited, gone))
-            except PeerFailed:
-                pass
-            except StoreLost as lost:
-                self.failure = None, str(lost)
-        assert self.failure is not None
-        return PeerFailed(*self.failure)
-
-    def _within(self, limit: float, call: Callable[[], T]) -> T:
-        try:
-            return within(limit + max(SPARE, limit / 4), call)
-        except StoreLost as lost:
-            self.failure = None, str(lost)
-            raise PeerFailed(*self.failure) from None
-
-    def _tell(self, place: dict[str, Any]) -> None:
-        try:
-            within(5 * SPARE, lambda: self._put(self._place(self.rank), place))
-        except Exception:  # the store is gone, and so are those who would read it
+    def _look(self, one: _Gathering, looks: int, kept: list[str]) -> None:
+        """Raise PeerFailed where a rank will not come to where this one waits; end the exchange
+        where all have come, and the last has not said so."""
+        missing = self._absent(one, looks)
+        stories = {member: self._where(member, one.name, one.here) for member in missing}
+        if self._has(one.end):  # asked after the look: what a rank gave before it failed is given
             return
+        for member, story in stories.items():
+            if story is not None:
+                raise self._fail(member, story)
+        if not missing:
+            kept.append(one.end)
+            self._closed(one)
 
-    def _exchange(self, value: Any, what: str, members: Sequence[int]) -> list[Any]:
-        name = name_of(members)
-        count = self._counts[name] = self._counts.get(name, 0) + 1
-        here = {"name": name, "count": count, "members": list(members), "what": what}
-        self._put(self._slot(name, count, self.rank), value)
-        self._put(self._place(self.rank), {"state": _WAITS, **here})
-        given = self._collect(name, count, members, what)
-        given[self.rank] = value
-        if count > 1:  # whoever wrote this one has read the one before
-            self._store.delete_key(self._slot(name, count - 1, self.rank))
-        return [given[member] for member in members]
+    def _absent(self, one: _Gathering, looks: int = 0) -> list[int]:
+        """A few members that have not told that they are here: each look begins at others."""
+        first = FEW * looks % len(one.members)
+        members = [*one.members[first:], *one.members[:first]]
+        places = [self._place(member) for member in members]
+        untold = self._without(places)
+        if untold:
+            return [members[at] for at in untold]
+        read = zip(members, self._read(places), strict=True)
+        return [member for member, place in read if not _is_at(place, one)][:FEW]
 
-    def _fail(self, rank: int | None, story: str) -> PeerFailed:
-        with self._failing:
-            if self.failure is None:
-                # sets the key where there is none, and returns what it holds
-                text = self._store.compare_set(self._failed, "", json.dumps([rank, story]))
-                rank, story = json.loads(text)
-                self.failure = rank, story
-        return PeerFailed(*self.failure)
+    def _closed(self, one: _Gathering) -> str:
+        """The end of an exchange to which all have come, told to all."""
+        told = self._read([self._place(member) for member in one.members])
+        if not all(
+            _is_at(place, one) for place in told
+        ):  # another has ended it, and some have left
+            return str(self._store.get(one.end).decode())
+        if len({place["of"] for place in told}) > 1:
+            first = {place["of"]: at for at, place in reversed([*enumerate(told)])}
+            said = [
+                f"rank {member}: {place['what']}"
+                for at, (member, place) in enumerate(zip(one.members, told, strict=True))
+                if at in first.values() or len(told) <= _SAID
+            ]
+            text = json.dumps({"apart": "; ".join(said)})
+        else:
+            text = json.dumps({"is": one.combine([place["value"] for place in told])})
+        self._store.set(one.end, text)
+        return text
 
-    def _collect(self, name: str, count: int, members: Sequence[int], what: str) -> dict[int, Any]:
-        slots = {m: self._slot(name, count, m) for m in members if m != self.rank}
-        started = looked = time.monotonic()
-        pause = 0.0005
-        while True:
-            # one question for all of them; whom it is that one waits for, only now and then
-            if self._store.check(list(slots.values())):
-                return self._read(slots)
-            now = time.monotonic()
-            if now - looked > _LOOK * max(1, len(slots) / 8):
-                looked = now
-                self._look(name, slots, what)
-            if now - started > self.limit:
-                late = next((m for m, slot in slots.items() if not self._has(slot)), None)
-                if late is not None:
-                    raise self._fail(late, self._absent(late, what))
-            time.sleep(pause)
-            pause = min(1.5 * pause, 0.05)
-
-    def _absent(self, late: int, what: str) -> str:
+    def _late(self, late: int, what: str) -> str:
         """The story of a rank that has not come."""
         place = self._where_is(late)
-        if place.get("state") == _RAISED:
-            return place["what"]
+        if place.get("state") == RAISED:
+            return str(place["what"])
         return (
             f"did not arrive within {self.limit:g} seconds at the {what}, where rank {self.rank} "
             "waited; it is stopped, elsewhere, or slower: ranks whose batches differ in shape, or "
             "that take different branches, run different graphs"
         )
 
-    def _look(self, name: str, slots: dict[int, str], here: str) -> None:
-        """Raise PeerFailed where a rank will not come to where this one waits."""
-        failed = self._has(self._failed)
-        places = {} if failed else {m: self._where(m, name, here) for m in slots}
-        # asked after the look: what a rank gave before it failed is given
-        missing = [member for member, slot in slots.items() if not self._has(slot)]
-        if failed and missing:
-            raise self._heard()
-        for member in missing:
-            if (story := places.get(member)) is not None:
-                raise self._fail(member, story)
-
-    def _heard(self) -> PeerFailed:
-        """The failure that another rank told of."""
-        rank, story = json.loads(self._store.get(self._failed))
-        self.failure = rank, story
-        return PeerFailed(rank, story)
-
-    def _where(self, member: int, name: str, here: str) -> str | None:
-        """Why a rank will not come to the exchanges of the group `name`; None where it may."""
-        place = self._where_is(member)
-        if place.get("state") == _ENDED:
-            return str(place["what"])
-        waits_for_me = (
-            place.get("state") == _WAITS
-            and place["name"] != name
-            and self.rank in place["members"]
-            and place["count"] > self._counts.get(place["name"], 0)
-        )
-        if waits_for_me:
-            return f"is elsewhere: {place['what']}"
-        if self._has(self._progress(member)):
-            counts, doing = json.loads(self._store.get(self._progress(member)))
-            if counts.get(name, 0) > self.progress.counts.get(name, 0):
-                return (
-                    f"is elsewhere: in {doing}, which rank {self.rank} has not come to, while rank "
-                    f"{self.rank} waited at the {here}"
-                )
-        return None
-
-    def _stands(self) -> bool:
-        """Tell the progress where it is news, and hear of a failure: this rank may be in a
-        collective, whose end the store does not outlive. False where there is nothing to do."""
-        if self.failure is not None:
-            return False
-        try:
-            news = self.progress.counts, self.progress.doing
-            if (text := json.dumps(news)) != self._told_of:
-                self._store.set(self._progress(self.rank), text)
-                self._told_of = text
-            if self.turn.taken and self._has(self._failed):
-                self._heard()
-        except Exception:  # the store is gone: who waits for it says so
-            return False
-        return True
-
-    def _where_is(self, member: int) -> dict[str, Any]:
-        """What a rank last told of itself; empty where it has told nothing."""
-        if not self._has(self._place(member)):
-            return {}
-        place: dict[str, Any] = json.loads(self._store.get(self._place(member)))
-        return place
-
-    def _roll_call(
-        self, here: str, peers: Mapping[int, str], grace: float, waited: float, gone: bool
-    ) -> None:
-        """Raise PeerFailed with the world's first failure."""
-        self._put(self._missed(self.rank), here)
-        others = [rank for rank in range(dist.get_world_size()) if rank != self.rank]
-        others.sort(key=lambda rank: (rank not in peers, rank))
-        started = time.monotonic()
-        while True:
-            if self._has(self._failed):
-                raise self._heard()
-            missing = [rank for rank in others if not self._has(self._missed(rank))]
-            for rank in missing:
-                if (story := self._told(rank, here)) is not None:
-                    raise self._fail(rank, story)
-            if not missing:
-                raise self._fail(
-                    self.rank, f"{here}: so has every other rank; they ran different collectives"
-                )
-            # a rank that shares no axis with the missing leaves the word to one that does
-            late = next((rank for rank in missing if not self._waits(rank)), missing[0])
-            if time.monotonic() - started > grace * (1 if late in peers else 1.5):
-                axis = f" of axis {peers[late]}" if late in peers else ""
-                where = f"where rank {self.rank} waited ({here})"
-                story = (
-                    f"died without a word: its connection was closed after {waited:.3g} seconds "
-                    f"in a collective{axis}, {where}; out of memory, or killed"
-                    if gone
-                    else f"did not come to a collective{axis} within {waited:.3g} seconds, "
-                    f"{where}; it is stopped, or busy elsewhere"
-                )
-                raise self._fail(late, story)
-            time.sleep(_LOOK / 4 * max(1, len(others) / 8))
-
-    def _waits(self, rank: int) -> bool:
-        """Whether a rank waits for another in an exchange: it will say for which."""
-        place = self._where_is(rank)
-        if place.get("state") != _WAITS or not place["members"]:
-            return False
-        slots = [self._slot(place["name"], place["count"], m) for m in place["members"]]
-        return not self._store.check(slots)
-
-    def _told(self, rank: int, here: str) -> str | None:
-        """What a rank that misses a collective told of itself, where that is the reason."""
-        place = self._where_is(rank)
-        if place.get("state") in (_ENDED, _RAISED):
-            return str(place["what"])
-        if place.get("state") != _WAITS or self.rank not in place["members"]:
-            return None
-        slot = self._slot(place["name"], place["count"], self.rank)
-        gone = place["count"] <= self._counts.get(place["name"], 0)
-        if gone or self._has(slot):
-            return None
-        return f"is elsewhere: at the {place['what']}, while rank {self.rank} was in {here}"
-
-    def _read(self, slots: dict[int, str]) -> dict[int, Any]:
+    def _read(self, keys: list[str]) -> list[dict[str, Any]]:
         if self._store.has_extended_api():
-            texts = self._store.multi_get(list(slots.values()))
+            texts = self._store.multi_get(keys)
         else:
-            texts = [self._store.get(slot) for slot in slots.values()]
-        return {member: json.loads(text) for member, text in zip(slots, texts)}
+            texts = [self._store.get(key) for key in keys]
+        return [json.loads(text) for text in texts]
 
-    def _has(self, key: str) -> bool:
-        return bool(self._store.check([key]))
 
-    @property
-    def _failed(self) -> str:
-        return f"{self._prefix}/failed"
-
-    def _place(self, rank: int) -> str:
-        return f"{self._prefix}/at/{rank}"
-
-    def _progress(self, rank: int) -> str:
-        return f"{self._prefix}/progress/{rank}"
-
-    def _missed(self, rank: int) -> str:
-        return f"{self._prefix}/missed/{rank}"
-
-    def _slot(self, name: str, count: int, rank: int) -> str:
-        return f"{self._prefix}/{name}/{count}/{rank}"
-
-    def _put(self, key: str, value: Any) -> None:
-        self._store.set(key, json.dumps(value))
+def _is_at(place: dict[str, Any], one: _Gathering) -> bool:
+    return place.get("name") == one.name and place.get("count") == one.count

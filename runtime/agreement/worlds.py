@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from autoshard.runtime import compat
-from autoshard.runtime.agreement.store_exchange import DEFAULT_LIMIT, SPARE, StoreExchange
+from autoshard.runtime.agreement.store_exchange import StoreExchange
+from autoshard.runtime.agreement.whereabouts import DEFAULT_LIMIT, SPARE
 from autoshard.runtime.errors import AutoshardError, message
 
 
@@ -65,9 +66,38 @@ def renew() -> None:
             compat.set_group_limit(world, limit)
     else:
         limit = compat.group_limit(world) or DEFAULT_LIMIT
-    made = StoreExchange(world, _current.generation)
+    made = StoreExchange(world, f"{restarts()}/{_current.generation}")
+    if before is None:
+        _refuse_old_keys(made)
     made.limit = limit
+    if before is not None and before.world is world:
+        made.take_over(before)
     _current = _Worlds(made, _current.generation + 1, limit)
+
+
+def restarts() -> int:
+    """How often torchrun has started the processes again, where all starts share one store.
+
+    That is so of one node. Of several, each agent counts its own failures: the number is no name of
+    a start, and `_refuse_old_keys` finds one that meets the keys of another.
+    """
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not shared or int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+        return 0
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _refuse_old_keys(exchange: StoreExchange) -> None:
+    """Raise AutoshardError where processes that have ended left their messages in the store."""
+    if exchange.begun() > 1:
+        raise AutoshardError(
+            message(
+                f"the store of the process group holds messages of rank {exchange.rank} of an "
+                "earlier start of this job, which look like those of this one",
+                remedy="Start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: each start then "
+                "has a store of its own.",
+            )
+        )
 
 
 def wait_at_most(seconds: float | None) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import agree, described, gather
+from autoshard.runtime.agreement import agree, combined, described, gather
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.mesh import Mesh
 
@@ -83,24 +83,28 @@ def _settle(
     what, tensors = "buffers", {**others, **buffers}
     lines = {name: described(tensor) for name, tensor in tensors.items()}
     digest = _digest([f"{name}: {line}" for name, line in lines.items()])
-    if len(set(gather(digest, what, axis))) == 1:
+    if len(set(gather(digest, what, axis, alike=True))) == 1:
         return
     heads = [f"{name}: {described(b, contents=False)}" for name, b in buffers.items()]
     agree(what, _digest(heads), heads, axis)
-    everywhere: list[dict[str, str]] = gather(lines, what, axis)
-    alike = [
-        name
-        for name in lines
-        if all(_head(one.get(name)) == _head(lines[name]) for one in everywhere)
-    ]
+    same: dict[str, bool] = combined(lines, f"lines of {what}", axis, _same_heads)
     if not send:
-        values = [f"{name}: {lines[name]}" for name in alike]
+        values = [f"{name}: {lines[name]}" for name in same]
         agree("values of buffers", _digest(values), values, axis, remedy=REMEDY)
         return
     assert mesh.device_mesh is not None
-    for name in alike:
-        if len({one[name] for one in everywhere}) > 1:
+    for name in same:
+        if not same[name]:
             _take(tensors[name], axis, mesh.device_mesh.device_type)
+
+
+def _same_heads(everywhere: Sequence[Mapping[str, str]]) -> dict[str, bool]:
+    """The tensors that have one dtype and shape on all ranks; whether their values are the same."""
+    return {
+        name: all(one[name] == line for one in everywhere)
+        for name, line in everywhere[0].items()
+        if all(_head(one.get(name)) == _head(line) for one in everywhere)
+    }
 
 
 def _head(line: str | None) -> str:

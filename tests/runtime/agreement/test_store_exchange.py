@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from autoshard.runtime.agreement import consensus as agreement
-from autoshard.runtime.agreement import history, store_exchange
+from autoshard.runtime.agreement import history, store_exchange, whereabouts
 from autoshard.runtime.agreement.consensus import agree, attempt, gather
 from autoshard.runtime.agreement.store_exchange import StoreExchange
 from autoshard.runtime.collectives.axis import Axis
@@ -29,6 +29,10 @@ class CountingStore:
     def __init__(self) -> None:
         self.store, self.calls = dist.HashStore(), Counter[str]()
 
+    def clone(self) -> CountingStore:
+        self.calls["clone"] += 1
+        return self
+
     def __getattr__(self, name: str) -> Any:
         self.calls[name] += 1
         return getattr(self.store, name)
@@ -37,8 +41,9 @@ class CountingStore:
 class World:
     """What an exchange asks of a process group."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, rank: int, size: int) -> None:
         self.store = store
+        self.rank, self.size = (lambda: rank), (lambda: size)
 
     def get_group_store(self) -> Any:
         return self.store
@@ -54,17 +59,14 @@ class Ranks:
         self.here = threading.local()
         self.left: list[int] = []  # ranks that have finished
         self.done = threading.Event()
-        monkeypatch.setattr(dist, "get_world_size", lambda: size)
         monkeypatch.setattr(agreement, "current_exchange", lambda: self.here.exchange)
         monkeypatch.setattr(agreement, "members", lambda axis: list(range(axis.size)))
-        monkeypatch.setattr(store_exchange, "_LOOK", LOOK)
-        self.exchanges = []
-        for rank in range(size):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(dist, "get_rank", lambda rank=rank: rank)
-                self.exchanges.append(StoreExchange(World(store or dist.HashStore()), 0))
-                store = store or self.exchanges[0].world.store
-            self.exchanges[-1].limit = LIMIT
+        monkeypatch.setattr(store_exchange, "LOOK", LOOK)
+        monkeypatch.setattr(whereabouts, "LOOK", LOOK)
+        store = store or dist.HashStore()
+        self.exchanges = [StoreExchange(World(store, rank, size), "0") for rank in range(size)]
+        for exchange in self.exchanges:
+            exchange.limit = LIMIT
 
     def __call__(self, job: Job) -> list[Any]:
         results: list[Any] = [None] * len(self.exchanges)
@@ -164,10 +166,10 @@ def test_what_a_rank_gave_before_it_failed_is_given(ranks: Ranks) -> None:
     asked, exchange = threading.Event(), ranks.exchanges[2]
     look = exchange._look
 
-    def late(member: int, name: str, here: str) -> Any:
+    def late(*args: Any) -> Any:
         asked.set()
         failed.wait(LIMIT)
-        return look(member, name, here)
+        return look(*args)
 
     exchange._look = late  # type: ignore[method-assign]
 
@@ -192,18 +194,54 @@ def test_what_a_rank_gave_before_it_failed_is_given(ranks: Ranks) -> None:
     assert all("later" in said for _, said in results), results
 
 
-def test_an_exchange_costs_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its value, where it is, and where it ended; those of the others in one request."""
+@pytest.mark.parametrize("size", [2, 8, 32])
+def test_a_vote_costs_two_requests_a_rank(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """It adds one to a counter, and waits for the end, which the last rank tells."""
     store = CountingStore()
 
     def job(rank: int, exchange: StoreExchange) -> None:
-        gather(rank, "turn", axis_of(rank, 8))
+        for turn in range(3):
+            agree(f"turn {turn}", "alike", ["a line"] * 100, axis_of(rank, size))
+
+    ranks = Ranks(monkeypatch, size, store)
+    monkeypatch.setattr(store_exchange, "LOOK", LIMIT)  # nobody is late
+    assert ranks(job) == [None] * size
+    ended = size  # each tells that it has
+    assert store.calls["add"] == 3 * size and store.calls["wait"] == 3 * (size - 1), store.calls
+    assert store.calls["set"] == 3 + ended and store.calls["delete_key"] == 2 * 2, store.calls
+    assert store.calls.keys() == {"add", "wait", "set", "delete_key", "clone"}, store.calls
+
+
+def test_values_are_read_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it makes of them by all; nothing is left but where each rank is."""
+    store = CountingStore()
+
+    def job(rank: int, exchange: StoreExchange) -> list[list[int]]:
+        return [gather(rank + turn, "turn", axis_of(rank, 8)) for turn in range(3)]
 
     ranks = Ranks(monkeypatch, 8, store)
-    monkeypatch.setattr(store_exchange, "_LOOK", LIMIT)  # nobody is late
-    assert ranks(job) == [None] * 8
-    assert store.calls["multi_get"] == 8 and store.calls["set"] == 24, store.calls
-    assert store.calls["get"] == store.calls["delete_key"] == 0, store.calls
+    monkeypatch.setattr(store_exchange, "LOOK", LIMIT)  # nobody is late
+    assert ranks(job) == [[[*range(turn, turn + 8)] for turn in range(3)]] * 8
+    calls = store.calls
+    assert calls["multi_get"] == 3 and calls["add"] == 24 and calls["get"] == 21, calls
+    assert calls["set"] == 24 + 24 + 3 + 8 and calls["check"] == 0, calls
+    assert store.store.num_keys() == 8 + 2, "the last exchange has its counter and its end"
+
+
+def test_ranks_that_differ_give_their_lines_once_for_each_digest(ranks: Ranks) -> None:
+    def job(rank: int, exchange: StoreExchange) -> str:
+        lines = [f"line {i}" for i in range(9)] + ["odd" if rank == 1 else "even"]
+        try:
+            agree("plan", str(rank == 1), lines, axis_of(rank))
+        except PlanMismatchError as error:
+            return str(error)
+        return ""
+
+    told = ranks(job)
+    assert (
+        len(set(told)) == 1
+        and "line 10 is the first that differs: ranks 0, 2: even; rank 1: odd" in told[0]
+    )
 
 
 def missing(ranks: Ranks, absent: int, told: str = "", gone: bool = False) -> list[str]:
@@ -309,9 +347,9 @@ class FrozenStore(CountingStore):
         self.error, self.thaws = error, threading.Event()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "check" and self.error is not None:
+        if name == "add" and self.error is not None:
             raise self.error
-        if name == "check":
+        if name == "add":
             self.thaws.wait(20 * LIMIT)
         return super().__getattr__(name)
 
