@@ -10,6 +10,7 @@ store: where it dies while the others read the decision, they may have read diff
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import zlib
@@ -202,6 +203,9 @@ def meet(
     return WeightLink(store, rank, size, name=name, timeout=timeout)
 
 
+_count = itertools.count()
+
+
 @compat.once_a_world
 def _links() -> list[WeightLink]:
     return []
@@ -216,5 +220,6 @@ def world_link() -> WeightLink:
         world = dist.group.WORLD
         assert world is not None
         rank, size = dist.get_rank(), dist.get_world_size()
-        made.append(WeightLink(world.get_group_store(), rank, size, name=f"world {len(made)}"))
+        name = f"world {next(_count)}"  # a store may outlive a world, and hold what it said
+        made.append(WeightLink(world.get_group_store(), rank, size, name=name))
     return made[-1]

@@ -65,6 +65,8 @@ class Update:
         self._source = source.copied() if source and background else source
         self._version, self._buffer = version, buffer
         self._report: UpdateReport | None = None
+        if torch.cuda.is_available():  # the thread copies on a stream of its own
+            torch.cuda.synchronize()
         self._together = Together(link, self._run)
         if not background:
             self.wait()
@@ -89,7 +91,10 @@ class Update:
 
     def _run(self) -> UpdateReport:
         with torch.no_grad():
-            return self._move(*self._agree())
+            report = self._move(*self._agree())
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return report
 
     def _agree(self) -> tuple[list[Any], dict[str, Offered], dict[str, list[WantedBox]], list[Any]]:
         """What everybody has, and wants. Raises on every process where anybody finds an error."""

@@ -10,8 +10,8 @@ import torch
 import autoshard
 from autoshard.errors import AutoshardError
 from autoshard.verification.comparison import furthest
-from joined_batch import everything, one_step, trained
-from side_by_side import difference
+from joined_batch import everything, one_step, part, trained
+from side_by_side import difference, whole
 
 Sizes = dict[str, int]
 
@@ -50,6 +50,51 @@ def moved(name: str, sizes: Sizes, other: Sizes, planned: bool) -> list[float]:
 @pytest.mark.parametrize("planned", [False, True])
 def test_from_fsdp_to_tp(gloo2: Any, planned: bool) -> None:
     assert furthest(gloo2(moved, "mlp", {"dp_shard": 2}, {"tp": 2}, planned)[0]) < 1e-5
+
+
+def offloaded() -> None:
+    """States that lie on the host, in float32 beside bfloat16 parameters, and weights that are read
+    in another dtype than they are stored in."""
+    from autoshard.runtime.mesh import data_coordinate, init_mesh
+    from models import CASES
+
+    case, sizes = CASES["mlp"], {"dp_shard": 2}
+    model = case.make_model().bfloat16()
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = autoshard.offload_optimizer(plain, master_dtype=torch.float32)
+    options = {"mesh": sizes, "inner": "aot_eager", "zero": "auto"}
+    compiled = torch.compile(model, backend="autoshard", options=options)
+    mesh = init_mesh(sizes, "cpu")
+    batch = {
+        name: value.bfloat16() if value.is_floating_point() else value
+        for name, value in part(case.make_batch(0), mesh.batches, data_coordinate(mesh)).items()
+    }
+    case.loss(compiled, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+    def held() -> dict[str, torch.Tensor]:
+        found = {name: whole(p.detach()) for name, p in model.named_parameters()}
+        for name, p in model.named_parameters():
+            for key, value in optimizer.state[p].items():
+                found[f"{name} {key}"] = whole(value)
+        return found
+
+    before = held()
+    autoshard.reshard(model, mesh={"tp": 2})
+    after = held()
+    assert {"exp_avg", "master"} <= {key.split()[-1] for key in after}
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert after[key].dtype == value.dtype and torch.equal(after[key], value), key
+    target = case.make_model()  # float32 of the bfloat16 that is trained
+    autoshard.weights.transfer(model, target)
+    for name, value in target.state_dict().items():
+        assert torch.equal(value, before[name].float())
+
+
+def test_states_on_the_host_move_with_their_parameters(gloo2: Any) -> None:
+    gloo2(offloaded)
 
 
 def refused(sizes: Sizes) -> str:

@@ -16,6 +16,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,12 +41,12 @@ def parts(rank: int, version: float) -> dict[str, HeldPart]:
     return made
 
 
-def serve(rank: int, port: int) -> dict[str, Any]:
-    """Updates until one fails; the versions then, and the error."""
+def serve(rank: int, port: int, begun: int) -> dict[str, Any]:
+    """Updates until one fails; the versions then, and the error. begun: told of the first."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     held, version, error = parts(rank, 0.0), 0, ""
     try:
-        link = WeightLink(store, rank, 4, timeout=30)
+        link = WeightLink(store, rank, 4, timeout=60)
         while True:
             if rank < 2:
                 held = parts(rank, version + 1.0)
@@ -55,27 +56,44 @@ def serve(rank: int, port: int) -> dict[str, Any]:
                 report = Update(link, None, Tensors(held, names), None, 2048, False).wait()
                 assert report.version == version + 1
             version += 1
+            if version == 1:
+                os.write(begun, b"!")
     except Exception as raised:
         error = str(raised)
     values = {float(x) for part in held.values() for x in part.tensor.unique()}
     return {"rank": rank, "versions": sorted(values), "done": version, "error": error}
 
 
+def hold_store(told: int) -> None:
+    """The store of a job, as a launcher holds it, until this process is killed."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(told, str(store.port).encode())
+    signal.pause()
+
+
+def started(run: Callable[[int], Any]) -> tuple[int, int]:
+    """A forked process, and the end of the pipe in which it writes, then what `run` returns. This
+    one has no threads: a fork would have their locks and not them."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(reading)
+        os.write(writing, json.dumps(run(writing)).encode())
+        os._exit(0)
+    os.close(writing)
+    return pid, reading
+
+
 def kill_one(draw: random.Random, number: int) -> dict[str, Any]:
     """One job: which process was killed, and what the others say."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    children, pipes = [], []
-    for rank in range(4):
-        reading, writing = os.pipe()
-        pid = os.fork()
-        if not pid:
-            os.write(writing, json.dumps(serve(rank, store.port)).encode())
-            os._exit(0)
-        os.close(writing)
-        children.append(pid)
-        pipes.append(reading)
+    host, told = started(hold_store)
+    port = int(os.read(told, 16))
+    made = [started(lambda begun, r=rank: serve(r, port, begun)) for rank in range(4)]
+    children, pipes = zip(*made, strict=True)
     killed = (draw.randrange(2) + 2 * number) % 4  # one that sends and one that receives in turn
-    time.sleep(0.3 + draw.random() * 0.7)
+    for reading in pipes:
+        assert os.read(reading, 1) == b"!"
+    time.sleep(0.7 * draw.random())
     os.kill(children[killed], signal.SIGKILL)
     said = []
     for rank, (pid, pipe) in enumerate(zip(children, pipes, strict=True)):
@@ -84,6 +102,9 @@ def kill_one(draw: random.Random, number: int) -> dict[str, Any]:
         os.waitpid(pid, 0)
         if rank != killed:
             said.append(json.loads(text))
+    os.kill(host, signal.SIGKILL)
+    os.waitpid(host, 0)
+    os.close(told)
     return {"killed": killed, "said": said}
 
 
