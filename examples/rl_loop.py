@@ -9,8 +9,8 @@ tokens that are even, its advantage is how far that lies above the mean of its p
 the policy takes a step of AdamW on it.
 
 Of each sampled token the generator's log-probability is compared with the policy's. They are of the
-same weights to the bit, in sums of another order: they lie apart by what rounding does, some 1e-6
-in float32. A step later it is thousands of times as much; both are printed.
+same weights to the bit, in sums that may have another order: they lie apart by what rounding does,
+some 1e-6 at most in float32. A step later it is a million times as much; both are printed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PROMPTS, ANSWERS, LENGTH = 4, 16, 8
 def made() -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=128,
+        intermediate_size=256,
         num_hidden_layers=1,
         num_attention_heads=4,
         pad_token_id=0,

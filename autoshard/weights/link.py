@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from autoshard.errors import AutoshardError, message
 from autoshard.runtime import compat
+from autoshard.runtime.agreement import restarts
 
 T = TypeVar("T")
 
@@ -220,6 +221,7 @@ def world_link() -> WeightLink:
         world = dist.group.WORLD
         assert world is not None
         rank, size = dist.get_rank(), dist.get_world_size()
-        name = f"world {next(_count)}"  # a store may outlive a world, and hold what it said
+        # a store may outlive a world, and its processes, and hold what they said
+        name = f"world {restarts()}.{next(_count)}"
         made.append(WeightLink(world.get_group_store(), rank, size, name=name))
     return made[-1]

@@ -151,15 +151,15 @@ def test_is_alike_on_all_ranks() -> None:
 
 
 def test_bytes_go_along_chains_of_replicas() -> None:
-    """Poured set by set, the first sender gets 30 of what is its alone or its neighbour's; chains
-    level all of them, though the first and the last share no tensor."""
-    demands = {(0,): 24, (0, 1): 12, (1, 2): 12, (2, 3): 12}
+    """Poured set by set, the last sender gets 11 and the first 6, which share no tensor: what the
+    last one has goes to its neighbour, whose goes to the next."""
+    demands = {(0, 1): 12, (1, 2): 12, (2, 3): 12}
     shares = levelled(demands, 1)
     load = Counter[int]()
     for senders, by in shares.items():
         assert sum(by.values()) == demands[senders] and min(by.values()) >= 0
         load.update(by)
-    assert max(load.values()) <= least_fullest(demands) + 1 == 25
+    assert max(load.values()) <= least_fullest(demands) + 1 == 10
 
 
 def test_of_two_nodes_the_near_one_sends() -> None:

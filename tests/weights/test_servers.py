@@ -33,6 +33,7 @@ SIZES = {
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
+    "Mistral": {},
     "Qwen2": {},
     "Qwen3": {},
     "Phi3": {},
