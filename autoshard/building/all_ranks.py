@@ -99,7 +99,6 @@ def lines_of(parameters: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def digest_of(lines: Sequence[str]) -> str:
-    """A hash of the lines."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

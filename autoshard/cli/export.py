@@ -118,7 +118,6 @@ def write_huggingface(arguments: argparse.Namespace) -> None:
 
 
 def write_tensorrt(arguments: argparse.Namespace) -> None:
-    """Engines."""
     from autoshard.export import tensorrt
 
     capability = arguments.compute_capability
@@ -133,7 +132,6 @@ def _print_accuracy(arguments: argparse.Namespace) -> None:
 
 
 def write_onnx(arguments: argparse.Namespace) -> None:
-    """Models of ONNX."""
     from autoshard.export import onnx
 
     _write_ranks(onnx, arguments)

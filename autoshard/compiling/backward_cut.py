@@ -121,7 +121,6 @@ def cut_backward(
 
 
 def results_of(gm: fx.GraphModule) -> list[fx.Node | None]:
-    """What a graph returns."""
     found: Any = gm.graph.output_node().args[0]
     return list(found)
 

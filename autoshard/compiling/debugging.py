@@ -136,7 +136,6 @@ class DebugWatch(Watch):
         return f"{self.settings.text()} {uuid.uuid4() if shows else ''}"
 
     def before(self, name: str, gm: fx.GraphModule, phase: str = "") -> None:
-        """Dump."""
         self._dump(name, phase, "before", gm)
 
     def after(

@@ -299,7 +299,6 @@ def _alternative(one: Alternative) -> Json:
 
 
 def write_page(built: Built, path: str | os.PathLike[str]) -> None:
-    """Write the page to `path`."""
     write_whole(path, page(built), "page of the plan")
 
 

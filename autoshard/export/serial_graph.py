@@ -36,7 +36,6 @@ class ModelGraph:
 
     @property
     def nodes(self) -> Sequence[fx.Node]:
-        """All nodes, in order."""
         return list(self.module.graph.nodes)
 
 

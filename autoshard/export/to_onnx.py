@@ -74,18 +74,15 @@ class Models:
     suffix: str = ".onnx"
 
     def check(self, graph: RankGraph) -> None:
-        """See Format."""
         check_onnx(graph)
 
     def make(self, graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> Any:
-        """See Format."""
         return onnx_program(graph, weights)
 
     def runner(self, made: Any, graph: RankGraph) -> None:
         """See Format: torch translates each operator of the graph by itself."""
 
     def write(self, made: Any, file: Path) -> Mapping[str, Any]:
-        """See Format."""
         held = sum(value.const_value.nbytes for value in made.model.graph.initializers.values())
         made.save(file, external_data=held > self.external_bytes)
         data = file.with_name(f"{file.name}.data")
@@ -94,7 +91,6 @@ class Models:
         return {"data": {"file": data.name, "sha256": file_digest(data)}}
 
     def describe(self, graph: RankGraph) -> Mapping[str, Any]:
-        """See Format."""
         exporter = {"module": "torch.onnx", "version": torch.__version__, "opset": OPSET}
         return {"exporter": exporter, "collectives": {"domain": DOMAIN, "operator": OPERATOR}}
 

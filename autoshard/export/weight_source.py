@@ -31,7 +31,6 @@ class WholeParameter:
     """All of a parameter, as a region."""
 
     def needs(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-        """See Region."""
         return [(0, size) for size in shape]
 
 

@@ -67,7 +67,6 @@ class ProcessJob:
     timeout: float
 
     def __call__(self, role: str, folder: Path) -> RankResult:
-        """Run one role."""
         if role == SERIAL:
             return self._serial(folder)
         return self._sharded(int(role.split()[1]), folder)

@@ -61,7 +61,6 @@ class PipelineStage:
 def stage_graphs(
     microbatch: MicrobatchGraph, runs: Sequence[Sequence[fx.Node]]
 ) -> list[PipelineStage]:
-    """A stage of each run."""
     return _Cutting(microbatch, runs).stages()
 
 

@@ -285,7 +285,6 @@ def with_stages(
     schedule: str,
     shape: ScheduleShape,
 ) -> Plan:
-    """A plan with the stages of this graph added."""
     before = plan.pipeline or PipelinePlan(shape.ranks, schedule, shape.microbatches, shape.chunks)
     homes = {parameters[node]: home for node, home in zip(microbatch.parameters, stages.homes)}
     graphs = {**before.graphs, fingerprint(microbatch.local): stages.firsts}

@@ -147,7 +147,7 @@ def read_experts(graph: ModelGraph, found: Anchors, role: dict[fx.Node, str]) ->
         (router,) = [n for n in sources(topk.args[0], anchors) if n in found.linear]  # type: ignore[arg-type]
         role.update({down: "down", first: "up", router: "router"})
         mixtures.append(_Routed(first, down, router, topk))
-    shared = _shared(graph, found, role)
+    shared = read_mlps(graph, found, role)  # of all tokens
     if shared and len(shared) != len(mixtures):
         raise export_error(
             f"{len(mixtures)} mixtures of experts and {len(shared)} MLPs beside them; all layers "
@@ -158,16 +158,6 @@ def read_experts(graph: ModelGraph, found: Anchors, role: dict[fx.Node, str]) ->
         _read(graph, found, role, one, shared[i] if shared else None)
         for i, one in enumerate(mixtures)
     ]
-
-
-def _shared(graph: ModelGraph, found: Anchors, role: dict[fx.Node, str]) -> list[LayerMlp]:
-    """The MLPs of all tokens."""
-    result = []
-    for down, feeds in downs(found, role):
-        mlp = read_mlp(graph, found, down, feeds)
-        result.append(LayerMlp(mlp, tuple(found.linear[node] for node in feeds), down))
-        role.update({**dict.fromkeys(feeds, "up"), down: "down"})
-    return result
 
 
 def _read(

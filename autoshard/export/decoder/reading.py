@@ -227,7 +227,6 @@ class Stream:
             self.parts = {self.embedding_norm.node: 1.0}
 
     def reads(self, norm: Norm) -> list[fx.Node]:
-        """The anchors that a norm reads."""
         return self.read[norm.node]
 
     def use(self, norm: Norm) -> None:
@@ -253,7 +252,6 @@ class Stream:
         return None
 
     def add(self, part: fx.Node) -> None:
-        """A part that is added as it is."""
         self.parts[part] = 1.0
 
     def add_routed(self, anchors: tuple[fx.Node, ...]) -> None:

@@ -79,7 +79,6 @@ class Blocks:
     experts: bool = True
 
     def quantized(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See WeightLayout."""
         rows, columns = (-(-size // BLOCK) for size in weight.shape)
         padded = weight.new_zeros((rows * BLOCK, columns * BLOCK), dtype=torch.float32)
         padded[: weight.shape[0], : weight.shape[1]] = weight
@@ -92,18 +91,15 @@ class Blocks:
         }
 
     def restored(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        """See WeightLayout."""
         weight = tensors["weight"]
         return weight.float() * self._spread(tensors["weight_scale_inv"], weight.shape)
 
     def numbers(
         self, tensors: dict[str, torch.Tensor], shape: torch.Size
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See WeightLayout."""
         return tensors["weight"], tensors["weight_scale_inv"]
 
     def block(self, shape: torch.Size) -> tuple[int, int]:
-        """See WeightLayout."""
         return BLOCK, BLOCK
 
     @staticmethod
@@ -112,7 +108,6 @@ class Blocks:
         return wide[: shape[0], : shape[1]]
 
     def configuration(self, kept: Sequence[str]) -> dict[str, Any]:
-        """See WeightLayout."""
         return {
             "quant_method": "fp8",
             "fmt": "e4m3",
@@ -132,7 +127,6 @@ class Compressed:
     experts: bool = True
 
     def quantized(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See WeightLayout."""
         quantization, compressor, scheme = self._library()
         group = scheme.weights.group_size or weight.shape[1]
         low, high = weight.reshape(weight.shape[0], -1, group).aminmax(dim=-1)
@@ -143,7 +137,6 @@ class Compressed:
         return made
 
     def restored(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        """See WeightLayout."""
         _, compressor, scheme = self._library()
         weight: torch.Tensor = compressor.decompress(tensors, scheme)["weight"]
         return weight
@@ -151,7 +144,6 @@ class Compressed:
     def numbers(
         self, tensors: dict[str, torch.Tensor], shape: torch.Size
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See WeightLayout."""
         if "weight" in tensors:
             return tensors["weight"], tensors["weight_scale"]
         library = importlib.import_module("compressed_tensors.compressors.pack_quantized.helpers")
@@ -163,12 +155,10 @@ class Compressed:
         return values, tensors["weight_scale"]
 
     def block(self, shape: torch.Size) -> tuple[int, int]:
-        """See WeightLayout."""
         _, _, scheme = self._library()
         return 1, scheme.weights.group_size or shape[1]
 
     def configuration(self, kept: Sequence[str]) -> dict[str, Any]:
-        """See WeightLayout."""
         quantization, _, scheme = self._library()
         made = quantization.QuantizationConfig(
             config_groups={"group_0": scheme},  # a name that older TensorRT-LLM asks for

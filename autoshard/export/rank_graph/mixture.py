@@ -34,7 +34,6 @@ class Mixture:
 
     @property
     def experts(self) -> int:
-        """The experts of this rank."""
         return int(self.picked.meta["val"].shape[0])
 
     @property

@@ -114,12 +114,10 @@ class Engines:
     suffix: str = ".engine"
 
     def check(self, graph: RankGraph) -> None:
-        """See Format."""
         check_capabilities(self.trt, self.capabilities, graph)
         check_convertible(graph)
 
     def make(self, graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> tuple[Network, Spy]:
-        """See Format."""
         return checked_network(self.trt, graph, weights)
 
     def runner(self, made: tuple[Network, Spy], graph: RankGraph) -> Runner:
@@ -127,7 +125,6 @@ class Engines:
         return LoneInterpreter(*made)
 
     def write(self, made: tuple[Network, Spy], file: Path) -> Mapping[str, Any]:
-        """See Format."""
         network, _ = made
         levels = check_capabilities(self.trt, self.capabilities, network.lowering.graph)
         with file.open("wb") as opened:
@@ -135,7 +132,6 @@ class Engines:
         return {}
 
     def describe(self, graph: RankGraph) -> Mapping[str, Any]:
-        """See Format."""
         builder = {"module": self.trt.__name__, "version": self.trt.__version__}
         return {"builder": {**builder, "compute_capabilities": list(self.capabilities)}}
 

@@ -247,7 +247,6 @@ def takes_no_time(seconds: float, nbytes: int) -> bool:
 
 
 def makes_tensors(node: fx.Node) -> bool:
-    """Whether a node makes tensors."""
     made = value(node)
     several: Sequence[object] = made if isinstance(made, (tuple, list)) else [made]
     return any(isinstance(one, torch.Tensor) for one in several)

@@ -126,7 +126,6 @@ _EACH = tuple(Fate)
 
 
 def as_fates(numbers: Fates) -> list[Fate]:
-    """Fates of numbers."""
     return [_EACH[number] for number in numbers.tolist()]
 
 

@@ -115,7 +115,6 @@ class JoinedChoices:
         self.estimates = [sum(one.peak for one in self.points(i)) for i in range(len(self.steps))]
 
     def points(self, index: int) -> list[Point]:
-        """The points of a step."""
         return [part.points[at] for part, at in zip(self.parts, self.steps[index])]
 
     def recomputations(self, index: int) -> list[Recomputation]:

@@ -53,7 +53,6 @@ class LearnedBias:
 
     @property
     def term(self) -> fx.Node:
-        """The bias."""
         return self.steps[-1]
 
     def write(self, graph: fx.Graph, index: fx.Node) -> fx.Node:

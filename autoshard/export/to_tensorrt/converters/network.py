@@ -171,7 +171,6 @@ class Lowering:
     # Sizes
 
     def size(self, tensor: Tensor, dim: int) -> DynamicSize:
-        """The size of a dim."""
         extent = tensor.shape[dim]
         if extent >= 0:
             return int(extent)

@@ -56,17 +56,14 @@ _ACTIVATIONS: dict[Any, str] = {
 
 
 def elementwise(low: Lowering, left: Tensor, right: Tensor, operation: str) -> Tensor:
-    """One elementwise layer."""
     return low.out("add_elementwise", left, right, getattr(low.trt.ElementWiseOperation, operation))
 
 
 def unary(low: Lowering, value: Tensor, operation: str) -> Tensor:
-    """One unary layer."""
     return low.out("add_unary", value, getattr(low.trt.UnaryOperation, operation))
 
 
 def activation(low: Lowering, value: Tensor, kind: str) -> Tensor:
-    """One activation layer."""
     return low.out("add_activation", value, getattr(low.trt.ActivationType, kind))
 
 
@@ -146,13 +143,11 @@ def compare(low: Lowering, node: fx.Node) -> Tensor:
 
 @converts(*_UNARY)
 def function(low: Lowering, node: fx.Node) -> Tensor:
-    """A function of one number."""
     return unary(low, low.cast(low[node.args[0]], _result(node).dtype), _UNARY[node.target])
 
 
 @converts(aten.rsqrt.default)
 def rsqrt(low: Lowering, node: fx.Node) -> Tensor:
-    """1 / sqrt(x)."""
     root = unary(low, low.cast(low[node.args[0]], _result(node).dtype), "SQRT")
     return unary(low, root, "RECIP")
 
@@ -172,14 +167,12 @@ def gelu(low: Lowering, node: fx.Node) -> Tensor:
 
 @converts(aten.silu.default)
 def silu(low: Lowering, node: fx.Node) -> Tensor:
-    """x * sigmoid(x)."""
     x = low[node.args[0]]
     return elementwise(low, x, activation(low, x, "SIGMOID"), "PROD")
 
 
 @converts(aten.where.self)
 def where(low: Lowering, node: fx.Node) -> Tensor:
-    """Choice by a condition."""
     dtype, rank = _result(node).dtype, _result(node).dim()
     condition = low.operand(node.args[0], torch.bool, rank)
     chosen = [low.operand(arg, dtype, rank) for arg in node.args[1:3]]
@@ -199,7 +192,6 @@ def clamp(low: Lowering, node: fx.Node) -> Tensor:
 
 @converts(aten._to_copy.default)
 def to_copy(low: Lowering, node: fx.Node) -> Tensor:
-    """A cast."""
     value, dtype = low[node.args[0]], _result(node).dtype
     if dtype == torch.bool and value.dtype != low.trt.bool:
         zero = low.scalar(0, _value(node.args[0]).dtype, _result(node).dim())

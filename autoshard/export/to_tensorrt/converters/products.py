@@ -32,7 +32,6 @@ def _product(low: Lowering, left: Tensor, right: Tensor, transposed: bool) -> Te
 
 @converts(aten.linear.default)
 def linear(low: Lowering, node: fx.Node) -> Tensor:
-    """x Wᵀ + b."""
     x, weight = low[node.args[0]], low[node.args[1]]
     if len(x.shape) < 2:
         raise low.error("is a linear layer of a vector; engines have it of a matrix or more")
@@ -54,7 +53,6 @@ def matmul(low: Lowering, node: fx.Node) -> Tensor:
 
 @converts(aten.addmm.default)
 def addmm(low: Lowering, node: fx.Node) -> Tensor:
-    """b + x W."""
     if any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
         raise low.error(f"scales its terms: {dict(node.kwargs)}")
     out = _product(low, low[node.args[1]], low[node.args[2]], transposed=False)

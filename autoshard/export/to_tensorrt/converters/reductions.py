@@ -19,8 +19,16 @@ def _mask(dims: Sequence[int], rank: int) -> int:
     return sum(1 << (dim % rank) for dim in dims)
 
 
+_REDUCTIONS: dict[Any, str] = {
+    aten.sum.dim_IntList: "SUM",
+    aten.mean.dim: "AVG",
+    aten.amax.default: "MAX",
+    aten.amin.default: "MIN",
+}
+
+
 def _reduce(low: Lowering, node: fx.Node, x: Tensor, operation: str) -> Tensor:
-    """args: x, dims (absent or empty: all), keepdim."""
+    """Over the dims that the node names (absent or empty: all)."""
     rank, given = len(x.shape), arguments(node)
     dims = given["dim"]
     mask = _mask([dims] if isinstance(dims, int) else list(dims or range(rank)), rank)
@@ -29,28 +37,11 @@ def _reduce(low: Lowering, node: fx.Node, x: Tensor, operation: str) -> Tensor:
     )
 
 
-@converts(aten.sum.dim_IntList)
-def total(low: Lowering, node: fx.Node) -> Tensor:
-    """A sum, in the type of the result."""
-    return _reduce(low, node, low.cast(low[node.args[0]], node.meta["val"].dtype), "SUM")
-
-
-@converts(aten.mean.dim)
-def mean(low: Lowering, node: fx.Node) -> Tensor:
-    """A mean, in the type of the result."""
-    return _reduce(low, node, low.cast(low[node.args[0]], node.meta["val"].dtype), "AVG")
-
-
-@converts(aten.amax.default)
-def amax(low: Lowering, node: fx.Node) -> Tensor:
-    """The largest."""
-    return _reduce(low, node, low[node.args[0]], "MAX")
-
-
-@converts(aten.amin.default)
-def amin(low: Lowering, node: fx.Node) -> Tensor:
-    """The smallest."""
-    return _reduce(low, node, low[node.args[0]], "MIN")
+@converts(*_REDUCTIONS)
+def reduction(low: Lowering, node: fx.Node) -> Tensor:
+    """In the type of the result."""
+    x = low.cast(low[node.args[0]], node.meta["val"].dtype)
+    return _reduce(low, node, x, _REDUCTIONS[node.target])
 
 
 @converts(aten.any.dim)
@@ -64,7 +55,6 @@ def some(low: Lowering, node: fx.Node) -> Tensor:
 
 @converts(aten.cumsum.default)
 def cumsum(low: Lowering, node: fx.Node) -> Tensor:
-    """Sums of all up to each."""
     x = low.cast(low[node.args[0]], node.meta["val"].dtype)
     dim: Any = node.args[1]
     axis = low.constant(torch.tensor(dim % len(x.shape), dtype=torch.int32))
@@ -73,7 +63,6 @@ def cumsum(low: Lowering, node: fx.Node) -> Tensor:
 
 @converts(aten.softmax.int, aten._softmax.default)
 def softmax(low: Lowering, node: fx.Node) -> Tensor:
-    """Softmax over one dim."""
     dim: Any = node.args[1]
     layer = low.add("add_softmax", low.cast(low[node.args[0]], node.meta["val"].dtype))
     layer.axes = _mask([dim], len(layer.get_output(0).shape))

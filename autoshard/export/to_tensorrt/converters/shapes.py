@@ -29,14 +29,12 @@ _ARITHMETIC: dict[Any, str] = {
 
 @converts(aten.sym_size.int)
 def size(low: Lowering, node: fx.Node) -> DynamicSize:
-    """A size of a tensor."""
     dim: Any = node.args[1]
     return low.size(low[node.args[0]], dim)
 
 
 @converts(*_ARITHMETIC)
 def arithmetic(low: Lowering, node: fx.Node) -> DynamicSize:
-    """Arithmetic of sizes."""
     left, right = (low[arg] for arg in node.args)
     if isinstance(left, int) and isinstance(right, int):
         return node.target(left, right)  # type: ignore[operator]
@@ -66,23 +64,16 @@ def reshape(low: Lowering, node: fx.Node) -> Tensor:
     return layer.get_output(0)
 
 
-@converts(aten.permute.default)
+@converts(aten.permute.default, aten.transpose.int)
 def permute(low: Lowering, node: fx.Node) -> Tensor:
-    """Dims in another order."""
-    order: Any = node.args[1]
-    layer = low.add("add_shuffle", low[node.args[0]])
-    layer.first_transpose = tuple(d % len(order) for d in order)
-    return layer.get_output(0)
-
-
-@converts(aten.transpose.int)
-def transpose(low: Lowering, node: fx.Node) -> Tensor:
-    """Two dims exchanged."""
-    x = low[node.args[0]]
+    given: Any = node.args
+    x = low[given[0]]
     order = list(range(len(x.shape)))
-    dims: Any = node.args[1:3]
-    a, b = (d % len(order) for d in dims)
-    order[a], order[b] = order[b], order[a]
+    if node.target is aten.transpose.int:
+        a, b = (dim % len(order) for dim in given[1:3])
+        order[a], order[b] = b, a
+    else:
+        order = [dim % len(order) for dim in given[1]]
     layer = low.add("add_shuffle", x)
     layer.first_transpose = tuple(order)
     return layer.get_output(0)
@@ -179,7 +170,6 @@ def _dynamic_length(
 
 @converts(aten.select.int)
 def select(low: Lowering, node: fx.Node) -> Tensor:
-    """One of a dim, which goes."""
     x, index = low[node.args[0]], low[node.args[2]]
     dim: Any = node.args[1]
     if not isinstance(index, int):
@@ -200,7 +190,6 @@ def select(low: Lowering, node: fx.Node) -> Tensor:
 
 @converts(aten.cat.default)
 def cat(low: Lowering, node: fx.Node) -> Tensor:
-    """Tensors one after the other."""
     given, val = arguments(node), node.meta["val"]
     layer = low.add("add_concatenation", [low.cast(low[p], val.dtype) for p in given["tensors"]])
     layer.axis = given["dim"] % val.dim()
@@ -229,7 +218,6 @@ def arange(low: Lowering, node: fx.Node) -> Tensor:
 
 @converts(aten.full.default)
 def full(low: Lowering, node: fx.Node) -> Tensor:
-    """One value everywhere."""
     sizes: Any = node.args[0]
     val = node.meta["val"]
     one = low.scalar(node.args[1], val.dtype, val.dim())
