@@ -163,18 +163,6 @@ def _pow_scalar(base: Any, exponent: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _arange(end: Any, **kwargs: Any) -> torch.Tensor:
-    return aten.arange.start_step(0, end, 1, **kwargs)
-
-
-def _arange_start(start: Any, end: Any, **kwargs: Any) -> torch.Tensor:
-    return aten.arange.start_step(start, end, 1, **kwargs)
-
-
-def _any(x: torch.Tensor) -> torch.Tensor:
-    return aten.any.dim(x.reshape(-1), 0)
-
-
 def _pad(x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> torch.Tensor:
     """Constant padding as concatenation; negative padding cuts."""
     for i in range(len(pad) // 2):
@@ -228,10 +216,6 @@ def _index(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Any:
     return aten.index.Tensor(x, [None] * dims[0] + [flat])
 
 
-def _copy(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    return aten.expand.default(aten._to_copy.default(src, dtype=x.dtype), x.shape)
-
-
 def _slice_scatter(
     x: torch.Tensor,
     src: torch.Tensor,
@@ -263,10 +247,6 @@ def _scatter_value(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -
     picked = aten.transpose.int(aten.any.dim(picked, -2), dim, -1)
     block = aten.full.default([1] * x.dim(), value, dtype=x.dtype, device=x.device)
     return aten.where.self(picked, block, x)
-
-
-def _max(x: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    return aten.amax.default(x, [dim], keepdim), aten.argmax.default(x, dim, keepdim)
 
 
 def _batch_norm(
@@ -360,23 +340,28 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.view.default: lambda x, size: aten.reshape.default(x, size),
     aten._unsafe_view.default: lambda x, size: aten.reshape.default(x, size),
     aten.pow.Scalar: _pow_scalar,
-    aten.arange.default: _arange,
-    aten.arange.start: _arange_start,
+    aten.arange.default: lambda end, **kwargs: aten.arange.start_step(0, end, 1, **kwargs),
+    aten.arange.start: lambda start, end, **kwargs: aten.arange.start_step(start, end, 1, **kwargs),
     aten.full_like.default: _full_like,
     aten.empty.memory_format: _empty,
-    aten.copy.default: _copy,
+    aten.copy.default: lambda x, src, non_blocking=False: aten.expand.default(
+        aten._to_copy.default(src, dtype=x.dtype), x.shape
+    ),
     aten.index.Tensor: _index,
     aten.repeat.default: _repeat,
     aten.slice_scatter.default: _slice_scatter,
     aten.scatter.value: _scatter_value,
-    aten.max.dim: _max,
+    aten.max.dim: lambda x, dim, keepdim=False: (
+        aten.amax.default(x, [dim], keepdim),
+        aten.argmax.default(x, dim, keepdim),
+    ),
     aten._native_batch_norm_legit_no_training.default: _batch_norm,
     aten.as_strided_.default: _as_strided,
     aten.native_group_norm.default: _group_norm,
     aten.linalg_vector_norm.default: _vector_norm,
     aten.isinf.default: lambda x: aten.eq.Scalar(aten.abs.default(x), float("inf")),
     aten.log1p.default: lambda x: aten.log.default(aten.add.Tensor(x, 1)),
-    aten.any.default: _any,
+    aten.any.default: lambda x: aten.any.dim(x.reshape(-1), 0),
     aten.constant_pad_nd.default: _pad,
     aten.pad.default: lambda x, pad, mode="constant", value=None: _pad(x, pad, value or 0),
     aten.mm.default: lambda x, y: aten.matmul.default(x, y),
