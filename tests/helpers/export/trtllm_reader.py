@@ -19,9 +19,29 @@ Tensors = dict[str, Tensor]
 FIXED_EPS = ("OPTForCausalLM", "BloomForCausalLM", "GPTNeoXForCausalLM")
 
 
+class Reading(Tensors):
+    """Tensors whose names begin with `prefix`, without it; `read` has those that were asked for."""
+
+    def __init__(self, tensors: Tensors, read: set[str], prefix: str = "") -> None:
+        own = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+        super().__init__(own)
+        self.read, self.prefix = read, prefix
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.read.add(self.prefix + name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+
 def logits(config: dict[str, Any], ranks: list[Tensors], ids: Tensor) -> Tensor:
-    """[tokens, vocab] of one sequence of token ids."""
-    return _Model(config, ranks).run(ids)
+    """[tokens, vocab] of one sequence of token ids. Each stage reads all that its files hold."""
+    model = _Model(config, ranks)
+    found = model.run(ids)
+    for stage, read in zip(model.stages, model.read, strict=True):
+        assert all(rank.keys() <= read for rank in stage)
+    return found
 
 
 class _Model:
@@ -29,7 +49,11 @@ class _Model:
         self.config, mapping = config, config["mapping"]
         self.tp, self.pp = mapping["tp_size"], mapping["pp_size"]
         assert len(ranks) == self.tp * self.pp == mapping["world_size"]
-        self.stages = [ranks[i * self.tp : (i + 1) * self.tp] for i in range(self.pp)]
+        self.read: list[set[str]] = [set() for _ in range(self.pp)]
+        self.stages = [
+            [Reading(rank, read) for rank in ranks[i * self.tp : (i + 1) * self.tp]]
+            for i, read in enumerate(self.read)
+        ]
         self.arch: str = config["architecture"]
         self.eps = 1e-5 if self.arch in FIXED_EPS else config["norm_epsilon"]
         self.gemma = self.arch.startswith("Gemma")
@@ -47,10 +71,7 @@ class _Model:
         count = self.config["num_hidden_layers"] // self.pp
         for i in range(self.config["num_hidden_layers"]):
             start = f"transformer.layers.{i % count}."
-            ranks = [
-                {k.removeprefix(start): v for k, v in rank.items() if k.startswith(start)}
-                for rank in self.stages[i // count]
-            ]
+            ranks = [Reading(rank, rank.read, start) for rank in self.stages[i // count]]
             x = self.layer(i, ranks, x)
         eps = 1e-5 if self.arch == "GPTJForCausalLM" else None
         x = self.norm(last[0], "transformer.ln_f", x, eps)
