@@ -47,7 +47,13 @@ from autoshard.passes import PendingInput
 from autoshard.planning import is_view
 from autoshard.program import Program, ProgramHandle, register
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import CollectiveRegion, agree, attempt, wait_at_most
+from autoshard.runtime.agreement import (
+    CollectiveRegion,
+    agree,
+    attempt,
+    compare_every,
+    wait_at_most,
+)
 from autoshard.runtime.collectives import State, shard_dim
 from autoshard.runtime.graph_meta import (
     ENABLE_GRAD,
@@ -129,6 +135,7 @@ def _compile(
 ) -> Callable[..., Any]:
     config = Config.from_options(options)
     wait_at_most(config.timeout)
+    compare_every(config.compare_every)
     if config.mesh is None:  # a mesh is chosen for the dtypes in which it will compute
         _cast_inputs(inputs, use_by(config, None))
     choice = choose(gm, example_inputs, inputs, config, device)

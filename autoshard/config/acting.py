@@ -80,6 +80,7 @@ ACTING: dict[str, Acting] = {
     "batches": Acting(SAME_BATCH),
     "timeout": Acting(AXIS_ORDER),
     "initial_weights": Acting(AXIS_ORDER),
+    "compare_every": Acting((*DATA_AXES, "pp")),
     "microbatches": Acting(("pp",), needed=True),
     "schedule": Acting(("pp",), needed=True),
     "virtual_stages": Acting(("pp",), needed=True),

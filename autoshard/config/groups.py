@@ -29,7 +29,11 @@ GROUPS: dict[str, dict[str, str]] = {
         "defer": "defer_reduction",
         "loss_tokens": "loss_tokens",
     },
-    "same_inputs": {"batches": "batches", "weights": "initial_weights"},
+    "same_inputs": {
+        "batches": "batches",
+        "weights": "initial_weights",
+        "compare_every": "compare_every",
+    },
     "planner": {
         "sequence_parallel": "sequence_parallel",
         "ep_exchange": "ep_exchange",

@@ -276,6 +276,12 @@ class Config:
         "Take rank 0's initial weights and buffers, or trust that all ranks hold the same; buffers "
         "are compared.",
     )
+    compare_every: int = _option(
+        256,
+        "a positive int",
+        _is_positive_int,
+        "Calls of graphs, in the long run, between comparisons of all so far: 16 bytes a time.",
+    )
     microbatches: int | None = _option(
         None,
         "a positive int, or None",

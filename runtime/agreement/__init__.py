@@ -23,4 +23,9 @@ from autoshard.runtime.agreement.consensus import (
 from autoshard.runtime.agreement.history import Call
 from autoshard.runtime.agreement.regions import CollectiveRegion, announced, users_line
 from autoshard.runtime.agreement.store_exchange import SAME
-from autoshard.runtime.agreement.worlds import limit_group, restarts, wait_at_most
+from autoshard.runtime.agreement.worlds import (
+    compare_every,
+    limit_group,
+    restarts,
+    wait_at_most,
+)

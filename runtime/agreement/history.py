@@ -4,7 +4,8 @@ Data-parallel ranks have batches of their own, and may take other branches: two 
 graphs gather or reduce other parameters with each other, and where those are of one size nothing
 fails. The ranks compare all calls so far before each of the first few that train after a backward.
 Else it would cost too many messages, and they do at the first, second, fourth, eighth... and at
-every 256th: a difference stays one, as the hash of a call is mixed with that of all before it.
+every 256th, or as often as an option says: a difference stays one, as the hash of a call is mixed
+with that of all before it.
 
 A rank inside of a collective cannot say so, and says nothing of it before: that would cost each
 step a message. A thread looks at the counts of collectives now and then, and tells those that stand
@@ -49,13 +50,13 @@ class History:
         self._count = self._mixed = self._before = self._compared = self._since = 0
         self._latest: deque[str] = deque(maxlen=_KEPT)
 
-    def add(self, call: Call, trains: bool = False) -> bool:
+    def add(self, call: Call, trains: bool = False, every: int = EVERY) -> bool:
         """Whether the ranks are to compare their histories now, before this call's collectives."""
         self._count, self._since = self._count + 1, self._since + 1
         self._before, self._mixed = self._mixed, mixed(self._mixed, call.number)
         self._latest.append(call.line)
         early = trains and self._since <= TRAINING
-        if not early and self._count & (self._count - 1) and self._count % EVERY:
+        if not early and self._count & (self._count - 1) and self._count % every:
             return False
         again = self._count <= self._compared
         self._compared = max(self._compared, self._count)

@@ -81,7 +81,7 @@ class CollectiveRegion:
         """Count this call, and compare with the other ranks where it is time to."""
         for group, axis, call in self._calls:
             history = exchange.histories[group]
-            due = history.add(call, torch.is_grad_enabled())
+            due = history.add(call, torch.is_grad_enabled(), exchange.every)
             if due and not ask(history.number, axis):
                 what, digest = "collectives of the graphs so far", f"{history.number:x}"
                 lines = history.lines

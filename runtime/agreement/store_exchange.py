@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
 
-from autoshard.runtime.agreement.history import History, name_of
+from autoshard.runtime.agreement.history import EVERY, History, name_of
 from autoshard.runtime.agreement.whereabouts import (
     FEW,
     LOOK,
@@ -72,12 +72,14 @@ class StoreExchange(Whereabouts):
     """The messages of one process group world, as one rank writes and reads them.
 
     Every rank of a group must make the same exchanges in the same order. histories: what the
-    graphs of this rank gathered and reduced, by groups of ranks.
+    graphs of this rank gathered and reduced, by groups of ranks. every: calls between two
+    comparisons of these, in the long run.
     """
 
     def __init__(self, world: Any, generation: str) -> None:
         super().__init__(world, generation)
         self.histories: defaultdict[str, History] = defaultdict(History)
+        self.every = EVERY
         self._old: dict[str, list[str]] = {}  # keys of the last exchange of each group
         # a second connection to the store, on which questions stay; the last that did
         self._waiting: Any = None

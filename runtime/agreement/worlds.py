@@ -108,6 +108,13 @@ def wait_at_most(seconds: float | None) -> None:
         exchange.limit = _current.limit if seconds is None else seconds
 
 
+def compare_every(calls: int) -> None:
+    """Set after how many calls of graphs the ranks compare those so far, in the long run."""
+    exchange = current_exchange()
+    if exchange is not None:
+        exchange.every = calls
+
+
 def limit_group(name: str) -> None:
     """Let collectives of a process group wait as long as comparisons do."""
     exchange = current_exchange()

@@ -47,6 +47,7 @@ OTHER: dict[str, Any] = {
     "batches": "always",
     "timeout": 60.0,
     "initial_weights": "trust",
+    "compare_every": 16,
     "microbatches": 2,
     "schedule": "gpipe",
     "virtual_stages": 3,

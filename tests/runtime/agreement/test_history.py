@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -29,6 +30,13 @@ def test_a_difference_stays_one() -> None:
     swapped = compared([second, first])[0], compared([first, second])[0]
     assert swapped[0].number != swapped[1].number
     assert swapped[0].lines[0].startswith("call 1: the forward with 2 parameters (a, c; ")
+
+
+@pytest.mark.parametrize("every", [1, 10, 1000])
+def test_a_user_says_how_late_a_difference_is_found(every: int) -> None:
+    history, call = History(), Call("the forward", ["a"])
+    at = [i for i in range(1, 2048) if history.add(call, every=every)]
+    assert at == sorted({*(1 << i for i in range(11)), *range(every, 2048, every)})
 
 
 def test_a_call_that_failed_by_itself_is_made_again() -> None:
