@@ -11,7 +11,8 @@ from autoshard.planning import Plan as Plan
 from autoshard.planning.rules import sharding_rule as sharding_rule
 from autoshard.program import Program as Program
 from autoshard.program import programs as programs
-from autoshard.runtime.offloaded_optimizer import offload_optimizer as offload_optimizer
+from autoshard.runtime.optimizer import offload_optimizer as offload_optimizer
+from autoshard.runtime.optimizer import optimizer as optimizer
 from autoshard.runtime.parameters import discard_pending as discard_pending
 from autoshard.runtime.parameters import full_state_dict as full_state_dict
 from autoshard.runtime.parameters import no_sync as no_sync

@@ -39,6 +39,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "training": (*TWO, str(HERE / "training.py")),
     "generate": (*TWO, str(HERE / "generate.py")),
     "host_states": (str(HERE / "host_states.py"),),
+    "optimizer": (*TWO, str(HERE / "optimizer.py")),
     "warm_start": (str(HERE / "warm_start.py"),),
     "agreement": (str(HERE / "agreement.py"),),
     "small_sums": (*TWO, str(HERE / "small_sums.py")),

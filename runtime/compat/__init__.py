@@ -109,6 +109,7 @@ from autoshard.runtime.compat.modes import (
     FakeTensorMode,
     FunctionalTensor,
     FunctionalTensorMode,
+    TorchDispatchMode,
     autocast_is_on,
     autocast_knows,
     explicit_modes,

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 
 @contextlib.contextmanager
@@ -99,6 +99,7 @@ __all__ = [
     "FakeTensorMode",
     "FunctionalTensor",
     "FunctionalTensorMode",
+    "TorchDispatchMode",
     "is_traceable_wrapper_subclass",
     "same_storage",
     "size_at",

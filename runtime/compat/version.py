@@ -86,6 +86,7 @@ torch.multiprocessing.reductions.StorageWeakRef
 torch.nn.Module._call_impl
 torch.nn.parallel.DistributedDataParallel._get_active_ddp_module
 torch.ops._c10d_functional
+torch.utils._python_dispatch.TorchDispatchMode
 torch.utils._python_dispatch._disable_current_modes
 torch.utils._python_dispatch.is_traceable_wrapper_subclass
 torch.utils._pytree

@@ -218,7 +218,7 @@ def host_update(
         part, kept = weight.stored_part(layout), weight.kept
         stored, gradient = training.stored(kept), training.gradient(kept)
         state = training.all_state(kept)
-        # of float32 copies it converts and compares, see runtime/offloaded_optimizer.py
+        # of float32 copies it converts and compares, see runtime/optimizer/offloaded.py
         wide = training.recipe == "master"  # the copies are among the states
         stepped, parameter = (4, 0) if wide else (gradient, stored)
         copied = 12 + 5 * stored if wide else 0

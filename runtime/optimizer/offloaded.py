@@ -12,9 +12,8 @@ optimizer on the device.
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import optim
@@ -26,6 +25,7 @@ from autoshard.runtime import compat
 from autoshard.runtime.errors import AutoshardError
 from autoshard.runtime.host_memory import Staged, Staging
 from autoshard.runtime.mesh import axes_of
+from autoshard.runtime.optimizer.derived import AnyOptimizer, Derived, become, unhooked_step
 from autoshard.runtime.parameters import like, local_part, owned, stored_states
 
 MASTER = "master"
@@ -93,7 +93,7 @@ def step_on_host(
     proxy.__dict__.update(optimizer.__dict__)
     proxy.param_groups = [{**group, **_settings(cls, group, parameter), "params": [stepped]}]
     proxy.state = defaultdict(dict, {stepped: state})
-    _unhooked_step(cls)(proxy)
+    unhooked_step(cls)(proxy)
     stepped.grad = None
     if master is not None:
         host.parameter.copy_(stepped)
@@ -131,18 +131,10 @@ def _settings(
     return found
 
 
-def _unhooked_step(cls: type[Optimizer]) -> Any:
-    """The step of a class without the hooks, which ran for the whole optimizer."""
-    step = cls.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
-
-
 _ELEMENTWISE = (
     *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD),
     *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
 )
-
-AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 def offload_optimizer(
@@ -166,6 +158,11 @@ def offload_optimizer(
     gradient.
     """
     cls: Any = type(optimizer)
+    if isinstance(optimizer, Derived) and not isinstance(optimizer, _OnHost):
+        raise AutoshardError(
+            f"offload_optimizer: autoshard.optimizer has this {cls.__name__} already",
+            remedy="Leave autoshard.optimizer out: the host steps this rank's parts too.",
+        )
     if isinstance(optimizer, _OnHost):
         raise AutoshardError(
             f"the states of this {cls.__name__} are on the host already", remedy=""
@@ -183,13 +180,7 @@ def offload_optimizer(
             "and the host's step is not",
             remedy="Leave out differentiable.",
         )
-    if "step" in optimizer.__dict__:
-        raise AutoshardError(
-            f"offload_optimizer: something has wrapped step() of this {cls.__name__} already, "
-            "as learning-rate schedulers do",
-            remedy="Offload the optimizer before it is given to others.",
-        )
-    optimizer.__class__ = _offloaded_class(cls)
+    become(optimizer, _OnHost, "offload_optimizer")
     given: Any = optimizer
     given.master_dtype = master_dtype
     for parameter, state in list(optimizer.state.items()):
@@ -197,10 +188,9 @@ def offload_optimizer(
     return optimizer
 
 
-class _OnHost(Optimizer):
-    """What replaces methods of an optimizer."""
+class _OnHost(Derived):
+    """What replaces methods of an optimizer whose states are on the host."""
 
-    base: type[Optimizer]
     master_dtype: torch.dtype | None
 
     def _master_of(self, parameter: torch.Tensor) -> torch.dtype | None:
@@ -244,24 +234,15 @@ class _OnHost(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "master_dtype": self.master_dtype}
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _empty, (self.base,), self.__getstate__()
-
-
-def _empty(cls: Any) -> Optimizer:
-    made: Any = _offloaded_class(cls)
-    return made.__new__(made)  # type: ignore[no-any-return]
-
-
-def _step(self: Any, closure: Any = None) -> Any:
-    """Step every parameter that has a gradient on the host; what `closure` returns."""
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
-    with torch.no_grad():
-        _step_all(self)
-    return loss
+    def take_step(self, closure: Any = None) -> Any:
+        """Step every parameter that has a gradient on the host; what `closure` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            _step_all(self)
+        return loss
 
 
 def _step_all(optimizer: Any) -> None:
@@ -306,11 +287,3 @@ def _check_dense(optimizer: Any, parameter: torch.Tensor) -> None:
             f"shape {tuple(parameter.shape)} is {parameter.grad.layout}",
             remedy="Make it dense: nn.Embedding(sparse=False).",
         )
-
-
-@functools.cache
-def _offloaded_class(cls: type[Optimizer]) -> type[Any]:
-    """A subclass of `cls`, of its name, that steps on the host."""
-    step: Any = Optimizer.profile_hook_step(_step)
-    step.hooked = True
-    return type(cls.__name__, (_OnHost, cls), {"step": step, "base": cls, "__doc__": cls.__doc__})

@@ -15,8 +15,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoshard
 from autoshard.errors import AutoshardError
-from autoshard.runtime import host_memory, offloaded_optimizer
+from autoshard.runtime import host_memory
 from autoshard.runtime.host_memory import Copies
+from autoshard.runtime.optimizer import offloaded
 from autoshard.runtime.parameters.eager import gathering
 from autoshard.runtime.parameters.eager.stored_tensor import (
     StoredTensor,
@@ -139,7 +140,7 @@ def test_the_fused_step_runs_beside_a_gpu_unless_another_is_asked_for() -> None:
     def settings(device: str, **asked: Any) -> Any:
         group = optim.AdamW(net().parameters(), **asked).param_groups[0]
         parameter = torch.empty(3, device=device)
-        return offloaded_optimizer._settings(optim.AdamW, group, parameter).get("fused")
+        return offloaded._settings(optim.AdamW, group, parameter).get("fused")
 
     assert settings("meta") is True and settings("cpu") is None
     assert settings("meta", foreach=True) is None and settings("meta", fused=False) is False

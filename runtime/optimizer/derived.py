@@ -1,0 +1,60 @@
+"""An optimizer of which this package replaces the step: the same object, of a class of its name."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, TypeVar
+
+from torch.optim import Optimizer
+
+from autoshard.runtime.errors import AutoshardError
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+
+
+class Derived(Optimizer):
+    """What replaces methods of an optimizer of the class `base`."""
+
+    base: type[Optimizer]
+
+    def take_step(self, closure: Any = None) -> Any:
+        """What `step` runs between its hooks."""
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        mixin = type(self).__bases__[0]
+        return _empty, (mixin, self.base), self.__getstate__()
+
+
+def become(optimizer: Optimizer, mixin: type[Derived], function: str) -> None:
+    """Have an optimizer take the steps of `mixin`. function: the public one that says so.
+
+    Raises AutoshardError where somebody holds its step already.
+    """
+    cls: Any = type(optimizer)
+    kind: Any = mixin
+    if "step" in optimizer.__dict__:
+        raise AutoshardError(
+            f"{function}: something has wrapped step() of this {cls.__name__} already, as "
+            "learning-rate schedulers do",
+            remedy=f"Call autoshard.{function} before the optimizer is given to others.",
+        )
+    optimizer.__class__ = _class(kind, cls)
+
+
+def unhooked_step(cls: type[Optimizer]) -> Any:
+    """The step of a class without the hooks, which ran for the whole optimizer."""
+    step = cls.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _class(mixin: Any, cls: Any) -> type[Any]:
+    step: Any = Optimizer.profile_hook_step(mixin.take_step)
+    step.hooked = True
+    return type(cls.__name__, (mixin, cls), {"step": step, "base": cls, "__doc__": cls.__doc__})
+
+
+def _empty(mixin: Any, cls: Any) -> Any:
+    made: Any = _class(mixin, cls)
+    return made.__new__(made)

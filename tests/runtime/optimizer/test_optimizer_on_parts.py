@@ -1,0 +1,200 @@
+"""`autoshard.optimizer`: the step on this rank's parts beside the step of stored tensors."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_offloading import CASES
+from torch import nn, optim
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import autoshard
+from autoshard.runtime.optimizer.derived import unhooked_step
+from autoshard.runtime.optimizer.stepping import WaysOfSteps
+from autoshard.runtime.parameters.eager.stored_tensor import StoredTensor, as_parameter, as_stored
+from autoshard.runtime.parameters.layout import like, wrap_local
+
+Make = Callable[[Any], optim.Optimizer]
+
+
+class Lion(optim.Optimizer):
+    """An optimizer of nobody's list, which counts in its groups and in itself."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "taken": 0})
+        self.taken = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.taken += 1
+        for group in self.param_groups:
+            group["taken"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                average = state.setdefault("average", torch.zeros_like(p))
+                p.add_(average.lerp(p.grad, 0.1).sign_(), alpha=-group["lr"] / group["taken"])
+                state["average"] = average.lerp(p.grad, 0.01)
+                state["count"] = state.get("count", 0) + 1
+        return loss
+
+
+class ScaledBySize(optim.SGD):
+    """Elementwise operators, whose number is the parameter's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad, alpha=-1 / p.shape[0])
+
+
+class Centred(optim.SGD):
+    """A step that takes the mean of several parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        held = self.param_groups[0]["params"]
+        for p in held:
+            p.sub_(p.grad * held[0].grad.sum())
+
+
+@pytest.fixture(params=[0, 1])
+def mesh(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
+    """Of two ranks, of which this process is one; nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=2)
+    yield DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("dp_shard",))
+    dist.destroy_process_group()
+
+
+def parameters(mesh: DeviceMesh) -> list[Any]:
+    """One plain and unused; in parts, of one of which a rank has none; whole on each rank."""
+    torch.manual_seed(0)
+    found: list[Any] = []
+    for shape, part in (((8, 3), (4, 3)), ((6,), (3,)), ((1, 3), (1 - mesh.get_rank(), 3))):
+        local = wrap_local(torch.randn(part), torch.Size(shape), {"dp_shard": "S(0)"}, mesh)
+        found.append(as_parameter(as_stored(local), True))
+    for shape in ((), (4, 3)):
+        local = wrap_local(torch.randn(shape), torch.Size(shape), {}, mesh)
+        found.append(as_parameter(as_stored(local), True))
+    return [nn.Parameter(torch.ones(2)), *found]
+
+
+def backward(held: list[Any], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for p in held[1:]:
+        p.grad = like(p, torch.randn(p.to_local().shape, generator=generator))
+
+
+def train(held: list[Any], optimizer: Any, steps: range = range(4)) -> None:
+    for step in steps:
+        backward(held, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def parts(held: list[Any], optimizer: Any) -> list[Any]:
+    found = []
+    for p in held:
+        state = optimizer.state.get(p, {})
+        for name, value in [("", p), *state.items()]:
+            stored = isinstance(value, StoredTensor)
+            found.append((name, value.to_local().detach() if stored else value))
+            if isinstance(value, torch.Tensor) and name != "step" and value.dim():
+                assert stored == isinstance(p, StoredTensor), name
+    return found
+
+
+def equal(one: list[Any], other: list[Any]) -> bool:
+    return [name for name, _ in one] == [name for name, _ in other] and all(
+        torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for (_, a), (_, b) in zip(one, other)
+    )
+
+
+def of(optimizer: Any) -> WaysOfSteps:
+    return optimizer.__dict__["_autoshard_parts"]  # type: ignore[no-any-return]
+
+
+ELEMENTWISE: dict[str, Make] = {
+    **{
+        name: lambda p, c=cls, s=more: c(p, **{"lr": 1e-2, **s})
+        for name, (cls, more) in CASES.items()
+    },
+    "Lion": Lion,
+    "SGD foreach": functools.partial(optim.SGD, lr=0.1, momentum=0.9, foreach=True),
+    "NAdam foreach": lambda p: optim.NAdam(p, foreach=True, decoupled_weight_decay=True),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_parts_and_states_are_those_of_stored_tensors_bit_for_bit(
+    name: str, mesh: DeviceMesh
+) -> None:
+    plain, held = parameters(mesh), parameters(mesh)
+    reference, optimizer = ELEMENTWISE[name](plain), ELEMENTWISE[name](held)
+    assert autoshard.optimizer(optimizer) is optimizer
+    train(plain, reference)
+    train(held, optimizer)
+    assert len(of(optimizer).lanes) == len(held) and not any(of(optimizer).rest)
+    assert equal(parts(held, optimizer), parts(plain, reference))
+    for group, want in zip(optimizer.param_groups, reference.param_groups):
+        assert {**group, "params": 0} == {**want, "params": 0}
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    for one, its in ((plain, reference), (held, optimizer)):
+        its.add_param_group({"params": parameters(mesh)[1], "lr": 1e-3})
+        one.append(its.param_groups[1]["params"][0])
+        train(one, its, range(4, 6))
+    assert equal(parts(held, optimizer), parts(plain, reference))
+
+
+def test_no_stored_tensor_is_dispatched(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = parameters(mesh)
+    optimizer = autoshard.optimizer(optim.AdamW(held, foreach=True))
+    train(held, optimizer)
+    backward(held, 5)
+    asked: list[Any] = []
+    native = StoredTensor.__torch_function__.__func__  # type: ignore[attr-defined]
+
+    def spied(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asked.append(func)
+        return native(cls, func, types, args, kwargs)
+
+    monkeypatch.setattr(StoredTensor, "__torch_function__", classmethod(spied))
+    optimizer.step()
+    assert not asked
+
+
+def test_what_parts_do_not_suffice_for_says_why(mesh: DeviceMesh) -> None:
+    def reason(make: Make) -> str:
+        held = parameters(mesh)[1:3]
+        optimizer: Any = autoshard.optimizer(make(held))
+        found = WaysOfSteps()
+        found.follow(optimizer, unhooked_step(optimizer.base), closure=False)
+        assert len(found.lanes) == 2 and not found.on_parts
+        return found.lanes[0].reason
+
+    assert reason(ScaledBySize) == "its numbers depend on its shape"
+    assert reason(Centred) == "mul takes several parameters at once"
+    assert reason(optim.Adafactor) == "new_zeros is not elementwise"
+    assert reason(optim.LBFGS) == "it has parameters, or more than numbers, in _params"
+    assert "its step on fakes raises" in reason(optim.SparseAdam)
+
+
+def test_parameters_that_are_whole_on_each_rank_are_stepped_whole(mesh: DeviceMesh) -> None:
+    plain, held = parameters(mesh), parameters(mesh)
+    chosen = [5], [5]
+    made = [optim.Muon([one[i] for i in at], lr=0.1) for one, at in zip((plain, held), chosen)]
+    for one, its in zip((plain, held), (made[0], autoshard.optimizer(made[1]))):
+        train(one, its)
+    assert of(made[1]).on_parts and equal(parts(held, made[1]), parts(plain, made[0]))
