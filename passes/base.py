@@ -230,6 +230,7 @@ def module_path(node: fx.Node) -> str:
     if not stack:
         return ""
     path = list(stack.values())[-1][0]
+    path = path.replace("L['args'][0]", "L", 1)  # the module of a forward that a decorator wraps
     for spelling in ("._modules[", "["):
         path = path.replace(spelling, ".")
     path = path.replace("]", "").replace("'", "").replace('"', "")

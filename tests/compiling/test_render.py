@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -57,6 +58,26 @@ def test_modules_at_the_right() -> None:
     linear = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)[0]
     assert module_path(linear) == "0.qkv"
     assert user_line(linear).split("/")[-1].startswith("test_render.py:")
+
+
+def test_modules_of_a_decorated_forward() -> None:
+    def decorated(forward: Any) -> Any:
+        return functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(8, 4)
+
+        @decorated
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.up(x)  # type: ignore[no-any-return]
+
+    torch._dynamo.reset()
+    recorder = Recorder()
+    torch.compile(Model(), backend=recorder)(torch.randn(3, 8))
+    nodes = [node for node in recorder.graph.graph.nodes if node.op == "call_function"]
+    assert "args" in str(nodes[0].meta["nn_module_stack"]) and module_path(nodes[0]) == "up"
 
 
 def test_prepared_graph() -> None:

@@ -128,7 +128,8 @@ def test_two_axes_golden() -> None:
     made = autoshard.trace(MLP(), (torch.ones(8, 64),), mesh=mesh, planner={"bucket_bytes": 1})
     starts = ("autoshard:", "parameter ", "a rank holds")
     sections = [s for s in made.explain(width=150).split("\n\n") if s.startswith(starts)]
-    golden("explain_two_axes", "\n\n".join(sections))
+    text = re.sub(r"\bbuf\d+\b", "buf", "\n\n".join(sections))  # torch 2.14 counts otherwise
+    golden("explain_two_axes", text)
 
 
 def test_an_operator_without_a_rule_is_told_with_the_users_line() -> None:

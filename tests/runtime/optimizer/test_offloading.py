@@ -87,6 +87,9 @@ def test_numbers_and_states_are_those_of_the_optimizer(name: str) -> None:
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(want[number][key])), key
 
 
+@pytest.mark.skipif(
+    torch.__version__ >= "2.14", reason="torch 2.14 asks how many devices a host of the mesh has; of meta none"
+)
 def test_states_of_a_parameter_on_another_device_stay_on_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
