@@ -88,7 +88,8 @@ def test_numbers_and_states_are_those_of_the_optimizer(name: str) -> None:
 
 
 @pytest.mark.skipif(
-    torch.__version__ >= "2.14", reason="torch 2.14 asks how many devices a host of the mesh has; of meta none"
+    torch.__version__ >= "2.14",
+    reason="torch 2.14 asks how many devices a host of the mesh has; of meta none",
 )
 def test_states_of_a_parameter_on_another_device_stay_on_the_host(
     monkeypatch: pytest.MonkeyPatch,
