@@ -128,9 +128,6 @@ def widened_product(
 
 def _rounded(one: _Matrix) -> torch.Tensor:
     assert one.scale is not None
-    if not one.scale.dim() and not one.tensor.is_contiguous() and one.tensor.t().is_contiguous():
-        # rounded as it lies, then turned: a byte an element moves, and what forward rounded serves
-        return _rounded(one.turned()).t().contiguous()
     most = torch.finfo(one.dtype).max
     wide = one.tensor.to(torch.promote_types(one.tensor.dtype, torch.float32))
     return (wide * one.scale).clamp(-most, most).to(one.dtype).contiguous()
