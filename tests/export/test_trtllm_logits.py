@@ -23,7 +23,7 @@ from autoshard.export.serial_graph import model_graph
 from autoshard.export.to_trtllm.families import family_of
 from autoshard.export.to_trtllm.tensors import Split, check_split
 from trtllm_oracle import MODELS, TINY, make_model
-from trtllm_reader import logits
+from trtllm_reader import UnreadTensors, logits
 
 # torch's own, where it traces Bloom's GELU
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated")
@@ -213,7 +213,10 @@ def test_a_wrong_field_shows_in_the_logits(
     assert config[field] != wrong
     if name == "phi3_long":  # as many factors as the wrong part needs
         config["longrope_scaling_short_factors"] *= 2
-    found = logits({**config, field: wrong}, ranks, IDS)
+    try:
+        found = logits({**config, field: wrong}, ranks, IDS)
+    except UnreadTensors:
+        return  # that shows it too
     assert float((found - right).abs().max()) > 1e-2
 
 

@@ -35,12 +35,17 @@ class Reading(Tensors):
         return self[name] if name in self else default
 
 
+class UnreadTensors(Exception):
+    """The files hold tensors that a model of this configuration does not read."""
+
+
 def logits(config: dict[str, Any], ranks: list[Tensors], ids: Tensor) -> Tensor:
     """[tokens, vocab] of one sequence of token ids. Each stage reads all that its files hold."""
     model = _Model(config, ranks)
     found = model.run(ids)
     for stage, read in zip(model.stages, model.read, strict=True):
-        assert all(rank.keys() <= read for rank in stage)
+        if any(rank.keys() - read for rank in stage):
+            raise UnreadTensors
     return found
 
 

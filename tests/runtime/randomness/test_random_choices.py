@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoshard.planning.rules.registry import SEED, strategies
+from autoshard.planning.rules.layers import SEED
+from autoshard.planning.rules.registry import strategies
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.randomness import distributions as choices
 from autoshard.runtime.randomness.draws import on_shard
