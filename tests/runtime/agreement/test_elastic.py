@@ -68,6 +68,7 @@ def check_lost(taken: list[tuple[int, str]]) -> None:
         assert after == before + 1 or (after % EVERY == 0 and before - after < 2 * EVERY), taken
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # the test reads alone
 @pytest.mark.parametrize("seed", [0])
 def test_kills_at_random_moments(tmp_path: Path, seed: int) -> None:
     """On four and then two processes, with a kill on each: losses and state are those of jobs that
