@@ -57,8 +57,8 @@ _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 PADDING_FROM = 16_384
 """Keys from which attention that hides padding alone is quicker without its mask: nothing is spared
-but the mask. At 4,096 keys it takes 1.3 to 2.5 times the mask's time and more memory (an H100, and
-a CPU), at 16,384 0.86 to 0.98 (benchmarks/masked_attention.py --step)."""
+but the mask. A step on an H100 takes 1.42 of the mask's time with 4,096 keys, 0.90 with 16,384
+(benchmarks/masked_attention.py --step); attention alone on a CPU 1.26 with 4,096."""
 
 ONES, POSITIONS = "ones", "positions"
 """What may be known of an input: each element is 1; along the last dim it is 0, 1, 2, ..."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.errors import AutoshardError, message
+from autoshard.errors import AutoshardError
 from autoshard.parameters.meta_buffers import initialise_buffers, meta_buffers
 from autoshard.parameters.safetensors_files import opened_file, reading, refuse_dtype, tensor_files
 from autoshard.runtime import compat
@@ -81,12 +81,10 @@ def load_safetensors(model: nn.Module, path: str | Path, *, strict: bool = True)
     left = [name for name, *_ in meta_buffers(model)]
     if left:
         raise AutoshardError(
-            message(
-                f"{len(left)} buffers are on the meta device and {path} does not hold them: "
-                f"{_few(left)}",
-                remedy="Their values were computed when the module was made, on meta, and are "
-                "lost. Give them again: module.register_buffer(name, value, persistent=False).",
-            )
+            f"{len(left)} buffers are on the meta device and {path} does not hold them: "
+            f"{_few(left)}",
+            remedy="Their values were computed when the module was made, on meta, and are "
+            "lost. Give them again: module.register_buffer(name, value, persistent=False).",
         )
     return Keys(missing, unexpected)
 
@@ -110,10 +108,8 @@ def _read(found: Mapping[str, tuple[Path, str]], of: Mapping[str, _Target]) -> N
                     want = tuple(target.tensor.shape)
                     if shape != want:
                         raise AutoshardError(
-                            message(
-                                f"{stored_as} has shape {shape} in {file}, and {want} in the model",
-                                remedy="Load the checkpoint of this configuration.",
-                            )
+                            f"{stored_as} has shape {shape} in {file}, and {want} in the model",
+                            remedy="Load the checkpoint of this configuration.",
                         )
 
 
@@ -170,11 +166,9 @@ def _refuse_whole_meta(targets: list[_Target]) -> None:
         tensor = target.tensor
         if isinstance(tensor, nn.Parameter) and tensor.is_meta and not isinstance(tensor, DTensor):
             raise AutoshardError(
-                message(
-                    f"parameter {target.name} is on the meta device and nothing stores it yet",
-                    remedy="Call autoshard.shard(model, ...) with an example batch first: each "
-                    "rank then reads its shard only.",
-                )
+                f"parameter {target.name} is on the meta device and nothing stores it yet",
+                remedy="Call autoshard.shard(model, ...) with an example batch first: each "
+                "rank then reads its shard only.",
             )
 
 
@@ -185,10 +179,8 @@ def _names_differ(path: str | Path, missing: list[str], unexpected: list[str]) -
     if unexpected:
         parts.append(f"{len(unexpected)} of its names are not in the model: {_few(unexpected)}")
     return AutoshardError(
-        message(
-            f"{path} does not fit the model; " + "; ".join(parts),
-            remedy="strict=False loads what both have.",
-        )
+        f"{path} does not fit the model; " + "; ".join(parts),
+        remedy="strict=False loads what both have.",
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autoshard.errors import AutoshardError, message
+from autoshard.errors import AutoshardError
 from autoshard.runtime.files import FileEntry, is_directory, is_file, read_json
 
 _INDEX = "model.safetensors.index.json"
@@ -35,20 +35,16 @@ def tensor_files(path: Path) -> dict[str, Path]:
     found = sorted(path.glob("*.safetensors")) if is_directory(path) else []
     if not found:
         raise AutoshardError(
-            message(
-                f"{str(path)!r} is neither a safetensors file nor a directory with one",
-                remedy="Give a file, or a Hugging Face directory of safetensors.",
-            )
+            f"{str(path)!r} is neither a safetensors file nor a directory with one",
+            remedy="Give a file, or a Hugging Face directory of safetensors.",
         )
     files: dict[str, Path] = {}
     for file in found:
         for name in _names(file):
             if name in files:
                 raise AutoshardError(
-                    message(
-                        f"{name} is in {files[name]} and in {file}",
-                        remedy=f"Give one of the files, or write {_INDEX}.",
-                    )
+                    f"{name} is in {files[name]} and in {file}",
+                    remedy=f"Give one of the files, or write {_INDEX}.",
                 )
             files[name] = file
     return files
@@ -75,13 +71,11 @@ def opened_file(file: Path) -> Iterator[Any]:
         import safetensors
     except ModuleNotFoundError as error:
         raise AutoshardError(
-            message(
-                "reading safetensors needs the package of that name",
-                remedy="pip install 'autoshard[export]'.",
-            )
+            "reading safetensors needs the package of that name",
+            remedy="pip install 'autoshard[export]'.",
         ) from error
     if not is_file(file):
-        raise AutoshardError(message(f"{file} does not exist, or is not a regular file"))
+        raise AutoshardError(f"{file} does not exist, or is not a regular file")
     with contextlib.ExitStack() as stack:
         with reading(file):
             opened = stack.enter_context(safetensors.safe_open(file, framework="pt"))
@@ -95,21 +89,17 @@ def reading(file: Path) -> Iterator[None]:
         yield
     except Exception as error:
         raise AutoshardError(
-            message(
-                f"{file} cannot be read as safetensors: {error}",
-                remedy="It is damaged or incomplete: copy or save it again.",
-            )
+            f"{file} cannot be read as safetensors: {error}",
+            remedy="It is damaged or incomplete: copy or save it again.",
         ) from error
 
 
 def refuse_dtype(kind: str, what: str, wanted: torch.dtype) -> None:
     """Whether a tensor of safetensors' type `kind` can become one of dtype `wanted`."""
     if kind in _COMPLEX and not wanted.is_complex:
-        raise AutoshardError(message(f"{what} is complex ({kind}), and {wanted} in the model"))
+        raise AutoshardError(f"{what} is complex ({kind}), and {wanted} in the model")
     if kind not in _READABLE:
         raise AutoshardError(
-            message(
-                f"{what} is of the type {kind}, which is not read",
-                remedy=f"Store it as one of {', '.join(_READABLE)}.",
-            )
+            f"{what} is of the type {kind}, which is not read",
+            remedy=f"Store it as one of {', '.join(_READABLE)}.",
         )

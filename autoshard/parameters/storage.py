@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.compiling import use_by
 from autoshard.config import Config
-from autoshard.errors import ConfigError, message
+from autoshard.errors import ConfigError
 from autoshard.runtime.agreement import from_first
 from autoshard.runtime.collectives import H, I, S, State, data_axes, data_states
 from autoshard.runtime.mesh import Mesh
@@ -164,13 +164,11 @@ def _refuse_other_wrappers(models: Iterable[nn.Module]) -> None:
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
                 raise ConfigError(
-                    message(
-                        f"fully_shard was applied to {name or 'the model'}, a "
-                        f"{type(module).__name__}, before its first compiled call: two would shard "
-                        "its parameters",
-                        remedy="Remove fully_shard, and give the axis to the mesh: "
-                        "options={'mesh': {'dp_shard': N}}.",
-                    )
+                    f"fully_shard was applied to {name or 'the model'}, a "
+                    f"{type(module).__name__}, before its first compiled call: two would shard "
+                    "its parameters",
+                    remedy="Remove fully_shard, and give the axis to the mesh: "
+                    "options={'mesh': {'dp_shard': N}}.",
                 )
 
 

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from autoshard.errors import AutoshardError, message
+from autoshard.errors import AutoshardError
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import restarts
 
@@ -59,10 +59,8 @@ class WeightLink:
             self._group: Any = dist.ProcessGroupGloo(self._store, rank, size, limit)
         except RuntimeError as error:
             raise AutoshardError(
-                message(
-                    f"rank {rank} of {size} has not met the others of {name!r}: {error}",
-                    remedy="Start all of them, with the same address, size and name.",
-                )
+                f"rank {rank} of {size} has not met the others of {name!r}: {error}",
+                remedy="Start all of them, with the same address, size and name.",
             ) from error
 
     def gather(self, value: Any) -> list[Any]:
@@ -95,10 +93,8 @@ class WeightLink:
         """The beginning of an update."""
         if self.closed:
             raise AutoshardError(
-                message(
-                    f"the link {self.name!r} is closed since an update failed: {self.closed}",
-                    remedy="Have the processes that are left make another link.",
-                )
+                f"the link {self.name!r} is closed since an update failed: {self.closed}",
+                remedy="Have the processes that are left make another link.",
             )
         self._updates += 1
 
@@ -116,11 +112,9 @@ class WeightLink:
             return
         self.closed = decided
         raise AutoshardError(
-            message(
-                f"update {self._updates} of {self.name!r} did not happen, and the weights of "
-                f"before are whole: {self.closed}",
-                remedy="See the output of that process. Those that are left make another link.",
-            )
+            f"update {self._updates} of {self.name!r} did not happen, and the weights of "
+            f"before are whole: {self.closed}",
+            remedy="See the output of that process. Those that are left make another link.",
         )
 
     @property
@@ -195,7 +189,7 @@ def meet(
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise AutoshardError(
-            message(f"{address!r} is no address", remedy='Give "host:port", such as "node3:29400".')
+            f"{address!r} is no address", remedy='Give "host:port", such as "node3:29400".'
         )
     limit = timedelta(seconds=timeout)
     store = dist.TCPStore(

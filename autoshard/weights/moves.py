@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autoshard.errors import AutoshardError, message
+from autoshard.errors import AutoshardError
 from autoshard.weights.boxes import Box, apart, common, cut, elements, slices, without
 
 ALIGNED = 16
@@ -127,10 +127,8 @@ def _pieces(
             left = [rest for one in left for rest in without(one, box)]
         if left:
             raise AutoshardError(
-                message(
-                    f"rank {receiver} wants {left[0]} of {name}, which no rank holds",
-                    remedy="Have every rank that holds a part of the model send.",
-                )
+                f"rank {receiver} wants {left[0]} of {name}, which no rank holds",
+                remedy="Have every rank that holds a part of the model send.",
             )
 
 

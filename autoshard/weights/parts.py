@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from autoshard.errors import AutoshardError, message
+from autoshard.errors import AutoshardError
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters import local_bounds, stored_states
@@ -68,7 +68,7 @@ def part_of(tensor: torch.Tensor, name: str) -> HeldPart:
     if tensor.is_meta or tensor.layout is not torch.strided:
         what = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
         raise AutoshardError(
-            message(f"{name} is {what}: it has no values to send or to take", remedy="Load it.")
+            f"{name} is {what}: it has no values to send or to take", remedy="Load it."
         )
     shape = tuple(tensor.shape)
     if isinstance(tensor, DTensor):
@@ -110,7 +110,7 @@ class Sender:
         """What others are told: shape, dtype and box of each part, and of which one a name is."""
         return {
             "parts": {
-                name: [part.shape, str(part.tensor.dtype).removeprefix("torch."), part.box]
+                name: [part.shape, spelled(part.tensor.dtype), part.box]
                 for name, part in self.parts.items()
             },
             "names": {name: of for name, of in self.names.items() if name != of},
@@ -150,31 +150,25 @@ class Tensors:
         for name, part in self.parts.items():
             if name in offered and offered[name].shape != part.shape:
                 raise AutoshardError(
-                    message(
-                        f"{name} has the shape {list(part.shape)} here, and is sent as "
-                        f"{list(offered[name].shape)}",
-                        remedy="Make the model that takes the weights of the same configuration.",
-                    )
+                    f"{name} has the shape {list(part.shape)} here, and is sent as "
+                    f"{list(offered[name].shape)}",
+                    remedy="Make the model that takes the weights of the same configuration.",
                 )
         for name, first in self.names.items():
             if name in offered:
                 of = found.setdefault(first, offered[name].of)
                 if of != offered[name].of:
                     raise AutoshardError(
-                        message(
-                            f"{first} and {name} are one tensor here, and are sent as two",
-                            remedy="Tie them where they are trained, or untie them here.",
-                        )
+                        f"{first} and {name} are one tensor here, and are sent as two",
+                        remedy="Tie them where they are trained, or untie them here.",
                     )
         missing = [name for name in missing if name not in found]
         if missing:
             shown = ", ".join(itertools.islice(missing, 4))
             raise AutoshardError(
-                message(
-                    f"{len(missing)} of {len(self.parts)} tensors are not sent: {shown}",
-                    remedy="Send a model of the same class, or receive into the part of this one "
-                    "that is trained.",
-                )
+                f"{len(missing)} of {len(self.parts)} tensors are not sent: {shown}",
+                remedy="Send a model of the same class, or receive into the part of this one "
+                "that is trained.",
             )
         return found
 
@@ -202,11 +196,9 @@ def offers(described: Mapping[int, Mapping[str, Any]]) -> dict[str, Offered]:
     for rank, name, entry in _entries(described):
         if found.setdefault(name, entry) != entry:
             raise AutoshardError(
-                message(
-                    f"rank {said[name]} sends {name} as {_spelled(found[name])}, and rank {rank} "
-                    f"as {_spelled(entry)}",
-                    remedy="Send one model, in one state, from all ranks of its mesh.",
-                )
+                f"rank {said[name]} sends {name} as {_told(found[name])}, and rank {rank} "
+                f"as {_told(entry)}",
+                remedy="Send one model, in one state, from all ranks of its mesh.",
             )
         said.setdefault(name, rank)
     return found
@@ -215,11 +207,22 @@ def offers(described: Mapping[int, Mapping[str, Any]]) -> dict[str, Offered]:
 def _entries(described: Mapping[int, Mapping[str, Any]]) -> Iterator[tuple[int, str, Offered]]:
     for rank, one in sorted(described.items()):
         for name, (shape, dtype, _) in one["parts"].items():
-            yield rank, name, Offered(tuple(shape), getattr(torch, dtype), name)
+            yield rank, name, Offered(tuple(shape), dtype_named(dtype), name)
         for name, of in one["names"].items():
             shape, dtype, _ = one["parts"][of]
-            yield rank, name, Offered(tuple(shape), getattr(torch, dtype), of)
+            yield rank, name, Offered(tuple(shape), dtype_named(dtype), of)
 
 
-def _spelled(entry: Offered) -> str:
-    return f"{str(entry.dtype).removeprefix('torch.')} {list(entry.shape)}"
+def _told(entry: Offered) -> str:
+    return f"{spelled(entry.dtype)} {list(entry.shape)}"
+
+
+def spelled(dtype: torch.dtype) -> str:
+    """A dtype as processes tell each other of it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype that is spelled so."""
+    found: torch.dtype = getattr(torch, name)
+    return found

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autoshard.errors import AutoshardError, message
+from autoshard.errors import AutoshardError
 from autoshard.weights.boxes import Box
 from autoshard.weights.parts import Offered, WantedBox
 
@@ -64,7 +64,8 @@ class ServerTensors:
         for what, count in (("attention", heads), ("key-value", kv_heads)):
             if count % tp and tp % count or count < tp and what == "attention":
                 raise AutoshardError(
-                    message(f"{count} {what} heads cannot be divided by tp={tp}", remedy="")
+                    f"{count} {what} heads cannot be divided by tp={tp}",
+                    remedy="Give the tp of the server, and the model's own configuration.",
                 )
         self._new: dict[str, torch.Tensor] = {}
 
@@ -110,12 +111,10 @@ class ServerTensors:
         if not fits:
             made = ", ".join(f"{sizes} of {one.source}" for one in pieces)
             raise AutoshardError(
-                message(
-                    f"{name} has the shape {list(new.shape)} in the server, and its pieces are "
-                    f"{made}, for rank {self._rank} of tp={self._tp}",
-                    remedy="Give the rank and tp of the server, and the model's own configuration; "
-                    "quantized weights are not taken.",
-                )
+                f"{name} has the shape {list(new.shape)} in the server, and its pieces are "
+                f"{made}, for rank {self._rank} of tp={self._tp}",
+                remedy="Give the rank and tp of the server, and the model's own configuration; "
+                "quantized weights are not taken.",
             )
         return new.narrow(dim, piece.at, piece.length) if new.dim() else new
 
@@ -169,10 +168,8 @@ class ServerTensors:
         if source in offered:
             return source
         raise AutoshardError(
-            message(
-                f"{name} of the server is made of {source}, which is not sent",
-                remedy="Serve the model that is trained; its layers must be called as Llama's.",
-            )
+            f"{name} of the server is made of {source}, which is not sent",
+            remedy="Serve the model that is trained; its layers must be called as Llama's.",
         )
 
     def _share(self, size: int) -> tuple[int, int]:

@@ -14,11 +14,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.errors import AutoshardError, message
+from autoshard.errors import AutoshardError
 from autoshard.weights.boxes import Box, common, view
 from autoshard.weights.link import Together, WeightLink, world_link
 from autoshard.weights.moves import ALIGNED, Layouts, Move, Want, padded, plan_moves, rounds
-from autoshard.weights.parts import Offered, Receiver, Sender, Tensors, WantedBox, offers, parts_of
+from autoshard.weights.parts import (
+    Offered,
+    Receiver,
+    Sender,
+    Tensors,
+    WantedBox,
+    dtype_named,
+    offers,
+    parts_of,
+    spelled,
+)
 
 BUFFER = 64 * 2**20
 
@@ -113,22 +123,20 @@ class Update:
             held = {rank: one["holds"] for rank, one in enumerate(told) if one["holds"] is not None}
             if not held:
                 raise AutoshardError(
-                    message("no process sends", remedy="Call autoshard.weights.send on some.")
+                    "no process sends", remedy="Call autoshard.weights.send on some."
                 )
             versions = {told[rank]["version"] for rank in held}
             if len(versions) > 1:
                 raise AutoshardError(
-                    message(
-                        f"the processes send the versions {sorted(map(str, versions))}",
-                        remedy="Send after the same step on all of them.",
-                    )
+                    f"the processes send the versions {sorted(map(str, versions))}",
+                    remedy="Send after the same step on all of them.",
                 )
             found = offers(held)
             slots = {} if self._target is None else self._target.slots(found)
         except Exception as raised:
             error = str(raised) if isinstance(raised, AutoshardError) else repr(raised)
         wants = {
-            name: [_spelled(_wire(found[name].dtype, some)), [slot.box for slot in some]]
+            name: [spelled(_wire(found[name].dtype, some)), [slot.box for slot in some]]
             for name, some in slots.items()
         }
         asked = self._link.gather({"error": error, "wants": wants})
@@ -146,7 +154,7 @@ class Update:
         budget = max(4 * ALIGNED, min(one["buffer"] for one in told))
         copies, groups = _planned(link, told, wants, budget)
         dtypes = {
-            (r, name): _dtype(one[0]) for r, by in enumerate(wants) for name, one in by.items()
+            (r, name): dtype_named(one[0]) for r, by in enumerate(wants) for name, one in by.items()
         }
         for move in copies:
             if move.receiver == rank:
@@ -243,7 +251,7 @@ def _planned(
             },
             {
                 rank: {
-                    name: Want(tuple(map(_box, boxes)), _dtype(dtype).itemsize)
+                    name: Want(tuple(map(_box, boxes)), dtype_named(dtype).itemsize)
                     for name, (dtype, boxes) in by.items()
                 }
                 for rank, by in enumerate(wants)
@@ -259,15 +267,6 @@ def _planned(
 
 def _box(given: list[list[int]]) -> Box:
     return tuple((low, high) for low, high in given)
-
-
-def _spelled(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
 
 
 def send(

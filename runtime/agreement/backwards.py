@@ -29,7 +29,7 @@ from autoshard.runtime.agreement.regions import BRANCHES, CollectiveRegion, with
 from autoshard.runtime.agreement.store_exchange import StoreExchange
 from autoshard.runtime.agreement.worlds import current_exchange
 from autoshard.runtime.collectives import Axis
-from autoshard.runtime.errors import AutoshardError, CollectiveError, message
+from autoshard.runtime.errors import AutoshardError, CollectiveError
 
 REPLICAS = "dp_replicate"
 _PLACE = "_autoshard_place"
@@ -185,11 +185,9 @@ def _buckets(held: Iterable[_Unreduced]) -> Iterator[list[_Unreduced]]:
 
 def _refusal(why: str) -> AutoshardError:
     return AutoshardError(
-        message(
-            f"ranks of {REPLICAS} took other branches, so that their gradients are reduced at the "
-            f"end of the backward, and {why}",
-            remedy=BRANCHES,
-        )
+        f"ranks of {REPLICAS} took other branches, so that their gradients are reduced at the "
+        f"end of the backward, and {why}",
+        remedy=BRANCHES,
     )
 
 

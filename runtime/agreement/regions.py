@@ -18,7 +18,7 @@ from autoshard.runtime.agreement.history import Call, name_of
 from autoshard.runtime.agreement.store_exchange import StoreExchange
 from autoshard.runtime.agreement.worlds import current_exchange
 from autoshard.runtime.collectives import Axis
-from autoshard.runtime.errors import AutoshardError, CollectiveError, message
+from autoshard.runtime.errors import AutoshardError, CollectiveError
 
 _LIBRARY = tuple(
     str(Path(module.__file__ or "").parent)
@@ -123,7 +123,7 @@ class CollectiveRegion:
             failure = exchange.roll_call(self._what, peers, waited, gone)
         else:
             failure = exchange.fail(exchange.rank, f"{text}, in {self._what}")
-        raise CollectiveError(message(f"{failure}; {here}", remedy=FAILED)) from error
+        raise CollectiveError(f"{failure}; {here}", remedy=FAILED) from error
 
 
 @contextlib.contextmanager

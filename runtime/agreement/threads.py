@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from autoshard.runtime.errors import AutoshardError, message
+from autoshard.runtime.errors import AutoshardError
 
 T = TypeVar("T")
 
@@ -100,9 +100,7 @@ class Turn:
 def refusal(what: str) -> AutoshardError:
     """The error of both threads."""
     return AutoshardError(
-        message(
-            f"{what}; the other ranks cannot tell their collectives apart",
-            remedy="Call sharded models from one thread, or under one lock that every rank takes "
-            "in the same order. Then start all processes again.",
-        )
+        f"{what}; the other ranks cannot tell their collectives apart",
+        remedy="Call sharded models from one thread, or under one lock that every rank takes "
+        "in the same order. Then start all processes again.",
     )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from autoshard.runtime import compat
 from autoshard.runtime.agreement.store_exchange import StoreExchange
 from autoshard.runtime.agreement.whereabouts import DEFAULT_LIMIT, SPARE
-from autoshard.runtime.errors import AutoshardError, message
+from autoshard.runtime.errors import AutoshardError
 
 
 class _Worlds(NamedTuple):
@@ -42,11 +42,9 @@ def current_exchange() -> StoreExchange | None:
         return None
     if dist.group.WORLD is _inherited:
         raise AutoshardError(
-            message(
-                f"process {os.getpid()} was forked by rank {dist.get_rank()} and is no rank itself",
-                remedy="Call sharded models, and read their parameters, in the ranks only; a "
-                "worker of a DataLoader gets what it needs as tensors.",
-            )
+            f"process {os.getpid()} was forked by rank {dist.get_rank()} and is no rank itself",
+            remedy="Call sharded models, and read their parameters, in the ranks only; a "
+            "worker of a DataLoader gets what it needs as tensors.",
         )
     renew()
     return _current.exchange
@@ -91,12 +89,10 @@ def _refuse_old_keys(exchange: StoreExchange) -> None:
     """Raise AutoshardError where processes that have ended left their messages in the store."""
     if exchange.begun() > 1:
         raise AutoshardError(
-            message(
-                f"the store of the process group holds messages of rank {exchange.rank} of an "
-                "earlier start of this job, which look like those of this one",
-                remedy="Start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: each start then "
-                "has a store of its own.",
-            )
+            f"the store of the process group holds messages of rank {exchange.rank} of an "
+            "earlier start of this job, which look like those of this one",
+            remedy="Start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: each start then "
+            "has a store of its own.",
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoshard.runtime.errors import AutoshardError, message
+from autoshard.runtime.errors import AutoshardError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +32,8 @@ class Sampling:
         share = self.top_p is not None and not 0 < self.top_p <= 1
         if not self.temperature >= 0 or few or share:
             raise AutoshardError(
-                message(
-                    f"temperature {self.temperature}, top_k {self.top_k} and top_p {self.top_p}: "
-                    "give 0 or more, 1 or more, and more than 0 up to 1"
-                )
+                f"temperature {self.temperature}, top_k {self.top_k} and top_p {self.top_p}: "
+                "give 0 or more, 1 or more, and more than 0 up to 1"
             )
 
     def draw(self, logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -86,10 +84,8 @@ class Engine:
         found = {port["name"]: port["shape"] for port in roles.get("input", ())}
         if [len(shape) for shape in found.values()] != [2]:
             raise AutoshardError(
-                message(
-                    f"the engine has the inputs {found}; tokens are generated from one, the token "
-                    "ids [batch, sequence]"
-                )
+                f"the engine has the inputs {found}; tokens are generated from one, the token "
+                "ids [batch, sequence]"
             )
         self._tokens = roles["input"][0]["name"]
         self._dtype = getattr(torch, roles["input"][0]["dtype"])
@@ -153,13 +149,10 @@ class Engine:
 
     def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         if not prompts or not all(prompts):
-            raise AutoshardError(message("there is no prompt, or an empty one"))
+            raise AutoshardError("there is no prompt, or an empty one")
         if not self.min_batch <= len(prompts) <= self.max_batch:
             raise AutoshardError(
-                message(
-                    f"{len(prompts)} prompts, and the engine takes {self.min_batch} to "
-                    f"{self.max_batch}",
-                )
+                f"{len(prompts)} prompts, and the engine takes {self.min_batch} to {self.max_batch}"
             )
         # the last new token is never fed; what fills up the fewest tokens the engine takes is
         longest = max(map(len, prompts)) + max(max_new_tokens, 1) - 1

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from autoshard.runtime import compat
 from autoshard.runtime.engine.generation import Engine
-from autoshard.runtime.errors import AutoshardError, message
+from autoshard.runtime.errors import AutoshardError
 from autoshard.runtime.files import MOST_RANKS, FileEntry, is_file, read_json
 
 FORMAT, FORMAT_VERSION = "autoshard-engine", 1
@@ -190,15 +190,13 @@ class TensorRT:
     def __init__(self, config: Mapping[str, Any], data: bytes, group: Any) -> None:
         builder = config["builder"]
         if builder["module"] not in BUILDERS:
-            raise AutoshardError(message(f"{builder['module']!r} builds no engine"))
+            raise AutoshardError(f"{builder['module']!r} builds no engine")
         try:
             trt = importlib.import_module(builder["module"])
         except ImportError as error:
             raise AutoshardError(
-                message(
-                    f"the engine was built by {builder['module']} {builder['version']}, which is "
-                    "not installed"
-                )
+                f"the engine was built by {builder['module']} {builder['version']}, which is "
+                "not installed"
             ) from error
         self._runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
         self._engine = self._runtime.deserialize_cuda_engine(data)
@@ -213,7 +211,7 @@ class TensorRT:
             # torch makes the communicator at the first collective, and keeps it with the group
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
             if self._context.set_communicator(_capsule(compat.nccl_communicator(group))) is False:
-                raise AutoshardError(message("the engine refused the NCCL communicator"))
+                raise AutoshardError("the engine refused the NCCL communicator")
         self._inputs, self._outputs = config["inputs"], config["outputs"]
         self._profiles, self._profile = config["profiles"], 0
 
@@ -223,9 +221,7 @@ class TensorRT:
         self._choose_profile(inputs)
         for name, tensor in inputs.items():
             if not context.set_input_shape(name, tuple(tensor.shape)):
-                raise AutoshardError(
-                    message(f"the engine takes no {name} of shape {tuple(tensor.shape)}")
-                )
+                raise AutoshardError(f"the engine takes no {name} of shape {tuple(tensor.shape)}")
             context.set_tensor_address(name, tensor.data_ptr())
         outputs: dict[str, torch.Tensor] = {}
         for port in self._outputs:
@@ -239,7 +235,7 @@ class TensorRT:
                 outputs[name] = torch.empty(shape, dtype=dtype, device="cuda")
             context.set_tensor_address(name, outputs[name].data_ptr())
         if not context.execute_async_v3(torch.cuda.current_stream().cuda_stream):
-            raise AutoshardError(message("the engine failed to run; TensorRT has logged why"))
+            raise AutoshardError("the engine failed to run; TensorRT has logged why")
         return outputs
 
     def _choose_profile(self, inputs: Mapping[str, torch.Tensor]) -> None:
@@ -262,7 +258,7 @@ class TensorRT:
         if chosen != self._profile:
             stream = torch.cuda.current_stream().cuda_stream
             if not self._context.set_optimization_profile_async(chosen, stream):
-                raise AutoshardError(message(f"the engine refused its profile {chosen}"))
+                raise AutoshardError(f"the engine refused its profile {chosen}")
             self._profile = chosen
 
 
