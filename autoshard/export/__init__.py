@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from autoshard.export.destination import check_target
 from autoshard.export.errors import ExportError
+from autoshard.export.quantization import QuantizedModel
 from autoshard.export.spec import EngineSpec, example_call
 from autoshard.export.to_huggingface import huggingface
 from autoshard.export.to_onnx import onnx

@@ -14,7 +14,7 @@ import itertools
 import json
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -33,6 +33,53 @@ _LOOK = 0.1  # seconds between looks at the decision
 
 class Refused(AutoshardError):
     """An update that all processes know not to be possible, before anything has travelled."""
+
+
+DEVICE_GROUPS = {"cuda": "ProcessGroupNCCL", "xpu": "ProcessGroupXCCL"}
+"""Kind of device -> the group of torch.distributed whose connections take its tensors."""
+
+
+def place_of(devices: Collection[torch.device]) -> tuple[str, str] | None:
+    """The kind of a process's device and which one it is, where all of its tensors are on one that
+    has a group in this torch."""
+    device, *others = devices or [torch.device("cpu")]
+    if others or not hasattr(dist, DEVICE_GROUPS.get(device.type, "")):
+        return None
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return device.type, str(getattr(properties, "uuid", device.index))
+
+
+class Way:
+    """Connections of one backend between the processes of a link. device: where it takes bytes."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group, self.device = group, device
+
+    def open(self) -> None:
+        """Connect, all processes together: a round is of some of them."""
+        self._group.allreduce([torch.zeros(1, device=self.device)]).wait()
+
+    def exchange(
+        self,
+        arriving: Iterable[tuple[torch.Tensor, int]],
+        leaving: Iterable[tuple[torch.Tensor, int]],
+    ) -> None:
+        """Receive bytes from some processes and send some, at once; those that leave may be packed
+        as they are asked for."""
+        if self.device.type == "cpu":
+            works = [self._group.recv([data], sender, 0) for data, sender in arriving]
+            works += [self._group.send([data], to, 0) for data, to in leaving]
+            for work in works:
+                work.wait()
+            return
+        packed = list(leaving)
+        # one launch: a send that waited behind a receive would wait for its own answer
+        self._group._start_coalescing()
+        for data, sender in arriving:
+            self._group.recv([data], sender, 0)
+        for data, to in packed:
+            self._group.send([data], to, 0)
+        self._group._end_coalescing().wait()
 
 
 class WeightLink:
@@ -62,6 +109,8 @@ class WeightLink:
                 f"rank {rank} of {size} has not met the others of {name!r}: {error}",
                 remedy="Start all of them, with the same address, size and name.",
             ) from error
+        self._host = Way(self._group, torch.device("cpu"))
+        self._ways: dict[torch.device, Way] = {}
 
     def gather(self, value: Any) -> list[Any]:
         """The values that all processes gave, anything that JSON holds, in their order."""
@@ -81,13 +130,20 @@ class WeightLink:
             if error is not None:
                 raise Refused(error if rank == self.rank else f"rank {rank}: {error}")
 
-    def send(self, data: torch.Tensor, to: int) -> Any:
-        """Start to send bytes; `wait()` of what is returned ends it."""
-        return self._group.send([data], to, 0)
-
-    def receive(self, data: torch.Tensor, sender: int) -> Any:
-        """Start to receive bytes; see `send`."""
-        return self._group.recv([data], sender, 0)
+    def way(self, places: Sequence[Sequence[str] | None], devices: Collection[torch.device]) -> Way:
+        """How slices travel, alike on all processes. places: what `place_of` said on each: where
+        all tensors are on devices of one kind, one a process, for which torch has a group, they
+        stay there; else they go through the host. devices: of this process."""
+        known = [tuple(place) for place in places if place]
+        if len(set(known)) < self.size or len({kind for kind, _ in known}) > 1:
+            return self._host
+        (device,) = devices
+        if device not in self._ways:
+            make = getattr(dist, DEVICE_GROUPS[device.type])
+            store = dist.PrefixStore(device.type, self._store)
+            self._ways[device] = Way(make(store, self.rank, self.size), device)
+            self._ways[device].open()
+        return self._ways[device]
 
     def begin(self) -> None:
         """The beginning of an update."""

@@ -4,7 +4,7 @@ one that is whole, the tensors of a server."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -58,8 +58,33 @@ class Receiver(Protocol):
         """Take the values that have arrived in the slots."""
         ...
 
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """Tensors on the devices on which the slots will be."""
+        ...
+
     def drop(self) -> None:
         """Free the slots."""
+        ...
+
+
+class Conversion(Protocol):
+    """A model whose tensors travel in another form, such as `autoshard.export.QuantizedModel`.
+    form: said of it, alike on all processes. kept: the tensors that travel as they are."""
+
+    model: nn.Module
+    form: str
+
+    @property
+    def kept(self) -> Sequence[str]: ...
+
+    def shares(self, count: int) -> Sequence[Sequence[Any]]:
+        """What each of `count` processes computes: of `.part.sources`, each with the `name` and the
+        `dtype` that are wanted, the `.rows`, or all where they are None."""
+        ...
+
+    def written(self, share: Any, tensors: dict[str, torch.Tensor]) -> Iterable[Any]:
+        """The tensors that a share becomes: the `name`, `values` and whole `shape` of each, and the
+        `first` of its rows that they are."""
         ...
 
 
@@ -93,18 +118,32 @@ def parts_of(model: nn.Module) -> tuple[dict[str, HeldPart], dict[str, str]]:
 
 
 class Sender:
-    """What a process has to give. names: further names of the tensors."""
+    """What a process has to give. names: further names of the tensors. conversion: of them, before
+    they travel."""
 
     def __init__(
-        self, parts: Mapping[str, HeldPart], names: Mapping[str, str] | None = None
+        self,
+        parts: Mapping[str, HeldPart],
+        names: Mapping[str, str] | None = None,
+        conversion: Conversion | None = None,
     ) -> None:
         self.parts = dict(parts)
         self.names = {**{name: name for name in parts}, **(names or {})}
+        self.conversion = conversion
 
     def copied(self) -> Sender:
         """The same values in memory of their own, which the next step leaves as they are."""
         parts = {n: p._replace(tensor=p.tensor.clone()) for n, p in self.parts.items()}
-        return Sender(parts, self.names)
+        return Sender(parts, self.names, self.conversion)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Those that it has."""
+        return (part.tensor for part in self.parts.values())
+
+    @property
+    def form(self) -> str | None:
+        """What its tensors become before they travel."""
+        return None if self.conversion is None else self.conversion.form
 
     def described(self) -> dict[str, Any]:
         """What others are told: shape, dtype and box of each part, and of which one a name is."""
@@ -115,6 +154,43 @@ class Sender:
             },
             "names": {name: of for name, of in self.names.items() if name != of},
         }
+
+
+class Converted:
+    """A sending process's share of a conversion, as a target of the values that it needs for it.
+    number: of this process among the `count` that send."""
+
+    def __init__(self, source: Sender, number: int, count: int) -> None:
+        assert source.conversion is not None
+        self._source, self._conversion = source, source.conversion
+        self._shares = list(self._conversion.shares(count)[number])
+        self._given: list[dict[str, torch.Tensor]] = []
+
+    def slots(self, offered: Mapping[str, Offered]) -> dict[str, list[WantedBox]]:
+        """See Receiver."""
+        found: dict[str, list[WantedBox]] = {}
+        for share in self._shares:
+            self._given.append({})
+            for one in share.part.sources:
+                box = tuple((0, size) for size in offered[one.name].shape)
+                box = box if share.rows is None else (share.rows, *box[1:])
+                held = self._source.parts[offered[one.name].of].tensor
+                new = held.new_empty([high - low for low, high in box], dtype=one.dtype)
+                self._given[-1][one.name] = new
+                found.setdefault(offered[one.name].of, []).append(WantedBox(box, new))
+        return found
+
+    def sender(self) -> Sender:
+        """What this process then has to give."""
+        parts = {name: self._source.parts[name] for name in self._conversion.kept}
+        while self._shares:
+            for made in self._conversion.written(self._shares.pop(), self._given.pop()):
+                values = made.values
+                low = (made.first,) + (0,) * (values.dim() - 1)
+                box = tuple((a, a + size) for a, size in zip(low, values.shape)) if low else ()
+                parts[made.name] = HeldPart(values, tuple(made.shape), box, values)
+        names = {name: of for name, of in self._source.names.items() if of in parts}
+        return Sender(parts, names)
 
 
 @dataclass
@@ -171,6 +247,10 @@ class Tensors:
                 "that is trained.",
             )
         return found
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """See Receiver."""
+        return (part.tensor for part in self.parts.values())
 
     def swap(self) -> None:
         """See Receiver. In place: graphs, optimizers and servers keep their tensors."""

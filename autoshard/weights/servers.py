@@ -8,7 +8,7 @@ divided; the rows beyond it are zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,9 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 #: Tensor of a server's experts -> that of the model, the dim that is divided, and what it joins.
 EXPERTS = {"w13_weight": ("gate_up_proj", 1, 2), "w2_weight": ("down_proj", 2, 1)}
 
+#: Tensor of a quantized layer -> the rows and columns of its weight that have one entry of it.
+BLOCKS = {"weight_scale_inv": 128}
+
 #: Kind of model -> what the model calls a part of its layers, and what servers do.
 NAMES = {"mixtral": (".mlp.", ".block_sparse_moe.")}
 
@@ -48,8 +51,9 @@ class ServerTensors:
     """What a tensor-parallel rank of vLLM or SGLang takes, for `autoshard.weights.receive`.
 
     tensors: its parameters by name, as `dict(model.named_parameters())` of the server's model has
-    them. config: the Hugging Face configuration. rank, tp: of the server. What is quantized, and
-    models whose layers have other names than Llama's, are an error.
+    them. config: the Hugging Face configuration. rank, tp: of the server. Quantized layers are
+    those of `fp8`, `fp8_channel` and `int8` as they are loaded, before the server packs them for
+    its kernels; models whose layers have other names than Llama's are an error.
     """
 
     def __init__(
@@ -84,6 +88,10 @@ class ServerTensors:
                 if piece.length:
                     found.setdefault(entry.of, []).append(WantedBox(box, place))
         return found
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """See Receiver."""
+        return self._tensors.values()
 
     def swap(self) -> None:
         """See Receiver."""
@@ -144,8 +152,7 @@ class ServerTensors:
                 source = self._known(source if alone else f"{prefix}.{leaf}", name, offered)
                 size = offered[source].shape[0]
                 if one in self._heads:
-                    size = self._heads[one] * self._head
-                    start, length = self._head_share(self._heads[one])
+                    size, start, length = self._head_share(self._heads[one], leaf)
                 else:
                     size = size if alone else size // len(FUSED[layer])
                     start, length = self._share(size)
@@ -158,7 +165,7 @@ class ServerTensors:
                 part = -(-shape[0] // PADDED_TO) * PADDED_TO // self._tp
                 start = min(shape[0], self._rank * part)
                 yield _Piece(source, 0, start, min(shape[0] - start, part), 0)
-            elif layer in CUTS and leaf == "weight":
+            elif layer in CUTS and len(shape) == 2 and shape[CUTS[layer]] > 1:
                 start, length = self._share(shape[CUTS[layer]])
                 yield _Piece(source, CUTS[layer], start, length, 0)
             else:
@@ -175,8 +182,16 @@ class ServerTensors:
     def _share(self, size: int) -> tuple[int, int]:
         return self._rank * size // self._tp, size // self._tp
 
-    def _head_share(self, heads: int) -> tuple[int, int]:
-        """(first row, rows) of this rank's heads; of fewer heads than ranks each is on several."""
+    def _head_share(self, heads: int, leaf: str) -> tuple[int, int, int]:
+        """(all rows, the first, how many) of this rank's heads; of fewer heads than ranks each is
+        on several."""
         own = max(1, heads // self._tp)
         first = self._rank * own if heads >= self._tp else self._rank // (self._tp // heads)
-        return first * self._head, own * self._head
+        block = BLOCKS.get(leaf, 1)
+        if own * self._head % block:
+            raise AutoshardError(
+                f"rank {self._rank} has {own} heads of {self._head}, which cut a scale of {block}",
+                remedy="Serve on fewer ranks, or send a QuantizedModel of fp8_channel.",
+            )
+        rows = self._head
+        return heads * rows // block, first * rows // block, own * rows // block

@@ -7,14 +7,17 @@ tensor, and narrows it by the rank into the place that a fused parameter has for
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from autoshard import weights
 from autoshard.errors import AutoshardError
+from autoshard.export import QuantizedModel, huggingface
 from autoshard.runtime import compat
 from autoshard.weights import Sender, ServerTensors
 from linked import checked, parts, ranks
@@ -43,9 +46,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def model_of(family: str) -> Any:
+def model_of(family: str, **sizes: int) -> Any:
     text = "TextConfig" if family == "Gemma3" else "Config"
-    config = getattr(transformers, f"{family}{text}")(**SIZES, **FAMILIES[family])
+    config = getattr(transformers, f"{family}{text}")(**{**SIZES, **FAMILIES[family], **sizes})
     torch.manual_seed(1)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     for parameter in model.parameters():  # norms and biases too
@@ -53,22 +56,27 @@ def model_of(family: str) -> Any:
     return model
 
 
-def loaded(model: Any, rank: int, tp: int) -> dict[str, torch.Tensor]:
+def loaded(
+    model: Any, rank: int, tp: int, published: dict[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
     """A server's parameters after it has loaded the published checkpoint."""
-    published = compat.published(model, dict(model.state_dict()))
-    heads, kv, width = 4, 2, 8
+    if published is None:
+        published = compat.published(model, dict(model.state_dict()))
+    heads, kv, width = 4, 2, model.config.head_dim
     kv_here, copies = (1, tp // kv) if tp >= kv else (kv // tp, 1)
     q_rows, kv_rows = heads // tp * width, kv_here * width
     made: dict[str, torch.Tensor] = {}
 
     def put(name: str, shape: tuple[int, ...], at: Any, value: torch.Tensor) -> None:
-        made.setdefault(name, torch.zeros(shape))[at].copy_(value)
+        made.setdefault(name, torch.zeros(shape, dtype=value.dtype))[at].copy_(value)
 
     def qkv(name: str, kind: str, value: torch.Tensor) -> None:
-        size = q_rows if kind == "q" else kv_rows
+        # scales of blocks: offsets and sizes are divided by the block's rows
+        block = 128 if name.endswith("scale_inv") else 1
+        size = (q_rows if kind == "q" else kv_rows) // block
         shard = rank if kind == "q" else rank // copies
-        offset = {"q": 0, "k": q_rows, "v": q_rows + kv_rows}[kind]
-        shape = (q_rows + 2 * kv_rows, *value.shape[1:])
+        offset = {"q": 0, "k": q_rows, "v": q_rows + kv_rows}[kind] // block
+        shape = ((q_rows + 2 * kv_rows) // block, *value.shape[1:])
         part = value.narrow(0, shard * size, size)
         put(name, shape, slice(offset, offset + size), part)
 
@@ -103,7 +111,7 @@ def loaded(model: Any, rank: int, tp: int) -> dict[str, torch.Tensor]:
         elif layer == "gate_up_proj":
             for number, part in enumerate(value.chunk(2)):
                 half(name, number, part)
-        elif layer in ("o_proj", "down_proj"):
+        elif layer in ("o_proj", "down_proj") and value.shape[1] > 1:
             made[name] = value.narrow(1, rank * value.shape[1] // tp, value.shape[1] // tp)
         elif layer in ("embed_tokens", "lm_head"):
             per = (value.shape[0] + 63) // 64 * 64 // tp
@@ -140,6 +148,28 @@ def test_what_a_server_would_have_loaded(family: str, tp: int) -> None:
     sizes = {2: sum(v.numel() for v in state.values())}
     if tp == 1:
         assert reports[2].received == 4 * sizes[2]
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_channel", "int8"])
+def test_a_quantized_server_takes_numbers_and_scales(kind: str, tmp_path: Path) -> None:
+    """Of queries, keys and values joined, of layers that are cut by columns, on two ranks."""
+    pytest.importorskip("compressed_tensors")
+    model = model_of("Llama", hidden_size=256, intermediate_size=512, head_dim=128)
+    huggingface(model, tmp_path / "hf", dtype="bfloat16", quantize=kind)
+    published = load_file(tmp_path / "hf" / "model.safetensors")
+
+    def run(link: Any) -> None:
+        if link.rank == 0:
+            return weights.send(QuantizedModel(model, kind, dtype="bfloat16"), link).wait()
+        expected = loaded(model, link.rank - 1, 2, published)
+        tensors = {name: torch.zeros_like(value) for name, value in expected.items()}
+        weights.receive(ServerTensors(tensors, model.config, link.rank - 1, 2), link)
+        for name, value in expected.items():
+            assert torch.equal(tensors[name], value), name
+        scale = "weight_scale_inv" if kind == "fp8" else "weight_scale"
+        assert len(tensors[f"model.layers.0.self_attn.qkv_proj.{scale}"]) in (4, 512)
+
+    checked(ranks(3, run))
 
 
 def test_what_does_not_fit_is_told() -> None:

@@ -4,9 +4,11 @@ memory, errors on all sides."""
 from __future__ import annotations
 
 import socket
+import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from autoshard import weights
 from autoshard.errors import AutoshardError
 from autoshard.weights import WeightLink
+from autoshard.weights.link import DEVICE_GROUPS
 from autoshard.weights.parts import HeldPart, Sender, Tensors
 from autoshard.weights.update import Update
 from linked import checked, parts, ranks
@@ -276,6 +279,62 @@ def test_memory_beside_the_new_values_is_the_buffer(monkeypatch: pytest.MonkeyPa
         shadow = sum(part.tensor.nbytes for part in held.values()) if rank >= 2 else 0
         assert 0 < report.buffer <= 1 << 14 < most[rank] - shadow + (1 << 13)
         assert most[rank] <= shadow + (1 << 14) + (1 << 12)
+
+
+class DeviceGroup:
+    """A group of a device's backend: what is asked of it, in order. Nothing travels."""
+
+    asked: ClassVar[dict[int, list[Any]]] = {}
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._asked = self.asked.setdefault(rank, [])
+
+    def __getattr__(self, name: str) -> Any:
+        def asked(*args: Any) -> Any:
+            given = args[0][0] if args else torch.empty(0, device="meta")
+            assert given.is_meta
+            self._asked.append((name, given.nbytes, *args[1:2]))
+            return SimpleNamespace(wait=lambda: None)
+
+        return asked
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_values_of_devices_stay_there(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the device meta in the place of a GPU: by its backend's group, in one launch a round,
+    through memory of the device. Of two processes on one device, or one of them on the host, all
+    by the host."""
+    here = threading.local()
+    properties = SimpleNamespace(
+        get_device_properties=lambda device: SimpleNamespace(uuid=here.place)
+    )
+    monkeypatch.setitem(DEVICE_GROUPS, "meta", "ProcessGroupOfMeta")
+    monkeypatch.setattr(dist, "ProcessGroupOfMeta", DeviceGroup, raising=False)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: properties)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
+    monkeypatch.setattr(DeviceGroup, "asked", {})
+    wholes = {name: value.to("meta") for name, value in some().items()}
+
+    def run(link: WeightLink) -> Any:
+        here.place = "both" if shared else link.rank
+        try:
+            return moved(link, wholes, wholes)[1]
+        except AutoshardError as error:
+            return str(error)
+
+    found = ranks(4, run)
+    if shared:  # a tensor without memory has nothing that the host could send
+        assert not DeviceGroup.asked and all("meta" in text for text in found)
+        return
+    reports = checked(found)
+    for rank, asked in DeviceGroup.asked.items():
+        names = [name for name, *_ in asked]
+        of = "send" if rank < 2 else "recv"
+        assert names[:2] == ["allreduce", "_start_coalescing"] and names[-1] == "_end_coalescing"
+        assert set(names[2:-1]) == {of}
+        sizes = sum(size for name, size, *_ in asked if name == of)
+        assert sizes == (reports[rank].sent if rank < 2 else reports[rank].received)
 
 
 def test_worlds_meet_at_an_address() -> None:

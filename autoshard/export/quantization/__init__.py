@@ -12,3 +12,4 @@ from autoshard.export.quantization.quantizer import (
     measured,
     quantized_parameters,
 )
+from autoshard.export.quantization.shares import QuantizedModel

@@ -252,7 +252,7 @@ class Quantizer:
         self._model, self._kind, self._inputs = model, kind, inputs
         self._layout = layout(kind)
         chosen = quantized_names(model, parts, kind, self._layout)
-        self._names, self._kept = chosen.names, chosen.kept
+        self.names, self._kept = chosen.names, chosen.kept
         self._accuracy = Accuracy(keep=inputs is not None)
         self.parts = [self._described(part) for part in parts]
 
@@ -267,10 +267,19 @@ class Quantizer:
 
     def _tensors(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """What is written in the place of one published tensor."""
-        if name not in self._names:
+        if name not in self.names:
             return {name: tensor}
         made = self._layout.quantized(tensor)
         return {f"{name.removesuffix('weight')}{last}": one for last, one in made.items()}
+
+    def tensors(
+        self, part: CheckpointPart, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """As `written`, and nobody hears how accurate they are."""
+        published = in_published_form(self._model, part, dict(tensors))
+        return {
+            n: one for name, t in published.items() for n, one in self._tensors(name, t).items()
+        }
 
     def written(
         self, part: CheckpointPart, tensors: Mapping[str, torch.Tensor]
@@ -282,7 +291,7 @@ class Quantizer:
         for name, tensor in in_published_form(self._model, part, given).items():
             new = self._tensors(name, tensor)
             made |= new
-            if name in self._names:
+            if name in self.names:
                 stem = name.removesuffix("weight")
                 state = {full.removeprefix(stem): one for full, one in new.items()}
                 restored[name] = self._layout.restored(state)
