@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from autoshard.errors import AutoshardError
+from autoshard.runtime.engine import Engine
 from autoshard.weights.boxes import Box, common, view
+from autoshard.weights.engines import EngineTensors
 from autoshard.weights.link import (
     DEVICE_GROUPS,
     Refused,
@@ -44,7 +46,7 @@ from autoshard.weights.parts import (
 BUFFER = 64 * 2**20
 
 Source = nn.Module | Conversion | Sender
-Target = nn.Module | Mapping[str, torch.Tensor] | Receiver
+Target = nn.Module | Mapping[str, torch.Tensor] | Engine | Receiver
 
 
 @dataclass(frozen=True)
@@ -360,9 +362,9 @@ def receive(
     background: bool = False,
 ) -> Update:
     """Take the weights that others send: for a model, stored as shards on any mesh or whole, for
-    tensors by the names that are sent, or for those of a server. All of them are swapped in, in
-    place, when all have arrived everywhere; until then, and after an error, those of before are
-    there.
+    tensors by the names that are sent, for those of a server or of a running engine. All of them
+    are swapped in, in place, when all have arrived everywhere; until then, and after an error,
+    those of before are there.
 
     background: return at once; the swap is in `wait()`. Other arguments as for `send`.
     """
@@ -394,6 +396,8 @@ def _given(source: Source) -> Sender:
 def _taken(target: Target) -> Receiver:
     if isinstance(target, nn.Module):
         return Tensors(*parts_of(target))
+    if isinstance(target, Engine):
+        return EngineTensors(target)
     if isinstance(target, Mapping):
         parts = {name: part_of(tensor, name) for name, tensor in target.items()}
         return Tensors(parts, {name: name for name in parts})

@@ -59,6 +59,32 @@ Execute = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 a cache, `<cache>_out`, may be the tensor that came in."""
 
 
+class NewWeights:
+    """New values of an engine's weights, which it takes all at once.
+
+    table: of its weights by name, as config.json has them: `state`, how a rank's part is cut from
+    the whole, its `shape` and `dtype`. rank, ranks: of whose parts. take: has the engine read
+    `values`, on the host; False where it cannot. The memory stays until then.
+    """
+
+    def __init__(
+        self, table: Mapping[str, Any], rank: int, ranks: int, take: Callable[[], bool]
+    ) -> None:
+        self.table, self.rank, self.ranks, self._take = table, rank, ranks, take
+        self.values = {
+            name: torch.empty(one["shape"], dtype=getattr(torch, one["dtype"]))
+            for name, one in table.items()
+        }
+
+    def take(self) -> None:
+        """Replace the weights. Raises AutoshardError where the engine is not whole any more."""
+        if not self._take():
+            raise AutoshardError(
+                "TensorRT could not replace the weights, and the engine has them in part",
+                remedy="Load the engine again; TensorRT has logged why.",
+            )
+
+
 class Engine:
     """The engine of a rank, with its key-value buffers.
 
@@ -103,6 +129,12 @@ class Engine:
         self.max_length = config["kv_cache"]["max_length"] if self._caches else self.max_tokens
         self._buffers: dict[str, torch.Tensor] = {}
         self._stop = {*config.get("stop", ())}
+
+    def new_weights(self) -> list[NewWeights]:
+        """Memory for new values of all weights of this rank: of the engine, and of the encoder's.
+        Raises AutoshardError where they cannot be replaced."""
+        engines: Any = [self.execute, *([] if self._encode is None else [self._encode])]
+        return [engine.new_weights() for engine in engines]
 
     def generate(
         self,

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard.runtime import compat
-from autoshard.runtime.engine.generation import Engine
+from autoshard.runtime.engine.generation import Engine, NewWeights
 from autoshard.runtime.errors import AutoshardError
 from autoshard.runtime.files import MOST_RANKS, FileEntry, is_file, read_json
 
@@ -50,11 +50,12 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     builder.entry("version").text()
     for capability in builder.entry("compute_capabilities").items():
         capability.text()
-    _check_ranks(body.entry("ranks"))
+    refittable = bool(body.optional("refittable", False).value)
+    _check_ranks(body.entry("ranks"), refittable)
     _check_ports(body, "output")
     encoder = body.optional("encoder", None)
     if encoder.value is not None:
-        _check_ranks(encoder.entry("ranks"))
+        _check_ranks(encoder.entry("ranks"), refittable)
         _check_ports(encoder, "encoded")
         if len(encoder.value["ranks"]) != len(body.value["ranks"]):
             raise encoder.refused("not of as many ranks as the decoder")
@@ -97,7 +98,7 @@ def _inside(directory: Path, name: str) -> Path:
     return path
 
 
-def _check_ranks(ranks: FileEntry) -> None:
+def _check_ranks(ranks: FileEntry, refittable: bool) -> None:
     found = ranks.items()
     if not 1 <= len(found) <= MOST_RANKS:
         raise ranks.refused(f"not a list of 1 to {MOST_RANKS:,} ranks")
@@ -106,6 +107,11 @@ def _check_ranks(ranks: FileEntry) -> None:
         digest = rank.entry("sha256")
         if len(digest.text()) != 64 or set(digest.text()) - set("0123456789abcdef"):
             raise digest.refused("not the 64 hexadecimal digits of a SHA-256")
+        for weight in rank.entry("weights").entries().values() if refittable else ():
+            weight.entry("dtype").text(*_DTYPES)
+            weight.entry("state").text()
+            for size in weight.entry("shape").items():
+                size.integer(1, _MOST)
 
 
 def _check_ports(body: FileEntry, made: str) -> None:
@@ -176,18 +182,20 @@ def load(directory: str | Path, group: Any = None) -> Engine:
     encode = None
     if config.get("encoder") is not None:
         encoder = {**config, **config["encoder"]}
-        encode = TensorRT(encoder, read_engine(directory, encoder, rank), group)
-    return Engine(config, TensorRT(config, data, group), torch.device("cuda"), group, encode)
+        encode = TensorRT(encoder, read_engine(directory, encoder, rank), group, rank)
+    execute = TensorRT(config, data, group, rank)
+    return Engine(config, execute, torch.device("cuda"), group, encode)
 
 
 class TensorRT:
     """A deserialized engine and its execution context; an `Execute`.
 
     config: of the directory. data: the engine's bytes, from `read_engine`, which compared their
-    SHA-256: TensorRT itself trusts what it reads. group: the ranks it communicates with.
+    SHA-256: TensorRT itself trusts what it reads. group: the ranks it communicates with. rank: of
+    this engine among them.
     """
 
-    def __init__(self, config: Mapping[str, Any], data: bytes, group: Any) -> None:
+    def __init__(self, config: Mapping[str, Any], data: bytes, group: Any, rank: int = 0) -> None:
         builder = config["builder"]
         if builder["module"] not in BUILDERS:
             raise AutoshardError(f"{builder['module']!r} builds no engine")
@@ -198,7 +206,8 @@ class TensorRT:
                 f"the engine was built by {builder['module']} {builder['version']}, which is "
                 "not installed"
             ) from error
-        self._runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
+        self._trt, self._logger = trt, trt.Logger(trt.Logger.WARNING)
+        self._runtime = trt.Runtime(self._logger)
         self._engine = self._runtime.deserialize_cuda_engine(data)
         if self._engine is None:
             raise AutoshardError(
@@ -214,6 +223,28 @@ class TensorRT:
                 raise AutoshardError("the engine refused the NCCL communicator")
         self._inputs, self._outputs = config["inputs"], config["outputs"]
         self._profiles, self._profile = config["profiles"], 0
+        self._rank, self._ranks = rank, config["ranks"]
+        self._refittable = bool(config.get("refittable"))
+
+    def new_weights(self) -> NewWeights:
+        """Memory for new values of all weights, which TensorRT knows of from now on."""
+        if not self._refittable:
+            raise AutoshardError(
+                "the engine's weights cannot be replaced",
+                remedy="Export it with refittable=True.",
+            )
+        trt = self._trt
+        refitter = trt.Refitter(self._engine, self._logger)
+        table, count = self._ranks[self._rank]["weights"], len(self._ranks)
+        new = NewWeights(table, self._rank, count, lambda: bool(refitter.refit_cuda_engine()))
+        for name, value in new.values.items():
+            dtype = getattr(trt, str(value.dtype).removeprefix("torch."))
+            given = trt.Weights(dtype, value.data_ptr(), value.numel())
+            if not refitter.set_named_weights(name, given):
+                raise AutoshardError(f"the engine has no {name} of shape {tuple(value.shape)}")
+        if missing := refitter.get_missing_weights():
+            raise AutoshardError(f"the engine's {missing[0]} can only be replaced with {missing}")
+        return new
 
     def __call__(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run once on the current stream."""

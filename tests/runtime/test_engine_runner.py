@@ -310,6 +310,7 @@ def test_a_damaged_engine_is_not_deserialised(
         ({"encoder": {**config(False), "ranks": config()["ranks"]}}, "has the role 'encoded'"),
         ({"ranks": []}, "1 to 1,048,576 ranks"),
         ({"ranks": [{"file": "rank0.engine"}]}, r"no 'sha256' in ranks\[0\]"),
+        ({"refittable": True}, r"no 'weights' in ranks\[0\]"),
         ({"outputs": []}, "has no seen_out for the cache seen"),
         ({"profiles": []}, "not one profile or more"),
         ({"profiles": [config()["profiles"][0], {}]}, r"profiles\[1\] is .*not of the sizes"),

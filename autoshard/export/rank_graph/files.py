@@ -37,6 +37,7 @@ def rank_entry(graph: RankGraph, weights: Mapping[str, torch.Tensor], file: Path
         hashes[weight.name] = {
             "state": weight.state,
             "shape": list(weights[target].shape),
+            "dtype": _name(weights[target].dtype),
             "sha256": digest(weights[target]),
         }
         if weight.quantized is not None:

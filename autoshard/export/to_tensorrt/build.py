@@ -101,9 +101,15 @@ def check_capabilities(trt: Any, capabilities: Sequence[str], graph: RankGraph) 
     return found
 
 
-def build(network: Network, file: IO[bytes], capabilities: Sequence[Any] = ()) -> None:
+def build(
+    network: Network,
+    file: IO[bytes],
+    capabilities: Sequence[Any] = (),
+    refittable: bool = False,
+) -> None:
     """Write the engine to `file`, as the builder makes it: it is never whole in memory beside the
-    builder's own copy. Raises ExportError with what TensorRT logged.
+    builder's own copy. refittable: its parameters can be replaced. Raises ExportError with what
+    TensorRT logged.
     """
     trt, graph = network.trt, network.lowering.graph
     log_of(trt).errors.clear()
@@ -116,6 +122,8 @@ def build(network: Network, file: IO[bytes], capabilities: Sequence[Any] = ()) -
         for i, capability in enumerate(capabilities):
             if not config.set_compute_capability(capability, i):
                 raise export_error(f"{trt.__name__} refused compute capability {capability}")
+    if refittable:
+        mark_refittable(network, config)
     for extents in graph.profiles:
         profile = network.builder.create_optimization_profile()
         for port in graph.inputs:
@@ -139,6 +147,14 @@ def build(network: Network, file: IO[bytes], capabilities: Sequence[Any] = ()) -
         raise failures[0]
     if not complete:
         raise _with_log(export_error("TensorRT built no engine"), log_of(trt))
+
+
+def mark_refittable(network: Network, config: Any) -> None:
+    """Have an engine keep the parameters, and nothing else, as what a refit replaces."""
+    config.set_flag(network.trt.BuilderFlag.REFIT_INDIVIDUAL)
+    for name in network.lowering.weights:
+        if not network.definition.mark_weights_refittable(name):
+            raise export_error(f"TensorRT cannot refit {name}")
 
 
 def shapes_of(extents: Mapping[str, Extent], shape: Sequence[int | str]) -> list[tuple[int, ...]]:
@@ -217,7 +233,7 @@ def _placeholder(
             return held  # the values or the scales of what `dequantize` makes
         if held.dtype != weight.dtype:
             raise low.error(f"{weight.name} is {held.dtype}, the graph has {weight.dtype}")
-        return low.constant(held)
+        return low.constant(held, weight.name)
     return low.constant(low.graph.constants[name])
 
 

@@ -56,6 +56,7 @@ def tensorrt(
     hardware: str = "h100",
     quantize: str | None = None,
     compute_capability: str | Sequence[str] | None = None,
+    refittable: bool = False,
     builder: Any = None,
     progress: Progress | None = None,
 ) -> Path:
@@ -75,6 +76,8 @@ def tensorrt(
         How accurate they are is written to `quantization_accuracy.json`.
     compute_capability: of the GPUs to build for, such as "8.9", or several; None: the builder's
         default.
+    refittable: `autoshard.weights.receive(engine)` can replace the weights of a running engine;
+        building needs a GPU then.
     builder: the module `tensorrt` (11 or later) or `tensorrt_rtx`; None: the one installed.
     progress: called with (what, done, total).
 
@@ -99,7 +102,7 @@ def tensorrt(
         hardware=hardware,
         quantize=quantize,
     )
-    form = Engines(builder_module(builder), capabilities)
+    form = Engines(builder_module(builder), capabilities, refittable)
     return write_ranks(form, model, directory, spec, progress)
 
 
@@ -109,6 +112,7 @@ class Engines:
 
     trt: Any
     capabilities: Sequence[str] = ()
+    refittable: bool = False
     name: str = FORMAT
     version: int = FORMAT_VERSION
     suffix: str = ".engine"
@@ -116,6 +120,12 @@ class Engines:
     def check(self, graph: RankGraph) -> None:
         check_capabilities(self.trt, self.capabilities, graph)
         check_convertible(graph)
+        quantized = [one.name for one in graph.weights.values() if one.quantized is not None]
+        if self.refittable and quantized:
+            raise export_error(
+                f"{quantized[0]} is quantized, and an engine is refitted with weights of its dtype",
+                remedy="Export without refittable, or without quantize.",
+            )
 
     def make(self, graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> tuple[Network, Spy]:
         return checked_network(self.trt, graph, weights)
@@ -128,12 +138,13 @@ class Engines:
         network, _ = made
         levels = check_capabilities(self.trt, self.capabilities, network.lowering.graph)
         with file.open("wb") as opened:
-            build(network, opened, levels)
+            build(network, opened, levels, self.refittable)
         return {}
 
     def describe(self, graph: RankGraph) -> Mapping[str, Any]:
-        builder = {"module": self.trt.__name__, "version": self.trt.__version__}
-        return {"builder": {**builder, "compute_capabilities": list(self.capabilities)}}
+        builder: dict[str, Any] = {"module": self.trt.__name__, "version": self.trt.__version__}
+        builder["compute_capabilities"] = list(self.capabilities)
+        return {"builder": builder, "refittable": self.refittable}
 
 
 def checked_network(

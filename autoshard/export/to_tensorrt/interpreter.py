@@ -22,6 +22,7 @@ from autoshard.export.to_tensorrt.build import Network
 from autoshard.export.to_tensorrt.converters import DTYPES, QUANTIZED_DTYPES
 from autoshard.export.to_tensorrt.interpreted_layers import LAYERS, attend, unpacked
 from autoshard.runtime.collectives import Axis, all_gather, all_reduce, all_to_all
+from autoshard.runtime.engine import NewWeights
 
 
 @dataclass(frozen=True)
@@ -107,11 +108,32 @@ class NetworkInterpreter:
     def __init__(self, network: Network, spy: Spy, axis: Axis | None = None) -> None:
         trt, definition = network.trt, network.definition
         self.trt, self.axis = trt, axis
-        self.constants = network.lowering.constants
+        self.lowering, self.constants = network.lowering, dict(network.lowering.constants)
         self.inputs = [definition.get_input(i) for i in range(definition.num_inputs)]
         self.outputs = [definition.get_output(i) for i in range(definition.num_outputs)]
         self.recorded = {one.layer.name: one for one in spy.collectives}
         self.steps = self._ordered(definition, spy.attentions)
+
+    def new_weights(self) -> NewWeights:
+        """As an engine's: memory for new values, of which the network is one afterwards."""
+        graph = self.lowering.graph
+        table = {
+            one.name: {
+                "state": one.state,
+                "shape": list(self.constants[self.lowering.weights[one.name]].shape),
+                "dtype": str(one.dtype).removeprefix("torch."),
+            }
+            for one in graph.weights.values()
+            if one.name in self.lowering.weights
+        }
+
+        def take() -> bool:
+            for name, value in new.values.items():
+                self.constants[self.lowering.weights[name]] = value
+            return True
+
+        new = NewWeights(table, graph.rank, graph.tp, take)
+        return new
 
     def _ordered(self, definition: Any, attentions: Sequence[Any]) -> list[Any]:
         """(kind, layer, input tensors, output tensors), each after what it reads."""

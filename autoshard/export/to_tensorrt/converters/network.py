@@ -60,13 +60,14 @@ class Lowering:
     trt: the module. network: its INetworkDefinition, or what stands in for it. graph: the source.
     values: what each node has become: a network tensor, a size, or a number.
     constants: the memory of every constant by the name of its layer; TensorRT does not copy it, so
-    this object must live until the engine is built.
+    this object must live until the engine is built. weights: the layer of each parameter.
     """
 
     def __init__(self, trt: Any, network: Any, graph: RankGraph) -> None:
         self.trt, self.network, self.graph = trt, network, graph
         self.values: dict[fx.Node, Any] = {}
         self.constants: dict[str, torch.Tensor] = {}
+        self.weights: dict[str, str] = {}
         self.node: fx.Node | None = None
         self._dtypes = {dtype: getattr(trt.DataType, name) for name, dtype in DTYPES.items()}
         self._count = 0
@@ -115,14 +116,18 @@ class Lowering:
             raise self.error(f"has type {dtype}, which no engine has")
         return self._dtypes[dtype]
 
-    def constant(self, value: torch.Tensor) -> Tensor:
-        """A constant; its memory is kept."""
+    def constant(self, value: torch.Tensor, name: str | None = None) -> Tensor:
+        """A constant; its memory is kept. name: of a parameter, by which an engine is refitted."""
         if value.dtype == torch.bool:
             return self.cast(self.constant(value.to(torch.int32)), torch.bool)
         kept = value.detach().contiguous()
         weights = self.trt.Weights(self.dtype(kept.dtype), kept.data_ptr(), kept.numel())
         layer = self.add("add_constant", tuple(kept.shape), weights)
         self.constants[layer.name] = kept
+        if name is not None:
+            if name in self.weights or not self.network.set_weights_name(weights, name):
+                raise self.error(f"TensorRT has no one constant of the name {name}")
+            self.weights[name] = layer.name
         return layer.get_output(0)
 
     def quantized_constant(self, values: torch.Tensor, kind: str) -> Tensor:
