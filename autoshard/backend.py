@@ -87,6 +87,7 @@ from autoshard.runtime.parameters import (
 )
 from autoshard.runtime.pipeline import Withheld
 from autoshard.runtime.randomness import TRACKER, draw_apart
+from autoshard.training_log import training_log
 
 BY_NAME = frozenset({"rng", "recover_masks", "memory_budget", "chunk_loss"})
 """Options for which one process builds a program too: it draws what a mesh of any size draws, its
@@ -112,7 +113,13 @@ def autoshard(
         compat.specialize_floats(gm)
     with attempt(), CollectiveRegion("the compilation of a graph", ()):
         given = options_of(options or {}, mode, device)
-        return _compile(gm, example_inputs, inputs, device, given)
+        run = _compile(gm, example_inputs, inputs, device, given)
+        log = Config.from_options(given).log
+        if log is None:
+            return run
+        return training_log(log).of(
+            run, [i.real for i in inputs if isinstance(i.real, nn.Parameter)]
+        )
 
 
 def _is_built_alone(options: Mapping[str, Any]) -> bool:

@@ -3,15 +3,22 @@
     python benchmarks/agreement.py [--ranks 8 64 512] [--naive 8 64 512] [--late 5] [--json PATH]
 
 Ranks are threads of this process, each with connections of its own to one TCPStore in another
-process, whose processor time is read from it. Beside the vote stands the exchange in which every
-rank sets two keys, one with all members, and asks for those of all others. Growth is the power of
-the number of ranks that fits. What 16,384 ranks would cost is the number of requests times what
-one of its kind costs here.
+process, whose processor time is read from it. `naive` is the exchange in which every rank sets two
+keys, one with all members, and asks for those of all others; `vote` has no hosts, `hosts` has
+eight ranks each, whose own stores are in this process' memory and counted apart. Growth is the
+power of the number of ranks that fits.
+
+A start is all that a rank asks until its third step on dp_shard x tp=8 (START), with the patience
+of a world of 16,384 ranks: with nobody late, and where some may be with the last of each group so
+many seconds after the others. What 16,384 ranks would cost is said twice: requests times what one
+of their kind costs here, and the store's seconds times ranks. A step whose batches are compared
+asks nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -26,14 +33,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autoshard.runtime.agreement import store_exchange
-from autoshard.runtime.agreement.store_exchange import StoreExchange
+from autoshard.runtime.agreement import store_exchange, whereabouts
+from autoshard.runtime.agreement.store_exchange import Host, StoreExchange
 
 MANY = 16384
+HERE = 8  # ranks of a host
+NOBODY = 1000.0  # patience with which nobody is late, whatever this machine's load
 PATIENCE = timedelta(minutes=10)
 QUESTIONS = {"get": 2, "multi_get": 2}  # torch asks first whether the key is there
-START = {"vote": 10, "late vote": 3}  # exchanges of a rank until its third step, dp_shard x tp
-CHECKED = {"vote": 1}  # in a step under same_inputs.batches="always"
+# exchanges of a rank until its third step on dp_shard x tp, where tp are the ranks of a host: over
+# which ranks, and whether one of them may be late, as it has traced or compiled before
+START = (
+    *(("world", False), ("tp", True), ("dp", True), ("dp", False), ("dp", False), ("tp", False)),
+    *(("tp", False), ("dp", False), ("tp", True), ("tp", True), ("tp", False), ("tp", False)),
+)
 
 
 class Counted:
@@ -61,6 +74,8 @@ class Counted:
             result = getattr(self.store, name)(*args)
             self.requests[name] += QUESTIONS.get(name, 1)
             self.requests["bytes"] += sum(map(_bytes, (*args, result)))
+            if args and isinstance(args[0], list):
+                self.requests["keys"] += len(args[0]) - 1  # beyond the first
             return result
 
         return call
@@ -153,59 +168,118 @@ def values(exchange: StoreExchange, turn: int, members: Sequence[int]) -> None:
     exchange.exchange(exchange.rank, "plan", members, combine=lambda given: given[0])
 
 
-WAYS = {"naive": naive, "vote": vote, "values": values}
+WAYS = {"naive": naive, "vote": vote, "hosts": vote, "values": values}
+
+
+def exchanges(stores: Sequence[Counted], hosts: bool) -> list[StoreExchange]:
+    """Those of a new world; hosts: whether its ranks are of hosts, which they know."""
+    n, world = len(stores), str(time.monotonic_ns())
+    ranks = [StoreExchange(Rank(i, n, own), world) for i, own in enumerate(stores)]
+    memory = [dist.HashStore() for _ in range(0, n, HERE)]
+    for rank in ranks if hosts and n > HERE else ():
+        first = rank.rank // HERE * HERE
+        rank.host = Host(range(first, first + HERE), memory[rank.rank // HERE])
+    return ranks
+
+
+def asked(stores: Sequence[Counted]) -> Counter[str]:
+    """What all ranks have asked, since that was last asked."""
+    return sum((own.counted() for own in stores), Counter[str]())
+
+
+def run(
+    ranks: Sequence[StoreExchange], work: Callable[[StoreExchange, Callable[[], Any]], None]
+) -> tuple[list[threading.Thread], threading.Barrier]:
+    """Threads that have done `work` until its call of the second argument, once all have."""
+    start = threading.Barrier(len(ranks) + 1)
+
+    def both() -> None:
+        start.wait()
+        start.wait()
+
+    threads = [threading.Thread(target=work, args=(rank, both)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    start.wait()
+    return threads, start
 
 
 def measured(store: Store, way: str, n: int, turns: int, late: float = 0.0) -> dict[str, Any]:
     """Requests, bytes and processor seconds of one exchange of n ranks; those of a second in which
     one of them is late, where `late` says how long."""
-    stores, world = store.ranks(n), str(time.monotonic_ns())
-    ranks = [StoreExchange(Rank(i, n, own), world) for i, own in enumerate(stores)]
-    members = range(n)
-    start = threading.Barrier(n + 1)
+    stores, members = store.ranks(n), range(n)
 
-    def asked() -> Counter[str]:
-        return sum((own.counted() for own in stores), Counter[str]())
-
-    def work(exchange: StoreExchange) -> None:
+    def work(exchange: StoreExchange, begin: Callable[[], Any]) -> None:
         WAYS[way](exchange, 1, members)
-        start.wait()
-        start.wait()
+        begin()
         if late and exchange.rank == n - 1:
             time.sleep(late)
         for turn in range(turns):
             WAYS[way](exchange, turn + 2, members)
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    start.wait()
-    asked()
+    threads, start = run(exchanges(stores, way == "hosts"), work)
+    asked(stores)
     before, keys = store.state()
     start.wait()
+    waiting = Counter[str]()
     if late:  # the ranks have come and told where they are: a second of nothing but waiting
         time.sleep(late - 1.5)
-        asked()
+        asked(stores)
         time.sleep(1.0)
-        waiting = asked()
+        waiting = asked(stores)
     for thread in threads:
         thread.join()
     seconds, left = store.state()
-    requests = asked()
-    octets = requests["bytes"]
+    requests = asked(stores)
     return {
         "way": way,
         "ranks": n,
         "requests": _requests(requests) / turns,
-        "bytes": octets / turns,
+        "bytes": requests["bytes"] / turns,
         "seconds": (seconds - before) / turns,
         "keys_left": (left - keys) / turns,
         **({"late": late, "requests_a_second": _requests(waiting)} if late else {}),
     }
 
 
+def started(store: Store, n: int, hosts: bool, late: float) -> dict[str, Any]:
+    """What n ranks ask until their third step, with the patience of those of 16,384."""
+    stores = store.ranks(n)
+
+    def groups(rank: int) -> dict[str, Sequence[int]]:
+        first = rank // HERE * HERE
+        return {
+            "world": range(n),
+            "tp": range(first, first + HERE),
+            "dp": range(rank % HERE, n, HERE),
+        }
+
+    def work(exchange: StoreExchange, begin: Callable[[], Any]) -> None:
+        begin()
+        exchange.begun()
+        own = groups(exchange.rank)
+        for kind, may_be_late in START:
+            if late and may_be_late and exchange.rank == own[kind][-1]:
+                time.sleep(late)
+            if len(own[kind]) > 1:
+                vote(exchange, 0, own[kind])
+
+    quiet, look = whereabouts._QUIET, whereabouts.LOOK
+    whereabouts._QUIET = max(1, quiet * n // MANY)
+    whereabouts.LOOK = look if late else NOBODY
+    threads, start = run(exchanges(stores, hosts), work)
+    asked(stores)
+    before = store.state()[0]
+    start.wait()
+    for thread in threads:
+        thread.join()
+    whereabouts._QUIET, whereabouts.LOOK = quiet, look
+    seconds, requests = store.state()[0] - before, asked(stores)
+    return {"ranks": n, "hosts": hosts, "late": late, "seconds": seconds, "asked": dict(requests)}
+
+
 def _requests(counted: Counter[str]) -> int:
-    return counted.total() - counted["bytes"]
+    return counted.total() - counted["bytes"] - counted["keys"]
 
 
 def single(store: Store, clients: int = 32, times: int = 300) -> dict[str, float]:
@@ -217,7 +291,9 @@ def single(store: Store, clients: int = 32, times: int = 300) -> dict[str, float
         "check": lambda s, i: s.check([f"single/{i}"]),
         "wait": lambda s, i: s.wait([f"single/{i}"], PATIENCE),
         "get": lambda s, i: s.get(f"single/{i}"),
+        "multi_get": lambda s, i: s.multi_get([f"single/{i}"]),
         "delete_key": lambda s, i: s.delete_key(f"single/{i}"),
+        "keys": lambda s, i: s.check([f"single/{k}" for k in range(i, i + 257)]),
     }
     found = {}
     for name, way in ways.items():
@@ -233,15 +309,9 @@ def single(store: Store, clients: int = 32, times: int = 300) -> dict[str, float
         for thread in threads:
             thread.join()
         found[name] = (store.state()[0] - before) / clients / times
-    return found
-
-
-def predicted(cost: dict[str, float]) -> dict[str, float]:
-    """Processor seconds of the store for one exchange of 16,384 ranks."""
-    voted = MANY * (cost["add"] + cost["wait"])
-    # each tells where it is and takes it back, asks twice for a failure, and reads the end
-    told = MANY * (cost["add"] + 2 * cost["set"] + 2 * cost["check"] + cost["get"])
-    return {"vote": voted, "late vote": voted + told, "values": voted + told - MANY * cost["add"]}
+    found["keys"] = max(0.0, found["keys"] - found["check"]) / 256
+    # each of the two questions of a read
+    return {kind: cost / QUESTIONS.get(kind, 1) for kind, cost in found.items()}
 
 
 def power(rows: list[dict[str, Any]], column: str) -> float:
@@ -262,20 +332,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     threading.stack_size(256 * 1024)
+    store_exchange._PAUSE = 1.0  # thousands of threads share few cores
     store = Store()
-    look = store_exchange.LOOK
-    store_exchange.LOOK = 1000.0  # nobody is late, whatever this machine's load
+    look = whereabouts.LOOK
+    whereabouts.LOOK = NOBODY
     rows: list[dict[str, Any]] = []
-    print(
-        "way     ranks   requests a rank   bytes a rank   store ms in all   us a rank   keys left"
-    )
-    for way, sizes in (("naive", args.naive), ("vote", args.ranks), ("values", args.ranks)):
-        for n in sizes:
+    print("way     ranks   requests a rank   bytes a rank   store ms   us a rank   keys left")
+    for way in WAYS:
+        for n in args.naive if way == "naive" else args.ranks:
             row = measured(store, way, n, args.turns)
             rows.append(row)
             print(
-                f"{way:6}{n:7}{row['requests'] / n:18.1f}{row['bytes'] / n:15.0f}"
-                f"{1e3 * row['seconds']:18.1f}{1e6 * row['seconds'] / n:12.1f}"
+                f"{way:6}{n:7}{row['requests'] / n:18.2f}{row['bytes'] / n:15.0f}"
+                f"{1e3 * row['seconds']:11.1f}{1e6 * row['seconds'] / n:12.1f}"
                 f"{row['keys_left']:12.1f}",
                 flush=True,
             )
@@ -287,28 +356,42 @@ def main() -> None:
     for way, powers in growth.items():
         said = ", ".join(f"{column} n^{p:.2f}" for column, p in powers.items())
         print(f"{way} grows in all as: {said}")
+    one = {(row["way"], row["ranks"]): max(row["seconds"], 1e-6) for row in rows}
     for n in args.ranks:
-        one = {w: next((r for r in rows if r["way"] == w and r["ranks"] == n), None) for w in WAYS}
-        if one["naive"] and one["vote"]:
-            ratio = one["naive"]["seconds"] / max(one["vote"]["seconds"], 1e-6)
-            print(f"{n} ranks: naive / vote = {ratio:.1f} of the store's processor")
-    store_exchange.LOOK = look
-    late = []
+        for way in ("naive", "hosts"):
+            if (way, n) in one:
+                ratio = one[way, n] / one["vote", n]
+                print(f"{n} ranks: {way} / vote = {ratio:.2f} of the store's processor")
+    whereabouts.LOOK = look
+    late: list[dict[str, Any]] = []
     for n in args.ranks if args.late else ():
-        late.append(measured(store, "vote", n, 1, args.late))
-        each = late[-1]["requests_a_second"] / n
-        print(f"{n} ranks, one {args.late:g} s late: {each:.2f} requests a second and rank")
+        for way in ("vote", "hosts"):
+            late.append(measured(store, way, n, 1, args.late))
+            each = late[-1]["requests_a_second"] / n
+            print(f"{n} ranks, one {args.late:g} s late, {way}: {each:.2f} requests a second, rank")
     cost = single(store)
-    print("one request, us: " + ", ".join(f"{k} {1e6 * v:.1f}" for k, v in cost.items()))
-    many = predicted(cost)
-    start = sum(number * many[kind] for kind, number in START.items())
-    step = sum(number * many[kind] for kind, number in CHECKED.items())
-    print(f"{MANY} ranks, computed: " + ", ".join(f"{k} {v:.2f} s" for k, v in many.items()))
-    print(f"{MANY} ranks, computed: start {start:.2f} s, a checked step {step:.2f} s")
+    print("one request, us: " + ", ".join(f"{k} {1e6 * v:.2f}" for k, v in cost.items()))
+    starts: list[dict[str, Any]] = []
+    many = [n for n in args.ranks if n > HERE]
+    for n in many:
+        some = (1.0, args.late) if n == many[0] else ()  # many threads are late by themselves
+        for late_by, hosts in itertools.product((0.0, *some), (False, True)):
+            row = started(store, n, hosts, late_by)
+            starts.append(row)
+            of = Counter(row["asked"])
+            row["computed"] = MANY / n * sum(cost[kind] * of[kind] for kind in cost)
+            print(
+                f"{n} ranks, start, {'hosts' if hosts else 'vote'}, {late_by:g} s late: "
+                f"{_requests(of) / n:.1f} requests a rank; {MANY} ranks: {row['computed']:.2f} s "
+                f"by requests, {MANY / n * row['seconds']:.2f} s by this measurement",
+                flush=True,
+            )
+    step = MANY * (cost["add"] + cost["wait"])
+    print(f"{MANY} ranks, a checked step: {step:.2f} s by a vote; no request by a reduction: 0 s")
     store.close()
     if args.json is not None:
-        result = {"rows": rows, "growth": growth, "late": late, "request": cost, "many": many}
-        args.json.write_text(json.dumps({**result, "start": start, "step": step}, indent=2))
+        result = {"rows": rows, "growth": growth, "late": late, "request": cost, "starts": starts}
+        args.json.write_text(json.dumps({**result, "voted_step": step}, indent=2))
 
 
 if __name__ == "__main__":

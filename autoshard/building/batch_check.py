@@ -163,21 +163,22 @@ class _BatchCheck:
             often = self.checks == "always" or self.calls <= CHECKED
             if often or key not in self.seen:
                 self.seen.add(key)
-                self._compare(values, f"call {self.calls}", often)
+                self._compare(values, often)
         for axis in self.axes if self.send else ():
             send_batch(values, self.batch, axis)
 
-    def _compare(self, values: list[Any], call: str, contents: bool) -> None:
+    def _compare(self, values: list[Any], contents: bool) -> None:
         """Compare over one axis after the other, and raise on all ranks of all where any differ."""
         failed: BatchMismatchError | None = None
+        call, often = f"call {self.calls}", self.checks == "always" and self.calls > CHECKED
         for axis in self.axes:
             try:
                 differs = failed is not None
                 if self.batch:
                     own = contents and not self.send
-                    compare_batch(values, self.batch, axis, call, own, differs)
+                    compare_batch(values, self.batch, axis, call, own, differs, often)
                 if self.held:
-                    compare_batch(values, self.held, axis, call, contents, differs)
+                    compare_batch(values, self.held, axis, call, contents, differs, often)
             except BatchMismatchError as error:
                 failed = failed or error
         if failed is not None:

@@ -76,6 +76,7 @@ ACTING: dict[str, Acting] = {
     "recompute_collectives": Acting(PLANNED),
     "recover_masks": Acting(),
     "loss_tokens": Acting(DATA_AXES),
+    "log": Acting(),
     "chunk_loss": _NOT_PP,
     "batches": Acting(SAME_BATCH),
     "timeout": Acting(AXIS_ORDER),

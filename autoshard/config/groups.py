@@ -28,6 +28,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "reduction": "gradient_reduction",
         "defer": "defer_reduction",
         "loss_tokens": "loss_tokens",
+        "log": "log",
     },
     "same_inputs": {
         "batches": "batches",

@@ -249,6 +249,13 @@ class Config:
         "A mean loss in the model is over a data-parallel rank's own tokens, or over those of all "
         "ranks.",
     )
+    log: str | None = _option(
+        None,
+        "a path, or None",
+        lambda value: value is None or (isinstance(value, str) and bool(value)),
+        "A file in which the first rank writes the loss and the norm of gradients of each "
+        "backward, for `autoshard verify --against` (verification.md).",
+    )
     chunk_loss: bool | str = _choice(
         "auto",
         (False, "auto", True),

@@ -8,16 +8,13 @@ from autoshard.runtime.agreement.backwards import (
     reducing,
     will_reduce,
 )
+from autoshard.runtime.agreement.batches import Input, compare_batch, described, send_batch
 from autoshard.runtime.agreement.consensus import (
-    Input,
     agree,
     attempt,
     combined,
-    compare_batch,
-    described,
     from_first,
     gather,
-    send_batch,
     world_axis,
 )
 from autoshard.runtime.agreement.history import Call

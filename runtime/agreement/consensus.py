@@ -1,30 +1,24 @@
-"""Ranks compare what they are about to do, before any of them does it: a plan, or a batch.
-
-The batch of a group of ranks that compute one thing together is compared, or sent by the first.
-"""
+"""Ranks compare what they are about to do, before any of them does it."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import operator
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import compat
 from autoshard.runtime.agreement.store_exchange import SAME, OtherExchange
 from autoshard.runtime.agreement.whereabouts import PeerFailed
 from autoshard.runtime.agreement.worlds import current_exchange
 from autoshard.runtime.collectives import Axis
-from autoshard.runtime.errors import AutoshardError, BatchMismatchError, PlanMismatchError, message
-from autoshard.runtime.lazy_gather import LazyGather
+from autoshard.runtime.errors import AutoshardError, CollectiveError, PlanMismatchError, message
 
 _MISSING = "(nothing)"
 _FEW = 8  # values that differ, and ranks that have one of them, of which an error tells
@@ -122,10 +116,17 @@ def ask(number: int, axis: Axis) -> bool:
     """Whether all ranks of an axis with processes gave the same number, of 63 bits.
 
     What each step compares: a collective of 16 bytes of the host. Every rank must call it, in a
-    `CollectiveRegion`, and `agree` where the numbers differ, for the error.
+    `CollectiveRegion`, and `agree` where the numbers differ, for the error. Raises CollectiveError
+    where a rank fails meanwhile: it may have caught that, and keep its connections.
     """
     most = torch.tensor([number, -number], device="cpu")
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=compat.host_group(axis.group))
+    group, most_of = compat.host_group(axis.group), dist.ReduceOp.MAX
+    work, exchange = dist.all_reduce(most, most_of, group=group, async_op=True), current_exchange()
+    while exchange is not None and not compat.is_done(work, exchange.seldom):
+        if (failure := exchange.heard_of()) is not None:
+            told = f"{failure}; rank {exchange.rank} waited in a comparison on axis {axis.name}"
+            raise CollectiveError(told, remedy=FAILED)
+    work.wait()
     return not most.sum().item()
 
 
@@ -235,95 +236,3 @@ def _exchange(
             waited = f"rank {exchange.rank} came to the {here} of axis {axis.name} after that"
             error = PlanMismatchError  # whatever was to be compared here
         raise error(message(f"{failure}; {waited}", remedy=f"{remedy} {FAILED}".strip())) from None
-
-
-_SAME_BATCH = (
-    "Give every rank of the axis the same batch (a sampler that divides by data-parallel ranks, "
-    "not by processes), or set options={'same_inputs': {'batches': 'broadcast'}}."
-)
-
-
-class Input(NamedTuple):
-    """A tensor of the batch: its place among the graph's arguments, and its name in the call."""
-
-    position: int
-    name: str
-
-
-def compare_batch(
-    args: Sequence[Any],
-    inputs: Sequence[Input],
-    axis: Axis,
-    call: str,
-    contents: bool,
-    differs: bool = False,
-) -> None:
-    """Raise BatchMismatchError on all ranks of the axis where their batches are not equal.
-
-    contents: compare values too, bit for bit, not only dtypes and shapes. A tensor that autograd
-    made of others is compared by shape: its own inputs were compared. A tensor on an accelerator
-    is copied to the host. call: which call of which graph, for the error text. differs: whether
-    that on an outer axis was found to differ: a rank of this axis that found none then raises too.
-    """
-    lines = [
-        f"input {number} ({item.name}): {described(args[item.position], contents)}"
-        for number, item in enumerate(inputs)
-    ]
-    lines.append(f"differs from that of another rank: {differs}")
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    shapes = ", ".join(f"{item.name} {tuple(args[item.position].shape)}" for item in inputs)
-    agree(
-        "batch",
-        digest,
-        lines,
-        axis,
-        note=f"{call}: {shapes}",
-        error=BatchMismatchError,
-        remedy=_SAME_BATCH,
-    )
-
-
-def send_batch(args: MutableSequence[Any], inputs: Sequence[Input], axis: Axis) -> None:
-    """Replace the batch in `args` by that of the axis' first rank.
-
-    Every rank must give tensors of the same shapes and dtypes; theirs are not written to. What
-    autograd made of other tensors stays: its own inputs were sent. Collective over the axis.
-    """
-    for item in inputs:
-        if not _derived(args[item.position]):
-            args[item.position] = _Send.apply(args[item.position], axis)
-
-
-class _Send(torch.autograd.Function):
-    """A broadcast whose gradient each rank keeps: it is the gradient of a replicated value."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:  # type: ignore[override]
-        sent = x.detach().clone(memory_format=torch.contiguous_format)
-        dist.broadcast(sent, group=compat.process_group(axis.group), group_src=0)
-        return sent if sent.stride() == x.stride() else torch.empty_like(x).copy_(sent)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return grad, None
-
-
-def _derived(tensor: Any) -> bool:
-    if isinstance(tensor, (DTensor, LazyGather)):
-        return True
-    return bool(tensor.requires_grad) and not tensor.is_leaf
-
-
-def described(tensor: torch.Tensor, contents: bool = True) -> str:
-    """The dtype and shape of a tensor, and a hash of its values where it has some of its own."""
-    text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-    if not contents or _derived(tensor) or tensor.is_meta:
-        return text
-    return f"{text}, hash {_hash(tensor)}"
-
-
-def _hash(tensor: torch.Tensor) -> str:
-    with compat.real_tensors():
-        flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-        octets: Any = flat.view(torch.uint8).numpy()
-        return hashlib.blake2b(octets, digest_size=6).hexdigest()

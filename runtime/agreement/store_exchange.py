@@ -3,6 +3,8 @@
 What all ranks are to have alike is *voted* on: each rank adds one to a counter that is named by a
 digest of its value, and the rank that makes it as many as the group has members says so by a key,
 for which the others wait without asking again. Two requests a rank, whatever the group's size.
+Ranks of one host that know of each other (`Host`) vote there first, and the last of them gives
+their votes together: two requests a host, and none where the group has no ranks elsewhere.
 
 Where that does not come to pass, or where values differ by nature, each rank puts its own where
 others find it, and one that finds them all puts what `combine` makes of them, once, for all.
@@ -18,12 +20,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from autoshard.runtime.agreement.history import EVERY, History, name_of
 from autoshard.runtime.agreement.whereabouts import (
     FEW,
-    LOOK,
     RAISED,
     WATCHERS,
     PeerFailed,
@@ -34,16 +35,41 @@ SAME: Final = object()
 """The result of an exchange in which all ranks gave the same vote."""
 
 _LONGEST = 1e6  # seconds that a question may stay with the store
+_PAUSE = 0.01  # seconds at most between two questions to the store of a host
 _SAID = 8  # ranks of which the error of ranks that are at different things says where they are
+
+
+_Kept = list[tuple[Any, str]]  # keys, and the stores that have them
 
 
 class OtherExchange(Exception):
     """The ranks of a group came to different exchanges; the text says which, of the first few."""
 
 
+class Host(NamedTuple):
+    """The ranks of this rank's host, which are next to each other in the world, and a store that
+    only they use, and which outlives any of them."""
+
+    ranks: range
+    store: Any
+
+    def has_end(self, one: _Gathering, seconds: float) -> bool:
+        """Whether a rank of the host tells within the time that all votes of the group are one. It
+        is asked for often: nobody else's store is, and reads of eager code wait for it."""
+        pause, until = 0.0002, time.monotonic() + seconds
+        while not self.store.check([one.end]):
+            if time.monotonic() > until:
+                self.store.add(one.late, 1)  # from now on the end is to be in the world's store
+                return bool(self.store.check([one.end]))
+            time.sleep(pause)
+            pause = min(1.5 * pause, _PAUSE)
+        return True
+
+
 @dataclass(eq=False)
 class _Gathering:
-    """One exchange of one group. key: begins those of it. over: that it has an end, or an error."""
+    """One exchange of one group. key: begins those of it. over: that it has an end, or an error.
+    speaks: whether this rank has given the votes of its host, and tells it the end."""
 
     key: str
     name: str
@@ -55,10 +81,15 @@ class _Gathering:
     started: float = field(default_factory=time.monotonic)
     over: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
+    speaks: bool = False
 
     @property
     def end(self) -> str:
         return f"{self.key}/end"
+
+    @property
+    def late(self) -> str:
+        return f"{self.key}/late"
 
     def is_over(self, seconds: float) -> bool:
         """Whether there is an end within the time. Raises the error of the store."""
@@ -73,14 +104,15 @@ class StoreExchange(Whereabouts):
 
     Every rank of a group must make the same exchanges in the same order. histories: what the
     graphs of this rank gathered and reduced, by groups of ranks. every: calls between two
-    comparisons of these, in the long run.
+    comparisons of these, in the long run. host: where ranks of one host vote; None: nowhere.
     """
 
     def __init__(self, world: Any, generation: str) -> None:
         super().__init__(world, generation)
         self.histories: defaultdict[str, History] = defaultdict(History)
         self.every = EVERY
-        self._old: dict[str, list[str]] = {}  # keys of the last exchange of each group
+        self.host: Host | None = None
+        self._old: dict[str, _Kept] = {}  # of the last exchange of each group
         # a second connection to the store, on which questions stay; the last that did
         self._waiting: Any = None
         self._last: _Gathering | None = None
@@ -123,12 +155,15 @@ class StoreExchange(Whereabouts):
             self._waiting = before._waiting
 
     def _exchange(self, one: _Gathering, value: Any, vote: str | None) -> Any:
-        kept: list[str] = []  # keys of this exchange that it is for this rank to delete
+        kept: _Kept = []  # keys of this exchange that it is for this rank to delete
         text = self._voted(one, vote, kept) if vote is not None else None
         if text is None:
-            text = self._gathered(one, value, vote is None, kept)
-        for old in self._old.get(one.name, ()):  # whoever came to this one has left the one before
-            self._store.delete_key(old)
+            text = self._gathered(one, value, kept)
+        if one.speaks and not text:
+            assert self.host is not None
+            self.host.store.set(one.end, "")
+        for store, old in self._old.get(one.name, ()):  # whoever is here has left the one before
+            store.delete_key(old)
         self._old[one.name] = kept
         if not text:
             return SAME
@@ -137,35 +172,50 @@ class StoreExchange(Whereabouts):
             raise OtherExchange(result["apart"])
         return result["is"]
 
-    def _voted(self, one: _Gathering, vote: str, kept: list[str]) -> str | None:
+    def _voted(self, one: _Gathering, vote: str, kept: _Kept) -> str | None:
         """The end where all ranks vote alike, and soon; else None, with the value to be told."""
         digest = hashlib.sha256(f"{one.what}\n{vote}".encode()).hexdigest()[:32]
-        ballot = f"{one.key}/{digest}"
-        votes = self._store.add(ballot, 1)
-        if votes == 1:
-            kept.append(ballot)
-        if votes == len(one.members):
-            kept.append(one.end)
+        ballot, everyone = f"{one.key}/{digest}", len(one.members)
+        soon, seldom = self._soon, min(self._seldom, self.limit / 4)
+        host, given = self.host, 1
+        here = 1 if host is None else sum(member in host.ranks for member in one.members)
+        if host is not None and here > 1:
+            votes = host.store.add(ballot, 1)
+            if votes == 1:
+                kept += [(host.store, ballot), (host.store, one.late)]
+            if votes < here:
+                alone = here == everyone and votes == 1  # it looks for those that are missing
+                return "" if host.has_end(one, soon if alone else seldom) else None
+            kept.append((host.store, one.end))
+            if here == everyone:
+                host.store.set(one.end, "")
+                if not host.store.check([one.late]):
+                    return ""
+            one.speaks, given = True, here
+        votes = self._store.add(ballot, given)
+        if votes == given:
+            kept.append((self._store, ballot))
+        if votes == everyone:
+            kept.append((self._store, one.end))
             self._store.set(one.end, "")
             return ""
         self._await(one)
-        patience = LOOK if votes <= WATCHERS else min(LOOK * self._seldom, self.limit / 4)
         # an end that is none of votes has the value of this rank, which it has not told
-        return "" if one.is_over(patience) else None
+        return "" if one.is_over(soon if votes <= WATCHERS * given else seldom) else None
 
-    def _gathered(self, one: _Gathering, value: Any, new: bool, kept: list[str]) -> str:
+    def _gathered(self, one: _Gathering, value: Any, kept: _Kept) -> str:
         """The end of an exchange to which this rank has come with its value."""
         place = self._waits_at(one.name, one.count, one.members, one.here)
         self._put(self._place(self.rank), {**place, "of": one.what, "value": value})
         counter = f"{one.key}/came"
         came = self._store.add(counter, 1)
         if came == 1:
-            kept.append(counter)
+            kept.append((self._store, counter))
         if came == len(one.members):
-            kept.append(one.end)
+            kept.append((self._store, one.end))
             text = self._closed(one)
         else:
-            if new:
+            if self._last is not one:
                 self._await(one)
             self._stay(one, came <= WATCHERS, kept)
             text = self._store.get(one.end).decode()
@@ -188,9 +238,9 @@ class StoreExchange(Whereabouts):
 
         threading.Thread(target=work, name="autoshard-waiting", daemon=True).start()
 
-    def _stay(self, one: _Gathering, watches: bool, kept: list[str]) -> None:
+    def _stay(self, one: _Gathering, watches: bool, kept: _Kept) -> None:
         """Wait for the end, and look meanwhile for whoever keeps it from coming."""
-        looks, pause = 0, LOOK
+        looks, pause = 0, self._soon
         patience = self.limit * (1 if watches else 1.1)
         while not one.is_over(pause):
             waited = time.monotonic() - one.started
@@ -200,34 +250,35 @@ class StoreExchange(Whereabouts):
                 self._look(one, looks, kept)
                 looks += 1
             if waited > patience and (late := self._absent(one)) and not self._has(one.end):
-                raise self._fail(late[0], self._late(late[0], one.here))
-            longest = max(1.0, LOOK * self._seldom)
-            pause = max(0.01, min(1.5 * pause, longest, patience - waited))
+                first = next(iter(late))
+                raise self._fail(first, self._late(first, one.here))
+            pause = max(0.01, min(1.5 * pause, self.seldom, patience - waited))
 
-    def _look(self, one: _Gathering, looks: int, kept: list[str]) -> None:
+    def _look(self, one: _Gathering, looks: int, kept: _Kept) -> None:
         """Raise PeerFailed where a rank will not come to where this one waits; end the exchange
         where all have come, and the last has not said so."""
         missing = self._absent(one, looks)
-        stories = {member: self._where(member, one.name, one.here) for member in missing}
+        stories = {m: self._where(m, place, one.name, one.here) for m, place in missing.items()}
         if self._has(one.end):  # asked after the look: what a rank gave before it failed is given
             return
         for member, story in stories.items():
             if story is not None:
                 raise self._fail(member, story)
         if not missing:
-            kept.append(one.end)
+            kept.append((self._store, one.end))
             self._closed(one)
 
-    def _absent(self, one: _Gathering, looks: int = 0) -> list[int]:
-        """A few members that have not told that they are here: each look begins at others."""
+    def _absent(self, one: _Gathering, looks: int = 0) -> dict[int, dict[str, Any]]:
+        """A few members that have not told that they are here, and what they told: each look begins
+        at others."""
         first = FEW * looks % len(one.members)
         members = [*one.members[first:], *one.members[:first]]
         places = [self._place(member) for member in members]
         untold = self._without(places)
         if untold:
-            return [members[at] for at in untold]
+            return {members[at]: {} for at in untold}
         read = zip(members, self._read(places), strict=True)
-        return [member for member, place in read if not _is_at(place, one)][:FEW]
+        return dict([(m, place) for m, place in read if not _is_at(place, one)][:FEW])
 
     def _closed(self, one: _Gathering) -> str:
         """The end of an exchange to which all have come, told to all."""

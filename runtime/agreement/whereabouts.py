@@ -154,6 +154,14 @@ class Whereabouts:
                 self.failure = rank, story
         return PeerFailed(*self.failure)
 
+    def heard_of(self) -> PeerFailed | None:
+        """The failure that a rank told of, for one that is in a collective: it asks seldom."""
+        try:
+            within(self.seldom + SPARE, lambda: self._has(self._failed) and self._heard())
+        except StoreLost:  # the collective tells whether its holder is gone
+            return None
+        return None if self.failure is None else PeerFailed(*self.failure)
+
     def _heard(self) -> PeerFailed:
         """The failure that another rank told of."""
         rank, story = json.loads(self._store.get(self._failed))
@@ -170,7 +178,7 @@ class Whereabouts:
             if (text := json.dumps(news)) != self._told_of:
                 self._store.set(self._progress(self.rank), text)
                 self._told_of = text
-            if self.turn.taken and time.monotonic() - self._asked > LOOK * self._seldom:
+            if self.turn.taken and time.monotonic() - self._asked > self._seldom:
                 self._asked = time.monotonic()
                 if self._has(self._failed):
                     self._heard()
@@ -183,9 +191,9 @@ class Whereabouts:
         group = _ranks_text(members)
         return {"state": _WAITS, "name": name, "count": count, "members": group, "what": what}
 
-    def _where(self, member: int, name: str, here: str) -> str | None:
-        """Why a rank will not come to the exchanges of the group `name`; None where it may."""
-        place = self._where_is(member)
+    def _where(self, member: int, place: dict[str, Any], name: str, here: str) -> str | None:
+        """Why a rank will not come to the exchanges of the group `name`; None where it may. place:
+        what it last told."""
         if place.get("state") == _ENDED:
             return str(place["what"])
         waits_for_me = (
@@ -236,7 +244,7 @@ class Whereabouts:
                 )
             elif time.monotonic() - started > 1.7 * grace:  # those that came first are gone too
                 looks = True
-            time.sleep(LOOK / 4 if looks else min(self._seldom * LOOK / 4, grace / 4))
+            time.sleep(LOOK / 4 if looks else min(self._seldom / 4, grace / 4))
 
     def _judge(
         self,
@@ -303,9 +311,19 @@ class Whereabouts:
         return found
 
     @property
+    def seldom(self) -> float:
+        """Seconds between two questions of a rank that only hears whether another has failed."""
+        return max(1.0, self._seldom)
+
+    @property
+    def _soon(self) -> float:
+        """Seconds after which the few ranks of a group that look for others do so."""
+        return max(LOOK, self._seldom / 4)
+
+    @property
     def _seldom(self) -> float:
-        """How many times less often than a rank of a small world this one asks the store."""
-        return max(1.0, self.size / _QUIET)
+        """Seconds after which all others do, and between two questions of each in the long run."""
+        return LOOK * max(1.0, self.size / _QUIET)
 
     def _has(self, key: str) -> bool:
         return bool(self._store.check([key]))

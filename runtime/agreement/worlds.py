@@ -7,12 +7,13 @@ import os
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from autoshard.runtime import compat
-from autoshard.runtime.agreement.store_exchange import StoreExchange
+from autoshard.runtime.agreement.store_exchange import Host, StoreExchange
 from autoshard.runtime.agreement.whereabouts import DEFAULT_LIMIT, SPARE
 from autoshard.runtime.errors import AutoshardError
 
@@ -67,10 +68,25 @@ def renew() -> None:
     made = StoreExchange(world, f"{restarts()}/{_current.generation}")
     if before is None:
         _refuse_old_keys(made)
-    made.limit = limit
+    made.limit, made.host = limit, _host(world)
     if before is not None and before.world is world:
         made.take_over(before)
     _current = _Worlds(made, _current.generation + 1, limit)
+
+
+def _host(world: Any) -> Host | None:
+    """The ranks that one agent of torchrun has started, where there are more on other hosts. Their
+    store is a file in the folder of this start, which the agent has made and deletes."""
+    try:
+        said = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        rank, size, here, ranks = (int(os.environ[name]) for name in said)
+        folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1]
+    except (KeyError, IndexError):
+        return None
+    if (rank, size) != (world.rank(), world.size()) or not 1 < ranks < size or not folder.is_dir():
+        return None
+    store = dist.FileStore(str(folder / "autoshard"))  # type: ignore[call-arg]
+    return Host(range(rank - here, rank - here + ranks), store)
 
 
 def restarts() -> int:

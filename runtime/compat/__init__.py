@@ -75,6 +75,7 @@ from autoshard.runtime.compat.groups import (
     has_symmetric_memory,
     host_group,
     is_capturing,
+    is_done,
     is_of_a_collective,
     matmul_scatter,
     misses_a_rank,

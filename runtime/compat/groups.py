@@ -4,6 +4,7 @@ other: private parts of torch.distributed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from datetime import timedelta
@@ -123,6 +124,14 @@ def set_group_limit(group: Any, seconds: float) -> None:
     on gloo, whatever limit the world was started with.
     """
     c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def is_done(work: Any, seconds: float) -> bool:
+    """Whether a collective of gloo has ended, well or not, within the time: it goes on where not.
+    Its wait says that the time is over by an error which only the state tells from its own."""
+    with contextlib.suppress(RuntimeError):
+        work.wait(timedelta(seconds=seconds))
+    return bool(work.is_completed())
 
 
 def is_of_a_collective(error: BaseException) -> bool:

@@ -43,6 +43,7 @@ OTHER: dict[str, Any] = {
     "recompute_collectives": "none",
     "recover_masks": False,
     "loss_tokens": "global",
+    "log": "steps.jsonl",
     "chunk_loss": True,
     "batches": "always",
     "timeout": 60.0,

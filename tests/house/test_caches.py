@@ -18,6 +18,7 @@ CACHES = {
     # of the running process group, or without one: `compat.once_a_world` compares the group itself
     "autoshard/building/all_ranks.py _smallest": "the device's kind; of all ranks of a world",
     "autoshard/mesh_search/first_call.py _chosen": "the device's kind; one mesh serves a process",
+    "autoshard/training_log.py _logs": "the file's path; a run writes one",
     "autoshard/weights/link.py _links": "nothing: one list a world, the last of it in use",
     "runtime/collectives/fused.py _measured": "group, device, sizes and dtypes",
     "runtime/agreement/backwards.py _worlds": "the world's exchange",

@@ -20,7 +20,7 @@ TREE = Tree(ROOT)
 #: The rooms of autoshard (its files and folders) from the ground up: a room imports lower floors.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("runtime",),
-    ("errors", "hf_configuration", "planning"),
+    ("errors", "hf_configuration", "planning", "training_log"),
     ("capture", "config", "model_source", "passes", "rng"),
     ("compiling",),
     ("memory", "parameters"),

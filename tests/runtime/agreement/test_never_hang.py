@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from autoshard.runtime.agreement.store_exchange import StoreExchange
 from models_plain import MLP, Regression, vectors
 
 LIMIT = 60.0  # what the pool would report as a hang comes long after
@@ -196,6 +198,25 @@ def test_which_calls_are_checked(gloo2: Any) -> None:
 
 def always(steps: list[list[list[int]]]) -> tuple[str, str]:
     return batches(steps, same_inputs={"batches": "always"})
+
+
+def asked_when_always() -> list[str]:
+    """What is asked of the store in six calls whose batches are all compared."""
+    asked: list[str] = []
+    exchange = StoreExchange.exchange
+
+    def counted(self: StoreExchange, value: Any, what: str, *rest: Any, **more: Any) -> Any:
+        asked.append(what)
+        return exchange(self, value, what, *rest, **more)
+
+    with mock.patch.object(StoreExchange, "exchange", counted):
+        assert always([[[4, i] for i in range(6)]] * 2)[0] == ""
+    return asked
+
+
+def test_a_batch_that_is_compared_in_each_step_asks_nothing_of_the_store(gloo2: Any) -> None:
+    for asked in gloo2(asked_when_always):
+        assert asked.count("batch") == 2, asked
 
 
 def never(steps: list[list[list[int]]]) -> tuple[str, str]:

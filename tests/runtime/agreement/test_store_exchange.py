@@ -4,97 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from autoshard.runtime.agreement import consensus as agreement
-from autoshard.runtime.agreement import history, store_exchange, whereabouts
-from autoshard.runtime.agreement.consensus import agree, attempt, gather
+from autoshard.runtime import compat
+from autoshard.runtime.agreement import history, whereabouts
+from autoshard.runtime.agreement.consensus import agree, ask, attempt, gather
 from autoshard.runtime.agreement.store_exchange import StoreExchange
-from autoshard.runtime.collectives.axis import Axis
-from autoshard.runtime.errors import PlanMismatchError
-
-N = 3
-LIMIT = 3.0  # seconds; never reached where nothing hangs
-LOOK = 0.02
+from autoshard.runtime.errors import CollectiveError, PlanMismatchError
+from store_ranks import LIMIT, LOOK, CountingStore, N, Ranks, axis_of
 
 
-class CountingStore:
-    """A store that counts the requests of each kind."""
-
-    def __init__(self) -> None:
-        self.store, self.calls = dist.HashStore(), Counter[str]()
-
-    def clone(self) -> CountingStore:
-        self.calls["clone"] += 1
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        self.calls[name] += 1
-        return getattr(self.store, name)
-
-
-class World:
-    """What an exchange asks of a process group."""
-
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        self.store = store
-        self.rank, self.size = (lambda: rank), (lambda: size)
-
-    def get_group_store(self) -> Any:
-        return self.store
-
-
-Job = Callable[[int, StoreExchange], Any]
-
-
-class Ranks:
-    """Runs job(rank, exchange) in a thread a rank, and returns the results."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int = N, store: Any = None) -> None:
-        self.here = threading.local()
-        self.left: list[int] = []  # ranks that have finished
-        self.done = threading.Event()
-        monkeypatch.setattr(agreement, "current_exchange", lambda: self.here.exchange)
-        monkeypatch.setattr(agreement, "members", lambda axis: list(range(axis.size)))
-        monkeypatch.setattr(store_exchange, "LOOK", LOOK)
-        monkeypatch.setattr(whereabouts, "LOOK", LOOK)
-        store = store or dist.HashStore()
-        self.exchanges = [StoreExchange(World(store, rank, size), "0") for rank in range(size)]
-        for exchange in self.exchanges:
-            exchange.limit = LIMIT
-
-    def __call__(self, job: Job) -> list[Any]:
-        results: list[Any] = [None] * len(self.exchanges)
-
-        def work(rank: int) -> None:
-            self.here.exchange = self.exchanges[rank]
-            try:
-                results[rank] = job(rank, self.exchanges[rank])
-            except Exception as error:
-                results[rank] = error
-            self.exchanges[rank].ended("has ended")
-
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(results))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * LIMIT)
-            assert not thread.is_alive(), "a rank hangs"
-        return results
-
-
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    return Ranks(monkeypatch)
-
-
-def axis_of(rank: int, size: int = N) -> Axis:
-    return Axis("tp", size, rank, "group")
+@pytest.fixture(params=[1, 2], ids=["alone", "hosts"])
+def ranks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ranks:
+    return Ranks(monkeypatch, here=request.param)
 
 
 def compile_once(rank: int, fails: bool, what: str = "plan") -> str:
@@ -204,7 +129,7 @@ def test_a_vote_costs_two_requests_a_rank(monkeypatch: pytest.MonkeyPatch, size:
             agree(f"turn {turn}", "alike", ["a line"] * 100, axis_of(rank, size))
 
     ranks = Ranks(monkeypatch, size, store)
-    monkeypatch.setattr(store_exchange, "LOOK", LIMIT)  # nobody is late
+    monkeypatch.setattr(whereabouts, "LOOK", LIMIT)  # nobody is late
     assert ranks(job) == [None] * size
     ended = size  # each tells that it has
     assert store.calls["add"] == 3 * size and store.calls["wait"] == 3 * (size - 1), store.calls
@@ -220,7 +145,7 @@ def test_values_are_read_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         return [gather(rank + turn, "turn", axis_of(rank, 8)) for turn in range(3)]
 
     ranks = Ranks(monkeypatch, 8, store)
-    monkeypatch.setattr(store_exchange, "LOOK", LIMIT)  # nobody is late
+    monkeypatch.setattr(whereabouts, "LOOK", LIMIT)  # nobody is late
     assert ranks(job) == [[[*range(turn, turn + 8)] for turn in range(3)]] * 8
     calls = store.calls
     assert calls["multi_get"] == 3 and calls["add"] == 24 and calls["get"] == 21, calls
@@ -337,6 +262,37 @@ def test_a_rank_in_a_collective_that_waits_for_this_one(
         proven = "rank 1: is elsewhere: in the forward, which rank " in said or "(1, 'is " in said
         assert proven == ahead, said
         assert "the read (train.py:7)" in said
+
+
+class NeverDone:
+    """A collective to which another rank does not come."""
+
+    def wait(self, timeout: Any = None) -> None:
+        time.sleep(LOOK)
+        raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_a_comparison_by_a_collective_ends_where_another_rank_has_failed(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That rank may have caught its error: no connection is closed."""
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: NeverDone())
+    monkeypatch.setattr(compat, "host_group", lambda _: None)
+
+    def job(rank: int, exchange: StoreExchange) -> str:
+        if rank == 1:
+            time.sleep(4 * LOOK)
+            return str(exchange.fail(1, "ValueError: no rule"))
+        with pytest.raises(CollectiveError) as raised:
+            ask(7, axis_of(rank))
+        return str(raised.value)
+
+    for rank, said in enumerate(ranks(job)):
+        assert "rank 1: ValueError: no rule" in said, said
+        assert rank == 1 or f"; rank {rank} waited in a comparison on axis tp" in said
 
 
 class FrozenStore(CountingStore):
