@@ -1,12 +1,20 @@
 """An optimizer's step on two ranks: `autoshard.optimizer` beside FSDP2's parameters.
 
-    torchrun --nproc-per-node=2 benchmarks/optimizer.py [--parameters 300] [--json PATH]
+    torchrun --nproc-per-node=2 benchmarks/optimizer.py [--parameters 300] [--matrices 8] [--json F]
 
 AdamW on short vectors, so that the host's work is the step: microseconds of its thread a parameter.
 Rows are split as this backend stores them (`stored`: stepped by torch's own optimizer) and as
 fully_shard does. Contestants take turns in one run, on the same gradients; each figure is a median,
-`ratio` is against FSDP2 with the same kernels. Parameters that are not equal in the end, bit for
-bit, are a failure, and the exit status says so.
+`ratio` is against FSDP2 with the same kernels.
+
+Muon on matrices: milliseconds where every rank gathers and computes all (`gathers`), where as many
+matrices of a shape as there are ranks are exchanged at a time and each rank computes one, as
+torchtitan does by hand (`titan`), and by owners. `products`: floating-point operations of all ranks
+over those of one device; bytes that all send, over those of the formula: of each matrix two bytes
+an element there and back, but for the part that its owner has.
+
+Parameters that are not equal in the end, bit for bit, products counted twice and other bytes than
+the formula's are a failure, and the exit status says so.
 """
 
 from __future__ import annotations
@@ -24,9 +32,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.flop_counter import flop_registry
 
 import autoshard
+from autoshard.runtime import compat
 from autoshard.runtime.parameters.eager.stored_tensor import as_parameter, as_stored
+
+aten = torch.ops.aten
 
 KERNELS: dict[str, dict[str, Any]] = {"foreach": {"foreach": True}, "fused": {"fused": True}}
 
@@ -56,7 +68,7 @@ def parameters_of(
 
 
 def measured(
-    contestants: dict[str, torch.optim.Optimizer], clock: Callable[[], float], steps: int
+    contestants: dict[str, Any], clock: Callable[[], float], steps: int
 ) -> dict[str, float]:
     """Seconds of a step of each, which take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
@@ -67,6 +79,112 @@ def measured(
             optimizer.step()
             seconds[name].append(clock() - started)
     return {name: statistics.median(found[3:]) for name, found in seconds.items()}
+
+
+def orthogonal(x: torch.Tensor) -> torch.Tensor:
+    """Newton-Schulz as torch.optim.Muon has it."""
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        gram = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = torch.addmm(x, gram, x, beta=3.4445)
+    return x.T if tall else x
+
+
+class MuonByHand:
+    """Muon's step of rows that are split over the ranks, by one of the ways people write it."""
+
+    def __init__(self, parameters: list[nn.Parameter], titan: bool, lr: float = 1e-3) -> None:
+        self.held: list[DTensor] = parameters  # type: ignore[assignment]
+        self.lr, self.titan = lr, titan
+        self.momenta = [torch.zeros_like(p.to_local()) for p in self.held]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step of all, whose shapes come in runs as long as there are ranks."""
+        updates = []
+        for p, momentum in zip(self.held, self.momenta):
+            gradient = p.grad.to_local()  # type: ignore[union-attr]
+            momentum.lerp_(gradient, 0.05)
+            updates.append(gradient.lerp(momentum, 0.95).bfloat16())
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        for start in range(0, len(updates), ranks):
+            rows = updates[start : start + ranks]
+            if self.titan:
+                whole = torch.cat([torch.empty_like(rows[rank])] * ranks)
+                dist.all_to_all_single(whole, torch.cat(rows))
+                made = orthogonal(whole).contiguous()
+                back = torch.empty_like(made)
+                dist.all_to_all_single(back, made)
+                rows = list(back.chunk(ranks))
+            else:
+                for number, row in enumerate(rows):
+                    whole = torch.cat([torch.empty_like(row)] * ranks)
+                    dist.all_gather_into_tensor(whole, row)
+                    rows[number] = orthogonal(whole).chunk(ranks)[rank]
+            for p, update in zip(self.held[start:], rows):
+                local = p.to_local()
+                local.mul_(1 - self.lr * 0.1)
+                ratio = max(1, p.shape[0] / p.shape[1]) ** 0.5
+                local.add_(update, alpha=-self.lr * ratio)
+
+
+PRODUCTS = {aten.mm.default: aten.mm, aten.addmm.default: aten.addmm}
+
+
+class Products(compat.TorchDispatchMode):
+    """Floating-point operations of the products that run; those of values without memory do not."""
+
+    flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in PRODUCTS and not out.is_meta:
+            count = flop_registry[PRODUCTS[func]]
+            self.flops += count(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def muon(mesh: DeviceMesh, count: int, side: int, steps: int) -> dict[str, Any]:
+    """Seconds, products and bytes of Muon's step, and whether all have the same parameters then."""
+    shapes = [(side, side) if i // 2 % 2 else (2 * side, side) for i in range(count)]
+    parameters = {n: parameters_of(mesh, shapes, n == "optimizer") for n in ("gathers", "titan")}
+    parameters["optimizer"] = parameters_of(mesh, shapes, True)
+    ours: Any = autoshard.optimizer(torch.optim.Muon(parameters["optimizer"]))
+    contestants: dict[str, Any] = {
+        name: MuonByHand(parameters[name], name == "titan") for name in ("gathers", "titan")
+    }
+    contestants["optimizer"] = ours
+    products = {}
+    for name, each in contestants.items():
+        with Products() as counted:
+            each.step()
+        whole = torch.tensor(counted.flops)
+        dist.all_reduce(whole)
+        products[name] = whole.item()
+    alone = torch.optim.Muon([nn.Parameter(torch.zeros(s)) for s in shapes])
+    for p in alone.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    with Products() as counted:
+        alone.step()
+    sent = torch.tensor(ours.__dict__["_autoshard_parts"].sent)
+    dist.all_reduce(sent)
+    seconds = measured(contestants, time.perf_counter, steps)
+    found = {name: wholes(held) for name, held in parameters.items()}
+    rows = {
+        name: {
+            "ms": 1e3 * value,
+            "ratio": value / seconds["gathers"],
+            "products": products[name] / counted.flops,
+        }
+        for name, value in seconds.items()
+    }
+    formula = sum(2 * 2 * n * m * (mesh.size() - 1) // mesh.size() for n, m in shapes)
+    same = all(all(map(torch.equal, each, found["gathers"])) for each in found.values())
+    same = same and sent.item() == formula and rows["optimizer"]["products"] == 1
+    return {"rows": rows, "sent": sent.item() / formula, "same": same}
 
 
 def wholes(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
@@ -103,15 +221,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parameters", type=int, default=300)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--matrices", type=int, default=8)
+    parser.add_argument("--side", type=int, default=512)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     found = {"adamw": adamw(mesh, args.parameters, args.steps)}
+    found["muon"] = muon(mesh, args.matrices, args.side, max(args.steps // 4, 5))
     if dist.get_rank() == 0:
         for name, row in found["adamw"]["rows"].items():
             print(f"AdamW {name:18}{row['us_a_parameter']:8.2f} us a parameter{row['ratio']:7.2f}")
-        print(f"the same parameters: {found['adamw']['same']}")
+        for name, row in found["muon"]["rows"].items():
+            print(
+                f"Muon {name:19}{row['ms']:8.1f} ms{row['ratio']:7.2f}, products of one device "
+                f"{row['products']:.2f} times"
+            )
+        print(f"Muon by owners sends {found['muon']['sent']:.3f} of the formula's bytes")
+        print(f"as it must be: {[part['same'] for part in found.values()]}")
         if args.json:
             args.json.write_text(json.dumps(found, indent=1))
     failed = not all(part["same"] for part in found.values())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch.optim import Optimizer
 
 from autoshard.runtime.errors import AutoshardError
@@ -46,6 +48,18 @@ def unhooked_step(cls: type[Optimizer]) -> Any:
     """The step of a class without the hooks, which ran for the whole optimizer."""
     step = cls.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+
+
+def proxy_of(optimizer: Any, groups: Sequence[Sequence[torch.Tensor]], state: Any) -> Any:
+    """An optimizer of the class and settings of another, and of other parameters."""
+    proxy = optimizer.base.__new__(optimizer.base)
+    proxy.__dict__.update(optimizer.__dict__)
+    proxy.__dict__.pop("step", None)
+    proxy.param_groups = [
+        {**group, "params": list(own)} for group, own in zip(optimizer.param_groups, groups)
+    ]
+    proxy.state = state
+    return proxy
 
 
 @functools.cache

@@ -38,7 +38,7 @@ _ELEMENTWISE = {
 
 _FACTORIES = {"zeros", "ones", "full", "scalar_tensor", "empty"}
 _KEEPS_SHAPE = {"view", "_unsafe_view", "expand", "new_zeros", "new_ones", "new_full", "new_empty"}
-_READS = {"_local_scalar_dense", "equal", "is_nonzero", "item"}
+READS = {"_local_scalar_dense", "equal", "is_nonzero", "item"}
 _RECORDED = 2  # the first makes the states, the second finds them
 
 
@@ -117,7 +117,7 @@ class Recorder(compat.TorchDispatchMode):
         self.operators += 1
         name = name_of(func)
         groups = _places(name, args, kwargs)
-        if name in _READS:
+        if name in READS:
             return self._read(func, name, groups[0], args, kwargs)
         kinds = [self._kind(func, name, group) for group in groups]
         large = name in _FACTORIES and torch.Size(args[0]).numel() > 1
@@ -310,7 +310,8 @@ def record(
         parameter = make(shape, member.dtype)
         parameter.grad = make(shape, member.dtype)
         for name, entry in member.state.items():
-            proxy.state[parameter][name] = _fake_state(make, name, entry, member.shape, shape)
+            state = functools.partial(_fake_state, make, name, of=member.shape, shape=shape)
+            proxy.state[parameter][name] = pytree.tree_map(state, entry)
         proxy.param_groups[member.group]["params"].append(parameter)
         parameters.append(parameter)
 
@@ -329,7 +330,7 @@ def record(
         for name, value in proxy.state.get(parameter, {}).items():
             if not isinstance(value, torch.Tensor):
                 if _holds_tensors(value):
-                    lane.needs_whole(f"its state {name} is a collection of tensors", True)
+                    lane.needs_whole(f"its state {name} is a collection of tensors")
             elif value.numel() > 1 and value.shape != lane.shape:
                 lane.needs_whole(f"its state {name} has the shape {tuple(value.shape)}")
     return recorder
@@ -347,7 +348,7 @@ def _fake(
         return recorder.add(torch.empty(shape, dtype=dtype, device=device), KnownValue(kind, lane))
 
 
-def _fake_state(make: Any, name: str, value: Any, of: torch.Size, shape: torch.Size) -> Any:
+def _fake_state(make: Any, name: str, value: Any, *, of: torch.Size, shape: torch.Size) -> Any:
     """A state's entry beside a parameter of `shape`, whose own shape is `of`."""
     if not isinstance(value, torch.Tensor) or name == "step":
         return _cloned(value)

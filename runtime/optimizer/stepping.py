@@ -9,19 +9,27 @@ whole where their operators need it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import home_rank
 from autoshard.runtime.mesh import axes_of
-from autoshard.runtime.optimizer.derived import AnyOptimizer, Derived, become, unhooked_step
+from autoshard.runtime.optimizer.derived import (
+    AnyOptimizer,
+    Derived,
+    become,
+    proxy_of,
+    unhooked_step,
+)
+from autoshard.runtime.optimizer.matrix_owners import OwnedMatrix, assign_owners, matrix_of
 from autoshard.runtime.optimizer.offloaded import part_of
+from autoshard.runtime.optimizer.owned_steps import step_owned
 from autoshard.runtime.optimizer.recording import Lane, Stepped, lanes_of, own_attributes
 from autoshard.runtime.parameters import like, local_bounds, stored_states
 
@@ -58,7 +66,7 @@ def _take_step(optimizer: _OnParts, closure: Any) -> Any:
     parts: WaysOfSteps = optimizer.__dict__.setdefault("_autoshard_parts", WaysOfSteps())
     with compat.plain_attributes():
         parts.follow(optimizer, step, closure is not None)
-    if not parts.on_parts:
+    if not parts.on_parts and not parts.owned:
         return step(optimizer) if closure is None else step(optimizer, closure)
     loss = None
     if closure is not None:
@@ -131,13 +139,16 @@ class WaysOfSteps:
     """An optimizer's parameters by the way they are stepped.
 
     lanes: of each parameter what a step does to it, in the order of the groups. on_parts: those
-    that are stepped on parts, by group. rest: the others, as they are stored.
+    that are stepped on parts, by group. owned: those that one rank each steps. rest: the others,
+    as they are stored. sent: the bytes that the last step sent to owners, and back from this one.
     """
 
     def __init__(self) -> None:
         self.lanes: list[Lane] = []
         self.on_parts: list[list[PlainPart]] = []
+        self.owned: list[OwnedMatrix] = []
         self.rest: list[list[torch.Tensor]] = []
+        self.sent = 0
         self._followed: Any = None
 
     def follow(self, optimizer: Optimizer, step: Any, closure: bool) -> None:
@@ -166,20 +177,28 @@ class WaysOfSteps:
         self.lanes = lanes_of(optimizer, step, members, closure) if stored else []
         self.on_parts = [[] for _ in optimizer.param_groups]
         self.rest = [[] for _ in optimizer.param_groups]
+        self.owned, known = [], {}  # type: ignore[var-annotated]
         for (number, p), lane in zip(placed, self.lanes):
+            if lane.reason and not lane.mixed and isinstance(p, DTensor):
+                matrix = matrix_of(optimizer, step, number, p, known)
+                if matrix.work.flops:
+                    self.owned.append(matrix)
+                    continue
             if not lane.reason or (_is_whole(p) and not lane.mixed):
                 self.on_parts[number].append(PlainPart(p))
             else:
                 self.rest[number].append(p)
-        if not any(self.on_parts):
+        assign_owners(self.owned, optimizer)
+        if not any(self.on_parts) and not self.owned:
             self.on_parts = []
 
     def step(self, optimizer: Optimizer, step: Any) -> None:
         """Step all parameters that have gradients."""
+        self.sent = step_owned(self.owned, optimizer, step)
         proxies = [self._of_parts(optimizer)]
         if any(self.rest):
             # both begin with the same settings, which a step may change
-            proxies.append(_proxy(optimizer, self.rest, optimizer.state))
+            proxies.append(proxy_of(optimizer, self.rest, optimizer.state))
         for proxy in proxies:
             step(proxy)
         for name, value in own_attributes(proxies[0]).items():
@@ -206,23 +225,11 @@ class WaysOfSteps:
                 if part.state:
                     state[part.local] = part.state
         groups = [[part.local for part in group] for group in self.on_parts]
-        proxy = _proxy(optimizer, groups, state)
+        proxy = proxy_of(optimizer, groups, state)
         for name in ("grad_scale", "found_inf"):  # a GradScaler's, for a fused step
             if isinstance(value := proxy.__dict__.get(name), DTensor):
                 proxy.__dict__[name] = value.full_tensor()
         return proxy
-
-
-def _proxy(optimizer: Any, groups: Sequence[Sequence[torch.Tensor]], state: Any) -> Any:
-    """An optimizer of the class and settings of another, and of other parameters."""
-    proxy = optimizer.base.__new__(optimizer.base)
-    proxy.__dict__.update(optimizer.__dict__)
-    proxy.__dict__.pop("step", None)
-    proxy.param_groups = [
-        {**group, "params": list(own)} for group, own in zip(optimizer.param_groups, groups)
-    ]
-    proxy.state = state
-    return proxy
 
 
 def _settings(group: dict[str, Any]) -> list[Any]:
@@ -247,10 +254,7 @@ def _member(group: int, p: torch.Tensor, state: dict[str, Any]) -> Stepped:
         states = {n: s for n, s in stored_states(p).items() if home_rank(s) is None}
         axes = [axis._replace(rank=0) for axis in axes_of(p.device_mesh)]
         part = torch.Size([high - low for low, high in local_bounds(p.shape, states, axes)])
-    held = {
-        name: torch.empty(value.shape, dtype=value.dtype, device="meta")
-        if isinstance(value, DTensor)
-        else value
-        for name, value in state.items()
-    }
+    held = pytree.tree_map_only(
+        DTensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), state
+    )
     return Stepped(group, p.shape, part, p.dtype, p.device, held)

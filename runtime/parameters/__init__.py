@@ -29,11 +29,13 @@ from autoshard.runtime.parameters.gradients import (
 from autoshard.runtime.parameters.layout import (
     as_dtensors,
     extents,
+    home_of,
     like,
     local_bounds,
     local_part,
     owned,
     stored_states,
+    wrap_local,
 )
 from autoshard.runtime.parameters.optimizers import expect_stored
 from autoshard.runtime.parameters.owners import Holders, models_of, related_parameters
