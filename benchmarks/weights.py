@@ -6,8 +6,13 @@ Ranks 0 and 1 hold a Llama on dp_shard=2, ranks 2 and 3 take its weights on tp=2
 broadcast` is what trainers do that know of no layout but the whole: each parameter is gathered by
 the ranks that train, rank 0 broadcasts it to those that generate, and each cuts its part. Seconds
 are of the slowest rank, the best of rounds that take turns; both end with the same bits, or the run
-is an error. Bytes are those that a pair of processes exchanges at most, one way, and those that the
-fullest process sends: counted by the plan, and for a broadcast once for each tensor and receiver.
+is an error. Bytes are those of the fullest link, by two readings: what the fullest process sends
+and receives, over the one link that it has; and what the fullest pair of processes exchanges, one
+way. They are counted by the plan, and for a broadcast once for each tensor and receiver.
+
+Of a pair no plan is better than the bound beside it: of the elements that one process alone holds
+and another one wants, all go from the one to the other. On dp_shard=2 that is every element: half
+of what tp=2 divides by the same dim, a fourth of what it divides by another.
 
 Below stands the case of 470 GB on paper, by the formula that is printed.
 """
@@ -30,6 +35,8 @@ from torch.distributed.tensor import DTensor
 import autoshard
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters import local_part, stored_states
+from autoshard.weights import parts_of
+from autoshard.weights.boxes import common, elements
 from llama_model import Llama, Shape
 
 GB = 1e9
@@ -69,6 +76,25 @@ def planned(trainer: nn.Module, generator: nn.Module, buffer: int) -> Any:
     if dist.get_rank() < 2:
         return autoshard.weights.send(trainer, buffer=buffer).wait()
     return autoshard.weights.receive(generator, buffer=buffer).wait()
+
+
+def fullest_pair(trainer: nn.Module, generator: nn.Module) -> int:
+    """The least bytes of the fullest pair by any plan, where each element has one holder."""
+    model = trainer if dist.get_rank() < 2 else generator
+    parts = {
+        name: (part.box, part.tensor.element_size()) for name, part in parts_of(model)[0].items()
+    }
+    each: list[Any] = [None] * 4
+    dist.all_gather_object(each, parts)
+    return max(
+        sum(
+            elements(both) * size
+            for name, (box, size) in each[sender].items()
+            if (both := common(box, each[receiver][name][0])) is not None
+        )
+        for sender in (0, 1)
+        for receiver in (2, 3)
+    )
 
 
 def on_paper(weights: float, senders: int, receivers: int, tp: int, rate: float) -> dict[str, Any]:
@@ -128,20 +154,24 @@ def main() -> None:
     equal = all(torch.equal(a, b) for a, b in zip(*sums.values(), strict=True))
     assert equal, "the two ways end with other bits"
     report = reports[-1]
-    # to rank 1 the half that rank 0 holds, and a whole to each of ranks 2 and 3, by one link each
-    links = {"gather, broadcast": size, "planned": report.link}
-    sent = {"gather, broadcast": size // 2 + 2 * size, "planned": report.fullest}
+    through = torch.tensor(report.sent + report.received)
+    dist.all_reduce(through, dist.ReduceOp.MAX)
+    # rank 0 gets rank 1's half and gives its own, and a whole to each of ranks 2 and 3
+    processes = {"gather, broadcast": 3 * size, "planned": int(through)}
+    pairs = {"gather, broadcast": size, "planned": report.link}
+    bound = fullest_pair(trainer, generator)
     paper = [on_paper(470 * GB, n, n, tp, 50 * GB) for n, tp in ((16, 16), (64, 16), (64, 8))]
     if rank == 0:
         print(
             f"{size / 1e6:.0f} MB on dp_shard=2 to tp=2, gloo; buffer {report.buffer / 1e6:.1f} MB"
         )
-        print(f"{'':20}{'s':>8}{'MB a link':>12}{'MB a sender':>14}")
+        print(f"{'':20}{'s':>8}{'MB a process':>15}{'MB a pair':>12}")
         for name in ways:
-            line = f"{name:20}{best[name]:8.3f}{links[name] / 1e6:12.1f}{sent[name] / 1e6:14.1f}"
-            print(line)
-        ratios = [by["planned"] / by["gather, broadcast"] for by in (best, links, sent)]
-        print(f"{'ratio':20}{ratios[0]:8.2f}{ratios[1]:12.2f}{ratios[2]:14.2f}")
+            line = f"{name:20}{best[name]:8.3f}{processes[name] / 1e6:15.1f}"
+            print(f"{line}{pairs[name] / 1e6:12.1f}")
+        ratios = [by["planned"] / by["gather, broadcast"] for by in (best, processes, pairs)]
+        print(f"{'ratio':20}{ratios[0]:8.2f}{ratios[1]:15.2f}{ratios[2]:12.2f}")
+        print(f"{'bound of a pair':20}{bound / 1e6:35.1f}, {bound / size:.2f} of the whole")
         print(
             "\non paper, links of 50 GB/s: whole W / rate, "
             "planned max(W / tp, W replicas / senders) / rate"
@@ -152,7 +182,8 @@ def main() -> None:
                 f"tp={row['tp']}: {row['whole_s']:.2f} s whole, {row['planned_s']:.2f} s planned"
             )
         if args.json is not None:
-            result = {"bytes": size, "seconds": best, "link": links, "sent": sent, "paper": paper}
+            result = {"bytes": size, "seconds": best, "process": processes, "pair": pairs}
+            result |= {"bound": bound, "paper": paper}
             args.json.write_text(json.dumps(result, indent=2))
     dist.destroy_process_group()
 

@@ -4,18 +4,23 @@ whether an update happens.
 The connections are none of those that training or generating uses: where a process dies, the others
 go on with theirs. An update is decided once, in the store: who has seen that all has arrived
 everywhere says "commit", who has seen anything else says why not, and what is said first is the
-decision of all. So nobody swaps where somebody else does not; but for the process that holds the
-store: where it dies while the others read the decision, they may have read different things.
+decision of all. What each has read they tell each other over their connections before they swap, so
+that a store which dies meanwhile, as that of a launcher does, leaves them with one decision: that
+which any of them has read, else that nothing happens. What is not closed are two losses at once:
+where the store dies and one of the processes that have read the decision too (rank 0 of `meet` is
+both), those that are left may have read different things.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import threading
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -154,18 +159,33 @@ class WeightLink:
             )
         self._updates += 1
 
-    def decide(self, why_not: str | None = None) -> None:
-        """Return where the update is done, raise where it is not: the same on all processes.
+    def settle(self) -> None:
+        """The update is done, where all others come here too: return, or raise as they do."""
+        read = self._read(_COMMIT)
+        with contextlib.suppress(RuntimeError):  # one is lost: the store tells the others
+            heard = self.gather(read)
+            read = next((one for one in heard if one == _COMMIT), read)
+        self._end(read)
 
-        why_not: what this process says, where nobody has decided yet.
-        """
-        said = _COMMIT if why_not is None else f"rank {self.rank}: {why_not}"
+    def decide(self, why_not: str) -> None:
+        """The update does not happen, unless that is decided already: return where it is done,
+        raise where it is not, the same on all processes."""
+        self._end(self._read(f"rank {self.rank}: {why_not}"))
+
+    def _read(self, said: str) -> str | None:
+        """What is decided, by this process where nobody has yet; None where the store is lost."""
         try:
-            decided = self._store.compare_set(f"decision/{self._updates}", "", said).decode()
-        except RuntimeError as error:
-            decided = f"the store with the decision is lost: {error}"
+            found: str = self._store.compare_set(f"decision/{self._updates}", "", said).decode()
+        except RuntimeError:
+            return None
+        return found
+
+    def _end(self, decided: str | None) -> None:
         if decided == _COMMIT:
             return
+        if decided is None:
+            decided = "the store with the decision is lost"
+            self._group.abort()  # those that wait for this process cannot read that it is gone
         self.closed = decided
         raise AutoshardError(
             f"update {self._updates} of {self.name!r} did not happen, and the weights of "
@@ -173,14 +193,14 @@ class WeightLink:
             remedy="See the output of that process. Those that are left make another link.",
         )
 
-    @property
-    def aborted(self) -> bool:
-        """Whether a process has said that the update does not happen, or nobody can say."""
+    def aborted(self, arrived: bool) -> bool:
+        """Whether a process has said that the update does not happen, or nobody can say. arrived:
+        all is here, so that others may have read that the update is done: they will tell."""
         key = f"decision/{self._updates}"
         try:
             return self._store.check([key]) and self._store.get(key).decode() != _COMMIT
         except RuntimeError:
-            return True
+            return not arrived
 
 
 class Together(Generic[T]):
@@ -207,7 +227,7 @@ class Together(Generic[T]):
         try:
             while not self.done:
                 self._thread.join(_LOOK)
-                if not self.done and self._link.aborted:
+                if not self.done and self._link.aborted(bool(self._found)):
                     self._link.decide("it is aborted")
         except AutoshardError:
             raise
@@ -225,13 +245,13 @@ class Together(Generic[T]):
         except Refused as error:
             self._error = error
         except BaseException as error:
-            self._end(f"{type(error).__name__}: {error}", error)
+            self._end(partial(self._link.decide, f"{type(error).__name__}: {error}"), error)
         else:
-            self._end(None, None)
+            self._end(self._link.settle, None)
 
-    def _end(self, why_not: str | None, cause: BaseException | None) -> None:
+    def _end(self, decide: Callable[[], None], cause: BaseException | None) -> None:
         try:
-            self._link.decide(why_not)
+            decide()
         except AutoshardError as error:
             error.__cause__ = cause
             self._error = error

@@ -13,8 +13,8 @@ import pytest
 SCRIPT = Path(__file__).parents[1] / "helpers" / "ranks" / "killed_updates.py"
 
 
-def kills(count: int, seed: int) -> list[dict[str, Any]]:
-    command = [sys.executable, str(SCRIPT), str(count), str(seed)]
+def kills(count: int, seed: int, *of: str) -> list[dict[str, Any]]:
+    command = [sys.executable, str(SCRIPT), str(count), str(seed), *of]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -22,7 +22,7 @@ def kills(count: int, seed: int) -> list[dict[str, Any]]:
 
 def check(one: dict[str, Any]) -> None:
     updates = {said["done"] for said in one["said"]}
-    assert len(updates) == 1 and len(one["said"]) == 3
+    assert len(updates) == 1 and len(one["said"]) == 4 - (one["killed"] < 4)
     for said in one["said"]:
         assert f"update {said['done'] + 1} of 'weights' did not happen" in said["error"]
         if said["rank"] >= 2:  # of the last update that was done, every tensor of every rank
@@ -34,6 +34,13 @@ def test_a_killed_process_leaves_whole_weights() -> None:
     for one in found:
         check(one)
     assert {one["killed"] < 2 for one in found} == {True, False}
+
+
+@pytest.mark.slow
+def test_a_killed_store_leaves_one_decision() -> None:
+    """All processes are left, and are of one version, whoever could still read the decision."""
+    for one in kills(20, 3, "store"):
+        check(one)
 
 
 @pytest.mark.slow

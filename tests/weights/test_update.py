@@ -238,6 +238,52 @@ def test_after_a_failure_another_link_goes_on() -> None:
     assert torch.equal(found[2][0]["w0"].tensor, new["w0"][:, :6])
 
 
+@pytest.mark.parametrize("readers", [0, 1, 4])
+def test_a_store_that_dies_leaves_one_decision(readers: int) -> None:
+    """While the decision is read: whoever could still read it tells the others; if nobody could,
+    nothing happens."""
+    old, new = some(1), some(2)
+
+    class Dying:
+        def __init__(self, store: Any, rank: int) -> None:
+            self._store, self._rank = store, rank
+
+        def compare_set(self, *args: str) -> bytes:
+            if self._rank >= readers:
+                raise RuntimeError("connection reset")
+            found: bytes = self._store.compare_set(*args)
+            return found
+
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("connection reset")
+
+    def run(link: WeightLink) -> Any:
+        mesh, states = TRAINS if link.rank < 2 else SERVES
+        held = parts(new if link.rank < 2 else old, states, mesh, link.rank % 2)
+        ends = (
+            (Sender(held), None) if link.rank < 2 else (None, Tensors(held, {n: n for n in held}))
+        )
+        arrived = link.gather
+
+        def gather(value: Any) -> list[Any]:
+            if value == "all has arrived":
+                link._store = Dying(link._store, link.rank)
+            return arrived(value)
+
+        link.gather = gather  # type: ignore[method-assign]
+        try:
+            Update(link, *ends, None, 4096, False)
+        except AutoshardError as error:
+            assert not readers and "the store with the decision is lost" in str(error)
+        return held
+
+    found = checked(ranks(4, run))
+    for rank in (2, 3):
+        expected = parts(new if readers else old, SERVES[1], SERVES[0], rank - 2)
+        for name, part in found[rank].items():
+            assert torch.equal(part.tensor, expected[name].tensor), name
+
+
 class Allocated(TorchDispatchMode):
     """Bytes of the tensors that operators make, those that live at one time at most."""
 

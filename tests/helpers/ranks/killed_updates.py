@@ -1,11 +1,11 @@
 """Processes that hand weights on until one of them is killed: what the others hold then.
 
-    python killed_updates.py KILLS
+    python killed_updates.py KILLS SEED [store]
 
 forks, for each kill, two processes that send and two that receive, of worlds of their own, that
 meet at an address. All tensors of version n are full of n. At a drawn moment a drawn process is
 killed. Prints a line of JSON for each kill: the versions in the tensors of each process that is
-left, and what it raised.
+left, and what it raised. store: the process that is killed is the one that holds the store.
 """
 
 from __future__ import annotations
@@ -84,17 +84,18 @@ def started(run: Callable[[int], Any]) -> tuple[int, int]:
     return pid, reading
 
 
-def kill_one(draw: random.Random, number: int) -> dict[str, Any]:
+def kill_one(draw: random.Random, number: int, store: bool) -> dict[str, Any]:
     """One job: which process was killed, and what the others say."""
     host, told = started(hold_store)
     port = int(os.read(told, 16))
     made = [started(lambda begun, r=rank: serve(r, port, begun)) for rank in range(4)]
     children, pipes = zip(*made, strict=True)
-    killed = (draw.randrange(2) + 2 * number) % 4  # one that sends and one that receives in turn
+    # one that sends and one that receives in turn
+    killed = 4 if store else (draw.randrange(2) + 2 * number) % 4
     for reading in pipes:
         assert os.read(reading, 1) == b"!"
     time.sleep(0.7 * draw.random())
-    os.kill(children[killed], signal.SIGKILL)
+    os.kill([*children, host][killed], signal.SIGKILL)
     said = []
     for rank, (pid, pipe) in enumerate(zip(children, pipes, strict=True)):
         with os.fdopen(pipe) as stream:
@@ -102,7 +103,8 @@ def kill_one(draw: random.Random, number: int) -> dict[str, Any]:
         os.waitpid(pid, 0)
         if rank != killed:
             said.append(json.loads(text))
-    os.kill(host, signal.SIGKILL)
+    if not store:
+        os.kill(host, signal.SIGKILL)
     os.waitpid(host, 0)
     os.close(told)
     return {"killed": killed, "said": said}
@@ -111,7 +113,8 @@ def kill_one(draw: random.Random, number: int) -> dict[str, Any]:
 def main() -> None:
     draw = random.Random(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
     for number in range(int(sys.argv[1])):
-        print(json.dumps(kill_one(draw, number)), flush=True)
+        one = kill_one(draw, number, "store" in sys.argv)
+        print(json.dumps(one), flush=True)
 
 
 if __name__ == "__main__":
