@@ -31,7 +31,7 @@ from autoshard.planning import fingerprint, strategy_text, target_name, value
 from autoshard.planning.cost import cluster_of
 from autoshard.program import Program
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import SAME, agree, combined, gather, world_axis
+from autoshard.runtime.agreement import SAME, agree, combined, compiles, gather, world_axis
 from autoshard.runtime.collectives import State, data_axes
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import is_planned, models_of
@@ -252,6 +252,8 @@ def agree_on_program(
 
     new: whether parameters of the graph are about to be stored.
     """
+    if config.inner == "inductor":
+        compiles()  # tells of the folder of compiled graphs
     lines = own.lines()
     if config.rng == "tracker":  # values that all ranks hold are drawn from states of one seed
         lines.append(f"torch.initial_seed() {torch.initial_seed()}")

@@ -24,6 +24,7 @@ from autoshard.compiling.cuda_graphs import InductorSettings
 from autoshard.compiling.inductor_order import hold_order
 from autoshard.errors import ConfigError
 from autoshard.runtime import compat
+from autoshard.runtime.agreement import compiles
 from autoshard.runtime.compat import Finish, aot_eager, inductor_compile
 
 # torch-tensorrt's defaults take every mask of attention for the causal one, padding or not, and
@@ -57,6 +58,7 @@ def compile_local(
         return compat.registered_backend("torch_tensorrt")(gm, fakes, options=_TENSORRT)
     if inner == "aot_eager":
         return aot_eager(gm, fakes, passes.after_cut, finish, takes_list)
+    shared = compiles()
     return inductor_compile(
         for_any_rank(gm),
         fakes,
@@ -67,6 +69,7 @@ def compile_local(
         settings=inductor.values,
         fixed=inductor.fixed,
         takes_list=takes_list,
+        once=None if shared is None else shared.once,
     )
 
 

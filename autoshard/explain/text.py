@@ -21,6 +21,7 @@ from autoshard.planning import (
     is_view,
     way_of,
 )
+from autoshard.runtime.agreement import compiled_across_hosts
 from autoshard.runtime.collectives import (
     ONCE,
     TWICE,
@@ -64,6 +65,7 @@ def explain(built: Built, width: int | None = None, compiled: bool = True) -> st
             text_costs.fused(facts, columns),
             _inference_layers(built),
             _cuda_graph(built),
+            compiled_across_hosts(),
         ]
     sections += [text_costs.beside(facts, columns), _memory(facts.memory) if compiled else ""]
     return "\n\n".join(section for section in sections if section) + "\n"

@@ -68,6 +68,11 @@ class Whereabouts:
         self.progress = CountedRegions(lambda: (here := me()) is not None and here._stands())
         self._asked = 0.0  # when this rank asked for a failure while it stood still
 
+    @property
+    def prefix(self) -> str:
+        """What the keys of this world begin with."""
+        return self._prefix
+
     def begun(self) -> int:
         """How many processes have said that they are this rank of this world: more than one where
         the store has outlived another."""

@@ -92,6 +92,14 @@ from autoshard.runtime.compat.inductor import (
     inductor_settings,
     mode_settings,
 )
+from autoshard.runtime.compat.inductor_artifacts import (
+    cache_folder,
+    kind_of_host,
+    load_recorded,
+    may_be_handed_on,
+    recorded,
+    without_headers,
+)
 from autoshard.runtime.compat.inductor_memory import (
     ON_HOST,
     InductorGraph,

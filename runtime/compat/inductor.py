@@ -20,6 +20,9 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 """Operators that Inductor gets in smaller ones, which it fuses."""
 
 
+Once = Callable[[str], contextlib.AbstractContextManager[None]]
+"""The compilation of a graph of that key, by one rank of a job."""
+
 Order = Callable[[fx.Graph], dict[fx.Node, list[fx.Node]]]
 """The nodes of a graph that each of its nodes must come after, besides those it reads."""
 
@@ -34,13 +37,14 @@ def inductor_compile(
     settings: Mapping[str, Any] | None = None,
     fixed: Sequence[int] | None = None,
     takes_list: bool = False,
+    once: Once | None = None,
 ) -> Callable[..., Any]:
     """AOTAutograd and Inductor.
 
     digest: what `finish` depends on besides the graph. order: what Inductor must keep. settings:
     of `torch._inductor.config`. fixed: positions of the inputs that lie where they lay in the
     last call, for CUDA graphs; None: what Dynamo has said of the graph. takes_list: see
-    `taking_a_list`.
+    `taking_a_list`. once: entered around a compilation that other hosts may share.
     """
     probe_compilers()
     from torch._inductor import config
@@ -60,7 +64,10 @@ def inductor_compile(
         if finish is None:
             return compile_fx_inner(graph, inputs, **options)
         finish(graph, backward)
-        with config.patch(post_grad_custom_post_pass=keep_order(order)), first_compiles(graph):
+        with (
+            config.patch(post_grad_custom_post_pass=keep_order(order)),
+            first_compiles(graph, once),
+        ):
             return compile_fx_inner(graph, inputs, **options)
 
     add_decompositions()
@@ -89,12 +96,13 @@ def _compiles_together(config: Any) -> bool:
 
 
 @contextlib.contextmanager
-def first_compiles(graph: fx.GraphModule) -> Iterator[None]:
+def first_compiles(graph: fx.GraphModule, once: Once | None = None) -> Iterator[None]:
     """Of the processes that compile equal graphs at a time, the others wait for the first, and find
     what it compiled in Inductor's cache: n ranks of a machine do the work of one.
 
     By a lock on a file in the folder of that cache, which a process that dies gives up. Who does
-    not get it in the time that Inductor gives its own locks compiles too.
+    not get it in the time that Inductor gives its own locks compiles too. once: entered by who has
+    it, for the processes of other folders.
     """
     from torch._inductor import config
     from torch._inductor.codecache import LOCK_TIMEOUT, get_lock_dir
@@ -109,7 +117,8 @@ def first_compiles(graph: fx.GraphModule) -> Iterator[None]:
     with contextlib.suppress(OSError, NotImplementedError):  # it saves work, nothing else
         lock.acquire(timeout=LOCK_TIMEOUT)
     try:
-        yield
+        with contextlib.nullcontext() if once is None else once(key):
+            yield
     finally:
         lock.release()
 

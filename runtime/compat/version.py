@@ -104,8 +104,14 @@ torch._functorch.partitioners.min_cut_rematerialization_partition
 torch._guards.TracingContext
 torch._guards.detect_fake_mode
 torch._guards.tracing
+torch._inductor.codecache.CppPythonBindingsCodeCache
+torch._inductor.codecache.CppWrapperCodeCache
 torch._inductor.codecache.LOCK_TIMEOUT
+torch._inductor.codecache._precompile_header
+torch._inductor.codecache.cache_dir
 torch._inductor.codecache.get_lock_dir
+torch._inductor.codecache.get_path
+torch._inductor.codecache.write_atomic
 torch._inductor.compile_fx._recursive_post_grad_passes
 torch._inductor.compile_fx.compile_fx
 torch._inductor.compile_fx.compile_fx_inner
@@ -122,6 +128,9 @@ torch._inductor.graph.GraphLowering
 torch._inductor.ir
 torch._inductor.list_mode_options
 torch._inductor.virtualized.V
+torch.compiler._cache.CacheArtifact
+torch.compiler._cache.CacheArtifactFactory
+torch.compiler._cache.CacheArtifactManager
 torch.utils._filelock.FileLock
 torch.utils._ordered_set.OrderedSet
 """.split()

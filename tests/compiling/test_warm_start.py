@@ -52,24 +52,33 @@ def test_warm_start(gloo2: GlooPool) -> None:
                 torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
 
 
-def compile_together(folder: str) -> dict[str, int]:
-    """From one empty cache for both ranks, at the same time: the counters of Inductor's."""
+def compile_together(folders: list[str]) -> tuple[dict[str, int], torch.Tensor, set[str]]:
+    """From an empty cache in the rank's folder, at the same time: the counters of Inductor's, a
+    gradient, and the names of what is in the folder: kernels are named by their code."""
     from torch._dynamo.utils import counters
     from torch._inductor.utils import clear_caches
 
     torch._dynamo.reset()
     counters.clear()
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16))
-    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder):
+    own = folders[int(os.environ["RANK"]) % len(folders)]
+    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=own):
         clear_caches()
         call = torch.compile(model, backend="autoshard", options={"mesh": {"tp": 2}})
         call(torch.arange(12)).square().sum().backward()
     clear_caches()
-    return dict(counters["inductor"])
+    programs = {path.name for path in Path(own).rglob("*.py")}
+    return dict(counters["inductor"]), model[0].weight.grad.full_tensor(), programs
 
 
 @pytest.mark.slow
-def test_one_rank_compiles_and_the_other_loads(gloo2: GlooPool, tmp_path: Path) -> None:
-    counted = gloo2(compile_together, str(tmp_path))
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_one_rank_compiles_and_the_other_loads(gloo2: GlooPool, tmp_path: Path, hosts: int) -> None:
+    """Of one folder, and of two, as of hosts that have none in common."""
+    folders = [str(tmp_path / f"{host}") for host in range(hosts)]
+    found = gloo2(compile_together, folders)
     for name in ("fxgraph_cache_miss", "fxgraph_cache_hit"):  # of forward and of backward
-        assert sum(one.get(name, 0) for one in counted) == 2, counted
+        assert sum(counted.get(name, 0) for counted, _, _ in found) == 2, found
+    assert found[0][2] == found[1][2], "the same code, with the same collectives, runs on both"
+    assert torch.equal(found[0][1], found[1][1])

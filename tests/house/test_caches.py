@@ -22,6 +22,7 @@ CACHES = {
     "autoshard/weights/link.py _links": "nothing: one list a world, the last of it in use",
     "runtime/collectives/fused.py _measured": "group, device, sizes and dtypes",
     "runtime/agreement/backwards.py _worlds": "the world's exchange",
+    "runtime/agreement/compiled_once.py _known": "the world's exchange",
     "runtime/compat/groups.py host_group": "the group's name, unique in a world",
     "runtime/compat/groups.py has_symmetric_memory": "the group's name, unique in a world",
     "runtime/mesh.py _made": "device and sizes: all ranks are in it",
