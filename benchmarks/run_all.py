@@ -42,6 +42,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "optimizer": (*TWO, str(HERE / "optimizer.py")),
     "warm_start": (str(HERE / "warm_start.py"),),
     "agreement": (str(HERE / "agreement.py"),),
+    "flat": (*TWO, str(HERE / "flat.py")),
     "restarts": (str(HERE / "restarts.py"),),
     "small_sums": (*TWO, str(HERE / "small_sums.py")),
     "read_outputs": (*TWO, str(HERE / "read_outputs.py")),
