@@ -152,6 +152,27 @@ def test_a_process_gives_itself_what_it_holds() -> None:
     assert torch.equal(source.head.weight, target.head.weight)
 
 
+def test_what_leaves_in_the_background_is_that_of_its_step() -> None:
+    """The next step writes the weights before any of them has left."""
+    source, target, stepped = Tied(True, 1), Tied(True, 2), threading.Event()
+    expected = {name: value.clone() for name, value in source.state_dict().items()}
+
+    def run(link: WeightLink) -> Any:
+        if link.rank:
+            assert stepped.wait(30)
+            return weights.receive(target, link).wait()
+        update = weights.send(source, link, version=5, background=True)
+        for value in source.state_dict().values():
+            value.zero_()
+        assert not update.done
+        stepped.set()
+        return update.wait()
+
+    assert [report.version for report in checked(ranks(2, run))] == [5, 5]
+    for name, value in target.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
 def refused(change: Callable[[dict[str, torch.Tensor], WeightLink], dict[str, Any]]) -> list[str]:
     """What each rank says of an update that `change` has made impossible; old weights are whole."""
     old, new = some(1), some(2)
