@@ -44,6 +44,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "agreement": (str(HERE / "agreement.py"),),
     "flat": (*TWO, str(HERE / "flat.py")),
     "restarts": (str(HERE / "restarts.py"),),
+    "faulty_ranks": (str(HERE / "faulty_ranks.py"),),
     "small_sums": (*TWO, str(HERE / "small_sums.py")),
     "read_outputs": (*TWO, str(HERE / "read_outputs.py")),
     "fused": (*TWO, str(HERE / "fused.py")),

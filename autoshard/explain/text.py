@@ -72,15 +72,17 @@ def explain(built: Built, width: int | None = None, compiled: bool = True) -> st
 
 
 def _headline(facts: Facts) -> str:
-    built, groups = facts.built, facts.parameters
-    total = sum(group.bytes for group in groups)
-    sharded = sum(group.bytes for group in groups if _is_split(group.states))
+    built, stored = facts.built, facts.parameters
+    total = sum(group.bytes for group in stored)
+    sharded = sum(group.bytes for group in stored if _is_split(group.states))
     axes = [axis for axis in built.mesh.axes if axis.size > 1] or [built.axis]
     share = 100 * sharded / total if total else 0.0
+    # each a communicator: of the world, and of every axis that is not all of it
+    held = f"{len(axes) + 1} process groups" if len(axes) > 1 else "1 process group"
     return (
         f"autoshard: {', '.join(f'{axis.name}={axis.size}' for axis in axes)}, "
         f"{len(built.parameters)} parameters, {human(total)} in all, "
-        f"{share:.1f}% of the bytes sharded"
+        f"{share:.1f}% of the bytes sharded; a rank is in {held}"
     )
 
 

@@ -124,10 +124,13 @@ class Whereabouts:
         here: where this rank is. peers: the axis of each rank that shares one with this one.
         waited: seconds in the collective. gone: whether a connection was closed meanwhile. All
         ranks that miss another are here within moments of each other; whoever is not is stopped, or
-        elsewhere. Takes up to a quarter of `limit`, and half a minute at most.
+        elsewhere. Takes up to a quarter of `limit`, and half a minute at most; some seconds where a
+        process has died.
         """
         if self.failure is None:
             grace = min(max(1.0, self.limit / 4), 30.0)
+            if gone:  # a process has died, and the threads of those that live say that they do
+                grace = min(grace, 2.0 + 2.0 * self.seldom)
             try:
                 within(2 * grace + SPARE, lambda: self._roll_call(here, peers, grace, waited, gone))
             except PeerFailed:
@@ -183,10 +186,12 @@ class Whereabouts:
             if (text := json.dumps(news)) != self._told_of:
                 self._store.set(self._progress(self.rank), text)
                 self._told_of = text
-            if self.turn.taken and time.monotonic() - self._asked > self._seldom:
+            if time.monotonic() - self._asked > self._seldom:
                 self._asked = time.monotonic()
                 if self._has(self._failed):
                     self._heard()
+                elif self._has(self._missed("count")):  # a roll call: this rank is late, and lives
+                    self._put(self._missed(f"lives {self.rank}"), True)
         except Exception:  # the store is gone: who waits for it says so
             return False
         return True
@@ -272,7 +277,10 @@ class Whereabouts:
             )
         self._put(self._missed("few"), missing)
         # a rank that shares no axis with the missing leaves the word to one that does
-        late = next((rank for rank in missing if not self._waits(rank)), missing[0])
+        silent = [
+            rank for rank in missing if not (gone and self._has(self._missed(f"lives {rank}")))
+        ]
+        late = next((rank for rank in silent if not self._waits(rank)), (silent or missing)[0])
         if time.monotonic() - started > grace * (1 if late in peers else 1.5):
             axis = f" of axis {peers[late]}" if late in peers else ""
             where = f"where rank {self.rank} waited ({here})"

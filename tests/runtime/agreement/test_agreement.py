@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
+from autoshard.runtime.agreement import history
 from autoshard.runtime.agreement.consensus import agree
+from autoshard.runtime.agreement.store_exchange import StoreExchange
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.errors import PlanMismatchError
 from autoshard.runtime.mesh import init_mesh, offline_mesh
 from gloo_pool import GlooPool
+from store_ranks import LIMIT, LOOK, N, Ranks
 
 
 def run_agreement(lines: list[list[str]], digests: list[str]) -> str:
@@ -49,3 +54,22 @@ def test_a_rank_with_fewer_lines_and_a_digest_without_a_line(gloo2: GlooPool) ->
 )
 def test_axes_without_a_process_group_agree(axis: Axis) -> None:
     agree("plan", "1", [], axis)
+
+
+def test_a_rank_that_lives_is_not_said_to_be_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 died; rank 0, first in the order, computes longer than the roll call takes."""
+    monkeypatch.setattr(history, "LOOK", LOOK)
+    told = threading.Event()
+
+    def job(rank: int, exchange: StoreExchange) -> str:
+        if rank == 0:
+            exchange.progress.enter([history.name_of(range(N))], "the forward")
+        if rank != 1:
+            told.wait(2 * LIMIT)
+            return ""
+        try:
+            return str(exchange.roll_call("the forward", {0: "tp", 2: "tp"}, 1.5, gone=True))
+        finally:
+            told.set()
+
+    assert "rank 2: died without a word" in Ranks(monkeypatch)(job)[1]
