@@ -135,6 +135,7 @@ from autoshard.runtime.compat.modes import (
     unknown_size,
 )
 from autoshard.runtime.compat.tensors import (
+    clip_by_lists,
     detached_locals,
     dtensor_like,
     has_data_mutation,
@@ -142,8 +143,11 @@ from autoshard.runtime.compat.tensors import (
     local_of,
     marked_parameter,
     nccl_communicator,
+    norm_placement,
     placement_dim,
     plain_attributes,
+    reduction_of,
+    scalar_like,
     set_stored,
     shard_placement,
     shards,

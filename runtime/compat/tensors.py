@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._foreach_utils import _foreach_supported_types
 
 from autoshard.runtime.compat.version import TRANSFERS, probe
 from autoshard.runtime.errors import AutoshardError
@@ -124,6 +127,30 @@ def dtensor_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
         spec = DTensorSpec(spec.mesh, spec.placements, meta._replace(dtype=local.dtype))
     cls = type(parameter)
     return cls.__new__(cls, local, spec, requires_grad=False)
+
+
+def scalar_like(tensor: DTensor, local: torch.Tensor, placements: Sequence[Placement]) -> DTensor:
+    """What a rank has of one number, in a DTensor of the class and mesh of `tensor`."""
+    meta = TensorMeta(torch.Size(()), (), local.dtype)
+    spec = DTensorSpec(tensor._spec.mesh, tuple(placements), meta)
+    cls = type(tensor)
+    return cls.__new__(cls, local, spec, requires_grad=False)
+
+
+def clip_by_lists(cls: type[torch.Tensor]) -> None:
+    """Have `clip_grad_norm_` and `clip_grad_value_` take gradients of a class as lists."""
+    if cls not in _foreach_supported_types:
+        _foreach_supported_types.append(cls)
+
+
+def norm_placement(order: float) -> Placement:
+    """Of the norms of the ranks' parts, whose norm is the whole's."""
+    return Partial("max") if math.isinf(order) else _NormPartial(order)
+
+
+def reduction_of(placement: Any) -> tuple[str, float]:
+    """The operator that reduces Partial values, and of which power of them."""
+    return placement.reduce_op, float(getattr(placement, "norm_type", 1.0))
 
 
 def set_stored(parameter: DTensor, new: DTensor) -> None:

@@ -1,14 +1,6 @@
-"""The whole of a stored tensor in eager code: a collective that every rank must run.
-
-Norms and sums of stored tensors wait with their reduction, so that many are reduced in one:
-`clip_grad_norm_` takes one norm a gradient and stacks them: each norm stays what a rank has
-(Partial) until it is read, and the stack is reduced once for all that are placed alike.
-"""
+"""The whole of a stored tensor in eager code: a collective that every rank must run."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -38,40 +30,6 @@ def resolved(x: DTensor) -> DTensor:
             return found
         compat.set_stored(x, found)
         return x
-
-
-def stacked(cls: type[DTensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`torch.stack` of single values, some of them Partial: a plain vector; else NotImplemented.
-
-    One collective an axis for all that are placed alike.
-    """
-    values = args[0] if len(args) == 1 and not kwargs else None
-    if not isinstance(values, (list, tuple)) or not any(
-        type(v) is cls and is_partial(v) for v in values
-    ):
-        return NotImplemented
-    groups: dict[Any, list[int]] = {}
-    with compat.plain_attributes():
-        if any(not isinstance(v, torch.Tensor) or v.dim() or v.requires_grad for v in values):
-            return NotImplemented
-        for i, value in enumerate(values):
-            placed = isinstance(value, DTensor)
-            key = (value.placements, value.device_mesh) if placed else None
-            groups.setdefault((key, value.dtype), []).append(i)
-        parts = []
-        for (key, _), at in groups.items():
-            each = [values[i] for i in at]
-            local = [compat.local_of(v) if isinstance(v, DTensor) else v for v in each]
-            vector = torch.stack(local)
-            if key is not None:
-                vector = DTensor.from_local(vector, key[1], key[0], run_check=False)
-                vector = resolved(vector).to_local()
-            parts.append(vector)
-        order = [i for at in groups.values() for i in at]
-        together = torch.cat(parts)
-        back = torch.empty(len(order), dtype=torch.long)
-        back[torch.tensor(order)] = torch.arange(len(order))
-        return together[back.to(together.device)]
 
 
 READ_EVERYWHERE = (

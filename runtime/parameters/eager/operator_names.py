@@ -15,7 +15,7 @@ FREE = frozenset(
     is_coalesced is_set_to is_floating_point is_complex is_contiguous is_signed is_inference
     is_pinned is_same_size get_device has_names requires_grad_ retain_grad register_hook
     register_post_accumulate_grad_hook backward grad detach_ record_stream is_shared
-    __hash__ __len__ __delete__ result_type _foreach_norm _foreach_max _foreach_min
+    __hash__ __len__ __delete__ result_type _foreach_max _foreach_min
     sym_size sym_stride sym_numel sym_storage_offset
     """.split()
 )

@@ -25,7 +25,8 @@ from autoshard.runtime import compat
 from autoshard.runtime.errors import AutoshardError
 from autoshard.runtime.parameters.eager import operator_names as names
 from autoshard.runtime.parameters.eager.foreach_operators import apply_to_lists
-from autoshard.runtime.parameters.eager.gathering import is_partial, resolved, stacked, unsharded
+from autoshard.runtime.parameters.eager.gathering import is_partial, resolved, unsharded
+from autoshard.runtime.parameters.eager.reductions import norms, stacked, unscaled
 from autoshard.runtime.parameters.eager.whole_views import keep_views
 from autoshard.runtime.parameters.layout import (
     from_first_rank,
@@ -48,10 +49,13 @@ def apply(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, 
     if name == "__set__":
         return _set(cls, func, *args)
     private = name[0] == "_" != name[1] and isinstance(func, types.MethodDescriptorType)
-    # private: such as `_is_view`, which Dynamo asks. `_amp_`: GradScaler's, for which DTensor
-    # tells the ranks of each other's infinities
-    if name in names.FREE or private or name.startswith("_amp_"):
+    # private: such as `_is_view`, which Dynamo asks
+    if name in names.FREE or private:
         return native(cls, func, args, kwargs)
+    if name == "_foreach_norm":
+        return norms(cls, *args, **kwargs)
+    if name == "_amp_foreach_non_finite_check_and_unscale_":
+        return unscaled(cls, func, *args, **kwargs)
     if name.startswith(("_foreach_", "_fused_")):
         return apply_to_lists(cls, func, args, kwargs)
     if kwargs.get("out") is not None:
@@ -185,8 +189,12 @@ def _on_parts(
 ) -> Any:
     """An elementwise operator on the parts, or NotImplemented where they do not suffice."""
     first = args[0] if writes else next((a for a in args if type(a) is cls), None)
-    if first is None or is_partial(first):
+    if first is None:
         return NotImplemented
+    if is_partial(first):  # on the device where it is, it goes on waiting
+        own = compat.local_of(first)
+        moved = func(own, *args[1:], **kwargs) if op == "to" else None
+        return first if moved is own else NotImplemented
     spec, own = compat.spec_of(first), compat.local_of(first)
     local: list[Any] = []
     grad, needs = torch.is_grad_enabled(), False

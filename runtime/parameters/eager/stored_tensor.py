@@ -147,6 +147,9 @@ class StoredTensor(DTensor):
         assign(self, value)
 
 
+compat.clip_by_lists(StoredTensor)
+
+
 def as_stored(x: DTensor) -> StoredTensor:
     """`x`, of which a StoredTensor is made in place."""
     x.__class__ = StoredTensor
