@@ -33,7 +33,7 @@ def become(optimizer: Optimizer, mixin: type[Derived], function: str) -> None:
 
     Raises AutoshardError where somebody holds its step already.
     """
-    cls: Any = type(optimizer)
+    cls: Any = optimizer.base if isinstance(optimizer, Derived) else type(optimizer)
     kind: Any = mixin
     if "step" in optimizer.__dict__:
         raise AutoshardError(

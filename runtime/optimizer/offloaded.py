@@ -150,6 +150,7 @@ def offload_optimizer(
 
     optimizer: one of torch.optim that treats each element by itself, before or after the model's
         first call, and before its learning-rate schedulers. Everything else of it stays as it was.
+        Of `optimizer` the host takes the step over: it steps this rank's parts too.
     master_dtype: parameters of a narrower floating dtype are stepped in this one, of copies on the
         host; the device gets them rounded. None: in their own dtype.
     elementwise: the caller says that an optimizer of another class treats each element by itself.
@@ -157,12 +158,7 @@ def offload_optimizer(
     Raises AutoshardError for an optimizer that cannot be stepped so, and in `step` for a sparse
     gradient.
     """
-    cls: Any = type(optimizer)
-    if isinstance(optimizer, Derived) and not isinstance(optimizer, _OnHost):
-        raise AutoshardError(
-            f"offload_optimizer: autoshard.optimizer has this {cls.__name__} already",
-            remedy="Leave autoshard.optimizer out: the host steps this rank's parts too.",
-        )
+    cls: Any = optimizer.base if isinstance(optimizer, Derived) else type(optimizer)
     if isinstance(optimizer, _OnHost):
         raise AutoshardError(
             f"the states of this {cls.__name__} are on the host already", remedy=""
@@ -182,6 +178,7 @@ def offload_optimizer(
         )
     become(optimizer, _OnHost, "offload_optimizer")
     given: Any = optimizer
+    given.__dict__.pop("_autoshard_parts", None)
     given.master_dtype = master_dtype
     for parameter, state in list(optimizer.state.items()):
         optimizer.state[parameter] = on_host(parameter, state, given._dtype_of(parameter))

@@ -8,7 +8,9 @@ whole where their operators need it.
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from autoshard.runtime import compat
+from autoshard.runtime.agreement import agree
 from autoshard.runtime.collectives import home_rank
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.optimizer.derived import (
@@ -189,6 +192,7 @@ class WaysOfSteps:
             else:
                 self.rest[number].append(p)
         assign_owners(self.owned, optimizer)
+        _agree(optimizer, placed, self.lanes, self.owned)
         if not any(self.on_parts) and not self.owned:
             self.on_parts = []
 
@@ -230,6 +234,34 @@ class WaysOfSteps:
             if isinstance(value := proxy.__dict__.get(name), DTensor):
                 proxy.__dict__[name] = value.full_tensor()
         return proxy
+
+
+def _agree(
+    optimizer: Any,
+    placed: Sequence[tuple[int, torch.Tensor]],
+    lanes: Sequence[Lane],
+    owned: Sequence[OwnedMatrix],
+) -> None:
+    """Raise on all ranks where they sort parameters differently: what one of them reads whole, the
+    others would not send."""
+    name = optimizer.base.__name__
+    lines = [
+        f"{name}, parameter {at} (group {number}, {tuple(p.shape)}): {lane.reason or 'elementwise'}"
+        for at, ((number, p), lane) in enumerate(zip(placed, lanes))
+    ]
+    lines += [f"{tuple(one.parameter.shape)} owned by rank {one.owner}" for one in owned]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    axes = {
+        axis: None for _, p in placed if isinstance(p, DTensor) for axis in axes_of(p.device_mesh)
+    }
+    for axis in axes:
+        agree("step of an optimizer", digest, lines, axis, remedy=_ALIKE)
+
+
+_ALIKE = (
+    "Make the same optimizer on every rank: its class, its settings, and the order and groups of "
+    "its parameters."
+)
 
 
 def _settings(group: dict[str, Any]) -> list[Any]:

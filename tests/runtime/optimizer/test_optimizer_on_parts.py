@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoshard
+from autoshard.errors import PlanMismatchError
 from autoshard.runtime.optimizer.derived import unhooked_step
 from autoshard.runtime.optimizer.stepping import WaysOfSteps
 from autoshard.runtime.parameters.eager.stored_tensor import StoredTensor, as_parameter, as_stored
@@ -206,3 +208,47 @@ def test_parameters_that_are_whole_on_each_rank_are_stepped_whole(mesh: DeviceMe
     for one, its in zip((plain, held), (made[0], autoshard.optimizer(made[1]))):
         train(one, its)
     assert of(made[1]).on_parts and equal(parts(held, made[1]), parts(plain, made[0]))
+
+
+@pytest.mark.parametrize("order", ["host first", "host last"])
+def test_the_host_steps_parts_in_either_order(order: str, mesh: DeviceMesh) -> None:
+    plain, held = parameters(mesh), parameters(mesh)
+    reference, optimizer = (optim.AdamW(one, lr=1e-2) for one in (plain, held))
+    ways: list[Any] = [autoshard.offload_optimizer, autoshard.optimizer]
+    first, last = ways if order == "host first" else ways[::-1]
+    first(optimizer)
+    train(plain, reference, range(2))
+    train(held, optimizer, range(2))
+    assert last(optimizer) is optimizer
+    train(plain, reference, range(2, 4))
+    train(held, optimizer, range(2, 4))
+    assert "_staging" in optimizer.__dict__ and "_autoshard_parts" not in optimizer.__dict__
+    assert equal(parts(held, optimizer), parts(plain, reference))
+
+
+def disagreeing(change: str) -> str:
+    """The error of ranks of which the last steps otherwise."""
+    from autoshard.runtime.mesh import init_mesh
+
+    rank = int(os.environ["RANK"])
+    device_mesh = init_mesh({"dp_shard": 2}, "cpu").device_mesh
+    assert device_mesh is not None
+    held = parameters(device_mesh)[1:]
+    backward([None, *held], 0)
+    make: Any = optim.Adafactor if change == "class" and rank else optim.SGD
+    given = held[::-1] if change == "order" and rank else held
+    optimizer = autoshard.optimizer(make(given, lr=0.1))
+    with pytest.raises(PlanMismatchError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("change", ["class", "order"])
+def test_ranks_that_sort_their_parameters_differently_are_an_error(gloo2: Any, change: str) -> None:
+    one, other = gloo2(disagreeing, change)
+    first = "rank 0: SGD, parameter 0 (group 0, (8, 3)): elementwise; rank 1: "
+    said = {
+        "class": "Adafactor, parameter 0 (group 0, (8, 3)): new_zeros is not elementwise",
+        "order": "SGD, parameter 0 (group 0, (4, 3))",
+    }
+    assert one == other and first + said[change] in one, (one, other)
