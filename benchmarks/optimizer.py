@@ -13,6 +13,8 @@ torchtitan does by hand (`titan`), and by owners. `products`: floating-point ope
 over those of one device; bytes that all send, over those of the formula: of each matrix two bytes
 an element there and back, but for the part that its owner has.
 
+`clip_grad_norm_` beside both, with its collectives.
+
 Parameters that are not equal in the end, bit for bit, products counted twice and other bytes than
 the formula's are a failure, and the exit status says so.
 """
@@ -24,7 +26,9 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,6 +36,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.flop_counter import flop_registry
 
 import autoshard
@@ -216,6 +221,29 @@ def adamw(mesh: DeviceMesh, count: int, steps: int) -> dict[str, Any]:
     return {"rows": rows, "same": same}
 
 
+def clipping(mesh: DeviceMesh, count: int, steps: int) -> dict[str, Any]:
+    """Host seconds and collectives of `clip_grad_norm_`, and whether the norms are the same."""
+
+    def clip(held: list[nn.Parameter]) -> torch.Tensor:
+        norm = nn.utils.clip_grad_norm_(held, 1.0)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    given = {
+        name: parameters_of(mesh, [(256,)] * count, name != "FSDP2") for name in ("FSDP2", "stored")
+    }
+    rows: dict[str, Any] = {}
+    norms = []
+    for name, held in given.items():
+        with CommDebugMode() as mode:
+            norms.append(clip(held))
+        rows[name] = {"collectives": mode.get_total_counts()}
+    ways = {name: SimpleNamespace(step=partial(clip, held)) for name, held in given.items()}
+    seconds = measured(ways, time.thread_time, steps)
+    for name, value in seconds.items():
+        rows[name].update(us_a_parameter=1e6 * value / count, ratio=value / seconds["FSDP2"])
+    return {"rows": rows, "same": bool((norms[0] - norms[1]).abs() < 1e-6 * norms[0])}
+
+
 def main() -> int:
     """Measure, print on rank 0; 1 where numbers differ."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -229,9 +257,15 @@ def main() -> int:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     found = {"adamw": adamw(mesh, args.parameters, args.steps)}
     found["muon"] = muon(mesh, args.matrices, args.side, max(args.steps // 4, 5))
+    found["clip_grad_norm_"] = clipping(mesh, args.parameters, args.steps)
     if dist.get_rank() == 0:
         for name, row in found["adamw"]["rows"].items():
             print(f"AdamW {name:18}{row['us_a_parameter']:8.2f} us a parameter{row['ratio']:7.2f}")
+        for name, row in found["clip_grad_norm_"]["rows"].items():
+            print(
+                f"clip_grad_norm_ {name:10}{row['us_a_parameter']:6.2f} us a parameter"
+                f"{row['ratio']:7.2f}, collectives: {row['collectives']}"
+            )
         for name, row in found["muon"]["rows"].items():
             print(
                 f"Muon {name:19}{row['ms']:8.1f} ms{row['ratio']:7.2f}, products of one device "

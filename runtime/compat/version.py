@@ -80,12 +80,15 @@ torch.distributed.ProcessGroup._get_backend
 torch.distributed.distributed_c10d._set_pg_timeout
 torch.distributed.tensor.DTensor._local_tensor
 torch.distributed.tensor._dtensor_spec.DTensorSpec
+torch.distributed.tensor._dtensor_spec.TensorMeta
+torch.distributed.tensor._ops._math_ops._NormPartial
 torch.distributed.tensor.DTensor._spec
 torch.distributed.tensor.placement_types._StridedShard
 torch.multiprocessing.reductions.StorageWeakRef
 torch.nn.Module._call_impl
 torch.nn.parallel.DistributedDataParallel._get_active_ddp_module
 torch.ops._c10d_functional
+torch.utils._foreach_utils._foreach_supported_types
 torch.utils._python_dispatch.TorchDispatchMode
 torch.utils._python_dispatch._disable_current_modes
 torch.utils._python_dispatch.is_traceable_wrapper_subclass

@@ -120,7 +120,8 @@ class Recorder(compat.TorchDispatchMode):
         if name in READS:
             return self._read(func, name, groups[0], args, kwargs)
         kinds = [self._kind(func, name, group) for group in groups]
-        large = name in _FACTORIES and torch.Size(args[0]).numel() > 1
+        sized = name in _FACTORIES and isinstance(args[0], (list, tuple))
+        large = sized and torch.Size(args[0]).numel() > 1
         with self.fakes if large else contextlib.nullcontext():
             out = func(*args, **kwargs)
         for place, (group, value) in enumerate(zip(groups, kinds)):

@@ -71,7 +71,9 @@ def _kind(spec: Any) -> tuple[Any, tuple[int, ...]]:
     return (axes_of(spec.mesh), *next(iter(how), ())), over
 
 
-def norms(cls: type[DTensor], tensors: Sequence[Any], order: Any = 2, **kwargs: Any) -> list[Any]:
+def norms(
+    cls: type[DTensor], func: Any, tensors: Sequence[Any], order: Any = 2, **kwargs: Any
+) -> list[Any]:
     """`torch._foreach_norm`, without a dispatch a tensor where no gradient flows."""
     grad = torch.is_grad_enabled()
     with compat.plain_attributes():
@@ -82,7 +84,7 @@ def norms(cls: type[DTensor], tensors: Sequence[Any], order: Any = 2, **kwargs: 
         if not (other or flows or kwargs) and order > 0:
             # a rank without rows of a tensor adds nothing
             parts = [x if x.numel() else x.new_zeros(1) for x in _parts(cls, tensors)]
-            found = torch._foreach_norm(parts, order)
+            found = func(parts, order)
             made: dict[Any, Any] = {}
             return [
                 _waiting(x, norm, order, made) if type(x) is cls else norm

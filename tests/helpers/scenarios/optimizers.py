@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import autoshard
 from scenarios.job import WIDTH, Job
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -277,15 +279,26 @@ def lookahead(job: Job) -> None:
     job.record("slow", slow)
 
 
-def offloaded(job: Job) -> None:
-    """States on the host: two groups, a schedule, clipping, an inf that GradScaler finds, a weight
-    written between steps, a group added late; the state dict loaded into an optimizer with its
-    states on the host, and into one without."""
-    import autoshard
+def taken_over(name: str) -> Callable[[Job], None]:
+    """An optimizer of which a function of autoshard takes the step: the same object to the loop."""
 
-    def adamw(groups: Any, host: bool = True) -> torch.optim.Optimizer:
-        made = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
-        return autoshard.offload_optimizer(made) if host and job.sharded else made
+    def scenario(job: Job) -> None:
+        def adamw(groups: Any, ours: bool = True) -> torch.optim.Optimizer:
+            made = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
+            if ours and job.sharded:
+                assert getattr(autoshard, name)(made) is made
+            return made
+
+        for when, net, compiled in job.around_the_first_call():
+            looped(job, when, net, compiled, adamw)
+
+    return scenario
+
+
+def looped(job: Job, when: str, net: Any, compiled: Any, adamw: Callable[..., Any]) -> None:
+    """Two groups, a schedule, clipping, an inf that GradScaler finds, a weight written between
+    steps, a group added late, hooks, gradients zeroed; the state dict loaded into an optimizer
+    whose step is taken over, and into a plain one; an optimizer and its model through a file."""
 
     def step(model: Any, optimizer: Any, scale: Any, number: int, times: float = 1.0) -> None:
         scale.scale(job.loss(model, number) * times).backward()
@@ -293,26 +306,36 @@ def offloaded(job: Job) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         scale.step(optimizer)
         scale.update()
-        model.zero_grad()
+        model.zero_grad(set_to_none=number % 2 == 0)
 
-    for when, net, compiled in job.around_the_first_call():
-        net.zero_grad()
-        scale = torch.amp.GradScaler("cpu", init_scale=64.0)
-        rest = {"params": [net.norm.weight, net.norm.bias], "lr": 1e-3, "weight_decay": 0.0}
-        optimizer = adamw([{"params": [net.up.weight, net.down.weight]}, rest])
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
-        for number in range(3):
-            step(compiled, optimizer, scale, number, float("inf") if number == 1 else 1.0)
-            schedule.step()
-            if number == 0:
-                net.up.weight.data.mul_(0.5)
-                optimizer.add_param_group({"params": [net.up.bias, net.logit_scale]})
-        job.is_stored(net, "up.weight")
-        job.record_model(net, when)
-        state = optimizer.state_dict()
-        job.record(f"{when} state", state["state"])
-        for host in (True, False):
-            again = adamw([{"params": group["params"]} for group in optimizer.param_groups], host)
-            again.load_state_dict(state)
-            step(compiled, again, scale, 3)
-            job.record_model(net, f"{when}, loaded, host {host}")
+    net.zero_grad()
+    scale = torch.amp.GradScaler("cpu", init_scale=64.0)
+    rest = {"params": [net.norm.weight, net.norm.bias], "lr": 1e-3, "weight_decay": 0.0}
+    optimizer = adamw([{"params": [net.up.weight, net.down.weight]}, rest])
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    called: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    for number in range(3):
+        step(compiled, optimizer, scale, number, float("inf") if number == 1 else 1.0)
+        schedule.step()
+        if number == 0:
+            net.up.weight.data.mul_(0.5)
+            optimizer.add_param_group({"params": [net.up.bias, net.logit_scale]})
+    job.is_stored(net, "up.weight")
+    job.record(f"{when} hooks", called)
+    job.record_model(net, when)
+    state = optimizer.state_dict()
+    job.record(f"{when} state", state["state"])
+    for ours in (True, False):
+        again = adamw([{"params": group["params"]} for group in optimizer.param_groups], ours)
+        again.load_state_dict(state)
+        step(compiled, again, scale, 3)
+        job.record_model(net, f"{when}, loaded, taken over {ours}")
+    net.zero_grad()
+    file = io.BytesIO()
+    torch.save((net, optimizer), file)
+    file.seek(0)
+    other, own = torch.load(file, weights_only=False)
+    step(job.compile(other), own, scale, 4)
+    job.record_model(other, f"{when}, from a file")

@@ -87,7 +87,8 @@ TRAINING: dict[str, Scenario] = {
     "GradScaler": optimizers.scaler,
     "schedulers and late parameter groups": optimizers.schedules,
     "Lookahead": optimizers.lookahead,
-    "states on the host": optimizers.offloaded,
+    "states on the host": optimizers.taken_over("offload_optimizer"),
+    "steps on parts": optimizers.taken_over("optimizer"),
     "Embedding(sparse=True)": optimizers.sparse_embedding,
     "Embedding(max_norm=1)": optimizers.bounded_embedding,
     "a compiled step of an optimizer": compiled.optimizer_step,
@@ -275,6 +276,7 @@ QUICK = (
     "methods: actor-critic",
     "only a part is compiled",
     "the model itself in place of the compiled one",
+    "steps on parts",
 )
 
 #: Scenarios that are also run under Inductor, and on four ranks, dp_shard with tp.

@@ -169,6 +169,50 @@ def test_parts_and_states_are_those_of_stored_tensors_bit_for_bit(
     assert equal(parts(held, optimizer), parts(plain, reference))
 
 
+@pytest.mark.parametrize("name", ["AdamWScheduleFree", "RAdamScheduleFree"])
+def test_steps_without_a_schedule_are_those_of_stored_tensors(name: str, mesh: DeviceMesh) -> None:
+    make = getattr(pytest.importorskip("schedulefree"), name)
+    both = [(one, make(one, lr=1e-2)) for one in (parameters(mesh), parameters(mesh))]
+    autoshard.optimizer(both[0][1])
+    for mode in ("train", "eval"):
+        for held, optimizer in both:
+            optimizer.train()
+            train(held, optimizer)
+            getattr(optimizer, mode)()
+        assert equal(parts(*both[0]), parts(*both[1])), mode
+    assert of(both[0][1]).on_parts and not any(of(both[0][1]).rest)
+
+
+def quantized(name: str) -> bool:
+    """Whether an optimizer of bitsandbytes moves stored parameters as it moves plain ones."""
+    import bitsandbytes
+
+    from autoshard.runtime.mesh import init_mesh
+
+    device_mesh = init_mesh({"dp_shard": 2}, "cpu").device_mesh
+    assert device_mesh is not None
+    value, gradient = torch.randn(2, 128, 96, generator=torch.Generator().manual_seed(0))
+
+    def stored(whole: torch.Tensor) -> StoredTensor:
+        part = whole.chunk(2)[device_mesh.get_local_rank()].clone()
+        return as_stored(wrap_local(part, whole.shape, {"dp_shard": "S(0)"}, device_mesh))
+
+    plain, held = nn.Parameter(value.clone()), as_parameter(stored(value), True)
+    made = [getattr(bitsandbytes.optim, name)([p], lr=1e-2) for p in (plain, held)]
+    autoshard.optimizer(made[1])
+    for _ in range(3):
+        plain.grad, held.grad = gradient.clone(), stored(gradient)
+        for optimizer in made:
+            optimizer.step()
+    return torch.equal(held.detach().full_tensor(), plain) and not torch.equal(plain, value)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit"])
+def test_8_bit_steps_are_those_of_plain_tensors(gloo2: Any, name: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    assert all(gloo2(quantized, name))
+
+
 def test_no_stored_tensor_is_dispatched(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     held = parameters(mesh)
     optimizer = autoshard.optimizer(optim.AdamW(held, foreach=True))

@@ -180,6 +180,24 @@ def initialised(model: nn.Sequential) -> None:
     first.weight.data.add_(torch.randn_like(first.weight))
 
 
+_OPERATORS = torch.library.Library("autoshard_tests", "DEF")
+_OPERATORS.define("step(Tensor g, Tensor(a!) p, float lr, *, Tensor(b!)? average=None) -> ()")
+_OPERATORS.impl(
+    "step",
+    lambda g, p, lr, average: p.sub_(average.lerp_(g, 0.5) * lr),
+    "CompositeExplicitAutograd",
+)
+
+
+def library_step(model: nn.Sequential) -> torch.Tensor:
+    """A library's operator that writes to its operands, as the steps of bitsandbytes do."""
+    model(batch()).square().mean().backward()
+    weight = model[0].weight
+    average = torch.zeros_like(weight.data)
+    torch.ops.autoshard_tests.step(weight.grad, weight.data, 0.1, average=average)
+    return average
+
+
 CASES: dict[str, Case] = {
     "forward": lambda m: m(batch()),
     "AdamW": trained(torch.optim.AdamW),
@@ -199,6 +217,7 @@ CASES: dict[str, Case] = {
     "files": files,
     "sums written to": sums_written_to,
     "init": initialised,
+    "a library's step": library_step,
     "leaf": refused(lambda m: m[0].weight.mul_(2)),
     "view of a leaf": refused(lambda m: m[0].weight[0].mul_(2)),
     "writes": lambda m: (
