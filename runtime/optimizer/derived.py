@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,14 +18,14 @@ class Derived(Optimizer):
     """What replaces methods of an optimizer of the class `base`."""
 
     base: type[Optimizer]
+    mixin: type[Derived]
 
     def take_step(self, closure: Any = None) -> Any:
         """What `step` runs between its hooks."""
         raise NotImplementedError
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        mixin = type(self).__bases__[0]
-        return _empty, (mixin, self.base), self.__getstate__()
+        return _empty, (self.mixin, self.base), self.__getstate__()
 
 
 def become(optimizer: Optimizer, mixin: type[Derived], function: str) -> None:
@@ -66,7 +66,19 @@ def proxy_of(optimizer: Any, groups: Sequence[Sequence[torch.Tensor]], state: An
 def _class(mixin: Any, cls: Any) -> type[Any]:
     step: Any = Optimizer.profile_hook_step(mixin.take_step)
     step.hooked = True
-    return type(cls.__name__, (mixin, cls), {"step": step, "base": cls, "__doc__": cls.__doc__})
+    space = {"step": step, "base": cls, "mixin": mixin, "__doc__": cls.__doc__}
+    if any(Optimizer in (base, base.__base__) for base in _first_bases(cls)):
+        return type(cls.__name__, (mixin, cls), space)
+    # of a class with another first base (ABC) Python takes an object of a derived one if that
+    # begins with it
+    own = {name: value for name, value in vars(mixin).items() if not name.startswith("__")}
+    return type(cls.__name__, (cls, mixin), {**own, **space})
+
+
+def _first_bases(cls: Any) -> Iterator[Any]:
+    while cls is not object:
+        yield cls
+        cls = cls.__base__
 
 
 def _empty(mixin: Any, cls: Any) -> Any:

@@ -134,11 +134,14 @@ class Message:
         """Send what this rank has, without waiting."""
         if self.sharers.group is None:
             return
-        leaving = [piece for pieces in self._leaving for piece in pieces]
+        own = self.sharers.own
+        assert own is not None
+        # to itself a rank sends a piece of nothing: not every backend takes an empty message
+        self._leaving[own] = [torch.zeros(_ALIGNED, dtype=torch.uint8, device=self.device)]
         out = [sum(piece.numel() for piece in pieces) for pieces in self._leaving]
         into = [sum(_space(s, d) for s, d, _ in parts) for parts in self._arriving]
-        empty = torch.empty(0, dtype=torch.uint8, device=self.device)
-        sent = torch.cat([empty, *leaving])
+        into[own] = _ALIGNED
+        sent = torch.cat([piece for pieces in self._leaving for piece in pieces])
         self._received = torch.empty(sum(into), dtype=torch.uint8, device=self.device)
         self._work = dist.all_to_all_single(
             self._received, sent, into, out, group=self.sharers.group, async_op=True
@@ -151,10 +154,12 @@ class Message:
             return
         self._work.wait()
         at = 0
-        for shape, dtype, take in (part for parts in self._arriving for part in parts):
-            nbytes = math.prod(shape) * dtype.itemsize
-            take(self._received[at : at + nbytes].view(dtype).view(tuple(shape)))
-            at += _space(shape, dtype)
+        for sender, parts in enumerate(self._arriving):
+            at += _ALIGNED if sender == self.sharers.own else 0
+            for shape, dtype, take in parts:
+                nbytes = math.prod(shape) * dtype.itemsize
+                take(self._received[at : at + nbytes].view(dtype).view(tuple(shape)))
+                at += _space(shape, dtype)
         self._received = self._work = None
         self._leaving = []
 

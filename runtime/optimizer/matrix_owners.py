@@ -115,16 +115,18 @@ def work_of(optimizer: Any, step: Any, group: int, like: torch.Tensor, held: Any
     """What the owner of a matrix does in the second of two steps, which are not run."""
     shape = like.shape
     state: Any = pytree.tree_map(lambda x: _copied(x, shape), held)
-    work = Work()
+    work, own = Work(), own_attributes(optimizer)
+    settings: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
     for _ in range(2):
         run = MatrixStep(shape, like.device, dry=True)
         local = torch.empty(shape, dtype=like.dtype, device="meta")
         entries = pytree.tree_map(functools.partial(_dry_value, run), state)
         recorded = RecordedStep(run, run.part(local), run.part(local), entries)
-        state = recorded.take(optimizer, step, group, own_attributes(optimizer))
+        state = recorded.take(optimizer, step, group, own, settings)
         division = recorded.divide()
         flops, nbytes = run.work(division)
-        work = Work(flops, nbytes, _nbytes(division.sent), _nbytes(division.returned))
+        found = Work(flops, nbytes, _nbytes(division.sent), _nbytes(division.returned))
+        work = found if found.flops else work
     return work
 
 
@@ -156,10 +158,18 @@ class RecordedStep:
         self.held = held
         self.state: Any = {}
 
-    def take(self, optimizer: Any, step: Any, group: int, own: dict[str, Any]) -> Any:
+    def take(
+        self,
+        optimizer: Any,
+        step: Any,
+        group: int,
+        own: dict[str, Any],
+        settings: Sequence[dict[str, Any]] = (),
+    ) -> Any:
         """Run the optimizer's code; the state that it leaves.
 
-        own: the optimizer's own attributes, as they are before a step.
+        own: the optimizer's own attributes, as they are before a step. settings: those of groups
+        that are not the optimizer's, and become what the step leaves.
         """
         groups: list[list[Any]] = [[] for _ in optimizer.param_groups]
         groups[group] = [self.parameter]
@@ -169,12 +179,16 @@ class RecordedStep:
             states[self.parameter] = self.held
         proxy = proxy_of(optimizer, groups, states)
         proxy.__dict__.update(copy.deepcopy(own))
-        for settings in proxy.param_groups:
-            for name, value in settings.items():
+        for given, chosen in zip(settings, proxy.param_groups):
+            chosen.update(given)
+        for chosen in proxy.param_groups:
+            for name, value in chosen.items():
                 if isinstance(value, torch.Tensor):
-                    settings[name] = value.detach().clone()
+                    chosen[name] = value.detach().clone()
         with compat.plain_attributes(), self.run:
             step(proxy)
+        for given, chosen in zip(settings, proxy.param_groups):
+            given.update({name: value for name, value in chosen.items() if name != "params"})
         self.state = proxy.state.get(self.parameter, {})
         return self.state
 

@@ -263,13 +263,17 @@ def lanes_of(
         failed.needs_whole(f"it has parameters, or more than numbers, in {', '.join(held)}", True)
         return [failed] * len(members)
     try:
-        whole, part = (record(optimizer, step, taken, closure, way) for way in (True, False))
+        whole = record(optimizer, step, taken, closure, True).lanes
     except Exception as error:  # whatever an optimizer's code does not do on fakes
         why = str(error).partition("\n")[0]
         failed.needs_whole(f"its step on fakes raises {type(error).__name__}: {why}", True)
         return [failed] * len(members)
+    try:
+        part = record(optimizer, step, taken, closure, False).lanes
+    except Exception as error:  # states of the whole's other shapes do not fit a part
+        part = [Lane(lane.shape, trace=[repr(error)]) for lane in whole]
     found: dict[int, Lane] = {}
-    pairs = iter(zip(whole.lanes, part.lanes))
+    pairs = iter(zip(whole, part))
     for alike in chosen.values():
         worst = Lane(members[alike[0]].shape)
         for one, other in [next(pairs) for _ in alike[:2]]:
@@ -355,7 +359,8 @@ def _fake_state(make: Any, name: str, value: Any, *, of: torch.Size, shape: torc
         return _cloned(value)
     if value.shape == of:
         return make(shape, value.dtype)
-    return make(value.shape, value.dtype, WHOLE) if value.numel() > 1 else _cloned(value)
+    stored = value.numel() > 1 or value.is_meta
+    return make(value.shape, value.dtype, WHOLE) if stored else _cloned(value)
 
 
 def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
