@@ -1,0 +1,395 @@
+"""Any model of transformers, timm or diffusers, tiny: its numbers shrunk by what their names say.
+
+One general procedure, not a size by hand for a model: layers become two, widths follow the hidden
+size down to 32, vocabularies hold 128 words. Where that gives no model that runs, only what is
+counted (layers, words, experts, pictures) shrinks, and widths stay.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+WORDS, HIDDEN, TOKENS, BATCH = 128, 32, 16, 4
+WAYS = ("widths", "heads", "counts")
+LARGEST = 100_000_000
+"""Parameters of a model that counts as tiny."""
+
+TASKS = {
+    "CAUSAL_LM": "ForCausalLM",
+    "SEQ_TO_SEQ_CAUSAL_LM": "ForSeq2SeqLM",
+    "MASKED_LM": "ForMaskedLM",
+    "IMAGE_TEXT_TO_TEXT": "ForImageTextToText",
+    "IMAGE_CLASSIFICATION": "ForImageClassification",
+    "AUDIO_CLASSIFICATION": "ForAudioClassification",
+    "CTC": "ForCTC",
+    "SEQUENCE_CLASSIFICATION": "ForSequenceClassification",
+    "SPEECH_SEQ_2_SEQ": "ForSpeechSeq2Seq",
+    "SEMANTIC_SEGMENTATION": "ForSemanticSegmentation",
+    "DEPTH_ESTIMATION": "ForDepthEstimation",
+    "MASKED_IMAGE_MODELING": "ForMaskedImageModeling",
+    "PRETRAINING": "ForPreTraining",
+}
+"""The heads that are looked for, in this order; a model of none of them is run without a head."""
+
+_LAYERS = re.compile(r"(^|_)(n|num)_(\w+_)?(layers?|blocks?)$|(^|_)(layers?|depth|n_layers?)$")
+_HEADS = re.compile(r"(^|_)heads?$|^n_head|_heads?_")
+_WIDTHS = re.compile(
+    r"(hidden|intermediate|embed\w*|ffn|proj\w*|width|channels|state|inner)_?(size|dim)s?$"
+    r"|(^|_)(d_model|n_embd|dim|dims|d_ff|d_kv|n_inner|hidden|lora_rank|head_dim|ffn_dim|size)$"
+    r"|_dim$|_size$|_rank$|^d_"
+)
+_KEPT = re.compile(
+    r"kernel|stride|patch|window|chunk|merge|group|token|position|scale|factor|expand|label|image_s"
+    r"|vocab|batch|conv_dim|pool|tp$|dilation|ratio|beam|version|_id|_ids$"
+)
+
+
+def names() -> list[str]:
+    """Every architecture that the installed libraries have, as "library name"."""
+    return [
+        f"{library} {name}"
+        for library, found in LIBRARIES.items()
+        if importlib.util.find_spec(library)
+        for name in found[0]()
+    ]
+
+
+def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A tiny model in training mode without dropout, and a batch by its forward's names.
+
+    Raises ValueError with the reason of each way where none gives a model that trains a step.
+    """
+    library, _, kind = name.partition(" ")
+    reasons = []
+    for how in WAYS:
+        try:
+            torch.manual_seed(0)
+            model = LIBRARIES[library][1](kind, how)
+            for module in model.modules():
+                if isinstance(module, nn.modules.dropout._DropoutNd):
+                    module.p = 0.0
+            return model, _first_that_runs(model.train())
+        except Exception as error:
+            reasons.append(f"{how}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
+    raise ValueError("; ".join(reasons))
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether a model routes tokens to experts."""
+    return any("expert" in name for name, _ in model.named_parameters())
+
+
+def _first_that_runs(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The batch of what the model asks for first, or else of all it knows."""
+    try:
+        loss_of(model(**batch_of(model))).backward()
+        whole = False
+    except Exception:
+        loss_of(model(**batch_of(model, whole=True))).backward()
+        whole = True
+    model.zero_grad()
+    return batch_of(model, whole=whole)
+
+
+def _transformers_kinds() -> list[str]:
+    from transformers.models.auto import modeling_auto
+
+    found = set(modeling_auto.MODEL_MAPPING_NAMES)
+    for task in TASKS:
+        found |= set(getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES"))
+    return sorted(found)
+
+
+def _of_transformers(kind: str, how: str) -> nn.Module:
+    """A model_type's first head of `TASKS`, else the model without one."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    config = transformers.AutoConfig.for_model(kind)
+    shrink(config, how)
+    config.architectures = config.architectures or []
+    heads = [
+        head for task, head in TASKS.items()
+        if kind in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")
+    ]  # fmt: skip
+    auto = getattr(transformers, f"AutoModel{heads[0] if heads else ''}")
+    with torch.device("meta"):
+        _refuse_large(auto.from_config(config))
+    made: nn.Module = auto.from_config(config, dtype=torch.float32)
+    return made
+
+
+def _timm_kinds() -> list[str]:
+    import timm
+
+    return [name for name in timm.list_modules() if timm.list_models(module=name)]
+
+
+def _of_timm(module: str, how: str) -> nn.Module:
+    """The smallest model of a module, by its name."""
+    import timm
+
+    if how == "heads":
+        raise ValueError("heads are as wide as the family has them")
+    sizes = ("atto", "femto", "pico", "nano", "tiny", "mini", "xxs", "xs", "small", "_s", "0")
+    every = timm.list_models(module=module)
+    name = next((one for size in sizes for one in every if size in one), every[0])
+    sized = {"img_size": 64} if how == "widths" else {}
+    with torch.device("meta"):
+        _refuse_large(timm.create_model(name, num_classes=8, **sized))
+    torch.manual_seed(0)
+    made: nn.Module = timm.create_model(name, num_classes=8, **sized)
+    return made
+
+
+def _diffusers_kinds() -> list[str]:
+    from diffusers import models
+
+    return [
+        name for name in sorted(dir(models))
+        if re.search("(Transformer|UNet|Autoencoder|VQ|Controlnet|ControlNet)", name)
+        and "Flax" not in name and isinstance(getattr(models, name), type)
+    ]  # fmt: skip
+
+
+def _of_diffusers(kind: str, how: str) -> nn.Module:
+    """A class, of the defaults of its constructor, shrunk."""
+    from diffusers import models
+
+    made: Any = getattr(models, kind)
+    takes = inspect.signature(made.__init__).parameters
+    sizes = {
+        key: _smaller(key, one.default, 0.125 if how == "widths" else 1.0, how, None)
+        for key, one in takes.items()
+        if one.default is not one.empty and how != "counts"
+    }
+    with torch.device("meta"):
+        _refuse_large(made(**sizes))
+    torch.manual_seed(0)
+    found: nn.Module = made(**sizes)
+    return found
+
+
+def _refuse_large(model: nn.Module) -> None:
+    count = sum(p.numel() for p in model.parameters())
+    if count > LARGEST:
+        raise ValueError(f"{count:,} parameters are left")
+
+
+def shrink(config: Any, how: str) -> None:
+    """Shrinks a configuration and those inside it, in place."""
+    inner = {key: value for key, value in vars(config).items() if hasattr(value, "to_dict")}
+    for value in inner.values():
+        shrink(value, how)
+    known = {key: value for key, value in _numbers(config) if key not in inner}
+    wide = next(
+        (known[key] for key in ("hidden_size", "d_model", "n_embd", "embed_dim", "dim")
+         if isinstance(known.get(key), int)), 0,
+    )  # fmt: skip
+    small = HIDDEN
+    if how == "heads":
+        heads = next(
+            (known[k] for k in ("num_attention_heads", "n_head", "num_heads") if k in known), 4
+        )
+        each = known.get("head_dim") or wide // heads if isinstance(heads, int) else HIDDEN
+        small = 4 * each if isinstance(each, int) else HIDDEN
+    grouped = known.get("num_key_value_heads") != known.get("num_attention_heads")
+    share = small / wide if how != "counts" and wide > small else 1.0
+    depth = next((v for k, v in known.items() if k == "num_hidden_layers"), None)
+    for key, value in known.items():
+        new = _smaller(key, value, share, how, depth)
+        if key == "num_key_value_heads" and not grouped and how != "counts":
+            new = min(value, 4)
+        if key == "head_dim" and "expand" in known and how == "widths":
+            new = HIDDEN * known["expand"] // 4  # of state space layers
+        if new != value:
+            try:
+                setattr(config, key, new)
+            except (AttributeError, TypeError, ValueError):
+                continue  # a property of other numbers
+    config.use_cache = False
+
+
+def _numbers(config: Any) -> Iterator[tuple[str, Any]]:
+    aliases = getattr(config, "attribute_map", {})
+    for key, value in vars(config).items():
+        if not key.startswith("_") and key not in aliases and key not in ("id2label", "label2id"):
+            yield key, value
+
+
+def _smaller(key: str, value: Any, share: float, how: str, depth: int | None) -> Any:
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, float):
+        return 0.0 if "drop" in key else value
+    if isinstance(value, list | tuple):
+        return _smaller_list(key, value, depth)
+    if not isinstance(value, int):
+        return value
+    if key.endswith("vocab_size") or key.endswith("vocab_size_per_layer_input"):
+        return min(value, WORDS)
+    if re.search(r"token_id$|token_index$|_id$", key):
+        return value if value < WORDS else WORDS - 1 - sum(map(ord, key)) % 8
+    if "drop" in key:
+        return 0
+    if _LAYERS.search(key):
+        return min(value, 2)
+    if re.search(r"(dense_replace|nextn|mtp|share)", key):
+        return min(value, 1)
+    if re.search(r"experts?_per_tok|top_?k|topk_group|n_group$", key):
+        return min(value, 2)
+    if re.search(r"experts?$|expert_num", key):
+        return min(value, 4)
+    if re.search(r"max_\w*positions?|positions?$|max_\w*length|seq_length", key):
+        return min(value, 512)
+    if key in ("image_size", "img_size", "input_size"):
+        return min(value, 64)
+    if how == "counts":
+        return value
+    if _HEADS.search(key) and "dim" not in key and "size" not in key:
+        return value if value <= 1 else (2 if re.search(r"key_value|kv", key) else 4)
+    if re.search(r"head_dim$|head_size$|kv_channels$|d_kv$|rank$", key):
+        return value if how == "heads" else min(value, HIDDEN // 4)
+    if _WIDTHS.search(key) and not _KEPT.search(key) and value >= 16:
+        return max(8, round(value * share / 8) * 8)
+    return value
+
+
+def _smaller_list(key: str, value: Any, depth: int | None) -> Any:
+    kind = type(value)
+    if not value:
+        return value
+    if isinstance(value[0], str) and depth is not None and len(value) == depth:
+        other = next((one for one in value if one != value[0]), value[0])
+        return kind([value[0], other][: min(depth, 2)])
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in value):
+        return value
+    if depth is not None and depth > 2 and len(value) == depth and "depth" not in key:
+        return kind(value[:2])
+    if re.search(r"depths?$|layers$|blocks$", key):
+        return kind(min(one, 1) for one in value)
+    if key in ("image_size", "img_size"):
+        return kind(min(one, 64) for one in value)
+    return value
+
+
+def batch_of(model: nn.Module, whole: bool = False) -> dict[str, torch.Tensor]:
+    """A batch by the names of what the model's forward takes."""
+    generator = torch.Generator().manual_seed(0)
+    config = getattr(model, "config", None)
+    takes = inspect.signature(model.forward).parameters
+    if not hasattr(model, "main_input_name"):
+        return _batch_without_words(model, takes, generator)
+    main = model.main_input_name
+    words = min(_found(config, "vocab_size", WORDS), WORDS)
+    ids = torch.randint(8, max(words - 16, 9), (BATCH, TOKENS), generator=generator)
+    batch: dict[str, torch.Tensor] = {}
+    needed = {n for n, one in takes.items() if one.default is one.empty} | {main}
+    if whole:
+        needed |= {"input_ids", "pixel_values"} & set(takes)
+    if "input_ids" in needed:
+        batch["input_ids"] = ids
+    if "pixel_values" in needed:
+        size = _found(config, "image_size", 64)
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        channels = _found(config, "num_channels", 3)
+        batch["pixel_values"] = torch.randn(BATCH, channels, height, width, generator=generator)
+    if main in ("input_features", "input_values"):
+        mel = _found(config, "num_mel_bins", _found(config, "input_feat_per_channel", 0))
+        length = 2 * _found(config, "max_source_positions", 64) if mel else 2048
+        shape = (BATCH, mel, length) if mel else (BATCH, length)
+        batch[main] = torch.randn(shape, generator=generator)
+    if "decoder_input_ids" in takes and "labels" not in takes:
+        batch["decoder_input_ids"] = ids
+    if "bbox" in takes:
+        batch["bbox"] = torch.zeros(BATCH, TOKENS, 4, dtype=torch.long)
+    if not batch:
+        raise ValueError(f"no batch is known for {main}")
+    name = type(model).__name__
+    if "labels" in takes:
+        if "Classification" in name:
+            batch["labels"] = torch.randint(0, config.num_labels, (BATCH,), generator=generator)
+        elif not re.search("Segmentation|Depth|MaskedImage", name):
+            batch["labels"] = ids.clone()
+    return batch
+
+
+def _batch_without_words(
+    model: nn.Module, takes: Mapping[str, Any], generator: torch.Generator
+) -> dict[str, Any]:
+    """Pictures for timm's models; for those of diffusers latents, times, and states of a text."""
+    config = getattr(model, "config", None)
+    if config is None:
+        size = model.default_cfg.get("input_size", (3, 64, 64))
+        extent = getattr(getattr(model, "patch_embed", None), "img_size", None) or (64, 64)
+        if model.default_cfg.get("fixed_input_size") and not hasattr(model, "patch_embed"):
+            extent = size[1:]
+        return {"x": torch.randn(BATCH, size[0], *extent, generator=generator)}
+    batch: dict[str, Any] = {}
+    channels = config.get("in_channels", config.get("latent_channels", 3))
+    extent = config.get("sample_size") or 16
+    height, width = extent if isinstance(extent, list | tuple) else (extent, extent)
+    made = {
+        "sample": (BATCH, channels, height, width),
+        "hidden_states": (BATCH, channels, height, width),
+        "x": (BATCH, channels, height, width),
+        "encoder_hidden_states": (
+            BATCH, 8, config.get("cross_attention_dim") or config.get("joint_attention_dim")
+            or config.get("text_embed_dim") or config.get("caption_channels") or 32,
+        ),
+        "pooled_projections": (BATCH, config.get("pooled_projection_dim") or 32),
+    }  # fmt: skip
+    for key, one in takes.items():
+        if key in made and (one.default is one.empty or "encoder" in key or "pooled" in key):
+            batch[key] = torch.randn(made[key], generator=generator)
+        elif key in ("timestep", "timesteps"):
+            batch[key] = torch.arange(1, BATCH + 1)
+        elif key == "class_labels" and one.default is not one.empty:
+            batch[key] = torch.zeros(BATCH, dtype=torch.long)
+    return batch
+
+
+def _found(config: Any, key: str, default: Any) -> Any:
+    """A number of a configuration or of one inside it."""
+    value = getattr(config, key, None)
+    if value is not None and not callable(value):
+        return value
+    for inner in vars(config).values():
+        if hasattr(inner, "to_dict"):
+            value = _found(inner, key, None)
+            if value is not None:
+                return value
+    return default
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The model's own loss, or one of every output that has a gradient."""
+    from torch.utils import _pytree as pytree
+
+    loss = output.get("loss") if isinstance(output, Mapping) else None
+    if loss is not None:
+        return loss  # type: ignore[no-any-return]
+    values = output.to_tuple() if hasattr(output, "to_tuple") else output
+    parts = [
+        x.float().square().mean()
+        for x in pytree.tree_leaves(values)
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.requires_grad
+    ]
+    if not parts:
+        raise ValueError("no output has a gradient")
+    return torch.stack(parts).sum()
+
+
+LIBRARIES: dict[str, tuple[Callable[[], list[str]], Callable[[str, str], nn.Module]]] = {
+    "transformers": (_transformers_kinds, _of_transformers),
+    "timm": (_timm_kinds, _of_timm),
+    "diffusers": (_diffusers_kinds, _of_diffusers),
+}
+"""What architectures a library has, and a tiny one of a name."""
