@@ -230,7 +230,7 @@ def _smaller(key: str, value: Any, share: float, how: str, depth: int | None) ->
     if isinstance(value, float):
         return 0.0 if "drop" in key else value
     if isinstance(value, list | tuple):
-        return _smaller_list(key, value, depth)
+        return _smaller_list(key, value, share, depth)
     if not isinstance(value, int):
         return value
     if key.endswith("vocab_size") or key.endswith("vocab_size_per_layer_input"):
@@ -262,7 +262,7 @@ def _smaller(key: str, value: Any, share: float, how: str, depth: int | None) ->
     return value
 
 
-def _smaller_list(key: str, value: Any, depth: int | None) -> Any:
+def _smaller_list(key: str, value: Any, share: float, depth: int | None) -> Any:
     kind = type(value)
     if not value:
         return value
@@ -277,6 +277,8 @@ def _smaller_list(key: str, value: Any, depth: int | None) -> Any:
         return kind(min(one, 1) for one in value)
     if key in ("image_size", "img_size"):
         return kind(min(one, 64) for one in value)
+    if key == "block_out_channels":
+        return kind(max(32, round(one * share / 32) * 32) for one in value)
     return value
 
 
@@ -351,7 +353,9 @@ def _batch_without_words(
             batch[key] = torch.randn(made[key], generator=generator)
         elif key in ("timestep", "timesteps"):
             batch[key] = torch.arange(1, BATCH + 1)
-        elif key == "class_labels" and one.default is not one.empty:
+        elif key == "class_labels" and (
+            config.get("num_embeds_ada_norm") or config.get("num_class_embeds")
+        ):
             batch[key] = torch.zeros(BATCH, dtype=torch.long)
     return batch
 
