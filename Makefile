@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-exhaustive check replay export-matrix bench gpu clean
+.PHONY: help demo test test-slow test-exhaustive check replay export-matrix model-matrix bench gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ replay: $(VENV)/dev.stamp ## a line of digests for each of many programs (ARGS="
 
 export-matrix: $(VENV)/dev.stamp ## write docs/export_matrix.md: every family to every target (minutes)
 	$(BIN)/python tests/helpers/export/export_matrix.py $(ARGS)
+
+model-matrix: $(VENV)/dev.stamp ## a training step of every architecture on each mesh (hours; goes on)
+	$(BIN)/python tests/helpers/model_matrix.py $(ARGS)
 
 bench: $(VENV)/demo.stamp ## run the benchmarks (ARGS="planning training" selects)
 	$(BIN)/python benchmarks/run_all.py $(ARGS)

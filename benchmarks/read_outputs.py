@@ -38,15 +38,6 @@ READINGS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "cat": lambda x: torch.cat([x, x.clone()]),
     "view": lambda x: x.unsqueeze(0).flatten(0, 1),
 }
-SIZES: dict[str, Any] = dict(
-    vocab_size=128, hidden_size=32, n_embd=32, d_model=32, intermediate_size=64, ffn_dim=64,
-    num_hidden_layers=2, n_layer=2, num_layers=2, num_attention_heads=4, n_head=4, num_heads=4,
-    num_key_value_heads=2, head_dim=8, max_position_embeddings=64, n_positions=64, rotary_dim=4,
-    word_embed_proj_dim=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, use_cache=False,
-    num_local_experts=4, num_experts=4, attention_dropout=0.0, hidden_dropout=0.0, dropout=0.0,
-    resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attention_types=[[["global", "local"], 1]],
-    layer_types=None, state_size=8, expand=2, n_inner=64, residual_dropout=0.0,
-)  # fmt: skip
 FAMILIES = (
     "Arcee Bloom Codegen Cohere Cohere2 Ernie4_5 Exaone4 Falcon GPTBigCode GPTJ GPTNeo "
     "GPTNeoXJapanese Glm Glm4 Granite Helium MPT Nemotron Olmo Olmo2 Olmo3 Persimmon Phi Phi3 "
@@ -56,32 +47,19 @@ FAMILIES = (
 
 def families() -> dict[str, Callable[[], nn.Module]]:
     """Causal language models of transformers by the type of their configuration."""
-    from transformers.models.auto import configuration_auto, modeling_auto
+    from transformers.models.auto import modeling_auto
 
-    found: dict[str, Callable[[], nn.Module]] = {}
+    import tiny_models  # of tests/helpers
+
     known = {
         name.replace("_", "").replace("-", ""): name
         for name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     }
-    for family in FAMILIES:
-        kind = known.get(family.lower().replace("_", ""))
-        if kind is not None:
-            found[kind] = lambda kind=kind: _tiny(configuration_auto.AutoConfig, kind)
-    return found
-
-
-def _tiny(auto: Any, kind: str) -> nn.Module:
-    import transformers
-
-    known = auto.for_model(kind).to_dict()
-    sizes = {key: value for key, value in SIZES.items() if key in known}
-    if known.get("layer_types"):
-        sizes["layer_types"] = known["layer_types"][: SIZES["num_hidden_layers"]]
-    sizes = {key: value for key, value in sizes.items() if value is not None}
-    config = auto.for_model(kind, **sizes)
-    config.use_cache = False
-    built: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    return built
+    kinds = filter(None, (known.get(family.lower().replace("_", "")) for family in FAMILIES))
+    return {
+        kind: lambda kind=kind: tiny_models.build(f"transformers:{kind}")[0]  # type: ignore[misc]
+        for kind in kinds
+    }
 
 
 def models() -> dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]]:

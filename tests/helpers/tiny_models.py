@@ -52,9 +52,9 @@ _KEPT = re.compile(
 
 
 def names() -> list[str]:
-    """Every architecture that the installed libraries have, as "library name"."""
+    """Every architecture that the installed libraries have, as "library:name"."""
     return [
-        f"{library} {name}"
+        f"{library}:{name}"
         for library, found in LIBRARIES.items()
         if importlib.util.find_spec(library)
         for name in found[0]()
@@ -66,7 +66,7 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
 
     Raises ValueError with the reason of each way where none gives a model that trains a step.
     """
-    library, _, kind = name.partition(" ")
+    library, _, kind = name.partition(":")
     reasons = []
     for how in WAYS:
         try:
@@ -205,7 +205,11 @@ def shrink(config: Any, how: str) -> None:
     depth = next((v for k, v in known.items() if k == "num_hidden_layers"), None)
     for key, value in known.items():
         new = _smaller(key, value, share, how, depth)
-        if key == "num_key_value_heads" and not grouped and how != "counts":
+        if value is None:  # what the class would leave undefined
+            new = {"head_dim": share * wide // 4, "num_key_value_heads": 4}.get(key)
+        if value is None and how == "widths":  # some classes say it of their published sizes only
+            new = {"head_dim": HIDDEN // 4, "num_key_value_heads": 4}.get(key)
+        elif key == "num_key_value_heads" and not grouped and how != "counts":
             new = min(value, 4)
         if key == "head_dim" and "expand" in known and how == "widths":
             new = HIDDEN * known["expand"] // 4  # of state space layers

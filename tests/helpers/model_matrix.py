@@ -1,0 +1,189 @@
+"""One training step of every architecture that can be built tiny, on every kind of mesh.
+
+    make model-matrix                               # all of them; goes on where it was interrupted
+    make model-matrix ARGS="--share 30 --seed 1"    # one of thirty, drawn
+    make model-matrix ARGS="--names llama timm:vit" # these
+
+Architectures are those of transformers, and of timm and diffusers where they are installed, shrunk
+by one procedure (tiny_models.py). Two processes hold a rank each; the oracle is the unsharded
+model. A row is "equal", "refused" (an error of autoshard's, with its text), "not tiny" (no model
+was made, and why) or "wrong": other gradients, any other error, a process that ended or was silent.
+A line of JSON a row goes into `--results`, and the table of them into `--write`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import random
+import re
+import sys
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "ranks")]
+
+import autoshard  # noqa: E402
+import tiny_models  # noqa: E402
+from autoshard.verification.comparison import difference, finite, furthest, norm  # noqa: E402
+from autoshard.verification.subject import chunks, in_dtype  # noqa: E402
+from gloo_pool import GlooPool, PoolError  # noqa: E402
+
+MESHES = ("tp", "dp_shard", "cp", "pp", "ep")
+TOLERANCE = 1e-4
+"""Of all gradients together, in float32; a row beyond it is judged again in float64."""
+
+
+def main() -> int:
+    """Asks every row that the results lack, then writes the table; 1 where a row is wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--names", nargs="*", default=[], metavar="NAME")
+    parser.add_argument("--meshes", nargs="*", default=list(MESHES), choices=MESHES)
+    parser.add_argument("--share", type=int, default=1, help="one of so many architectures, drawn")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, default=ROOT / "build" / "model_matrix.jsonl")
+    parser.add_argument("--patience", type=float, default=300.0, help="seconds of a row")
+    parser.add_argument("--write", type=Path, default=ROOT / "build" / "model_matrix.md")
+    args = parser.parse_args()
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    every = tiny_models.names()
+    asked = [
+        one for one in every if not args.names or {one.partition(":")[2], one} & set(args.names)
+    ]
+    random.Random(args.seed).shuffle(asked)
+    asked = sorted(asked[:: args.share])
+    known = {(one["model"], one["mesh"]): one for one in read(args.results)}
+    pool = GlooPool(2)
+    for number, name in enumerate(asked, 1):
+        for mesh in args.meshes:
+            if (name, mesh) in known:
+                continue
+            said, why = row(pool, name, mesh, args.patience)
+            known[name, mesh] = {"model": name, "mesh": mesh, "said": said, "why": why}
+            with args.results.open("a") as file:
+                file.write(json.dumps(known[name, mesh]) + "\n")
+            because = f": {why}" if why else ""
+            print(f"{number} of {len(asked)}: {name} on {mesh}=2: {said}{because}", flush=True)
+    pool.stop()
+    found = [one for one in known.values() if one["model"] in asked and one["said"]]
+    args.write.write_text(table(found))
+    print("\n".join(counts(found)))
+    return int(any(one["said"] == "wrong" for one in found))
+
+
+def read(results: Path) -> list[dict[str, Any]]:
+    """The rows that are known."""
+    return (
+        [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    )
+
+
+def row(pool: GlooPool, name: str, mesh: str, patience: float = 180.0) -> tuple[str, str]:
+    """What is said of an architecture on a mesh, by the rank that says the worst, and why."""
+    order = ("wrong", "refused", "not tiny", "equal", "")
+    try:
+        told = pool(step_of, name, mesh, pool_timeout=patience)
+    except PoolError as error:
+        return "wrong", str(error).splitlines()[0]
+    return min(told, key=lambda one: order.index(one[0]))  # type: ignore[no-any-return]
+
+
+def step_of(name: str, mesh: str) -> tuple[str, str]:
+    """On a rank: a step in float32, and in float64 where that is not equal. ("", "") where there is
+    nothing to ask, ep of a model without experts."""
+    warnings.simplefilter("ignore")
+    try:
+        model, batch = tiny_models.build(name)
+    except ValueError as error:
+        return "not tiny", str(error)[:600]
+    if mesh == "ep" and not tiny_models.has_experts(model):
+        return "", ""
+    why = ""
+    for dtype in (torch.float32, torch.float64):
+        try:
+            off, worst = apart(model, batch, mesh, dtype)
+        except Exception as error:
+            inner = getattr(error, "inner_exception", error)  # of Dynamo's BackendCompilerFailed
+            said = "refused" if isinstance(inner, autoshard.AutoshardError) else "wrong"
+            return said, f"{type(inner).__name__}: {' '.join(str(inner).split())[:600]}"
+        if off <= TOLERANCE:
+            return "equal", why
+        why = f"{worst} is {off:.2g} off in {str(dtype)[6:]}"
+    return "wrong", why
+
+
+def apart(
+    model: nn.Module, batch: dict[str, Any], mesh: str, dtype: torch.dtype
+) -> tuple[float, str]:
+    """How far the gradients are from the serial ones, as a share of their norm; which most."""
+    torch._dynamo.reset()
+    batch = in_dtype(batch, dtype)
+    serial = copy.deepcopy(model).to(dtype)
+    split = 2 if mesh in ("dp_shard", "ep") else 1
+    parts = [part[1] for part in chunks(((), batch), split)]
+    loss = sum(tiny_models.loss_of(serial(**part)) for part in parts) / split
+    loss.backward()
+    want = {name: p.grad for name, p in serial.named_parameters() if p.grad is not None}
+    ours = copy.deepcopy(model).to(dtype)
+    options = {"mesh": {mesh: 2}, "inner": "aot_eager", "timeout": 200}
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    run = torch.compile(ours, backend="autoshard", options=options)
+    torch.manual_seed(0)
+    tiny_models.loss_of(run(**parts[dist.get_rank() % split])).backward()
+    got = {}
+    for name, p in ours.named_parameters():
+        grad = p.grad
+        if grad is not None:
+            got[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    missing = [name for name in want if name not in got and norm(want[name])]
+    if missing:
+        return math.inf, f"{missing[0]} has no gradient and"
+    whole = math.hypot(*(norm(finite(grad)) for grad in want.values())) or 1.0
+    each = {name: norm(difference(got[name], grad)) for name, grad in want.items() if name in got}
+    worst = max(each, key=lambda name: furthest([each[name]]))
+    return furthest([math.hypot(*each.values()) / whole]), worst
+
+
+def counts(found: Sequence[dict[str, Any]]) -> list[str]:
+    """Rows of a table: what is said how often, by library and mesh."""
+    said: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for one in found:
+        said[one["model"].partition(":")[0], one["mesh"]][one["said"]] += 1
+    kinds = ("equal", "refused", "wrong", "not tiny")
+    lines = [f"| library | mesh | {' | '.join(kinds)} |", "|---" * 6 + "|"]
+    for (library, mesh), count in sorted(said.items()):
+        cells = " | ".join(str(count[kind]) for kind in kinds)
+        lines.append(f"| {library} | {mesh}=2 | {cells} |")
+    return lines
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """The counts, then the rows that are not equal, by their reason."""
+    lines = ["# Model matrix", "", *counts(found)]
+    reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for one in found:
+        if one["said"] != "equal":
+            why = re.sub(r"'[^']*'|[\d.,]+|at /\S+", "…", one["why"])[:100].replace("|", "/")
+            reasons[one["said"], why].append(f"{one['model']} ({one['mesh']})")
+    for said in ("wrong", "refused", "not tiny"):
+        rows = sorted((why, models) for (kind, why), models in reasons.items() if kind == said)
+        if rows:
+            lines += ["", f"## {said.capitalize()}", "", "| why | architectures |", "|---|---|"]
+            lines += [f"| {why} | {', '.join(models)} |" for why, models in rows]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
