@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from autoshard.planning.rules.call import OpCall, Rule, differentiable
+from autoshard.planning.rules.custom_functions import CUSTOM_FUNCTION, custom_function
 from autoshard.planning.rules.language import TextRule, elementwise
 from autoshard.planning.rules.layers import SEEDS
 from autoshard.planning.rules.outer_axis import beside
@@ -82,6 +83,9 @@ def strategies(node: fx.Node, n: int) -> tuple[list[Strategy], list[str]]:
         return [SEEDS[target]], []
     if over_another := beside(node, n):
         return over_another, []
+    if count and target is CUSTOM_FUNCTION:
+        sharded, declined = custom_function(node, n, strategies)
+        return [replicated, *sharded], declined
     if not count or not isinstance(target, torch._ops.OpOverload):
         return [replicated], []
     call = OpCall(node, n)
