@@ -277,6 +277,10 @@ class _Core:
     def _read(self, user: fx.Node, node: fx.Node, want: State | None) -> fx.Node:
         if node in self.split.own:
             return self.made[node]
+        if want is None and node.op == "get_attr":  # a body of the operator
+            if node not in self.made:
+                self.made[node] = self.graph.node_copy(node)
+            return self.made[node]
         if want is None:
             raise CaptureError(
                 f"pp: {user.name} reads {node.name}, which is no tensor known before the call",
