@@ -42,7 +42,7 @@ export-matrix: $(VENV)/dev.stamp ## write docs/export_matrix.md: every family to
 	$(BIN)/python tests/helpers/export/export_matrix.py $(ARGS)
 
 model-matrix: $(VENV)/dev.stamp ## a training step of every architecture on each mesh (hours; goes on)
-	$(BIN)/python tests/helpers/model_matrix.py $(ARGS)
+	$(BIN)/python tests/helpers/architectures/model_matrix.py $(ARGS)
 
 bench: $(VENV)/demo.stamp ## run the benchmarks (ARGS="planning training" selects)
 	$(BIN)/python benchmarks/run_all.py $(ARGS)

@@ -24,7 +24,8 @@ from torch.utils import _pytree as pytree
 
 from autoshard.verification.comparison import difference, finite, largest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
+HELPERS = Path(__file__).parent.parent / "tests" / "helpers"
+sys.path[:0] = [str(HELPERS), str(HELPERS / "architectures")]
 
 READINGS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "times one": lambda x: x * 1,
@@ -47,9 +48,8 @@ FAMILIES = (
 
 def families() -> dict[str, Callable[[], nn.Module]]:
     """Causal language models of transformers by the type of their configuration."""
+    import tiny_models  # of tests/helpers/architectures
     from transformers.models.auto import modeling_auto
-
-    import tiny_models  # of tests/helpers
 
     known = {
         name.replace("_", "").replace("-", ""): name

@@ -76,3 +76,8 @@ def view(part: torch.Tensor, at: Box, box: Box) -> torch.Tensor:
     for dim, ((start, _), (low, high)) in enumerate(zip(at, box, strict=True)):
         part = part.narrow(dim, low - start, high - low)
     return part
+
+
+def box_of(given: list[list[int]]) -> Box:
+    """A box that travelled as lists."""
+    return tuple((low, high) for low, high in given)

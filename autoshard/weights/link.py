@@ -79,12 +79,11 @@ class Way:
             return
         packed = list(leaving)
         # one launch: a send that waited behind a receive would wait for its own answer
-        self._group._start_coalescing()
-        for data, sender in arriving:
-            self._group.recv([data], sender, 0)
-        for data, to in packed:
-            self._group.send([data], to, 0)
-        self._group._end_coalescing().wait()
+        with compat.one_launch(self._group):
+            for data, sender in arriving:
+                self._group.recv([data], sender, 0)
+            for data, to in packed:
+                self._group.send([data], to, 0)
 
 
 class WeightLink:

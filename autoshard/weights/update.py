@@ -16,7 +16,7 @@ from torch import nn
 
 from autoshard.errors import AutoshardError
 from autoshard.runtime.engine import Engine
-from autoshard.weights.boxes import Box, common, view
+from autoshard.weights.boxes import Box, box_of, common, view
 from autoshard.weights.engines import EngineTensors
 from autoshard.weights.link import (
     DEVICE_GROUPS,
@@ -45,7 +45,7 @@ from autoshard.weights.parts import (
 
 BUFFER = 64 * 2**20
 
-Source = nn.Module | Conversion | Sender
+Weights = nn.Module | Conversion | Sender
 Target = nn.Module | Mapping[str, torch.Tensor] | Engine | Receiver
 
 
@@ -312,13 +312,13 @@ def _planned(
         nodes = [one["node"] for one in told]
         layouts = Layouts(
             {
-                rank: {name: _box(box) for name, (_, _, box) in one["holds"]["parts"].items()}
+                rank: {name: box_of(b) for name, (_, _, b) in one["holds"]["parts"].items()}
                 for rank, one in enumerate(told)
                 if one["holds"] is not None
             },
             {
                 rank: {
-                    name: Want(tuple(map(_box, boxes)), dtype_named(dtype).itemsize)
+                    name: Want(tuple(map(box_of, boxes)), dtype_named(dtype).itemsize)
                     for name, (dtype, boxes) in by.items()
                 }
                 for rank, by in enumerate(wants)
@@ -332,12 +332,8 @@ def _planned(
     return found
 
 
-def _box(given: list[list[int]]) -> Box:
-    return tuple((low, high) for low, high in given)
-
-
 def send(
-    source: Source,
+    source: Weights,
     link: WeightLink | None = None,
     *,
     version: int | None = None,
@@ -372,7 +368,7 @@ def receive(
 
 
 def transfer(
-    source: Source,
+    source: Weights,
     target: Target,
     link: WeightLink | None = None,
     *,
@@ -385,7 +381,7 @@ def transfer(
     return Update(link or world_link(), given, taken, version, buffer, background)
 
 
-def _given(source: Source) -> Sender:
+def _given(source: Weights) -> Sender:
     if isinstance(source, Sender):
         return source
     if isinstance(source, nn.Module):

@@ -81,6 +81,7 @@ from autoshard.runtime.compat.groups import (
     misses_a_rank,
     name_group,
     once_a_world,
+    one_launch,
     process_group,
     replace_group,
     set_group_limit,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
@@ -41,6 +41,15 @@ def once_a_world(function: Callable[P, T]) -> Callable[P, T]:
         return known[args]
 
     return asked
+
+
+@contextlib.contextmanager
+def one_launch(group: Any) -> Iterator[None]:
+    """What a group is asked to send and receive in here leaves at once, and has arrived after; of
+    tensors, torch's public form (batch_isend_irecv) takes groups that it knows by name only."""
+    group._start_coalescing()
+    yield
+    group._end_coalescing().wait()
 
 
 def process_group(name: str) -> Any:

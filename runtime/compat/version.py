@@ -28,6 +28,8 @@ torch._C._autograd._saved_tensors_hooks_enable
 torch._C._current_autograd_node
 torch._C._current_graph_task_id
 torch._C._dispatch_has_kernel_for_dispatch_key
+torch._C._distributed_c10d.Backend._end_coalescing
+torch._C._distributed_c10d.Backend._start_coalescing
 torch._C._distributed_c10d._create_work_from_future
 torch._C._distributed_c10d._register_process_group
 torch._C._distributed_c10d._resolve_process_group

@@ -29,6 +29,8 @@ CACHES = {
     "runtime/mesh.py _of": "the DeviceMesh: equal ones of one world have equal groups",
     "runtime/mesh.py axes_of": "the DeviceMesh: equal ones of one world have equal groups",
     "runtime/mesh.py home_mesh": "the DeviceMesh and the rank",
+    "runtime/optimizer/exchange.py sharers_of": "the DeviceMesh and the rank",
+    "runtime/optimizer/owned_steps.py _line": "the DeviceMesh",
     "runtime/pipeline/channel.py _other_group": "the group's name, all groups and a number",
     # of an object, for as long as it lives
     "autoshard/building/all_ranks.py _trained": "the parameter",

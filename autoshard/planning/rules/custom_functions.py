@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoshard.planning.rules.views import size_entry
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.values import output_state, producer
 from autoshard.runtime.collectives import I, P, R, S, State, shard_dim
+from autoshard.runtime.compat import FakeTensor
 
 Strategies = Callable[[fx.Node, int], tuple[list[Strategy], list[str]]]
 
@@ -42,12 +42,12 @@ def custom_function(node: fx.Node, n: int, known: Strategies) -> tuple[list[Stra
     for states in _entrances([value(each) for each in tensors]):
         try:
             offered.append(_strategy(node, bodies, states, n, known))
-        except _Declined as why:
+        except _NotOnShards as why:
             reasons.append(str(why))
     return offered, list(dict.fromkeys(reasons))
 
 
-class _Declined(Exception):
+class _NotOnShards(Exception):
     """Why a body does not run on shards."""
 
 
@@ -62,7 +62,8 @@ def _traced(node: fx.Node, tensors: Sequence[fx.Node]) -> tuple[fx.GraphModule, 
     try:
         with fake, torch.no_grad():
             first = make_fx(forward, pre_dispatch=True)(*(each.detach() for each in given))
-            made, saved = (value_of(each) for each in first.graph.output_node().args[0])
+            returned: Any = first.graph.output_node().args[0]
+            made, saved = (value_of(each) for each in returned)
             gradients = [torch.empty_like(each) for each in made]
             second = make_fx(backward, pre_dispatch=True)(*gradients, *saved)
     except Exception as error:  # a body of another form: a count of arguments, values it reads
@@ -98,9 +99,9 @@ def _strategy(
     forward, backward = bodies
     made, saved = _walk(forward, states, n, known)
     if any(state == P for state in made):
-        raise _Declined("a result would be a part of a sum")
+        raise _NotOnShards("a result would be a part of a sum")
     if not any(shard_dim(state) is not None for state in made):
-        raise _Declined("no result is a shard")
+        raise _NotOnShards("no result is a shard")
     gradients = _walk(backward, [*made, *saved], n, known)
     inputs = [
         _operand(state, gradient) for state, gradient in zip(states, gradients[0], strict=True)
@@ -115,7 +116,7 @@ def _operand(state: State, gradient: State | None) -> State:
         return state
     if state == I and gradient == P:
         return R
-    raise _Declined(f"the gradient of an operand that is {state} is made as {gradient}")
+    raise _NotOnShards(f"the gradient of an operand that is {state} is made as {gradient}")
 
 
 def _walk(
@@ -139,11 +140,10 @@ def _walk(
                 states[node] = _operator(
                     node, {each: state(each) for each in operands(node)}, n, known
                 )
-    (returned,) = body.graph.output_node().args
-    groups = returned if isinstance(returned[0], tuple | list) else [returned]  # type: ignore[index,arg-type]
+    returned: Any = body.graph.output_node().args[0]
+    groups = returned if isinstance(returned[0], tuple | list) else [returned]
     return [
-        [state(each) if isinstance(each, fx.Node) else None for each in group]
-        for group in groups  # type: ignore[union-attr]
+        [state(each) if isinstance(each, fx.Node) else None for each in group] for group in groups
     ]
 
 
@@ -160,4 +160,5 @@ def _operator(node: fx.Node, have: Mapping[fx.Node, State], n: int, known: Strat
         )
         if fits and strategy.impl is None and not sized and (whole or R not in outputs):
             return strategy
-    raise _Declined(f"no rule says that {node.target} of its body takes {', '.join(have.values())}")
+    states = ", ".join(have.values())
+    raise _NotOnShards(f"no rule says that {node.target} of its body takes {states}")

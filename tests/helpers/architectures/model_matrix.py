@@ -31,11 +31,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "ranks")]
+ROOT = Path(__file__).parents[3]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "ranks")]
+
+import tiny_models  # noqa: E402
 
 import autoshard  # noqa: E402
-import tiny_models  # noqa: E402
 from autoshard.verification.comparison import difference, finite, furthest, norm  # noqa: E402
 from autoshard.verification.subject import chunks, in_dtype  # noqa: E402
 from gloo_pool import GlooPool, PoolError  # noqa: E402

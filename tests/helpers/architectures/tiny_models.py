@@ -144,7 +144,6 @@ def _of_timm(module: str, how: str) -> nn.Module:
     sized = {"img_size": 64} if how == "widths" else {}
     with torch.device("meta"):
         _refuse_large(timm.create_model(name, num_classes=8, **sized))
-    torch.manual_seed(0)
     made: nn.Module = timm.create_model(name, num_classes=8, **sized)
     return made
 
@@ -172,7 +171,6 @@ def _of_diffusers(kind: str, how: str) -> nn.Module:
     }
     with torch.device("meta"):
         _refuse_large(made(**sizes))
-    torch.manual_seed(0)
     found: nn.Module = made(**sizes)
     return found
 
@@ -205,8 +203,6 @@ def shrink(config: Any, how: str) -> None:
     depth = next((v for k, v in known.items() if k == "num_hidden_layers"), None)
     for key, value in known.items():
         new = _smaller(key, value, share, how, depth)
-        if value is None:  # what the class would leave undefined
-            new = {"head_dim": share * wide // 4, "num_key_value_heads": 4}.get(key)
         if value is None and how == "widths":  # some classes say it of their published sizes only
             new = {"head_dim": HIDDEN // 4, "num_key_value_heads": 4}.get(key)
         elif key == "num_key_value_heads" and not grouped and how != "counts":
