@@ -200,7 +200,7 @@ class RecordedStep:
 
 
 def assign_owners(matrices: Sequence[OwnedMatrix], optimizer: Optimizer) -> None:
-    """OwnerBalance the seconds of the matrices over their sharers. Those whose states have an owner
+    """Balances the seconds of the matrices over their sharers. Those whose states have an owner
     keep it."""
     for alike in by_sharers(matrices):
         rates = RATES.get(alike[0].parameter.device.type, RATES["cuda"])
