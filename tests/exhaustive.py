@@ -104,7 +104,7 @@ SHARE = 3
 OTHERS = 3
 #: The share of the other slow tests that CI runs, and of those of one file.
 SHARE_OF_SLOW = 0.15
-SHARES = {"training/test_scenarios.py": 0.15, "verification/test_model_matrix.py": 0.01}
+SHARES = {"training/test_scenarios.py": 0.15}
 #: Quick tests of many like rows or of half a minute, and the share of them that a commit runs.
 QUICK = {
     "building/test_chosen_pipelines.py": {"test_steps_of_chosen_stages": 0.4},

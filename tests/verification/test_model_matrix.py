@@ -1,4 +1,4 @@
-"""Architectures that no other test names, drawn by the commit: a training step beside serial."""
+"""The matrix of architectures: what it says of a right step and of a wrong one."""
 
 from __future__ import annotations
 
@@ -9,20 +9,11 @@ import pytest
 import model_matrix
 import tiny_models
 
-PARTS = 200
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(PARTS))
-def test_no_architecture_trains_wrongly(gloo2: Any, part: int) -> None:
-    """Each of a part's on a mesh; the next part asks other meshes."""
-    wrong = []
-    for number, name in enumerate(tiny_models.names()[part::PARTS]):
-        mesh = model_matrix.MESHES[(part + number) % 4]
-        said, why = model_matrix.row(gloo2, name, mesh)
-        if said == "wrong":
-            wrong.append(f"{name} on {mesh}=2: {why}")
-    assert not wrong, "\n".join(wrong)
+@pytest.mark.parametrize("mesh", ["tp", "pp"])
+def test_a_model_with_functions_of_its_own(gloo2: Any, mesh: str) -> None:
+    """BLOOM's GeLU is a `torch.autograd.Function`, for which no table has a rule."""
+    assert model_matrix.row(gloo2, "transformers:bloom", mesh) == ("equal", "")
 
 
 def test_a_wrong_gradient_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
