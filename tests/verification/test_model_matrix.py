@@ -9,6 +9,7 @@ import pytest
 import model_matrix
 import tiny_models
 
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["tp", "pp"])
 def test_a_model_with_functions_of_its_own(gloo2: Any, mesh: str) -> None:
