@@ -134,6 +134,12 @@ QUICK = {
         "test_memory_and_traffic_are_near_those_of_the_program": 0.4,
     },
     "replay/test_replay.py": {"test_programs_are_those_of_before": 0.4},
+    "runtime/optimizer/test_optimizer_on_meshes.py": {
+        "test_clipped_steps_are_those_of_one_device": 0.5,
+    },
+    "runtime/optimizer/test_owned_matrices.py": {
+        "test_steps_on_two_ranks_are_those_of_one_device": 0.4,
+    },
     "runtime/test_generation.py": {
         "test_a_step_of_two_reductions_a_layer_and_one_small_gather": 0.4,
         "test_a_step_has_two_reductions_a_layer": 0.4,
@@ -143,6 +149,7 @@ QUICK = {
         "test_two_processes_issue_what_the_ledger_says": 0.4,
     },
     "training/test_data_parallel_steps.py": {"test_five_steps_two_ranks": 0.4},
+    "weights/test_live_weights.py": {"test_from_two_processes_to_two_others": 0.4},
     "verification/test_mixture_steps.py": {
         "test_three_steps": 0.4,
         "test_clipped_adamw_whatever_travels_over_ep": 0.4,
