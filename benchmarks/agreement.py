@@ -309,7 +309,8 @@ def single(store: Store, clients: int = 32, times: int = 300) -> dict[str, float
         for thread in threads:
             thread.join()
         found[name] = (store.state()[0] - before) / clients / times
-    found["keys"] = max(0.0, found["keys"] - found["check"]) / 256
+    apart = found["keys"] - found["check"]
+    found["keys"] = apart / 256 if apart > 0 else 0.0
     # each of the two questions of a read
     return {kind: cost / QUESTIONS.get(kind, 1) for kind, cost in found.items()}
 

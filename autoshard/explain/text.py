@@ -78,11 +78,11 @@ def _headline(facts: Facts) -> str:
     axes = [axis for axis in built.mesh.axes if axis.size > 1] or [built.axis]
     share = 100 * sharded / total if total else 0.0
     # each a communicator: of the world, and of every axis that is not all of it
-    held = f"{len(axes) + 1} process groups" if len(axes) > 1 else "1 process group"
+    held = f"{len(axes) + 1} groups" if len(axes) > 1 else "1 group"
     return (
         f"autoshard: {', '.join(f'{axis.name}={axis.size}' for axis in axes)}, "
         f"{len(built.parameters)} parameters, {human(total)} in all, "
-        f"{share:.1f}% of the bytes sharded; a rank is in {held}"
+        f"{share:.1f}% of the bytes sharded; rank in {held}"
     )
 
 

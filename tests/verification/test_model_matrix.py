@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 import model_matrix
+import pytest
 import tiny_models
 
 
