@@ -158,6 +158,7 @@ from autoshard.runtime.compat.tensors import (
     version_of,
     wrapper_tensor,
     writes_to,
+    written_by,
 )
 from autoshard.runtime.compat.transformers import (
     apply_gate,

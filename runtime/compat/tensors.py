@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils import _pytree as pytree
 from torch.utils._foreach_utils import _foreach_supported_types
 
 from autoshard.runtime.compat.version import TRANSFERS, probe
@@ -127,6 +128,18 @@ def dtensor_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
         spec = DTensorSpec(spec.mesh, spec.placements, meta._replace(dtype=local.dtype))
     cls = type(parameter)
     return cls.__new__(cls, local, spec, requires_grad=False)
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The operands that a call of an operator writes to, by its schema; of a function without one,
+    none."""
+    if hasattr(func, "overloads"):
+        func = getattr(func, func.overloads()[0])
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = {**dict(zip((a.name for a in schema.arguments), args)), **kwargs}
+    return pytree.tree_leaves([given.get(a.name) for a in schema.arguments if a.is_write])
 
 
 def scalar_like(tensor: DTensor, local: torch.Tensor, placements: Sequence[Placement]) -> DTensor:

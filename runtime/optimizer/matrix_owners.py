@@ -124,7 +124,7 @@ def work_of(optimizer: Any, step: Any, group: int, like: torch.Tensor, held: Any
         recorded = RecordedStep(run, run.part(local), run.part(local), entries)
         state = recorded.take(optimizer, step, group, own, settings)
         division = recorded.divide()
-        flops, nbytes = run.work(division)
+        flops, nbytes = division.work()
         found = Work(flops, nbytes, _nbytes(division.sent), _nbytes(division.returned))
         work = found if found.flops else work
     return work

@@ -125,6 +125,11 @@ class Division(NamedTuple):
     sent: list[MatrixValue]
     returned: list[MatrixValue]
 
+    def work(self) -> tuple[float, int]:
+        """Floating-point operations and bytes of memory of what the owner runs."""
+        flops = sum(operator.flops() for operator in self.at_owner)
+        return flops, sum(operator.nbytes() for operator in self.at_owner)
+
 
 class MatrixStep(compat.TorchDispatchMode):
     """Runs and writes down the operators of a step, while it is entered.
@@ -241,11 +246,6 @@ class MatrixStep(compat.TorchDispatchMode):
             raise NotImplementedError("it takes two views of a result apart")
         return Division(at_owner, on_parts, sent, [*returned, *parts])
 
-    def work(self, division: Division) -> tuple[float, int]:
-        """Floating-point operations and bytes of memory of what the owner runs."""
-        flops = sum(operator.flops() for operator in division.at_owner)
-        return flops, sum(operator.nbytes() for operator in division.at_owner)
-
 
 def is_number(x: torch.Tensor) -> bool:
     """Whether every rank has a tensor of its own: a counter, a rate; no matrix of one element."""
@@ -280,11 +280,7 @@ def _on_metas(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[MatrixValue]:
-    found = []
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[number] if number < len(args) else kwargs.get(argument.name)
-            found += [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
+    found = [x for x in compat.written_by(func, args, kwargs) if isinstance(x, torch.Tensor)]
     values = [x for x in found if isinstance(x, MatrixValue)]
     if len(values) < len(found):
         raise NotImplementedError(f"{name_of(func)} writes to what every rank has of its own")

@@ -63,7 +63,7 @@ def _traced(node: fx.Node, tensors: Sequence[fx.Node]) -> tuple[fx.GraphModule, 
         with fake, torch.no_grad():
             first = make_fx(forward, pre_dispatch=True)(*(each.detach() for each in given))
             returned: Any = first.graph.output_node().args[0]
-            made, saved = (value_of(each) for each in returned)
+            made, saved = (_values(each) for each in returned)
             gradients = [torch.empty_like(each) for each in made]
             second = make_fx(backward, pre_dispatch=True)(*gradients, *saved)
     except Exception as error:  # a body of another form: a count of arguments, values it reads
@@ -71,7 +71,7 @@ def _traced(node: fx.Node, tensors: Sequence[fx.Node]) -> tuple[fx.GraphModule, 
     return first, second
 
 
-def value_of(nodes: Any) -> list[Any]:
+def _values(nodes: Any) -> list[Any]:
     """The values of the nodes that a body returns."""
     return [value(each) if isinstance(each, fx.Node) else each for each in nodes]
 

@@ -342,19 +342,8 @@ def _on_whole(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[s
     new = [wholes[id(a)][1] if id(a) in wholes else a for a in flat]
     new_args, new_kwargs = pytree.tree_unflatten(new, tree)
     out = func(*new_args, **new_kwargs)
-    for a in _written(func, args, kwargs):
-        with compat.plain_attributes(), torch.no_grad():
-            write_whole(wholes[id(a)][1], a)
+    for a in compat.written_by(func, args, kwargs):  # of a library: bitsandbytes' steps
+        if isinstance(a, DTensor):
+            with compat.plain_attributes(), torch.no_grad():
+                write_whole(wholes[id(a)][1], a)
     return keep_views(out, wholes.values())
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[DTensor]:
-    """The stored operands that an operator of a library (bitsandbytes' steps) writes to."""
-    if hasattr(func, "overloads"):
-        func = getattr(func, func.overloads()[0])
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    given = {**dict(zip((a.name for a in schema.arguments), args)), **kwargs}
-    targets = [given.get(a.name) for a in schema.arguments if a.is_write]
-    return [a for a in pytree.tree_leaves(targets) if isinstance(a, DTensor)]

@@ -18,24 +18,6 @@ from joined_batch import Sizes
 SHAPES = [(9, 4), (4, 12), (6, 6), (1, 5)]
 
 
-class StackedMuon(optim.Optimizer):
-    """Orthogonalized averages of matrices and of stacks of them, in float32."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                average = self.state[p].setdefault("average", torch.zeros_like(p))
-                x = average.lerp_(p.grad, 0.1)
-                x = x / x.norm(dim=(-2, -1), keepdim=True)
-                for _ in range(3):
-                    x = 1.5 * x - 0.5 * x @ x.mT @ x
-                p.sub_(x, alpha=group["lr"])
-
-
 class Preconditioned(optim.Optimizer):
     """Shampoo's matrices of rows and columns, in a list, renewed every second step."""
 
