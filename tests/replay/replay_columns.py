@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -237,11 +238,18 @@ def _engine(row: Row) -> Replay:
 
 
 def text_of(gm: fx.GraphModule | None, axes: Iterable[Any] = ()) -> str:
-    """A graph as text: as `render` has it, and what that leaves out: where collectives are waited
+    """A graph as text: as `render` has it, its symbols numbered as they come (torch numbers one
+    by how many tensors the process held), and what that leaves out: where collectives are waited
     for, and long arguments."""
     if gm is None:
         return ""
     numbers = {node: i for i, node in enumerate(gm.graph.nodes)}
     waits = [f"{numbers[n.args[0]]}-{i}" for n, i in numbers.items() if n.target is WAIT]
     long = [arg for n in numbers for arg in n.args if isinstance(arg, str) and len(arg) > 60]
-    return "\n".join([render(gm, axes=tuple(axes)), f"waits {' '.join(waits)}", *long])
+    numbered: dict[str, str] = {}
+    text = re.sub(
+        r"\bs\d+\b",
+        lambda found: numbered.setdefault(found[0], f"s{len(numbered)}"),
+        render(gm, axes=tuple(axes)),
+    )
+    return "\n".join([text, f"waits {' '.join(waits)}", *long])
