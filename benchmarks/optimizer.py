@@ -175,7 +175,7 @@ def muon(mesh: DeviceMesh, count: int, side: int, steps: int) -> dict[str, Any]:
         p.grad = torch.ones_like(p)
     with Products() as counted:
         alone.step()
-    sent = torch.tensor(ours.__dict__["_autoshard_parts"].sent)
+    sent = torch.tensor(ours.__dict__["_autoshard_parts"].owned_steps.sent)
     dist.all_reduce(sent)
     seconds = measured(contestants, time.perf_counter, steps)
     found = {name: wholes(held) for name, held in parameters.items()}

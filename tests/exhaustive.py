@@ -138,6 +138,7 @@ QUICK = {
         "test_clipped_steps_are_those_of_one_device": 0.5,
     },
     "runtime/optimizer/test_owned_matrices.py": {
+        "test_stacks_of_experts": 0.5,
         "test_steps_on_two_ranks_are_those_of_one_device": 0.4,
     },
     "runtime/test_generation.py": {

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from autoshard.runtime import compat
+from autoshard.runtime.collectives import State
 from autoshard.runtime.optimizer.balance import balanced
 from autoshard.runtime.optimizer.derived import proxy_of
 from autoshard.runtime.optimizer.exchange import Sharers, sharers_of, unsplit_states
-from autoshard.runtime.optimizer.matrix_steps import Division, MatrixStep, MatrixValue, is_number
+from autoshard.runtime.optimizer.matrix_steps import MatrixStep, MatrixValue, is_number
 from autoshard.runtime.optimizer.recording import own_attributes
 from autoshard.runtime.parameters import home_of, stored_states
+
+Matrix = TypeVar("Matrix", bound="SharedMatrix")
 
 BUCKET = 64 << 20
 """Bytes of wholes that an owner gets in one exchange, where more than one matrix travels."""
@@ -43,13 +46,16 @@ RATES = {"cpu": Rates(5e10, 1e10, 1e9), "cuda": Rates(4e14, 3e12, 1e11)}
 
 
 class Work(NamedTuple):
-    """What a matrix's step is. sent, returned: bytes of the wholes that go to the owner, and back.
-    why: why it has no owner, "" where it has one."""
+    """What a matrix's step is. sent, returned: bytes of the wholes that go to the owner, and back;
+    numbers: of those that every rank gets beside. by_rows: whether it is a stack, each matrix of
+    which is stepped by itself. why: why it has no owner, "" where it has one."""
 
     flops: float = 0.0
     nbytes: int = 0
     sent: int = 0
     returned: int = 0
+    numbers: int = 0
+    by_rows: bool = False
     why: str = ""
 
     def seconds(self, rates: Rates) -> float:
@@ -58,31 +64,118 @@ class Work(NamedTuple):
         return max(self.flops / rates.flops, self.nbytes / rates.memory) + link
 
 
-@dataclass
-class OwnedMatrix:
-    """A stored parameter that its owner steps. group: the index of its settings. owner: its place
-    among the sharers."""
+Bounds = list[tuple[int, int]]
+"""Of each dim of a matrix the first index and one past the last."""
 
-    parameter: DTensor
-    group: int
+
+class Leg(NamedTuple):
+    """A part that travels, or stays: by the places of its sharers, in the whole."""
+
+    sender: int
+    receiver: int
+    box: Bounds
+
+
+@dataclass
+class SharedMatrix:
+    """A matrix, or a stack of them, and which of its sharers steps which rows.
+
+    states: where it is stored. rows: by sharer the first row and one past the last; all of a matrix
+    are one sharer's.
+    """
+
+    shape: torch.Size
+    states: Mapping[str, State]
     sharers: Sharers
     work: Work
-    owner: int = 0
 
     def __post_init__(self) -> None:
-        p = self.parameter
-        self.states = unsplit_states(stored_states(p))
-        self.bounds = self.sharers.bounds(p.shape, self.states)
+        self.bounds = self.sharers.bounds(self.shape, self.states)
+        self.rows: list[tuple[int, int]] = [(0, 0)] * len(self.sharers.ranks)
+
+    @property
+    def owners(self) -> list[int]:
+        """The sharers that step rows of it."""
+        return [place for place, (low, high) in enumerate(self.rows) if high > low]
+
+    def own(self, place: int) -> None:
+        """Give all of it to one sharer."""
+        self.rows = [(0, 0)] * len(self.rows)
+        self.rows[place] = 0, self.shape[0]
+
+    def spread(self, loads: list[float], rates: Rates) -> None:
+        """Give each matrix of a stack to a rank that holds some of it, evenly, the rest to those
+        that have the least to do. loads: seconds of the sharers, to which these are added."""
+        each = self.work.seconds(rates) / self.shape[0]
+        holders: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for place, bounds in enumerate(self.bounds):
+            if all(high > low for low, high in bounds):
+                holders[bounds[0]].append(place)
+        for (low, high), places in holders.items():
+            whole, left = divmod(high - low, len(places))
+            more = set(sorted(places, key=lambda place: (loads[place], place))[:left])
+            for place in places:
+                count = whole + (place in more)
+                self.rows[place] = low, low + count
+                loads[place] += each * count
+                low += count
+
+    def there(self) -> Iterator[Leg]:
+        """The parts that the owners need."""
+        for owner in self.owners:
+            for sender in self.sharers.senders(self.states, owner):
+                yield Leg(sender, owner, _within(self.bounds[sender], self.rows[owner]))
+
+    def back(self) -> Iterator[Leg]:
+        """The parts of what the owners have made."""
+        for owner in self.owners:
+            for receiver, bounds in enumerate(self.bounds):
+                yield Leg(owner, receiver, _within(bounds, self.rows[owner]))
+
+    def sent(self) -> list[int]:
+        """Bytes that each sharer sends in a step."""
+        found = [0] * len(self.rows)
+        numel = self.shape.numel()
+        for legs, nbytes in ((self.there(), self.work.sent), (self.back(), self.work.returned)):
+            for sender, receiver, box in legs:
+                if sender != receiver:
+                    found[sender] += nbytes // numel * _numel(box)
+        for owner in self.owners:
+            found[owner] += self.work.numbers * (len(self.rows) - 1)
+        return found
+
+    def share(self, place: int) -> float:
+        """The part of the work that a sharer does."""
+        low, high = self.rows[place]
+        return (high - low) / self.shape[0]
+
+
+def _within(bounds: Bounds, rows: tuple[int, int]) -> Bounds:
+    low, high = max(bounds[0][0], rows[0]), min(bounds[0][1], rows[1])
+    return [(low, max(low, high)), *bounds[1:]]
+
+
+def _numel(box: Bounds) -> int:
+    return math.prod(high - low for low, high in box)
+
+
+class OwnedMatrix(SharedMatrix):
+    """A stored parameter that owners step. group: the index of its settings."""
+
+    def __init__(self, parameter: DTensor, group: int, sharers: Sharers, work: Work) -> None:
+        self.parameter, self.group = parameter, group
+        states = unsplit_states(stored_states(parameter))
+        super().__init__(parameter.shape, states, sharers, work)
 
     @property
     def is_owner(self) -> bool:
-        """Whether this rank is."""
-        return self.owner == self.sharers.own
+        """Whether this rank steps some of it."""
+        return self.sharers.own in self.owners
 
     def pinned(self, held: Any) -> int | None:
         """The owner that has its states already."""
         for value in pytree.tree_leaves(held):
-            if isinstance(value, DTensor) and value.shape != self.parameter.shape:
+            if isinstance(value, DTensor) and value.shape != self.shape:
                 home = home_of(value)
                 if home is not None and value.device_mesh.ndim == 1:
                     rank = int(value.device_mesh.mesh[home])
@@ -113,19 +206,17 @@ def matrix_of(
 
 def work_of(optimizer: Any, step: Any, group: int, like: torch.Tensor, held: Any) -> Work:
     """What the owner of a matrix does in the second of two steps, which are not run."""
-    shape = like.shape
-    state: Any = pytree.tree_map(lambda x: _copied(x, shape), held)
     work, own = Work(), own_attributes(optimizer)
     settings: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
     for _ in range(2):
-        run = MatrixStep(shape, like.device, dry=True)
-        local = torch.empty(shape, dtype=like.dtype, device="meta")
-        entries = pytree.tree_map(functools.partial(_dry_value, run), state)
-        recorded = RecordedStep(run, run.part(local), run.part(local), entries)
-        state = recorded.take(optimizer, step, group, own, settings)
-        division = recorded.divide()
+        written = StepProgram(optimizer, step, group, like, held, own, settings)
+        held, division = written.state, written.division
         flops, nbytes = division.work()
-        found = Work(flops, nbytes, _nbytes(division.sent), _nbytes(division.returned))
+        wholes = [x for x in division.returned if x.shape == like.shape]
+        numbers = [x for x in division.returned if x.shape != like.shape]
+        by_rows = written.is_parts and division.is_by_rows(like.shape)
+        sizes = map(_nbytes, (division.sent, wholes, numbers))
+        found = Work(flops, nbytes, *sizes, by_rows)
         work = found if found.flops else work
     return work
 
@@ -134,49 +225,37 @@ def _nbytes(values: Sequence[MatrixValue]) -> int:
     return sum(x.numel() * x.dtype.itemsize for x in values)
 
 
-def _copied(x: Any, shape: torch.Size) -> Any:
-    if not isinstance(x, torch.Tensor):
-        return x
-    return x.detach().clone() if is_number(x) else torch.empty_like(x, device="meta")
+class StepProgram:
+    """A step of one matrix, as the optimizer's code writes it down.
 
-
-def _dry_value(run: MatrixStep, x: Any) -> Any:
-    if not isinstance(x, torch.Tensor) or (is_number(x) and not isinstance(x, MatrixValue)):
-        return x
-    if x.shape == run.shape:
-        return run.part(torch.empty(x.shape, dtype=x.dtype, device="meta"))
-    return run.owned(x.shape, x.dtype)
-
-
-class RecordedStep:
-    """A step of one matrix, as the optimizer's code has written it down."""
+    entries: the leaves of its state before the step: values, copies of numbers, anything else.
+    state: its state then. is_parts: whether all tensors of that have the matrix's shape. lasting:
+    the identities of values that are read after the operators that make them.
+    """
 
     def __init__(
-        self, run: MatrixStep, parameter: MatrixValue, gradient: MatrixValue, held: Any
-    ) -> None:
-        self.run, self.parameter, self.gradient = run, parameter, gradient
-        self.held = held
-        self.state: Any = {}
-
-    def take(
         self,
         optimizer: Any,
         step: Any,
         group: int,
+        like: torch.Tensor,
+        held: Any,
         own: dict[str, Any],
         settings: Sequence[dict[str, Any]] = (),
-    ) -> Any:
-        """Run the optimizer's code; the state that it leaves.
-
-        own: the optimizer's own attributes, as they are before a step. settings: those of groups
-        that are not the optimizer's, and become what the step leaves.
-        """
+    ) -> None:
+        """own: the optimizer's own attributes, as they are before a step. settings: those of groups
+        that are not the optimizer's, and become what the step leaves."""
+        run = MatrixStep(like.shape, like.device)
+        self.parameter = run.value(like.shape, like.dtype)
+        self.gradient = run.value(like.shape, like.dtype)
+        held = pytree.tree_map(functools.partial(_entry, run), held)
+        self.entries = pytree.tree_leaves(held)
         groups: list[list[Any]] = [[] for _ in optimizer.param_groups]
         groups[group] = [self.parameter]
         self.parameter.grad = self.gradient
         states: Any = defaultdict(dict)
-        if self.held:
-            states[self.parameter] = self.held
+        if held:
+            states[self.parameter] = held
         proxy = proxy_of(optimizer, groups, states)
         proxy.__dict__.update(copy.deepcopy(own))
         for given, chosen in zip(settings, proxy.param_groups):
@@ -185,42 +264,81 @@ class RecordedStep:
             for name, value in chosen.items():
                 if isinstance(value, torch.Tensor):
                     chosen[name] = value.detach().clone()
-        with compat.plain_attributes(), self.run:
+        with compat.plain_attributes(), run:
             step(proxy)
         for given, chosen in zip(settings, proxy.param_groups):
             given.update({name: value for name, value in chosen.items() if name != "params"})
-        self.state = proxy.state.get(self.parameter, {})
-        return self.state
+        self.state: Any = proxy.state.get(self.parameter, {})
+        leaves = [x for x in pytree.tree_leaves(self.state) if isinstance(x, MatrixValue)]
+        before = [x for x in self.entries if isinstance(x, MatrixValue)]
+        self.is_parts = all(x.shape == like.shape for x in (*before, *leaves))
+        self.division = run.divide(leaves, [self.parameter, *before])
+        kept = (self.parameter, *before, *leaves, *self.division.returned)
+        self.lasting = {id(x) for x in kept} | {
+            id(x) for operator in self.division.after for x in operator.values if x.on_parts
+        }
 
-    def divide(self) -> Division:
-        """Where its operators run."""
-        kept = [x for x in pytree.tree_leaves(self.state) if isinstance(x, MatrixValue)]
-        given = [x for x in pytree.tree_leaves(self.held) if isinstance(x, MatrixValue)]
-        return self.run.divide(kept, [self.parameter, *given])
+
+def _entry(run: MatrixStep, x: Any) -> Any:
+    if not isinstance(x, torch.Tensor):
+        return x
+    if is_number(x) and not isinstance(x, MatrixValue):
+        return x.full_tensor() if isinstance(x, DTensor) else x.detach().clone()
+    return run.value(x.shape, x.dtype)
 
 
-def assign_owners(matrices: Sequence[OwnedMatrix], optimizer: Optimizer) -> None:
-    """Balances the seconds of the matrices over their sharers. Those whose states have an owner
-    keep it."""
+def program_key(
+    group: int, like: torch.Tensor, held: Any, own: Any, settings: Any
+) -> tuple[Any, ...] | None:
+    """Equal where a step writes the same down; None where reading a number takes a device's time.
+
+    own, settings: the optimizer's attributes, and those of its groups.
+    """
+    leaves, spec = pytree.tree_flatten((held, own, settings))
+    kinds: list[Any] = []
+    for x in leaves:
+        if not isinstance(x, torch.Tensor):
+            kinds.append((type(x), x))
+        elif not is_number(x):
+            kinds.append((tuple(x.shape), x.dtype))
+        elif x.device.type != "cpu" or isinstance(x, DTensor):
+            return None
+        else:
+            kinds.append((x.shape, x.dtype, x.item()))
+    return group, like.shape, like.dtype, like.device, spec, tuple(kinds)
+
+
+def assign_owners(
+    matrices: Sequence[SharedMatrix], pinned: Sequence[int | None], rates: Rates
+) -> float:
+    """Balances the seconds of matrices over their sharers; those of the rank with the most.
+
+    pinned: of each the owner that it has already. Stacks go to those who hold them, by matrix.
+    """
+    most = 0.0
     for alike in by_sharers(matrices):
-        rates = RATES.get(alike[0].parameter.device.type, RATES["cuda"])
         given = [0.0] * len(alike[0].sharers.ranks)
+        known = {id(matrix): place for matrix, place in zip(matrices, pinned)}
         free = []
         for matrix in alike:
-            pinned = matrix.pinned(optimizer.state.get(matrix.parameter, {}))
-            if pinned is None:
-                free.append(matrix)
+            place = known[id(matrix)]
+            if place is not None:
+                matrix.own(place)
+                given[place] += matrix.work.seconds(rates)
+            elif matrix.work.by_rows:
+                matrix.spread(given, rates)
             else:
-                matrix.owner = pinned
-                given[pinned] += matrix.work.seconds(rates)
+                free.append(matrix)
         found = balanced([matrix.work.seconds(rates) for matrix in free], given)
         for matrix, owner in zip(free, found.owners):
-            matrix.owner = owner
+            matrix.own(owner)
+        most = max(most, found.seconds)
+    return most
 
 
-def by_sharers(matrices: Sequence[OwnedMatrix]) -> Iterator[list[OwnedMatrix]]:
+def by_sharers(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
     """The matrices of each set of ranks."""
-    groups: dict[tuple[int, ...], list[OwnedMatrix]] = {}
+    groups: dict[tuple[int, ...], list[Matrix]] = {}
     for matrix in matrices:
         groups.setdefault(matrix.sharers.ranks, []).append(matrix)
     yield from groups.values()
@@ -231,16 +349,19 @@ def buckets_of(matrices: Sequence[OwnedMatrix], limit: int = BUCKET) -> list[lis
     turns: dict[int, int] = defaultdict(int)
     ranked = []
     for matrix in sorted(matrices, key=lambda m: -m.work.flops):
-        ranked.append((turns[matrix.owner], matrix))
-        turns[matrix.owner] += 1
+        first = matrix.owners[0]
+        ranked.append((turns[first], matrix))
+        turns[first] += 1
     buckets: list[list[OwnedMatrix]] = []
-    held: dict[int, int] = {}
+    held: dict[int, float] = {}
     for _, matrix in sorted(ranked, key=lambda each: each[0]):
-        nbytes = held.get(matrix.owner, 0) + max(matrix.work.sent, matrix.work.returned)
-        if not buckets or (held.get(matrix.owner, 0) and nbytes > limit):
+        whole = max(matrix.work.sent, matrix.work.returned)
+        takes = {place: whole * matrix.share(place) for place in matrix.owners}
+        if not buckets or any(
+            place in held and held[place] + nbytes > limit for place, nbytes in takes.items()
+        ):
             buckets.append([])
             held = {}
-            nbytes = max(matrix.work.sent, matrix.work.returned)
-        held[matrix.owner] = nbytes
+        held.update({place: held.get(place, 0.0) + takes[place] for place in takes})
         buckets[-1].append(matrix)
     return buckets

@@ -1,16 +1,17 @@
-"""An optimizer's step of one matrix, of which each operator runs where its operands are.
+"""An optimizer's step of one matrix, written down, each operator for where its operands are.
 
-The optimizer's own code runs on values of the whole's shape, which hold this rank's part. Operators
-that are elementwise run on the part at once. From the first one that is not (a product, a norm, a
-transposition) they are written down, and divided when the step ends: those that something not
-elementwise waits for run on the whole, at the matrix's owner; the rest on parts again, when the
-owner's results are back. Nothing is kept from step to step: numbers are those of this step.
+The optimizer's own code runs on values of the whole's shape without memory. Operators that are
+elementwise are for parts. From the first one that is not (a product, a norm, a transposition) they
+wait, and are divided when the step ends: those that something not elementwise waits for run on the
+whole, at the matrix's owner; the rest on parts again, when the owner's results are back.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -28,24 +29,24 @@ _FACTOR_CUBED: dict[str, float] = {
 
 
 class MatrixValue(torch.Tensor):
-    """A value of a matrix's step: its shape and dtype, and this rank's part where it has one.
+    """A value of a matrix's step: its shape and dtype.
 
-    meta: what it is, without memory, with the storage that its views share. local: this rank's part
-    of a value of the matrix's shape; None: of one that only the owner, or nobody yet, has.
+    meta: what it is, without memory, with the storage that its views share. on_parts: whether every
+    rank has its part of it before anything travels; it has the matrix's shape, or is a number.
     """
 
     step: MatrixStep
     meta: torch.Tensor
-    local: torch.Tensor | None
+    on_parts: bool
 
     @staticmethod
-    def of(step: MatrixStep, meta: torch.Tensor, local: torch.Tensor | None) -> MatrixValue:
+    def of(step: MatrixStep, meta: torch.Tensor, on_parts: bool) -> MatrixValue:
         """A value of a step."""
         like = torch.empty(0, dtype=meta.dtype, device=step.device)
         made: MatrixValue = compat.wrapper_tensor(
             MatrixValue, tuple(meta.shape), like, False, meta.stride()
         )
-        made.step, made.meta, made.local = step, meta, local
+        made.step, made.meta, made.on_parts = step, meta, on_parts
         return made
 
     @property
@@ -66,7 +67,8 @@ class MatrixValue(torch.Tensor):
         return f"MatrixValue({tuple(self.shape)}, {self.dtype})"
 
 
-class StepOperator(NamedTuple):
+@dataclass(frozen=True)
+class StepOperator:
     """One that was written down. on_parts: whether it may run on parts."""
 
     func: Any
@@ -81,15 +83,35 @@ class StepOperator(NamedTuple):
         """The values it makes, or writes."""
         return [x for x in pytree.tree_leaves(self.outs) if isinstance(x, MatrixValue)]
 
-    def run(self, known: dict[int, torch.Tensor]) -> None:
-        """Run it on tensors, by the identity of the values they stand for."""
+    @cached_property
+    def ids(self) -> set[int]:
+        """The identities of the values that it takes and makes."""
+        return {id(x) for x in (*self.values, *self.results())}
 
-        def real(x: Any) -> Any:
-            return known[id(x)] if isinstance(x, MatrixValue) else x
+    @cached_property
+    def _flat(self) -> tuple[list[Any], Any, list[Any]]:
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        lists = any(isinstance(x, (list, tuple, dict)) for x in (*self.args, *self.kwargs.values()))
+        return leaves, spec if lists else None, pytree.tree_leaves(self.outs)
 
-        found = self.func(*pytree.tree_map(real, self.args), **pytree.tree_map(real, self.kwargs))
-        for value, tensor in zip(pytree.tree_leaves(self.outs), pytree.tree_leaves(found)):
-            if isinstance(value, MatrixValue):
+    def run(self, known: dict[int, torch.Tensor], rows: Rows | None = None) -> None:
+        """Run it on tensors, by the identity of the values they stand for.
+
+        rows: of a stack, how many matrices those have and the whole has.
+        """
+        leaves, spec, outs = self._flat
+        given = [known[id(x)] if type(x) is MatrixValue else x for x in leaves]
+        if spec is not None:
+            args, kwargs = pytree.tree_unflatten(given, spec)
+        else:
+            count = len(self.args)
+            args, kwargs = given[:count], dict(zip(self.kwargs, given[count:]))
+        if rows is not None and name_of(self.func) in _SIZED:
+            args = [_resized(x, rows) for x in args]
+        found = self.func(*args, **kwargs)
+        made = [found] if isinstance(found, torch.Tensor) else pytree.tree_leaves(found)
+        for value, tensor in zip(outs, made):
+            if type(value) is MatrixValue:
                 known[id(value)] = tensor
 
     def flops(self) -> float:
@@ -113,15 +135,24 @@ class StepOperator(NamedTuple):
         return sum(x.numel() * x.dtype.itemsize for x in (*self.values, *results))
 
 
+class Rows(NamedTuple):
+    """Of a stack of matrices, those that are here and all."""
+
+    here: int
+    all: int
+
+
 class Division(NamedTuple):
     """Where the operators that were written down run.
 
-    at_owner, on_parts: in the order of the step. sent: values of which the owner needs the whole.
-    returned: values of which every rank needs its part, or the number, when the owner is done.
+    before, at_owner, after: on parts, on the whole, and on parts again, in the order of the step.
+    sent: values of which the owner needs the whole. returned: values of which every rank needs its
+    part, or the number, when the owner is done.
     """
 
+    before: list[StepOperator]
     at_owner: list[StepOperator]
-    on_parts: list[StepOperator]
+    after: list[StepOperator]
     sent: list[MatrixValue]
     returned: list[MatrixValue]
 
@@ -130,28 +161,80 @@ class Division(NamedTuple):
         flops = sum(operator.flops() for operator in self.at_owner)
         return flops, sum(operator.nbytes() for operator in self.at_owner)
 
+    def is_by_rows(self, shape: torch.Size) -> bool:
+        """Whether what the owner makes of one matrix of a stack depends on that one alone."""
+        stacked = {id(x) for x in self.sent}
+        known = set(stacked)
+        for operator in self.at_owner:
+            of_stack = [x for x in operator.values if id(x) in stacked]
+            if any(id(x) not in known for x in operator.values):
+                return False  # a state that is not of the stack's shape
+            if of_stack and not _keeps_rows(operator, of_stack, shape[0]):
+                return False
+            made = {id(x) for x in operator.results()}
+            known |= made
+            if of_stack or _begins_with(operator, shape[0]):
+                stacked |= made
+        return all(id(x) in stacked and x.shape == shape for x in (*self.sent, *self.returned))
+
+
+_SIZED = {"view", "_unsafe_view", "reshape", "expand", "zeros", "ones", "full", "empty"} | {
+    *("new_zeros", "new_ones", "new_full", "new_empty"),
+}
+_BATCHED = {"bmm", "baddbmm", *_FACTOR_CUBED}
+_REDUCTIONS = {"linalg_vector_norm", "norm", "sum", "mean", "amax", "amin", "var", "std"}
+
+
+def _resized(x: Any, rows: Rows) -> Any:
+    """A size of all of a stack as the size of what is here."""
+    sizes = isinstance(x, (list, tuple)) and list(x[:1]) == [rows.all]
+    return [rows.here, *x[1:]] if sizes else x
+
+
+def _begins_with(operator: StepOperator, count: int) -> bool:
+    sizes = [x for x in operator.args if isinstance(x, (list, tuple)) and len(x)]
+    return name_of(operator.func) in _SIZED and any(x[0] == count for x in sizes)
+
+
+def _keeps_rows(operator: StepOperator, stacked: Sequence[MatrixValue], count: int) -> bool:
+    """Whether an operator leaves the first dim of the values of a stack alone."""
+    name, rank, results = name_of(operator.func), stacked[0].dim(), operator.results()
+    if not all(x.dim() and x.shape[0] == count for x in (*stacked, *results)):
+        return False
+    if any(x.dim() != rank for x in stacked):
+        return False
+    if is_elementwise(operator.func):
+        own = {id(x) for x in stacked}
+        others = [x for x in operator.values if id(x) not in own]
+        return all(x.dim() < rank or x.shape[0] == 1 for x in others)
+    if name in _BATCHED:
+        return rank > 2
+    if name in _SIZED:
+        return name != "expand" or results[0].dim() == rank
+    lists = [x for x in (*operator.args, operator.kwargs.get("dim")) if isinstance(x, list)]
+    if name in _REDUCTIONS:
+        return any(x and all(dim % rank for dim in x) for x in lists)
+    if name == "permute":
+        return lists[0][0] % rank == 0
+    return name == "transpose" and all(dim % rank for dim in operator.args[1:])
+
 
 class MatrixStep(compat.TorchDispatchMode):
-    """Runs and writes down the operators of a step, while it is entered.
+    """Writes down the operators of a step, while it is entered; none runs."""
 
-    dry: no operator runs; parts are of the whole's shape and without memory.
-    """
-
-    def __init__(self, shape: torch.Size, device: torch.device, dry: bool = False) -> None:
+    def __init__(self, shape: torch.Size, device: torch.device) -> None:
         super().__init__()
-        self.shape, self.device, self.dry = shape, device, dry
-        self.operators: list[StepOperator] = []
+        self.shape, self.device = shape, device
+        self.before: list[StepOperator] = []
+        self.waiting: list[StepOperator] = []
         self._touched: set[int] = set()
         self._written: set[int] = set()
 
-    def part(self, local: torch.Tensor) -> MatrixValue:
-        """A value of the matrix's shape, of which `local` is this rank's part."""
-        meta = torch.empty(self.shape, dtype=local.dtype, device="meta")
-        return MatrixValue.of(self, meta, meta if self.dry else local)
-
-    def owned(self, shape: torch.Size, dtype: torch.dtype) -> MatrixValue:
-        """A value that the owner has."""
-        return MatrixValue.of(self, torch.empty(shape, dtype=dtype, device="meta"), None)
+    def value(self, shape: torch.Size, dtype: torch.dtype) -> MatrixValue:
+        """One that the step is given: of the matrix's shape, of which every rank has its part; of
+        another one, which the owner has."""
+        meta = torch.empty(shape, dtype=dtype, device="meta")
+        return MatrixValue.of(self, meta, shape == self.shape)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -169,13 +252,15 @@ class MatrixStep(compat.TorchDispatchMode):
         return func(*args, **kwargs)
 
     def apply(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator on parts, or write it down; its results are values."""
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        values = [x for x in tensors if isinstance(x, MatrixValue)]
+        """Write an operator down; its results are values."""
         if name_of(func) in READS:
             raise NotImplementedError(f"{name_of(func)} reads a number of it on the host")
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotImplementedError(f"{name_of(func)} draws random numbers")
+        written = _written(func, args, kwargs)
+        args, kwargs = pytree.tree_map(_kept, (args, kwargs))
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        values = [x for x in tensors if isinstance(x, MatrixValue)]
         metas = _on_metas(func, args, kwargs, self.device)
         known = {id(x.meta): x for x in values}
         made = [x for x in pytree.tree_leaves(metas) if isinstance(x, torch.Tensor)]
@@ -184,35 +269,26 @@ class MatrixStep(compat.TorchDispatchMode):
         alike = all(x.shape == self.shape or x.numel() == 1 for x in values)
         fits = alike and plain and all(x.shape == self.shape for x in made)
         on_parts = bool(values) and is_elementwise(func) and fits
-        written = _written(func, args, kwargs)
-        if on_parts and self._is_ready(values, written):
-            parts = metas
-            if not self.dry:
-                real = pytree.tree_map(_local, (args, kwargs))
-                parts = func(*real[0], **real[1])
-            locals_of = pytree.tree_leaves(parts)
-        else:
-            locals_of = [None] * len(pytree.tree_leaves(metas))
-        remaining = iter(locals_of)
+        ready = on_parts and self._is_ready(values, written)
 
         def value_of(meta: Any) -> Any:
-            local = next(remaining)
             if not isinstance(meta, torch.Tensor):
                 return meta
-            return known[id(meta)] if id(meta) in known else MatrixValue.of(self, meta, local)
+            return known[id(meta)] if id(meta) in known else MatrixValue.of(self, meta, ready)
 
         outs = pytree.tree_map(value_of, metas)
-        if any(local is not None for local in locals_of):
-            return outs
         done = StepOperator(func, args, kwargs, outs, values, written, on_parts)
-        self.operators.append(done)
+        if ready:
+            self.before.append(done)
+            return outs
+        self.waiting.append(done)
         self._touched |= {x.cell for x in (*values, *done.results())}
         self._written |= {x.cell for x in written}
         return outs
 
     def _is_ready(self, values: Sequence[MatrixValue], written: Sequence[MatrixValue]) -> bool:
         """Whether parts of all are here, and what waits reads none of what would be written."""
-        here = all(x.local is not None and x.cell not in self._written for x in values)
+        here = all(x.on_parts and x.cell not in self._written for x in values)
         return here and not any(x.cell in self._touched for x in written)
 
     def divide(self, kept: Sequence[MatrixValue], lasting: Sequence[MatrixValue]) -> Division:
@@ -222,29 +298,61 @@ class MatrixStep(compat.TorchDispatchMode):
         touched: set[int] = set()
         written: set[int] = set()
         at_owner: list[StepOperator] = []
-        on_parts: list[StepOperator] = []
-        for operator in reversed(self.operators):
+        after: list[StepOperator] = []
+        for operator in reversed(self.waiting):
             every = {x.cell for x in (*operator.values, *operator.results())}
             makes = {x.cell for x in (*operator.written, *operator.results())}
             if operator.on_parts and not makes & touched and not every & written:
-                on_parts.append(operator)
+                after.append(operator)
                 continue
             at_owner.append(operator)
             touched |= every
             written |= {x.cell for x in operator.written}
         at_owner.reverse()
-        on_parts.reverse()
-        sent = _unique(x for op in at_owner for x in op.values if x.local is not None)
-        made = {id(x) for op in at_owner for x in op.results() if x.local is None}
+        after.reverse()
         stored = [x for x in kept if x.shape == self.shape or is_number(x)]
-        read = [x for op in on_parts for x in op.values]
-        returned = _unique(x for x in (*read, *stored) if id(x) in made)
+        at_owner, after = _fewest_returned(at_owner, after, stored)
+        sent = _unique(x for op in at_owner for x in op.values if x.on_parts)
+        read = [x for op in after for x in op.values]
+        returned = _returned(at_owner, after, stored)
         rewritten = {x.cell for op in at_owner for x in op.written}
         back = (*read, *stored, *lasting)
-        parts = _unique((x for x in back if x.local is not None and x.cell in rewritten), True)
+        parts = _unique((x for x in back if x.on_parts and x.cell in rewritten), True)
         if len({x.cell for x in returned}) < len(returned):
             raise NotImplementedError("it takes two views of a result apart")
-        return Division(at_owner, on_parts, sent, [*returned, *parts])
+        return Division(self.before, at_owner, after, sent, [*returned, *parts])
+
+
+def _returned(
+    at_owner: Sequence[StepOperator], after: Sequence[StepOperator], stored: Sequence[MatrixValue]
+) -> list[MatrixValue]:
+    """The values that the owner makes, and operators on parts or the state read."""
+    made = {id(x) for op in at_owner for x in op.results() if not x.on_parts}
+    read = [x for op in after for x in op.values]
+    return _unique(x for x in (*read, *stored) if id(x) in made)
+
+
+def _fewest_returned(
+    at_owner: list[StepOperator], after: list[StepOperator], stored: Sequence[MatrixValue]
+) -> tuple[list[StepOperator], list[StepOperator]]:
+    """Have the owner run, of what may run on parts, what makes one value of several that would
+    travel: the sum of Newton-Schulz's last product and its operand."""
+
+    def nbytes(at_owner: list[StepOperator], after: list[StepOperator]) -> int:
+        found = _returned(at_owner, after, stored)
+        return sum(x.numel() * x.dtype.itemsize for x in found)
+
+    known = {id(x) for op in at_owner for x in op.results() if not x.on_parts}
+    best, moved = (at_owner, after), at_owner
+    for operator in after:
+        if operator.written or not all(id(x) in known for x in operator.values):
+            continue
+        known |= {id(x) for x in operator.results()}
+        moved = [*moved, operator]
+        rest = [op for op in after if not any(op is each for each in moved)]
+        if nbytes(moved, rest) < nbytes(*best):
+            best = moved, rest
+    return best
 
 
 def is_number(x: torch.Tensor) -> bool:
@@ -262,8 +370,10 @@ def _meta(x: Any) -> Any:
     return x.to("meta") if isinstance(x, torch.Tensor) else x
 
 
-def _local(x: Any) -> Any:
-    return x.local if isinstance(x, MatrixValue) else x
+def _kept(x: Any) -> Any:
+    """An operand as it is now: what the step counts in, it changes later."""
+    plain = isinstance(x, torch.Tensor) and not isinstance(x, MatrixValue)
+    return x.detach().clone() if plain else x
 
 
 def _on_metas(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -21,12 +21,15 @@ from autoshard.runtime import compat
 from autoshard.runtime.collectives import H
 from autoshard.runtime.optimizer.exchange import Message, sharers_of
 from autoshard.runtime.optimizer.matrix_owners import (
+    Bounds,
+    Leg,
     OwnedMatrix,
-    RecordedStep,
+    StepProgram,
     buckets_of,
     by_sharers,
+    program_key,
 )
-from autoshard.runtime.optimizer.matrix_steps import MatrixStep, MatrixValue, is_number
+from autoshard.runtime.optimizer.matrix_steps import MatrixValue, Rows, StepOperator, is_number
 from autoshard.runtime.optimizer.offloaded import part_of
 from autoshard.runtime.optimizer.recording import own_attributes
 from autoshard.runtime.parameters import home_of, like, wrap_local
@@ -35,124 +38,132 @@ from autoshard.runtime.parameters import home_of, like, wrap_local
 class _Lane:
     """A matrix in a step that is run.
 
-    wholes: of the owner, by the identity of the value that each stands for. parts: of results.
+    parts, wholes: of this rank, and of the rows that it owns, by the identity of the value that
+    each stands for.
     """
 
-    def __init__(self, matrix: OwnedMatrix, optimizer: Any, step: Any, own: dict[str, Any]) -> None:
-        self.matrix = matrix
+    def __init__(self, matrix: OwnedMatrix, written: StepProgram, held: Any) -> None:
+        self.matrix, self.written, self.division = matrix, written, written.division
         p = matrix.parameter
         self.local = compat.local_of(p)
-        self.wholes: dict[int, torch.Tensor] = {}
         self.parts: dict[int, torch.Tensor] = {}
+        self.wholes: dict[int, torch.Tensor] = {}
         self._cells: dict[int, torch.Tensor] = {}
-        self._held: dict[int, torch.Tensor] = {}
-        self._run = MatrixStep(p.shape, p.device)
+        self._held: dict[int, Any] = {}
         assert p.grad is not None
-        gradient = self._run.part(part_of(p, p.grad))
-        entries = pytree.tree_map(self._enter, optimizer.state.get(p, {}))
-        recorded = RecordedStep(self._run, self._run.part(self.local), gradient, entries)
-        self._state = recorded.take(optimizer, step, matrix.group, own)
-        self.division = recorded.divide()
+        own = matrix.sharers.own
+        self._low, high = (0, 0) if own is None else matrix.rows[own]
+        self._rows = Rows(high - self._low, matrix.shape[0])
+        self.parts[id(written.parameter)] = self.local
+        self.parts[id(written.gradient)] = part_of(p, p.grad)
+        for entry, value in zip(written.entries, pytree.tree_leaves(held)):
+            if isinstance(value, torch.Tensor):
+                self._held[id(entry)] = value
+            if isinstance(entry, MatrixValue):
+                self._enter(entry, value)
+        run_all(self.division.before, self.parts)
 
-    def _enter(self, value: Any) -> Any:
-        p = self.matrix.parameter
-        if not isinstance(value, torch.Tensor) or is_number(value):
-            return value.full_tensor() if isinstance(value, DTensor) else value
-        if value.shape == p.shape:
-            found = self._run.part(part_of(p, value))
-        else:
-            found = self._run.owned(value.shape, value.dtype)
-            if isinstance(value, DTensor) and home_of(value) is None:
-                value = value.full_tensor()
-            if self.matrix.is_owner:
-                local = compat.local_of(value) if isinstance(value, DTensor) else value
-                self.wholes[id(found)] = local
-        self._held[id(found)] = value
-        return found
+    def _enter(self, entry: MatrixValue, value: torch.Tensor) -> None:
+        if entry.on_parts:
+            self.parts[id(entry)] = part_of(self.matrix.parameter, value)
+            return
+        if isinstance(value, DTensor) and home_of(value) is None:
+            value = value.full_tensor()
+        if self.matrix.is_owner:
+            self.wholes[id(entry)] = compat.local_of(value) if isinstance(value, DTensor) else value
 
     def ask(self, message: Message) -> None:
-        """Have the owner get the whole of what it needs."""
+        """Have the owners get the whole of what they need."""
         matrix = self.matrix
+        legs = list(matrix.there())
         for value in self.division.sent:
             if value.cell in self._cells:
                 self.wholes[id(value)] = self._cells[value.cell]
                 continue
-            local = value.local
-            assert local is not None
-            whole = local
+            local = whole = self.parts[id(value)]
             if matrix.is_owner:
-                whole = local.new_empty(matrix.parameter.shape)
+                whole = local.new_empty((self._rows.here, *matrix.shape[1:]))
                 self.wholes[id(value)] = self._cells[value.cell] = whole
-            for sender in matrix.sharers.senders(matrix.states, matrix.owner):
-                bounds = matrix.bounds[sender]
+            for leg in legs:
                 message.add(
-                    sender,
-                    matrix.owner,
-                    [high - low for low, high in bounds],
+                    *leg[:2],
+                    [high - low for low, high in leg.box],
                     value.dtype,
-                    lambda part=local: part,  # type: ignore[misc]
-                    lambda part, at=bounds, into=whole: _cut(into, at).copy_(part),  # type: ignore[misc]
+                    functools.partial(self._part, local, leg),
+                    lambda part, into=whole, leg=leg: self._whole(into, leg).copy_(part),  # type: ignore[misc]
                 )
+
+    def _part(self, local: torch.Tensor, leg: Leg) -> torch.Tensor:
+        """What a leg takes of, or brings to, this rank's part."""
+        own = self.matrix.bounds[self.matrix.sharers.own or 0]
+        return _cut(local, leg.box, [low for low, _ in own])
+
+    def _whole(self, whole: torch.Tensor, leg: Leg) -> torch.Tensor:
+        """What a leg takes of, or brings to, the rows that this rank owns."""
+        return _cut(whole, leg.box, [self._low] + [0] * (len(leg.box) - 1))
 
     def compute(self) -> None:
         """Run what the owner runs."""
         if self.matrix.is_owner:
-            for operator in self.division.at_owner:
-                operator.run(self.wholes)
+            rows = self._rows if self._rows.here < self._rows.all else None
+            run_all(self.division.at_owner, self.wholes, self.written.lasting, rows)
 
     def answer(self, message: Message) -> None:
-        """Have every rank get its part of what the owner made."""
+        """Have every rank get its part of what the owners made."""
         matrix = self.matrix
+        legs = list(matrix.back())
         for value in self.division.returned:
-            for receiver, bounds in enumerate(matrix.bounds):
-                whole = value.numel() == 1 and matrix.parameter.numel() != 1
-                at = [] if whole else bounds
-                shape = value.shape if whole else [high - low for low, high in bounds]
+            number = value.shape != matrix.shape
+            for leg in legs:
+                shape = value.shape if number else [high - low for low, high in leg.box]
                 message.add(
-                    matrix.owner,
-                    receiver,
+                    *leg[:2],
                     shape,
                     value.dtype,
-                    lambda v=value, at=at: _cut(self._whole_of(v), at),  # type: ignore[misc]
-                    functools.partial(self._take, value),
+                    functools.partial(self._made, value, None if number else leg),
+                    functools.partial(self._take, value, None if number else leg),
                 )
 
-    def _whole_of(self, value: MatrixValue) -> torch.Tensor:
+    def _made(self, value: MatrixValue, leg: Leg | None) -> torch.Tensor:
         found = self.wholes.get(id(value))
-        return self._cells[value.cell] if found is None else found
+        found = self._cells[value.cell] if found is None else found
+        return found if leg is None else self._whole(found, leg)
 
-    def _take(self, value: MatrixValue, part: torch.Tensor) -> None:
-        if value.local is not None:
-            value.local.copy_(part)
-        else:
+    def _take(self, value: MatrixValue, leg: Leg | None, part: torch.Tensor) -> None:
+        if leg is None:
             self.parts[id(value)] = part.clone()
+            return
+        if id(value) not in self.parts:
+            self.parts[id(value)] = torch.empty_like(self.local, dtype=value.dtype)
+        self._part(self.parts[id(value)], leg).copy_(part)
 
     def finish(self, optimizer: Any) -> None:
         """Run the rest on parts, and let the optimizer hold the states."""
         p = self.matrix.parameter
-        for operator in self.division.on_parts:
-            for value in operator.values:
-                if value.local is not None:
-                    self.parts[id(value)] = value.local
-                elif id(value) not in self.parts:
-                    self.parts[id(value)] = self._nothing(value)
-            operator.run(self.parts)
-        optimizer.state[p] = pytree.tree_map(self._leave, self._state)
+        for value in self.division.returned:
+            if id(value) not in self.parts:
+                self.parts[id(value)] = self._nothing(value)
+        run_all(self.division.after, self.parts, self.written.lasting)
+        optimizer.state[p] = pytree.tree_map(self._leave, self.written.state)
         increment_version(p)
 
     def _nothing(self, value: MatrixValue) -> torch.Tensor:
         """The part of a result on a rank that holds no part."""
-        shape = value.shape if value.numel() == 1 else self.local.shape
+        shape = self.local.shape if value.shape == self.matrix.shape else value.shape
         return torch.zeros(shape, dtype=value.dtype, device=self.local.device)
 
     def _leave(self, value: Any) -> Any:
         """What the optimizer holds of a value; what it held, where that is still it."""
-        if not isinstance(value, MatrixValue):
-            return value
         p, held = self.matrix.parameter, self._held.get(id(value))
+        if not isinstance(value, MatrixValue):
+            if not isinstance(value, torch.Tensor):
+                return value
+            if held is None or isinstance(held, DTensor):
+                return value.clone()
+            return held.copy_(value)
         before = compat.local_of(held) if isinstance(held, DTensor) else None
         if value.shape == p.shape or is_number(value):
-            part = value.local if value.local is not None else self.parts.get(id(value))
+            part = self.parts.get(id(value))
             if part is before is not None:
                 return held
             part = self._nothing(value) if part is None else part
@@ -160,8 +171,27 @@ class _Lane:
         whole = self.wholes.get(id(value))
         if before is not None and home_of(held) is not None and (whole is None or whole is before):  # type: ignore[arg-type]
             return held
-        owner = self.matrix.sharers.ranks[self.matrix.owner]
+        owner = self.matrix.sharers.ranks[self.matrix.owners[0]]
         return at_home(value.shape, value.dtype, p, owner, whole)
+
+
+def run_all(
+    operators: Sequence[StepOperator],
+    known: dict[int, torch.Tensor],
+    lasting: Set[int] | None = None,
+    rows: Rows | None = None,
+) -> None:
+    """Run operators in order. lasting: values to keep; others go after their last use."""
+    last: dict[int, int] = {}
+    if lasting is not None:
+        for at, operator in enumerate(operators):
+            last.update(dict.fromkeys(operator.ids, at))
+    for at, operator in enumerate(operators):
+        operator.run(known, rows)
+        if lasting is not None:
+            for value in operator.ids:
+                if last[value] == at and value not in lasting:
+                    known.pop(value, None)
 
 
 def at_home(
@@ -186,18 +216,16 @@ def _line(mesh: DeviceMesh) -> DeviceMesh:
     )
 
 
-def _cut(x: torch.Tensor, bounds: Sequence[tuple[int, int]]) -> torch.Tensor:
-    return x[tuple(slice(low, high) for low, high in bounds)]
+def _cut(x: torch.Tensor, box: Bounds, origin: Sequence[int]) -> torch.Tensor:
+    return x[tuple(slice(low - at, high - at) for (low, high), at in zip(box, origin))]
 
 
 class _Bucket:
     """Matrices that travel together in a step."""
 
-    def __init__(
-        self, matrices: Sequence[OwnedMatrix], optimizer: Any, step: Any, own: dict[str, Any]
-    ) -> None:
-        first = matrices[0]
-        self.lanes = [_Lane(matrix, optimizer, step, own) for matrix in matrices]
+    def __init__(self, lanes: list[_Lane]) -> None:
+        first = lanes[0].matrix
+        self.lanes = lanes
         self.there = Message(first.sharers, first.parameter.device)
         self.back = Message(first.sharers, first.parameter.device)
         for lane in self.lanes:
@@ -219,21 +247,42 @@ class _Bucket:
             lane.finish(optimizer)
 
 
-def step_owned(matrices: Sequence[OwnedMatrix], optimizer: Any, step: Any) -> int:
-    """Step all matrices that have gradients; the bytes that this rank has sent."""
-    own = copy.deepcopy(own_attributes(optimizer))
-    sent = 0
-    for alike in by_sharers([m for m in matrices if m.parameter.grad is not None]):
-        computed: _Bucket | None = None
-        begun: _Bucket | None = None
-        for bucket in [*buckets_of(alike), None]:
-            after = _Bucket(bucket, optimizer, step, own) if bucket else None
-            if begun is not None:
-                begun.compute()
-                sent += begun.there.sent + begun.back.sent
+class OwnedSteps:
+    """The steps of matrices that have owners. sent: the bytes that the last one sent to owners, and
+    back from this rank."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self._written: dict[Any, StepProgram] = {}
+
+    def step(self, matrices: Sequence[OwnedMatrix], optimizer: Any, step: Any) -> None:
+        """Step all that have gradients."""
+        own = copy.deepcopy(own_attributes(optimizer))
+        settings = [{**group, "params": 0} for group in optimizer.param_groups]
+        before, self._written = self._written, {}
+
+        def begun(matrix: OwnedMatrix) -> _Lane:
+            p, group = matrix.parameter, matrix.group
+            held = optimizer.state.get(p, {})
+            key = program_key(group, p, held, own, settings[group])
+            written = self._written.get(key) or before.get(key) if key is not None else None
+            if written is None:
+                written = StepProgram(optimizer, step, group, p, held, own)
+            if key is not None:
+                self._written[key] = written
+            return _Lane(matrix, written, held)
+
+        self.sent = 0
+        for alike in by_sharers([m for m in matrices if m.parameter.grad is not None]):
+            computed: _Bucket | None = None
+            sending: _Bucket | None = None
+            for bucket in [*buckets_of(alike), None]:
+                after = _Bucket(list(map(begun, bucket))) if bucket else None
+                if sending is not None:
+                    sending.compute()
+                    self.sent += sending.there.sent + sending.back.sent
+                if computed is not None:
+                    computed.finish(optimizer)
+                computed, sending = sending, after
             if computed is not None:
                 computed.finish(optimizer)
-            computed, begun = begun, after
-        if computed is not None:
-            computed.finish(optimizer)
-    return sent

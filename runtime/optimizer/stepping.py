@@ -30,9 +30,14 @@ from autoshard.runtime.optimizer.derived import (
     proxy_of,
     unhooked_step,
 )
-from autoshard.runtime.optimizer.matrix_owners import OwnedMatrix, assign_owners, matrix_of
+from autoshard.runtime.optimizer.matrix_owners import (
+    RATES,
+    OwnedMatrix,
+    assign_owners,
+    matrix_of,
+)
 from autoshard.runtime.optimizer.offloaded import part_of
-from autoshard.runtime.optimizer.owned_steps import step_owned
+from autoshard.runtime.optimizer.owned_steps import OwnedSteps
 from autoshard.runtime.optimizer.recording import Lane, Stepped, lanes_of, own_attributes
 from autoshard.runtime.parameters import like, local_bounds, stored_states
 
@@ -143,7 +148,7 @@ class WaysOfSteps:
 
     lanes: of each parameter what a step does to it, in the order of the groups. on_parts: those
     that are stepped on parts, by group. owned: those that one rank each steps. rest: the others,
-    as they are stored. sent: the bytes that the last step sent to owners, and back from this one.
+    as they are stored.
     """
 
     def __init__(self) -> None:
@@ -151,7 +156,8 @@ class WaysOfSteps:
         self.on_parts: list[list[PlainPart]] = []
         self.owned: list[OwnedMatrix] = []
         self.rest: list[list[torch.Tensor]] = []
-        self.sent = 0
+        self.owned_steps = OwnedSteps()
+        self.seconds = 0.0
         self._followed: Any = None
 
     def follow(self, optimizer: Optimizer, step: Any, closure: bool) -> None:
@@ -191,14 +197,17 @@ class WaysOfSteps:
                 self.on_parts[number].append(PlainPart(p))
             else:
                 self.rest[number].append(p)
-        assign_owners(self.owned, optimizer)
+        pinned = [one.pinned(optimizer.state.get(one.parameter, {})) for one in self.owned]
+        if self.owned:
+            device = self.owned[0].parameter.device.type
+            self.seconds = assign_owners(self.owned, pinned, RATES.get(device, RATES["cuda"]))
         _agree(optimizer, placed, self.lanes, self.owned)
         if not any(self.on_parts) and not self.owned:
             self.on_parts = []
 
     def step(self, optimizer: Optimizer, step: Any) -> None:
         """Step all parameters that have gradients."""
-        self.sent = step_owned(self.owned, optimizer, step)
+        self.owned_steps.step(self.owned, optimizer, step)
         proxies = [self._of_parts(optimizer)]
         if any(self.rest):
             # both begin with the same settings, which a step may change
@@ -249,7 +258,7 @@ def _agree(
         f"{name}, parameter {at} (group {number}, {tuple(p.shape)}): {lane.reason or 'elementwise'}"
         for at, ((number, p), lane) in enumerate(zip(placed, lanes))
     ]
-    lines += [f"{tuple(one.parameter.shape)} owned by rank {one.owner}" for one in owned]
+    lines += [f"rows of {tuple(one.shape)} by owner: {one.rows}" for one in owned]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     axes = {
         axis: None for _, p in placed if isinstance(p, DTensor) for axis in axes_of(p.device_mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -46,6 +47,29 @@ class Preconditioned(optim.Optimizer):
                 p.sub_(state["rotated"] @ state["roots"][1], alpha=group["lr"])
 
 
+class StackedMuon(optim.Optimizer):
+    """Muon as it is published for stacks too: torch's takes matrices alone. Newton-Schulz of the
+    last two dims, all matrices of a stack at once."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "momentum": 0.95})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                momentum.lerp_(p.grad, 1 - group["momentum"])
+                x = p.grad.lerp(momentum, group["momentum"])
+                x = x.mT if x.size(-2) > x.size(-1) else x
+                x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+                for _ in range(5):
+                    gram = x @ x.mT
+                    x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+                x = x.mT if p.size(-2) > p.size(-1) else x
+                p.add_(x, alpha=-group["lr"] * max(1, p.size(-2) / p.size(-1)) ** 0.5)
+
+
 def stored(whole: torch.Tensor, states: Any, mesh: Any) -> Any:
     part = local_part(whole, states, mesh.axes).clone()
     return as_parameter(as_stored(wrap_local(part, whole.shape, states, mesh.device_mesh)), True)
@@ -57,14 +81,15 @@ def beside_one_device(
     cls: Any,
     settings: list[dict[str, Any]],
     within: float = 0.0,
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
 ) -> list[Any]:
     """Steps on a mesh, and on one device, of the same parameters and gradients."""
     mesh = init_mesh(sizes, "cpu")
     found = []
     for chosen in settings:
         draw = torch.Generator().manual_seed(0)
-        alone = [nn.Parameter(torch.randn(s, generator=draw)) for s in SHAPES for _ in placed]
-        each = [states for _ in SHAPES for states in placed]
+        alone = [nn.Parameter(torch.randn(s, generator=draw)) for s in shapes for _ in placed]
+        each = [states for _ in shapes for states in placed]
         held = [stored(p.detach(), states, mesh) for p, states in zip(alone, each)]
         optimizer, serial = autoshard.optimizer(cls(held, **chosen)), cls(alone, **chosen)
         for _ in range(3):
@@ -73,13 +98,18 @@ def beside_one_device(
                 p.grad = stored(q.grad, stored_states(p), mesh)
             optimizer.step()
             serial.step()
-        matrices = optimizer.__dict__["_autoshard_parts"].owned
+        ways = optimizer.__dict__["_autoshard_parts"]
+        matrices = ways.owned
+        own = mesh.device_mesh.get_rank()
+        sent = [m.sent()[m.sharers.ranks.index(own)] for m in matrices if own in m.sharers.ranks]
+        assert sum(sent) == 0 or "ep" not in sizes
+        assert ways.owned_steps.sent == sum(sent) or cls not in (optim.Muon, StackedMuon)
         assert len(matrices) == len(held)
         for p, q in zip(held, alone):
             torch.testing.assert_close(p.detach().full_tensor(), q.detach(), rtol=0, atol=within)
             whole = pytree.tree_map_only(type(p), lambda x: x.full_tensor(), optimizer.state[p])
             torch.testing.assert_close(whole, serial.state[q], rtol=0, atol=within)
-        found.append([(m.owner, m.sharers.own, m.work) for m in matrices])
+        found.append([(m.rows, m.sharers.own, m.work) for m in matrices])
     return found
 
 
@@ -108,6 +138,29 @@ FOUR = [
 def test_steps_on_two_ranks_are_those_of_one_device(gloo2: Any, sizes: Sizes, placed: Any) -> None:
     gloo2(beside_one_device, sizes, placed, optim.Muon, MUON)
     gloo2(beside_one_device, sizes, placed, Preconditioned, [{"lr": 0.05}])
+
+
+STACKS = [(4, 6, 5), (3, 4, 8), (1, 5, 5)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "placed"),
+    [
+        ({"ep": 2}, [{"ep": "S(0)"}]),
+        ({"tp": 2}, [{"tp": "S(1)"}, {"tp": "S(2)"}, {"tp": "I"}]),
+    ],
+)
+def test_stacks_of_experts(gloo2: Any, sizes: Sizes, placed: Any) -> None:
+    shapes = [shape for shape in STACKS for _ in placed]
+    for rank, [found] in enumerate(
+        gloo2(beside_one_device, sizes, placed, StackedMuon, [{}], 1e-6, STACKS)
+    ):
+        for (rows, own, work), (count, *_) in zip(found, shapes):
+            assert work.by_rows and own == rank and work.sent == work.returned
+            each = [high - low for low, high in rows]
+            assert sorted(each) == [count // 2, -(-count // 2)]
+            if "ep" in sizes:  # by those that hold them, without a byte
+                assert each == [-(-count // 2), count // 2]
 
 
 @pytest.mark.slow
