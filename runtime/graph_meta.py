@@ -61,6 +61,10 @@ DIFF = "diff"
 BUFFER = "buffer"
 """bool, of a placeholder: a buffer of the model. build; Program.memory, planning.estimate."""
 
+GIVEN = "given"
+"""bool, of a placeholder: an input of the batch with a gradient, which a pipeline treats like a
+parameter that all ranks hold. build_pipeline; what its stages hold."""
+
 STORED_DTYPE = "stored_dtype"
 """torch.dtype, of a placeholder: a parameter is stored in it and computed in another. build; the
 prices of a step, Built."""

@@ -76,7 +76,8 @@ class RankPipeline:
     shared values of the graph's inputs; dims: the dim of which a micro-batch takes rows, of each
     that a stage reads. loss: the position of the output whose gradient is computed in the call;
     None: those of all outputs are awaited. kept: of the outputs beside a loss, those that may be
-    read in training.
+    read in training. given: of the parameters, inputs that every rank has; parts: the axes whose
+    ranks have parts of their gradients.
     """
 
     axis: Axis
@@ -91,6 +92,8 @@ class RankPipeline:
     results: list[PipelineResult]
     loss: int | None
     kept: frozenset[int] = frozenset()
+    given: frozenset[int] = frozenset()
+    parts: Sequence[Axis] = ()
     graded: torch.Tensor | None = None
 
     def trains(self) -> bool:
@@ -231,6 +234,10 @@ class RankPipeline:
             if home is None:
                 gradient = gradient.clone()
                 dist.all_reduce(gradient, group=group)
+            if i in self.given:
+                for axis in self.parts:
+                    dist.all_reduce(gradient, group=compat.process_group(axis.group))
+                gradient = gradient.to(parameter.dtype)
             found.append(gradient)
         return found
 

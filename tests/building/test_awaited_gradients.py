@@ -15,7 +15,6 @@ from torch import nn
 
 from autoshard.building.pipeline.program import KEPT_BYTES, PipelineProgram
 from autoshard.building.pipeline.traced import TracedPipeline
-from autoshard.errors import CaptureError
 from joined_batch import Sizes
 from outer_losses import train
 from side_by_side import TOLERANCE
@@ -131,10 +130,32 @@ def test_who_may_have_the_schedule_that_was_asked_for() -> None:
     assert open_cut(Open(), x, pipeline={"schedule": "zb1"})[1].saved.pipeline.schedule == "zb1"
 
 
-def test_an_input_with_a_gradient_is_refused_by_name() -> None:
-    graph = graph_of(Open(), (torch.randn(8, 64, requires_grad=True),))
-    with pytest.raises(CaptureError, match=r"x.* needs a gradient and is no parameter.*detach"):
-        cut(graph, 2)
+class Embedded(Deep):
+    """Inputs that need gradients: one a sample, and one for all, which both stages read."""
+
+    def forward(self, x: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x = x.sin()
+        for layer in self.layers:
+            x = layer(x + prefix).tanh()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(("schedule", "inner"), [("1f1b", "aot_eager"), ("zb1", "eager")])
+def test_inputs_have_gradients(schedule: str, inner: str) -> None:
+    model = Embedded()
+    given = [torch.randn(n, 64, requires_grad=True) for n in (8, 1)]
+    graph = graph_of(model, given)
+    program = cut(graph, 2, pipeline={"schedule": schedule})
+    readers = [n for n in range(2) if "L.prefix" in program.stage_lines()[1 + n]]
+    assert readers == [0, 1] and not {"L.x", "L.prefix"} & program.saved.pipeline.homes.keys()
+    found = run(program, [item.real for item in graph[2]], inner)
+    loss = model(*given)
+    loss.backward()
+    torch.testing.assert_close(found["loss"], loss)
+    wanted = {**dict(model.named_parameters()), "L.x": given[0], "L.prefix": given[1]}
+    assert found["gradients"].keys() == wanted.keys()
+    for name, gradient in found["gradients"].items():
+        torch.testing.assert_close(gradient, wanted[name].grad)
 
 
 def check(results: list[dict[str, Any]], schedule: str) -> None:
@@ -148,6 +169,7 @@ def check(results: list[dict[str, Any]], schedule: str) -> None:
     ("name", "options"),
     [
         ("encoder", {}),
+        ("broken", {}),
         pytest.param("gpt2", {}, marks=pytest.mark.slow),
         pytest.param("vit", {"pipeline": {"schedule": "zb1"}}, marks=pytest.mark.slow),
     ],
@@ -164,6 +186,8 @@ def test_three_steps_are_serial_ones(gloo2: Any, name: str, options: dict[str, A
         ("gpt2", {"pp": 2, "tp": 2}, 2),
         ("vit", {"pp": 2, "tp": 2}, 1),
         ("encoder", {"pp": 2, "tp": 2}, 1),
+        ("broken", {"pp": 2, "tp": 2}, 1),
+        ("broken", {"pp": 2, "cp": 2}, 1),
         ("gpt2", {"pp": 2, "dp_shard": 2}, 2),
         ("vit", {"pp": 2, "dp_replicate": 2}, 2),
     ],

@@ -62,15 +62,14 @@ def split_batch(
 ) -> BatchSplit:
     """How the graph runs on one of `microbatches` equal parts of its batch.
 
-    batch: the state of each input that has a dim for samples. Raises CaptureError, with the line,
-    for an operator that mixes samples, or of which no rule says that it does not.
+    batch: the state of each input that has a dim for samples, and of their numbers. Raises
+    CaptureError, with the line, for an operator that mixes samples, or of which no rule says that
+    it does not.
     """
     splitting = _Splitting(microbatches)
     for node in serial.graph.nodes:
-        if node.op == "placeholder":
+        if node.op in ("placeholder", "get_attr") or node in batch:
             splitting.input(node, node in parameters, batch.get(node, I))
-        elif node.op == "get_attr":
-            splitting.input(node, False, I)
         elif node.op == "call_function":
             splitting.operator(node)
     return BatchSplit(microbatches, frozenset(splitting.own), splitting.chosen)
@@ -180,6 +179,7 @@ _MEAN, _SUM = 1, 2  # at::Reduction
 _NAMES = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
 _DEFAULTS: dict[str, Any] = {"weight": None, "reduction": _MEAN, "ignore_index": -100}
 _NAME = "token_means"
+_GIVEN = "rows_of_inputs"
 
 
 def sum_over_tokens(gm: fx.GraphModule, ranks: Sequence[Axis] = ()) -> int:
@@ -214,6 +214,31 @@ def without_broadcasts(gm: fx.GraphModule) -> None:
             item.replace_all_uses_with(source)
             gm.graph.erase_node(item)
         gm.graph.erase_node(node)
+
+
+def with_rows(gm: fx.GraphModule, node: fx.Node, samples: int) -> fx.Node:
+    """Read an input of so many samples by their numbers in a serial graph, as a table is: a
+    micro-batch then takes those of its own, and its gradients add up to that of the whole. Returns
+    the numbers."""
+    readers = list(node.users)
+    first = next(n for n in gm.graph.nodes if n.op != "placeholder")
+    with gm.graph.inserting_before(first):
+        numbers = emit(
+            gm.graph,
+            node,
+            aten.arange.default,
+            (samples,),
+            {"device": value(node).device},
+            provenance=_GIVEN,
+            value="unknown",
+        )
+        numbers.meta["val"] = value(node).detach().new_empty(samples, dtype=torch.int64)
+        rows = emit(
+            gm.graph, node, aten.index_select.default, (node, 0, numbers), provenance=_GIVEN
+        )
+    for reader in readers:
+        reader.replace_input_with(node, rows)
+    return numbers
 
 
 def _rewrite(

@@ -36,6 +36,7 @@ from autoshard.runtime import compat
 from autoshard.runtime.agreement import CollectiveRegion, agree
 from autoshard.runtime.collectives import Axis, I, gathering_axes, home_rank, shard_dim
 from autoshard.runtime.compat import artifact
+from autoshard.runtime.lazy_gather import LazyGather
 from autoshard.runtime.mesh import Mesh, groups_of
 from autoshard.runtime.parameters import (
     ACCUMULATE,
@@ -144,7 +145,7 @@ def pipelined(
     serial, microbatch = program.microbatch.serial, traced_microbatch(gm)
     own = compared(
         serial,
-        program.parameters,
+        {node: name for node, name in program.parameters.items() if node not in program.given},
         tensors_of(inputs),
         config,
         machine.name,
@@ -199,7 +200,8 @@ def _runner(
 ) -> Callable[..., Any]:
     axis = mesh.axis("pp")
     check = batch_checker(inputs, (axis, *mesh.sharing), config)
-    stored = [i for i, item in enumerate(inputs) if isinstance(item.real, nn.Parameter)]
+    places = program.microbatch.serial.graph.find_nodes(op="placeholder")
+    stored = [i for i, node in enumerate(places) if node in program.parameters]
     results: Sequence[Any] = program.microbatch.serial.graph.output_node().args[0]  # type: ignore[assignment]
     made = {each.position for each in rank.results}
     others = _Others(program, results, made)
@@ -243,18 +245,19 @@ def _device(kind: str) -> torch.device:
 
 
 def _unsharded(parameters: Sequence[Any], unsharding: StageUnsharding) -> StageParameters:
-    """What this rank reads of its stage's parameters, and the rowless parts of the others."""
+    """What this rank reads of its stage's parameters, and the rowless parts of the others; inputs
+    with a gradient whole."""
     parts = unsharding([p for p in parameters if isinstance(p, DTensor)])
     pairs = zip(*parts)
-    found = [
-        next(pairs)
-        if isinstance(p, DTensor)
-        else (
-            p.detach().to(unsharding.use.compute_dtype(p.dtype)).requires_grad_(p.requires_grad),
-            p,
-        )
-        for p in parameters
-    ]
+    found = []
+    for p in parameters:
+        if isinstance(p, DTensor):
+            found.append(next(pairs))
+            continue
+        own = p.full_tensor() if isinstance(p, LazyGather) else p
+        if isinstance(p, nn.Parameter):
+            own = own.to(unsharding.use.compute_dtype(p.dtype))
+        found.append((own.detach().requires_grad_(p.requires_grad), p))
     return StageParameters([value for value, _ in found], [handle for _, handle in found])
 
 

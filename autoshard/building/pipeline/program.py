@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.building.batch_check import batch_inputs
 from autoshard.building.local_passes import serial_passes
+from autoshard.building.pipeline.batch_split import with_rows
 from autoshard.building.pipeline.inner_axes import split_operators
 from autoshard.building.pipeline.microbatch import (
     MicrobatchGraph,
@@ -30,7 +31,7 @@ from autoshard.building.planned import choices_made, layout_of, refuse_twice
 from autoshard.capture import capture
 from autoshard.compiling import lowered_dtypes, say_stored
 from autoshard.config import Config
-from autoshard.errors import CaptureError, ConfigError
+from autoshard.errors import ConfigError
 from autoshard.passes import prepare
 from autoshard.planning import Plan, Recomputation, is_trained, value
 from autoshard.planning.cost import Cluster
@@ -47,7 +48,7 @@ from autoshard.runtime.collectives import (
     gathering_axes,
     home_rank,
 )
-from autoshard.runtime.graph_meta import BUFFER, DIFF
+from autoshard.runtime.graph_meta import BUFFER, DIFF, GIVEN
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.operators import rows_travel
 from autoshard.runtime.parameters import is_planned, stored_states
@@ -73,7 +74,8 @@ KEPT_BYTES = 2**30
 class PipelineProgram:
     """What `pp` made of a graph: the same on all ranks.
 
-    parameters: the name of each by its placeholder in the serial graph. schedule: its name; asked:
+    parameters: the name of each by its placeholder in the serial graph; those of `given` are inputs
+    with a gradient, which every rank has whole. schedule: its name; asked:
     that of the options, which is another where backwards await the gradients of outputs. ranks:
     those of pp, which stages take in turn. shards: by axis, ranks among which parameters are split
     between calls. recomputed: what stages compute again in backward, by their number, where the
@@ -87,6 +89,7 @@ class PipelineProgram:
     asked: str
     ranks: int
     saved: Plan
+    given: frozenset[fx.Node] = frozenset()
     shards: Mapping[str, int] = field(default_factory=dict)
     recomputed: dict[int, Recomputation] = field(default_factory=dict)
 
@@ -111,9 +114,10 @@ class PipelineProgram:
 
     def stored(self) -> dict[fx.Node, State]:
         """The state on pp in which each parameter is stored: at home on the first stage that reads
-        it; a scalar on all; one that no output depends on, on the first."""
+        it; a scalar on all, and what is given; one that no output depends on, on the first."""
         homes = dict(zip(self.microbatch.parameters, self.plan.homes))
-        return {n: H(homes.get(n, 0)) if value(n).dim() else I for n in self.parameters}
+        whole = {n for n in self.parameters if n in self.given or not value(n).dim()}
+        return {n: I if n in whole else H(homes.get(n, 0)) for n in self.parameters}
 
     def placed(self) -> dict[fx.Node, tuple[dict[str, State], str]]:
         """The states of `stored`, and those on tp where the mesh has it, and what dp_shard does, or
@@ -225,15 +229,15 @@ def build_pipeline(
                 if home is not None:
                     stored[node] = home
         elif node.meta.get(DIFF):
-            raise CaptureError(
-                f"{item.name} needs a gradient and is no parameter: pp cuts a model that is "
-                "one graph, from its batch to its outputs",
-                remedy="Remove the graph break before it (torch.compile(fullgraph=True) names "
-                "it), or detach the input.",
-            )
+            parameters[node], split[node] = item.name, I
+            node.meta[GIVEN] = True
         elif item.of_model:
             node.meta[BUFFER] = True
+    given = frozenset(node for node in parameters if GIVEN in node.meta)
     batch, samples = _batch(nodes, inputs)
+    for node in parameters:
+        if node in given and node in batch:
+            batch[with_rows(serial, node, samples)] = batch.pop(node)
     schedule, chunks = config.order
     shape = ScheduleShape(ranks, _microbatches(config, samples, ranks, asked), chunks)
     counted = data_axes(beside) if config.loss_tokens == "global" else ()
@@ -255,7 +259,8 @@ def build_pipeline(
     live = [most_kept(schedule, shape, rank) for rank in range(ranks)]
     shards = {axis.name: axis.size for axis in gathering_axes(beside)}
     shards.pop("dp_replicate", None)
-    homes, cuts = {**homes_of(asked, parameters), **stored}, cuts_of(asked, microbatch)
+    named = {node: name for node, name in parameters.items() if node not in given}
+    homes, cuts = {**homes_of(asked, named), **stored}, cuts_of(asked, microbatch)
     plan = plan_stages(microbatch, live, machine, homes, budget, shards, cuts)
     return PipelineProgram(
         microbatch=microbatch,
@@ -264,7 +269,8 @@ def build_pipeline(
         schedule=schedule,
         asked=asked_schedule,
         ranks=ranks,
-        saved=with_stages(made, plan, microbatch, parameters, asked_schedule, shape),
+        saved=with_stages(made, plan, microbatch, named, asked_schedule, shape),
+        given=given,
         shards=shards,
     )
 

@@ -83,6 +83,8 @@ def rank_pipeline(
         ],
         loss=microbatch.loss,
         kept=microbatch.kept,
+        given=frozenset(place[node] for node in program.given),
+        parts=[inside for inside in sharing if inside.name == "cp"],
     )
 
 

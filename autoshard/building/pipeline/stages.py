@@ -37,7 +37,14 @@ from autoshard.planning import (
 from autoshard.planning.cost import Machine, work_of
 from autoshard.planning.solver import Chain, StageCut, cut_stages
 from autoshard.runtime.collectives import WHOLE
-from autoshard.runtime.graph_meta import DIFF, OWN_AXIS, REDUCED_DTYPE, STORED_DTYPE, VALUE
+from autoshard.runtime.graph_meta import (
+    DIFF,
+    GIVEN,
+    OWN_AXIS,
+    REDUCED_DTYPE,
+    STORED_DTYPE,
+    VALUE,
+)
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import ParameterPolicy
 from autoshard.runtime.pipeline import ScheduleShape
@@ -219,6 +226,8 @@ def held_bytes(
     val = value(parameter)  # of what a rank has on an axis of its own
     shards = math.prod(n for name, n in ranks.items() if name != parameter.meta.get(OWN_AXIS))
     stored, summed = (val.numel() * t(parameter).itemsize for t in (stored_dtype, sum_dtype))
+    if GIVEN in parameter.meta:  # of which no optimizer has a state
+        return stored + summed
     held = stored * (1.0 + states * val.requires_grad) / shards if home else 0.0
     if shards > 1 or stored_dtype(parameter) != val.dtype or not home:
         held += tensor_bytes(val)
@@ -286,6 +295,7 @@ def with_stages(
     shape: ScheduleShape,
 ) -> Plan:
     before = plan.pipeline or PipelinePlan(shape.ranks, schedule, shape.microbatches, shape.chunks)
-    homes = {parameters[node]: home for node, home in zip(microbatch.parameters, stages.homes)}
+    pairs = zip(microbatch.parameters, stages.homes)
+    homes = {parameters[node]: home for node, home in pairs if node in parameters}
     graphs = {**before.graphs, fingerprint(microbatch.local): stages.firsts}
     return replace(plan, pipeline=replace(before, homes={**before.homes, **homes}, graphs=graphs))

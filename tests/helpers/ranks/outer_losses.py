@@ -37,6 +37,21 @@ class Encoder(nn.Module):
         return x * self.scale, x.detach().abs().sum((1, 2)), self.scale.square()
 
 
+class Broken(nn.Module):
+    """Two graphs, the second of which is given what needs a gradient, and an own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder()
+        self.head = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, HIDDEN))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.encoder(x)[0]
+        torch._dynamo.graph_break()
+        y = self.head(x * self.encoder.scale + x.sin())
+        return y.square().mean(), y.detach().abs().sum((1, 2))
+
+
 def _next_tokens(output: Any, batch: Batch) -> Tensor:
     logits = output.logits[:, :-1].flatten(0, 1)
     return F.cross_entropy(logits, batch["labels"][:, 1:].flatten(), label_smoothing=0.1)
@@ -72,9 +87,9 @@ def _right(output: Any, batch: Batch) -> Tensor:
     return (shifted[0] == shifted[1]).float().mean()
 
 
-def _encoder() -> Encoder:
+def _seeded(kind: type[nn.Module]) -> nn.Module:
     torch.manual_seed(1234)
-    return Encoder().train()
+    return kind().train()
 
 
 LOOPS: Mapping[str, Loop] = {
@@ -87,10 +102,17 @@ LOOPS: Mapping[str, Loop] = {
     ),
     "vit": Loop(lambda: made("vit"), CASES["vit"].make_batch, ("pixel_values",), _mixed_up, _right),
     "encoder": Loop(
-        _encoder,
+        lambda: _seeded(Encoder),
         lambda step: {"x": floats(step, SEQ, HIDDEN), "y": floats(step + 50, SEQ, HIDDEN)},
         ("x",),
         _of_outputs,
+        lambda output, _: output[1].mean(),
+    ),
+    "broken": Loop(
+        lambda: _seeded(Broken),
+        lambda step: {"x": floats(step, SEQ, HIDDEN)},
+        ("x",),
+        lambda output, _: output[0],
         lambda output, _: output[1].mean(),
     ),
 }
