@@ -13,7 +13,13 @@ from torch import fx
 
 from autoshard.planning.cost import COLLECTIVES
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import Call, CollectiveRegion, reducing, will_reduce
+from autoshard.runtime.agreement import (
+    Call,
+    CollectiveRegion,
+    line_of,
+    reducing,
+    will_reduce,
+)
 from autoshard.runtime.collectives import (
     DATA_AXES,
     Axis,
@@ -38,7 +44,8 @@ def watched(
     """
     gathered, reduced = _moved(local)
     name = "the {} of a compiled graph".format
-    forward = CollectiveRegion(name("forward"), axes, _met(local, axes), gathered)
+    lines = {node.name: line for node in local.graph.nodes if (line := line_of(node)) is not None}
+    forward = CollectiveRegion(name("forward"), axes, _met(local, axes), gathered, lines)
     backward = CollectiveRegion(name("backward"), axes)
     calls = [
         (axis, Call(name("backward"), reduced[axis.name]))

@@ -19,7 +19,12 @@ from autoshard.runtime.agreement.consensus import (
     world_axis,
 )
 from autoshard.runtime.agreement.history import Call
-from autoshard.runtime.agreement.regions import CollectiveRegion, announced, users_line
+from autoshard.runtime.agreement.regions import (
+    CollectiveRegion,
+    announced,
+    line_of,
+    users_line,
+)
 from autoshard.runtime.agreement.store_exchange import SAME
 from autoshard.runtime.agreement.worlds import (
     compare_every,

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import linecache
+import re
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 import torch
+from torch import fx
 
 from autoshard.runtime import compat
 from autoshard.runtime.agreement.consensus import FAILED, REMEDY, agree, ask, members
@@ -18,7 +22,7 @@ from autoshard.runtime.agreement.history import Call, name_of
 from autoshard.runtime.agreement.store_exchange import StoreExchange
 from autoshard.runtime.agreement.worlds import current_exchange
 from autoshard.runtime.collectives import Axis
-from autoshard.runtime.errors import AutoshardError, CollectiveError
+from autoshard.runtime.errors import AutoshardError, CollectiveError, source_line
 
 _LIBRARY = tuple(
     str(Path(module.__file__ or "").parent)
@@ -43,7 +47,8 @@ class CollectiveRegion:
     Meant to be made once and entered at each call; re-entrant. met: the axes of those on which
     each call surely waits for the other ranks; such calls are counted (`CountedRegions`). moved:
     the parameters that each call gathers or reduces, by the name of the axis; ranks compare them
-    (`History`), and raise CollectiveError on all of an axis where they differ.
+    (`History`), and raise CollectiveError on all of an axis where they differ. lines: those of the
+    user's that nodes of the compiled graph are of, by name, as Inductor keeps the names only.
     """
 
     def __init__(
@@ -52,8 +57,9 @@ class CollectiveRegion:
         axes: Sequence[Axis],
         met: Sequence[Axis] = (),
         moved: Mapping[str, Sequence[str]] | None = None,
+        lines: Mapping[str, str] | None = None,
     ) -> None:
-        self._what, self._axes = what, axes
+        self._what, self._axes, self._lines = what, axes, lines or {}
         self._exchange: StoreExchange | None = None
         self._entered = 0.0
         self._met = tuple(name_of(members(axis)) for axis in with_processes(met))
@@ -116,14 +122,69 @@ class CollectiveRegion:
                 exchange.histories[group].undo()
             exchange.raised(text)
             return
-        here = f"rank {exchange.rank} was in {self._what}"
+        what = f"{self._what}{in_flight(error, self._lines)}"
         if compat.misses_a_rank(error):
             peers = {m: axis.name for axis in self._axes for m in members(axis)}
             waited, gone = time.monotonic() - self._entered, compat.has_lost_a_rank(error)
-            failure = exchange.roll_call(self._what, peers, waited, gone)
+            failure = exchange.roll_call(what, peers, waited, gone)
         else:
-            failure = exchange.fail(exchange.rank, f"{text}, in {self._what}")
-        raise CollectiveError(f"{failure}; {here}", remedy=FAILED) from error
+            failure = exchange.fail(exchange.rank, f"{text}, in {what}")
+        told = f"{failure}; rank {exchange.rank} was in {what}"
+        raise CollectiveError(told, remedy=FAILED) from error
+
+
+def in_flight(error: BaseException, lines: Mapping[str, str]) -> str:
+    """The collective that raised an error, and the user's line that it is of: ", in all_reduce of
+    model.py:12"; less where the traceback says less. lines: see `CollectiveRegion`."""
+    for note in getattr(error, "__notes__", ()):  # of what passes between stages
+        return f", in {note}"
+    for frame, number in reversed([*traceback.walk_tb(error.__traceback__)]):
+        path = frame.f_code.co_filename
+        text = linecache.getline(path, number).strip()
+        graph = getattr(frame.f_locals.get("self"), "graph", None)
+        if isinstance(graph, fx.Graph):  # a graph that runs operator by operator
+            name = text.partition(" = ")[0].partition(":")[0]
+            node = next((node for node in graph.nodes if node.name == name), None)
+            return "" if node is None else _of_node(node)
+        if _OPERATOR.search(text):  # Inductor's code, which names nodes of its graph in comments
+            before = [linecache.getline(path, at).strip() for at in range(number, 0, -1)]
+            return _of_code(before, lines) or f", in {path}:{number}"
+    return ""
+
+
+_OPERATOR = re.compile(r"_c10d_functional\.(\w+?)_?\.default\(")
+_WAITS = torch.ops._c10d_functional.wait_tensor.default
+
+
+def _of_node(node: fx.Node) -> str:
+    operator = node
+    while operator.target is _WAITS:
+        operator = operator.all_input_nodes[0]
+    what = getattr(operator.target, "__name__", str(operator.target)).partition(".")[0]
+    while (where := line_of(node)) is None and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return f", in {what} of {where}" if where else f", in {what}"
+
+
+def line_of(node: fx.Node) -> str | None:
+    """The user's line that a node is of: parameters are read in a file of ours."""
+    trace = (node.meta.get("stack_trace") or "").splitlines()
+    ours = tuple(f'File "{folder}' for folder in _LIBRARY)
+    return source_line("\n".join(line for line in trace if not line.strip().startswith(ours)))
+
+
+def _of_code(before: Sequence[str], lines: Mapping[str, str]) -> str:
+    """The same of a line of Inductor's code and those before it, the last one first."""
+    waited = re.search(r"wait_tensor\.default\((\w+)", before[0])
+    buffer = waited[1] if waited else ""
+    called = (found[1] for line in before if (found := _OPERATOR.search(line)) and buffer in line)
+    what = next((name for name in called if name != "wait_tensor"), "wait_tensor")
+    for line in before:
+        names = line.partition("Source Nodes: [")[2].partition("]")[0].split(", ")
+        for name in reversed(names):
+            if name in lines:
+                return f", in {what} of {lines[name]}"
+    return ""
 
 
 @contextlib.contextmanager

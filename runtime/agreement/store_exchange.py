@@ -29,6 +29,7 @@ from autoshard.runtime.agreement.whereabouts import (
     WATCHERS,
     PeerFailed,
     Whereabouts,
+    also,
 )
 
 SAME: Final = object()
@@ -251,7 +252,7 @@ class StoreExchange(Whereabouts):
                 looks += 1
             if waited > patience and (late := self._absent(one)) and not self._has(one.end):
                 first = next(iter(late))
-                raise self._fail(first, self._late(first, one.here))
+                raise self._fail(first, self._late(first, one))
             pause = max(0.01, min(1.5 * pause, self.seldom, patience - waited))
 
     def _look(self, one: _Gathering, looks: int, kept: _Kept) -> None:
@@ -280,6 +281,14 @@ class StoreExchange(Whereabouts):
         read = zip(members, self._read(places), strict=True)
         return dict([(m, place) for m, place in read if not _is_at(place, one)][:FEW])
 
+    def _all_absent(self, one: _Gathering) -> list[int]:
+        """All members that have not told that they are here: for an error, which is once."""
+        untold = self._without([self._place(member) for member in one.members], len(one.members))
+        away = [one.members[at] for at in untold]
+        told = [member for member in one.members if member not in {*away}]
+        read = zip(told, self._read([self._place(member) for member in told]), strict=True)
+        return [*away, *(member for member, place in read if not _is_at(place, one))]
+
     def _closed(self, one: _Gathering) -> str:
         """The end of an exchange to which all have come, told to all."""
         told = self._read([self._place(member) for member in one.members])
@@ -300,15 +309,16 @@ class StoreExchange(Whereabouts):
         self._store.set(one.end, text)
         return text
 
-    def _late(self, late: int, what: str) -> str:
+    def _late(self, late: int, one: _Gathering) -> str:
         """The story of a rank that has not come."""
         place = self._where_is(late)
         if place.get("state") == RAISED:
             return str(place["what"])
+        nor = also([member for member in self._all_absent(one) if member != late])
         return (
-            f"did not arrive within {self.limit:g} seconds at the {what}, where rank {self.rank} "
-            "waited; it is stopped, elsewhere, or slower: ranks whose batches differ in shape, or "
-            "that take different branches, run different graphs"
+            f"did not arrive within {self.limit:g} seconds at the {one.here}, where rank "
+            f"{self.rank} waited{nor}; it is stopped, elsewhere, or slower: ranks whose batches "
+            "differ in shape, or that take different branches, run different graphs"
         )
 
     def _read(self, keys: list[str]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from autoshard.runtime.agreement.history import CountedRegions
@@ -277,21 +278,26 @@ class Whereabouts:
             )
         self._put(self._missed("few"), missing)
         # a rank that shares no axis with the missing leaves the word to one that does
-        silent = [
-            rank for rank in missing if not (gone and self._has(self._missed(f"lives {rank}")))
-        ]
+        silent = [rank for rank in missing if not (gone and self._lives(rank))]
         late = next((rank for rank in silent if not self._waits(rank)), (silent or missing)[0])
         if time.monotonic() - started > grace * (1 if late in peers else 1.5):
             axis = f" of axis {peers[late]}" if late in peers else ""
             where = f"where rank {self.rank} waited ({here})"
+            unmet = self._without([self._missed(rank) for rank in others], len(others))
+            away = [others[at] for at in unmet if others[at] != late]
+            nor = also([r for r in away if not (gone and self._lives(r)) and not self._waits(r)])
             story = (
                 f"died without a word: its connection was closed after {waited:.3g} seconds "
-                f"in a collective{axis}, {where}; out of memory, or killed"
+                f"in a collective{axis}, {where}{nor}; out of memory, or killed"
                 if gone
                 else f"did not come to a collective{axis} within {waited:.3g} seconds, "
-                f"{where}; it is stopped, or busy elsewhere"
+                f"{where}{nor}; it is stopped, or busy elsewhere"
             )
             raise self._fail(late, story)
+
+    def _lives(self, rank: int) -> bool:
+        """Whether a rank has said that it lives since a roll call began."""
+        return self._has(self._missed(f"lives {rank}"))
 
     def _waits(self, rank: int) -> bool:
         """Whether a rank waits for another in an exchange: it will say for which."""
@@ -308,11 +314,11 @@ class Whereabouts:
             return None
         return f"is elsewhere: at the {place['what']}, while rank {self.rank} was in {here}"
 
-    def _without(self, keys: Sequence[str]) -> list[int]:
+    def _without(self, keys: Sequence[str], most: int = FEW) -> list[int]:
         """The places of the first few keys that the store has not, by questions about halves."""
         found: list[int] = []
         parts = [range(len(keys))]
-        while parts and len(found) < FEW:
+        while parts and len(found) < most:
             part = parts.pop()
             if not part or self._store.check([keys[at] for at in part]):
                 continue
@@ -356,6 +362,16 @@ class Whereabouts:
 
     def _put(self, key: str, value: Any) -> None:
         self._store.set(key, json.dumps(value))
+
+
+def also(ranks: Sequence[int]) -> str:
+    """The end of a sentence about one rank that is missing, of all others that are: ", nor did
+    ranks 1, 4 to 6"."""
+    ordered = sorted(ranks)
+    starts = [at for at, rank in enumerate(ordered) if at == 0 or ordered[at - 1] != rank - 1]
+    runs = [ordered[a:b] for a, b in pairwise([*starts, len(ordered)])]
+    said = ", ".join(f"{run[0]} to {run[-1]}" if run[1:] else f"{run[0]}" for run in runs)
+    return f", nor did rank{'s' * (len(ordered) > 1)} {said}" if said else ""
 
 
 def _ranks_text(members: Sequence[int]) -> list[int] | str:

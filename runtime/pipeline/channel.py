@@ -15,11 +15,13 @@ from autoshard.runtime.collectives import Axis
 
 
 class ValueMeta(NamedTuple):
-    """A value that crosses a cut. graded: whether a gradient comes back for it."""
+    """A value that crosses a cut. graded: whether a gradient comes back for it. line: of the user's
+    code that makes it, for errors."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     graded: bool
+    line: str | None = None
 
     def empty(self, device: torch.device) -> torch.Tensor:
         """A place for it."""
@@ -89,9 +91,14 @@ class GroupChannel:
         """See `Channel`."""
         found = [meta.empty(self.device) for meta in metas]
         group = self._group(source, self.rank, back)
-        works = [dist.irecv(x, group=group, group_src=source) for x in found]
-        for work in works:
-            self._wait(work)
+        try:
+            works = [dist.irecv(x, group=group, group_src=source) for x in found]
+            for work in works:
+                self._wait(work)
+        except RuntimeError as error:
+            what = "gradients of the values" if back else "the values"
+            error.add_note(f"a receive of {what} of {metas[0].line}, from place {source} of pp")
+            raise
         self._free_sent()
         return found
 

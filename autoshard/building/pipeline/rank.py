@@ -17,6 +17,7 @@ from autoshard.passes import set_fate
 from autoshard.planning import value
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import Axis, home_rank, shard_dim
+from autoshard.runtime.errors import source_line
 from autoshard.runtime.graph_meta import DIFF
 from autoshard.runtime.pipeline import (
     Loan,
@@ -133,7 +134,7 @@ def meta_of(node: fx.Node, graded: bool | None = None) -> ValueMeta:
     """What is known of a value before it arrives. graded: whether it has a gradient."""
     val = value(node)
     has = bool(node.meta.get(DIFF)) if graded is None else graded
-    return ValueMeta(tuple(val.shape), val.dtype, has)
+    return ValueMeta(tuple(val.shape), val.dtype, has, source_line(node.meta.get("stack_trace")))
 
 
 def _compiled(graph: fx.GraphModule, inner: str) -> Callable[..., Any]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import linecache
 import threading
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import fx
 
-from autoshard.runtime.agreement import history
-from autoshard.runtime.agreement.consensus import agree
+from autoshard.runtime.agreement import history, regions
+from autoshard.runtime.agreement.consensus import agree, gather
+from autoshard.runtime.agreement.regions import in_flight
 from autoshard.runtime.agreement.store_exchange import StoreExchange
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.errors import PlanMismatchError
@@ -73,3 +78,75 @@ def test_a_rank_that_lives_is_not_said_to_be_dead(monkeypatch: pytest.MonkeyPatc
             told.set()
 
     assert "rank 2: died without a word" in Ranks(monkeypatch)(job)[1]
+
+
+@pytest.mark.parametrize("waits", ["a collective", "an exchange"])
+def test_all_ranks_that_have_not_come_are_named(
+    monkeypatch: pytest.MonkeyPatch, waits: str
+) -> None:
+    told = threading.Event()
+
+    def job(rank: int, exchange: StoreExchange) -> str:
+        if rank != 1:
+            told.wait(4 * LIMIT)
+            return ""
+        exchange.limit = 0.5
+        try:
+            if waits == "a collective":
+                return str(exchange.roll_call("the forward", {0: "tp", 2: "tp"}, 1.5))
+            gather(rank, "plan", Axis("tp", 7, rank, "0 1"))
+        except PlanMismatchError as error:
+            return str(error)
+        finally:
+            told.set()
+        return ""
+
+    said = Ranks(monkeypatch, 7)(job)[1]
+    assert said.startswith("rank 0: did not"), said
+    assert ", nor did ranks 2 to 6; it is stopped" in said, said
+
+
+def _late(*_: Any) -> Any:
+    raise RuntimeError("gloo: timed out")
+
+
+def _raised(run: Any, *args: Any) -> BaseException:
+    with pytest.raises(RuntimeError) as caught:
+        run(*args)
+    return caught.value
+
+
+def test_a_late_collective_is_named_by_the_line_of_its_node() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    summed = graph.call_function(_late, (x, "sum", "0"))
+    frames = [f'File "{path}", line 12, in f' for path in ("model.py", regions.__file__)]
+    summed.meta["stack_trace"] = "\n".join(frames)  # a parameter is read in a file of ours
+    graph.output(graph.call_function(torch.relu, (summed,)))
+    error = _raised(fx.GraphModule(torch.nn.Module(), graph), torch.ones(2))
+    assert in_flight(error, {}) == ", in _late of model.py:12"
+
+
+CODE = """\
+def call(buf0, buf1):
+    # Topologically Sorted Source Nodes: [up, down], Original ATen: [aten.mm]
+    buf2 = torch.ops._c10d_functional.all_reduce_.default(buf1, 'sum', '0')
+    # Topologically Sorted Source Nodes: [], Original ATen: []
+    buf3 = torch.ops._c10d_functional.all_gather_into_tensor.default(buf0, 2, '0')
+    torch.ops._c10d_functional.wait_tensor.default(buf2)
+"""
+
+
+def test_a_late_collective_of_compiled_code_is_named_by_the_node_in_its_comment() -> None:
+    path = "/tmp/torchinductor/code.py"
+    linecache.cache[path] = (len(CODE), None, CODE.splitlines(True), path)
+    names: dict[str, Any] = {"torch": mock.MagicMock()}
+    names["torch"].ops._c10d_functional.wait_tensor.default = _late
+    exec(compile(CODE, path, "exec"), names)
+    error = _raised(names["call"], 0, 1)
+    assert in_flight(error, {"up": "model.py:7", "down": "model.py:8"}) == (
+        ", in all_reduce of model.py:8"
+    )
+    assert in_flight(error, {}) == f", in {path}:6"
+    error.add_note("a receive of the values of model.py:9, from place 0 of pp")
+    assert in_flight(error, {}).endswith("model.py:9, from place 0 of pp")

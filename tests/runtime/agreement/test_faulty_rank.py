@@ -31,11 +31,11 @@ READ = "the read of body.up.weight ("
 SAVED = "the read of a stored tensor of shape ("
 ELSEWHERE = ["in the forward of a compiled graph, which rank 0 has not come to", "faulty_rank.py:"]
 CASES = [
-    ("stops", BOTH, [NOT_THERE, "CollectiveError"]),
+    ("stops", BOTH, [NOT_THERE, "CollectiveError", "models_plain.py:"]),
     ("late_stops", TP, ["rank 1: did not arrive within 6 seconds at the batch"]),
     ("stops0", TP, ["the store of the process group did not answer within"]),
     ("late_dies0", TP, ["the store of the process group is gone"]),
-    ("dies", TP, ["rank 1: died without a word", "axis tp"]),
+    ("dies", TP, ["rank 1: died without a word", "axis tp", "models_plain.py:"]),
     ("fails", DATA, ["CollectiveError", ENDED, "faulty_rank.py:"]),
     ("late_fails", TP, [ENDED, "faulty_rank.py:"]),
     ("reads", TP, [READ, "faulty_rank.py:", "every rank has to do it"]),
