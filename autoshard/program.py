@@ -49,12 +49,16 @@ class Program(Built):
         Arguments as for `memory`; with Inductor an entry is a kernel of its code."""
         return list(step_of(self, optimizer, inner).moments())
 
-    def explain(self, width: int | None = None) -> str:
+    def explain(
+        self, width: int | None = None, optimizer: torch.optim.Optimizer | None = None
+    ) -> str:
         """The plan as text: by module, parameters with reasons, collectives by cost, alternatives.
 
         width: columns to use; None: the terminal's, or 100 where the output is no terminal.
+        optimizer: one of `autoshard.optimizer`, whose step is told too; before its first step,
+        call it on all ranks.
         """
-        return explain(self, width)
+        return explain(self, width, optimizer=optimizer)
 
     def explain_html(self, path: str | os.PathLike[str]) -> None:
         """Write the same, with the graph and the memory over a step, as one HTML page."""

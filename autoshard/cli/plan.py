@@ -47,7 +47,11 @@ def add_command(commands: Any) -> None:
         "parameters, gradients and moments; master: --dtype parameters, float32 gradients, moments "
         "and master copy",
     )
-    parser.add_argument("--optimizer", default="adamw", help="adamw (default), momentum or sgd")
+    parser.add_argument(
+        "--optimizer",
+        default="adamw",
+        help="adamw (default), momentum, sgd; another of torch.optim, as muon, or module:Class",
+    )
     parser.add_argument(
         "--optimizer-states",
         choices=("device", "host"),
@@ -203,15 +207,24 @@ def text(found: MeshSearch, tokens: int | None = None) -> str:
     again = any(row.recomputation for row in found.rows)
     sent = any(row.recomputation and row.recomputation.sent for row in found.rows)
     there = any(row.host_update for row in found.rows)
+    owned = any(row.owned.matrices for row in found.rows)
     stages = any(row.pipeline for row in found.rows)
     extra = ["recomputed"] * again + ["on host"] * sent + ["states on host"] * there
+    extra += ["owners"] * owned
     extra += ["batches, idle"] * stages
     header = ["", "mesh", "step", "exposed", "MFU", *kinds, *extra, *used]
-    shown = [_recomputed] * again + [_on_host] * sent + [_states] * there + [_idle] * stages
+    shown = [_recomputed] * again + [_on_host] * sent + [_states] * there
+    shown += [_owners] * owned + [_idle] * stages
     cells = [_cells(row, row is found.best, used, shown) for row in found.rows]
     told = "; recomputed: GB that are not kept, and ms that it takes" if again else ""
     told += "; on host: GB kept there, and ms of their way there and back" if sent else ""
     told += "; states on host: GB there, and ms of the optimizer's step" if there else ""
+    if owned:
+        first = next(row.owned for row in found.rows if row.owned.matrices)
+        told += (
+            f"; owners: GB that all send for the step of {first.matrices} matrices, whose "
+            f"{short(first.flops / 1e9)} Gflop are computed once, and ms of the rank with most"
+        )
     if stages:
         told += (
             "; with pp: of the stage that holds most, batches in a step, and how many % of the "
@@ -273,6 +286,11 @@ def _on_host(row: MeshPrice) -> str:
 def _states(row: MeshPrice) -> str:
     one = row.host_update
     return f"{short(one.nbytes / 1e9)}, {short(1e3 * one.seconds)}" if one else "-"
+
+
+def _owners(row: MeshPrice) -> str:
+    one = row.owned
+    return f"{short(one.sent / 1e9)}, {short(1e3 * one.seconds)}" if one.matrices else "-"
 
 
 def _cells(
@@ -358,6 +376,7 @@ def as_json(found: MeshSearch) -> dict[str, Any]:
                 "mfu": row.mfu,
                 "recomputation": _as_json(row.recomputation),
                 "host_update": row.host_update and _host_as_json(row.host_update),
+                "owned": row.owned._asdict(),
                 "microbatches": row.microbatches,
                 "pipeline": row.pipeline and _stages_as_json(row.pipeline),
                 "refused": row.refused,

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+import torch
+
 from autoshard.compiling import Built, not_captured
 from autoshard.explain import text_costs
 from autoshard.explain.costs import folded, named
 from autoshard.explain.facts import Facts
 from autoshard.explain.tables import human, page_width, table
+from autoshard.explain.updates import update
 from autoshard.memory import KINDS, Memory
 from autoshard.passes import LossFound, MaskFound, MixtureFound, ProductFound, module_path
 from autoshard.planning import (
@@ -35,11 +38,17 @@ from autoshard.runtime.graph_meta import ATTENTION_MASKS, CHUNKED, FLOAT8, MIXTU
 from autoshard.runtime.operators import rows_travel
 
 
-def explain(built: Built, width: int | None = None, compiled: bool = True) -> str:
+def explain(
+    built: Built,
+    width: int | None = None,
+    compiled: bool = True,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> str:
     """A report for a terminal or a log file; repeated layers are one line with a count.
 
     width: columns; None: the terminal's, or 100 where standard output is none. compiled: False for
-    the parts that need no backward graph: while a program is being compiled.
+    the parts that need no backward graph: while a program is being compiled. optimizer: whose step
+    is told too.
     """
     facts, columns = Facts(built), page_width(width)
     sections = [
@@ -57,6 +66,7 @@ def explain(built: Built, width: int | None = None, compiled: bool = True) -> st
         _mixtures(built, columns),
         _float8(built, columns),
         _losses(built, columns),
+        "" if optimizer is None else update(optimizer, columns),
     ]
     if compiled:
         sections += [

@@ -20,12 +20,14 @@ from autoshard.planning.estimate import (
     Frontier,
     HostUpdate,
     Layout,
+    OwnedUpdate,
     Profile,
     Timing,
     Training,
     footprint,
     frontier,
     host_update,
+    owned_update,
     profile,
     timing,
     with_recomputation,
@@ -46,7 +48,8 @@ class MeshPrice:
     runs on the mesh yet, empty where one does. gap: of a mesh with cp and tp, the part of the
     planner's cost by which other plans of the two may be cheaper (`Outer.gap`); None: not known, or
     one axis. host_update: of states on the host, what they hold there and the step takes.
-    chunked_losses: how many losses go by chunks of rows.
+    chunked_losses: how many losses go by chunks of rows. owned: the optimizer's step of matrices
+    that have owners.
     """
 
     mesh: AxisSizes
@@ -61,6 +64,7 @@ class MeshPrice:
     refused: str = ""
     gap: float | None = None
     host_update: HostUpdate | None = None
+    owned: OwnedUpdate = OwnedUpdate()
     chunked_losses: int = 0
 
     @property
@@ -185,6 +189,8 @@ class MeshPrices:
         on_host = None
         if training.states == "host":
             on_host = host_update(one.weights, layout, training, self.machine)
+        owned = owned_update(one.weights, layout, training, self.machine, one.n)
+        held = replace(held, optimizer=held.optimizer + owned.states)
         used = _utilisation(one, layout, took.step, self.asked.batches)
         return MeshPrice(
             mesh=dict(mesh),
@@ -195,6 +201,7 @@ class MeshPrices:
             plan=replace(self.planned.plan, mesh=dict(mesh)),
             microbatches=microbatches,
             host_update=on_host,
+            owned=owned,
         )
 
     @cached_property

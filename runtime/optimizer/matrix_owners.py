@@ -46,22 +46,24 @@ RATES = {"cpu": Rates(5e10, 1e10, 1e9), "cuda": Rates(4e14, 3e12, 1e11)}
 
 
 class Work(NamedTuple):
-    """What a matrix's step is. sent, returned: bytes of the wholes that go to the owner, and back;
-    numbers: of those that every rank gets beside. by_rows: whether it is a stack, each matrix of
-    which is stepped by itself. why: why it has no owner, "" where it has one."""
+    """What a matrix's step is.
+
+    dtype: of its products. sent, returned: bytes of the wholes that go to the owner, and back;
+    numbers: of those that every rank gets beside. states: of what its owner alone keeps. moments:
+    how many tensors of the matrix's shape are kept. by_rows: whether it is a stack, each matrix of
+    which is stepped by itself. why: why it has no owner, "" where it has one.
+    """
 
     flops: float = 0.0
     nbytes: int = 0
+    dtype: torch.dtype = torch.float32
     sent: int = 0
     returned: int = 0
     numbers: int = 0
+    states: int = 0
+    moments: int = 0
     by_rows: bool = False
     why: str = ""
-
-    def seconds(self, rates: Rates) -> float:
-        """Of the owner: its operators, and its link while matrices arrive and leave."""
-        link = (self.sent + self.returned) / rates.link
-        return max(self.flops / rates.flops, self.nbytes / rates.memory) + link
 
 
 Bounds = list[tuple[int, int]]
@@ -103,13 +105,21 @@ class SharedMatrix:
         self.rows = [(0, 0)] * len(self.rows)
         self.rows[place] = 0, self.shape[0]
 
+    def seconds(self, rates: Rates) -> float:
+        """Of the owner: its operators, and its link while what it has not arrives, and leaves."""
+        work, parts = self.work, [bounds for bounds in self.bounds if _numel(bounds)]
+        own = parts[0][1:] if work.by_rows else parts[0]
+        lacks = 1 - _numel(own) / math.prod(self.shape[1:] if work.by_rows else self.shape)
+        link = lacks * (work.sent + work.returned) / rates.link
+        return max(work.flops / rates.flops, work.nbytes / rates.memory) + link
+
     def spread(self, loads: list[float], rates: Rates) -> None:
         """Give each matrix of a stack to a rank that holds some of it, evenly, the rest to those
         that have the least to do. loads: seconds of the sharers, to which these are added."""
-        each = self.work.seconds(rates) / self.shape[0]
+        each = self.seconds(rates) / self.shape[0]
         holders: dict[tuple[int, int], list[int]] = defaultdict(list)
         for place, bounds in enumerate(self.bounds):
-            if all(high > low for low, high in bounds):
+            if _numel(bounds):
                 holders[bounds[0]].append(place)
         for (low, high), places in holders.items():
             whole, left = divmod(high - low, len(places))
@@ -132,17 +142,15 @@ class SharedMatrix:
             for receiver, bounds in enumerate(self.bounds):
                 yield Leg(owner, receiver, _within(bounds, self.rows[owner]))
 
-    def sent(self) -> list[int]:
-        """Bytes that each sharer sends in a step."""
-        found = [0] * len(self.rows)
-        numel = self.shape.numel()
-        for legs, nbytes in ((self.there(), self.work.sent), (self.back(), self.work.returned)):
-            for sender, receiver, box in legs:
-                if sender != receiver:
-                    found[sender] += nbytes // numel * _numel(box)
-        for owner in self.owners:
-            found[owner] += self.work.numbers * (len(self.rows) - 1)
-        return found
+    def nbytes(self) -> int:
+        """Bytes that all sharers send in a step: what the owners lack of the whole, there, and all
+        parts but the owners', back."""
+        owners, work = self.owners, self.work
+        stays = sum(_numel(_within(self.bounds[place], self.rows[place])) for place in owners)
+        parts, numel = sum(map(_numel, self.bounds)), self.shape.numel()
+        numbers = work.numbers * len(owners) * (len(self.rows) - 1)
+        there, back = work.sent // numel, work.returned // numel
+        return there * (numel - stays) + back * (parts - stays) + numbers
 
     def share(self, place: int) -> float:
         """The part of the work that a sharer does."""
@@ -211,13 +219,16 @@ def work_of(optimizer: Any, step: Any, group: int, like: torch.Tensor, held: Any
     for _ in range(2):
         written = StepProgram(optimizer, step, group, like, held, own, settings)
         held, division = written.state, written.division
-        flops, nbytes = division.work()
+        flops, nbytes, dtype = division.work()
         wholes = [x for x in division.returned if x.shape == like.shape]
         numbers = [x for x in division.returned if x.shape != like.shape]
+        states = [x for x in pytree.tree_leaves(held) if isinstance(x, MatrixValue)]
+        kept = [x for x in states if x.shape != like.shape and not is_number(x)]
         by_rows = written.is_parts and division.is_by_rows(like.shape)
-        sizes = map(_nbytes, (division.sent, wholes, numbers))
-        found = Work(flops, nbytes, *sizes, by_rows)
-        work = found if found.flops else work
+        sizes = map(_nbytes, (division.sent, wholes, numbers, kept))
+        moments = sum(x.shape == like.shape for x in states)
+        found = Work(flops, nbytes, dtype, *sizes, moments, by_rows)
+        work = work if work.flops and not flops else found
     return work
 
 
@@ -324,12 +335,12 @@ def assign_owners(
             place = known[id(matrix)]
             if place is not None:
                 matrix.own(place)
-                given[place] += matrix.work.seconds(rates)
+                given[place] += matrix.seconds(rates)
             elif matrix.work.by_rows:
                 matrix.spread(given, rates)
             else:
                 free.append(matrix)
-        found = balanced([matrix.work.seconds(rates) for matrix in free], given)
+        found = balanced([matrix.seconds(rates) for matrix in free], given)
         for matrix, owner in zip(free, found.owners):
             matrix.own(owner)
         most = max(most, found.seconds)

@@ -156,10 +156,13 @@ class Division(NamedTuple):
     sent: list[MatrixValue]
     returned: list[MatrixValue]
 
-    def work(self) -> tuple[float, int]:
-        """Floating-point operations and bytes of memory of what the owner runs."""
-        flops = sum(operator.flops() for operator in self.at_owner)
-        return flops, sum(operator.nbytes() for operator in self.at_owner)
+    def work(self) -> tuple[float, int, torch.dtype]:
+        """Floating-point operations and bytes of memory of what the owner runs, and the dtype of
+        its products."""
+        flops = [operator.flops() for operator in self.at_owner]
+        products = [op.values[0].dtype for op, n in zip(self.at_owner, flops) if n and op.values]
+        nbytes = sum(operator.nbytes() for operator in self.at_owner)
+        return sum(flops), nbytes, products[0] if products else torch.float32
 
     def is_by_rows(self, shape: torch.Size) -> bool:
         """Whether what the owner makes of one matrix of a stack depends on that one alone."""

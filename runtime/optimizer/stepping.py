@@ -33,6 +33,7 @@ from autoshard.runtime.optimizer.derived import (
 from autoshard.runtime.optimizer.matrix_owners import (
     RATES,
     OwnedMatrix,
+    Rates,
     assign_owners,
     matrix_of,
 )
@@ -56,6 +57,19 @@ def optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     if not isinstance(optimizer, Derived):
         become(optimizer, _OnParts, "optimizer")
     return optimizer
+
+
+@compat.not_traced
+def ways_of(optimizer: Optimizer) -> WaysOfSteps | None:
+    """How an optimizer steps its parameters, sorted now where no step has been; None: not by
+    `optimizer`. Collective where no step has been."""
+    if not isinstance(optimizer, _OnParts):
+        return None
+    ways: WaysOfSteps = optimizer.__dict__.setdefault("_autoshard_parts", WaysOfSteps())
+    if not ways.lanes:
+        with compat.plain_attributes():
+            ways.follow(optimizer, unhooked_step(optimizer.base), closure=False)
+    return ways
 
 
 class _OnParts(Derived):
@@ -148,7 +162,7 @@ class WaysOfSteps:
 
     lanes: of each parameter what a step does to it, in the order of the groups. on_parts: those
     that are stepped on parts, by group. owned: those that one rank each steps. rest: the others,
-    as they are stored.
+    as they are stored, and why. seconds: of the owner with the most to do, as they are balanced.
     """
 
     def __init__(self) -> None:
@@ -156,9 +170,15 @@ class WaysOfSteps:
         self.on_parts: list[list[PlainPart]] = []
         self.owned: list[OwnedMatrix] = []
         self.rest: list[list[torch.Tensor]] = []
+        self.why: dict[torch.Tensor, str] = {}
         self.owned_steps = OwnedSteps()
         self.seconds = 0.0
         self._followed: Any = None
+
+    @property
+    def rates(self) -> Rates:
+        """What the owners are balanced by."""
+        return RATES.get(self.owned[0].parameter.device.type, RATES["cuda"])
 
     def follow(self, optimizer: Optimizer, step: Any, closure: bool) -> None:
         """Sort the parameters, where they, their placements or the settings are not the last
@@ -186,21 +206,22 @@ class WaysOfSteps:
         self.lanes = lanes_of(optimizer, step, members, closure) if stored else []
         self.on_parts = [[] for _ in optimizer.param_groups]
         self.rest = [[] for _ in optimizer.param_groups]
-        self.owned, known = [], {}  # type: ignore[var-annotated]
+        self.owned, self.why, known = [], {}, {}  # type: ignore[var-annotated]
         for (number, p), lane in zip(placed, self.lanes):
             if lane.reason and not lane.mixed and isinstance(p, DTensor):
                 matrix = matrix_of(optimizer, step, number, p, known)
                 if matrix.work.flops:
                     self.owned.append(matrix)
                     continue
+                self.why[p] = matrix.work.why
             if not lane.reason or (_is_whole(p) and not lane.mixed):
                 self.on_parts[number].append(PlainPart(p))
             else:
                 self.rest[number].append(p)
+                self.why[p] = self.why.get(p) or lane.reason
         pinned = [one.pinned(optimizer.state.get(one.parameter, {})) for one in self.owned]
         if self.owned:
-            device = self.owned[0].parameter.device.type
-            self.seconds = assign_owners(self.owned, pinned, RATES.get(device, RATES["cuda"]))
+            self.seconds = assign_owners(self.owned, pinned, self.rates)
         _agree(optimizer, placed, self.lanes, self.owned)
         if not any(self.on_parts) and not self.owned:
             self.on_parts = []

@@ -52,6 +52,7 @@ CACHES = {
     "autoshard/export/rank_graph/core_operators.py _table": "torch's decompositions",
     "autoshard/export/to_onnx.py _operator": "onnxscript's values",
     "autoshard/export/to_tensorrt/build.py log_of": "the module tensorrt",
+    "autoshard/planning/estimate/weights.py step_work": "an optimizer's name, shape and dtype",
     "autoshard/planning/search/pairs.py by_copy": "of one call: three states",
     "runtime/compat/tensors.py transfers": "torch's operators",
     "runtime/compat/version.py probe_compilers": "torch's names",

@@ -6,8 +6,10 @@ from autoshard.planning.estimate.frontiers import Frontier, Point, frontier
 from autoshard.planning.estimate.memory import Footprint, SavedForBackward, Saving, footprint, held
 from autoshard.planning.estimate.mesh import (
     HostUpdate,
+    OwnedUpdate,
     Timing,
     host_update,
+    owned_update,
     timing,
     update_seconds,
     waits_of,

@@ -20,13 +20,20 @@ The optimizer's step on the host, of states that lie in its memory (ZeRO-Offload
 The three run beside each other, and after the backward: the slowest counts, and the first read and
 the last write, beside which nothing runs. That is what runtime/host_memory.py does. ZeRO-Offload
 sends gradients during the backward; that hides what is hidden here, since the step takes longer.
+
+The step of matrices that have owners is the optimizer's own code, written down on the meta device:
+work, owners and what travels are computed as where it runs (runtime/optimizer/).
 """
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from autoshard.planning.cost import WAIT_SECONDS, Cluster, Link, Machine
 from autoshard.planning.estimate.step_profile import Profile
@@ -38,8 +45,10 @@ from autoshard.planning.estimate.traffic import (
     sent_by_axis,
 )
 from autoshard.planning.estimate.weights import Layout, Training, Weight, buckets
+from autoshard.runtime.collectives import WHOLE, I, State, shard_dim
 from autoshard.runtime.errors import ConfigError
-from autoshard.runtime.mesh import PLANNED
+from autoshard.runtime.mesh import PLANNED, offline_mesh
+from autoshard.runtime.optimizer import Rates, SharedMatrix, Sharers, assign_owners
 
 
 @dataclass(frozen=True)
@@ -143,7 +152,8 @@ def update_seconds(profile: Profile, layout: Layout, training: Training, cluster
         return host_update(profile.weights, layout, training, cluster).seconds
     each = (weight.holds(weight.stored_part(layout), training) for weight in profile.weights)
     moved = sum(one.updated for one in each)
-    return moved / (cluster.device.memory_bandwidth * cluster.efficiency.memory)
+    owned = owned_update(profile.weights, layout, training, cluster, profile.n)
+    return moved / (cluster.device.memory_bandwidth * cluster.efficiency.memory) + owned.seconds
 
 
 class Segment(NamedTuple):
@@ -217,7 +227,7 @@ def host_update(
             continue
         part, kept = weight.stored_part(layout), weight.kept
         stored, gradient = training.stored(kept), training.gradient(kept)
-        state = training.all_state(kept)
+        state = weight.states(training)
         # of float32 copies it converts and compares, see runtime/optimizer/offloaded.py
         wide = training.recipe == "master"  # the copies are among the states
         stepped, parameter = (4, 0) if wide else (gradient, stored)
@@ -237,4 +247,60 @@ def host_update(
         reads=reads,
         work=work,
         writes=writes,
+    )
+
+
+class OwnedUpdate(NamedTuple):
+    """The step of all matrices that have owners.
+
+    matrices: how many, each of a stack by itself. flops: of all ranks together, once a matrix.
+    seconds: of the rank that does most. sent: bytes of all ranks. states: bytes that owners alone
+    keep, of a rank in the mean.
+    """
+
+    matrices: int = 0
+    flops: float = 0.0
+    seconds: float = 0.0
+    sent: int = 0
+    states: int = 0
+
+
+def owned_update(
+    weights: Sequence[Weight], layout: Layout, training: Training, cluster: Cluster, n: int
+) -> OwnedUpdate:
+    """The step of all weights that have owners, on a rank of the planned axis of `n`."""
+    chosen = [weight for weight in weights if weight.work(training).flops]
+    if not chosen:
+        return OwnedUpdate()
+    split = {"ep": layout.inner, "dp_shard": layout.shard // layout.inner}
+    sizes = {"dp_replicate": layout.replicate, **split, "tp": n}
+    ranks = math.prod(sizes.values())
+    axes = tuple(offline_mesh(sizes, rank).axes for rank in range(ranks))
+    sharers = Sharers(tuple(range(ranks)), axes, None, None)
+    known: dict[Any, SharedMatrix] = {}
+    matrices = []
+    for weight in chosen:
+        states: dict[str, State] = dict.fromkeys(split, "S(0)")
+        states["tp"] = weight.state if shard_dim(weight.state) is not None else I
+        if weight.choice == WHOLE:
+            states["dp_shard"] = I
+        key = weight.whole_shape, weight.kept, tuple(states.items())
+        if key not in known:
+            shape = torch.Size(weight.whole_shape)
+            known[key] = SharedMatrix(shape, states, sharers, weight.work(training))
+        one = copy.copy(known[key])
+        one.rows = list(one.rows)
+        matrices.append(one)
+    link = cluster.link(ranks, 1).bandwidth * cluster.efficiency.links
+    rates = Rates(
+        cluster.device.peak(matrices[0].work.dtype) * cluster.efficiency.compute,
+        cluster.device.memory_bandwidth * cluster.efficiency.memory,
+        link,
+    )
+    return OwnedUpdate(
+        matrices=sum(one.shape[0] if one.work.by_rows else 1 for one in matrices),
+        flops=sum(one.work.flops for one in matrices),
+        seconds=assign_owners(matrices, [None] * len(matrices), rates),
+        sent=sum(one.nbytes() for one in matrices),
+        states=sum(one.work.states for one in matrices) // ranks,
     )

@@ -3,13 +3,15 @@ dtypes and optimizer, as bytes an element, and the buckets they travel in."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import fx, nn, optim
 
 from autoshard.planning import cost
 from autoshard.planning.cost import default_bucket_bytes, fill_buckets, reference_bytes
@@ -17,12 +19,62 @@ from autoshard.planning.decisions import Decisions
 from autoshard.planning.mixtures import ROWS, exchangeable, is_mixture
 from autoshard.planning.strategy import Strategy, value
 from autoshard.planning.values import leaves_none_empty
-from autoshard.runtime.collectives import TWICE, WHOLE, State, chunk_size, shard_dim
+from autoshard.runtime.collectives import TWICE, WHOLE, I, State, chunk_size, shard_dim
 from autoshard.runtime.errors import ConfigError
 from autoshard.runtime.graph_meta import REDUCED_DTYPE, STORED_DTYPE
+from autoshard.runtime.optimizer import Work, unhooked_step, work_of
 
 #: Tensors of a parameter's size that the optimizer keeps.
 MOMENTS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
+
+
+def optimizer_class(name: str) -> Any:
+    """A class of torch.optim by its name in any case, or `module:Class`.
+
+    Raises ConfigError where there is none.
+    """
+    module, _, wanted = name.rpartition(":")
+    try:
+        found = importlib.import_module(module) if module else optim
+    except ImportError as error:
+        raise ConfigError(
+            f"optimizer {name!r}: {error}", remedy=f"Install what has {module}."
+        ) from None
+    for own, one in vars(found).items():
+        named = own == wanted if module else own.lower() == wanted.lower()
+        if named and isinstance(one, type) and issubclass(one, optim.Optimizer):
+            return one
+    raise ConfigError(
+        f"optimizer {name!r} is not known: none of {', '.join(MOMENTS)}, and no class of "
+        f"{module or 'torch.optim'}",
+        remedy="Name one of torch.optim, as muon, or module:Class, as pytorch_optimizer:SOAP.",
+    )
+
+
+@functools.cache
+def step_work(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Work:
+    """What an optimizer's step of a parameter is, written down on the meta device; of a stack that
+    the class refuses, the steps of its matrices."""
+    cls = optimizer_class(name)
+    p = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+    try:
+        made = cls([p])
+    except ValueError as error:
+        if len(shape) != 3:
+            raise ConfigError(f"optimizer {name!r}: {error}", remedy="Name another one.") from error
+        one = step_work(name, shape[1:], dtype)
+        counts = ("flops", "nbytes", "sent", "returned", "states")
+        more = {field: getattr(one, field) * shape[0] for field in counts}
+        return one._replace(**more, by_rows=True)
+    made.base = cls
+    try:
+        return work_of(made, unhooked_step(cls), 0, p, {})
+    except Exception as error:  # whatever an optimizer's code does not do without memory
+        raise ConfigError(
+            f"optimizer {name!r}: a step of {shape} cannot be written down: {error}",
+            remedy="Price another one, adamw for one that keeps as much.",
+        ) from error
+
 
 RECIPES = ("pure", "mixed", "master")
 
@@ -33,7 +85,8 @@ STATES = ("device", "host")
 class Training:
     """How a model is trained.
 
-    optimizer: a key of MOMENTS.
+    optimizer: a key of MOMENTS; or what `optimizer_class` knows. One that multiplies matrices has
+        those of hidden layers, and AdamW the other parameters.
     microbatches: batches whose gradients are summed before the optimizer's step.
     compiled: whether neighbouring operators are joined into kernels; else each reads and writes
         memory, and keeps what its own derivative reads.
@@ -55,8 +108,9 @@ class Training:
     states: str = "device"
 
     def __post_init__(self) -> None:
+        if self.optimizer not in MOMENTS:
+            optimizer_class(self.optimizer)
         allowed: dict[str, tuple[Any, ...]] = {
-            "optimizer": tuple(MOMENTS),
             "recipe": RECIPES,
             "states": STATES,
         }
@@ -76,14 +130,10 @@ class Training:
         narrow = self.recipe == "pure" or (self.recipe == "master" and self.states == "host")
         return itemsize if narrow else 4
 
-    def state(self, itemsize: int) -> int:
-        """Bytes of optimizer state of one element on the device."""
-        return self.all_state(itemsize) if self.states == "device" else 0
-
-    def all_state(self, itemsize: int) -> int:
+    def all_state(self, itemsize: int, moments: int) -> int:
         """Bytes of optimizer state of one element, wherever it is."""
         each = itemsize if self.recipe == "pure" else 4
-        return MOMENTS[self.optimizer] * each + (4 if self.recipe == "master" else 0)
+        return moments * each + (4 if self.recipe == "master" else 0)
 
     def sent(self, itemsize: int, reduced: int | None) -> int:
         """Bytes of one element of a gradient while it is reduced. reduced: where that is told."""
@@ -169,7 +219,8 @@ class Weight:
     bytes an element as it is kept, where that is in another dtype (the option `precision`).
     reduced: those of its gradient while it travels, where that is told. experts: of how many it is
     a stack that stays where it is on ep; 0: it is none. choice: what dp_shard does with it, one
-    of `CHOICES`; "": what the layout's `zero` says.
+    of `CHOICES`; "": what the layout's `zero` says. whole_shape, state: before the tp axis, and
+    there. hidden: whether it is a matrix, or a stack, of no embedding and not the last.
     """
 
     name: str
@@ -182,6 +233,25 @@ class Weight:
     reduced: int | None = None
     experts: int = 0
     choice: str = ""
+    whole_shape: tuple[int, ...] = ()
+    state: State = I
+    hidden: bool = False
+
+    def work(self, training: Training) -> Work:
+        """What the optimizer's step of it is; of one of MOMENTS, and of AdamW beside an optimizer
+        of matrices, how many tensors it keeps."""
+        name = training.optimizer
+        if name in MOMENTS or not self.trained:
+            return Work(moments=MOMENTS.get(name, 0))
+        if not self.hidden and step_work(name, (8, 4), torch.float32).flops:
+            return Work(moments=MOMENTS["adamw"])
+        width = training.stored(self.kept)
+        dtype = {2: torch.bfloat16, 8: torch.float64}.get(width, torch.float32)
+        return step_work(name, self.whole_shape, dtype)
+
+    def states(self, training: Training) -> int:
+        """Bytes of optimizer state of one element, wherever it is."""
+        return training.all_state(self.kept, self.work(training).moments)
 
     @property
     def kept(self) -> int:
@@ -212,7 +282,8 @@ class Weight:
         stored, kept = part * training.stored(self.kept), self.kept
         if not self.trained:
             return WeightBytes(stored, 0, 0)
-        return WeightBytes(stored, part * training.gradient(kept), part * training.state(kept))
+        states = self.states(training) if training.states == "device" else 0
+        return WeightBytes(stored, part * training.gradient(kept), part * states)
 
     def stored_part(self, layout: Layout) -> int:
         """Elements that the first rank stores under a layout."""
@@ -243,6 +314,7 @@ def weights_of(
     """The parameters of `gm` on a rank of an axis of `n`. again: those that backward reads."""
     place = {node: i for i, node in enumerate(gm.graph.nodes)}
     experts, found = experts_of(gm.graph, decisions.strategies), []
+    seen = _embeddings_and_last(gm.graph, parameters)
     for node, name in parameters.items():
         val = value(node)
         kept, reduced = kept_and_reduced(node)
@@ -258,9 +330,26 @@ def weights_of(
                 reduced=reduced,
                 experts=experts.get(node, 0),
                 choice=decisions.weights.get(node, ""),
+                whole_shape=tuple(cost.hint(extent) for extent in val.shape),
+                state=decisions.stored[node],
+                hidden=val.dim() > 1 and node not in seen,
             )
         )
     return tuple(found)
+
+
+def _embeddings_and_last(graph: fx.Graph, parameters: Mapping[fx.Node, str]) -> set[fx.Node]:
+    """The parameters of embeddings, and that of the last product with one."""
+    found, last = set(), set()
+    for node in graph.nodes:
+        own = {
+            each for each in node.all_input_nodes if each in parameters and value(each).dim() > 1
+        }
+        if "embedding" in str(node.target):
+            found |= own
+        elif own:
+            last = own
+    return found | last
 
 
 def experts_of(

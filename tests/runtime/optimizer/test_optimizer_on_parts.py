@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_offloading import CASES
+from test_owned_matrices import StackedMuon
 from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoshard
 from autoshard.errors import PlanMismatchError
+from autoshard.explain.updates import update
 from autoshard.runtime.optimizer.derived import unhooked_step
 from autoshard.runtime.optimizer.stepping import WaysOfSteps
 from autoshard.runtime.parameters.eager.stored_tensor import StoredTensor, as_parameter, as_stored
@@ -244,6 +246,31 @@ def test_what_parts_do_not_suffice_for_says_why(mesh: DeviceMesh) -> None:
     assert reason(optim.Adafactor) == "new_zeros is not elementwise"
     assert reason(optim.LBFGS) == "it has parameters, or more than numbers, in _params"
     assert "its step on fakes raises" in reason(optim.SparseAdam)
+
+
+def test_explain_says_who_owns_which_matrix(mesh: DeviceMesh) -> None:
+    def held(name: str, shape: tuple[int, ...]) -> Any:
+        local = torch.ones(shape[0] // 2, *shape[1:])
+        made = wrap_local(local, torch.Size(shape), {"dp_shard": "S(0)"}, mesh)
+        model.register_parameter(name, as_parameter(as_stored(made), True))
+
+    model = nn.Module()
+    for name, shape in {"up": (8, 4), "down": (4, 8), "experts": (4, 4, 6)}.items():
+        held(name, shape)
+    optimizer = autoshard.optimizer(StackedMuon(model.parameters()))
+    lines = update(optimizer, 100).splitlines()
+    assert lines[0] == "the optimizer's step: 0 of 3 parameters on each rank's part"
+    # of a matrix half there and half back; of each expert nothing
+    assert lines[1].startswith("3 by owners, once a mesh: 256 B sent by all ranks, ")
+    told = {line.split()[0]: line.split() for line in lines[5:]}
+    for name, owner in (("up", "0"), ("down", "1")):
+        assert told[name][2:5] == ["8x4" if name == "up" else "4x8", "128", "B"]
+        assert told[name][-2:] == ["once", owner]
+    assert told["experts"][3:5] == ["0", "B"]
+    assert " ".join(told["experts"][6:]) == "each of a stack, once 0-1 by 0, 2-3 by 1"
+    plain = autoshard.optimizer(optim.AdamW(model.parameters()))
+    assert update(plain, 100) == "the optimizer's step: 3 of 3 parameters on each rank's part"
+    assert "autoshard.optimizer" in update(optim.AdamW(model.parameters()), 100)
 
 
 def test_parameters_that_are_whole_on_each_rank_are_stepped_whole(mesh: DeviceMesh) -> None:
