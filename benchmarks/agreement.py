@@ -44,8 +44,8 @@ QUESTIONS = {"get": 2, "multi_get": 2}  # torch asks first whether the key is th
 # exchanges of a rank until its third step on dp_shard x tp, where tp are the ranks of a host: over
 # which ranks, and whether one of them may be late, as it has traced or compiled before
 START = (
-    *(("world", False), ("tp", True), ("dp", True), ("dp", False), ("dp", False), ("tp", False)),
-    *(("tp", False), ("dp", False), ("tp", True), ("tp", True), ("tp", False), ("tp", False)),
+    *(("world", False), ("tp", True), ("dp", True), ("world", False), ("world", False)),
+    *(("world", False), ("tp", True), ("tp", True), ("tp", False), ("tp", False)),
 )
 
 

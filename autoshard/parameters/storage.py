@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.compiling import use_by
 from autoshard.config import Config
 from autoshard.errors import ConfigError
-from autoshard.runtime.agreement import from_first
+from autoshard.runtime.agreement import everyone, from_first
 from autoshard.runtime.collectives import H, I, S, State, data_axes, data_states
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import (
@@ -208,7 +208,7 @@ def _as_first(planned: Mapping[nn.Parameter, T], mesh: Mesh) -> dict[nn.Paramete
     read other parameters keep their own plan, and `shard_parameters` refuses.
     """
     said: list[Any] = [[list(parameter.shape), state] for parameter, state in planned.items()]
-    for axis in reversed(data_axes(mesh.axes)):
+    for axis in reversed(everyone(mesh.axes) if data_axes(mesh.axes) else ()):
         first = from_first(said, "storage of parameters", axis, alike=True)
         if [shape for shape, _ in first] == [shape for shape, _ in said]:
             said = first

@@ -14,6 +14,7 @@ from autoshard.runtime.agreement.consensus import (
     agree,
     attempt,
     combined,
+    everyone,
     from_first,
     gather,
     world_axis,

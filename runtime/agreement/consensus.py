@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
@@ -180,6 +181,14 @@ def world_axis() -> Axis:
     group = dist.group.WORLD
     assert group is not None
     return Axis("world", dist.get_world_size(), dist.get_rank(), group.group_name)
+
+
+def everyone(axes: Sequence[Axis]) -> Sequence[Axis]:
+    """The axes on which all ranks of these are asked for what they have alike: one of the whole
+    world where they make it, so that a host votes once, and not once for each of its ranks."""
+    processes = all(":" not in axis.group for axis in axes)
+    world = world_axis()
+    return [world] if processes and math.prod(a.size for a in axes) == world.size else axes
 
 
 def from_first(value: Any, what: str, axis: Axis, *, alike: bool = False) -> Any:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import agree, combined, described, gather
+from autoshard.runtime.agreement import SAME, agree, combined, described, everyone, gather
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.mesh import Mesh
 
@@ -68,9 +68,23 @@ def settle_buffers(models: Sequence[nn.Module], mesh: Mesh, *, send: bool) -> No
                 for name, tensor in _attributes(module)
                 if name in given and _is_as_given(tensor, *given[name])
             )
+    _, digest = _told({**others, **buffers})
+    asked = [combined(digest, "buffers", axis, _alike, alike=True) for axis in everyone(mesh.axes)]
+    if all(found is SAME or found for found in asked):
+        return
     for axis in reversed(mesh.axes):
         if axis.size > 1:
             _settle(buffers, others, mesh, axis, send)
+
+
+def _told(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], str]:
+    """A line for each tensor, and a digest of them all."""
+    lines = {name: described(tensor) for name, tensor in tensors.items()}
+    return lines, _digest([f"{name}: {line}" for name, line in lines.items()])
+
+
+def _alike(given: Sequence[str]) -> bool:
+    return len({*given}) == 1
 
 
 def _settle(
@@ -81,8 +95,7 @@ def _settle(
     send: bool,
 ) -> None:
     what, tensors = "buffers", {**others, **buffers}
-    lines = {name: described(tensor) for name, tensor in tensors.items()}
-    digest = _digest([f"{name}: {line}" for name, line in lines.items()])
+    lines, digest = _told(tensors)
     if len(set(gather(digest, what, axis, alike=True))) == 1:
         return
     heads = [f"{name}: {described(b, contents=False)}" for name, b in buffers.items()]

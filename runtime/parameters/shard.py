@@ -18,7 +18,7 @@ from torch.optim import SparseAdam
 from torch.utils import _pytree as pytree
 
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import agree, count_stored
+from autoshard.runtime.agreement import agree, count_stored, everyone
 from autoshard.runtime.collectives import I, State, all_reduce, data_axes
 from autoshard.runtime.errors import AutoshardError
 from autoshard.runtime.mesh import Mesh
@@ -211,7 +211,7 @@ def _agree(
         for p, states in placements.items()
     ]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    for axis in mesh.axes:
+    for axis in everyone(mesh.axes):
         agree("parameters to shard", digest, lines, axis)
 
 
