@@ -22,6 +22,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import os
 import threading
 import time
 from collections import Counter
@@ -333,6 +334,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     threading.stack_size(256 * 1024)
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # torch asks for names of hosts
     store_exchange._PAUSE = 1.0  # thousands of threads share few cores
     store = Store()
     look = whereabouts.LOOK

@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 EVERY = 256  # calls between two comparisons, in the long run
 TRAINING = 8  # calls after a backward that are all compared, where they train
@@ -89,6 +90,16 @@ LOOK = 1.0  # seconds for which counts stand still before they are told
 def name_of(members: Sequence[int]) -> str:
     """The name of a group of ranks in messages."""
     return hashlib.sha256(repr(tuple(members)).encode()).hexdigest()[:12]
+
+
+def also(ranks: Sequence[int]) -> str:
+    """The end of a sentence about one rank that is missing, of all others that are: ", nor did
+    ranks 1, 4 to 6"."""
+    ordered = sorted(ranks)
+    starts = [at for at, rank in enumerate(ordered) if at == 0 or ordered[at - 1] != rank - 1]
+    runs = [ordered[a:b] for a, b in pairwise([*starts, len(ordered)])]
+    said = ", ".join(f"{run[0]} to {run[-1]}" if run[1:] else f"{run[0]}" for run in runs)
+    return f", nor did rank{'s' * (len(ordered) > 1)} {said}" if said else ""
 
 
 class CountedRegions:

@@ -22,14 +22,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
-from autoshard.runtime.agreement.history import EVERY, History, name_of
+from autoshard.runtime.agreement.history import EVERY, History, also, name_of
+from autoshard.runtime.agreement.threads import Process
 from autoshard.runtime.agreement.whereabouts import (
     FEW,
     RAISED,
     WATCHERS,
     PeerFailed,
     Whereabouts,
-    also,
 )
 
 SAME: Final = object()
@@ -37,6 +37,7 @@ SAME: Final = object()
 
 _LONGEST = 1e6  # seconds that a question may stay with the store
 _PAUSE = 0.01  # seconds at most between two questions to the store of a host
+NEAR = 64  # ranks at most that are asked for their processes where hosts are not known
 _SAID = 8  # ranks of which the error of ranks that are at different things says where they are
 
 
@@ -117,6 +118,7 @@ class StoreExchange(Whereabouts):
         # a second connection to the store, on which questions stay; the last that did
         self._waiting: Any = None
         self._last: _Gathering | None = None
+        self._beside: dict[int, Process] | None = None  # of ranks that may be on this host
 
     def exchange(
         self,
@@ -247,6 +249,11 @@ class StoreExchange(Whereabouts):
             waited = time.monotonic() - one.started
             if self._has(self._failed) and not self._has(one.end):
                 raise self._heard()
+            if (dead := self._dead(one)) is not None and not self._has(one.end):
+                told = self._where_is(dead)
+                silent = f"died without a word: its process is gone, while rank {self.rank} waited "
+                silent += f"at the {one.here}; out of memory, or killed"
+                raise self._fail(dead, str(told["what"]) if told.get("state") == RAISED else silent)
             if watches or waited > patience:
                 self._look(one, looks, kept)
                 looks += 1
@@ -254,6 +261,18 @@ class StoreExchange(Whereabouts):
                 first = next(iter(late))
                 raise self._fail(first, self._late(first, one))
             pause = max(0.01, min(1.5 * pause, self.seldom, patience - waited))
+
+    def _dead(self, one: _Gathering) -> int | None:
+        """A member whose process is gone, of those on this host, or among few: asked for once."""
+        if self._beside is None:
+            near = self.host.ranks if self.host is not None else range(min(self.size, NEAR))
+            keys = [self._process(rank) for rank in near]
+            if not self._store.check(keys):  # one has not begun yet
+                return None
+            told = zip(near, self._read(keys), strict=True)
+            self._beside = {rank: Process(*said) for rank, said in told if said is not None}
+        beside = ((member, self._beside.get(member)) for member in one.members)
+        return next((m for m, process in beside if process is not None and process.has_ended), None)
 
     def _look(self, one: _Gathering, looks: int, kept: _Kept) -> None:
         """Raise PeerFailed where a rank will not come to where this one waits; end the exchange
@@ -321,7 +340,7 @@ class StoreExchange(Whereabouts):
             "differ in shape, or that take different branches, run different graphs"
         )
 
-    def _read(self, keys: list[str]) -> list[dict[str, Any]]:
+    def _read(self, keys: list[str]) -> list[Any]:
         if self._store.has_extended_api():
             texts = self._store.multi_get(keys)
         else:

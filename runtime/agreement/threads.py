@@ -6,13 +6,17 @@ thread of another process: two batches would be added up, without a word.
 A TCPStore waits for the answer to a question without any limit, whatever has become of the process
 that holds it: a host that is frozen would hold every rank that asks. So questions are asked in a
 thread that is left behind where none comes.
+
+A rank that waits there for a process which was killed hears nothing of it: ranks of one host look.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -52,6 +56,46 @@ def within(seconds: float, call: Callable[[], T]) -> T:
             f"did not answer within {seconds:g} seconds: {_HOLDER} is frozen or cut off"
         )
     return results[0]
+
+
+class Process(NamedTuple):
+    """A process of Linux. host: its boot and the space of its numbers. began: its start, by which
+    a later process of the same number is another one."""
+
+    host: str
+    number: int
+    began: str
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is known to have: of this host, and gone or not yet buried."""
+        if self.host != _host():
+            return False
+        found = _stat(self.number)
+        return found is None or found[0] in "ZX" or found[1] != self.began
+
+
+def this_process() -> Process | None:
+    """None where the operating system does not say."""
+    found = _stat(os.getpid())
+    return None if found is None else Process(_host(), os.getpid(), found[1])
+
+
+def _host() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _stat(process: int) -> tuple[str, str] | None:
+    """State and start of a process; None where there is none."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()
+    except OSError:
+        return None
+    return fields[0], fields[19]
 
 
 class Turn:

@@ -17,11 +17,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, TypeVar
 
-from autoshard.runtime.agreement.history import CountedRegions
-from autoshard.runtime.agreement.threads import StoreLost, Turn, refusal, within
+from autoshard.runtime.agreement.history import CountedRegions, also
+from autoshard.runtime.agreement.threads import (
+    StoreLost,
+    Turn,
+    refusal,
+    this_process,
+    within,
+)
 
 T = TypeVar("T")
 
@@ -78,6 +83,10 @@ class Whereabouts:
         """How many processes have said that they are this rank of this world: more than one where
         the store has outlived another."""
         return int(self._store.add(f"{self._prefix}/begun/{self.rank}", 1))
+
+    def tell_process(self) -> None:
+        """Tell ranks of this host by what they see that this one was killed."""
+        self._put(self._process(self.rank), this_process())
 
     def enter(self, doing: str) -> None:
         """Take the turn for this thread; where another has it, the failure is told to all."""
@@ -357,21 +366,14 @@ class Whereabouts:
     def _progress(self, rank: int) -> str:
         return f"{self._prefix}/progress/{rank}"
 
+    def _process(self, rank: int) -> str:
+        return f"{self._prefix}/process/{rank}"
+
     def _missed(self, what: int | str) -> str:
         return f"{self._prefix}/missed/{what}"
 
     def _put(self, key: str, value: Any) -> None:
         self._store.set(key, json.dumps(value))
-
-
-def also(ranks: Sequence[int]) -> str:
-    """The end of a sentence about one rank that is missing, of all others that are: ", nor did
-    ranks 1, 4 to 6"."""
-    ordered = sorted(ranks)
-    starts = [at for at, rank in enumerate(ordered) if at == 0 or ordered[at - 1] != rank - 1]
-    runs = [ordered[a:b] for a, b in pairwise([*starts, len(ordered)])]
-    said = ", ".join(f"{run[0]} to {run[-1]}" if run[1:] else f"{run[0]}" for run in runs)
-    return f", nor did rank{'s' * (len(ordered) > 1)} {said}" if said else ""
 
 
 def _ranks_text(members: Sequence[int]) -> list[int] | str:

@@ -68,6 +68,7 @@ def renew() -> None:
     made = StoreExchange(world, f"{restarts()}/{_current.generation}")
     if before is None:
         _refuse_old_keys(made)
+    made.tell_process()
     made.limit, made.host = limit, _host(world)
     if before is not None and before.world is world:
         made.take_over(before)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import linecache
+import signal
+import subprocess
 import threading
 from typing import Any
 from unittest import mock
@@ -11,7 +13,7 @@ import pytest
 import torch
 from torch import fx
 
-from autoshard.runtime.agreement import history, regions
+from autoshard.runtime.agreement import history, regions, threads
 from autoshard.runtime.agreement.consensus import agree, gather
 from autoshard.runtime.agreement.regions import in_flight
 from autoshard.runtime.agreement.store_exchange import StoreExchange
@@ -19,7 +21,7 @@ from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.errors import PlanMismatchError
 from autoshard.runtime.mesh import init_mesh, offline_mesh
 from gloo_pool import GlooPool
-from store_ranks import LIMIT, LOOK, N, Ranks
+from store_ranks import LIMIT, LOOK, N, Ranks, axis_of
 
 
 def run_agreement(lines: list[list[str]], digests: list[str]) -> str:
@@ -104,6 +106,45 @@ def test_all_ranks_that_have_not_come_are_named(
     said = Ranks(monkeypatch, 7)(job)[1]
     assert said.startswith("rank 0: did not"), said
     assert ", nor did ranks 2 to 6; it is stopped" in said, said
+
+
+def test_a_rank_that_is_killed_while_others_wait_for_its_vote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its process is looked at by those of its host; whoever is only stopped is waited for."""
+    child = subprocess.Popen(["sleep", "100"])
+    number, began = child.pid, threads._stat(child.pid)
+    assert began is not None
+    told = threading.Event()
+    stopped = []
+
+    def job(rank: int, exchange: StoreExchange) -> str:
+        exchange.limit = 60.0
+        if rank == 2:
+            here = threads.this_process()
+            assert here is not None
+            exchange._put(exchange._process(2), here._replace(number=number, began=began[1]))
+            child.send_signal(signal.SIGSTOP)
+            stopped.append(not told.wait(0.5))
+            child.kill()
+            told.wait(LIMIT)
+            return ""
+        exchange.tell_process()
+        try:
+            agree("plan", "1", [], axis_of(rank))
+        except PlanMismatchError as error:
+            return str(error)
+        finally:
+            told.set()
+        return ""
+
+    said = Ranks(monkeypatch)(job)
+    child.wait()
+    assert stopped == [True]
+    for text in said[:2]:
+        assert text.startswith("rank 2: died without a word: its process is gone, while rank "), (
+            said
+        )
 
 
 def _late(*_: Any) -> Any:
