@@ -35,9 +35,9 @@ FAULTS = (
     *("dies", "stops", "raises", "options", "graphs", "dtypes", "shapes", "batches", "branches"),
 )
 DATA = ("dp_shard", "dp_replicate", "ep")
-#: What data-parallel ranks may do apart.
+#: What data-parallel ranks may do apart: other operators on the same parameters are a branch.
 TRAINS = {
-    *((fault, axis) for fault in ("shapes", "batches") for axis in DATA),
+    *((fault, axis) for fault in ("shapes", "batches", "graphs") for axis in DATA),
     ("branches", "dp_replicate"),
 }
 STEPS, AT, LONGEST = 5, 2, 240.0
