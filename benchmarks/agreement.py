@@ -9,10 +9,8 @@ eight ranks each, whose own stores are in this process' memory and counted apart
 power of the number of ranks that fits.
 
 A start is all that a rank asks until its third step on dp_shard x tp=8 (START), with the patience
-of a world of 16,384 ranks: with nobody late, and where some may be with the last of each group so
-many seconds after the others. What 16,384 ranks would cost is said twice: requests times what one
-of their kind costs here, and the store's seconds times ranks. A step whose batches are compared
-asks nothing.
+of a world of 16,384 ranks: nobody late, or the last of each group so many seconds. Their cost is
+said twice: requests times what one of the kind costs here, and the store's seconds times ranks.
 """
 
 from __future__ import annotations
