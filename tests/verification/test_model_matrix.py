@@ -8,6 +8,8 @@ import model_matrix
 import pytest
 import tiny_models
 
+from autoshard.verification import program_check
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["tp", "pp"])
@@ -23,6 +25,13 @@ def test_a_wrong_gradient_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(model_matrix, "apart", lambda *args, off=off: (off, "weight"))
         assert model_matrix.step_of("", "tp")[0] == said
     assert model_matrix.step_of("", "ep") == ("", "")
+    assert model_matrix.by_threads("", "tp") == ("equal", "")
+    assert model_matrix.by_threads("", "ep") == ("", "")
+    assert model_matrix.by_threads("", "pp") is None  # for processes to say
+    split = program_check.split
+    monkeypatch.setattr(program_check, "split", lambda x, *at: split(x * 1.01, *at))
+    said, why = model_matrix.by_threads("", "tp") or ("", "")
+    assert said == "wrong" and why.endswith("off")
     assert "| transformers | tp=2 | 1 | 0 | 1 | 0 |" in model_matrix.table(
         [
             {"model": "transformers:a", "mesh": "tp", "said": "equal", "why": ""},

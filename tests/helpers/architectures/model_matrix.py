@@ -5,10 +5,12 @@
     make model-matrix ARGS="--names llama timm:vit" # these
 
 Architectures are those of transformers, and of timm and diffusers where they are installed, shrunk
-by one procedure (tiny_models.py). Two processes hold a rank each; the oracle is the unsharded
-model. A row is "equal", "refused" (an error of autoshard's, with its text), "not tiny" (no model
-was made, and why) or "wrong": other gradients, any other error, a process that ended or was silent.
-A line of JSON a row goes into `--results`, and the table of them into `--write`.
+by one procedure (tiny_models.py). The oracle is the unsharded model. Ranks are threads of one
+process, in lockstep (`verify`); two processes hold a rank each on pp, of a graph that breaks, of a
+model that draws random numbers, and of a drawn tenth of the rest. A row is "equal", "refused" (an
+error of autoshard's, with its text), "not tiny" (no model was made, and why) or "wrong": other
+gradients, any other error, a process that ended or was silent. A line of JSON a row goes into
+`--results`, and the table of them into `--write`.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ from autoshard.verification.subject import chunks, in_dtype  # noqa: E402
 from gloo_pool import GlooPool, PoolError  # noqa: E402
 
 MESHES = ("tp", "dp_shard", "cp", "pp", "ep")
+PROCESSES = 0.1
+"""The share of rows that threads could answer and processes are asked."""
 TOLERANCE = 1e-4
 """Of all gradients together, in float32; a row beyond it is judged again in float64."""
 
@@ -70,7 +74,10 @@ def main() -> int:
         for mesh in args.meshes:
             if (name, mesh) in known:
                 continue
-            said, why = row(pool, name, mesh, args.patience)
+            drawn = random.Random(f"{args.seed} {name} {mesh}").random() < PROCESSES
+            said, why = (None if drawn else by_threads(name, mesh)) or row(
+                pool, name, mesh, args.patience
+            )
             known[name, mesh] = {"model": name, "mesh": mesh, "said": said, "why": why}
             with args.results.open("a") as file:
                 file.write(json.dumps(known[name, mesh]) + "\n")
@@ -98,6 +105,28 @@ def row(pool: GlooPool, name: str, mesh: str, patience: float = 180.0) -> tuple[
     except PoolError as error:
         return "wrong", str(error).splitlines()[0]
     return min(told, key=lambda one: order.index(one[0]))  # type: ignore[no-any-return]
+
+
+def by_threads(name: str, mesh: str) -> tuple[str, str] | None:
+    """What is said of an architecture whose ranks are threads; None where only processes can."""
+    if mesh == "pp":
+        return None
+    warnings.simplefilter("ignore")
+    torch._dynamo.reset()
+    try:
+        model, batch = tiny_models.build(name)
+    except ValueError as error:
+        return "not tiny", str(error)[:600]
+    if mesh == "ep" and not tiny_models.has_experts(model):
+        return "", ""
+    try:
+        proof = autoshard.verify(model, (), batch, mesh={mesh: 2}, processes=False)
+    except Exception:  # processes say what it is
+        return None
+    wrong = next((one for one in proof.comparisons if not one.ok), None)
+    if wrong is None:
+        return ("equal", "") if proof.ok else None
+    return "wrong", f"{wrong.kind} {wrong.name} is {wrong.error:.2g} off"
 
 
 def step_of(name: str, mesh: str) -> tuple[str, str]:

@@ -75,6 +75,8 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
             for module in model.modules():
                 if isinstance(module, nn.modules.dropout._DropoutNd):
                     module.p = 0.0
+                elif isinstance(getattr(module, "drop_prob", None), float):  # of a whole branch
+                    module.drop_prob = 0.0
             return model, _first_that_runs(model.train())
         except Exception as error:
             reasons.append(f"{how}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
@@ -243,7 +245,7 @@ def _smaller(key: str, value: Any, share: float, how: str, depth: int | None) ->
         return min(value, 2)
     if re.search(r"(dense_replace|nextn|mtp|share)", key):
         return min(value, 1)
-    if re.search(r"experts?_per_tok|top_?k|topk_group|n_group$", key):
+    if re.search(r"experts?_per_tok|top_?k|topk_group|n_groups?$|moe_k$", key):
         return min(value, 2)
     if re.search(r"experts?$|expert_num", key):
         return min(value, 4)
