@@ -148,7 +148,6 @@ from autoshard.runtime.compat.tensors import (
     placement_dim,
     plain_attributes,
     reduction_of,
-    scalar_like,
     set_stored,
     shard_placement,
     shards,

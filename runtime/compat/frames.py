@@ -186,6 +186,9 @@ def never_a_frame(fn: F) -> F:
     return fn
 
 
+_SAYS_SO = "_compile_session_context" in vars(torch.compiler)
+
+
 def compiling() -> bool:
     """Whether torch.compile, torch.export or AOTAutograd is at work in this thread.
 
@@ -193,7 +196,7 @@ def compiling() -> bool:
     traced only, and what Dynamo asks of a tensor while it traces looks like eager code: a stored
     parameter would be gathered, by the ranks that compile.
     """
-    if torch.compiler.is_compiling() or "_compile_session_context" in vars(torch.compiler):
+    if _SAYS_SO or torch.compiler.is_compiling():
         return torch.compiler.is_compiling()
     return torch._guards.CompileContext.current_compile_id() is not None
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
@@ -140,14 +140,6 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
         return []
     given = {**dict(zip((a.name for a in schema.arguments), args)), **kwargs}
     return pytree.tree_leaves([given.get(a.name) for a in schema.arguments if a.is_write])
-
-
-def scalar_like(tensor: DTensor, local: torch.Tensor, placements: Sequence[Placement]) -> DTensor:
-    """What a rank has of one number, in a DTensor of the class and mesh of `tensor`."""
-    meta = TensorMeta(torch.Size(()), (), local.dtype)
-    spec = DTensorSpec(tensor._spec.mesh, tuple(placements), meta)
-    cls = type(tensor)
-    return cls.__new__(cls, local, spec, requires_grad=False)
 
 
 def clip_by_lists(cls: type[torch.Tensor]) -> None:

@@ -7,7 +7,7 @@ gradient and stacks them, wherever each is split: the stack is one collective.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,10 @@ _OPERATORS = {
 }
 
 
+_Alike = dict[Any, dict[int, tuple[int, ...]]]
+"""By how numbers of a vector are reduced: of each its place, and over which axes."""
+
+
 def stacked(cls: type[DTensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`torch.stack` of single values, some of them Partial: a plain vector; else NotImplemented."""
     values = args[0] if len(args) == 1 and not kwargs else None
@@ -36,7 +40,7 @@ def stacked(cls: type[DTensor], args: Sequence[Any], kwargs: dict[str, Any]) -> 
         type(v) is cls and is_partial(v) for v in values
     ):
         return NotImplemented
-    alike: dict[Any, dict[int, tuple[int, ...]]] = {}
+    alike: _Alike = {}
     kinds: dict[int, Any] = {}  # norms of one list share their specs
     with compat.plain_attributes():
         for i, value in enumerate(values):
@@ -52,14 +56,19 @@ def stacked(cls: type[DTensor], args: Sequence[Any], kwargs: dict[str, Any]) -> 
                 if over:
                     alike.setdefault(kind, {})[i] = over
         found = torch.stack([compat.local_of(v) if isinstance(v, DTensor) else v for v in values])
-        for (axes, op, power), entries in alike.items():
-            at = torch.tensor(list(entries), device=found.device)
-            part = found[at]
-            if part.is_floating_point():
-                part = part.double()  # squares of half-precision norms
-            part = _over_axes(part**power if power != 1 else part, op, [*entries.values()], axes)
-            found[at] = (part ** (1 / power) if power != 1 else part).to(found.dtype)
+        _reduce(found, alike)
     return found
+
+
+def _reduce(found: torch.Tensor, alike: _Alike) -> None:
+    """Reduce entries of a vector, in one collective a kind."""
+    for (axes, op, power), entries in alike.items():
+        at = torch.tensor(list(entries), device=found.device)
+        part = found[at]
+        if part.is_floating_point():
+            part = part.double()  # squares of half-precision norms
+        part = _over_axes(part**power if power != 1 else part, op, [*entries.values()], axes)
+        found[at] = (part ** (1 / power) if power != 1 else part).to(found.dtype)
 
 
 def _kind(spec: Any) -> tuple[Any, tuple[int, ...]]:
@@ -74,23 +83,52 @@ def _kind(spec: Any) -> tuple[Any, tuple[int, ...]]:
 def norms(
     cls: type[DTensor], func: Any, tensors: Sequence[Any], order: Any = 2, **kwargs: Any
 ) -> list[Any]:
-    """`torch._foreach_norm`, without a dispatch a tensor where no gradient flows."""
-    grad = torch.is_grad_enabled()
+    """`torch._foreach_norm`, without a dispatch a tensor where no gradient flows: then norms of the
+    wholes, plain."""
+    found = None
     with compat.plain_attributes():
-        other = any(
-            isinstance(x, DTensor) and (type(x) is not cls or is_partial(x)) for x in tensors
-        )
-        flows = compat.compiling() or (grad and any(x.requires_grad for x in tensors))
-        if not (other or flows or kwargs) and order > 0:
-            # a rank without rows of a tensor adds nothing
-            parts = [x if x.numel() else x.new_zeros(1) for x in _parts(cls, tensors)]
-            found = func(parts, order)
-            made: dict[Any, Any] = {}
-            return [
-                _waiting(x, norm, order, made) if type(x) is cls else norm
-                for x, norm in zip(tensors, found)
-            ]
+        if not (kwargs or compat.compiling()) and order > 0:
+            found = _norms_of_parts(cls, func, tensors, order)
+    if found is not None:
+        return found
     return [torch.linalg.vector_norm(x, order, **kwargs) for x in tensors]
+
+
+def _norms_of_parts(
+    cls: type[DTensor], func: Any, tensors: Sequence[Any], order: Any
+) -> list[Any] | None:
+    """None where some wait for a reduction themselves, gradients flow, or dtypes differ."""
+    op, power = compat.reduction_of(compat.norm_placement(order))
+    grad, parts = torch.is_grad_enabled(), []
+    alike: _Alike = {}
+    kinds: dict[Any, Any] = {}
+    for at, x in enumerate(tensors):
+        if grad and x.requires_grad:
+            return None
+        if type(x) is cls:
+            spec = compat.spec_of(x)
+            key = id(spec.mesh), spec.placements
+            if key not in kinds:
+                over = tuple(i for i, p in enumerate(spec.placements) if not p.is_replicate())
+                if is_partial(x):
+                    return None
+                same = alike.setdefault((axes_of(spec.mesh), op, power), {}) if over else {}
+                kinds[key] = over, same
+            over, same = kinds[key]
+            same[at] = over
+            x = compat.local_of(x)
+        elif isinstance(x, DTensor):
+            return None
+        # a rank without rows of a tensor adds nothing
+        parts.append(x if x.numel() else x.new_zeros(1))
+    if len({(x.dtype, x.device) for x in parts}) > 1:
+        return None
+    found = func(parts, order)
+    if not alike:
+        return list(found)
+    whole = torch.stack(found)
+    _reduce(whole, alike)
+    return list(whole.unbind())
 
 
 def unscaled(
@@ -106,7 +144,7 @@ def unscaled(
             over = {at for at, p in enumerate(x.placements) if not p.is_replicate()}
             split.setdefault(axes_of(x.device_mesh), set()).update(over)
         for axes, over in split.items():
-            found_inf.copy_(_over_axes(found_inf.view(1), "max", [over], axes)[0])
+            found_inf.copy_(_over_axes(found_inf.view(1), "max", [tuple(over)], axes)[0])
         increment_version(stored)
 
 
@@ -114,32 +152,23 @@ def _parts(cls: type[DTensor], tensors: Sequence[Any]) -> list[torch.Tensor]:
     return [compat.local_of(x) if type(x) is cls else x for x in tensors]
 
 
-def _waiting(x: DTensor, norm: torch.Tensor, order: float, made: dict[Any, Any]) -> torch.Tensor:
-    """A part's norm until it is reduced; itself of what is whole. made: one for each placement."""
-    spec = compat.spec_of(x)
-    key = id(spec.mesh), spec.placements
-    if key not in made:
-        waits = compat.norm_placement(order)
-        placed = [p if p.is_replicate() else waits for p in spec.placements]
-        made[key] = compat.scalar_like(x, norm, placed) if waits in placed else None
-    return norm if made[key] is None else compat.dtensor_like(made[key], norm)
-
-
 def _over_axes(
-    values: torch.Tensor, op: str, over: Sequence[Collection[int]], axes: Sequence[Axis]
+    values: torch.Tensor, op: str, over: Sequence[tuple[int, ...]], axes: Sequence[Axis]
 ) -> torch.Tensor:
     """Numbers, each reduced over some of the axes: in one collective where that is one axis, or
     where all that are reduced over make the world. Of what is whole along an axis its first rank's
     counts."""
-    used = sorted({at for each in over for at in each if axes[at].size > 1})
+    used = sorted({at for each in set(over) for at in each if axes[at].size > 1})
     world = world_axis()
     spans = len(used) > 1 and math.prod(axes[at].size for at in used) == world.size
     with CollectiveRegion(f"the reduction of norms and sums at {users_line()}", axes):
         for together in [used] if spans else [[at] for at in used]:
             if op in ("sum", "avg"):
-                counts = [
-                    all(axes[at].rank == 0 for at in together if at not in each) for each in over
-                ]
+                first = {
+                    each: all(axes[at].rank == 0 for at in together if at not in each)
+                    for each in set(over)
+                }
+                counts = [first[each] for each in over]
                 values = torch.where(torch.tensor(counts, device=values.device), values, 0)
             group = (world if spans else axes[together[0]]).group
             dist.all_reduce(values, _OPERATORS[op], group=compat.process_group(group))

@@ -26,6 +26,9 @@ from autoshard.runtime.parameters.eager.stored_operators import assign
 from autoshard.runtime.parameters.layout import home_of, like, local_bounds, stored_states
 from autoshard.runtime.parameters.record import copy_record
 
+_GRADIENT = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_NATIVE = DTensor.__torch_function__
+
 
 class StoredTensor(DTensor):
     """A DTensor that eager code uses as the tensor it stands for.
@@ -39,6 +42,8 @@ class StoredTensor(DTensor):
     @classmethod
     @compat.never_a_frame
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _GRADIENT and not torch.compiler.is_compiling():  # clip_grad_norm_: four times
+            return _NATIVE(func, types, args)
         if torch.compiler.is_dynamo_compiling():  # in a graph it is read as the whole by `access`
             with compat.plain_attributes():
                 return func(*args, **(kwargs or {}))
