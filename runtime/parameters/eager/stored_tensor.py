@@ -43,7 +43,10 @@ class StoredTensor(DTensor):
     @compat.never_a_frame
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _GRADIENT and not torch.compiler.is_compiling():  # clip_grad_norm_: four times
-            return _NATIVE(func, types, args)
+            gradient = _NATIVE(func, types, args)
+            if type(gradient) is DTensor:
+                gradient.__class__ = cls
+            return gradient
         if torch.compiler.is_dynamo_compiling():  # in a graph it is read as the whole by `access`
             with compat.plain_attributes():
                 return func(*args, **(kwargs or {}))
