@@ -31,6 +31,7 @@ from autoshard.compiling import (
     check_inductor,
     check_serving,
     compile_local,
+    doing,
     options_of,
     rank_settings,
     refuse_unsharded,
@@ -111,7 +112,8 @@ def autoshard(
     world = start_world(device)
     if world > 1 or _is_built_alone(options or {}):  # else the inner compiler gets the graph
         compat.specialize_floats(gm)
-    with attempt(), CollectiveRegion("the compilation of a graph", ()):
+    region = CollectiveRegion("the compilation of a graph", ())
+    with attempt(), region, doing("the first step", begins=True):
         given = options_of(options or {}, mode, device)
         run = _compile(gm, example_inputs, inputs, device, given)
         log = Config.from_options(given).log

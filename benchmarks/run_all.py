@@ -41,6 +41,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "host_states": (str(HERE / "host_states.py"),),
     "optimizer": (*TWO, str(HERE / "optimizer.py")),
     "warm_start": (str(HERE / "warm_start.py"),),
+    "first_step": (str(HERE / "first_step.py"),),
     "agreement": (str(HERE / "agreement.py"),),
     "flat": (*TWO, str(HERE / "flat.py")),
     "restarts": (str(HERE / "restarts.py"),),

@@ -15,7 +15,14 @@ from autoshard.building.fitting import chunk_as_first, fit, remembered_by
 from autoshard.building.local_passes import local_passes, serial_passes, warn_of_no_mean
 from autoshard.building.planned import Planned, Unplanned, choices_made, layout_of, load_plan
 from autoshard.capture import capture, guard_divisible
-from autoshard.compiling import DebugWatch, lowered_dtypes, say_stored, settings, traced_microbatch
+from autoshard.compiling import (
+    DebugWatch,
+    doing,
+    lowered_dtypes,
+    say_stored,
+    settings,
+    traced_microbatch,
+)
 from autoshard.config import Config, Precision
 from autoshard.errors import ConfigError
 from autoshard.explain import check_strict, explain
@@ -66,11 +73,13 @@ def build_program(
         microbatch = traced_microbatch(gm)
     dtypes = lowered_dtypes(inputs)
     watch = DebugWatch(settings(), mesh.axes)
-    captured = capture(gm, example_inputs, dtypes, inference=_is_stored(inputs))
+    with doing("capture"):
+        captured = capture(gm, example_inputs, dtypes, inference=_is_stored(inputs))
     say_stored(captured, inputs, config)
     machine = cluster.on(mesh.sizes)
     asked = ask(captured, inputs, mesh, config, machine, watch, even, facts, room)
-    planned = asked.plan()
+    with doing("plan"):
+        planned = asked.plan()
 
     def built(planned: Planned, mesh: Mesh, watch: Watch = SILENT) -> Program:
         serial = planned.serial

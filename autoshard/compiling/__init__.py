@@ -18,8 +18,15 @@ from autoshard.compiling.cuda_graphs import (
     rank_settings,
     unsharded_settings,
 )
-from autoshard.compiling.debugging import DebugWatch, refuse_unsharded, settings
+from autoshard.compiling.debugging import (
+    EQUAL_LAYERS,
+    DebugWatch,
+    doing,
+    refuse_unsharded,
+    settings,
+)
 from autoshard.compiling.inner import check_serving, compile_local
 from autoshard.compiling.parameter_use import lowered_dtypes, say_stored, traced_microbatch, use_by
+from autoshard.compiling.regions import layer_of, parts_of
 from autoshard.compiling.rendering import render
 from autoshard.compiling.watching import watched

@@ -5,17 +5,22 @@
     AUTOSHARD_DISABLE=a,b|all   leave out optional passes
     AUTOSHARD_UNSHARDED=1       run the model unsharded
     AUTOSHARD_STOP_AFTER=pass   leave out the passes after this one
+    AUTOSHARD_QUIET=1           do not say how far a compilation is
 
 Names and levels are checked; what cannot be obeyed is a ConfigError (docs/debugging.md).
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
+import sys
+import threading
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,13 +38,19 @@ _log = logging.getLogger("autoshard.passes")
 _graphs = logging.getLogger("autoshard.graphs")
 _programs = itertools.count()
 
+EQUAL_LAYERS = "equal_layers"
+"""What AUTOSHARD_DISABLE calls the regions of a graph (`regions.py`), which are no pass."""
+
+_MAY_GO = (*OPTIONAL, EQUAL_LAYERS)
+
 
 @dataclass(frozen=True)
 class Settings:
     """The values of the AUTOSHARD_* variables, checked.
 
     level: of AUTOSHARD_DEBUG. folder: of AUTOSHARD_DUMP. left_out: the passes that do not run.
-    unsharded: run the caller's graph as it is. stop_after: the last pass that runs.
+    unsharded: run the caller's graph as it is. stop_after: the last pass that runs. quiet: do not
+    say how far a compilation is.
     """
 
     level: int = 0
@@ -47,6 +58,7 @@ class Settings:
     left_out: tuple[str, ...] = ()
     unsharded: bool = False
     stop_after: str = ""
+    quiet: bool = False
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Settings:
@@ -59,23 +71,21 @@ class Settings:
         stop_after = environment.get("AUTOSHARD_STOP_AFTER", "")
         left_out: tuple[str, ...] = ()
         if disable == "all":
-            left_out = OPTIONAL
+            left_out = _MAY_GO
         elif disable not in ("", "0"):
             left_out = tuple(name.strip() for name in disable.split(","))
             for name in left_out:
-                _known("AUTOSHARD_DISABLE", name)
-                if name not in OPTIONAL:
+                if name not in _MAY_GO:
+                    _known("AUTOSHARD_DISABLE", name)
                     raise ConfigError(
                         f"AUTOSHARD_DISABLE={name}: without this pass the program is wrong",
-                        remedy=f"It takes {', '.join(OPTIONAL)}; or all, for all of these.",
+                        remedy=f"It takes {', '.join(_MAY_GO)}; or all, for all of these.",
                     )
-        unsharded = environment.get("AUTOSHARD_UNSHARDED", "0") or "0"
-        if unsharded not in ("0", "1"):
-            raise ConfigError(f"AUTOSHARD_UNSHARDED={unsharded!r} is neither 0 nor 1.")
+        unsharded, quiet = (_is_set(f"AUTOSHARD_{name}", environment) for name in _SWITCHES)
         if stop_after:
             _known("AUTOSHARD_STOP_AFTER", stop_after)
         return cls(
-            int(level), Path(folder) if folder else None, left_out, unsharded == "1", stop_after
+            int(level), Path(folder) if folder else None, left_out, unsharded, stop_after, quiet
         )
 
     def text(self) -> str:
@@ -91,6 +101,64 @@ def settings() -> Settings:
     found = Settings.of(os.environ)
     _configure(found.level)
     return found
+
+
+PATIENCE = 3.0
+"""Seconds of a compilation after which it says what it does."""
+
+
+class WorkShown:
+    """What the compilations of this process are at, as the first rank says it on stderr once one
+    takes longer than PATIENCE: on a terminal a line that changes and goes, in a log one line."""
+
+    def __init__(self) -> None:
+        self._stack: list[str] = []
+        self._began, self._shows, self._logged = 0.0, False, False
+
+    @contextlib.contextmanager
+    def __call__(self, what: str, begins: bool = False) -> Iterator[None]:
+        """Around a piece of work; `begins`: also where it is part of no other."""
+        if not (self._stack or begins):
+            yield
+            return
+        timer = threading.Timer(PATIENCE, self._patience_is_over)
+        timer.daemon = True
+        self._stack.append(what)
+        if len(self._stack) == 1:
+            self._began = time.monotonic()
+            if _rank() == "0" and not settings().quiet:
+                timer.start()
+        self._show()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self._stack.pop()
+            self._show()
+
+    def _patience_is_over(self) -> None:
+        if not self._stack:
+            return
+        if sys.stderr.isatty():
+            self._shows = True
+            self._show()
+        elif not self._logged:
+            self._logged = True
+            print(
+                f"autoshard: {self._text()}; the next start finds what it compiles", file=sys.stderr
+            )
+
+    def _text(self) -> str:
+        return f"{', '.join(self._stack)} ({time.monotonic() - self._began:.0f} s)"
+
+    def _show(self) -> None:
+        if self._shows:
+            line = f"autoshard: {self._text()}" if self._stack else ""
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+            self._shows = bool(self._stack)
+
+
+doing = WorkShown()
 
 
 def refuse_unsharded(sizes: Mapping[str, int]) -> None:
@@ -168,6 +236,16 @@ class DebugWatch(Watch):
 
 def _rank() -> str:
     return os.environ.get("RANK", "0")
+
+
+_SWITCHES = ("UNSHARDED", "QUIET")
+
+
+def _is_set(variable: str, environment: Mapping[str, str]) -> bool:
+    found = environment.get(variable, "0") or "0"
+    if found not in ("0", "1"):
+        raise ConfigError(f"{variable}={found!r} is neither 0 nor 1.")
+    return found == "1"
 
 
 def _known(variable: str, name: str) -> None:

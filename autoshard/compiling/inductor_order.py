@@ -35,7 +35,7 @@ from typing import Any
 
 from torch import fx
 
-from autoshard.passes import ALL_REDUCE, COLLECTIVES, aten, c10d, waits_of
+from autoshard.passes import ALL_REDUCE, COLLECTIVES, WAIT, aten, c10d, waits_of
 from autoshard.planning import PRODUCTS, RESHAPES, packet
 from autoshard.runtime.collectives import EXCHANGES, FUSED_PRODUCTS
 from autoshard.runtime.host_memory import OFFLOAD, RELOAD, WAIT_TRANSFER
@@ -63,7 +63,8 @@ def reduce_in_place(graph: fx.Graph) -> None:
 def order_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """The nodes that each node must come after, besides those it reads, in the order of the graph.
 
-    A collective with no product between its start and its wait needs none.
+    A collective with no product between its start and its wait needs none. A graph that is a region
+    of another has waits for what started before it, and starts of what is waited for after it.
     """
     found: dict[fx.Node, list[fx.Node]] = {}
     nodes = list(graph.nodes)
@@ -85,19 +86,21 @@ def order_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
             if previous is not None and {start.target, previous.target} & {*_UNKNOWN}:
                 found.setdefault(start, []).append(previous)
             previous = start
+        earlier = before[position[start]]
+        if start.target is WAIT and start.all_input_nodes[0].op == "placeholder" and earlier:
+            found.setdefault(start, []).append(earlier)  # it was started in another region
         if start.target not in (*COLLECTIVES, IN_PLACE, *TRANSFERS):
             continue
         waits = sorted(_waits(start), key=position.__getitem__)
-        if not waits:
-            continue
-        wait = waits[0]
-        first, final = after[position[start]], before[position[wait]]
-        if first is None or final is None or position[first] > position[wait]:
+        if not waits and start.target in TRANSFERS:
+            continue  # backward waits for it
+        end = position[waits[0]] if waits else len(nodes)  # waited for in another region
+        first, final = after[position[start]], before[end] if waits else last
+        if first is None or final is None or position[first] > end:
             continue
         found.setdefault(first, []).append(start)
         for one in waits:
             found.setdefault(one, []).append(final)
-        earlier = before[position[start]]
         if earlier is not None:
             found.setdefault(start, []).append(earlier)
         bucket = _bucket(start)
@@ -109,7 +112,7 @@ def order_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         for piece in pieces:
             product = after[position[piece]]
             divided = piece.target is aten.div.Tensor
-            if divided and product is not None and position[product] < position[wait]:
+            if divided and product is not None and position[product] < end:
                 found.setdefault(product, []).append(piece)
     return dict(sorted(found.items(), key=lambda item: position[item[0]]))
 

@@ -21,7 +21,10 @@ import autoshard
 from autoshard import passes, runtime
 from autoshard.compiling.any_rank import for_any_rank
 from autoshard.compiling.cuda_graphs import InductorSettings
+from autoshard.compiling.debugging import EQUAL_LAYERS, doing
+from autoshard.compiling.debugging import settings as variables
 from autoshard.compiling.inductor_order import hold_order
+from autoshard.compiling.regions import parts_of
 from autoshard.errors import ConfigError
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import compiles
@@ -58,18 +61,20 @@ def compile_local(
         return compat.registered_backend("torch_tensorrt")(gm, fakes, options=_TENSORRT)
     if inner == "aot_eager":
         return aot_eager(gm, fakes, passes.after_cut, finish, takes_list)
-    shared = compiles()
+    shared, left_out = compiles(), variables().left_out
     return inductor_compile(
         for_any_rank(gm),
         fakes,
         passes.after_cut,
         finish,
-        settings + _source_digest(),
+        f"{settings}{left_out}{_source_digest()}",
         hold_order,
         settings=inductor.values,
         fixed=inductor.fixed,
         takes_list=takes_list,
         once=None if shared is None else shared.once,
+        regions=None if EQUAL_LAYERS in left_out else parts_of,
+        doing=functools.partial(doing, begins=True),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from autoshard.compiling import Built, not_captured
+from autoshard.compiling import EQUAL_LAYERS, Built, layer_of, not_captured, parts_of, settings
 from autoshard.explain import text_costs
 from autoshard.explain.costs import folded, named
 from autoshard.explain.facts import Facts
@@ -76,6 +76,7 @@ def explain(
             _inference_layers(built),
             _cuda_graph(built),
             compiled_across_hosts(),
+            _regions(built),
         ]
     sections += [text_costs.beside(facts, columns), _memory(facts.memory) if compiled else ""]
     return "\n\n".join(section for section in sections if section) + "\n"
@@ -94,6 +95,27 @@ def _headline(facts: Facts) -> str:
         f"{len(built.parameters)} parameters, {human(total)} in all, "
         f"{share:.1f}% of the bytes sharded; rank in {held}"
     )
+
+
+def _regions(built: Built) -> str:
+    """How many pieces of code Inductor makes, and which layers are one."""
+    compiled = built.config.inner == "inductor" and not built.config.cuda_graphs
+    if not compiled or EQUAL_LAYERS in settings().left_out:
+        return ""
+    lines = []
+    for phase, gm in (("forward", built.running.forward), ("backward", built.running.backward)):
+        parts = parts_of(gm) if gm is not None else None
+        if parts is None:
+            continue
+        counts = Counter(part.key for part in parts)
+        shared = [part for part in parts if counts[part.key] > 1]
+        layers = [name for name in dict.fromkeys(map(layer_of, shared)) if name]
+        which = f" ({layers[0]} to {layers[-1]})" if layers else ""
+        lines.append(
+            f"{phase}: {len(counts)} regions for {len(parts)} parts; {len(shared)} parts share "
+            f"{len({part.key for part in shared})}{which}"
+        )
+    return "\n  ".join(["equal layers are compiled once", *lines]) if lines else ""
 
 
 def _held(built: Built) -> str:

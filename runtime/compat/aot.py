@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,13 @@ Finish = Callable[[fx.GraphModule, bool], Any]
 AfterCut = Callable[[fx.GraphModule, fx.GraphModule, int], Any]
 """Called with a forward and a backward as soon as they are cut, to rewrite both together, and the
 number of results in front of what is kept for backward."""
+
+CutGraph = Callable[[fx.GraphModule, Mapping[fx.Node, Any]], Sequence[Any] | None]
+"""The parts of a graph (`autoshard.compiling.regions.GraphPart`), or None where it is better whole;
+what a compiler must know of an input besides its metadata is part of what makes two equal."""
+
+Doing = Callable[[str], contextlib.AbstractContextManager[None]]
+"""Around a piece of work, which it names to who waits."""
 
 
 def taking_a_list(gm: fx.GraphModule) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.utils._ordered_set import OrderedSet
 
-from autoshard.runtime.compat.aot import AfterCut, Finish, taking_a_list
+from autoshard.runtime.compat.aot import AfterCut, CutGraph, Doing, Finish, taking_a_list
 from autoshard.runtime.compat.version import PARTITIONER, probe, probe_compilers
 from autoshard.runtime.graph_meta import HOST
 
@@ -38,22 +38,28 @@ def inductor_compile(
     fixed: Sequence[int] | None = None,
     takes_list: bool = False,
     once: Once | None = None,
+    regions: CutGraph | None = None,
+    doing: Doing = contextlib.nullcontext,
 ) -> Callable[..., Any]:
     """AOTAutograd and Inductor.
 
     digest: what `finish` depends on besides the graph. order: what Inductor must keep. settings:
     of `torch._inductor.config`. fixed: positions of the inputs that lie where they lay in the
     last call, for CUDA graphs; None: what Dynamo has said of the graph. takes_list: see
-    `taking_a_list`. once: entered around a compilation that other hosts may share.
+    `taking_a_list`. once: entered around a compilation that other hosts may share. regions: the
+    parts of a graph, of which equal ones are compiled once. doing: entered around each compilation.
     """
     probe_compilers()
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    from autoshard.runtime.compat.inductor_regions import in_regions
+
     moving: set[str] = set()
 
     def inner_compile(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         backward = bool(options.get("is_backward"))
+        work = f"compile {'backward' if backward else 'forward'}"
         if fixed is not None and backward:
             options["static_input_idxs"] = _not_among(graph, options["static_input_idxs"], moving)
         elif fixed is not None:
@@ -62,11 +68,14 @@ def inductor_compile(
             options["static_input_idxs"] = [*range(own), *(own + i for i in fixed)]
             moving.update(_made_outside(graph))
         if finish is None:
-            return compile_fx_inner(graph, inputs, **options)
+            with doing(work), in_regions(regions, doing):
+                return compile_fx_inner(graph, inputs, **options)
         finish(graph, backward)
         with (
+            doing(work),
             config.patch(post_grad_custom_post_pass=keep_order(order)),
             first_compiles(graph, once),
+            in_regions(regions, doing),
         ):
             return compile_fx_inner(graph, inputs, **options)
 

@@ -120,6 +120,8 @@ torch._inductor.codecache.write_atomic
 torch._inductor.compile_fx._recursive_post_grad_passes
 torch._inductor.compile_fx.compile_fx
 torch._inductor.compile_fx.compile_fx_inner
+torch._inductor.compile_fx.fx_codegen_and_compile
+torch._inductor.compile_fx.get_input_idxs_to_check
 torch._inductor.compile_fx.record_original_output_strides
 torch._inductor.config
 torch._inductor.custom_graph_pass.CustomGraphPass
@@ -132,6 +134,9 @@ torch._inductor.fx_passes.post_grad.view_to_reshape
 torch._inductor.graph.GraphLowering
 torch._inductor.ir
 torch._inductor.list_mode_options
+torch._inductor.output_code.CompiledFxGraph
+torch._inductor.utils.BoxedBool
+torch._inductor.utils.set_tracing_context_output_strides
 torch._inductor.virtualized.V
 torch.compiler._cache.CacheArtifact
 torch.compiler._cache.CacheArtifactFactory

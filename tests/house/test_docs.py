@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard.compiling.debugging import EQUAL_LAYERS
 from autoshard.planning.cost.clusters import cluster
 from autoshard.planning.rules import registry
 from autoshard.planning.rules.table import RULES
@@ -141,9 +142,9 @@ def test_the_page_of_variables_names_every_variable_and_what_may_be_left_out() -
 
     page = (DOC.parent / "debugging.md").read_text()
     (row,) = re.findall(r"^\| `AUTOSHARD_DISABLE` .*$", page, re.MULTILINE)
-    assert re.findall(r"`([a-z]+_\w+)`", row) == list(pipeline.OPTIONAL)
+    assert re.findall(r"`([a-z]+_\w+)`", row) == [*pipeline.OPTIONAL, EQUAL_LAYERS]
     variables = set(re.findall(r"AUTOSHARD_\w+", Path(debugging.__file__).read_text()))
-    assert len(variables) == 5 and variables <= set(re.findall(r"AUTOSHARD_\w+", page))
+    assert len(variables) == 6 and variables <= set(re.findall(r"AUTOSHARD_\w+", page))
 
 
 def block(language: str) -> str:

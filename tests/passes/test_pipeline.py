@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import io
 import logging
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from pass_samples import OPTIONS, SAMPLES, Grouped, Two
 from torch import fx, nn
 
 import autoshard
+from autoshard.compiling import debugging
 from autoshard.compiling.debugging import DebugWatch, Settings, refuse_unsharded
 from autoshard.compiling.rendering import render
 from autoshard.errors import AutoshardError, ConfigError
@@ -256,3 +259,34 @@ def test_ranks_that_leave_out_different_passes_do_not_run_together(gloo2: Any) -
     for said in gloo2(refused_on_rank_one):
         assert "disagree on the plan" in said
         assert "passes left out []" in said and "'bucket_parameters'" in said
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_long_compilation_says_what_it_is_at(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    def said(quiet: str) -> str:
+        monkeypatch.setenv("AUTOSHARD_QUIET", quiet)
+        stream = io.StringIO()
+        monkeypatch.setattr(stream, "isatty", lambda: terminal)
+        monkeypatch.setattr(sys, "stderr", stream)
+        doing = debugging.WorkShown()
+        with doing("plan"):  # of nobody who waits for a first step
+            assert not stream.getvalue()
+        for _ in range(2):
+            with doing("compile forward", begins=True):
+                end = time.monotonic() + (0.2 if quiet == "1" else 10)
+                while not stream.getvalue() and time.monotonic() < end:
+                    time.sleep(0.01)
+                with doing("region 2 of 3"):
+                    pass
+        return stream.getvalue()
+
+    monkeypatch.setattr(debugging, "PATIENCE", 0.0)
+    assert said("1") == ""
+    text = said("0")
+    if terminal:
+        assert "autoshard: compile forward, region 2 of 3 (0 s)\r" in text
+        assert text.endswith("\r\x1b[K")
+    else:
+        assert text == "autoshard: compile forward (0 s); the next start finds what it compiles\n"

@@ -1,0 +1,251 @@
+"""Where equal stretches of a graph lie: its tandem repeats, and the best cut between them.
+
+Any cut of a periodic list is periodic, so the one is taken that the fewest bytes cross, and, where
+it can be, no view with gaps or collective under way. What lies among the operators of a stretch and
+is of a bucket of parameters or gradients, which ends anywhere, runs before or after it; collectives
+of a process group stay in their order.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.compiling.glue import (
+    apart_of,
+    constants_of,
+    is_from_data,
+    is_seed,
+    readers,
+    tails_of,
+    views_of,
+    writes_input,
+)
+from autoshard.passes import COLLECTIVES, WAIT
+from autoshard.runtime.collectives import EXCHANGES, FUSED_PRODUCTS
+from autoshard.runtime.compat import size_hint
+from autoshard.runtime.operators import CHUNKED_LOSS
+
+FEWEST = 3
+"""Equal stretches below which none is looked for."""
+
+_SHORTEST = 8  # operators of a period: fewer are no layer
+
+
+class PartsInOrder:
+    """Where each operator of a graph runs: in a stretch, or in the gaps between them."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+        self.position = {node: i for i, node in enumerate(self.nodes)}
+        self.constants = constants_of(self.nodes)
+        self.copies = {n for n in self.nodes if writes_input(n)}
+        self.apart = apart_of(self.nodes) - self.constants - self.copies
+        self.tails = tails_of(self.nodes) - self.apart
+        away = self.constants | self.copies | self.apart | self.tails
+        self.core = [n for n in self.nodes if n not in away and not is_seed(n)]
+
+    def slots(self) -> list[list[fx.Node]] | None:
+        """The operators by part, in the order of the graph within each."""
+        if any(is_from_data(node) for node in self.nodes):
+            return None
+        runs = _runs([label(node) for node in self.core])
+        if not runs:
+            return None
+        bounds = self._bounds(runs)
+        for apart in (self.apart, set[fx.Node]()):
+            slot = self._slot(bounds, apart)
+            order = sorted(slot, key=lambda node: (slot[node], self.position[node]))
+            if _same_order(self.nodes, order):
+                break
+        else:
+            return None
+        stretches = {2 * i + 1 for i, is_stretch in enumerate(bounds.values()) if is_stretch}
+        found: list[list[fx.Node]] = []
+        before: tuple[Any, ...] = ()
+        for node in order:
+            at = (slot[node],) if slot[node] in stretches else ()
+            if not found or at != before:
+                found.append([])
+            found[-1].append(node)
+            before = at
+        return found
+
+    def _bounds(self, runs: Sequence[tuple[int, int, int]]) -> dict[int, bool]:
+        """The first operator of each segment of `core`, and whether the segment is a stretch."""
+        costs = self._costs()
+        found = {0: False}
+        for start, period, count in runs:
+            middle = start + period * (count // 2)
+            shift = min(range(period), key=lambda i: (costs[middle + i], i))
+            whole = count - (shift > 0)
+            for i in range(whole):
+                found[start + shift + i * period] = True
+            found[start + shift + whole * period] = False
+        return {i: found[i] for i in sorted(found) if i < len(self.core)}
+
+    def _costs(self) -> list[int]:
+        """What crosses a cut before each operator of `core`."""
+        index = {node: i for i, node in enumerate(self.core)}
+        change = [0] * (len(self.core) + 1)
+        for i, node in enumerate(self.core):
+            last = max((index[user] for user in node.users if user in index), default=i)
+            change[i + 1] += (cost := _cost(node))
+            change[last + 1 if last > i else i + 1] -= cost
+        total, found = 0, []
+        for each in change:
+            total += each
+            found.append(total)
+        return found
+
+    def _slot(self, bounds: Mapping[int, bool], apart: Collection[fx.Node]) -> dict[fx.Node, int]:
+        """By operator: 2 i + 1 in segment i, 2 i before it."""
+        starts = {self.core[i]: n for n, i in enumerate(bounds)}
+        stretch = list(bounds.values())
+        segment, slot = 0, dict[fx.Node, int]()
+        staying: set[tuple[int, Any]] = set()  # groups with a collective that is not moved up
+        for node in self.nodes:
+            segment = starts.get(node, segment)
+            if node in self.constants or node in self.copies:
+                continue
+            slot[node] = 2 * segment + 1
+            source = max((slot.get(one, 0) for one in node.all_input_nodes), default=0)
+            if node.target is operator.getitem:
+                slot[node] = slot[node.all_input_nodes[0]]
+            elif is_seed(node) or (node in self.tails and source):
+                slot[node] = source
+            elif node in apart and stretch[segment] and source <= 2 * segment:
+                place = (segment, node.args[-1]) if node.target in COLLECTIVES else None
+                if place not in staying:
+                    unpacks = source and place is None and node.target is not WAIT
+                    slot[node] = source if unpacks else 2 * segment
+            if node.target in COLLECTIVES and slot[node] % 2:
+                staying.add((segment, node.args[-1]))
+        for node in reversed(self.nodes):
+            if node not in apart or node.target is operator.getitem:
+                continue
+            at = slot[node]
+            later = all(slot.get(user, at + 1) > at for user in readers(node))
+            if at % 2 and stretch[at // 2] and later:
+                slot[node] = at + 1
+                for user in node.users:
+                    if user.target is operator.getitem:
+                        slot[user] = at + 1
+        for node in self.copies:  # where the input and what is written to it are last read
+            reads = [node.args[0], *views_of(node.args[0]), node.args[1]]
+            users = [u for one in reads for u in one.users if u in slot]  # type: ignore[union-attr]
+            slot[node] = max(slot[each] for each in [*users, *node.all_input_nodes] if each in slot)
+        return slot
+
+
+def _runs(labels: Sequence[str]) -> list[tuple[int, int, int]]:
+    """(start, period, count) of the tandem repeats, that of most operators first taken."""
+    found: list[tuple[int, int, int]] = []
+    todo = [(0, len(labels))]
+    while todo:
+        low, high = todo.pop()
+        best = _best_run(labels[low:high])
+        if best is not None:
+            start, period, count = best[0] + low, *best[1:]
+            found.append((start, period, count))
+            todo += [(low, start), (start + period * count, high)]
+    return sorted(found)
+
+
+def _best_run(labels: Sequence[str]) -> tuple[int, int, int] | None:
+    if len(labels) < FEWEST * _SHORTEST:
+        return None
+    where: dict[str, int] = {}
+    distances: Counter[int] = Counter()
+    for i, label in enumerate(labels):
+        if label in where:
+            distances[i - where[label]] += 1
+        where[label] = i
+    best, most = None, 0
+    for period, _ in distances.most_common(24):
+        run = 0
+        for i in range(len(labels) - period) if period >= _SHORTEST else ():
+            run = run + 1 if labels[i] == labels[i + period] else 0
+            count = run // period + 1
+            if count >= FEWEST and (count - 1) * period > most:
+                best, most = (i - run + 1, period, count), (count - 1) * period
+    return best
+
+
+def label(node: fx.Node, name: Callable[[fx.Node], Any] = lambda node: "") -> str:
+    """What a node does, as text; its inputs by `name`."""
+
+    def named(node: fx.Node) -> Any:
+        return _Named(name(node))
+
+    shown = fx.node.map_arg((node.args, dict(node.kwargs)), named)
+    target = node.target
+    if node.op == "get_attr":
+        value: Any = node.graph.owning_module
+        for attribute in str(target).split("."):
+            value = getattr(value, attribute)
+        target = value.code if isinstance(value, fx.GraphModule) else target
+    return f"{target} {shown} {described(node.meta.get('val'), where=False)}"
+
+
+class _Named:
+    def __init__(self, name: Any) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"%{self.name}"
+
+
+def described(val: Any, where: bool) -> str:
+    """What a compiler asks about a value; `where`: of its place in its storage too."""
+    if isinstance(val, torch.Tensor):
+        place = val.storage_offset() if where else ""
+        return f"{val.dtype}{list(val.shape)}{list(val.stride())}{val.device}{place}"
+    if isinstance(val, (list, tuple)):
+        return ",".join(described(one, where) for one in val)
+    return f"{type(val).__name__} {val}"
+
+
+def _cost(node: fx.Node) -> int:
+    """Of a cut that a value crosses: its bytes; more than any of what is best not cut."""
+    val = node.meta.get("val")
+    if not isinstance(val, torch.Tensor):
+        return 1 << 60
+    sizes = [_hint(size) for size in val.shape]
+    strides = [_hint(stride) for stride in val.stride()]
+    held = 1
+    for size, stride in sorted(zip(sizes, strides), key=lambda one: one[1]):
+        if size > 1 and stride != held:
+            return 1 << 50
+        held *= size
+    under_way = node.target in COLLECTIVES
+    return held * val.element_size() + 4096 + (under_way << 40)
+
+
+def _hint(size: Any) -> int:
+    return size if isinstance(size, int) else size_hint(size) or 1
+
+
+def _same_order(before: Sequence[fx.Node], after: Sequence[fx.Node]) -> bool:
+    """Whether the collectives of each process group are in the order that they had."""
+
+    def sequences(nodes: Sequence[fx.Node]) -> dict[Any, list[fx.Node]]:
+        found: dict[Any, list[fx.Node]] = defaultdict(list)
+        whole = [
+            n
+            for n in nodes
+            if n.target in (*COLLECTIVES, *EXCHANGES, *FUSED_PRODUCTS, CHUNKED_LOSS)
+        ]
+        groups = {node.args[-1] for node in whole if node.target in COLLECTIVES}
+        for node in whole:
+            mine = [node.args[-1]] if node.target in COLLECTIVES else groups
+            for group in mine:
+                found[group].append(node)
+        return found
+
+    return sequences(before) == sequences(after)

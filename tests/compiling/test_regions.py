@@ -1,0 +1,261 @@
+"""Equal stretches of a graph are one region, and what runs is the graph's own arithmetic."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from autoshard.compiling.regions import GraphPart, parts_of
+from autoshard.passes import COLLECTIVES
+from autoshard.program import Program
+from autoshard.runtime.compat.inductor_regions import compile_parts, in_regions
+from gloo_pool import GlooPool
+from side_by_side import Pair, check
+from traced import builder
+
+
+class Layer(nn.Module):
+    """A gated feed-forward with a norm, and a residual."""
+
+    def __init__(self, width: int, other: bool) -> None:
+        super().__init__()
+        self.gate = torch.tanh if other else torch.sigmoid
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(self.norm(x))
+        return x + self.down(y * self.gate(y)) * 0.5
+
+
+class Stack(nn.Module):
+    """Layers, of which one may have another gate; the loss."""
+
+    def __init__(self, layers: int, other: int | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(8, i == other) for i in range(layers)])
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+@functools.cache
+def built(layers: int, other: int | None) -> Callable[..., Program]:
+    return builder(Stack(layers, other), (torch.ones(4, 6, 8),))
+
+
+@functools.cache
+def graphs(axis: str, layers: int, other: int | None = None) -> tuple[fx.GraphModule, ...]:
+    size = 1 if axis == "dp_replicate" else 2
+    running = built(layers, other)({axis: size}, planner={"bucket_bytes": 8000}).running
+    assert running.backward is not None
+    return running.forward, running.backward
+
+
+def regions(gm: fx.GraphModule) -> list[GraphPart]:
+    found = parts_of(gm)
+    assert found is not None
+    return found
+
+
+SIGMOID, TANH = torch.ops.aten.sigmoid.default, torch.ops.aten.tanh.default
+AXES = ["tp", "dp_shard"]
+PATIENCE = 500.0  # seconds of two processes that compile kernels
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_as_many_regions_for_any_depth(axis: str) -> None:
+    few, many = ([regions(gm) for gm in graphs(axis, n)] for n in (8, 12))
+    for less, more in zip(few, many):
+        most = [max(Counter(part.key for part in parts).values()) for parts in (less, more)]
+        assert most[1] == most[0] + 4
+        if axis == "tp":  # buckets are of so many bytes
+            assert len({part.key for part in more}) == len({part.key for part in less}) <= 4
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_every_operator_once_and_collectives_in_their_order(axis: str) -> None:
+    for gm in graphs(axis, 12):
+        nodes = [node for part in regions(gm) for node in part.nodes]
+        constants = {node for part in regions(gm) for node in part.constants}
+        assert len(set(nodes)) == len(nodes)
+        operators = {n for n in gm.graph.nodes if n.op not in ("placeholder", "output")}
+        assert constants.isdisjoint(nodes) and constants.union(nodes) == operators
+        moved = [node for node in nodes if node.target in COLLECTIVES]
+        assert moved == [node for node in gm.graph.nodes if node.target in COLLECTIVES]
+
+
+def test_an_unequal_layer_is_not_shared() -> None:
+    parts = regions(graphs("tp", 12, 4)[0])
+    counts = Counter(part.key for part in parts)
+    by_layer = [
+        counts[part.key] for part in parts for n in part.nodes if n.target in (SIGMOID, TANH)
+    ]
+    assert by_layer[4] == 1 and by_layer.count(max(by_layer)) >= 10
+
+
+class Counting:
+    """In the place of Inductor: runs a graph as it is, and counts the graphs."""
+
+    def __init__(self) -> None:
+        self.graphs: list[fx.GraphModule] = []
+
+    def __call__(self, gm: fx.GraphModule, inputs: Any, *rest: Any, **options: Any) -> Any:
+        self.graphs.append(gm)
+        outputs: Any = gm.graph.output_node().args[0]
+        values = [node.meta["val"] for node in outputs]
+        return SimpleNamespace(
+            current_callable=lambda given: gm(*given),
+            output_strides=[tuple(map(str, v.stride())) for v in values],
+            counter_deltas=Counter(),
+            source_code="",
+            device_types=set(),
+            device_idxs=set(),
+            _compile_context=None,
+        )
+
+
+def inputs_of(gm: fx.GraphModule) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    fakes = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    return [torch.randn(fake.shape, dtype=fake.dtype) for fake in fakes]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_graphs_own_numbers(backward: bool) -> None:
+    gm = graphs("dp_replicate", 8)[backward]
+    count = Counting()
+    parts = regions(gm)
+    made = compile_parts(gm, parts, {}, count)
+    assert made is not None and len(count.graphs) == len({part.key for part in parts}) < len(parts)
+    values = inputs_of(gm)
+    expected: Sequence[Any] = gm(*values)
+    given = list(values)
+    found = made._run(given)
+    assert not given  # what the caller does not hold is freed when it was read last
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected):
+        assert one is other is None or torch.equal(one, other)
+
+
+def most_alive(steps: Sequence[tuple[Sequence[Any], Sequence[Any]]], kept: set[Any]) -> int:
+    """Bytes at the peak of (reads, makes) steps, each value freed after it is read last."""
+    last = {node: i for i, (reads, _) in enumerate(steps) for node in reads}
+    alive, peak = 0, 0
+
+    def size(node: fx.Node) -> int:
+        val = node.meta.get("val")
+        is_view = getattr(node.target, "is_view", False)
+        return 0 if is_view or not isinstance(val, torch.Tensor) else val.nbytes
+
+    for i, (reads, makes) in enumerate(steps):
+        alive += sum(map(size, makes))
+        peak = max(peak, alive)
+        alive -= sum(size(n) for n in {*reads, *makes} - kept if last.get(n, i) == i)
+    return peak
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_nothing_lives_longer(axis: str) -> None:
+    for gm in graphs(axis, 12):
+        kept = {*gm.graph.output_node().all_input_nodes, *gm.graph.find_nodes(op="placeholder")}
+        nodes = [node for part in regions(gm) for node in part.nodes]
+        steps = [(node.all_input_nodes, [node]) for node in gm.graph.nodes if node in set(nodes)]
+        parted = [(node.all_input_nodes, [node]) for node in nodes]
+        assert most_alive(parted, kept) <= 1.02 * most_alive(steps, kept)
+
+
+def six_layers(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor]:
+    for weight in weights:
+        y = x @ weight
+        x = x + ((y.sin() + 1) * y.cos() - y.abs()).tanh() * 0.5
+    return (x.sum(0),)
+
+
+def test_inductors_cache_holds_the_regions() -> None:
+    """Kernels are left out, which take seconds to compile: found again is the same code."""
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.utils import fresh_cache
+
+    kernels = mock.Mock(return_value=lambda *pointers: None)
+    found = []
+    with fresh_cache(), mock.patch.object(AsyncCompile, "cpp_pybinding", kernels):
+        for _ in range(2):
+            with FakeTensorMode(shape_env=ShapeEnv()):
+                fakes = [torch.ones(4, 8), *[torch.ones(8, 8) for _ in range(6)]]
+                gm = make_fx(six_layers)(*fakes)
+            torch._dynamo.utils.counters.clear()
+            with tracing(TracingContext(detect_fake_mode(fakes))), in_regions(parts_of):
+                found.append(compile_fx_inner(gm, fakes, static_input_idxs=[1, 2, 3, 4, 5, 6]))
+        assert torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"] == 1
+    first, second = found
+    assert len(first.regions) == len(second.regions) < len(first.calls) == len(second.calls)
+    values = [torch.ones(4, 8), *[torch.ones(8, 8) for _ in range(6)]]
+    assert second(values)[0].shape == (8,) and not values
+
+
+def train(folder: str, mesh: dict[str, int], layers: int) -> dict[str, Any]:
+    """Three steps beside the serial model from an empty cache, and from what is in it then: parts
+    and regions of each graph that was compiled, and what was compiled and loaded."""
+    from torch._dynamo.utils import counters
+    from torch._inductor.utils import clear_caches
+
+    from autoshard.runtime.compat import inductor_regions
+
+    found: list[tuple[int, int]] = []
+
+    def counted(gm: fx.GraphModule, parts: list[GraphPart], *rest: Any) -> Any:
+        made = compile_parts(gm, parts, *rest)
+        found.append((len(parts), len(made.regions)) if made is not None else (0, 0))
+        return made
+
+    def trained() -> dict[str, Any]:
+        torch._dynamo.reset()
+        clear_caches()
+        counters.clear()
+        torch.manual_seed(0)
+        pair = Pair(Stack(layers), inner="inductor", mesh=mesh, planner={"bucket_bytes": 8000})
+        xs = [torch.randn(4, 6, 8) for _ in range(3)]
+        pair.train([lambda model, x=x: model(x) for x in xs])
+        return {**pair.result(), "cache": dict(counters["inductor"])}
+
+    with (
+        mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder),
+        mock.patch.object(inductor_regions, "compile_parts", counted),
+    ):
+        jobs = [trained(), trained()]
+    clear_caches()
+    return {"jobs": jobs, "regions": found}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("axis", "layers"), [("tp", 8), ("dp_shard", 12)])
+def test_two_processes_train_as_serial_and_start_warm(
+    gloo2: GlooPool, tmp_path: Path, axis: str, layers: int
+) -> None:
+    results = gloo2(train, str(tmp_path), {axis: 2}, layers, pool_timeout=PATIENCE)
+    check([job for result in results for job in result["jobs"]])
+    made = [pair for result in results for pair in result["regions"]]
+    assert len(made) == 2 and all(0 < regions < parts for parts, regions in made), made
+    for job, (missed, hit) in enumerate([(2, 2), (0, 4)]):
+        caches = [result["jobs"][job]["cache"] for result in results]
+        assert sum(cache.get("fxgraph_cache_miss", 0) for cache in caches) == missed, caches
+        assert sum(cache.get("fxgraph_cache_hit", 0) for cache in caches) == hit, caches
