@@ -32,6 +32,7 @@ from autoshard.compiling import (
     check_serving,
     compile_local,
     doing,
+    made_ahead,
     options_of,
     rank_settings,
     refuse_unsharded,
@@ -157,6 +158,7 @@ def _compile(
     cp_rank = 0 if mesh.outer is None else mesh.outer.rank
     TRACKER.place(mesh.planned.rank, stream, cp_rank)
     _cast_inputs(inputs, use_by(config, mesh))
+    config = made_ahead(inputs, mesh, config, device)
     plain = unsharded_settings(config)
     if mesh.size == 1 and not _is_built_alone(options):
         return compile_local(gm, list(example_inputs), config.inner, inductor=plain)
@@ -266,9 +268,7 @@ def _runner(
     compat.lighten_guards(parameters)
     reals = [None if is_eager_value(item.real) else item.real for item in inputs]
     sharded = [i for i, real in enumerate(reals) if isinstance(real, DTensor)]
-    states = local.meta[OUTPUT_STATES]
-    extents = local.meta[OUTPUT_EXTENTS]
-    present = _presenter(program, states, extents, config)
+    present = _presenter(program, config)
     withhold = _withholding(program)
 
     arrivals = Arrivals(_arriving(program, inputs), local.meta.get(MUTATED, ()))
@@ -386,17 +386,15 @@ def _withholding(program: Program) -> Callable[[Any, Sequence[Any]], Any]:
     return run
 
 
-def _presenter(
-    program: Program, states: list[State], extents: list[int | None], config: Config
-) -> Callable[[Any], Any]:
+def _presenter(program: Program, config: Config) -> Callable[[Any], Any]:
     """The function that makes the caller's outputs of the graph's, by `config.outputs`."""
+    states, extents = map(program.graph_module.meta.__getitem__, (OUTPUT_STATES, OUTPUT_EXTENTS))
     first = program.outer
     on = [] if first is None else [(state, first.axis) for state in first.decisions.outputs]
     outer = [one if shard_dim(one[0]) is not None else None for one in on[: len(states)]]
     if not any(shard_dim(state) is not None for state in states) and not any(outer):
         return lambda outputs: outputs
-    axis = program.axis
-    device_mesh = program.mesh.device_mesh
+    axis, device_mesh = program.axis, program.mesh.device_mesh
     if config.outputs == "dtensor" and device_mesh is not None:
         return lambda outputs: as_dtensors(outputs, states, extents, axis, device_mesh)
     return lambda outputs: wrap_outputs(outputs, states, extents, axis, outer)

@@ -185,6 +185,27 @@ def read_text(
         raise error(message(f"the {what} {str(path)!r} cannot be read: {wrong}")) from wrong
 
 
+def own_bytes(path: str | os.PathLike[str], what: str, error: type[AutoshardError]) -> bytes:
+    """The bytes of a file that nobody but this user and root may write or replace: they are code
+    that is going to run."""
+    try:
+        real = Path(os.path.realpath(path))
+        for part in (real, *real.parents):
+            found = part.stat()
+            shared = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
+            if shared or found.st_uid not in (os.geteuid(), 0):
+                raise error(
+                    f"the {what} {path} is not read: others than this user may write to {part} "
+                    f"(owner {found.st_uid}, mode {stat.filemode(found.st_mode)})",
+                    remedy=f"Make it your own: chown, and chmod go-w {part}.",
+                )
+        return real.read_bytes()
+    except OSError as wrong:
+        if isinstance(wrong, AutoshardError):
+            raise
+        raise error(message(f"the {what} {str(path)!r} cannot be read: {wrong}")) from wrong
+
+
 def is_file(path: str | os.PathLike[str]) -> bool:
     """Whether there is a file of that name; a name that no file can have is no error."""
     try:

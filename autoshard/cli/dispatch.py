@@ -1,4 +1,4 @@
-"""`autoshard plan`, `explain`, `verify`, `export` and `measure`, each with `--help`."""
+"""`autoshard plan`, `explain`, `verify`, `compile`, `export` and `measure`, each with `--help`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from autoshard.cli import explain, export, measure, plan, verify
+from autoshard.cli import compile_ahead, explain, export, measure, plan, verify
 from autoshard.errors import AutoshardError, ConfigError
 
 
@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="autoshard", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (plan, explain, verify, export, measure):
+    for command in (plan, explain, verify, compile_ahead, export, measure):
         command.add_command(commands)
     options = parser.parse_args(arguments)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autoshard.compiling.any_rank import is_for_any_rank
 from autoshard.compiling.backward_cut import (
     BackwardCut,
     SplitBackward,
@@ -25,7 +26,7 @@ from autoshard.compiling.debugging import (
     refuse_unsharded,
     settings,
 )
-from autoshard.compiling.inner import check_serving, compile_local
+from autoshard.compiling.inner import check_serving, compile_local, made_ahead
 from autoshard.compiling.parameter_use import lowered_dtypes, say_stored, traced_microbatch, use_by
 from autoshard.compiling.regions import layer_of, parts_of
 from autoshard.compiling.rendering import render

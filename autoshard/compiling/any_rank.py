@@ -66,6 +66,11 @@ def for_any_rank(gm: fx.GraphModule) -> fx.GraphModule:
     return found
 
 
+def is_for_any_rank(gm: fx.GraphModule) -> bool:
+    """Whether every rank of the axes has the graph that `for_any_rank` makes of this one's."""
+    return all(_need(node) is not _TEXT for node in gm.graph.nodes if _axes(node))
+
+
 def _axes(node: fx.Node) -> list[Axis]:
     """Every axis in a node's arguments."""
     leaves = pytree.tree_leaves((node.args, dict(node.kwargs)), is_leaf=_is_axis)

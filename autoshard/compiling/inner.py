@@ -10,12 +10,13 @@ import hashlib
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx
+from torch import fx, nn
 
 import autoshard
 from autoshard import passes, runtime
@@ -25,10 +26,14 @@ from autoshard.compiling.debugging import EQUAL_LAYERS, doing
 from autoshard.compiling.debugging import settings as variables
 from autoshard.compiling.inductor_order import hold_order
 from autoshard.compiling.regions import parts_of
+from autoshard.config import Config
 from autoshard.errors import ConfigError
+from autoshard.planning import Plan
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import compiles
+from autoshard.runtime.agreement import AHEAD, compiles
 from autoshard.runtime.compat import Finish, aot_eager, inductor_compile
+from autoshard.runtime.files import is_directory
+from autoshard.runtime.mesh import Mesh
 
 # torch-tensorrt's defaults take every mask of attention for the causal one, padding or not, and
 # hand back torch's own operators where an engine cannot be built.
@@ -62,20 +67,41 @@ def compile_local(
     if inner == "aot_eager":
         return aot_eager(gm, fakes, passes.after_cut, finish, takes_list)
     shared, left_out = compiles(), variables().left_out
-    return inductor_compile(
-        for_any_rank(gm),
-        fakes,
-        passes.after_cut,
-        finish,
-        f"{settings}{left_out}{_source_digest()}",
-        hold_order,
-        settings=inductor.values,
-        fixed=inductor.fixed,
-        takes_list=takes_list,
-        once=None if shared is None else shared.once,
-        regions=None if EQUAL_LAYERS in left_out else parts_of,
-        doing=functools.partial(doing, begins=True),
-    )
+    with AHEAD.kernels():
+        return inductor_compile(
+            for_any_rank(gm),
+            fakes,
+            passes.after_cut,
+            finish,
+            f"{settings}{left_out}{_source_digest()}",
+            hold_order,
+            settings=inductor.values,
+            fixed=inductor.fixed,
+            takes_list=takes_list,
+            once=functools.partial(AHEAD.once, shared),
+            regions=None if EQUAL_LAYERS in left_out else parts_of,
+            doing=functools.partial(doing, begins=True),
+        )
+
+
+def made_ahead(inputs: list[compat.GraphInput], mesh: Mesh, config: Config, device: str) -> Config:
+    """The config, and, of a plan that is a folder of `autoshard compile`, what it compiled loaded;
+    without that plan where it is another model's or mesh's."""
+    folder = None if isinstance(config.plan, Plan) or config.plan is None else Path(config.plan)
+    if folder is None or not is_directory(folder):
+        return config
+    parameters = [item.real for item in inputs if isinstance(item.real, nn.Parameter)]
+    facts = {
+        "model": sorted({f"parameter {list(p.shape)} {p.dtype}" for p in parameters}),
+        "options": [f"mesh {mesh.sizes}", *config.lines()],
+        "versions": [f"torch {torch.__version__}", f"autoshard {_source_digest()}"],
+        "device": [device, compat.kind_of_host(), compat.kind_of_device(device)],
+    }
+    if AHEAD.facts is not None:
+        AHEAD.facts.update(facts)
+        return config
+    other = AHEAD.load(folder, facts)
+    return replace(config, plan=None) if other & {"model", "options"} else config
 
 
 @functools.cache

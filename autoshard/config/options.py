@@ -170,7 +170,7 @@ class Config:
         None,
         "a Plan, the path of a saved one, or None",
         lambda value: value is None or isinstance(value, (Plan, str, os.PathLike)),
-        "A plan to follow instead of searching for one.",
+        "A plan to follow, or what `autoshard compile` wrote (first_step.md), instead of a search.",
     )
     precision: Precision | Mapping[str, Any] | None = _option(
         None,

@@ -34,7 +34,7 @@ from autoshard.planning.operators import (
     target_name,
     unflattened,
 )
-from autoshard.planning.plan import GraphPlan, PipelinePlan, Plan, strategy_text
+from autoshard.planning.plan import PLAN_FILE, GraphPlan, PipelinePlan, Plan, strategy_text
 from autoshard.planning.prices import Prices
 from autoshard.planning.search import (
     JoinedChoices,

@@ -13,15 +13,17 @@ import json
 import math
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from autoshard.planning.strategy import Strategy
 from autoshard.runtime.collectives import CHOICES, State, is_state
 from autoshard.runtime.errors import PlanError
-from autoshard.runtime.files import MOST_RANKS, FileEntry, read_json, write_whole
+from autoshard.runtime.files import MOST_RANKS, FileEntry, is_directory, read_json, write_whole
 from autoshard.runtime.mesh import AXIS_ORDER
 
 PLAN_VERSION = 2
+PLAN_FILE = "plan.json"
 
 
 def strategy_text(strategy: Strategy) -> str:
@@ -121,7 +123,10 @@ class Plan:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        """Read a plan; PlanError names the file and the entry that is wrong."""
+        """Read a plan, or that of a folder which `autoshard compile` wrote; PlanError names the
+        file and the entry that is wrong."""
+        if is_directory(path):
+            path = Path(path) / PLAN_FILE
         body = read_json(
             path, "plan file", PlanError, "Correct the entry, delete it, or save the plan again."
         )

@@ -8,3 +8,4 @@
 from __future__ import annotations
 
 from autoshard.verification.proof import Proof, verify
+from autoshard.verification.subject import Subject

@@ -9,7 +9,7 @@ from autoshard.runtime.agreement.backwards import (
     will_reduce,
 )
 from autoshard.runtime.agreement.batches import Input, compare_batch, described, send_batch
-from autoshard.runtime.agreement.compiled_once import compiled_across_hosts, compiles
+from autoshard.runtime.agreement.compiled_once import AHEAD, compiled_across_hosts, compiles
 from autoshard.runtime.agreement.consensus import (
     agree,
     attempt,

@@ -5,6 +5,9 @@ Ranks that share the folder of Inductor's cache find each other's work there
 store: the first of all compiles, and puts the bytes into the store in pieces; the others wait for
 them, and load. Nothing waits for a rank that compiles and gives no sign of life: who has waited in
 vain, or has got what it cannot read, compiles by itself, and `explain` says so.
+
+Or a process compiles it before the job, for all ranks (`autoshard compile`), into a folder that a
+job is given in the place of its plan: `AHEAD`.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ import hashlib
 import json
 import threading
 import time
+import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -24,6 +29,8 @@ from autoshard.runtime import compat
 from autoshard.runtime.agreement.store_exchange import StoreExchange
 from autoshard.runtime.agreement.threads import StoreLost, within
 from autoshard.runtime.agreement.worlds import current_exchange
+from autoshard.runtime.errors import ConfigError
+from autoshard.runtime.files import own_bytes, read_json
 
 PIECE = 1 << 20  # bytes of one value in the store
 MOST = 256 << 20  # bytes of a graph that are put there at all
@@ -184,3 +191,91 @@ def compiled_across_hosts() -> str:
         return ""
     got = f"{own.loaded} loaded from other hosts ({own.bytes:,} bytes)"
     return "\n".join([f"graphs compiled here for every host: {own.made}; {got}", *own.lines])
+
+
+MadeFor = Mapping[str, list[str]]
+"""What was compiled for, as lines by kind."""
+
+_KINDS = ("model", "options", "versions", "device")
+
+
+class Ahead:
+    """What a process compiles for the ranks of a later job, and what a rank of that job loads.
+
+    graphs: the keys of either. facts: while it is `making`, what of.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: set[str] = set()
+        self.facts: dict[str, list[str]] | None = None
+        self._folder: Path | None = None
+        self._said: set[str] = set()
+
+    @contextlib.contextmanager
+    def making(self, folder: Path) -> Iterator[None]:
+        """Compile from an empty cache, and write all of it to the folder at the end."""
+        self.graphs, self.facts = set(), {}
+        try:
+            with compat.empty_cache(), compat.recorded() as bytes_of:
+                yield
+            data = bytes_of()
+            told = {"graphs": sorted(self.graphs), "hash": hashlib.sha256(data).hexdigest()}
+            (folder / "artifacts").write_bytes(data)
+            (folder / "made.json").write_text(json.dumps({**self.facts, **told}, indent=1))
+            for path in (folder / "artifacts", folder / "made.json"):
+                path.chmod(0o644)
+        finally:
+            self.graphs, self.facts = set(), None
+
+    def load(self, folder: Path, facts: MadeFor) -> set[str]:
+        """The kinds of facts in which a job differs from what the folder was made for; where it
+        does not, its graphs are loaded."""
+        body = read_json(folder / "made.json", "list of what was made ahead", ConfigError)
+        body.only((*_KINDS, "graphs", "hash"))
+        made = {kind: [line.text() for line in body.entry(kind).items()] for kind in _KINDS}
+        other = {kind: sorted(set(facts[kind]) - set(made[kind])) for kind in _KINDS}
+        differing = {kind for kind in _KINDS if other[kind]}
+        if differing:
+            shown = "; ".join(f"{kind}: {other[kind][0]:.200}" for kind in sorted(differing))
+            self._say(f"{folder} was made for another job, and this one compiles: {shown}")
+        elif self._folder != folder:
+            data = own_bytes(folder / "artifacts", "compiled graphs", ConfigError)
+            if hashlib.sha256(data).hexdigest() != body.entry("hash").text():
+                raise ConfigError(
+                    f"{folder / 'artifacts'}: its {len(data):,} bytes are not those that were made",
+                    remedy="Copy the folder again, or make it again: autoshard compile.",
+                )
+            try:
+                compat.load_recorded(data)
+            except Exception as error:
+                raise ConfigError(f"{folder / 'artifacts'} cannot be loaded: {error}") from error
+            self.graphs = {key.text() for key in body.entry("graphs").items()}
+            self._folder = folder
+        return differing
+
+    def kernels(self) -> contextlib.AbstractContextManager[None]:
+        """Around what finds kernels: where they were loaded, no header is compiled for them."""
+        loaded = self._folder is not None
+        return compat.without_headers() if loaded else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def once(self, shared: Compiles | None, key: str) -> Iterator[None]:
+        """The compilation of a graph. shared: with whom, if it was not made ahead."""
+        known = key in self.graphs
+        if self.facts is not None:
+            self.graphs.add(key)
+        elif self._folder is not None and not known:
+            self._say(f"a graph of this model or batch is not in {self._folder}, and is compiled")
+        with (
+            self.kernels(),
+            contextlib.nullcontext() if shared is None or known else shared.once(key),
+        ):
+            yield
+
+    def _say(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            warnings.warn(what, stacklevel=2)
+
+
+AHEAD = Ahead()

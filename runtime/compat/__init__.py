@@ -95,6 +95,8 @@ from autoshard.runtime.compat.inductor import (
 )
 from autoshard.runtime.compat.inductor_artifacts import (
     cache_folder,
+    empty_cache,
+    kind_of_device,
     kind_of_host,
     load_recorded,
     may_be_handed_on,

@@ -92,6 +92,15 @@ def load_recorded(data: bytes) -> None:
 
 
 @contextlib.contextmanager
+def empty_cache() -> Iterator[None]:
+    """Inductor finds nothing that was compiled before; what it compiles meanwhile goes."""
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache():
+        yield
+
+
+@contextlib.contextmanager
 def without_headers() -> Iterator[None]:
     """No C++ header is compiled before a kernel is: kernels were loaded. One that was not, is
     compiled all the same."""
@@ -120,6 +129,11 @@ def kind_of_host() -> str:
     facts = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
     text = json.dumps([torch.__version__, platform.machine(), platform.processor(), *sorted(facts)])
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def kind_of_device(kind: str) -> str:
+    """What kernels of a device depend on, as its name says it; "" on the CPU."""
+    return torch.cuda.get_device_name() if kind == "cuda" else ""
 
 
 def cache_folder() -> str:

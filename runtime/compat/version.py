@@ -136,6 +136,7 @@ torch._inductor.ir
 torch._inductor.list_mode_options
 torch._inductor.output_code.CompiledFxGraph
 torch._inductor.utils.BoxedBool
+torch._inductor.utils.fresh_cache
 torch._inductor.utils.set_tracing_context_output_strides
 torch._inductor.virtualized.V
 torch.compiler._cache.CacheArtifact
