@@ -33,6 +33,8 @@ def run(name: str, *options: str, processes: int = 2, **environment: str) -> str
         pytest.importorskip("peft")
     if name == "hf_trainer":
         pytest.importorskip("accelerate")
+    if name == "trl_grpo":
+        pytest.importorskip("trl")
     start = (*TORCHRUN, str(processes)) if processes > 1 else ()
     command = [sys.executable, *start, f"examples/{name}.py", *options]
     done = subprocess.run(
@@ -76,6 +78,13 @@ def test_lora_trains_like_the_serial_model() -> None:
     assert len(losses(sharded)) == 4
     held, total = re.search(r"^frozen: rank 0 holds (\d+) of (\d+)", sharded, re.M).groups()  # type: ignore[union-attr]
     assert int(held) < 0.6 * int(total)
+
+
+def test_trl_learns_from_answers_of_a_generator_with_its_weights() -> None:
+    """A step moves the weights by which the next answers are made: the example checks the version
+    that the generator has got. Each step tells its reward."""
+    printed = run("trl_grpo", "--steps", "2", "--inner", "aot_eager")
+    assert len(numbers(r"step \d+ reward ([\d.]+)", printed)) == 2, printed
 
 
 def stopped(folder: Path, axis: str) -> None:
