@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 MOST_NODES = 200_000
-"""Nodes of the search, some half a second, after which the best assignment so far is taken."""
+"""Loads that the search looks at, those of all ranks at each of its nodes: a fifth of a second,
+after which the best assignment so far is taken."""
 
 _MOST_JOBS = 500  # the search is as deep as it has jobs
 
@@ -40,6 +41,7 @@ def balanced(
     sizes = [ticks[job] for job in order]
     ranked, worst = _longest_first(sizes, loads)
     least = _lower_bound(sizes, loads)
+    most_nodes = max(most_nodes // ranks, 1)
     search = _Search(sizes, ranks, least, worst, ranked, most_nodes)
     if worst > least and len(jobs) > _MOST_JOBS:
         search.nodes = most_nodes
