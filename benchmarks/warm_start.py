@@ -113,11 +113,11 @@ def main() -> None:
         shared = folder / "shared"
         rows = {"cold": start(args, [shared, shared])}
         rows["restart"] = start(args, [shared, shared])
-        start(args, [folder / "first", *(folder / f"other {rank}" for rank in range(1, 16))], False)
+        start(args, [folder / "first", *(folder / f"other{rank}" for rank in range(1, 16))], False)
         rows["of rank 0"] = start(args, [folder / "first"])
         ranks = range(len(rows["cold"]))
         for name, sharing in (("hosts apart", False), ("hosts", True)):
-            hosts = [folder / f"{name} {rank}" for rank in ranks]
+            hosts = [folder / f"{name.split()[-1]}{rank}" for rank in ranks]
             rows[name] = start(args, hosts, sharing)
     finally:
         shutil.rmtree(folder)
