@@ -115,6 +115,12 @@ class FileEntry:
             raise self.refused(f"not from {low:g} to {high:g}")
         return float(self.value)
 
+    def flag(self) -> bool:
+        """True or false."""
+        if not isinstance(self.value, bool):
+            raise self.refused("not true or false")
+        return self.value
+
     def _inner(self, value: Any, name: str) -> FileEntry:
         place = f"{self.place}{'.' if self.place and name[:1] != '[' else ''}{name}"
         return FileEntry(value, self._file, self._what, self._error, self._remedy, place)

@@ -12,7 +12,7 @@ from autoshard.errors import PlanError
 from autoshard.mesh_search.factorisations import AxisSizes, refusal
 from autoshard.mesh_search.stages import GraphStages, PipelinePrice
 from autoshard.planning import Decisions, Plan, Recomputation, is_mixture
-from autoshard.planning.chunked_loss import chunks_of
+from autoshard.planning.chunked_loss import Chunking, chunks_of
 from autoshard.planning.cost import Cluster
 from autoshard.planning.estimate import (
     Cuts,
@@ -75,13 +75,15 @@ class MeshPrice:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is the same for all rows. limit: bytes of a rank. meshes: how many are tried."""
+    """What is the same for all rows. limit: bytes of a rank. meshes: how many are tried. losses:
+    what is asked of them where all fits, and where it does not."""
 
     config: Config
     training: Training
     limit: int
     batches: int | None
     meshes: int
+    losses: tuple[Chunking | None, Chunking | None] = (None, None)
 
     def layout(self, mesh: AxisSizes) -> Layout:
         return Layout.of(

@@ -45,7 +45,7 @@ from autoshard.mesh_search.factorisations import (
     two_planned,
 )
 from autoshard.mesh_search.prices import Asked, MeshPrice, MeshPrices
-from autoshard.planning import at_dearer_bytes, value
+from autoshard.planning import Prices, at_dearer_bytes, value
 from autoshard.planning.chunked_loss import chunking_of
 from autoshard.planning.cost import DEFAULT_HARDWARE, Cluster, cluster, numel
 from autoshard.planning.estimate import Profile, Training
@@ -211,7 +211,7 @@ def search_meshes(
 
     # Whether rows can travel to experts is known when the graph is captured.
     plain = [one for one in meshes if "ep" not in one]
-    steps = _steps({_planned_for(one, settings) for one in plain or meshes}, plain or meshes)
+    steps = _steps({planned_axes(one, settings) for one in plain or meshes}, plain or meshes)
     say = progress or _silent
     say("tracing", 1, steps)
     use = use_by(settings, None)
@@ -255,12 +255,11 @@ def search_captured(
     limit = limit or machine.usable_bytes
     if len(meshes) > 1 and not any(str(n.target) in PRODUCTS for n in captured.graph.nodes):
         meshes = [mesh for mesh in meshes if "ep" not in mesh]
-    chooses = config.zero == "auto"
-    keys = {_key(mesh): _planned_for(mesh, config) for mesh in meshes}
-    sizes, facts = list(dict.fromkeys(keys.values())), batch_facts(inputs)
+    keys = {_key(mesh): planned_axes(mesh, config) for mesh in meshes}
+    sizes = list(dict.fromkeys(keys.values()))
     rows: list[MeshPrice] = []
     tried: list[tuple[MeshPrice, Placements]] = []
-    asked = Asked(config, training, limit, batches, len(meshes))
+    asked = Asked(config, training, limit, batches, len(meshes), losses)
     steps = _steps(sizes, meshes)
     numbers = count(3)
 
@@ -268,33 +267,8 @@ def search_captured(
         (progress or _silent)(what, next(numbers), steps)
 
     for key in sizes:
-        axes = dict(key)
-        say("planning " + " x ".join(f"{name}={n}" for name, n in axes.items()))
-        # beside pp, cp alone is planned as it is beside tp
-        stages = {"pp": 2} if axes.get("tp") == 1 and "cp" in axes else {}
-        serial = copied(captured)
-        say_stored(serial, inputs, config)
-        first = offline_mesh({**stages, **axes}, 0)
-        # a plan with choices uses the memory that there is; a stage is a part of its graph
-        pp = axes.get("pp", 1)
-        room = limit if chooses and pp == 1 else None
-        runs = replace(training, microbatches=pp * training.microbatches)
-        made = ask(
-            serial,
-            inputs,
-            first,
-            config,
-            machine.on(first.sizes),
-            facts=facts,
-            room=room,
-            training=runs,
-        )
-        planned = made.plan().recomputing(None)  # which is a row's own
-        first_asked, to_fit = losses
-        request = replace(planned.request, chunking=first_asked, chunking_to_fit=to_fit)
-        planned = replace(planned, request=request)
-        n = first.planned.size
-        choices = MeshPrices(planned, n, machine, asked)
+        say("planning " + " x ".join(f"{name}={n}" for name, n in key))
+        choices = prices_of(captured, inputs, key, machine, asked)
         placements = Placements(choices)
         for mesh in meshes:
             if keys[_key(mesh)] == key and _is_useful(mesh, choices.free, len(meshes)):
@@ -307,6 +281,44 @@ def search_captured(
     # the same work in every row where the batch is; utilisation counts it either way
     rows.sort(key=_order)
     return MeshSearch(tuple(_shortened(rows)), machine, math.prod(meshes[0].values()))
+
+
+def prices_of(
+    captured: fx.GraphModule,
+    inputs: list[compat.GraphInput],
+    key: tuple[tuple[str, int], ...],
+    machine: Cluster,
+    asked: Asked,
+    prices: Prices | None = None,
+) -> MeshPrices:
+    """The plan of the axes that `planned_axes` says of a mesh, with what prices it. prices: of a
+    stored byte, in place of the defaults."""
+    axes, config, training = dict(key), asked.config, asked.training
+    # beside pp, cp alone is planned as it is beside tp
+    stages = {"pp": 2} if axes.get("tp") == 1 and "cp" in axes else {}
+    serial = copied(captured)
+    say_stored(serial, inputs, config)
+    first = offline_mesh({**stages, **axes}, 0)
+    # a plan with choices uses the memory that there is; a stage is a part of its graph
+    pp = axes.get("pp", 1)
+    room = asked.limit if config.zero == "auto" and pp == 1 else None
+    runs = replace(training, microbatches=pp * training.microbatches)
+    made = ask(
+        serial,
+        inputs,
+        first,
+        config,
+        machine.on(first.sizes),
+        facts=batch_facts(inputs),
+        room=room,
+        training=runs,
+    )
+    if prices is not None:
+        made = replace(made, request=replace(made.request, prices=prices))
+    planned = made.plan().recomputing(None)  # which is a row's own
+    first_asked, to_fit = asked.losses
+    request = replace(planned.request, chunking=first_asked, chunking_to_fit=to_fit)
+    return MeshPrices(replace(planned, request=request), first.planned.size, machine, asked)
 
 
 def _order(row: MeshPrice) -> tuple[bool, float]:
@@ -323,7 +335,7 @@ def _shortened(rows: Sequence[MeshPrice]) -> Iterator[MeshPrice]:
         seen.add(key)
 
 
-def _planned_for(mesh: AxisSizes, config: Config) -> tuple[tuple[str, int], ...]:
+def planned_axes(mesh: AxisSizes, config: Config) -> tuple[tuple[str, int], ...]:
     """The axes that the planner decides on, names and sizes."""
     sharing = offline_mesh(mesh, 0).sharing
     axes = [(axis.name, axis.size) for axis in sharing]

@@ -22,7 +22,7 @@ from torch import fx
 from autoshard.building import Planned
 from autoshard.mesh_search.rank_stages import StageChoices, StageSpan, joined, stage_footprint
 from autoshard.planning import Recomputation, cheap_places, crossing, is_loss, places
-from autoshard.planning.cost import Cluster, Link
+from autoshard.planning.cost import Cluster, Link, Machine
 from autoshard.planning.estimate import (
     Footprint,
     Frontier,
@@ -66,7 +66,7 @@ class PipelinePrice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Scheduled:
+class Scheduled:
     """Stages at work, but for what data-parallel axes add. parts: of each rank, all its stages.
     sent: bytes and messages, of a micro-batch, to the next stage. chosen: what ranks compute again
     in a step, of all their micro-batches."""
@@ -78,6 +78,54 @@ class _Scheduled:
     stages: tuple[StageSpan, ...]
     microbatches: int
     chosen: Mapping[int, Recomputation] = field(default_factory=dict)
+
+
+def step_of(
+    one: Scheduled,
+    ranks: Mapping[str, int],
+    machine: Machine,
+    layout: Layout,
+    training: Training,
+    compute: float,
+) -> tuple[Profile, Footprint, Timing, PipelinePrice]:
+    """The largest stage, the memory of the ranks, and a step, with what data-parallel axes add.
+    ranks: of each axis but pp. compute: seconds of a rank's own, without waits."""
+    links, stages, microbatches = machine.real_links, len(one.parts), one.microbatches
+    memory = [stage_footprint(part, layout, training) for part in one.parts]
+    rank_sends, data_seconds = [], []
+    pairs = list(zip([(0, 0), *one.sent], [*one.sent, (0, 0)]))
+    for rank, part in enumerate(one.parts):
+        groups = buckets(part.weights, layout)
+        data = [each for g in groups for each in data_collectives(g, layout, training)]
+        data_seconds.append(sum(seconds(each, ranks, links) for each in data))
+        found = sent_by_axis([*data, *list(part.sent) * microbatches], ranks, links)
+        over = [each for pair in pairs[rank::stages] for each in pair]
+        took = sum(links["pp"].seconds(*each) for each in over)
+        nbytes, messages = map(sum, zip(*over))
+        found["pp"] = Traffic(microbatches * nbytes, microbatches * took, microbatches * messages)
+        rank_sends.append(found)
+    update = max(update_seconds(part, layout, training, machine) for part in one.parts)
+    busy, data_time = one.times.seconds * (1 - one.times.idle), max(data_seconds)
+    axes = dict.fromkeys(axis for each in rank_sends for axis in each)
+    most = {
+        axis: max((r[axis] for r in rank_sends if axis in r), key=lambda t: t.nbytes)
+        for axis in axes
+    }
+    largest = max(range(stages), key=lambda stage: memory[stage].total)
+    step = one.times.seconds + data_time + update
+    return (
+        one.parts[largest],
+        memory[largest],
+        Timing(step, compute, busy - compute + data_time, update, most),
+        PipelinePrice(
+            microbatches=microbatches,
+            idle=one.times.idle,
+            seconds=one.seconds,
+            memory=tuple(memory),
+            sent_bytes=tuple(nbytes for nbytes, _ in one.sent),
+            again=max(one.chosen.values(), key=lambda each: each.seconds, default=None),
+        ),
+    )
 
 
 class GraphStages:
@@ -108,7 +156,7 @@ class GraphStages:
         self.ranks = {"cp": 1 if outer is None else outer.axis.size, "tp": whole.n}
         self.choices = StageChoices(planned, whole.n, machine, training) if cuts else None
         self._timelines: dict[tuple[object, ...], Timeline] = {}
-        self._scheduled: dict[tuple[int, int, int, Link], _Scheduled | None] = {}
+        self._scheduled: dict[tuple[int, int, int, Link], Scheduled | None] = {}
 
     def can_run(self) -> bool:
         """Whether a search tries pipelines of the model: it returns a scalar loss, and writes to
@@ -125,8 +173,8 @@ class GraphStages:
     ) -> tuple[Profile, Footprint, Timing, PipelinePrice] | None:
         """The largest stage, the memory of its ranks, and a step, in which each computes again what
         it must to hold at most `limit` bytes. None: no such cut."""
-        links = self.machine.on(mesh).real_links
-        key = mesh["pp"], microbatches, layout.experts, links["pp"]
+        link = self.machine.on(mesh).real_links["pp"]
+        key = mesh["pp"], microbatches, layout.experts, link
         if key not in self._scheduled:
             self._scheduled[key] = self._schedule(*key)
         one = self._scheduled[key]
@@ -137,45 +185,9 @@ class GraphStages:
             one = self._within(
                 one, [stage_footprint(part, layout, training) for part in one.parts], limit
             )
-        memory = [stage_footprint(part, layout, training) for part in one.parts]
-        ranks = {**self.ranks, **layout.ranks}
-        rank_sends, data_seconds = [], []
-        pairs = list(zip([(0, 0), *one.sent], [*one.sent, (0, 0)]))
-        for rank, part in enumerate(one.parts):
-            groups = buckets(part.weights, layout)
-            data = [each for g in groups for each in data_collectives(g, layout, training)]
-            data_seconds.append(sum(seconds(each, ranks, links) for each in data))
-            found = sent_by_axis([*data, *list(part.sent) * microbatches], ranks, links)
-            over = [each for pair in pairs[rank :: mesh["pp"]] for each in pair]
-            took = sum(links["pp"].seconds(*each) for each in over)
-            nbytes, messages = map(sum, zip(*over))
-            found["pp"] = Traffic(
-                microbatches * nbytes, microbatches * took, microbatches * messages
-            )
-            rank_sends.append(found)
-        update = max(update_seconds(part, layout, training, self.machine) for part in one.parts)
         compute = microbatches * self.whole.compute / mesh["pp"]
-        busy, data_time = one.times.seconds * (1 - one.times.idle), max(data_seconds)
-        axes = dict.fromkeys(axis for each in rank_sends for axis in each)
-        most = {
-            axis: max((r[axis] for r in rank_sends if axis in r), key=lambda t: t.nbytes)
-            for axis in axes
-        }
-        largest = max(range(len(memory)), key=lambda stage: memory[stage].total)
-        step = one.times.seconds + data_time + update
-        return (
-            one.parts[largest],
-            memory[largest],
-            Timing(step, compute, busy - compute + data_time, update, most),
-            PipelinePrice(
-                microbatches=microbatches,
-                idle=one.times.idle,
-                seconds=one.seconds,
-                memory=tuple(memory),
-                sent_bytes=tuple(nbytes for nbytes, _ in one.sent),
-                again=max(one.chosen.values(), key=lambda each: each.seconds, default=None),
-            ),
-        )
+        machine = self.machine.on(mesh)
+        return step_of(one, {**self.ranks, **layout.ranks}, machine, layout, training, compute)
 
     @cached_property
     def crossing(self) -> list[tuple[int, int]]:
@@ -217,7 +229,7 @@ class GraphStages:
 
     def _schedule(
         self, ranks: int, microbatches: int, experts: int, link: Link
-    ) -> _Scheduled | None:
+    ) -> Scheduled | None:
         """The stages of the cheapest cut, whatever the other data-parallel axes; None: too few
         places."""
         ends = [0, *self.places, len(self.nodes)]
@@ -252,7 +264,7 @@ class GraphStages:
             sum(part.backward) + sum(waits[1][a:b]) + after
             for part, (a, b), after in zip(parts, spans, [*over, 0.0])
         ]
-        return _Scheduled(
+        return Scheduled(
             parts=[joined(parts[rank::ranks]) for rank in range(ranks)],
             sent=tuple(self.crossing[cut] for cut in cuts),
             seconds=tuple(zip(forward, backward)),
@@ -263,7 +275,7 @@ class GraphStages:
             microbatches=microbatches,
         )
 
-    def _within(self, one: _Scheduled, held: Sequence[Footprint], limit: int) -> _Scheduled:
+    def _within(self, one: Scheduled, held: Sequence[Footprint], limit: int) -> Scheduled:
         """Stages that compute again what their rank needs to hold at most `limit` bytes; the least
         where that is not enough. held: by each rank. What a stage receives it keeps anyway."""
         assert self.choices is not None

@@ -76,9 +76,9 @@ class ExpertAxis:
         """Seconds that rows of a mixture travel, and the host waits for their counts."""
         if strategy.on_ep != ROWS:
             return 0.0
-        back = differentiable(node)
+        back, link = differentiable(node), self.axes.links["ep"]
         return cost.WAIT_SECONDS + sum(
-            collective_seconds(one.op, one.nbytes, self.size, self.axes.links["ep"])
+            collective_seconds(one.op, one.nbytes, self.size, link, copies=one.copies)
             for one in exchanged_beside(node, strategy, self.axes.n, self.size)
             if back or not one.backward
         )

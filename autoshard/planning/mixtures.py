@@ -50,8 +50,9 @@ def exchanged(
 
     x, ids, weights: of the tokens of one of n ranks. Gradients come back by as many.
     """
-    rows = count(ids.shape)
-    row = ImplCollective("all_to_all", rows * count(x.shape[1:]) * x.element_size())
+    rows, choices = count(ids.shape), count(ids.shape[-1:])
+    nbytes = rows * count(x.shape[1:]) * x.element_size()
+    row = ImplCollective("all_to_all", nbytes, copies=choices)
     weight = ImplCollective("all_to_all", rows * weights.element_size())
     counts = ImplCollective("all_to_all", chunk_size(experts, n) * n * ids.element_size())
     back = [each._replace(backward=True) for each in (row, weight, row)]

@@ -19,7 +19,7 @@ class ImplCollective(NamedTuple):
     """A collective that a strategy's own implementation runs; `nbytes` as in cost/model.py.
 
     axis, n: of an operator that runs over another axis than the planned one, that axis and its
-    size; "" and 0: the planned one.
+    size; "" and 0: the planned one. copies: of rows that travel to experts, how many a token has.
     """
 
     op: str
@@ -27,6 +27,7 @@ class ImplCollective(NamedTuple):
     backward: bool = False
     axis: str = ""
     n: int = 0
+    copies: int = 0
 
 
 class Strategy(NamedTuple):

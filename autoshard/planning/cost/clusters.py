@@ -33,7 +33,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoshard.planning.cost.machines import Hardware, Link, dtype_class
+from autoshard.planning.cost.machines import (
+    AcrossNodes,
+    Hardware,
+    Link,
+    RowExchange,
+    dtype_class,
+)
 from autoshard.planning.cost.model import OperatorWork
 from autoshard.runtime.errors import ConfigError
 from autoshard.runtime.files import MOST_RANKS, FileEntry, parsed, read_json
@@ -46,6 +52,7 @@ LEAST, MOST = 1e-6, 1e9
 """The bounds of a figure in a cluster file: what is divided by is not 0, and sums stay finite."""
 
 _HOST_MEMORY = "memory_gigabytes_per_second"
+_MORE = ("tera_flops", "host", "efficiency", "rows")
 _RATES = ("float8", "half", "float32", "float64")
 _SIZES = {
     "memory": ("gigabytes", "gigabytes_per_second"),
@@ -90,13 +97,17 @@ EFFICIENCIES: Mapping[str, Efficiency] = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of `per_node` equal devices; `inside` and `between` are the links of one rank."""
+    """Nodes of `per_node` equal devices; `inside` and `between` are the links of one rank. rows:
+    how rows travel to experts. assumed: the built-in machine whose efficiencies it has, where its
+    description leaves them out."""
 
     device: Hardware
     per_node: int
     inside: Link
     between: Link
     efficiency: Efficiency = Efficiency()
+    rows: RowExchange = RowExchange()
+    assumed: str = ""
 
     @property
     def name(self) -> str:
@@ -117,13 +128,16 @@ class Cluster:
         nccl-tests). Its latency is the mean over the ring's steps.
         """
         if size * stride <= self.per_node:
-            return self.inside
+            return replace(self.inside, rows=self.rows)
         here = max(1, self.per_node // stride)
         crossing = 1 / here
+        leaving = (size - min(here, size)) / max(1, size - 1)
         return Link(
             self.between.latency * crossing + self.inside.latency * (1 - crossing),
             min(self.inside.bandwidth, here * self.between.bandwidth),
             self.inside.copy_bandwidth,
+            AcrossNodes(leaving, self.between.bandwidth, max(1, size // here)),
+            self.rows,
         )
 
     def on(self, sizes: Mapping[str, int]) -> Machine:
@@ -163,8 +177,13 @@ class Cluster:
 
     def real(self, link: Link) -> Link:
         """The link at the rate that a program gets of it."""
-        share = self.efficiency
-        return Link(link.latency, link.bandwidth * share.links, link.copy_bandwidth * share.memory)
+        share, across = self.efficiency, link.across
+        return replace(
+            link,
+            bandwidth=link.bandwidth * share.links,
+            copy_bandwidth=link.copy_bandwidth * share.memory,
+            across=across and replace(across, way=across.way * share.links),
+        )
 
 
 @dataclass(frozen=True)
@@ -298,7 +317,7 @@ def read_cluster(path: Path) -> Cluster:
         body = read_json(path, what, ConfigError, remedy, MOST_BYTES)
     else:
         body = parsed(path, what, ConfigError, _yaml(path), "YAML", remedy, MOST_BYTES)
-    body.only((*_SIZES, "name", "kind", "devices_per_node", "tera_flops", "host", "efficiency"))
+    body.only((*_SIZES, "name", "kind", "devices_per_node", *_MORE))
     figures = {name: _figures(body.entry(name), sizes) for name, sizes in _SIZES.items()}
     gigabytes, bandwidth = figures["memory"]
     inside, between = (
@@ -329,7 +348,29 @@ def read_cluster(path: Path) -> Cluster:
         name: share.number(0, MOST) if name == "narrow" else share.number(LEAST, 1)
         for name, share in given.entries().items()
     }
-    return Cluster(device, per_node, inside, between, Efficiency(**shares))
+    known = nearest(device) if device.kind == "gpu" else ""
+    efficiency = replace(EFFICIENCIES.get(known, Efficiency()), **shares)
+    assumed = known if len(shares) < len(fields(Efficiency)) else ""
+    travel = body.optional("rows", {})
+    travel.only(field.name for field in fields(RowExchange))
+    rows = RowExchange(
+        travel.optional("deduplicated", False).flag(),
+        travel.optional("overlap", 0).number(0, 1),
+    )
+    return Cluster(device, per_node, inside, between, efficiency, rows, assumed)
+
+
+def nearest(device: Hardware) -> str:
+    """The built-in GPU whose rates of half-precision products and of memory are least far, as
+    ratios, from a device's."""
+
+    def apart(name: str) -> float:
+        known = HARDWARE[name].device
+        rates = (device.flops["half"], known.flops["half"])
+        widths = (device.memory_bandwidth, known.memory_bandwidth)
+        return sum(abs(math.log(own / other)) for own, other in (rates, widths))
+
+    return min(EFFICIENCIES, key=apart)
 
 
 def _figures(entry: FileEntry, names: Sequence[str]) -> list[float]:

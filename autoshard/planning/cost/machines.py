@@ -9,6 +9,35 @@ import torch
 
 
 @dataclass(frozen=True)
+class RowExchange:
+    """How rows of tokens travel to their experts.
+
+    deduplicated: whether a token goes to each node once, and from there to all its experts, in
+    place of once to each of them. overlap: the part of the exchange that compute hides.
+    """
+
+    deduplicated: bool = False
+    overlap: float = 0.0
+
+
+@dataclass(frozen=True)
+class AcrossNodes:
+    """What an all-to-all of an axis that spans several nodes meets.
+
+    leaving: the part of what a rank sends that leaves its node. way: bytes a second of the rank's
+    own way to the network, which a ring shares with the node's other ranks, and this does not.
+    """
+
+    leaving: float
+    way: float
+    nodes: int
+
+    def visited(self, copies: int) -> float:
+        """Nodes that a token's `copies` evenly chosen experts are on, for each of them."""
+        return self.nodes * (1 - (1 - 1 / self.nodes) ** copies) / copies
+
+
+@dataclass(frozen=True)
 class Link:
     """The connection between the ranks of one mesh axis.
 
@@ -16,11 +45,24 @@ class Link:
     bandwidth: bytes a second that one rank sends.
     copy_bandwidth: bytes a second that a rank reads plus writes in its own memory; paid by what
         a collective has to rearrange before or after it, and by slices and pads.
+    across: of an axis on several nodes. rows: how rows travel over it to experts.
     """
 
     latency: float
     bandwidth: float
     copy_bandwidth: float
+    across: AcrossNodes | None = None
+    rows: RowExchange = RowExchange()
+
+    def exchange(self, nbytes: float, copies: int = 0) -> float:
+        """Seconds of the bytes that a rank sends of an all-to-all. copies: of rows that go to
+        experts, how many a token has."""
+        if self.across is None:
+            return nbytes / self.bandwidth
+        once = self.rows.deduplicated and copies > 1
+        out = nbytes * self.across.leaving * (self.across.visited(copies) if once else 1)
+        stays = nbytes * (1 - self.across.leaving)
+        return max(out / self.across.way, stays / self.bandwidth)
 
     def seconds(self, nbytes: float, messages: int = 1) -> float:
         """Seconds to send bytes to a neighbour in so many messages."""

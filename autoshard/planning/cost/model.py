@@ -9,7 +9,7 @@ reduce-scatter, of the local tensor for an all-to-all.
     all_reduce      2(n-1)    2(n-1)/n * size
     all_gather        n-1      (n-1)/n * size
     reduce_scatter    n-1      (n-1)/n * size
-    all_to_all        n-1      (n-1)/n * size
+    all_to_all        n-1      (n-1)/n * size, to other nodes over the rank's own link alone
     one-shot sum      n-1        (n-1) * size
 
 In a graph without gradients a small all-reduce is charged as a one-shot sum, for which each rank
@@ -71,13 +71,17 @@ def ring_bytes(op: str, nbytes: float, n: int) -> float:
     return (2 if op == "all_reduce" else 1) * (n - 1) / n * nbytes
 
 
-def collective_seconds(op: str, nbytes: float, n: int, link: Link, one_shot: bool = False) -> float:
+def collective_seconds(
+    op: str, nbytes: float, n: int, link: Link, one_shot: bool = False, copies: int = 0
+) -> float:
     """Seconds of one collective of logical size `nbytes` over `n` ranks.
 
-    one_shot: whether a small all-reduce is a one-shot sum.
+    one_shot: whether a small all-reduce is a one-shot sum. copies: of rows that travel to experts,
+    how many a token has.
     """
-    steps = ring_bytes(op, n, n)
-    seconds = steps * link.latency + ring_bytes(op, nbytes, n) / link.bandwidth
+    steps, sent = ring_bytes(op, n, n), ring_bytes(op, nbytes, n)
+    travels = link.exchange(sent, copies) if op == "all_to_all" else sent / link.bandwidth
+    seconds = steps * link.latency + travels
     if op == "all_reduce" and one_shot and n * nbytes <= ONE_SHOT_BYTES:
         seconds = min(seconds, collective_seconds("all_gather", n * nbytes, n, link))
     return seconds

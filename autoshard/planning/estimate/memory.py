@@ -83,11 +83,12 @@ class Saving:
     """What the derivatives of one planned graph read, with its bytes on a rank."""
 
     def __init__(
-        self, gm: fx.GraphModule, decisions: Decisions, n: int, compiled: bool = True
+        self, gm: fx.GraphModule, decisions: Decisions, n: int, training: Training | None = None
     ) -> None:
+        training = training or Training()
         self.gm, self.decisions, self.n = gm, decisions, n
-        self.compiled = compiled
-        self.kernels = Kernels(gm, compiled)
+        self.compiled, self.imbalance = training.compiled, training.imbalance
+        self.kernels = Kernels(gm, self.compiled)
         self.chunked = chunks_of(decisions.losses)
         self.found: dict[tuple[fx.Node, State], int] = {}
 
@@ -106,7 +107,7 @@ class Saving:
                 continue
             if packet(node) in ATTENTION:
                 rows += self.rows(node)
-            rows += inner_bytes(node, self.decisions.strategies[node], self.n)
+            rows += self.inner(node)
             if packet(node) in LOSSES and self.decisions.strategies[node].impl is None:
                 # its logarithms of probabilities, which no partition computes twice
                 scores, state = operands(node)[0], self.decisions.strategies[node].inputs[0]
@@ -211,10 +212,15 @@ class Saving:
                     largest = max(largest, self.nbytes(node, state) * (1 if here else 2))
                 if is_mixture(node):
                     strategy = self.decisions.strategies[node]
-                    largest = max(largest, row_bytes(node, strategy, self.n)[1])
+                    widest = row_bytes(node, strategy, self.n)[1]
+                    largest = max(largest, int(self.imbalance * widest))
         return largest
 
     # Sizes and states
+
+    def inner(self, node: fx.Node) -> int:
+        """Bytes of the rows inside of a mixture, on the rank that has most; of another node 0."""
+        return int(self.imbalance * inner_bytes(node, self.decisions.strategies[node], self.n))
 
     def rows(self, node: fx.Node) -> int:
         """The float32 number that attention keeps of each of its rows."""
@@ -261,10 +267,10 @@ def held(
     decisions: Decisions,
     parameters: Mapping[fx.Node, str],
     n: int,
-    compiled: bool = True,
+    training: Training | None = None,
 ) -> RankHolds:
-    """What a rank of an axis of `n` holds of `gm` under `decisions`. compiled: as in Training."""
-    activations = Saving(gm, decisions, n, compiled).run()
+    """What a rank of an axis of `n` holds of `gm` under `decisions`."""
+    activations = Saving(gm, decisions, n, training).run()
     if decisions.recomputation is not None:
         activations = recomputed(activations, decisions.recomputation)
     return RankHolds(

@@ -131,6 +131,8 @@ def _waited(
     """Seconds of a collective on the planned axis, less what products in one operator with it hide.
     In backward such a product, of the gradient with the weight, takes as long as in forward."""
     took = seconds(one, ranks, links)
+    if one.copies:
+        took *= 1 - links[one.axis].rows.overlap
     products = sum(profile.forward[i] for i in one.beside)
     if profile.fusing is None or not products:
         return took

@@ -14,7 +14,7 @@ from autoshard.planning.chunked_loss import Losses, chunks_of
 from autoshard.planning.cost import Cluster, OperatorWork
 from autoshard.planning.estimate.weights import Training
 from autoshard.planning.fusion import Kernels
-from autoshard.planning.mixtures import inner_bytes
+from autoshard.planning.mixtures import inner_bytes, is_mixture
 from autoshard.planning.operators import (
     ADDED_PRODUCTS,
     ATTENTION,
@@ -48,11 +48,11 @@ class OperatorTimes:
         kernels: Kernels | None = None,
     ) -> None:
         self.n, self.cluster, self.parts = n, cluster, parts
-        self.chunked = chunks_of(losses or {})
+        self.chunked, self.imbalance = chunks_of(losses or {}), training.imbalance
         self.kernels = kernels or Kernels(gm, training.compiled)
         self.float8 = set(gm.graph.find_nodes(op="call_function", target=FLOAT8_LINEAR))
         if training.float8 and not self.float8:
-            self.float8 = set(self._products(gm)[:-1])
+            self.float8 = {*self._products(gm)[:-1], *filter(is_mixture, gm.graph.nodes)}
 
     def seconds(self, node: fx.Node, strategy: Strategy) -> float:
         """Roofline seconds of the forward on a rank's shapes; of a loss by chunks, all of it."""
@@ -66,7 +66,8 @@ class OperatorTimes:
         results = made if isinstance(made, (tuple, list)) else [made]
         written = sum(tensor_bytes(one) / self._split(state) for one, state in zip(results, states))
         moved = written if self.kernels.writes(node) else 0.0
-        moved += 2 * inner_bytes(node, strategy, self.n)
+        most = self.imbalance if is_mixture(node) else 1.0
+        moved += 2 * most * inner_bytes(node, strategy, self.n)
         seen: set[fx.Node] = set()
         for tensor, want in zip(operands(node), strategy.inputs):
             base = self.kernels.base[tensor]
@@ -75,7 +76,7 @@ class OperatorTimes:
             seen.add(base)
             size = tensor_bytes(value(tensor)) / self._split(want) / self.parts.get(base, 1)
             moved += min(size, written) if is_lookup(node) else size
-        flops = cost.node_flops(node) * (strategy.share / self.n if sharded else 1.0)
+        flops = most * cost.node_flops(node) * (strategy.share / self.n if sharded else 1.0)
         dtype = dtype_of(node)
         if node in self.float8:
             dtype = torch.float8_e4m3fn
@@ -109,6 +110,8 @@ class OperatorTimes:
     def _narrowest(self, node: fx.Node, strategy: Strategy) -> float:
         """The smallest of the three extents of a matrix product on a rank."""
         kind, made = packet(node), value(node)
+        if is_mixture(node):
+            return self._narrowest_of_experts(node, strategy)
         if kind not in PRODUCTS - CONVOLUTIONS or not isinstance(strategy.output, str):
             return math.inf
         first = kind in ADDED_PRODUCTS
@@ -124,6 +127,20 @@ class OperatorTimes:
         elif shard_dim(strategy.output) is not None:
             rows /= self.n
         return max(1.0, min(rows, columns, inner))
+
+    def _narrowest_of_experts(self, node: fx.Node, strategy: Strategy) -> float:
+        """The same of the products of one expert, whose rows come from all ranks that have others
+        of its stack; on a rank of the planned axis."""
+        ids, stacks = operands(node)[1], operands(node)[3:]
+        experts = cost.hint(value(stacks[0]).shape[0])
+        rows = cost.numel(value(ids)) * self.parts.get(self.kernels.base[stacks[0]], 1) / experts
+        sizes = [
+            cost.hint(size) / (self.n if dim == shard_dim(state) else 1)
+            for stack, state in zip(stacks, strategy.inputs[3:])
+            for dim, size in enumerate(value(stack).shape)
+            if dim and value(stack).dim() == 3
+        ]
+        return max(1.0, min(rows, *sizes))
 
     def _products(self, gm: fx.GraphModule) -> list[fx.Node]:
         """The products of something with a parameter."""

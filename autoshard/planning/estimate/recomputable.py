@@ -16,7 +16,6 @@ from autoshard.planning.decisions import Decisions, ValueKey
 from autoshard.planning.estimate.memory import Saving
 from autoshard.planning.estimate.operator_time import OperatorTimes
 from autoshard.planning.estimate.weights import Training
-from autoshard.planning.mixtures import inner_bytes
 from autoshard.planning.operators import ATTENTION, LOSSES, arguments, packet
 from autoshard.planning.strategy import Strategy, operands, value
 from autoshard.planning.values import differentiable, tensor_bytes
@@ -68,7 +67,7 @@ class Walk:
         training: Training,
     ) -> None:
         self.gm, self.decisions, self.n = gm, decisions, n
-        self.saving = Saving(gm, decisions, n, training.compiled)
+        self.saving = Saving(gm, decisions, n, training)
         parts, losses = decisions.prices.parts, decisions.losses
         kernels = self.saving.kernels
         self.times = OperatorTimes(gm, n, cluster, training, parts, losses, kernels)
@@ -133,7 +132,7 @@ class Walk:
 
     def inner(self, node: fx.Node, strategy: Strategy) -> int:
         """Bytes that an operator keeps of its own, beside its result."""
-        inner = inner_bytes(node, strategy, self.n)
+        inner = self.saving.inner(node)
         if node in self.saving.chunked.gradients:
             inner += self.saving.chunked.gradients[node].kept
         elif differentiable(node):

@@ -102,7 +102,7 @@ def profile(
         own = cost.node_flops(node) * (1 + min(2.0, _backward(node)))
         by_dtype[dtype_of(node)] = by_dtype.get(dtype_of(node), 0.0) + own
     main = max(by_dtype, key=lambda d: by_dtype[d], default=torch.float32)
-    kept = held(gm, decisions, parameters, n, training.compiled)
+    kept = held(gm, decisions, parameters, n, training)
     one = Profile(
         n=n,
         forward=tuple(forward),
@@ -110,7 +110,7 @@ def profile(
         flops=sum(by_dtype.values()),
         peak=cluster.device.peak(main),
         sent=tuple(tp_collectives(gm, decisions, n, bucket_bytes)),
-        exchanges=tuple(expert_rows(gm, decisions, n)),
+        exchanges=tuple(expert_rows(gm, decisions, n, training.imbalance)),
         fusing=prices.fusing,
         weights=kept.weights,
         activations=kept.activations,

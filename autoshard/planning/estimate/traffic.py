@@ -62,6 +62,7 @@ class Sent(NamedTuple):
     at: int
     copied: int = 0
     beside: tuple[int, ...] = ()
+    copies: int = 0
 
 
 class Traffic(NamedTuple):
@@ -76,7 +77,9 @@ class Traffic(NamedTuple):
 def seconds(one: Sent, ranks: Mapping[str, int], links: Mapping[str, Link]) -> float:
     """Seconds of one collective. ranks, links: by axis; links at the rates they really have."""
     link = links[one.axis]
-    on_the_wire = cost.collective_seconds(one.op, one.nbytes, ranks[one.axis], link)
+    on_the_wire = cost.collective_seconds(
+        one.op, one.nbytes, ranks[one.axis], link, copies=one.copies
+    )
     return on_the_wire + one.copied / link.copy_bandwidth
 
 
@@ -140,13 +143,19 @@ class Exchange(NamedTuple):
     sent: tuple[Sent, ...]
 
 
-def expert_rows(gm: fx.GraphModule, decisions: Decisions, n: int) -> list[Exchange]:
-    """The mixtures whose rows travel over ep beside a planned axis of n, with what that sends."""
+def expert_rows(
+    gm: fx.GraphModule, decisions: Decisions, n: int, imbalance: float = 1.0
+) -> list[Exchange]:
+    """The mixtures whose rows travel over ep beside a planned axis of n, with what that sends.
+    imbalance: as in Training."""
     any_ranks = 2  # the sizes are those of any number, but of the counts, which are small
     return [
         Exchange(
             tuple(
-                Sent("ep", one.op, one.nbytes, one.backward, at)
+                Sent(
+                    *("ep", one.op, int(imbalance * one.nbytes), one.backward, at),
+                    copies=one.copies,
+                )
                 for one in exchanged_beside(node, decisions.strategies[node], n, any_ranks)
                 if differentiable(node) or not one.backward
             ),

@@ -96,6 +96,8 @@ class Training:
         float32, computed with, and gathered, in the model's dtype (FSDP2's mixed precision: 16
         bytes). "master": parameters in the model's dtype beside gradients, moments and a copy of
         the parameters in float32 (Megatron-Core's distributed optimizer: 18 bytes).
+    imbalance: rows of the rank of ep, or of the expert's rank, that has most, by those of the mean;
+        1: experts are chosen evenly.
     states: where the optimizer's states and those copies are, and where it steps. On the host,
         "master" has its gradients in the model's dtype, as `autoshard.offload_optimizer` has.
     """
@@ -106,6 +108,7 @@ class Training:
     compiled: bool = True
     float8: bool = False
     states: str = "device"
+    imbalance: float = 1.0
 
     def __post_init__(self) -> None:
         if self.optimizer not in MOMENTS:
@@ -114,6 +117,11 @@ class Training:
             "recipe": RECIPES,
             "states": STATES,
         }
+        if not 1 <= self.imbalance <= 1e6:
+            raise ConfigError(
+                f"imbalance {self.imbalance} is less than that of experts chosen evenly",
+                remedy="Give the rows of the fullest rank by those of the mean: 1 or more.",
+            )
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ConfigError(

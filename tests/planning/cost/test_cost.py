@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import types
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoshard.planning.cost.clusters import HARDWARE, Efficiency, cluster, cluster_of
-from autoshard.planning.cost.machines import Link, dtype_class
+from autoshard.planning.cost.machines import Link, RowExchange, dtype_class
 from autoshard.planning.cost.model import (
     CHANGE_SECONDS,
     OperatorWork,
@@ -152,6 +154,43 @@ def test_roofline() -> None:
     assert h100.seconds(OperatorWork(989e12, 0, torch.bfloat16)) == 1.0
     assert h100.seconds(OperatorWork(989e12, 2 * 3350e9, torch.bfloat16)) == 2.0
     assert h100.seconds(OperatorWork(67e12, 0, torch.float32)) == 1.0
+
+
+def test_an_all_to_all_leaves_the_node_over_the_link_of_a_rank() -> None:
+    """Of 16 ranks on two nodes half of the rows leave, at 50 GB/s; a ring of eight has eight such
+    links. A token with 8 experts goes once to the node of 255 of 256, in place of 4 times."""
+    h100, nbytes = cluster("h100"), 50e9
+    for rows, part in ((RowExchange(), 0.5), (RowExchange(deduplicated=True), 255 / 256 / 8)):
+        link = replace(replace(h100, rows=rows).link(16, 1), latency=0.0)
+        assert collective_seconds("all_to_all", nbytes, 16, link, copies=8) == pytest.approx(part)
+        assert collective_seconds("all_to_all", nbytes, 16, link) == pytest.approx(0.5)
+        ring = collective_seconds("all_gather", nbytes, 16, link)
+        assert ring == pytest.approx(15 / 16 * 50 / 400)
+    near = replace(h100.link(8, 1), latency=0.0)
+    assert collective_seconds("all_to_all", nbytes, 8, near, copies=8) == nbytes * 7 / 8 / 450e9
+
+
+@pytest.mark.parametrize(
+    "name, half, memory, like",
+    [("nvl", 835, 3900, "h100"), ("mi300x", 1307, 5300, "h200"), ("gb300", 2500, 8000, "b200")],
+)
+def test_a_data_sheet_alone_has_the_efficiencies_of_the_nearest(
+    tmp_path: Path, name: str, half: float, memory: float, like: str
+) -> None:
+    rates = {"float8": 2 * half, "half": half, "float32": 67, "float64": 67}
+    link = {"microseconds": 1, "gigabytes_per_second": 450}
+    body = {
+        "name": name,
+        "devices_per_node": 8,
+        "memory": {"gigabytes": 80, "gigabytes_per_second": memory},
+        **{"tera_flops": rates, "inside": link, "between": link},
+    }
+    (tmp_path / "sheet.json").write_text(json.dumps(body))
+    (tmp_path / "told.json").write_text(json.dumps({**body, "efficiency": {"links": 0.5}}))
+    read, told = (cluster(str(tmp_path / file)) for file in ("sheet.json", "told.json"))
+    assert read.assumed == told.assumed == like and not cluster(like).assumed
+    assert read.efficiency == cluster(like).efficiency
+    assert told.efficiency == replace(read.efficiency, links=0.5)
 
 
 def test_programs_get_parts_of_the_data_sheet() -> None:
