@@ -1,14 +1,14 @@
-"""Rows of a file of published runs: its words as a question to the planner's own estimate.
+"""A published row as a question to the planner's own estimate: what is traced, and its price.
 
-A row that cannot be asked raises LookupError with the reason. What a trainer does and its rows do
-not say is its program's (`PROGRAMS`): a few properties for all rows of a source, never of one row.
+A row that cannot be asked raises LookupError with the reason.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +23,11 @@ from autoshard.mesh_search.search import planned_axes, prices_of
 from autoshard.mesh_search.stages import Scheduled, step_of
 from autoshard.planning import Prices
 from autoshard.planning.chunked_loss import chunking_of
-from autoshard.planning.cost import Cluster, Machine, cluster
-from autoshard.planning.cost.machines import RowExchange
+from autoshard.planning.cost import Cluster, Machine
 from autoshard.planning.estimate import (
+    Footprint,
     Layout,
+    Profile,
     Training,
     footprint,
     timing,
@@ -34,154 +35,12 @@ from autoshard.planning.estimate import (
 )
 from autoshard.planning.solver import Chain, cut_stages
 from autoshard.runtime import compat
-from autoshard.runtime.pipeline import ScheduleShape, is_possible, most_kept, timeline
-from repeated_layers import AFTER, BEFORE, Pieces, pieces_of
+from autoshard.runtime.pipeline import ScheduleShape, is_possible, kept_at_once, timeline
+from repeated_layers import AFTER, BEFORE, Keeps, Pieces, pieces_of
 from row_models import build, few_layers
+from row_words import NATURAL, Row, of_program, program_of
 
 MACHINES = Path(__file__).parent / "machines"
-
-#: TFLOPS of products of nvfp4, dense, by data sheet: they take the place of float8's.
-FLOAT4 = {"b200": 9000.0, "gb200": 10000.0, "b300": 13500.0, "gb300": 15000.0, "mi355x": 10066.0}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A published run, in the words of its file (`what` there says what each means)."""
-
-    source: str
-    model: str
-    machine: str
-    world: int
-    mesh: Mapping[str, int] = field(hash=False)
-    batch: int
-    length: int
-    checkpointing: Any = field(default=None, hash=False)
-    microbatches: int | None = 1
-    tokens: float | None = None
-    role: str = "given"
-    askable: str = "yes"
-    gibibytes: float | None = None
-    seconds: float | None = None
-    tflops: float | None = None
-    float8: bool | str | None = None
-    async_tp: bool = False
-    schedule: str = "1f1b"
-    virtual: int | None = None
-    routing: str = "balanced"
-    zero: int | None = None
-    lora: int | bool = False
-    host_offload: str = ""
-    chunk_loss: bool = False
-    compiled: bool = True
-    reduced: str | None = None
-    recipe: str | None = None
-    note: str = ""
-
-    @property
-    def kind(self) -> str:
-        """The axes that make a plan hard."""
-        found = [axis for axis in ("pp", "ep", "cp") if self.mesh.get(axis, 1) > 1]
-        return " x ".join(found) or "dense"
-
-    @property
-    def steps(self) -> int:
-        """Micro-batches of a step; computed where the step's time and its tokens are printed."""
-        if self.microbatches is not None:
-            return self.microbatches
-        if self.tokens is None or self.seconds is None:
-            raise LookupError("the number of micro-batches is not published")
-        alike = self.mesh.get("tp", 1) * self.mesh.get("cp", 1) * self.mesh.get("pp", 1)
-        return max(1, round(alike * self.tokens * self.seconds / (self.batch * self.length)))
-
-
-def rows_of(body: Mapping[str, Any]) -> list[Row | tuple[dict[str, Any], str]]:
-    """The rows of a file; one with a word that is not known as it stands, with the reason."""
-    known = {one.name for one in fields(Row)}
-    found: list[Row | tuple[dict[str, Any], str]] = []
-    for run in body["runs"]:
-        words = sorted(set(run) - known)
-        found.append((run, f"unknown words: {', '.join(words)}") if words else Row(**run))
-    return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Program:
-    """What a trainer does on every run. recipe: as in Training. reduced: as in `precision`. fused:
-    products of tp beside their collectives. rows: how rows travel to experts. overlapped: parts of
-    the transfers of pp, and of parameters beside it, that compute hides, where the machine's
-    `overlap` says how much. shares: what of `Efficiency` its kernels get in place of the machine's,
-    as parts of that."""
-
-    recipe: str = "mixed"
-    reduced: str = "float32"
-    fused: bool = False
-    rows: RowExchange = RowExchange()
-    overlapped: bool = False
-    shares: Mapping[str, float] = field(default_factory=dict)
-
-
-MEGATRON = Program(
-    recipe="master",
-    fused=True,
-    rows=RowExchange(deduplicated=True, overlap=0.5),
-    overlapped=True,
-    shares={"compute": 1.2, "attention": 1.7},
-)
-PROGRAMS: dict[str, Program] = {
-    "titan": Program(),
-    "automodel": Program(recipe="pure", reduced="bfloat16", rows=RowExchange(True, 0.0)),
-    "trl": Program(recipe="pure", reduced="bfloat16"),
-    "gpu-recipes": Program(overlapped=True),
-    "nnscaler": Program(),
-    "mbridge": MEGATRON,
-    "nemo": MEGATRON,
-    "mlperf": MEGATRON,
-}
-NATURAL = 1.2
-"""Rows of the busiest rank by the mean's, where a router chooses as it was trained to."""
-
-
-def program_of(row: Row) -> Program:
-    """The program of a row's source, with what the row says is different."""
-    found = next((one for name, one in PROGRAMS.items() if row.source.startswith(name)), Program())
-    note = row.note.lower()
-    if "plain all-to-all" in note:
-        found = replace(found, rows=RowExchange())
-    if row.async_tp:
-        found = replace(found, fused=True)
-    given = {"recipe": row.recipe, "reduced": row.reduced}
-    return replace(found, **{name: value for name, value in given.items() if value})
-
-
-def machine_of(name: str, row: Row | None, machines: Mapping[str, Any]) -> Cluster:
-    """A machine of a file: built in, or described beside this file; with the program's shares."""
-    body = machines.get(name, {})
-    own = MACHINES / f"{name}.json"
-    base = cluster(str(own) if own.exists() else body.get("device", name))
-    device, inside, between = base.device, base.inside, base.between
-    if "memory_gb" in body:
-        rate = 1e9 * body["memory_gbps"]
-        device = replace(device, memory_bytes=int(1e9 * body["memory_gb"]), memory_bandwidth=rate)
-        inside, between = (replace(link, copy_bandwidth=rate) for link in (inside, between))
-    if "between_gbps" in body:
-        between = replace(between, bandwidth=1e9 * body["between_gbps"] / 8)
-    share = base.efficiency
-    share = replace(share, compute=share.compute * body.get("power", 1.0))
-    base = replace(base, device=device, inside=inside, between=between, efficiency=share)
-    return replace(base, per_node=body.get("per_node", base.per_node))
-
-
-def of_program(machine: Cluster, row: Row) -> Cluster:
-    """A machine as a row's program uses it."""
-    program, device = program_of(row), machine.device
-    if isinstance(row.float8, str) and "fp4" in row.float8:
-        if device.name not in FLOAT4:
-            raise LookupError(f"no rate of nvfp4 is known of {device.name}")
-        flops = {**device.flops, "float8": FLOAT4[device.name] * 1e12}
-        device = replace(device, flops=flops)
-    share = machine.efficiency
-    given = {name: getattr(share, name) * part for name, part in program.shares.items()}
-    return replace(machine, device=device, efficiency=replace(share, **given), rows=program.rows)
 
 
 class Question(NamedTuple):
@@ -196,10 +55,8 @@ class Question(NamedTuple):
     lora: int
     attention_only: bool
     chunk_loss: bool
-    offloaded: bool
     fused: bool
-    float8: bool
-    modules: tuple[str, ...]
+    keeps: Keeps
 
 
 def question_of(row: Row, checkpointing: str) -> Question:
@@ -219,10 +76,13 @@ def question_of(row: Row, checkpointing: str) -> Question:
         lora=16 if row.lora is True else int(row.lora),
         attention_only="lora of attention" in row.note.lower(),
         chunk_loss=row.chunk_loss,
-        offloaded=bool(row.host_offload),
         fused=program.fused and row.mesh.get("tp", 1) > 1,
-        float8=bool(row.float8),
-        modules=tuple(row.checkpointing) if isinstance(row.checkpointing, list) else (),
+        keeps=Keeps(
+            tuple(row.checkpointing) if isinstance(row.checkpointing, list) else (),
+            bool(row.host_offload),
+            program.thrifty,
+            bool(row.float8),
+        ),
     )
 
 
@@ -230,7 +90,7 @@ def training_of(row: Row) -> Training:
     """How a row's model is trained, a batch a step."""
     return Training(
         recipe=program_of(row).recipe,
-        compiled=row.compiled,
+        compiled=row.compiled and program_of(row).compiled,
         float8=bool(row.float8),
         imbalance=1.0 if row.routing == "balanced" else NATURAL,
     )
@@ -258,7 +118,7 @@ def traced(one: Question, body: Mapping[str, Any], row: Row, machine: Cluster) -
         return prices_of(captured, inputs, planned_axes(mesh, config), machine, asked, dear)
 
     choices = intercept(model, args, kwargs, found)
-    return pieces_of(choices, few.at, one.offloaded, one.modules)
+    return pieces_of(choices, few.at, one.keeps)
 
 
 class Said(NamedTuple):
@@ -281,8 +141,9 @@ def layout_of(row: Row) -> Layout:
 def priced(row: Row, pieces: Pieces, kinds: Sequence[str], machine: Cluster) -> Said:
     """The estimate of a row whose pieces are at hand. kinds: of all its layers."""
     laid, layout, training = machine.on(row.mesh), layout_of(row), training_of(row)
+    pieces = launched(pieces, row)
     if row.mesh.get("pp", 1) > 1:
-        seconds, nbytes, idle = _pipeline(row, pieces, kinds, laid, layout, training)
+        seconds, memory, idle = _pipeline(row, pieces, kinds, laid, layout, training)
     else:
         whole, idle = pieces.joined([BEFORE, *kinds, AFTER]), 0.0
         one = timing(whole, layout, training, laid)
@@ -293,12 +154,32 @@ def priced(row: Row, pieces: Pieces, kinds: Sequence[str], machine: Cluster) -> 
             bare = whole.compute + sum(map(sum, waits))
             seconds = (row.steps - 1) * bare + one.step
         held = stage_footprint if layout.staged else footprint
-        nbytes = held(whole, layout, replace(training, microbatches=row.steps)).total
+        memory = held(whole, layout, replace(training, microbatches=row.steps))
+    nbytes = memory.total - (memory.gradients // 2 if program_of(row).thrifty else 0)
     return Said(_tokens(row, seconds), nbytes / 2**30, idle)
 
 
+def launched(pieces: Pieces, row: Row) -> Pieces:
+    """The pieces with what the host takes to start the products of experts."""
+    each = program_of(row).launches
+    ranks = row.mesh.get("ep", 1) * row.mesh.get("tp", 1)
+
+    def slower(one: Profile) -> Profile:
+        experts = max((weight.experts for weight in one.weights), default=0) / ranks
+        forward, backward = one.forward, one.backward
+        first, last = (each * experts / 3, 2 * each * experts / 3)
+        return replace(
+            one,
+            forward=(forward[0] + first, *forward[1:]),
+            backward=(backward[0] + last, *backward[1:]),
+        )
+
+    return replace(pieces, profiles={kind: slower(one) for kind, one in pieces.profiles.items()})
+
+
 def _tokens(row: Row, seconds: float) -> float:
-    alike = row.mesh.get("tp", 1) * row.mesh.get("cp", 1) * row.mesh.get("pp", 1)
+    axes = ("tp", "cp", "pp", *program_of(row).shared)
+    alike = math.prod(row.mesh.get(axis, 1) for axis in axes)
     return row.steps * row.batch * row.length / alike / seconds
 
 
@@ -309,8 +190,8 @@ def _pipeline(
     machine: Machine,
     layout: Layout,
     training: Training,
-) -> tuple[float, int, float]:
-    """Seconds of a step, bytes of the largest rank, the part of the schedule that ranks wait."""
+) -> tuple[float, Footprint, float]:
+    """Seconds of a step, memory of the largest rank, the part of the schedule that ranks wait."""
     ranks, count = row.mesh["pp"], row.steps
     chunks = (row.virtual or 2) if row.schedule == "interleaved" else 1
     flush = re.search(r"flushed every (\d+)", row.note)
@@ -337,7 +218,7 @@ def _pipeline(
     if found is None:
         raise LookupError(f"{len(units)} pieces are no {ranks * chunks} stages")
     spans = list(zip([0, *found.cuts], [*found.cuts, len(units)]))
-    live = [most_kept(row.schedule, shape, rank) for rank in range(ranks)]
+    live = [kept_at_once(row.schedule, shape, rank) for rank in range(ranks)]
     stages = [
         pieces.joined(units[a:b], live[stage % ranks][stage // ranks])
         for stage, (a, b) in enumerate(spans)
@@ -357,7 +238,7 @@ def _pipeline(
     _, memory, step, price = step_of(one, axes, machine, layout, training, 0.0)
     data = step.step - times.seconds - step.optimizer
     total = count / once * times.seconds + (1 - hidden) * data + step.optimizer
-    return total, memory.total, times.idle
+    return total, memory, times.idle
 
 
 Get = Callable[[Question, Row, Cluster], Pieces]
@@ -384,12 +265,3 @@ def answer(row: Row, body: Mapping[str, Any], machine: Cluster, get: Get) -> Sai
     if how not in ("none", "full", "selective"):
         raise LookupError(f"checkpointing {how!r} is not known")
     return said(how)
-
-
-def published(row: Row, pieces: Pieces, kinds: Sequence[str]) -> float:
-    """Tokens a second of a row; computed from the model's operations where these are printed."""
-    if row.tokens is not None:
-        return row.tokens
-    if row.tflops is None:
-        raise LookupError("neither tokens nor tflops are published")
-    return row.tflops

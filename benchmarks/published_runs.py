@@ -1,6 +1,6 @@
 """Training runs that others have published: what they measured, and what `autoshard plan` says.
 
-    python benchmarks/published_runs.py [--json FILE]
+    python benchmarks/published_runs.py [--json FILE] [--rows FILE]
 
 The runs, with their sources, are data: published_runs.json. A model is traced on the meta device
 with 2 and with 3 layers, and a step's time and memory continued to its depth: both are sums over
@@ -218,8 +218,12 @@ HEADER = (
 
 def table(rows: Iterable[tuple[Run, Predicted]]) -> str:
     """The runs as a Markdown table."""
-    lines = [HEADER, ["---"] * len(HEADER), *(cells(run, said) for run, said in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown([HEADER, ["---"] * len(HEADER), *(cells(run, said) for run, said in rows)])
+
+
+def markdown(lines: Iterable[Sequence[str]]) -> str:
+    """The lines of a table, without the blanks that nobody sees."""
+    return "\n".join("|" + "|".join(line) + "|" for line in lines)
 
 
 def summary(rows: Sequence[tuple[Run, Predicted]]) -> str:
@@ -243,8 +247,15 @@ def main() -> None:
     """Price each run and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--rows", type=Path, help="a file of rows of any source, in their words")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.rows:
+        import row_table  # which imports transformers
+
+        found = row_table.outcomes(json.loads(options.rows.read_text()))
+        print(f"{row_table.table(found)}\n\n{row_table.summary(found)}")
+        return
     rows = [(run, predicted(run)) for run in RUNS]
     print(table(rows))
     print(f"\n{summary(rows)}")

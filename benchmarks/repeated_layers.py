@@ -16,7 +16,8 @@ from autoshard.mesh_search.rank_stages import joined
 from autoshard.planning import is_mixture
 from autoshard.planning.cost import WAIT_SECONDS
 from autoshard.planning.estimate import Profile, SavedForBackward
-from autoshard.planning.operators import ATTENTION, packet
+from autoshard.planning.operators import ATTENTION, aten, packet
+from autoshard.runtime.collectives import forward_value
 
 BEFORE, AFTER = "before", "after"
 
@@ -55,21 +56,31 @@ def spans_of(one: Profile, at: Mapping[str, int], count: int) -> dict[str, tuple
     return {**spans, BEFORE: (0, starts[0]), AFTER: (starts[last + 1], count)}
 
 
-def pieces_of(
-    choices: MeshPrices, at: Mapping[str, int], offloaded: bool, modules: Sequence[str] = ()
-) -> Pieces:
-    """The pieces of a planned graph. at: the layer that stands for each kind. offloaded: whether
-    the inputs of checkpointed layers wait on the host. modules: Megatron's names of those that are
-    computed again."""
+class Keeps(NamedTuple):
+    """What a trainer keeps for the backward otherwise than a compiler would. modules: Megatron's
+    names of those that are computed again. offloaded: the inputs of checkpointed layers wait on
+    the host. thrifty: what tp gathered is gathered again, activation functions run again, and what
+    only products in float8 read is kept in that."""
+
+    modules: tuple[str, ...] = ()
+    offloaded: bool = False
+    thrifty: bool = False
+    float8: bool = False
+
+
+def pieces_of(choices: MeshPrices, at: Mapping[str, int], keeps: Keeps) -> Pieces:
+    """The pieces of a planned graph. at: the layer that stands for each kind."""
     nodes = list(choices.planned.serial.graph.nodes)
     one = choices.by_chunks if choices.planned.decisions.losses else choices.free
-    again = again_of(choices, modules)
+    again = again_of(choices, keeps)
     spans = spans_of(one, at, len(nodes))
-    profiles = {kind: _part(one, again, *span, offloaded) for kind, span in spans.items()}
+    profiles = {kind: _part(one, again, *span, keeps.offloaded) for kind, span in spans.items()}
     crossing, middle = choices.stages.crossing, spans[next(iter(at))][1]
     around = [size for size, _ in crossing[max(0, middle - 12) : middle + 1] if size > 0]
     return Pieces(profiles=profiles, sent=min(around, default=0), buffers=one.buffers)
 
+
+ACTIVATIONS = {aten.silu, aten.gelu}
 
 #: Megatron's modules -> parts of the names of the weights whose products are computed again.
 MODULES = {
@@ -91,10 +102,10 @@ class Kept(NamedTuple):
     region: int
 
 
-def again_of(choices: MeshPrices, modules: Sequence[str]) -> dict[int, list[Kept]]:
+def again_of(choices: MeshPrices, keeps: Keeps) -> dict[int, list[Kept]]:
     """By operator, where regions of activation checkpointing are those of the model, and of these
     modules. LookupError for a module that is not known."""
-    nodes = list(choices.planned.serial.graph.nodes)
+    nodes, modules = list(choices.planned.serial.graph.nodes), keeps.modules
     place, front = {node: i for i, node in enumerate(nodes)}, choices.frontier
     names: tuple[str, ...] = ()
     for module in modules:
@@ -109,10 +120,17 @@ def again_of(choices: MeshPrices, modules: Sequence[str]) -> dict[int, list[Kept
         ours |= "core_attn" in modules and packet(node) in ATTENTION
         ours |= "moe" in modules and is_mixture(node)
         beside = value.nbytes * (1 if saved else 2) if value.held else 0
+        gathered = value.key[1] != forward_value(choices.stages.saving.state(node))
         if ours and saved:
             saved, repeated, seconds = 0, saved, value.seconds
+        elif keeps.thrifty and saved and gathered:
+            saved, seconds = saved // choices.n, value.seconds
+        elif keeps.thrifty and packet(node) in ACTIVATIONS:
+            saved, seconds = 0, value.seconds
         elif "moe_act" in modules and is_mixture(node):  # what the last product reads
             saved -= value.inner // 4
+        if keeps.thrifty and keeps.float8 and {*map(packet, node.users)} == {aten.linear}:
+            saved //= 2
         region = value.again if value.again >= 0 else -1 - place[node]
         one = Kept(saved, beside, seconds, repeated, region)
         found.setdefault(place[node], []).append(one)
@@ -142,9 +160,9 @@ def _part(
         forward=tuple(forward[a:b]),
         backward=tuple(map(sum, zip(one.backward[a:b], more))),
         sent=tuple(
-            sent._replace(at=sent.at - a, beside=tuple(i - a for i in sent.beside))
+            sent._replace(at=sent.at - a, beside=tuple(i - a for i in sent.beside if a <= i < b))
             for sent in (*one.sent, *travel)
-            if a <= sent.at < b and all(a <= i < b for i in sent.beside)
+            if a <= sent.at < b
         ),
         exchanges=(),
         weights=tuple(

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from autoshard.cli.checkpointing import checkpoint_layers
@@ -177,6 +179,10 @@ def build(
     model = model.to(torch.bfloat16)
     compat.choose_causal_loss(model)
     compat.turn_off_cache(model)
-    checkpoint_layers(model, checkpointing)
+    if lora and checkpointing == "full":  # the switch asks gradients of inputs, which breaks graphs
+        for layer in model.model.layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    else:
+        checkpoint_layers(model, checkpointing)
     ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
     return model, (), {"input_ids": ids, "labels": ids.clone()}

@@ -43,7 +43,11 @@ def joined(parts: Sequence[Profile]) -> Profile:
         parts[0],
         forward=tuple(each for part in parts for each in part.forward),
         backward=tuple(each for part in parts for each in part.backward),
-        sent=tuple(s._replace(at=s.at + start) for start, part in numbered for s in part.sent),
+        sent=tuple(
+            s._replace(at=s.at + start, beside=tuple(i + start for i in s.beside))
+            for start, part in numbered
+            for s in part.sent
+        ),
         weights=tuple(
             replace(weight, use=weight.use + start)
             for start, part in numbered

@@ -43,7 +43,7 @@ from autoshard.planning.estimate import (
 )
 from autoshard.planning.solver import Chain, cut_stages
 from autoshard.runtime.graph_meta import MUTATED
-from autoshard.runtime.pipeline import ScheduleShape, Timeline, most_kept, timeline
+from autoshard.runtime.pipeline import ScheduleShape, Timeline, kept_at_once, timeline
 
 _MOST_PLACES = 256
 """Places for a cut that the search considers: those where least is sent, alike in every layer."""
@@ -250,7 +250,7 @@ class GraphStages:
         cuts = [ends[i] for i in found.cuts]
         spans = list(zip([0, *cuts], [*cuts, len(self.nodes)]))
         shape = ScheduleShape(ranks, microbatches, self.chunks)
-        live = [most_kept(self.schedule, shape, rank) for rank in range(ranks)]
+        live = [kept_at_once(self.schedule, shape, rank) for rank in range(ranks)]
         parts = [
             self._part(a, b, live[stage % ranks][stage // ranks], sent)
             for stage, (a, b) in enumerate(spans)

@@ -10,6 +10,7 @@ from autoshard.runtime.pipeline.schedules import (
     ScheduleShape,
     Timeline,
     is_possible,
+    kept_at_once,
     most_kept,
     picture,
     timeline,

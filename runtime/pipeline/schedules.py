@@ -132,6 +132,17 @@ def most_kept(schedule: str, shape: ScheduleShape, rank: int) -> list[int]:
     return most
 
 
+def kept_at_once(schedule: str, shape: ScheduleShape, rank: int) -> list[int]:
+    """The micro-batches of which a rank's stages keep the activations when these are most in all:
+    stages of one rank are not at their most at once."""
+    alive, most = [0] * shape.chunks, [0] * shape.chunks
+    for each in SCHEDULES[schedule](rank, shape):
+        if each.work != "I":
+            alive[each.chunk] += 1 if each.work == "F" else -1
+            most = list(alive) if sum(alive) > sum(most) else most
+    return most
+
+
 class Timeline(NamedTuple):
     """When a schedule's actions run: (start, end) of each, a rank a list. idle: the part of the
     time between the first start and the last end in which ranks wait."""

@@ -9,7 +9,7 @@ import pytest
 
 import published_runs
 from autoshard.verification.comparison import furthest
-from published_runs import BODY, HEADER, RUNS, Run, cells, machine_of, predicted, priced
+from published_runs import BODY, HEADER, RUNS, Run, cells, machine_of, markdown, predicted, priced
 
 PAGE = (Path(__file__).parents[2] / "docs" / "published_runs.md").read_text()
 PUBLISHED = [HEADER.index(name) for name in HEADER if name not in ("predicted", "error")]
@@ -17,7 +17,7 @@ PUBLISHED = [HEADER.index(name) for name in HEADER if name not in ("predicted", 
 
 def rows() -> list[list[str]]:
     """The cells of the table in the docs."""
-    start = PAGE.index("| " + " | ".join(HEADER) + " |")
+    start = PAGE.index(markdown([HEADER]))
     lines = PAGE[start:].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 

@@ -26,6 +26,7 @@ from autoshard.planning.cost.model import (
     collective_seconds,
     dtype_made,
     hint,
+    is_attention,
     node_flops,
     numel,
     outer_dim,

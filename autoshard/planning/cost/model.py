@@ -275,6 +275,11 @@ _MASKED_OVER_CP = (masked_both_ends, masked_prefix)
 _OVER_CP = (attend_by_heads, attend_to_both_ends, attend_to_prefix, *_MASKED_OVER_CP)
 
 
+def is_attention(node: fx.Node) -> bool:
+    """Whether a node is attention, of a rank of cp too."""
+    return packet(node) in ATTENTION or node.target in _OVER_CP
+
+
 def _attention_over_cp(node: fx.Node) -> int:
     """Of a rank of cp, in the graph that is planned on tp; in contiguous parts, of the last."""
     args, result = _values(node)

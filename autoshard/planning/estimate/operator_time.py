@@ -17,7 +17,6 @@ from autoshard.planning.fusion import Kernels
 from autoshard.planning.mixtures import inner_bytes, is_mixture
 from autoshard.planning.operators import (
     ADDED_PRODUCTS,
-    ATTENTION,
     CONVOLUTIONS,
     PRODUCTS,
     packet,
@@ -82,7 +81,7 @@ class OperatorTimes:
             dtype = torch.float8_e4m3fn
             moved += self._cast(node, strategy)
         narrowest = self._narrowest(node, strategy) if flops else math.inf  # an empty one has none
-        work = OperatorWork(flops, moved, dtype, narrowest, packet(node) in ATTENTION)
+        work = OperatorWork(flops, moved, dtype, narrowest, cost.is_attention(node))
         return self.cluster.seconds(work) + strategy.waits * cost.WAIT_SECONDS
 
     def scaling(self, node: fx.Node) -> float:

@@ -26,7 +26,6 @@ from autoshard.planning.estimate.operator_time import OperatorTimes, dtype_of
 from autoshard.planning.estimate.traffic import Exchange, Sent, expert_rows, tp_collectives
 from autoshard.planning.estimate.weights import Training
 from autoshard.planning.mixtures import is_mixture
-from autoshard.planning.operators import ATTENTION, packet
 from autoshard.planning.strategy import operands
 from autoshard.planning.values import differentiable
 
@@ -123,7 +122,7 @@ def _backward(node: fx.Node) -> float:
     """The time of the backward in units of the forward's."""
     if not differentiable(node):
         return 0.0
-    if packet(node) in ATTENTION:
+    if cost.is_attention(node):
         return 2.5
     if is_mixture(node):
         x, _, _, *stacks = map(differentiable, operands(node))

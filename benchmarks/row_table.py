@@ -1,0 +1,193 @@
+"""The table of a file's rows: published, predicted, the error, and medians by kind."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from autoshard.planning.cost import Cluster
+from published_rows import Question, Said, answer, traced
+from published_runs import markdown
+from repeated_layers import Pieces
+from row_words import CONSTANTS, Row, machine_of, rows_of
+
+HEADER = (
+    *("source", "model", "machine", "mesh", "batch", "how", "tokens/s a GPU", "predicted"),
+    *("error", "GiB a GPU", "predicted", "error"),
+)
+
+
+class Outcome(NamedTuple):
+    """A row with its published rate and what the estimate says, or the reason why it has none."""
+
+    row: Row
+    tokens: float
+    said: Said | None
+    reason: str = ""
+
+    @property
+    def error(self) -> float:
+        """How far the prediction is from what was measured, as a part of it."""
+        return self.said.tokens / self.tokens - 1 if self.said else 0.0
+
+
+class Traces:
+    """What was traced, each in a process of its own: what tracing leaves behind ends with it."""
+
+    def __init__(self, models: Mapping[str, Any]) -> None:
+        self.models = models
+        self.made: dict[tuple[Question, str, str], Pieces] = {}
+
+    def get(self, one: Question, row: Row, machine: Cluster) -> Pieces:
+        """The pieces of a question."""
+        key = one, row.machine, row.routing
+        if key not in self.made:
+            there, here = multiprocessing.Pipe(duplex=False)
+            given = (here, one, self.models[row.model], row, machine)
+            child = multiprocessing.get_context("fork").Process(target=_trace, args=given)
+            child.start()
+            here.close()
+            try:
+                found = there.recv()
+            except EOFError:
+                found = LookupError("tracing ended its process")
+            child.join()
+            if isinstance(found, LookupError):
+                raise found
+            self.made[key] = found
+        return self.made[key]
+
+
+def _trace(to: Any, *given: Any) -> None:
+    try:
+        to.send(traced(*given))
+    except Exception as error:  # a row whose model cannot be planned is listed with the reason
+        said = " ".join(str(error).split())[:160]
+        to.send(LookupError(f"{type(error).__name__}: {said}"))
+
+
+def outcomes(body: Mapping[str, Any]) -> list[Outcome]:
+    """Every row of a file, asked."""
+    traces, found = Traces(body["models"]), list[Outcome]()
+    rows = rows_of(body)
+    for row, reason in rows:
+        try:
+            if reason:
+                raise LookupError(reason)
+            if row.model not in body["models"]:
+                raise LookupError(f"the file describes no {row.model}")
+            machine = machine_of(row.machine, body["machines"])
+            tokens = rate(row, [one for one, _ in rows])
+            said = answer(row, body["models"][row.model], machine, traces.get)
+            found.append(Outcome(row, tokens, said))
+        except LookupError as error:
+            found.append(Outcome(row, row.tokens or 0.0, None, str(error.args[0])))
+    return found
+
+
+def rate(row: Row, rows: Sequence[Row]) -> float:
+    """Tokens a second of a row. Where only operations are printed, these count as in a row of the
+    same model and length that has both."""
+    if row.tokens is not None:
+        return row.tokens
+    for one in rows:
+        alike = (one.model, one.length) == (row.model, row.length)
+        if alike and one.tokens and one.tflops and row.tflops:
+            return row.tflops * one.tokens / one.tflops
+    raise LookupError("neither tokens are published, nor in a row alike what operations count")
+
+
+def cells(one: Outcome) -> list[str]:
+    """An outcome's row of the table."""
+    row, said = one.row, one.said
+    how = [] if row.checkpointing in (None, "none") else [str(row.checkpointing)]
+    how += [row.float8 if isinstance(row.float8, str) else "float8"] * bool(row.float8)
+    how += ["async tp"] * row.async_tp + ["LoRA"] * bool(row.lora)
+    how += [f"{row.schedule} {row.virtual or ''}".strip()] * (row.mesh.get("pp", 1) > 1)
+    how += [f"{row.microbatches} micro-batches"] * ((row.microbatches or 1) > 1)
+    rates = [f"{one.tokens:,.0f}" if one.tokens else "", "", ""]
+    memory = [f"{row.gibibytes:.1f}" if row.gibibytes else "", "", ""]
+    if said is not None:
+        rates[1:] = [f"{said.tokens:,.0f}", f"{100 * one.error:+.0f}%"]
+        memory[1] = f"{said.gibibytes:.1f}"
+        if row.gibibytes:
+            memory[2] = f"{100 * (said.gibibytes / row.gibibytes - 1):+.0f}%"
+    mesh = " ".join(f"{axis}={size}" for axis, size in row.mesh.items())
+    batch = f"{row.batch} x {row.length}"
+    return [row.source, row.model, row.machine, mesh, batch, ", ".join(how), *rates, *memory]
+
+
+def table(found: Sequence[Outcome]) -> str:
+    """The outcomes as a Markdown table."""
+    return markdown([HEADER, ["---"] * len(HEADER), *map(cells, found)])
+
+
+def named(one: Outcome) -> str:
+    """Why a row is further than 35%, by its own words; "" where no reason is known."""
+    note = one.row.note.lower()
+    for words, why in (
+        ("sanity", "the source does not state its mesh"),
+        ("wrong cudnn", "the source says that its times are inflated by a library"),
+        ("not stated", "the source leaves a part of the run open"),
+    ):
+        if words in note:
+            return why
+    if one.row.source == "trl-moe":
+        return "the source measures a step with its start, of one small batch"
+    return ""
+
+
+def orders(found: Sequence[Outcome]) -> tuple[int, int]:
+    """Of pairs of layouts of one model, on one machine and of one length, how many are in the
+    published order, and all."""
+    right, every = 0, 0
+    for a, b in itertools.combinations([one for one in found if one.said], 2):
+        same = [(x.row.model, x.row.machine, x.row.length) for x in (a, b)]
+        if same[0] == same[1] and a.tokens != b.tokens:
+            assert a.said and b.said
+            right += (a.said.tokens > b.said.tokens) == (a.tokens > b.tokens)
+            every += 1
+    return right, every
+
+
+def summary(found: Sequence[Outcome]) -> str:
+    """Medians by kind, the order of layouts, rows without an answer, and those far off."""
+    asked = [one for one in found if one.said]
+    kinds: dict[str, list[float]] = {}
+    for one in asked:
+        for kind in (one.row.kind, "all"):
+            kinds.setdefault(kind, []).append(abs(one.error))
+        if one.row.gibibytes and one.said:
+            off = abs(one.said.gibibytes / one.row.gibibytes - 1)
+            kinds.setdefault("memory", []).append(off)
+    lines = [
+        f"{kind}: {len(off)} rows, median error {100 * statistics.median(off):.0f}%, "
+        f"largest {100 * max(off):.0f}%"
+        for kind, off in sorted(kinds.items())
+    ]
+    right, every = orders(found)
+    if every:
+        tau = 2 * right / every - 1
+        lines.append(
+            f"order of runs of one model on one machine: {right} of {every} pairs, {tau:+.2f}"
+        )
+    lines.append(f"constants of programs: {len(CONSTANTS)}, rows: {len(asked)}")
+    lines += [f"not asked: {cells(one)[:4]}: {one.reason}" for one in found if not one.said]
+    far = [one for one in asked if abs(one.error) > 0.35]
+    lines += [
+        f"beyond 35%: {' '.join(cells(one)[:4])}: {named(one) or 'not explained'}" for one in far
+    ]
+    machines = {one.row.machine: machine_of(one.row.machine, {}) for one in asked if _own(one)}
+    lines += [
+        f"efficiencies of {name} that its data sheet leaves out: those of {machine.assumed}"
+        for name, machine in machines.items()
+        if machine.assumed
+    ]
+    return "\n".join(lines)
+
+
+def _own(one: Outcome) -> bool:
+    return one.row.machine not in ("h100-500w",) and bool(one.row.machine)
