@@ -56,6 +56,7 @@ class Question(NamedTuple):
     attention_only: bool
     chunk_loss: bool
     fused: bool
+    compiled: bool
     keeps: Keeps
 
 
@@ -77,6 +78,7 @@ def question_of(row: Row, checkpointing: str) -> Question:
         attention_only="lora of attention" in row.note.lower(),
         chunk_loss=row.chunk_loss,
         fused=program.fused and row.mesh.get("tp", 1) > 1,
+        compiled=training_of(row).compiled,
         keeps=Keeps(
             tuple(row.checkpointing) if isinstance(row.checkpointing, list) else (),
             bool(row.host_offload),
@@ -155,7 +157,9 @@ def priced(row: Row, pieces: Pieces, kinds: Sequence[str], machine: Cluster) -> 
             seconds = (row.steps - 1) * bare + one.step
         held = stage_footprint if layout.staged else footprint
         memory = held(whole, layout, replace(training, microbatches=row.steps))
-    nbytes = memory.total - (memory.gradients // 2 if program_of(row).thrifty else 0)
+    nbytes = memory.total
+    if program_of(row).thrifty:  # a distributed optimizer gathers into what it stored
+        nbytes -= memory.gradients // 2 + (memory.parameters if layout.shard > 1 else 0)
     return Said(_tokens(row, seconds), nbytes / 2**30, idle)
 
 

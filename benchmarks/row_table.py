@@ -12,7 +12,7 @@ from autoshard.planning.cost import Cluster
 from published_rows import Question, Said, answer, traced
 from published_runs import markdown
 from repeated_layers import Pieces
-from row_words import CONSTANTS, Row, machine_of, rows_of
+from row_words import CONSTANTS, Row, machine_of, program_of, rows_of
 
 HEADER = (
     *("source", "model", "machine", "mesh", "batch", "how", "tokens/s a GPU", "predicted"),
@@ -21,12 +21,14 @@ HEADER = (
 
 
 class Outcome(NamedTuple):
-    """A row with its published rate and what the estimate says, or the reason why it has none."""
+    """A row with its published rate and what the estimate says, or the reason why it has none.
+    assumed: as of its Cluster."""
 
     row: Row
     tokens: float
     said: Said | None
     reason: str = ""
+    assumed: str = ""
 
     @property
     def error(self) -> float:
@@ -82,7 +84,7 @@ def outcomes(body: Mapping[str, Any]) -> list[Outcome]:
             machine = machine_of(row.machine, body["machines"])
             tokens = rate(row, [one for one, _ in rows])
             said = answer(row, body["models"][row.model], machine, traces.get)
-            found.append(Outcome(row, tokens, said))
+            found.append(Outcome(row, tokens, said, assumed=machine.assumed))
         except LookupError as error:
             found.append(Outcome(row, row.tokens or 0.0, None, str(error.args[0])))
     return found
@@ -94,8 +96,8 @@ def rate(row: Row, rows: Sequence[Row]) -> float:
     if row.tokens is not None:
         return row.tokens
     for one in rows:
-        alike = (one.model, one.length) == (row.model, row.length)
-        if alike and one.tokens and one.tflops and row.tflops:
+        of, own = ((each.model, each.length, bool(each.lora)) for each in (one, row))
+        if of == own and one.tokens and one.tflops and row.tflops:
             return row.tflops * one.tokens / one.tflops
     raise LookupError("neither tokens are published, nor in a row alike what operations count")
 
@@ -107,16 +109,16 @@ def cells(one: Outcome) -> list[str]:
     how += [row.float8 if isinstance(row.float8, str) else "float8"] * bool(row.float8)
     how += ["async tp"] * row.async_tp + ["LoRA"] * bool(row.lora)
     how += [f"{row.schedule} {row.virtual or ''}".strip()] * (row.mesh.get("pp", 1) > 1)
-    how += [f"{row.microbatches} micro-batches"] * ((row.microbatches or 1) > 1)
+    how += [f"{row.microbatches} batches"] * ((row.microbatches or 1) > 1)
     rates = [f"{one.tokens:,.0f}" if one.tokens else "", "", ""]
     memory = [f"{row.gibibytes:.1f}" if row.gibibytes else "", "", ""]
     if said is not None:
         rates[1:] = [f"{said.tokens:,.0f}", f"{100 * one.error:+.0f}%"]
-        memory[1] = f"{said.gibibytes:.1f}"
         if row.gibibytes:
+            memory[1] = f"{said.gibibytes:.1f}"
             memory[2] = f"{100 * (said.gibibytes / row.gibibytes - 1):+.0f}%"
-    mesh = " ".join(f"{axis}={size}" for axis, size in row.mesh.items())
-    batch = f"{row.batch} x {row.length}"
+    mesh = ",".join(f"{axis}={size}" for axis, size in row.mesh.items())
+    batch = f"{row.batch}x{row.length}"
     return [row.source, row.model, row.machine, mesh, batch, ", ".join(how), *rates, *memory]
 
 
@@ -135,8 +137,10 @@ def named(one: Outcome) -> str:
     ):
         if words in note:
             return why
-    if one.row.source == "trl-moe":
-        return "the source measures a step with its start, of one small batch"
+    if "ep" in program_of(one.row).shared:
+        return "its experts are run by transformers' loop, and rows do not travel: not priced"
+    if one.row.model.startswith("gpt-oss") and program_of(one.row).thrifty:
+        return "Megatron's attention with sinks is priced as causal attention without"
     return ""
 
 
@@ -180,14 +184,9 @@ def summary(found: Sequence[Outcome]) -> str:
     lines += [
         f"beyond 35%: {' '.join(cells(one)[:4])}: {named(one) or 'not explained'}" for one in far
     ]
-    machines = {one.row.machine: machine_of(one.row.machine, {}) for one in asked if _own(one)}
+    assumed = {one.row.machine: one.assumed for one in asked if one.assumed}
     lines += [
-        f"efficiencies of {name} that its data sheet leaves out: those of {machine.assumed}"
-        for name, machine in machines.items()
-        if machine.assumed
+        f"efficiencies of {name} that its data sheet leaves out: those of {known}"
+        for name, known in assumed.items()
     ]
     return "\n".join(lines)
-
-
-def _own(one: Outcome) -> bool:
-    return one.row.machine not in ("h100-500w",) and bool(one.row.machine)

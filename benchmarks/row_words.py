@@ -110,7 +110,6 @@ class Program:
 
 MEGATRON = Program(
     recipe="master",
-    fused=True,
     rows=RowExchange(deduplicated=True, overlap=0.5),
     overlapped=True,
     thrifty=True,
@@ -121,7 +120,7 @@ PROGRAMS: dict[str, Program] = {
     "titan": Program(),
     "automodel": Program(recipe="pure", reduced="bfloat16", rows=RowExchange(True, 0.0)),
     "trl-moe": Program(recipe="pure", reduced="bfloat16", compiled=False, shared=("ep",)),
-    "trl-1m": Program(recipe="pure", reduced="bfloat16", compiled=False, shares={"attention": 2.3}),
+    "trl-1m": Program(recipe="pure", reduced="bfloat16", shares={"attention": 2.3}),
     "gpu-recipes": Program(overlapped=True),
     "nnscaler": Program(),
     "mbridge": MEGATRON,

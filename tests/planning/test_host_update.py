@@ -16,8 +16,7 @@ import autoshard
 from autoshard.errors import ConfigError
 from autoshard.mesh_search import search_meshes
 from autoshard.planning.cost import Cluster, cluster
-from autoshard.planning.cost.clusters import Efficiency
-from autoshard.planning.cost.machines import Link
+from autoshard.planning.cost.machines import Efficiency, Link
 from autoshard.planning.estimate import Layout, Training, host_update
 from autoshard.planning.estimate.memory import RankHolds, SavedForBackward, footprint
 from autoshard.planning.estimate.weights import Weight

@@ -14,8 +14,8 @@ import autoshard
 from autoshard.errors import ConfigError
 from autoshard.mesh_search.factorisations import candidates
 from autoshard.mesh_search.search import search_meshes
-from autoshard.planning.cost.clusters import Cluster, Efficiency, cluster
-from autoshard.planning.cost.machines import Hardware, Link
+from autoshard.planning.cost.clusters import Cluster, cluster
+from autoshard.planning.cost.machines import Efficiency, Hardware, Link
 from autoshard.planning.estimate.memory import SavedForBackward, Saving, footprint, held
 from autoshard.planning.estimate.mesh import Segment, step_seconds, timing
 from autoshard.planning.estimate.step_profile import Profile

@@ -10,7 +10,8 @@ import torch
 
 from autoshard.mesh_search.prices import MeshPrice
 from autoshard.mesh_search.search import search_meshes
-from autoshard.planning.cost.clusters import Cluster, Efficiency, cluster
+from autoshard.planning.cost.clusters import Cluster, cluster
+from autoshard.planning.cost.machines import Efficiency
 from autoshard.planning.estimate.weights import Training
 from decoder import Decoder, Shape
 

@@ -34,7 +34,9 @@ import torch
 import torch.distributed as dist
 
 from autoshard.planning.cost.machines import (
+    EFFICIENCIES,
     AcrossNodes,
+    Efficiency,
     Hardware,
     Link,
     RowExchange,
@@ -58,41 +60,6 @@ _SIZES = {
     "memory": ("gigabytes", "gigabytes_per_second"),
     "inside": ("microseconds", "gigabytes_per_second"),
     "between": ("microseconds", "gigabytes_per_second"),
-}
-
-
-@dataclass(frozen=True)
-class Efficiency:
-    """Parts of the data sheet that a program gets.
-
-    compute: of peak arithmetic, in large products; memory, links: of bandwidths. fits: the part of
-    device memory that tensors may fill, beside the runtime, communication buffers and
-    fragmentation. attention, float8: of `compute`, in attention and in products of float8. overlap:
-    of communication beside compute, what costs the compute nothing. narrow: elements of a product's
-    smallest extent at which it runs at half its rate.
-
-    The defaults are for machines of which nothing is known. Those of the built-in GPUs are fitted
-    to published training runs (docs/published_runs.md).
-    """
-
-    compute: float = 0.7
-    memory: float = 0.8
-    links: float = 0.8
-    fits: float = 0.92
-    attention: float = 0.5
-    float8: float = 0.8
-    overlap: float = 0.8
-    narrow: float = 0.0
-
-
-_EVERY_GPU = {"float8": 0.87, "overlap": 0.76, "narrow": 128.0}
-
-#: Of built-in machines, fitted by published runs; those of a b200 but float8 are the h200's.
-EFFICIENCIES: Mapping[str, Efficiency] = {
-    "a100": Efficiency(compute=0.76, attention=0.77, **_EVERY_GPU),
-    "h200": Efficiency(compute=0.74, attention=0.38, **_EVERY_GPU),
-    "b200": Efficiency(compute=0.74, attention=0.38, **{**_EVERY_GPU, "float8": 0.7}),
-    "h100": Efficiency(compute=0.58, attention=0.38, **_EVERY_GPU),
 }
 
 

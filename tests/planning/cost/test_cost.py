@@ -16,8 +16,8 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from autoshard.planning.cost.clusters import HARDWARE, Efficiency, cluster, cluster_of
-from autoshard.planning.cost.machines import Link, RowExchange, dtype_class
+from autoshard.planning.cost.clusters import HARDWARE, cluster, cluster_of
+from autoshard.planning.cost.machines import Efficiency, Link, RowExchange, dtype_class
 from autoshard.planning.cost.model import (
     CHANGE_SECONDS,
     OperatorWork,

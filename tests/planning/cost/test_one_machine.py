@@ -24,7 +24,8 @@ from autoshard.explain.alternatives import alternatives
 from autoshard.mesh_search import MeshPrice
 from autoshard.passes.lib.bucketing import ALL_GATHER, WAIT, Member, bucket_size, fill, member
 from autoshard.planning.cost import START_SECONDS, Fusing, clusters, fusing_for
-from autoshard.planning.cost.clusters import Cluster, Efficiency, cluster
+from autoshard.planning.cost.clusters import Cluster, cluster
+from autoshard.planning.cost.machines import Efficiency
 from autoshard.planning.estimate import Layout, Training, profile, timing
 from autoshard.planning.estimate.operator_time import OperatorTimes
 from autoshard.planning.estimate.traffic import seconds
