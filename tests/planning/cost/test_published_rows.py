@@ -98,3 +98,37 @@ def test_a_model_is_a_few_layers_of_each_kind() -> None:
     assert len(set(windows.kinds)) == 2 and len(windows.kinds) == 24
     with pytest.raises(LookupError, match="family"):
         few_layers({"hf": "nobody/unknown", "layers": 2}, 128)
+
+
+PUBLISHED: list[dict[str, Any]] = [
+    {
+        **{"source": "nemo-2407", "model": "llama2-13b", "machine": "h100", "world": 16},
+        **{"mesh": {"pp": 4, "dp_shard": 4}, "batch": 1, "length": 4096, "microbatches": 32},
+        **{"checkpointing": "none", "tokens": 8646, "float8": True, "zero": 1},
+        **{"schedule": "interleaved", "virtual": 10},
+    },
+    {
+        **{"source": "mbridge-skills", "model": "qwen3-30b-a3b", "machine": "h100", "world": 16},
+        **{"mesh": {"ep": 16}, "batch": 1, "length": 4096, "microbatches": 64, "zero": 1},
+        **{"checkpointing": "none", "tokens": 5742.5, "gibibytes": 61.351},
+        **{"note": "plain all-to-all dispatcher"},
+    },
+]
+MODELS = {
+    "llama2-13b": {
+        **{"vocab": 32000, "width": 5120, "hidden": 13824, "layers": 40, "heads": 40},
+        **{"heads_kv": 40},
+    },
+    "qwen3-30b-a3b": {
+        **{"hf": "Qwen/Qwen3-30B-A3B", "vocab": 151936, "width": 2048, "hidden": 768},
+        **{"layers": 48, "heads": 32, "heads_kv": 4, "head": 128, "experts": 128, "top_k": 8},
+    },
+}
+
+
+def test_a_pipeline_and_experts_are_as_published() -> None:
+    found = outcomes({"machines": {}, "models": MODELS, "runs": PUBLISHED})
+    assert [one.reason for one in found] == ["", ""]
+    assert all(abs(one.error) < 0.2 for one in found)
+    said = found[1].said
+    assert said is not None and abs(said.gibibytes / 61.351 - 1) < 0.2
