@@ -10,10 +10,13 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoshard.errors import ConfigError
 from autoshard.runtime.files import MOST_RANKS
+
+if TYPE_CHECKING:
+    from autoshard.mesh_search import MeshSearch
 
 _MODEL = (
     "a Hugging Face directory (no code of its own is run), a configuration class of transformers "
@@ -182,3 +185,19 @@ class ProgressLine:
         start = "\r\x1b[K" if self._terminal else ""
         end = "" if self._terminal and not last else "\n"
         print(f"{start}[{done}/{total}] {what}", end=end, file=sys.stderr, flush=True)
+
+
+def imbalance(text: str) -> float:
+    """Rows of the fullest rank by those of the mean, which are no fewer."""
+    found = float(text)
+    if not 1 <= found <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not from 1, of experts chosen evenly, to 1e6")
+    return found
+
+
+def assumed(found: MeshSearch, imbalance: float) -> str:
+    """What prices assume of the machine's programs and of experts, where nobody said it."""
+    known, name = found.cluster.assumed, found.cluster.name
+    said = f"; efficiencies that {name} leaves out are those of {known}" if known else ""
+    travels = any("ep" in row.timing.traffic for row in found.rows)
+    return said + "; experts are chosen evenly" * (travels and imbalance == 1)

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from autoshard.cli.arguments import (
     ProgressLine,
+    assumed,
     batch_size,
+    imbalance,
     options_and_entries,
     shared_arguments,
     world_size,
@@ -82,13 +84,8 @@ def add_command(commands: Any) -> None:
         action="store_true",
         help="operators run one by one, each through memory",
     )
-    parser.add_argument(
-        "--imbalance",
-        type=float,
-        default=1.0,
-        help="rows of the rank of ep that has most, by those of the mean; 1 (default): experts are "
-        "chosen evenly",
-    )
+    fullest = "rows of the fullest rank of ep by those of the mean (default 1: experts are even)"
+    parser.add_argument("--imbalance", type=imbalance, default=1.0, help=fullest)
     parser.add_argument("--out", type=Path, help="write the recommended plan to this file")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
@@ -140,21 +137,12 @@ def run(arguments: argparse.Namespace) -> None:
             f"{cluster.name} ({cluster.per_node} a node, {cluster.device.memory_bytes / 1e9:.0f} "
             f"GB each), {arguments.batch} x {arguments.sequence} tokens a data-parallel rank, "
             f"{arguments.dtype} {arguments.recipe}, {arguments.optimizer}{named}"
-            f"{_assumed(found, arguments)}\n"
+            f"{assumed(found, arguments.imbalance)}\n"
         )
         print(text(found, call.tokens))
     if arguments.out:
         told = sys.stderr if arguments.json else sys.stdout
         _save(found, arguments.out, options, told, lambda row: _staged(row, found, arguments))
-
-
-def _assumed(found: MeshSearch, arguments: argparse.Namespace) -> str:
-    """What the prices assume of the machine's programs and of experts, where nobody said it."""
-    rows, cluster = found.rows, found.cluster
-    known = cluster.assumed
-    said = f"; efficiencies that {cluster.name} leaves out are those of {known}" if known else ""
-    travels = any("ep" in row.timing.traffic for row in rows)
-    return said + "; experts are chosen evenly" * (travels and arguments.imbalance == 1)
 
 
 def _staged(row: MeshPrice, found: MeshSearch, arguments: argparse.Namespace) -> Plan:

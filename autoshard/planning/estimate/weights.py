@@ -96,8 +96,7 @@ class Training:
         float32, computed with, and gathered, in the model's dtype (FSDP2's mixed precision: 16
         bytes). "master": parameters in the model's dtype beside gradients, moments and a copy of
         the parameters in float32 (Megatron-Core's distributed optimizer: 18 bytes).
-    imbalance: rows of the rank of ep, or of the expert's rank, that has most, by those of the mean;
-        1: experts are chosen evenly.
+    imbalance: rows of the rank of ep that has most, by those of the mean.
     states: where the optimizer's states and those copies are, and where it steps. On the host,
         "master" has its gradients in the model's dtype, as `autoshard.offload_optimizer` has.
     """
@@ -117,11 +116,6 @@ class Training:
             "recipe": RECIPES,
             "states": STATES,
         }
-        if not 1 <= self.imbalance <= 1e6:
-            raise ConfigError(
-                f"imbalance {self.imbalance} is less than that of experts chosen evenly",
-                remedy="Give the rows of the fullest rank by those of the mean: 1 or more.",
-            )
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ConfigError(
