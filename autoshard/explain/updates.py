@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.optim import Optimizer
 
 from autoshard.explain.costs import folded, named
@@ -19,7 +21,7 @@ def update(optimizer: Optimizer, width: int) -> str:
         return "the optimizer steps stored tensors: give it to autoshard.optimizer"
     on_parts = [part.parameter for group in ways.on_parts for part in group]
     rest = [p for group in ways.rest for p in group]
-    every = [*on_parts, *(matrix.parameter for matrix in ways.owned), *rest]
+    every: list[Any] = [*on_parts, *(matrix.parameter for matrix in ways.owned), *rest]
     names = {id(p): n for model in models_of(every) for n, p in model.named_parameters()}
     found: dict[tuple[str, str, str], list[tuple[str, OwnedMatrix | None]]] = {}
     told = [(m.parameter, _what(m), m) for m in ways.owned]

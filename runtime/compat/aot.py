@@ -27,7 +27,7 @@ CutGraph = Callable[[fx.GraphModule, Mapping[fx.Node, Any]], Sequence[Any] | Non
 """The parts of a graph (`autoshard.compiling.regions.GraphPart`), or None where it is better whole;
 what a compiler must know of an input besides its metadata is part of what makes two equal."""
 
-Doing = Callable[[str], contextlib.AbstractContextManager[None]]
+Doing = Callable[[str], contextlib.AbstractContextManager[Any]]
 """Around a piece of work, which it names to who waits."""
 
 

@@ -225,9 +225,18 @@ def work_of(optimizer: Any, step: Any, group: int, like: torch.Tensor, held: Any
         states = [x for x in pytree.tree_leaves(held) if isinstance(x, MatrixValue)]
         kept = [x for x in states if x.shape != like.shape and not is_number(x)]
         by_rows = written.is_parts and division.is_by_rows(like.shape)
-        sizes = map(_nbytes, (division.sent, wholes, numbers, kept))
         moments = sum(x.shape == like.shape for x in states)
-        found = Work(flops, nbytes, dtype, *sizes, moments, by_rows)
+        found = Work(
+            flops,
+            nbytes,
+            dtype,
+            sent=_nbytes(division.sent),
+            returned=_nbytes(wholes),
+            numbers=_nbytes(numbers),
+            states=_nbytes(kept),
+            moments=moments,
+            by_rows=by_rows,
+        )
         work = work if work.flops and not flops else found
     return work
 

@@ -26,7 +26,7 @@ from autoshard.runtime.parameters.eager.stored_operators import assign
 from autoshard.runtime.parameters.layout import home_of, like, local_bounds, stored_states
 from autoshard.runtime.parameters.record import copy_record
 
-_GRADIENT = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_GRADIENT = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _NATIVE = DTensor.__torch_function__
 
 
