@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from autoshard.planning.cost import Cluster
+from autoshard.verification.comparison import furthest
 from published_rows import Question, Said, answer, traced
 from published_runs import markdown
 from repeated_layers import Pieces
@@ -169,7 +170,7 @@ def summary(found: Sequence[Outcome]) -> str:
             kinds.setdefault("memory", []).append(off)
     lines = [
         f"{kind}: {len(off)} rows, median error {100 * statistics.median(off):.0f}%, "
-        f"largest {100 * max(off):.0f}%"
+        f"largest {100 * furthest(off):.0f}%"
         for kind, off in sorted(kinds.items())
     ]
     right, every = orders(found)
@@ -180,7 +181,7 @@ def summary(found: Sequence[Outcome]) -> str:
         )
     lines.append(f"constants of programs: {len(CONSTANTS)}, rows: {len(asked)}")
     lines += [f"not asked: {cells(one)[:4]}: {one.reason}" for one in found if not one.said]
-    far = [one for one in asked if abs(one.error) > 0.35]
+    far = [one for one in asked if not abs(one.error) <= 0.35]
     lines += [
         f"beyond 35%: {' '.join(cells(one)[:4])}: {named(one) or 'not explained'}" for one in far
     ]

@@ -15,7 +15,7 @@ from autoshard.errors import ConfigError
 from autoshard.mesh_search.factorisations import candidates
 from autoshard.mesh_search.search import search_meshes
 from autoshard.planning.cost.clusters import Cluster, cluster
-from autoshard.planning.cost.machines import Efficiency, Hardware, Link
+from autoshard.planning.cost.machines import AcrossNodes, Efficiency, Hardware, Link
 from autoshard.planning.estimate.memory import SavedForBackward, Saving, footprint, held
 from autoshard.planning.estimate.mesh import Segment, step_seconds, timing
 from autoshard.planning.estimate.step_profile import Profile
@@ -65,7 +65,9 @@ def test_links_follow_the_layout_of_ranks() -> None:
     # two of its eight ranks in each node: two links to the network, every second step crosses
     assert links["dp_shard"].bandwidth == 2 * h100.between.bandwidth
     assert links["dp_shard"].latency == (h100.between.latency + h100.inside.latency) / 2
-    assert links["dp_replicate"] == h100.between
+    outside = links["dp_replicate"]
+    assert dataclasses.replace(outside, across=None) == h100.between
+    assert outside.across == AcrossNodes(leaving=1.0, way=h100.between.bandwidth, nodes=2)
     assert h100.on({"dp_shard": 64}).links["dp_shard"].bandwidth == 8 * h100.between.bandwidth
     assert h100.on({"dp_shard": 4, "tp": 2}).links["dp_shard"] == h100.inside
 
