@@ -144,9 +144,7 @@ class WorkShown:
             self._show()
         elif not self._logged:
             self._logged = True
-            print(
-                f"autoshard: {self._text()}; the next start finds what it compiles", file=sys.stderr
-            )
+            print(f"autoshard: still at {self._text()}", file=sys.stderr)
 
     def _text(self) -> str:
         return f"{', '.join(self._stack)} ({time.monotonic() - self._began:.0f} s)"

@@ -289,4 +289,4 @@ def test_a_long_compilation_says_what_it_is_at(
         assert "autoshard: compile forward, region 2 of 3 (0 s)\r" in text
         assert text.endswith("\r\x1b[K")
     else:
-        assert text == "autoshard: compile forward (0 s); the next start finds what it compiles\n"
+        assert text == "autoshard: still at compile forward (0 s)\n"
