@@ -72,16 +72,18 @@ def test_a_budget_is_that_of_a_stage_not_of_the_graph_that_is_planned() -> None:
     assert [row.fits for row in found] == [True, True, False]
 
 
-def search(model: type[nn.Module], *args: Any, mesh: Any = None, **kwargs: Any) -> MeshSearch:
+def search(
+    model: type[nn.Module], *args: Any, mesh: Any = None, rows: int = 4096, **kwargs: Any
+) -> MeshSearch:
     torch.compiler.reset()
     with torch.device("meta"):
-        made, x = model(*args, **kwargs), torch.empty(4096, 256)
+        made, x = model(*args, **kwargs), torch.empty(rows, 256)
         return search_meshes(made, (x,), world=4, hardware="h100", mesh=mesh)
 
 
 @pytest.mark.parametrize(("experts", "sizes"), [(8, {2, 4}), (3, {2})])
 def test_ep_is_tried_where_rows_can_travel(experts: int, sizes: set[int]) -> None:
-    found = search(Mixture, "packed", experts=experts, hidden=256, inner=8192)
+    found = search(Mixture, "packed", rows=512, experts=experts, hidden=256, inner=8192)
     rows = [row for row in found.rows if "ep" in row.mesh]
     assert {row.mesh["ep"] for row in rows} == sizes
     assert {tuple(row.mesh) for row in rows} >= {("dp_shard", "ep"), ("dp_replicate", "ep")}
