@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -39,8 +38,6 @@ from autoshard.runtime.pipeline import ScheduleShape, is_possible, kept_at_once,
 from repeated_layers import AFTER, BEFORE, Keeps, Pieces, pieces_of
 from row_models import build, few_layers
 from row_words import NATURAL, Row, of_program, program_of
-
-MACHINES = Path(__file__).parent / "machines"
 
 
 class Question(NamedTuple):

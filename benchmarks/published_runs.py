@@ -23,13 +23,14 @@ from torch import fx, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import row_words
 from autoshard.building import ask, batch_facts
 from autoshard.capture import capture, intercept
 from autoshard.compiling import lowered_dtypes
 from autoshard.config import Config
 from autoshard.mesh_search import MeshPrice, search_meshes
 from autoshard.planning import Plan, Prices, plan_graph, with_graph
-from autoshard.planning.cost import Cluster, cluster
+from autoshard.planning.cost import Cluster
 from autoshard.planning.estimate import Training
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import offline_mesh
@@ -83,20 +84,8 @@ RUNS = [Run(**run) for run in BODY["runs"]]
 
 
 def machine_of(name: str) -> Cluster:
-    """The machine of a run: a built-in one, with what its source says is different."""
-    body = BODY["machines"][name]
-    base = cluster(body["device"])
-    device, inside, between = base.device, base.inside, base.between
-    if "memory_gb" in body:
-        rate = 1e9 * body["memory_gbps"]
-        device = replace(device, memory_bytes=int(1e9 * body["memory_gb"]), memory_bandwidth=rate)
-        inside, between = (replace(link, copy_bandwidth=rate) for link in (inside, between))
-    if "between_gbps" in body:
-        between = replace(between, bandwidth=1e9 * body["between_gbps"] / 8)
-    share = base.efficiency
-    share = replace(share, compute=share.compute * body.get("power", 1.0))
-    per_node = body.get("per_node", base.per_node)
-    return Cluster(device, per_node, inside, between, share)
+    """The machine of a run."""
+    return row_words.machine_of(name, BODY["machines"])
 
 
 def megatron(model: nn.Module, ids: torch.Tensor, machine: Cluster, n: int) -> Plan:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoshard.cli.arguments import ProgressLine, options_and_entries, shared_arguments
-from autoshard.cli.verify import NamedModel
+from autoshard.cli.verify import source_of
 
 if TYPE_CHECKING:
     from autoshard.program import Program
@@ -40,20 +40,16 @@ def run(arguments: argparse.Namespace) -> None:
 
     from autoshard.compiling import is_for_any_rank
     from autoshard.errors import ConfigError
-    from autoshard.model_source import check_named, is_factory
     from autoshard.planning import PLAN_FILE
     from autoshard.runtime.agreement import AHEAD
     from autoshard.verification import Subject
 
     options, entries = options_and_entries(arguments.model, arguments.option)
-    source, folder, size = arguments.model, arguments.out, math.prod(arguments.mesh.values())
+    folder, size = arguments.out, math.prod(arguments.mesh.values())
     if arguments.mesh.get("pp", 1) > 1:
         raise ConfigError("stages of a pipeline are not compiled ahead", remedy="Leave pp out.")
-    if not is_factory(source):
-        check_named(source, entries)
-        source = NamedModel(source, entries, arguments.batch, arguments.sequence)
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
-    subject, say = Subject(source=source, dtype=dtype), ProgressLine()
+    subject, say = Subject(source=source_of(arguments, entries), dtype=dtype), ProgressLine()
     options = {**options, "mesh": arguments.mesh}
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o755)

@@ -94,7 +94,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Verify and print; the exit status."""
     import torch
 
-    from autoshard.model_source import check_named, is_factory
     from autoshard.verification import verify
 
     if arguments.against is not None:
@@ -103,12 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.mesh is None:
         raise ConfigError("verify has no mesh", remedy="Give --mesh tp=2, or a log and --against.")
     options, entries = options_and_entries(arguments.model, arguments.option)
-    source: Any = arguments.model
-    if not is_factory(source):
-        check_named(source, entries)  # before processes start
-        source = NamedModel(source, entries, arguments.batch, arguments.sequence)
     proof = verify(
-        source,
+        source_of(arguments, entries),
         mesh=arguments.mesh,
         steps=arguments.steps,
         lr=arguments.lr,
@@ -120,6 +115,17 @@ def run(arguments: argparse.Namespace) -> int:
     )
     print(proof)
     return 0 if proof.ok else 1
+
+
+def source_of(arguments: argparse.Namespace, entries: dict[str, Any]) -> Any:
+    """What makes the MODEL of a command, with its batch; checked before processes start."""
+    from autoshard.model_source import check_named, is_factory
+
+    source: str = arguments.model
+    if is_factory(source):
+        return source
+    check_named(source, entries)
+    return NamedModel(source, entries, arguments.batch, arguments.sequence)
 
 
 class NamedModel:

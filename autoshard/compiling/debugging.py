@@ -114,6 +114,7 @@ class WorkShown:
     def __init__(self) -> None:
         self._stack: list[str] = []
         self._began, self._shows, self._logged = 0.0, False, False
+        self._timer: threading.Timer | None = None
 
     @contextlib.contextmanager
     def __call__(self, what: str, begins: bool = False) -> Iterator[None]:
@@ -121,19 +122,20 @@ class WorkShown:
         if not (self._stack or begins):
             yield
             return
-        timer = threading.Timer(PATIENCE, self._patience_is_over)
-        timer.daemon = True
         self._stack.append(what)
         if len(self._stack) == 1:
-            self._began = time.monotonic()
+            self._began, self._timer = time.monotonic(), None
             if _rank() == "0" and not settings().quiet:
-                timer.start()
+                self._timer = threading.Timer(PATIENCE, self._patience_is_over)
+                self._timer.daemon = True
+                self._timer.start()
         self._show()
         try:
             yield
         finally:
-            timer.cancel()
             self._stack.pop()
+            if not self._stack and self._timer is not None:
+                self._timer.cancel()
             self._show()
 
     def _patience_is_over(self) -> None:

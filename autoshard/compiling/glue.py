@@ -93,10 +93,6 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
-def waits_for(start: fx.Node) -> list[fx.Node]:
-    return [user for user in readers(start) if user.target is WAIT]
-
-
 def views_of(node: Any) -> Iterator[fx.Node]:
     for user in node.users:
         if user.args and user.args[0] is node and getattr(user.target, "is_view", False):

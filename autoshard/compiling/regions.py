@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.compiling.glue import symbols, waits_for
+from autoshard.compiling.glue import symbols
 from autoshard.compiling.stretches import PartsInOrder, described, label
-from autoshard.passes import ALL_REDUCE, COLLECTIVES, aten, module_path
+from autoshard.passes import ALL_REDUCE, COLLECTIVES, aten, module_path, waits_of
 
 WORTH = 0.7
 """The share of a graph's operators in different regions above which the graph stays whole."""
@@ -95,10 +95,9 @@ class _GraphParts:
         self.home = {node: i for i, nodes in enumerate(slots) for node in nodes}
         self.held: dict[fx.Node, int] = {}
         for node in self.home:
-            if (
-                node.target in COLLECTIVES and node.target is not ALL_REDUCE
-            ):  # its result is its own
-                last = max((self.home[each] for each in waits_for(node)), default=len(slots) - 1)
+            # what an all-reduce sums is its result's own
+            if node.target in COLLECTIVES and node.target is not ALL_REDUCE:
+                last = max((self.home[each] for each in waits_of(node)), default=len(slots) - 1)
                 for source in node.all_input_nodes:
                     if last > self.home[node]:
                         self.held[source] = max(last, self.held.get(source, 0))

@@ -27,8 +27,8 @@ from autoshard.compiling.glue import (
     writes_input,
 )
 from autoshard.passes import COLLECTIVES, WAIT
+from autoshard.planning.cost import hint
 from autoshard.runtime.collectives import EXCHANGES, FUSED_PRODUCTS
-from autoshard.runtime.compat import size_hint
 from autoshard.runtime.operators import CHUNKED_LOSS
 
 FEWEST = 3
@@ -216,8 +216,8 @@ def _cost(node: fx.Node) -> int:
     val = node.meta.get("val")
     if not isinstance(val, torch.Tensor):
         return 1 << 60
-    sizes = [_hint(size) for size in val.shape]
-    strides = [_hint(stride) for stride in val.stride()]
+    sizes = [hint(size) for size in val.shape]
+    strides = [hint(stride) for stride in val.stride()]
     held = 1
     for size, stride in sorted(zip(sizes, strides), key=lambda one: one[1]):
         if size > 1 and stride != held:
@@ -225,10 +225,6 @@ def _cost(node: fx.Node) -> int:
         held *= size
     under_way = node.target in COLLECTIVES
     return held * val.element_size() + 4096 + (under_way << 40)
-
-
-def _hint(size: Any) -> int:
-    return size if isinstance(size, int) else size_hint(size) or 1
 
 
 def _same_order(before: Sequence[fx.Node], after: Sequence[fx.Node]) -> bool:

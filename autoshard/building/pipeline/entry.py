@@ -145,7 +145,7 @@ def pipelined(
     serial, microbatch = program.microbatch.serial, traced_microbatch(gm)
     own = compared(
         serial,
-        {node: name for node, name in program.parameters.items() if node not in program.given},
+        program.named,
         tensors_of(inputs),
         config,
         machine.name,

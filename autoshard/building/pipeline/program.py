@@ -89,9 +89,18 @@ class PipelineProgram:
     asked: str
     ranks: int
     saved: Plan
-    given: frozenset[fx.Node] = frozenset()
     shards: Mapping[str, int] = field(default_factory=dict)
     recomputed: dict[int, Recomputation] = field(default_factory=dict)
+
+    @property
+    def given(self) -> list[fx.Node]:
+        """The inputs with a gradient."""
+        return [node for node in self.parameters if GIVEN in node.meta]
+
+    @property
+    def named(self) -> dict[fx.Node, str]:
+        """The names of the model's own parameters."""
+        return _named(self.parameters)
 
     @property
     def shape(self) -> ScheduleShape:
@@ -116,8 +125,8 @@ class PipelineProgram:
         """The state on pp in which each parameter is stored: at home on the first stage that reads
         it; a scalar on all, and what is given; one that no output depends on, on the first."""
         homes = dict(zip(self.microbatch.parameters, self.plan.homes))
-        whole = {n for n in self.parameters if n in self.given or not value(n).dim()}
-        return {n: I if n in whole else H(homes.get(n, 0)) for n in self.parameters}
+        at_home = {n for n in self.named if value(n).dim()}
+        return {n: H(homes.get(n, 0)) if n in at_home else I for n in self.parameters}
 
     def placed(self) -> dict[fx.Node, tuple[dict[str, State], str]]:
         """The states of `stored`, and those on tp where the mesh has it, and what dp_shard does, or
@@ -233,10 +242,9 @@ def build_pipeline(
             node.meta[GIVEN] = True
         elif item.of_model:
             node.meta[BUFFER] = True
-    given = frozenset(node for node in parameters if GIVEN in node.meta)
     batch, samples = _batch(nodes, inputs)
     for node in parameters:
-        if node in given and node in batch:
+        if GIVEN in node.meta and node in batch:
             batch[with_rows(serial, node, samples)] = batch.pop(node)
     schedule, chunks = config.order
     shape = ScheduleShape(ranks, _microbatches(config, samples, ranks, asked), chunks)
@@ -259,7 +267,7 @@ def build_pipeline(
     live = [most_kept(schedule, shape, rank) for rank in range(ranks)]
     shards = {axis.name: axis.size for axis in gathering_axes(beside)}
     shards.pop("dp_replicate", None)
-    named = {node: name for node, name in parameters.items() if node not in given}
+    named = _named(parameters)
     homes, cuts = {**homes_of(asked, named), **stored}, cuts_of(asked, microbatch)
     plan = plan_stages(microbatch, live, machine, homes, budget, shards, cuts)
     return PipelineProgram(
@@ -270,7 +278,6 @@ def build_pipeline(
         asked=asked_schedule,
         ranks=ranks,
         saved=with_stages(made, plan, microbatch, named, asked_schedule, shape),
-        given=given,
         shards=shards,
     )
 
@@ -291,6 +298,10 @@ def _possible(schedule: str, microbatch: MicrobatchGraph) -> str:
         stacklevel=2,
     )
     return "gpipe"
+
+
+def _named(parameters: Mapping[fx.Node, str]) -> dict[fx.Node, str]:
+    return {node: name for node, name in parameters.items() if GIVEN not in node.meta}
 
 
 def _batch(

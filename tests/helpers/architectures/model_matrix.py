@@ -107,18 +107,26 @@ def row(pool: GlooPool, name: str, mesh: str, patience: float = 180.0) -> tuple[
     return min(told, key=lambda one: order.index(one[0]))  # type: ignore[no-any-return]
 
 
-def by_threads(name: str, mesh: str) -> tuple[str, str] | None:
-    """What is said of an architecture whose ranks are threads; None where only processes can."""
-    if mesh == "pp":
-        return None
+def _subject(name: str, mesh: str) -> Any:
+    """A tiny model and its batch; or what is said where there is none: ("", "") where there is
+    nothing to ask, ep of a model without experts."""
     warnings.simplefilter("ignore")
-    torch._dynamo.reset()
     try:
         model, batch = tiny_models.build(name)
     except ValueError as error:
         return "not tiny", str(error)[:600]
-    if mesh == "ep" and not tiny_models.has_experts(model):
-        return "", ""
+    return ("", "") if mesh == "ep" and not tiny_models.has_experts(model) else (model, batch)
+
+
+def by_threads(name: str, mesh: str) -> tuple[str, str] | None:
+    """What is said of an architecture whose ranks are threads; None where only processes can."""
+    if mesh == "pp":
+        return None
+    torch._dynamo.reset()
+    made = _subject(name, mesh)
+    if isinstance(made[0], str):
+        return made
+    model, batch = made
     try:
         proof = autoshard.verify(model, (), batch, mesh={mesh: 2}, processes=False)
     except Exception:  # processes say what it is
@@ -130,16 +138,11 @@ def by_threads(name: str, mesh: str) -> tuple[str, str] | None:
 
 
 def step_of(name: str, mesh: str) -> tuple[str, str]:
-    """On a rank: a step in float32, and in float64 where that is not equal. ("", "") where there is
-    nothing to ask, ep of a model without experts."""
-    warnings.simplefilter("ignore")
-    try:
-        model, batch = tiny_models.build(name)
-    except ValueError as error:
-        return "not tiny", str(error)[:600]
-    if mesh == "ep" and not tiny_models.has_experts(model):
-        return "", ""
-    why = ""
+    """On a rank: a step in float32, and in float64 where that is not equal."""
+    made = _subject(name, mesh)
+    if isinstance(made[0], str):
+        return made
+    (model, batch), why = made, ""
     for dtype in (torch.float32, torch.float64):
         try:
             off, worst = apart(model, batch, mesh, dtype)
