@@ -254,6 +254,7 @@ class Rewriting:
         if isinstance(size, fx.Node):
             quotient = (size, self.axis.size)
             sizes[element] = self._emit(node, operator.floordiv, quotient)
+            sizes[element].meta[DIFF] = False
         elif size != -1:
             sizes[element] = chunk_bounds(size, self.axis)[1]
         return (*args[:position], sizes, *args[position + 1 :])

@@ -45,7 +45,8 @@ def intercept(
     plan: Callable[[fx.GraphModule, Sequence[Any], list[compat.GraphInput]], T],
     dynamic: bool | None = None,
 ) -> T:
-    """The result of `plan` on the graph Dynamo traces for the call; the model does not run."""
+    """The result of `plan` on the graph Dynamo traces for the call; the model does not run. Sizes
+    are fixed but with `dynamic`, whatever was traced before."""
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         raise _Traced(plan(gm, example_inputs, compat.graph_inputs(gm)))
@@ -55,7 +56,10 @@ def intercept(
     tensors = [*model.parameters(), *pytree.arg_tree_leaves(*args, **(kwargs or {}))]
     on_meta = any(isinstance(t, torch.Tensor) and t.is_meta for t in tensors)
     try:
-        with compat.meta_constants() if on_meta else contextlib.nullcontext():
+        with (
+            compat.meta_constants() if on_meta else contextlib.nullcontext(),
+            compat.at_first_call(),
+        ):
             compiled(*args, **(kwargs or {}))
     except Exception as error:
         traced = compat.backend_error(error)

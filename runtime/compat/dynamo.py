@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -126,6 +127,13 @@ def _with_wholes(original: Callable[..., Any]) -> Callable[..., Any]:
 
 _STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
 """Settings for stored tensors: Dynamo has no source for the symbolic sizes of their parts."""
+
+
+def at_first_call() -> AbstractContextManager[None]:
+    """Traces as a process does that has traced nothing before: Dynamo remembers sizes by a model's
+    code, and makes those symbols that another trace had different."""
+    found: AbstractContextManager[None] = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
+    return found
 
 
 def _with_stored_data(original: Callable[..., Any]) -> Callable[..., Any]:

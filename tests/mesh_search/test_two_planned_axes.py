@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from autoshard.mesh_search.factorisations import two_planned
+from autoshard.mesh_search.prices import MeshPrice
 from autoshard.mesh_search.search import MeshSearch, search_meshes
 from autoshard.planning.cost import cluster
 from models_plain import Mixture
@@ -43,6 +44,27 @@ def test_both_are_tried_where_nothing_else_fits() -> None:
     assert row.mesh == {"cp": 2, "tp": 2} and all(one.unfit for one in found.rows)
     (named,) = search(model, x, memory={"budget": 1000}, mesh=row.mesh).rows
     assert (row.memory, row.timing) == (named.memory, named.timing)
+
+
+def test_a_search_does_not_know_the_lengths_of_those_before() -> None:
+    class Heads(Rows):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            parts = self.layers[0](x).view(x.shape[0], x.shape[1], 4, -1)
+            return super().forward(torch.tanh(parts).flatten(2))
+
+    def row(length: int, dynamic: bool = False) -> MeshPrice:
+        with torch.device("meta"):
+            model, x = Heads(), torch.empty(1, length, 64)
+        if dynamic:
+            torch._dynamo.mark_dynamic(x, 1)
+        mesh = {"cp": 2, "tp": 2}
+        return search_meshes(model, (x,), world=4, hardware="h100", mesh=mesh).rows[0]
+
+    torch.compiler.reset()
+    first, _, again = row(2048), row(TOKENS), row(2048)
+    assert (first.timing, first.memory, first.gap) == (again.timing, again.memory, again.gap)
+    dynamic = row(2048, dynamic=True)  # which is planned one axis after the other
+    assert dynamic.gap is None and dynamic.memory.parameters == first.memory.parameters
 
 
 def test_a_mixture_of_experts_is_split_over_both() -> None:
