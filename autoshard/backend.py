@@ -1,9 +1,8 @@
 """The Dynamo backend: `torch.compile(model, backend="autoshard", options={...})`.
 
 The first call of a model captures the serial graph, plans it, stores every parameter as its
-shard and asks Dynamo to trace again; the second trace sees sharded parameters and is captured
-as the same serial graph, planned with their storage fixed, rewritten to local shapes and
-compiled. Every later trace (another shape, eval, a graph after a break) takes the second path.
+shard, plans the graph again with their storage fixed, rewrites it to local shapes and compiles it.
+Dynamo traces again in between where it may see another graph of stored parameters.
 """
 
 from __future__ import annotations
@@ -171,10 +170,12 @@ def _compile(
         return _drawing(stream, pipelined(gm, example_inputs, inputs, mesh, config, device))
     facts = agreed_facts(inputs, mesh.sharing, config)
     program = build_agreed(gm, example_inputs, inputs, mesh, config, device, facts)
-    program.chosen = choice.line
     planned = unplanned_parameters(inputs, program)
     if planned and mesh.size > 1:
-        raise compat.RestartTrace(keep=store(planned, mesh, config))
+        inputs = compat.store_in_trace(inputs, planned, lambda: store(planned, mesh, config))
+        given = gm, example_inputs, inputs, mesh, config, device, facts
+        program = build_agreed(*given, before=program)
+    program.chosen = choice.line
     special = _runner(program, inputs, mesh, config)
     check = batch_checker(inputs, mesh.sharing, config)
     written = program.graph_module.meta.get(MUTATED, ())
@@ -222,8 +223,7 @@ def _entry(
 
 
 def _cast_inputs(inputs: list[compat.GraphInput], use: ParameterPolicy) -> None:
-    """Parameters of the graph are read in the dtype of `use` from now on; where they were not,
-    Dynamo has to trace again."""
+    """Read parameters of the graph in the dtype of `use`; Dynamo traces again where it did not."""
     found = [item.real for item in inputs if isinstance(item.real, nn.Parameter)]
     for parameter in found:
         has = policy_of(parameter).param

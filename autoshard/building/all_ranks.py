@@ -223,6 +223,7 @@ def build_agreed(
     config: Config,
     device: str,
     facts: Mapping[int, str],
+    before: Program | None = None,
 ) -> Program:
     """`build_program`, and the proof that every rank of the axis built the same.
 
@@ -232,7 +233,7 @@ def build_agreed(
     machine = cluster_of(device)
     room = device_room(device) if config.memory_budget is None else None
     program = build_program(
-        gm, example_inputs, inputs, mesh, config, machine, facts=facts, room=room
+        gm, example_inputs, inputs, mesh, config, machine, facts=facts, room=room, before=before
     )
     own = comparison(program, machine.name, tensors_of(inputs))
     new = bool(unplanned_parameters(inputs, program))

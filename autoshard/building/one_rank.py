@@ -52,11 +52,13 @@ def build_program(
     even: bool = False,
     facts: Mapping[int, str] = MappingProxyType({}),
     room: int | None = None,
+    before: Program | None = None,
 ) -> Program:
     """Plan one Dynamo graph on the axis tp of a mesh on `cluster`; rewrite it for one rank.
 
     microbatch: what its backward does with gradients (`unshard.MICROBATCH`); None: what the graph
-    was traced for. even: whether only dims are split that the axis divides.
+    was traced for. even: whether only dims are split that the axis divides. before: the program
+    of this graph from before its parameters were stored, whose captured graph is planned again.
 
     Raises CaptureError where the graph cannot be captured and PlanError where a loaded plan or
     the memory budget cannot be met.
@@ -73,11 +75,19 @@ def build_program(
         microbatch = traced_microbatch(gm)
     dtypes = lowered_dtypes(inputs)
     watch = DebugWatch(settings(), mesh.axes)
-    with doing("capture"):
-        captured = capture(gm, example_inputs, dtypes, inference=_is_stored(inputs))
+    # with gradients off around the call, a graph of stored parameters is captured as another one;
+    # and who watches the passes is shown all of them
+    again = torch.is_grad_enabled() and not (settings().level or settings().folder)
+    prepared = again and before is not None and before.outer is None
+    if prepared:
+        assert before is not None
+        captured = before.serial
+    else:
+        with doing("capture"):
+            captured = capture(gm, example_inputs, dtypes, inference=_is_stored(inputs))
     say_stored(captured, inputs, config)
     machine = cluster.on(mesh.sizes)
-    asked = ask(captured, inputs, mesh, config, machine, watch, even, facts, room)
+    asked = ask(captured, inputs, mesh, config, machine, watch, even, facts, room, None, prepared)
     with doing("plan"):
         planned = asked.plan()
 
@@ -140,9 +150,10 @@ def ask(
     facts: Mapping[int, str] = MappingProxyType({}),
     room: int | None = None,
     training: Training | None = None,
+    prepared: bool = False,
 ) -> Unplanned:
     """What is asked of the plan of a captured graph on the axis tp of `mesh`; the passes before
-    the plan change it.
+    the plan change it, where it is not `prepared` by them.
 
     training: of the steps that the graph is run in; None: AdamW's, each of one batch.
     """
@@ -156,7 +167,8 @@ def ask(
         float8=_float8(placeholders, inputs, config),
         ranges=not even and config.inner != "tensorrt",
     )
-    prepare(captured, axis, passes, watch)
+    if not prepared:
+        prepare(captured, axis, passes, watch)
     placeholders = captured.graph.find_nodes(op="placeholder")
     parameters: dict[fx.Node, str] = {}
     stored: dict[fx.Node, State] = {}

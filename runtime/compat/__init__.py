@@ -44,6 +44,7 @@ from autoshard.runtime.compat.dynamo import (
     at_first_call,
     lighten_guards,
     specialize_floats,
+    store_in_trace,
     trace_as_ours,
     traced_as_ours,
 )

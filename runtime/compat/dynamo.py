@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch._dynamo.variables.builtin as _builtins
 from torch import fx, nn
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, unimplemented
-from torch._dynamo.guards import get_verbose_code_parts
-from torch._dynamo.symbolic_convert import TensorifyState
+from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts
+from torch._dynamo.source import AttrSource
+from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Guard
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import TensorWeakRef
+
+from autoshard.runtime.compat.frames import GraphInput, RestartTrace
 
 OURS = "_autoshard_backend"
 """Attribute of the backend functions whose traces `trace_as_ours` extends."""
@@ -158,7 +164,7 @@ def is_ours(backend: Any) -> bool:
 @torch.compiler.assume_constant_result
 def traced_as_ours() -> bool:
     """Whether what Dynamo traces now is compiled by our backend; a constant in that trace."""
-    tx: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
+    tx: Any = InstructionTranslator.current_tx()
     return is_ours(tx.output.compiler_fn)
 
 
@@ -182,6 +188,116 @@ def specialize_floats(gm: fx.GraphModule) -> None:
         raise TensorifyScalarRestartAnalysis("autoshard takes Python floats for constants")
 
 
+READS_AS = "_autoshard_sync"
+"""The attribute of a module with stored parameters that says as what a graph reads them."""
+
+SINGLE = "single"
+"""Its value outside of `no_sync`, and what a trace of plain parameters is of."""
+
+
+def store_in_trace(
+    inputs: Sequence[GraphInput],
+    parameters: Container[torch.Tensor],
+    store: Callable[[], Mapping[nn.Parameter, nn.Parameter]],
+) -> list[GraphInput]:
+    """The inputs of the graph that a backend is compiling, once `store` has replaced `parameters`.
+
+    Where the trace in progress, of plain parameters, is not also that of stored ones, Dynamo traces
+    again (`RestartTrace`). A guard is made of what its expression says after the backend's call,
+    and the frame finds its inputs by theirs. So the trace stands where each parameter was reached
+    in the dict of its module, where nothing but the whole value was asked of it and no guard is of
+    a class that `access` replaces, and where it neither is handed out nor kept by the frame.
+    """
+    tx: Any = InstructionTranslator.current_tx()
+    scope = {"L": tx.output.local_scope, "G": tx.output.global_scope}
+    guards = tx.output.guards.inner
+    found = {item.source for item in inputs if item.real is not None and item.real in parameters}
+    classes: dict[str, type] = {}
+    readers: dict[str, Any] = {}
+    stands = all(map(_PARAMETER.fullmatch, found)) and not _escapes(tx)
+    for guard in guards if stands else ():
+        read = _is_read(guard, found)
+        stands = stands and read is not None
+        if read:
+            module = guard.originating_source.base.base  # what has the dict that it is in
+            readers[_name(module)] = module
+        classes.update({of: type(_said(of, scope)) for of in _OF_CLASS.findall(guard.name)})
+    moved: Mapping[Any, nn.Parameter] = store()
+    now = [i if i.real is None else replace(i, real=moved.get(i.real, i.real)) for i in inputs]
+    if (
+        not stands
+        or any(cls is _Unsaid or type(_said(of, scope)) is not cls for of, cls in classes.items())
+        or any(getattr(_said(name, scope), READS_AS, SINGLE) != SINGLE for name in readers)
+        or any(i.real is not None and not _is_as_traced(i, _said(i.source, scope)) for i in now)
+    ):
+        raise RestartTrace(keep=moved)
+    for module in readers.values():
+        guards.add(AttrSource(module, READS_AS).make_guard(GuardBuilder.CONSTANT_MATCH))
+    tx.output.__dict__["_autoshard_moved"] = moved  # Dynamo's records go by their ids
+    return now
+
+
+_PARAMETER = re.compile(r"([LG]\[.+?)\._parameters\['[^']+'\]")
+_OF_CLASS = re.compile(r"\btype\((.+?)\)\.")
+
+
+class _Unsaid:
+    """The class of what an expression says that is more than attributes and items."""
+
+
+def _said(expression: str, scope: dict[str, Any]) -> Any:
+    try:
+        return eval(expression, scope)
+    except Exception:
+        return _Unsaid()
+
+
+def _name(source: Any) -> str:
+    name = getattr(source, "name", "")
+    return name() if callable(name) else name  # a property since 2.12
+
+
+def _is_read(guard: Guard, sources: Container[str]) -> bool | None:
+    """Whether a guard says of a module that it has one of the parameters, like it was, or the same
+    as another module; None: it says something else of one."""
+    said: Mapping[str, Any] = getattr(guard.create_fn, "keywords", {})
+    owner = _PARAMETER.search(guard.name)
+    if _name(said.get("source_b")) in sources:
+        return True if owner and owner[0] == guard.name else None
+    if owner and owner[0] in sources:
+        alike = guard.create_fn_name() == "TENSOR_MATCH" and owner[0] == guard.name
+        return True if alike else None
+    held = said.get("value")
+    held = held() if isinstance(held, TensorWeakRef) else held
+    return None if isinstance(held, nn.Parameter) and not isinstance(held, DTensor) else False
+
+
+def _escapes(tx: Any) -> bool:
+    """Whether a parameter, as it was read, is an output of the frame or on its way to another one,
+    or is written where the frame's code will."""
+    effects, found = tx.output.side_effects, []
+
+    def look(value: Any) -> None:
+        if isinstance(value, TensorVariable) and value.proxy.node.op == "placeholder":
+            found.append(issubclass(value.class_type, nn.Parameter))
+
+    written = [one for one in effects.id_to_variable.values() if effects.is_modified(one)]
+    values = [tx.stack, tx.symbolic_locals, written, list(effects.store_attr_mutations.values())]
+    VariableTracker.visit(look, values)
+    return any(found) or bool(effects.tensor_hooks)
+
+
+def _is_as_traced(item: GraphInput, now: Any) -> bool:
+    """Whether an input is found where it was, and like it was."""
+    real, fake = item.real, item.fake
+    if now is not real or real is None or fake is None or real.device != fake.device:
+        return False
+    if not isinstance(real, DTensor):
+        return True
+    asked = [(x.shape, x.stride(), x.dtype, x.requires_grad) for x in (real, fake)]
+    return asked[0] == asked[1]
+
+
 def lighten_guards(inputs: Mapping[str, nn.Parameter]) -> None:
     """Make the guards that Dynamo has for stored parameters of the graph being compiled cheap.
 
@@ -190,18 +306,21 @@ def lighten_guards(inputs: Mapping[str, nn.Parameter]) -> None:
     dynamic sizes it does not have; of its module the property by which it is read, with closure
     and code. By the next step most of that has left the cache. One guard asks for the spec, by
     identity first, and `requires_grad`: the local tensor of a stored parameter follows from its
-    spec, and the classes that `access` makes are never written to.
+    spec, and the classes that `access` makes are never written to. Of a trace of the plain
+    parameter (`store_in_trace`) it takes the place of the guard of that one.
     """
     context = torch._guards.TracingContext.try_get()
     if context is None:
         return
     found = context.guards_context.dynamo_guards.inner
     guarded = {g.name for g in found if g.create_fn_name() == "DTENSOR_SPEC_MATCH"}
+    plain = {g.name for g in found if g.create_fn_name() == "TENSOR_MATCH"} & inputs.keys()
     parameters: dict[str, Any] = {
         source: parameter
         for source, parameter in inputs.items()
-        if isinstance(parameter, DTensor) and f"{source}._spec" in guarded
+        if isinstance(parameter, DTensor) and (f"{source}._spec" in guarded or source in plain)
     }
+    plain &= parameters.keys()
     # torch 2.11 skips what hangs on the tensors of a dict that nobody wrote to, unless one of their
     # attributes is asked for; then a frozen parameter would pass
     skips = getattr(torch._dynamo.config, "use_recursive_dict_tags_for_guards", False)
@@ -213,15 +332,17 @@ def lighten_guards(inputs: Mapping[str, nn.Parameter]) -> None:
         if guard.create_fn_name() == "TYPE_MATCH":
             owner, part = guard.name, "type"
         read = _CLASS.search(guard.name)
-        if owner in parameters and part in asked:
+        whole = guard.name in plain and guard.create_fn_name() == "TENSOR_MATCH"
+        if whole or (owner in parameters and part in asked):
             found.discard(guard)
-            if part == "_spec":
-                of = parameters[owner]
+            if whole or part == "_spec":
+                source: Any = guard.originating_source
+                of = parameters[guard.name if whole else owner]
                 key = id(of._spec), of.requires_grad
                 check = checks.setdefault(key, _stored_alike(of._spec, of.requires_grad))
                 create = functools.partial(_guard_parameter, check)
-                source = guard.originating_source.base  # type: ignore[attr-defined]
-                found.add(Guard(source, create, stack=guard.stack, user_stack=guard.user_stack))
+                base = source if whole else source.base
+                found.add(Guard(base, create, stack=guard.stack, user_stack=guard.user_stack))
         elif part == "device_mesh" and guard.create_fn_name() == "DUPLICATE_INPUT":
             found.discard(guard)  # that parameters share a mesh follows from their specs
         elif read and read[1] in modules:

@@ -50,13 +50,16 @@ torch._dynamo.exc.TensorifyScalarRestartAnalysis
 torch._dynamo.exc.TorchDynamoException
 torch._dynamo.exc.UnspecializeRestartAnalysis
 torch._dynamo.exc.unimplemented
+torch._dynamo.guards.GuardBuilder
 torch._dynamo.guards.get_verbose_code_parts
 torch._dynamo.lookup_backend
 torch._dynamo.mark_dynamic
 torch._dynamo.symbolic_convert.InstructionTranslator.current_tx
 torch._dynamo.symbolic_convert.TensorifyState
+torch._dynamo.source.AttrSource
 torch._dynamo.types.FrameAction
 torch._dynamo.types.FrameExecStrategy
+torch._dynamo.variables.base.VariableTracker
 torch._dynamo.variables.builder.VariableBuilder.wrap_module
 torch._dynamo.variables.builder.VariableBuilder.wrap_tensor
 torch._dynamo.variables.builder.wrap_fx_proxy

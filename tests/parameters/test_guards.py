@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
+from autoshard import backend
 from autoshard.runtime.compat import dynamo as compat_dynamo
 
 LENGTH = 4
@@ -138,3 +140,64 @@ def test_what_the_model_reads_itself_is_guarded(trained: Any) -> None:
     assert step() == 2
     model.steps = 1
     assert step() == 2
+
+
+class Reads(Scaled):
+    """Asks more of a parameter than its value, by what is named."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.kept = what, None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        weight = self.layers[0].weight
+        if self.what == "keeps":
+            self.kept = weight
+        if self.what == "asks" and weight.grad is not None:
+            x = x + 1
+        x = super().forward(x)
+        return (x, weight) if self.what == "returns" else x
+
+
+@pytest.mark.parametrize(
+    ("what", "traces"),
+    [
+        *([("reads", 1), ("returns", 2), ("keeps", 2), ("asks", 2)]),
+        *([("reads, as if it returned", 2), ("reads in no_sync", 2)]),
+    ],
+)
+def test_one_trace_serves_plain_and_stored_parameters(
+    monkeypatch: pytest.MonkeyPatch, what: str, traces: int
+) -> None:
+    graphs: list[Any] = []
+    compiled_once = backend._compile
+
+    def compiling(gm: Any, *rest: Any) -> Any:
+        graphs.append(gm)
+        return compiled_once(gm, *rest)
+
+    monkeypatch.setattr(backend, "_compile", compiling)
+    if "as if" in what:
+        monkeypatch.setattr(compat_dynamo, "_escapes", lambda tx: True)
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        model, x = Reads(what), torch.ones(2, LENGTH)
+        mesh = {"dp_replicate": 2} if "no_sync" in what else {"tp": 2}
+        options = {"mesh": mesh, "inner": "aot_eager", "timeout": 20}
+        compiled = torch.compile(model, backend="autoshard", options=options)
+        with autoshard.no_sync(model) if "no_sync" in what else contextlib.nullcontext():
+            found = [compiled(x), compiled(x)]
+        assert len(graphs) == traces
+        (program,) = autoshard.programs(model)
+        if "reads" in what:
+            other = autoshard.trace(Reads("reads"), (x,), mesh=mesh, inner="aot_eager")
+            assert program.plan.text() == other.plan.text()
+            nodes = [
+                [(n.op, n.name, n.meta["val"].shape) for n in [*one.serial.graph.nodes][:-1]]
+                for one in (program, other)
+            ]
+            assert nodes[0] == nodes[1]
+        if what == "returns":
+            assert all(one[1].shape == (LENGTH, LENGTH) for one in found)
+    finally:
+        dist.destroy_process_group()

@@ -133,7 +133,7 @@ def pipelined(
 ) -> Callable[..., Any]:
     """The function of a graph's inputs that runs the pipeline; collective over the mesh.
 
-    The first graph of a model stores its parameters, and has Dynamo trace again.
+    The first graph of a model stores its parameters, and is cut again.
     """
     if not any(isinstance(item.real, nn.Parameter) for item in inputs):
         return compile_local(gm, list(example_inputs), config.inner)
@@ -156,7 +156,8 @@ def pipelined(
     new = unplanned(inputs, serial, program.placed())
     agree_on_program(serial, own, inputs, mesh, config, bool(new))
     if new:
-        raise compat.RestartTrace(keep=store_at_home(new, mesh, config))
+        inputs = compat.store_in_trace(inputs, new, lambda: store_at_home(new, mesh, config))
+        return pipelined(gm, example_inputs, inputs, mesh, config, device)
     train = torch.is_grad_enabled()  # Dynamo has a program for each mode
     with compat.explicit_modes(True) if compat.autocast_is_on() else torch.enable_grad():
         if train:
