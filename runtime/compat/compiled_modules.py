@@ -104,6 +104,9 @@ def _look(
     if any(is_kind(function) for is_kind in kinds):
         return EAGER
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    code = function.__code__.co_name
+    if code != "<lambda>" and getattr(tree.body[0], "name", None) != code:
+        raise OSError  # Python 3.13 has the text of `python -c` for what `exec` defined
     me = function.__code__.co_varnames[:1]
     repeats = any(
         _is_of_the_model(model, name)

@@ -33,7 +33,7 @@ def names(folder: Path) -> list[str]:
         ("file/below", "file is no directory, so"),
         ("link", "link exists: a symbolic link to empty"),
         ("broken", "broken exists: a symbolic link to nowhere"),
-        ("loop/out", "cannot be written to"),
+        ("loop/out", "cannot be written to|is no directory"),  # Python 3.13 resolves a loop
         (".", "holds 5 files or folders"),
         ("empty/.", "is the working directory, which a finished directory cannot replace"),
         ("..", "exists, and holds"),
