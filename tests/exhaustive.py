@@ -105,69 +105,155 @@ OTHERS = 3
 #: The share of the other slow tests that CI runs, and of those of one file.
 SHARE_OF_SLOW = 0.15
 SHARES = {"training/test_scenarios.py": 0.15}
-#: Quick tests of many like rows or of half a minute, and the share of them that a commit runs.
+#: Quick tests of many like rows, or of half a minute and more: two thirds of the seconds of a whole
+#: run. CI runs a share of them, drawn row by row, so that each is run within a few landings.
 QUICK = {
-    "building/test_chosen_pipelines.py": {"test_steps_of_chosen_stages": 0.4},
-    "building/test_composed_pipelines.py": {"test_axes_inside_of_stages": 0.4},
-    "building/test_pipelined_training.py": {"test_three_steps_of_a_saved_plan": 0.4},
-    "compiling/test_torch_tensorrt.py": {"test_it_makes_the_network_we_make": 0.4},
-    "export/test_cache_proof.py": {
-        "test_what_a_rule_forgets_is_seen_before_anything_is_written": 0.4,
-        "test_rounding_is_no_other_token": 0.4,
+    "building/test_awaited_gradients.py": {"test_three_steps_are_serial_ones"},
+    "building/test_chosen_pipelines.py": {"test_steps_of_chosen_stages"},
+    "building/test_composed_pipelines.py": {"test_axes_inside_of_stages"},
+    "building/test_pipeline_stages.py": {"test_a_step_is_the_serial_one"},
+    "building/test_pipelined_training.py": {"test_three_steps_of_a_saved_plan"},
+    "compiling/test_activation_checkpointing.py": {
+        "test_no_mask_is_kept",
+        "test_collectives_of_a_region_by_policy",
     },
-    "export/test_onnx_export.py": {
-        "test_onnx_says_what_the_model_says_and_what_the_network_says": 0.4,
+    "compiling/test_bucketing.py": {"test_counts", "test_graphs_hold_what_they_note"},
+    "compiling/test_communication.py": {
+        "test_a_rank_never_sends_more_than_the_ledger",
+        "test_an_expert_is_split_and_not_gathered",
+    },
+    "compiling/test_torch_tensorrt.py": {"test_it_makes_the_network_we_make"},
+    "export/rank_graph/test_chosen_rows.py": {
+        "test_rows_are_those_of_the_choices_and_say_the_same"
+    },
+    "export/test_cache_proof.py": {
+        "test_what_a_position_decides_is_looked_up_by_it",
+        "test_a_cache_continues_what_was_written_out",
+        "test_what_looks_at_other_tokens_is_refused_with_its_line",
+        "test_a_cache_holds_no_more_tokens_than_the_model_has_positions",
+        "test_what_a_rule_forgets_is_seen_before_anything_is_written",
+        "test_rounding_is_no_other_token",
+    },
+    "export/test_export_matrix.py": {
+        "test_a_learned_bias_of_distances_is_continued",
+        "test_a_cell_is_checked",
+    },
+    "export/test_export_trtllm.py": {"test_configuration_that_disagrees"},
+    "export/test_onnx_export.py": {"test_onnx_says_what_the_model_says_and_what_the_network_says"},
+    "export/test_trt_network.py": {"test_llama_decodes_what_the_model_decodes"},
+    "export/test_trtllm_logits.py": {
+        "test_logits_are_those_of_the_model",
+        "test_what_a_family_has_not",
     },
     "memory/test_budget.py": {
-        "test_a_step_stays_within_its_budget": 0.4,
-        "test_a_longer_batch_stays_within_the_budget": 0.4,
+        "test_a_step_stays_within_its_budget",
+        "test_a_longer_batch_stays_within_the_budget",
     },
-    "memory/test_memory.py": {"test_prediction_of_graphs": 0.4},
+    "memory/test_memory.py": {
+        "test_prediction_of_graphs",
+        "test_stages_of_zero",
+        "test_recomputation_keeps_less_and_peaks_lower",
+    },
+    "mesh_search/test_choice.py": {"test_batches_decide_and_ranks_agree"},
+    "mesh_search/test_row_placements.py": {"test_no_row_is_slower_than_with_placements_first"},
     "mesh_search/test_stages_beside_cp_and_ep.py": {
-        "test_stages_send_and_hold_what_the_program_does": 0.4,
+        "test_stages_send_and_hold_what_the_program_does"
+    },
+    "passes/experts/test_experts_on_two_axes.py": {
+        "test_every_way_of_tp_on_the_graph_of_a_rank_of_cp",
+        "test_every_way_of_tp_goes_with_ep",
+    },
+    "passes/masks/test_attention_masks.py": {
+        "test_one_process_recovers_masks_by_name",
+        "test_data_parallel_ranks_may_run_different_programs",
+    },
+    "passes/test_chunk_loss.py": {
+        "test_loss_and_gradients_are_those_of_the_serial_model",
+        "test_what_travels_is_what_the_whole_loss_sends",
+    },
+    "passes/test_fuse_collectives.py": {
+        "test_a_dense_block_has_no_gather_apart_and_sends_what_it_sent"
+    },
+    "passes/test_fuse_inference_layers.py": {"test_a_decode_step_in_launches_and_in_bytes"},
+    "passes/test_invariant_random.py": {
+        "test_models_with_dropout_compute_what_one_device_computes"
+    },
+    "passes/test_recover_masks.py": {
+        "test_a_packed_and_a_left_padded_batch_have_no_square_tensor",
+        "test_models_of_hugging_face_have_no_square_tensor",
+    },
+    "planning/batch_axis/test_batch_axis.py": {"test_the_charge_is_of_what_runs"},
+    "planning/expert_axis/test_expert_axis.py": {
+        "test_what_a_plan_file_says_runs_and_is_the_serial_model",
+        "test_prices_are_those_of_the_estimate_and_of_the_program",
     },
     "planning/test_context_parallel.py": {
-        "test_training_on_cp_is_serial_training": 0.4,
-        "test_a_model_on_cp_is_the_serial_one": 0.4,
+        "test_training_on_cp_is_serial_training",
+        "test_a_model_on_cp_is_the_serial_one",
+        "test_ranks_of_cp_are_given_one_batch",
+        "test_a_region_is_in_head_tail_order_where_all_of_it_can_be",
     },
-    "planning/test_plan_estimate.py": {
-        "test_memory_and_traffic_are_near_those_of_the_program": 0.4,
+    "planning/test_experts.py": {
+        "test_each_way_equals_serial_and_sends_what_its_formula_says",
+        "test_a_layer_of_qwen3_30b_sends_no_more_than_its_tokens_at_once",
+        "test_the_cheapest_way_changes_where_the_formulas_cross",
+        "test_each_way_runs_the_kernels_of_16_bits",
     },
-    "replay/test_replay.py": {"test_programs_are_those_of_before": 0.4},
-    "runtime/optimizer/test_optimizer_on_meshes.py": {
-        "test_clipped_steps_are_those_of_one_device": 0.5,
+    "planning/test_plan_estimate.py": {"test_memory_and_traffic_are_near_those_of_the_program"},
+    "planning/test_two_axes.py": {"test_a_model_on_cp_and_tp_is_the_serial_one"},
+    "quantization/test_quantized_engines.py": {"test_ranks_say_what_transformers_says"},
+    "replay/test_replay.py": {"test_programs_are_those_of_before"},
+    "runtime/agreement/test_never_hang.py": {"test_batches_that_differ"},
+    "runtime/optimizer/test_optimizer_on_meshes.py": {"test_clipped_steps_are_those_of_one_device"},
+    "runtime/optimizer/test_optimizer_on_parts.py": {
+        "test_ranks_that_sort_their_parameters_differently_are_an_error"
     },
-    "runtime/optimizer/test_optimizer_table.py": {
-        "test_clipped_steps_given_the_same_gradients": 0.4,
-    },
+    "runtime/optimizer/test_optimizer_table.py": {"test_clipped_steps_given_the_same_gradients"},
     "runtime/optimizer/test_owned_matrices.py": {
-        "test_stacks_of_experts": 0.5,
-        "test_steps_on_two_ranks_are_those_of_one_device": 0.4,
+        "test_stacks_of_experts",
+        "test_steps_on_two_ranks_are_those_of_one_device",
     },
-    "runtime/test_generation.py": {
-        "test_a_step_of_two_reductions_a_layer_and_one_small_gather": 0.4,
-        "test_a_step_has_two_reductions_a_layer": 0.4,
-    },
-    "training/test_collectives_at_run_time.py": {
-        "test_a_hybrid_mesh_issues_what_the_ledger_says": 0.4,
-        "test_two_processes_issue_what_the_ledger_says": 0.4,
-    },
-    "training/test_data_parallel_steps.py": {"test_five_steps_two_ranks": 0.4},
-    "weights/test_live_weights.py": {"test_from_two_processes_to_two_others": 0.4},
-    "verification/test_mixture_steps.py": {
-        "test_three_steps": 0.4,
-        "test_clipped_adamw_whatever_travels_over_ep": 0.4,
-    },
-    "training/test_scenarios.py": {"test_tensor_parallel": 0.3, "test_sharded_data_parallel": 0.3},
-    "verification/test_verification.py": {
-        "test_all_ranks_compute_what_the_serial_graph_computes": 0.4,
-    },
-    "compiling/test_communication.py": {"test_a_rank_never_sends_more_than_the_ledger": 0.4},
     "runtime/parameters/test_precision.py": {
-        "test_dtypes_on_the_wire": 0.4,
-        "test_against_a_serial_model_that_casts": 0.4,
+        "test_dtypes_on_the_wire",
+        "test_against_a_serial_model_that_casts",
     },
+    "runtime/parameters/test_storage.py": {"test_owners", "test_two_axes"},
+    "runtime/test_generation.py": {
+        "test_a_step_of_two_reductions_a_layer_and_one_small_gather",
+        "test_a_step_has_two_reductions_a_layer",
+    },
+    "runtime/test_spmd_types.py": {"test_each_dropped_change_is_found"},
+    "training/test_backend.py": {"test_optimizers"},
+    "training/test_collectives_at_run_time.py": {
+        "test_a_hybrid_mesh_issues_what_the_ledger_says",
+        "test_two_processes_issue_what_the_ledger_says",
+    },
+    "training/test_data_parallel_steps.py": {"test_several_buckets", "test_five_steps_two_ranks"},
+    "training/test_graph_breaks.py": {
+        "test_activation_checkpointing",
+        "test_autocast_around_the_call",
+    },
+    "training/test_loss_models.py": {"test_loss_and_gradients_are_those_of_the_dense_model"},
+    "training/test_scenarios.py": {"test_tensor_parallel", "test_sharded_data_parallel"},
+    "verification/test_mixture_steps.py": {
+        "test_three_steps",
+        "test_clipped_adamw_whatever_travels_over_ep",
+    },
+    "verification/test_mixtures.py": {
+        "test_a_family_equals_its_serial_model",
+        "test_a_family_on_ep_equals_its_serial_model",
+    },
+    "verification/test_verification.py": {
+        "test_all_ranks_compute_what_the_serial_graph_computes",
+        "test_a_sequence_parallel_llama_computes_what_the_serial_one_computes",
+    },
+    "verification/test_verify.py": {
+        "test_a_rank_that_fails_between_calls",
+        "test_a_fault_through_processes",
+    },
+    "weights/test_live_weights.py": {"test_from_two_processes_to_two_others"},
 }
+SHARE_OF_QUICK = 0.3
 EVERY = "all"
 _ID = re.compile(r"tests/(?P<file>[^:]+)::(?P<test>\w+)(?:\[(?P<row>.*\]))?$")
 
@@ -187,7 +273,7 @@ def share_of(test: str, slow: bool = True) -> float:
         return 1.0
     if slow:
         return SHARES.get(found["file"], SHARE_OF_SLOW)
-    return QUICK.get(found["file"], {}).get(found["test"], 1.0)
+    return SHARE_OF_QUICK if found["test"] in QUICK.get(found["file"], ()) else 1.0
 
 
 def rests(test: str, seed: str, slow: bool = True) -> bool:
