@@ -209,7 +209,6 @@ class Ahead:
         self.graphs: set[str] = set()
         self.facts: dict[str, list[str]] | None = None
         self._folder: Path | None = None
-        self._said: set[str] = set()
 
     @contextlib.contextmanager
     def making(self, folder: Path) -> Iterator[None]:
@@ -237,7 +236,8 @@ class Ahead:
         differing = {kind for kind in _KINDS if other[kind]}
         if differing:
             shown = "; ".join(f"{kind}: {other[kind][0]:.200}" for kind in sorted(differing))
-            self._say(f"{folder} was made for another job, and this one compiles: {shown}")
+            said = f"{folder} was made for another job, and this one compiles: {shown}"
+            warnings.warn(said, stacklevel=1)
         elif self._folder != folder:
             data = own_bytes(folder / "artifacts", "compiled graphs", ConfigError)
             if hashlib.sha256(data).hexdigest() != body.entry("hash").text():
@@ -265,17 +265,13 @@ class Ahead:
         if self.facts is not None:
             self.graphs.add(key)
         elif self._folder is not None and not known:
-            self._say(f"a graph of this model or batch is not in {self._folder}, and is compiled")
+            said = f"a graph of this model or batch is not in {self._folder}, and is compiled"
+            warnings.warn(said, stacklevel=1)
         with (
             self.kernels(),
             contextlib.nullcontext() if shared is None or known else shared.once(key),
         ):
             yield
-
-    def _say(self, what: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            warnings.warn(what, stacklevel=2)
 
 
 AHEAD = Ahead()
