@@ -214,7 +214,7 @@ def store_in_trace(
     found = {item.source for item in inputs if item.real is not None and item.real in parameters}
     classes: dict[str, type] = {}
     readers: dict[str, Any] = {}
-    stands = all(map(_PARAMETER.fullmatch, found)) and not _escapes(tx)
+    stands = all(map(_PARAMETER.fullmatch, found)) and not _escapes(tx) and not _skips_tensors()
     for guard in guards if stands else ():
         read = _is_read(guard, found)
         stands = stands and read is not None
@@ -321,10 +321,8 @@ def lighten_guards(inputs: Mapping[str, nn.Parameter]) -> None:
         if isinstance(parameter, DTensor) and (f"{source}._spec" in guarded or source in plain)
     }
     plain &= parameters.keys()
-    # torch 2.11 skips what hangs on the tensors of a dict that nobody wrote to, unless one of their
-    # attributes is asked for; then a frozen parameter would pass
-    skips = getattr(torch._dynamo.config, "use_recursive_dict_tags_for_guards", False)
-    asked = _ASKED - {"requires_grad"} if skips else _ASKED
+    # a frozen parameter would pass where none of its attributes is asked for
+    asked = _ASKED - {"requires_grad"} if _skips_tensors() else _ASKED
     modules = {source.rpartition("._parameters[")[0] for source in parameters}
     checks: dict[tuple[int, bool], Callable[[Any], bool]] = {}
     for guard in list(found):
@@ -347,6 +345,11 @@ def lighten_guards(inputs: Mapping[str, nn.Parameter]) -> None:
             found.discard(guard)  # that parameters share a mesh follows from their specs
         elif read and read[1] in modules:
             found.discard(guard)
+
+
+def _skips_tensors() -> bool:
+    """Whether guards of the tensors in a dict that nobody wrote to are skipped, as in torch 2.11."""
+    return bool(getattr(torch._dynamo.config, "use_recursive_dict_tags_for_guards", False))
 
 
 _ASKED = {"type", "_spec", "requires_grad", "_local_tensor", "device_mesh"}
